@@ -1,0 +1,256 @@
+"""The typed messages between service and engine, and nothing else between them.
+
+Commands go down, events come up, one list of events per step. All are plain values that msgspec can encode,
+so that the engine can move into a process of its own without a redesign. A submitted request is answered by
+`Accepted` and any number of `Output`s, then by exactly one of `TERMINAL`; a refused one by `Failed` alone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+FinishReason: TypeAlias = Literal["eos", "limit", "word"]
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What the loaded model and its context are; fixed once the engine runs."""
+
+    name: str
+    """`general.name` of the file, or the file's name."""
+    path: str
+    architecture: str
+    description: str
+    n_params: int
+    size_bytes: int
+    n_vocab: int
+    vocab_type: int
+    n_embd: int
+    n_ctx_train: int
+    n_ctx: int
+    """Cells of the KV pool, all slots together."""
+    n_ctx_slot: int
+    """Tokens that one slot can hold."""
+    n_slots: int
+    n_batch: int
+    n_ubatch: int
+    unified: bool
+    """One pool for all slots, or an equal part for each."""
+    flash_attn: bool
+    cache_type_k: str
+    cache_type_v: str
+    device: str
+    """Where the model runs, for a person to read."""
+    reuse: bool
+    """Whether the KV of this model may be trimmed and continued."""
+    reuse_reason: str = ""
+    """Why not, where `reuse` is false."""
+    chat_template: str = ""
+    """The Jinja source in the model's metadata, or empty."""
+    bos_token: str = ""
+    eos_token: str = ""
+
+
+class TextPart(msgspec.Struct, frozen=True, tag="text"):
+    """Prompt text; where `special` is false, control tokens spelled in it stay plain text."""
+
+    text: str
+    special: bool = True
+
+
+class TokensPart(msgspec.Struct, frozen=True, tag="tokens"):
+    """Prompt given as token ids."""
+
+    tokens: tuple[int, ...]
+
+
+PromptPart: TypeAlias = TextPart | TokensPart
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How the next token is chosen; names and defaults are llama-server's."""
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    """Tokens that the penalties look back on: 0 none, -1 the whole context."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    logit_bias: dict[int, float] = {}
+    ignore_eos: bool = False
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """One completion asked for."""
+
+    request_id: str
+    prompt: tuple[PromptPart, ...]
+    add_special: bool = True
+    """Whether the model's BOS goes before a prompt that starts with text."""
+    sampling: Sampling = Sampling()
+    max_tokens: int = -1
+    """Tokens to generate: -1 up to the end of the slot's context, 0 none (the prompt is evaluated)."""
+    stop: tuple[str, ...] = ()
+    cache_prompt: bool = True
+    id_slot: int = -1
+    """The slot to run in, or -1 for the best one."""
+    return_tokens: bool = False
+    """Whether `Accepted` carries the prompt's token ids."""
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Stop a request, queued or running; unknown ids are ignored."""
+
+    request_id: str
+
+
+class Tokenize(msgspec.Struct, frozen=True, tag="tokenize"):
+    """Turn prompt parts into token ids; answered by `Tokenized`."""
+
+    request_id: str
+    prompt: tuple[PromptPart, ...]
+    add_special: bool = False
+
+
+class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):
+    """Turn token ids into text; answered by `Detokenized`."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+
+
+class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
+    """Ask for the state of the slots and the queue; answered by `State`."""
+
+    request_id: str
+
+
+Command: TypeAlias = Submit | Cancel | Tokenize | Detokenize | Inspect
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+    """The prompt is tokenized and valid; the request waits for a slot or has one."""
+
+    request_id: str
+    n_prompt: int
+    prompt_tokens: tuple[int, ...] = ()
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """Figures of one request, counted where its tokens went into the model."""
+
+    n_prompt: int
+    """Tokens of the prompt."""
+    n_cached: int
+    """Prompt tokens whose KV was reused, that is, which were never computed for this request."""
+    n_prompt_computed: int
+    """Prompt tokens sent to the model, those computed again after a preemption included."""
+    n_generated: int
+    """Tokens sampled, the end-of-generation token included."""
+    queue_ms: float
+    """From submission until the request first got a slot."""
+    prompt_ms: float
+    """From the slot to the first sampled token."""
+    predicted_ms: float
+    """From the first sampled token to the latest."""
+    n_held: int = 0
+    """Tokens whose KV the slot holds."""
+
+
+class Output(msgspec.Struct, frozen=True, tag="output"):
+    """Newly generated text, never a part of a character or of a stop string, and its tokens."""
+
+    request_id: str
+    content: str
+    tokens: tuple[int, ...]
+    progress: Progress
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """The request came to its end; `content` is the last text, which no `Output` carried."""
+
+    request_id: str
+    reason: FinishReason
+    progress: Progress
+    slot: int
+    content: str = ""
+    tokens: tuple[int, ...] = ()
+    stopping_word: str = ""
+    truncated: bool = False
+    """Whether the end of the slot's context, not `max_tokens`, was the limit."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The request was refused or failed; the fields are those of an error in `llamaslot.base.errors`."""
+
+    request_id: str
+    type: str
+    message: str
+    param: str | None = None
+    n_prompt_tokens: int = 0
+    n_ctx: int = 0
+
+
+class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
+    """The request was cancelled; its slot keeps what was computed."""
+
+    request_id: str
+    progress: Progress
+    slot: int = -1
+
+
+class Tokenized(msgspec.Struct, frozen=True, tag="tokenized"):
+    """The answer to `Tokenize`; `pieces` are the tokens' bytes."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    pieces: tuple[bytes, ...]
+
+
+class Detokenized(msgspec.Struct, frozen=True, tag="detokenized"):
+    """The answer to `Detokenize`."""
+
+    request_id: str
+    content: str
+
+
+class SlotState(msgspec.Struct, frozen=True):
+    """One slot as `/slots` shows it."""
+
+    id: int
+    n_ctx: int
+    n_held: int
+    """Tokens whose KV the slot holds."""
+    request_id: str = ""
+    """The running request, or empty."""
+    n_prompt: int = 0
+    n_prompt_computed: int = 0
+    n_generated: int = 0
+    max_tokens: int = -1
+    sampling: Sampling = Sampling()
+
+
+class State(msgspec.Struct, frozen=True, tag="state"):
+    """The answer to `Inspect`."""
+
+    request_id: str
+    slots: tuple[SlotState, ...]
+    n_queued: int
+    cells_total: int
+    cells_used: int
+    n_decode_calls: int
+    n_decoded_tokens: int
+    n_busy_slots_total: int
+    """Sum over decode calls of the slots that took part."""
+
+
+Event: TypeAlias = (
+    Accepted | Output | Finished | Failed | Cancelled | Tokenized | Detokenized | State
+)
+TERMINAL = (Finished, Failed, Cancelled)

@@ -1,0 +1,123 @@
+"""What the core and the engine ask of whatever runs a model, and the plain types that they pass to it.
+
+A backend is used by one thread at a time, its `vocab` by any. It refuses whatever llama.cpp would abort the
+process over (`IllegalCallError`) and changes nothing then. Positions are in tokens from 0, sequence ids from 0 to
+`n_seqs - 1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from llamaslot.base.messages import ModelInfo, Sampling
+
+Tokens: TypeAlias = npt.NDArray[np.int32]
+
+
+class IllegalCallError(AssertionError):
+    """A call that llama.cpp must never see: a bug in this project, not in a request."""
+
+
+class Status(IntEnum):
+    """Answers of `llama_decode`."""
+
+    OK = 0
+    NO_ROOM = 1
+    """No free cells for the batch; nothing was changed."""
+    ABORTED = 2
+    INVALID = -1
+    """The batch was refused; nothing was changed."""
+    FATAL = -3
+    """Computing failed; micro-batches before the failing one stay applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens of one sequence in a batch, at consecutive positions."""
+
+    seq: int
+    start: int
+    """Position of the first token; equal to the tokens that the sequence holds."""
+    tokens: Tokens
+    output: bool
+    """Whether logits of the last token are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """The answer to one `decode`."""
+
+    status: Status
+    sent: dict[int, tuple[int, int]]
+    """Per sequence id the first position and the number of tokens that the batch really carried."""
+
+
+class Sampler(Protocol):
+    """The state by which one request's tokens are chosen."""
+
+    def close(self) -> None:
+        """Free it; further use is an error."""
+
+
+class Vocab(Protocol):
+    """Text to tokens and back; safe to use from any thread."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Size of the vocabulary."""
+
+    @property
+    def eog(self) -> frozenset[int]:
+        """Tokens that end a generation."""
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
+        """Token ids of `text`; `add_special` adds BOS/EOS where the model wants them."""
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a generated token stands for; control tokens give none."""
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes:
+        """The text of `tokens` as bytes, control tokens written out."""
+
+
+class Backend(Protocol):
+    """A model with its KV pool."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """What was loaded."""
+
+    @property
+    def n_seqs(self) -> int:
+        """Number of sequence ids."""
+
+    @property
+    def vocab(self) -> Vocab:
+        """The model's vocabulary."""
+
+    def seq_rm(self, seq: int, start: int, end: int = -1) -> None:
+        """Drop positions `[start, end)` of a sequence; an `end` of -1 means all from `start` on."""
+
+    def seq_cp(self, src: int, dst: int, start: int, end: int) -> None:
+        """Let `dst`, which holds nothing in `[start, end)`, share those cells of `src`."""
+
+    def seq_len(self, seq: int) -> int:
+        """Tokens that a sequence holds (its highest position + 1)."""
+
+    def decode(self, runs: Sequence[Run]) -> Decoded:
+        """Compute at most `info.n_ubatch` tokens; every run must continue its sequence."""
+
+    def new_sampler(self, sampling: Sampling, history: Tokens) -> Sampler:
+        """A sampler that has seen `history` (for the penalties)."""
+
+    def sample(self, samplers: dict[int, Sampler]) -> dict[int, int]:
+        """For each sequence id whose run in the last `decode` had `output`, the token its sampler chooses."""
+
+    def close(self) -> None:
+        """Free the model; further use is an error."""
