@@ -87,3 +87,15 @@ class ConfigError(LlamaslotError):
     """The server cannot start as configured: one line for the terminal, exit status 2."""
 
     type = "config_error"
+
+
+def from_failure(
+    error_type: str, message: str, param: str | None, *, n_prompt_tokens: int = 0, n_ctx: int = 0
+) -> LlamaslotError:
+    """The error that a `Failed` message describes."""
+    if error_type == ContextSizeError.type:
+        return ContextSizeError(n_prompt_tokens, n_ctx)
+    for kind in (InvalidRequestError, UnavailableError, NotSupportedError):
+        if kind.type == error_type:
+            return kind(message, param=param)
+    return ServerError(message, param=param)

@@ -50,6 +50,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """The Jinja source in the model's metadata, or empty."""
     bos_token: str = ""
     eos_token: str = ""
+    adds_bos: bool = False
+    """Whether the tokenizer puts BOS before a prompt."""
+    adds_eos: bool = False
+    """Whether the tokenizer puts EOS behind a prompt."""
 
 
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
@@ -190,7 +194,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The request was refused or failed; the fields are those of an error in `llamaslot.base.errors`."""
 
     request_id: str
-    type: str
+    error_type: str
     message: str
     param: str | None = None
     n_prompt_tokens: int = 0
@@ -201,7 +205,8 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
     """The request was cancelled; its slot keeps what was computed."""
 
     request_id: str
-    progress: Progress
+    progress: Progress | None = None
+    """None where not even the prompt was tokenized."""
     slot: int = -1
 
 
@@ -250,7 +255,11 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     """Sum over decode calls of the slots that took part."""
 
 
-Event: TypeAlias = (
-    Accepted | Output | Finished | Failed | Cancelled | Tokenized | Detokenized | State
-)
+class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
+    """The engine ended and answers nothing more; `reason` is empty when it was told to."""
+
+    reason: str
+
+
+Event: TypeAlias = Accepted | Output | Finished | Failed | Cancelled | Tokenized | Detokenized | State | Stopped
 TERMINAL = (Finished, Failed, Cancelled)

@@ -1,0 +1,237 @@
+"""A backend without a model, with llama.cpp's cell semantics.
+
+A cell holds a token, its position and the set of sequence ids that see it; placement and capacity are llama.cpp's
+(`llama_kv_cache::find_slot`, `seq_rm`, `seq_cp`). What it "generates" is a function of exactly the (position, token)
+pairs that a sequence sees, so wrong KV gives a wrong token. Failures come on demand. The state-machine test that runs on the real backend runs on this one too, so it cannot be bent to pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llamaslot.base.messages import ModelInfo, Sampling
+from llamaslot.core.backend import Decoded, IllegalCallError, Run, Sampler, Status, Tokens
+
+BOS, EOS = 256, 257
+N_VOCAB = 258
+
+
+class FakeVocab:
+    """Bytes as tokens, and `<s>` and `</s>` as control tokens."""
+
+    n_tokens = N_VOCAB
+    eog = frozenset({EOS})
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
+        """The UTF-8 bytes of `text`."""
+        ids = [BOS] if add_special else []
+        for i, part in enumerate(text.split("</s>") if parse_special else [text]):
+            ids += [EOS] * (i > 0)
+            ids += part.encode()
+        return np.array(ids, dtype=np.int32)
+
+    def piece(self, token: int) -> bytes:
+        """One byte, or nothing for a control token."""
+        return bytes([token]) if token < BOS else b""
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes:
+        """The bytes, control tokens written out."""
+        names = {BOS: b"<s>", EOS: b"</s>"}
+        return b"".join(names.get(t) or bytes([t]) for t in tokens)
+
+
+@dataclass(slots=True)
+class FakeSampler:
+    """Greedy, or by a seed; `closed` lets tests see leaks."""
+
+    sampling: Sampling
+    n_drawn: int = 0
+    closed: bool = False
+
+    def close(self) -> None:
+        """Mark as freed."""
+        if self.closed:
+            raise IllegalCallError("a sampler was closed twice")
+        self.closed = True
+
+
+@dataclass(slots=True)
+class Cell:
+    """One cell of the pool; empty where no sequence sees it."""
+
+    token: int = -1
+    position: int = -1
+    seqs: set[int] = field(default_factory=set)
+
+
+class FakeBackend:
+    """See the module's docstring. `failures` answers the next decodes, each with the runs that stay applied."""
+
+    vocab = FakeVocab()
+
+    def __init__(
+        self,
+        *,
+        n_slots: int = 4,
+        n_ctx: int = 256,
+        n_ubatch: int = 32,
+        unified: bool = True,
+        reuse: bool = True,
+        eos_every: int = 40,
+    ) -> None:
+        self.n_seqs = n_slots
+        self.info = ModelInfo(
+            name="fake", path="fake.gguf", architecture="fake", description="fake", n_params=0, size_bytes=0,
+            n_vocab=N_VOCAB, vocab_type=2, n_embd=1, n_ctx_train=n_ctx, n_ctx=n_ctx,
+            n_ctx_slot=n_ctx if unified else n_ctx // n_slots, n_slots=n_slots, n_batch=n_ubatch,
+            n_ubatch=n_ubatch, unified=unified, flash_attn=True, cache_type_k="f16", cache_type_v="f16",
+            device="none", reuse=reuse, reuse_reason="" if reuse else "told so", bos_token="<s>",
+            eos_token="</s>",
+        )  # fmt: skip
+        self.failures: deque[tuple[Status, int]] = deque()
+        self.samplers: list[FakeSampler] = []
+        self.n_decoded = 0
+        self._eos_every = eos_every
+        n_pools, size = (1, n_ctx) if unified else (n_slots, n_ctx // n_slots)
+        self._pools = [[Cell() for _ in range(size)] for _ in range(n_pools)]
+        self._heads = [0] * n_pools
+        self._rows: dict[int, int] = {}
+
+    def seq_rm(self, seq: int, start: int, end: int = -1) -> None:
+        """See `Backend.seq_rm`; freed cells are searched first, as llama.cpp does."""
+        self._check_range(seq, start, end)
+        length = self.seq_len(seq)
+        stop = length if end == -1 else min(end, length)
+        if not self.info.reuse and start > 0 and start < stop:
+            raise IllegalCallError("this model's sequences can only be cleared whole")
+        pool = self._pool(seq)
+        freed = []
+        for i, cell in enumerate(self._pools[pool]):
+            if seq in cell.seqs and start <= cell.position < stop:
+                cell.seqs.discard(seq)
+                if not cell.seqs:
+                    freed.append(i)
+        if freed:
+            self._heads[pool] = min(self._heads[pool], freed[0])
+
+    def seq_cp(self, src: int, dst: int, start: int, end: int) -> None:
+        """See `Backend.seq_cp`; only inside one pool."""
+        self._check_range(src, start, end)
+        self._check_range(dst, start, end)
+        if not self.info.reuse or self._pool(src) != self._pool(dst):
+            raise IllegalCallError("cells cannot be shared here")
+        if src == dst or end > self.seq_len(src) or self.seq_len(dst) != start:
+            raise IllegalCallError(f"copy of [{start}, {end}) from {src} to {dst} leaves a hole or a double")
+        for cell in self._pools[self._pool(src)]:
+            if src in cell.seqs and start <= cell.position < end:
+                cell.seqs.add(dst)
+
+    def seq_len(self, seq: int) -> int:
+        """See `Backend.seq_len`."""
+        self._check_seq(seq)
+        cells = self._pools[self._pool(seq)]
+        return max((cell.position + 1 for cell in cells if seq in cell.seqs), default=0)
+
+    def decode(self, runs: Sequence[Run]) -> Decoded:
+        """See `Backend.decode`."""
+        self._check_batch(runs)
+        sent = {run.seq: (run.start, len(run.tokens)) for run in runs}
+        status, n_applied = self.failures.popleft() if self.failures else (Status.OK, len(runs))
+        self._rows = {}
+        if status in (Status.NO_ROOM, Status.INVALID) or not self._fits(runs):
+            return Decoded(status if status is not Status.OK else Status.NO_ROOM, sent)
+        for run in runs[:n_applied]:
+            self._store(run)
+            self.n_decoded += len(run.tokens)
+            if status is Status.OK and run.output:
+                self._rows[run.seq] = self._logits(run.seq)
+        return Decoded(status, sent)
+
+    def new_sampler(self, sampling: Sampling, history: Tokens) -> FakeSampler:
+        """See `Backend.new_sampler`."""
+        sampler = FakeSampler(sampling)
+        self.samplers.append(sampler)
+        return sampler
+
+    def sample(self, samplers: dict[int, Sampler]) -> dict[int, int]:
+        """See `Backend.sample`."""
+        return {seq: self._draw(self._rows[seq], sampler) for seq, sampler in samplers.items()}
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def seen(self, seq: int) -> list[tuple[int, int]]:
+        """The (position, token) pairs that a sequence sees, in order."""
+        cells = self._pools[self._pool(seq)]
+        return sorted((cell.position, cell.token) for cell in cells if seq in cell.seqs)
+
+    @property
+    def cells_used(self) -> int:
+        """Cells that any sequence sees."""
+        return sum(bool(cell.seqs) for pool in self._pools for cell in pool)
+
+    def _draw(self, row: int, sampler: Sampler) -> int:
+        if not isinstance(sampler, FakeSampler) or sampler.closed:
+            raise IllegalCallError("sampling with a freed sampler")
+        sampler.n_drawn += 1
+        if sampler.sampling.temperature > 0:
+            row = _digest((row, sampler.sampling.seed, sampler.n_drawn))
+        if row % self._eos_every == 0 and not sampler.sampling.ignore_eos:
+            return EOS
+        return 97 + row // self._eos_every % 26
+
+    def _logits(self, seq: int) -> int:
+        return _digest(self.seen(seq))
+
+    def _store(self, run: Run) -> None:
+        pool = self._pool(run.seq)
+        cells = self._pools[pool]
+        head = self._heads[pool]
+        if head > sum(bool(c.seqs) for c in cells) + 2 * len(run.tokens):
+            head = 0
+        for offset, token in enumerate(run.tokens):
+            while cells[head % len(cells)].seqs:
+                head += 1
+            cell = cells[head % len(cells)]
+            cell.token, cell.position, cell.seqs = int(token), run.start + offset, {run.seq}
+            head += 1
+        self._heads[pool] = head % len(cells)
+
+    def _fits(self, runs: Sequence[Run]) -> bool:
+        wanted = [0] * len(self._pools)
+        for run in runs:
+            wanted[self._pool(run.seq)] += len(run.tokens)
+        free = [sum(not cell.seqs for cell in pool) for pool in self._pools]
+        return all(w <= f for w, f in zip(wanted, free, strict=True))
+
+    def _pool(self, seq: int) -> int:
+        return 0 if self.info.unified else seq
+
+    def _check_seq(self, seq: int) -> None:
+        if not 0 <= seq < self.n_seqs:
+            raise IllegalCallError(f"sequence id {seq} is not in [0, {self.n_seqs})")
+
+    def _check_range(self, seq: int, start: int, end: int) -> None:
+        self._check_seq(seq)
+        if start < 0 or (end != -1 and end < start):
+            raise IllegalCallError(f"[{start}, {end}) is not a range")
+
+    def _check_batch(self, runs: Sequence[Run]) -> None:
+        if not runs or len({run.seq for run in runs}) != len(runs):
+            raise IllegalCallError("a batch needs runs of different sequences")
+        if sum(len(run.tokens) for run in runs) > self.info.n_ubatch:
+            raise IllegalCallError("more tokens than a micro-batch holds")
+        for run in runs:
+            if run.start != self.seq_len(run.seq) or not len(run.tokens):
+                raise IllegalCallError(f"a run at {run.start} does not continue sequence {run.seq}")
+            if run.tokens.min() < 0 or run.tokens.max() >= N_VOCAB:
+                raise IllegalCallError("a token outside of the vocabulary")
+
+
+def _digest(value: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "big")

@@ -1,0 +1,10 @@
+"""llama.cpp through llama-cpp-python's low-level API: the only room that touches llama_cpp.
+
+It must never let through a call over which llama.cpp aborts the process: ids, ranges and capabilities are checked
+here, before ctypes. Facts about llama.cpp that the code stands on are in `docs/llama-cpp.md`.
+"""
+
+from llamaslot.backend.llama.backend import LlamaBackend
+from llamaslot.backend.llama.settings import CACHE_TYPES, LlamaSettings
+
+__all__ = ["CACHE_TYPES", "LlamaBackend", "LlamaSettings"]

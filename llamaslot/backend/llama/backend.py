@@ -1,0 +1,243 @@
+"""`Backend` on a llama.cpp context: every call is checked against this room's own record before it is made."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import psutil
+
+from llamaslot.backend.llama import library
+from llamaslot.backend.llama.loading import load_model, make_context, metadata, why_not_reusable
+from llamaslot.backend.llama.sampler import LlamaSampler
+from llamaslot.backend.llama.settings import LlamaSettings
+from llamaslot.backend.llama.vocab import LlamaVocab
+from llamaslot.base.errors import ConfigError
+from llamaslot.base.messages import ModelInfo, Sampling
+from llamaslot.core.backend import Decoded, IllegalCallError, Run, Sampler, Status, Tokens
+
+
+class LlamaBackend:
+    """A loaded model with its context."""
+
+    def __init__(self, settings: LlamaSettings, on_progress: Callable[[float], None] = lambda _share: None) -> None:
+        library.initialise()
+        n_threads = settings.n_threads or psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+        self._closed = False
+        self._model = load_model(settings, on_progress)
+        try:
+            self._context, flash_attn = make_context(self._model, settings, n_threads)
+        except ConfigError:
+            llama_cpp.llama_model_free(self._model)
+            raise
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self.vocab = LlamaVocab(self._model)
+        self.n_seqs: int = llama_cpp.llama_n_seq_max(self._context)
+        self.info = self._describe(settings, flash_attn)
+        self._batch = _Batch(self.info.n_ubatch)
+        self._lengths = [0] * self.n_seqs
+        self._rows: dict[int, int] = {}
+        self._warm_up()
+
+    def seq_rm(self, seq: int, start: int, end: int = -1) -> None:
+        """See `Backend.seq_rm`."""
+        self._check_range(seq, start, end)
+        length = self._lengths[seq]
+        stop = length if end == -1 else min(end, length)
+        if start >= stop:
+            return
+        if stop < length:
+            raise IllegalCallError(f"dropping [{start}, {stop}) of {length} tokens leaves a hole")
+        if start > 0 and not self.info.reuse:
+            raise IllegalCallError("this model's sequences can only be cleared whole")
+        llama_cpp.llama_memory_seq_rm(self._memory, seq, start if start else -1, -1)
+        self._lengths[seq] = start
+
+    def seq_cp(self, src: int, dst: int, start: int, end: int) -> None:
+        """See `Backend.seq_cp`."""
+        self._check_range(src, start, end)
+        self._check_range(dst, start, end)
+        if not (self.info.reuse and self.info.unified):
+            raise IllegalCallError("cells cannot be shared here")
+        if src == dst or end == -1 or end > self._lengths[src] or self._lengths[dst] != start:
+            raise IllegalCallError(f"copy of [{start}, {end}) from {src} to {dst} leaves a hole or a double")
+        if start < end:
+            llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
+            self._lengths[dst] = end
+
+    def seq_len(self, seq: int) -> int:
+        """See `Backend.seq_len`; asks llama.cpp, and corrects this room's record by the answer."""
+        self._check_seq(seq)
+        self._lengths[seq] = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
+        return self._lengths[seq]
+
+    def decode(self, runs: Sequence[Run]) -> Decoded:
+        """See `Backend.decode`."""
+        self._check_batch(runs)
+        self._rows = self._batch.fill(runs)
+        code = llama_cpp.llama_decode(self._context, self._batch.struct)
+        if code == 0:
+            for run in runs:
+                self._lengths[run.seq] += len(run.tokens)
+        return Decoded(_status(code), self._batch.sent())
+
+    def new_sampler(self, sampling: Sampling, history: Tokens) -> LlamaSampler:
+        """See `Backend.new_sampler`."""
+        return LlamaSampler(
+            sampling,
+            history=history,
+            n_ctx=self.info.n_ctx_slot,
+            n_vocab=self.vocab.n_tokens,
+            eog=self.vocab.eog,
+        )
+
+    def sample(self, samplers: dict[int, Sampler]) -> dict[int, int]:
+        """See `Backend.sample`."""
+        tokens = {}
+        for seq, sampler in samplers.items():
+            if not isinstance(sampler, LlamaSampler) or seq not in self._rows:
+                raise IllegalCallError(f"sequence {seq} has no logits or a foreign sampler")
+            tokens[seq] = sampler.choose(self._context, self._rows[seq])
+        return tokens
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        if not self._closed:
+            self._closed = True
+            llama_cpp.llama_free(self._context)
+            llama_cpp.llama_model_free(self._model)
+
+    def _describe(self, settings: LlamaSettings, flash_attn: bool) -> ModelInfo:
+        model, context, vocab = self._model, self._context, self.vocab
+        n_ctx_train = llama_cpp.llama_model_n_ctx_train(model)
+        n_ctx_seq = llama_cpp.llama_n_ctx_seq(context)
+        reason = why_not_reusable(model)
+        gpus = library.devices() if settings.n_gpu_layers != 0 else []
+        template = llama_cpp.llama_model_chat_template(model, None)
+        return ModelInfo(
+            name=metadata(model, "general.name") or settings.model.stem,
+            path=str(settings.model),
+            architecture=metadata(model, "general.architecture"),
+            description=_description(model),
+            n_params=llama_cpp.llama_model_n_params(model),
+            size_bytes=llama_cpp.llama_model_size(model),
+            n_vocab=vocab.n_tokens,
+            vocab_type=vocab.type,
+            n_embd=llama_cpp.llama_model_n_embd(model),
+            n_ctx_train=n_ctx_train,
+            n_ctx=llama_cpp.llama_n_ctx(context),
+            n_ctx_slot=min(n_ctx_seq, n_ctx_train) if n_ctx_train > 0 else n_ctx_seq,
+            n_slots=settings.n_slots,
+            n_batch=llama_cpp.llama_n_batch(context),
+            n_ubatch=llama_cpp.llama_n_ubatch(context),
+            unified=settings.unified,
+            flash_attn=flash_attn,
+            cache_type_k=settings.cache_type_k,
+            cache_type_v=settings.cache_type_v,
+            device=", ".join(gpus) if gpus else "CPU",
+            reuse=not reason,
+            reuse_reason=reason,
+            chat_template=template.decode(errors="replace") if template else "",
+            bos_token=vocab.text(vocab.bos),
+            eos_token=vocab.text(vocab.eos),
+            adds_bos=vocab.adds_bos,
+            adds_eos=vocab.adds_eos,
+        )
+
+    def _warm_up(self) -> None:
+        """Touch the weights once, so that the first request does not pay for it."""
+        token = np.array([max(self.vocab.bos, 0)], dtype=np.int32)
+        llama_cpp.llama_set_warmup(self._context, True)
+        self.decode([Run(seq=0, start=0, tokens=token, output=True)])
+        llama_cpp.llama_set_warmup(self._context, False)
+        llama_cpp.llama_memory_clear(self._memory, True)
+        self._lengths[0] = 0
+        self._rows = {}
+
+    def _check_seq(self, seq: int) -> None:
+        if self._closed:
+            raise IllegalCallError("the backend is closed")
+        if not 0 <= seq < self.n_seqs:
+            raise IllegalCallError(f"sequence id {seq} is not in [0, {self.n_seqs})")
+
+    def _check_range(self, seq: int, start: int, end: int) -> None:
+        self._check_seq(seq)
+        if start < 0 or (end != -1 and end < start):
+            raise IllegalCallError(f"[{start}, {end}) is not a range")
+
+    def _check_batch(self, runs: Sequence[Run]) -> None:
+        if not runs or len({run.seq for run in runs}) != len(runs):
+            raise IllegalCallError("a batch needs runs of different sequences")
+        if sum(len(run.tokens) for run in runs) > self.info.n_ubatch:
+            raise IllegalCallError("more tokens than a micro-batch holds")
+        for run in runs:
+            self._check_seq(run.seq)
+            if run.start != self._lengths[run.seq] or not len(run.tokens):
+                raise IllegalCallError(f"a run at {run.start} does not continue sequence {run.seq}")
+            if run.tokens.min() < 0 or run.tokens.max() >= self.vocab.n_tokens:
+                raise IllegalCallError("a token outside of the vocabulary")
+
+
+class _Batch:
+    """A `llama_batch` over numpy arrays that live as long as it does."""
+
+    def __init__(self, size: int) -> None:
+        self._tokens = np.zeros(size, dtype=np.int32)
+        self._positions = np.zeros(size, dtype=np.int32)
+        self._n_seq_id = np.ones(size, dtype=np.int32)
+        self._seqs = np.zeros(size, dtype=np.int32)
+        addresses = self._seqs.ctypes.data + self._seqs.itemsize * np.arange(size, dtype=np.uintp)
+        self._seq_pointers = addresses.astype(np.uintp)
+        self._output = np.zeros(size, dtype=np.int8)
+        self.struct = llama_cpp.llama_batch(
+            n_tokens=0,
+            token=_as(self._tokens, ctypes.c_int32),
+            embd=None,
+            pos=_as(self._positions, ctypes.c_int32),
+            n_seq_id=_as(self._n_seq_id, ctypes.c_int32),
+            seq_id=_as(self._seq_pointers, ctypes.POINTER(ctypes.c_int32)),
+            logits=_as(self._output, ctypes.c_int8),
+        )
+
+    def fill(self, runs: Sequence[Run]) -> dict[int, int]:
+        """Write the runs one after another; the row of each run's logits by sequence id."""
+        rows = {}
+        at = 0
+        for run in runs:
+            end = at + len(run.tokens)
+            self._tokens[at:end] = run.tokens
+            self._positions[at:end] = np.arange(run.start, run.start + len(run.tokens))
+            self._seqs[at:end] = run.seq
+            self._output[at:end] = 0
+            if run.output:
+                self._output[end - 1] = 1
+                rows[run.seq] = end - 1
+            at = end
+        self.struct.n_tokens = at
+        return rows
+
+    def sent(self) -> dict[int, tuple[int, int]]:
+        """First position and number of tokens per sequence id, counted in the arrays that llama.cpp was given."""
+        n = self.struct.n_tokens
+        seqs, first, counts = np.unique(self._seqs[:n], return_index=True, return_counts=True)
+        starts = self._positions[:n][first]
+        return {int(s): (int(p), int(c)) for s, p, c in zip(seqs, starts, counts, strict=True)}
+
+
+def _as(array: Any, kind: Any) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(kind))
+
+
+def _status(code: int) -> Status:
+    if code in (Status.OK, Status.NO_ROOM, Status.ABORTED, Status.INVALID):
+        return Status(code)
+    return Status.FATAL
+
+
+def _description(model: Any) -> str:
+    buffer = ctypes.create_string_buffer(256)
+    llama_cpp.llama_model_desc(model, buffer, len(buffer))
+    return buffer.value.decode(errors="replace")

@@ -1,0 +1,322 @@
+"""The step loop: take in commands, plan, apply on the worker thread, commit, send events.
+
+All state lives on one event loop, so there are no locks: commands that arrive while a step runs wait in the inbox
+until it has been committed. While the worker decodes a step, the loop is free to deliver the text of the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import structlog
+
+from llamaslot.base.errors import (
+    ContextSizeError,
+    InvalidRequestError,
+    LlamaslotError,
+    ServerError,
+    UnavailableError,
+)
+from llamaslot.base.messages import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    Command,
+    Detokenize,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Inspect,
+    Output,
+    SlotState,
+    State,
+    Stopped,
+    Submit,
+    Tokenize,
+)
+from llamaslot.core.backend import Backend, Tokens
+from llamaslot.core.request import Request
+from llamaslot.core.scheduler import Broke, Sampled, Scheduler, SchedulerSettings
+from llamaslot.core.step import apply
+from llamaslot.engine.tokenizing import Tokenizer
+from llamaslot.text.stream import TextStream
+
+T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request between `Accepted` and its terminal event."""
+
+    request: Request
+    text: TextStream
+    unsent: list[int] = field(default_factory=list)
+    """Tokens whose text is still held back."""
+
+
+class Engine:
+    """Runs requests on a backend. Every method is called on the loop that `run` runs on."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        on_events: Callable[[list[Event]], None],
+        *,
+        gap_ms: float = 100.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        info = backend.info
+        self._backend = backend
+        self._on_events = on_events
+        self._clock = clock
+        self.scheduler = Scheduler(
+            SchedulerSettings(
+                n_slots=info.n_slots,
+                n_ctx=info.n_ctx,
+                n_ctx_slot=info.n_ctx_slot,
+                n_ubatch=info.n_ubatch,
+                unified=info.unified,
+                reuse=info.reuse,
+                gap_ms=gap_ms,
+                eog=backend.vocab.eog,
+            )
+        )
+        self._tokenizer = Tokenizer(backend.vocab)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-model")
+        self._live: dict[str, _Live] = {}
+        self._tokenizing: set[str] = set()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._outbox: list[Event] = []
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._n_arrived = 0
+        self._n_decode_calls = 0
+        self._n_decoded = 0
+        self._n_busy_slots = 0
+
+    def send(self, command: Command) -> None:
+        """Hand in a command; it takes effect between two steps."""
+        match command:
+            case Submit():
+                now = self._clock()
+                self._tokenize(command, self._tokenizer.prompt, lambda prompt: self._accept(command, prompt, now))
+            case Tokenize():
+                self._tokenize(command, self._tokenizer.tokenized, self._answer)
+            case Detokenize():
+                self._tokenize(command, self._tokenizer.detokenized, self._answer)
+            case Cancel():
+                self._post(lambda: self._cancel(command.request_id))
+            case Inspect():
+                self._post(lambda: self._answer(self._state(command.request_id)))
+
+    def stop(self) -> None:
+        """End `run` after the current step; whatever is unfinished fails as unavailable."""
+        self._stopping = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Run steps until `stop`, or until something breaks that no request is to blame for."""
+        reason = ""
+        try:
+            while not self._stopping:
+                await self._step()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            _log.exception("engine.died")
+        finally:
+            self._end_all(reason)
+            self._tokenizer.close()
+            self._worker.shutdown()
+
+    async def _step(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+        plan = self.scheduler.plan()
+        self._flush()
+        if not plan:
+            if not self._inbox and not self._stopping:
+                await self._wake.wait()
+            self._wake.clear()
+            return
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(self._worker, apply, plan, self._backend, self._clock)
+        now = self._clock()
+        for outcome in self.scheduler.commit(plan, result, now):
+            if isinstance(outcome, Sampled):
+                self._deliver(outcome, now)
+            else:
+                self._report_broken(outcome)
+        if plan.work:
+            self._n_decode_calls += 1
+            self._n_busy_slots += len(plan.work)
+            self._n_decoded += sum(n for _, n in result.decoded.sent.values())
+        self._flush()
+
+    def _answer(self, event: Event) -> None:
+        self._outbox.append(event)
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._inbox.append(action)
+        self._wake.set()
+
+    def _flush(self) -> None:
+        if self._outbox:
+            events, self._outbox = self._outbox, []
+            self._on_events(events)
+
+    def _tokenize(
+        self, command: Submit | Tokenize | Detokenize, method: Callable[..., T], then: Callable[[T], None]
+    ) -> None:
+        """Work out `method(command)` on the tokenizer's thread, and pass the answer on between two steps."""
+        self._tokenizing.add(command.request_id)
+        future = self._tokenizer.run(method, command)
+
+        def done() -> None:
+            if command.request_id not in self._tokenizing:
+                return
+            self._tokenizing.remove(command.request_id)
+            error = future.exception()
+            if error is None:
+                then(future.result())
+            elif isinstance(error, LlamaslotError):
+                self._fail(command.request_id, error)
+            else:
+                _log.error("tokenizer.failed", request_id=command.request_id, exc_info=error)
+                self._fail(command.request_id, ServerError("the prompt could not be tokenized"))
+
+        future.add_done_callback(lambda _: self._post(done))
+
+    def _accept(self, submit: Submit, prompt: Tokens, now: float) -> None:
+        try:
+            self._check(submit, prompt)
+        except LlamaslotError as error:
+            self._fail(submit.request_id, error)
+            return
+        self._n_arrived += 1
+        request = Request(submit, prompt, arrival=self._n_arrived, now=now)
+        self.scheduler.submit(request)
+        self._live[request.id] = _Live(request, TextStream(submit.stop))
+        tokens = tuple(prompt.tolist()) if submit.return_tokens else ()
+        self._outbox.append(Accepted(request.id, len(prompt), tokens))
+
+    def _check(self, submit: Submit, prompt: Tokens) -> None:
+        info = self._backend.info
+        if not len(prompt):
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if len(prompt) >= info.n_ctx_slot:
+            raise ContextSizeError(len(prompt), info.n_ctx_slot)
+        if not -1 <= submit.id_slot < info.n_slots:
+            raise InvalidRequestError(f"id_slot must be between -1 and {info.n_slots - 1}", param="id_slot")
+        for token in submit.sampling.logit_bias:
+            if not 0 <= token < info.n_vocab:
+                raise InvalidRequestError(
+                    f"logit_bias names token {token}; the vocabulary has {info.n_vocab}", param="logit_bias"
+                )
+
+    def _cancel(self, request_id: str) -> None:
+        if request_id in self._tokenizing:
+            self._tokenizing.remove(request_id)
+            self._outbox.append(Cancelled(request_id))
+            return
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return
+        now = self._clock()
+        self.scheduler.end(live.request, now)
+        progress = live.request.progress(now, self._held(live.request))
+        self._outbox.append(Cancelled(request_id, progress, live.request.slot_id))
+
+    def _deliver(self, sampled: Sampled, now: float) -> None:
+        """Turn a sampled token into text, and find out whether a stop string ends the request."""
+        live = self._live[sampled.request.id]
+        reason: FinishReason | None = sampled.reason
+        text = ""
+        if sampled.token is not None:
+            live.unsent.append(sampled.token)
+            if reason != "eos":
+                text = live.text.push(self._backend.vocab.piece(sampled.token))
+        if live.text.stopped is not None:
+            if reason is None:
+                self.scheduler.end(live.request, now)
+            reason = "word"
+        progress = live.request.progress(now, self._held(live.request))
+        if reason is not None:
+            del self._live[live.request.id]
+            self._outbox.append(
+                Finished(
+                    request_id=live.request.id,
+                    reason=reason,
+                    progress=progress,
+                    slot=live.request.slot_id,
+                    content=text + live.text.flush(),
+                    tokens=tuple(live.unsent),
+                    stopping_word=live.text.stopped or "",
+                    truncated=sampled.truncated,
+                )
+            )
+        elif text:
+            self._outbox.append(Output(live.request.id, text, tuple(live.unsent), progress))
+            live.unsent.clear()
+
+    def _report_broken(self, broke: Broke) -> None:
+        _log.error("decode.failed", request_id=broke.request.id, status=broke.status.name)
+        del self._live[broke.request.id]
+        self._fail(broke.request.id, ServerError(f"the model could not compute this request ({broke.status.name})"))
+
+    def _fail(self, request_id: str, error: LlamaslotError) -> None:
+        sizes = (error.n_prompt_tokens, error.n_ctx) if isinstance(error, ContextSizeError) else (0, 0)
+        self._outbox.append(Failed(request_id, error.type, error.message, error.param, *sizes))
+
+    def _end_all(self, reason: str) -> None:
+        error: LlamaslotError = UnavailableError("the server is shutting down")
+        if reason:
+            error = ServerError("the engine stopped because of an internal error")
+        for live in self._live.values():
+            self.scheduler.end(live.request, self._clock())
+        for request_id in [*self._tokenizing, *self._live]:
+            self._fail(request_id, error)
+        self._tokenizing.clear()
+        self._live.clear()
+        self._outbox.append(Stopped(reason))
+        self._flush()
+
+    def _held(self, request: Request) -> int:
+        return len(self.scheduler.slots[request.slot_id].history) if request.slot_id >= 0 else 0
+
+    def _state(self, request_id: str) -> State:
+        slots = []
+        for slot in self.scheduler.slots:
+            request = slot.request
+            state = SlotState(slot.id, self._backend.info.n_ctx_slot, len(slot.history))
+            if request is not None:
+                state = SlotState(
+                    id=slot.id,
+                    n_ctx=self._backend.info.n_ctx_slot,
+                    n_held=len(slot.history),
+                    request_id=request.id,
+                    n_prompt=request.n_prompt,
+                    n_prompt_computed=request.n_prompt_computed,
+                    n_generated=request.n_generated,
+                    max_tokens=request.submit.max_tokens,
+                    sampling=request.submit.sampling,
+                )
+            slots.append(state)
+        return State(
+            request_id=request_id,
+            slots=tuple(slots),
+            n_queued=len(self.scheduler.queue),
+            cells_total=self._backend.info.n_ctx,
+            cells_used=self.scheduler.cells_used,
+            n_decode_calls=self._n_decode_calls,
+            n_decoded_tokens=self._n_decoded,
+            n_busy_slots_total=self._n_busy_slots,
+        )

@@ -1,0 +1,101 @@
+"""What the server counts, as Prometheus metrics: llama-server's names, and llamaslot's own beside them."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+
+from llamaslot.base.messages import Progress, State
+
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+
+
+class Metrics:
+    """One server's metrics in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        counter, gauge = self._counter, self._gauge
+        self._prompt = counter("llamacpp:prompt_tokens", "Prompt tokens computed.")
+        self._prompt_seconds = counter("llamacpp:prompt_seconds", "Time spent on prompts.")
+        self._cached = counter("llamacpp:prompt_tokens_cached", "Prompt tokens whose KV was reused.")
+        self._predicted = counter("llamacpp:tokens_predicted", "Tokens generated.")
+        self._predicted_seconds = counter("llamacpp:tokens_predicted_seconds", "Time spent on generating.")
+        self._decodes = gauge("llamacpp:n_decode_total", "Calls of llama_decode.")
+        self._tokens_max = gauge("llamacpp:n_tokens_max", "Most tokens that a slot has held.")
+        self._prompt_rate = gauge("llamacpp:prompt_tokens_seconds", "Mean prompt tokens per second.")
+        self._predicted_rate = gauge("llamacpp:predicted_tokens_seconds", "Mean generated tokens per second.")
+        self._processing = gauge("llamacpp:requests_processing", "Requests that hold a slot.")
+        self._deferred = gauge("llamacpp:requests_deferred", "Requests that wait for a slot.")
+        self._busy = gauge("llamacpp:n_busy_slots_per_decode", "Mean slots that took part in a decode.")
+        self._requests = Counter(
+            "llamaslot_requests", "Requests by how they ended.", ["finish_reason"], registry=self._registry
+        )
+        self._all_prompt = counter("llamaslot_prompt_tokens", "Prompt tokens of all requests, reused or computed.")
+        self._matched = counter("llamaslot_prefix_cache_tokens", "Prompt tokens taken from the cache.")
+        self._hit_rate = gauge("llamaslot_prefix_cache_hit_rate", "Matched tokens / prompt tokens so far.")
+        self._cells = gauge("llamaslot_cells", "Cells of the KV pool.")
+        self._cells_used = gauge("llamaslot_cells_used", "Cells of the KV pool that hold a token.")
+        self._queue_time = self._histogram("llamaslot_queue_seconds", "Time until a request got a slot.", _SECONDS)
+        self._ttft = self._histogram("llamaslot_ttft_seconds", "Time until a request's first token.", _SECONDS)
+        self._duration = self._histogram("llamaslot_request_seconds", "Time until the last token.", _SECONDS)
+        self._ratio = self._histogram(
+            "llamaslot_prefix_cache_ratio", "Share of a request's prompt that was reused.", _RATIOS
+        )
+        self._totals = dict.fromkeys(("prompt", "matched", "computed", "prompt_s", "generated", "generated_s"), 0.0)
+        self._most_held = 0
+
+    def record(self, progress: Progress, finish_reason: str) -> None:
+        """Count a request that came to its end."""
+        self._requests.labels(finish_reason).inc()
+        totals = self._totals
+        for name, counter, value in (
+            ("prompt", self._all_prompt, progress.n_prompt),
+            ("matched", self._matched, progress.n_cached),
+            ("computed", self._prompt, progress.n_prompt_computed),
+            ("prompt_s", self._prompt_seconds, progress.prompt_ms / 1e3),
+            ("generated", self._predicted, progress.n_generated),
+            ("generated_s", self._predicted_seconds, progress.predicted_ms / 1e3),
+        ):
+            counter.inc(value)
+            totals[name] += value
+        self._cached.inc(progress.n_cached)
+        self._hit_rate.set(_ratio(totals["matched"], totals["prompt"]))
+        self._prompt_rate.set(_ratio(totals["computed"], totals["prompt_s"]))
+        self._predicted_rate.set(_ratio(totals["generated"], totals["generated_s"]))
+        self._most_held = max(self._most_held, progress.n_held)
+        self._tokens_max.set(self._most_held)
+        self._queue_time.observe(progress.queue_ms / 1e3)
+        if progress.n_generated:
+            self._ttft.observe((progress.queue_ms + progress.prompt_ms) / 1e3)
+        self._duration.observe((progress.queue_ms + progress.prompt_ms + progress.predicted_ms) / 1e3)
+        self._ratio.observe(_ratio(progress.n_cached, progress.n_prompt))
+
+    def record_failure(self) -> None:
+        """Count a request that was refused or failed."""
+        self._requests.labels("error").inc()
+
+    def exposition(self, state: State) -> bytes:
+        """All metrics in Prometheus' text format, with the engine's state as of now."""
+        self._decodes.set(state.n_decode_calls)
+        self._busy.set(_ratio(state.n_busy_slots_total, state.n_decode_calls))
+        self._processing.set(sum(bool(slot.request_id) for slot in state.slots))
+        self._deferred.set(state.n_queued)
+        self._cells.set(state.cells_total)
+        self._cells_used.set(state.cells_used)
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, registry=self._registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, buckets=buckets, registry=self._registry)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

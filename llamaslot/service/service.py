@@ -1,0 +1,294 @@
+"""The async facade: render a conversation, admit a request, stream its events, cancel it when nobody listens.
+
+It exchanges messages with the engine and nothing else: `connect` gives it the way down, `receive` is the way up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import structlog
+
+from llamaslot.base.errors import LlamaslotError, QueueFullError, ServerError, UnavailableError, from_failure
+from llamaslot.base.messages import (
+    TERMINAL,
+    Accepted,
+    Cancel,
+    Cancelled,
+    Command,
+    Detokenize,
+    Detokenized,
+    Event,
+    Failed,
+    Finished,
+    Inspect,
+    ModelInfo,
+    Output,
+    Progress,
+    PromptPart,
+    State,
+    Stopped,
+    Submit,
+    Tokenize,
+    Tokenized,
+)
+from llamaslot.service.metrics import Metrics
+from llamaslot.text.template import ChatTemplate
+
+_log = structlog.get_logger(__name__)
+_T = TypeVar("_T", Tokenized, Detokenized, State)
+
+_MAX_RETRY_AFTER = 60
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSettings:
+    """How much may be in flight."""
+
+    max_queue: int = 256
+    """Requests that may wait for a slot; one more is refused."""
+
+
+class Service:
+    """The way to the engine for everything above. Lives on the engine's event loop."""
+
+    def __init__(
+        self, info: ModelInfo, chat_template: ChatTemplate, settings: ServiceSettings, metrics: Metrics
+    ) -> None:
+        self.info = info
+        self.chat_template = chat_template
+        self.settings = settings
+        self.metrics = metrics
+        self._send: Callable[[Command], None] | None = None
+        self._generations: dict[str, Generation] = {}
+        self._answers: dict[str, asyncio.Future[Any]] = {}
+        self._ids = itertools.count(1)
+        self._mean_seconds = 0.0
+        self._refusal: LlamaslotError | None = None
+        self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done when the engine has ended; its result is why, empty when it was told to."""
+
+    def connect(self, send: Callable[[Command], None]) -> None:
+        """Give the service its way to the engine."""
+        self._send = send
+
+    @property
+    def n_in_flight(self) -> int:
+        """Requests that were submitted and have not ended."""
+        return len(self._generations)
+
+    def refuse(self, error: LlamaslotError) -> None:
+        """Take no more requests; those in flight go on."""
+        self._refusal = error
+
+    def generate(self, submit: Submit) -> Generation:
+        """Submit a request. Raises `QueueFullError` when too many wait, `UnavailableError` when shutting down."""
+        room = self.info.n_slots + self.settings.max_queue - self.n_in_flight
+        if self._refusal:
+            raise self._refusal
+        if room <= 0:
+            rounds = self.n_in_flight / self.info.n_slots
+            retry_after = min(max(1, math.ceil(rounds * self._mean_seconds)), _MAX_RETRY_AFTER)
+            raise QueueFullError(
+                f"{self.settings.max_queue} requests are waiting already; try again later", retry_after=retry_after
+            )
+        generation = Generation(submit.request_id, self)
+        self._generations[submit.request_id] = generation
+        self.send(submit)
+        return generation
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation; raises `InvalidRequestError` when the template refuses."""
+        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs or {})
+
+    async def tokenize(self, prompt: tuple[PromptPart, ...], *, add_special: bool) -> Tokenized:
+        """Token ids of prompt parts."""
+        return await self._ask(Tokenize(self._question_id(), prompt, add_special), Tokenized)
+
+    async def detokenize(self, tokens: tuple[int, ...]) -> str:
+        """The text of token ids."""
+        return (await self._ask(Detokenize(self._question_id(), tokens), Detokenized)).content
+
+    async def state(self) -> State:
+        """The slots and the queue as of the next step."""
+        return await self._ask(Inspect(self._question_id()), State)
+
+    async def exposition(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return self.metrics.exposition(await self.state())
+
+    def send(self, command: Command) -> None:
+        """Pass a command to the engine."""
+        if self._send is None:
+            raise UnavailableError("the engine is not running")
+        self._send(command)
+
+    def receive(self, events: list[Event]) -> None:
+        """Take a step's events from the engine."""
+        for event in events:
+            if isinstance(event, Stopped):
+                self._engine_stopped(event)
+            elif isinstance(event, Tokenized | Detokenized | State):
+                self._answer(event.request_id, event)
+            elif isinstance(event, Failed) and event.request_id in self._answers:
+                self._answers.pop(event.request_id).set_exception(_error_of(event))
+            else:
+                self._pass_on(event)
+
+    async def _ask(self, question: Tokenize | Detokenize | Inspect, kind: type[_T]) -> _T:
+        if self.stopped.done():
+            raise self._refusal or UnavailableError("the engine is not running")
+        future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._answers[question.request_id] = future
+        try:
+            self.send(question)
+            return await future
+        finally:
+            self._answers.pop(question.request_id, None)
+
+    def _question_id(self) -> str:
+        return f"question-{next(self._ids)}"
+
+    def _answer(self, question: str, value: Any) -> None:
+        future = self._answers.pop(question, None)
+        if future is not None and not future.done():
+            future.set_result(value)
+
+    def _pass_on(self, event: Accepted | Output | Finished | Failed | Cancelled) -> None:
+        generation = self._generations.get(event.request_id)
+        if isinstance(event, TERMINAL):
+            self._generations.pop(event.request_id, None)
+            self._log_end(event)
+        if generation is not None:
+            generation.put(event)
+
+    def _log_end(self, event: Finished | Failed | Cancelled) -> None:
+        if isinstance(event, Failed):
+            self.metrics.record_failure()
+            _log.warning("request.failed", request_id=event.request_id, type=event.error_type, error=event.message)
+            return
+        reason = event.reason if isinstance(event, Finished) else "cancelled"
+        progress = event.progress
+        if progress is None:
+            _log.info("request.done", request_id=event.request_id, finish_reason=reason)
+            return
+        seconds = (progress.prompt_ms + progress.predicted_ms) / 1e3
+        self._mean_seconds = 0.9 * self._mean_seconds + 0.1 * seconds if self._mean_seconds else seconds
+        self.metrics.record(progress, reason)
+        _log.info("request.done", request_id=event.request_id, slot=event.slot, **_figures(progress, reason))
+
+    def _engine_stopped(self, event: Stopped) -> None:
+        self._refusal = (
+            ServerError("the engine stopped because of an internal error")
+            if event.reason
+            else UnavailableError("the server is shutting down")
+        )
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(self._refusal)
+        self._answers.clear()
+        if not self.stopped.done():
+            self.stopped.set_result(event.reason)
+
+
+class Generation:
+    """One request in flight, as an async context manager; leaving it before its end cancels the request."""
+
+    def __init__(self, request_id: str, service: Service) -> None:
+        self.request_id = request_id
+        self._service = service
+        self._events: asyncio.Queue[Accepted | Output | Finished | Failed | Cancelled] = asyncio.Queue()
+        self._ended = False
+
+    async def __aenter__(self) -> Generation:
+        """Nothing to wait for: the request is in flight already."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Cancel the request if it has not ended."""
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Tell the engine to stop the request; harmless when it has ended."""
+        if not self._ended:
+            self._ended = True
+            self._service.send(Cancel(self.request_id))
+
+    def put(self, event: Accepted | Output | Finished | Failed | Cancelled) -> None:
+        """Take an event of this request."""
+        if isinstance(event, TERMINAL):
+            self._ended = True
+        self._events.put_nowait(event)
+
+    async def accepted(self) -> Accepted:
+        """Wait until the prompt was found valid; raises the error by which it was refused."""
+        event = await self._events.get()
+        if isinstance(event, Accepted):
+            return event
+        raise _error_of(event)
+
+    def __aiter__(self) -> AsyncIterator[Output | Finished]:
+        """The events after `Accepted`; ends after `Finished`, raises the error of a request that failed."""
+        return self._iterate()
+
+    async def result(self) -> tuple[str, tuple[int, ...], Finished]:
+        """Wait for the end: all text, all tokens, and the last event."""
+        text: list[str] = []
+        tokens: list[int] = []
+        async for event in self:
+            text.append(event.content)
+            tokens.extend(event.tokens)
+            if isinstance(event, Finished):
+                return "".join(text), tuple(tokens), event
+        raise ServerError("the request has no end")
+
+    async def _iterate(self) -> AsyncIterator[Output | Finished]:
+        while True:
+            event = await self._events.get()
+            if isinstance(event, Output):
+                yield event
+            elif isinstance(event, Finished):
+                yield event
+                return
+            elif not isinstance(event, Accepted):
+                raise _error_of(event)
+
+
+def _error_of(event: Event) -> LlamaslotError:
+    if isinstance(event, Failed):
+        return from_failure(
+            event.error_type, event.message, event.param, n_prompt_tokens=event.n_prompt_tokens, n_ctx=event.n_ctx
+        )
+    return ServerError("the request was cancelled")
+
+
+def _figures(progress: Progress, reason: str) -> dict[str, Any]:
+    return {
+        "queue_ms": round(progress.queue_ms, 2),
+        "ttft_ms": round(progress.queue_ms + progress.prompt_ms, 2),
+        "prompt_tokens": progress.n_prompt,
+        "prefix_cache_tokens": progress.n_cached,
+        "prefix_cache_ratio": round(progress.n_cached / progress.n_prompt, 4),
+        "generated_tokens": progress.n_generated,
+        "tokens_per_second": round(_per_second(progress), 2),
+        "finish_reason": reason,
+    }
+
+
+def _per_second(progress: Progress) -> float:
+    """Tokens after the first per second of generating; the first one's time is the prompt's."""
+    return (progress.n_generated - 1) / progress.predicted_ms * 1e3 if progress.predicted_ms > 0 else 0.0

@@ -1,0 +1,115 @@
+"""The messages and tools of a request, checked and in the one form that chat templates are written for.
+
+Every cleaned value is new and belongs to the caller. Errors are `InvalidRequestError`s that say which message or
+tool is at fault; messages of the wrong role or in the wrong order are the template's business.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
+
+from llamaslot.base.errors import InvalidRequestError
+
+Message: TypeAlias = dict[str, Any]
+Conversation: TypeAlias = list[Message]
+
+
+def clean_message(message: Mapping[str, Any], index: int) -> Message:
+    """Role, content (text or text parts, never null) and, where they are there, what templates know besides."""
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        _refuse(where, "must be an object")
+    role = _text(message, "role", where)
+    has_calls = role == "assistant" and bool(message.get("tool_calls"))
+    if "content" not in message and not has_calls:
+        extra = " or 'tool_calls'" if role == "assistant" else ""
+        _refuse(where, f"must contain 'content'{extra}")
+    content = message.get("content")
+    if content is None and role != "assistant":
+        _refuse(f"{where}.content", "must be text or a list of parts: only an assistant's may be null")
+    clean: Message = {"role": role, "content": _content(content, f"{where}.content")}
+    for key in ("reasoning_content", "name", "tool_call_id"):
+        if message.get(key):
+            clean[key] = _text(message, key, where)
+    if message.get("tool_calls"):
+        calls = _list(message["tool_calls"], f"{where}.tool_calls")
+        clean["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return clean
+
+
+def clean_tool(tool: Mapping[str, Any], index: int) -> Message:
+    """A function with its name, description and parameters."""
+    where = f"tools[{index}]"
+    function = _function(tool, where)
+    return {
+        "type": "function",
+        "function": {
+            "name": _text(function, "name", f"{where}.function"),
+            "description": function.get("description") or "",
+            "parameters": function.get("parameters") or {"type": "object", "properties": {}},
+        },
+    }
+
+
+def joined(content: str | Sequence[Mapping[str, Any]], separator: str) -> str:
+    """Content as one text."""
+    return content if isinstance(content, str) else separator.join(part["text"] for part in content)
+
+
+def _content(content: Any, where: str) -> str | list[Message]:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return [_part(part, f"{where}[{i}]") for i, part in enumerate(_list(content, where))]
+
+
+def _part(part: Any, where: str) -> Message:
+    if not isinstance(part, Mapping):
+        _refuse(where, "must be an object")
+    kind = _text(part, "type", where)
+    if kind != "text":
+        _refuse(where, f"is of type '{kind}': this server takes text only")
+    return {"type": "text", "text": _text(part, "text", where)}
+
+
+def _call(call: Any, where: str) -> Message:
+    function = _function(call, where)
+    arguments = function.get("arguments", "")
+    clean: Message = {
+        "type": "function",
+        "function": {
+            "name": _text(function, "name", f"{where}.function"),
+            "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
+        },
+    }
+    if call.get("id"):
+        clean["id"] = _text(call, "id", where)
+    return clean
+
+
+def _function(value: Any, where: str) -> Mapping[str, Any]:
+    """The function that a tool describes or a tool call calls."""
+    if not isinstance(value, Mapping) or value.get("type") != "function":
+        _refuse(where, "must be an object of type 'function'")
+    function = value.get("function")
+    if not isinstance(function, Mapping):
+        _refuse(f"{where}.function", "must be an object")
+    return function
+
+
+def _text(value: Mapping[str, Any], key: str, where: str) -> str:
+    text = value.get(key)
+    if not isinstance(text, str):
+        _refuse(f"{where}.{key}", "must be text")
+    return text
+
+
+def _list(value: Any, where: str) -> Sequence[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        _refuse(where, "must be a list")
+    return value
+
+
+def _refuse(where: str, why: str) -> NoReturn:
+    raise InvalidRequestError(f"'{where}' {why}", param=where.partition("[")[0])

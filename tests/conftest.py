@@ -1,0 +1,44 @@
+"""Settings for all tests: how long property tests run, and a seed that rotates and is printed."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from bench import synthetic
+
+LONG = os.environ.get("LLAMASLOT_TESTS") == "long"
+"""`make test-slow` sets it: property tests then run 20 times as many examples."""
+
+settings.register_profile(
+    "llamaslot",
+    max_examples=400 if LONG else 20,
+    stateful_step_count=50,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("llamaslot")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Give hypothesis another seed each run, unless one was asked for."""
+    if config.getoption("hypothesisseed", None) is None:
+        config.option.hypothesisseed = str(random.SystemRandom().randrange(2**32))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Print the seed by which a failing run can be repeated."""
+    length = "long" if LONG else "short"
+    return f"property tests: {length}, --hypothesis-seed={config.option.hypothesisseed}"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random-weight llama of half a megabyte; its answers mean nothing."""
+    return synthetic.ensure("tiny", folder=tmp_path_factory.mktemp("models"))

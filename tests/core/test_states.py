@@ -1,0 +1,93 @@
+"""Every pair of state and event does what the tables say, and an illegal event changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from llamaslot.base.messages import Submit
+from llamaslot.core.request import REQUEST_TABLE, IllegalEventError, Request, RequestEvent, RequestState
+from llamaslot.core.slots import SLOT_TABLE, Slot, SlotEvent, SlotState
+
+
+def make_request(request_id: str = "r", *, cache_prompt: bool = True) -> Request:
+    prompt = np.arange(5, dtype=np.int32)
+    return Request(Submit(request_id, (), cache_prompt=cache_prompt), prompt, arrival=1, now=0.0)
+
+
+@pytest.mark.parametrize(("state", "event"), itertools.product(RequestState, RequestEvent))
+def test_request_follows_its_table(state: RequestState, event: RequestEvent) -> None:
+    request = make_request()
+    request.state = state
+    following = REQUEST_TABLE.get((state, event))
+    if following is None:
+        with pytest.raises(IllegalEventError):
+            request.handle(event, 1.0)
+        assert request.state is state
+    else:
+        request.handle(event, 1.0)
+        assert request.state is following
+
+
+def test_a_request_that_is_done_never_moves_again() -> None:
+    assert not [pair for pair in REQUEST_TABLE if pair[0] is RequestState.DONE]
+
+
+def make_slot(state: SlotState) -> Slot:
+    slot = Slot(0)
+    if state is not SlotState.EMPTY:
+        slot.claim(make_request(), 0, 1)
+        slot.history.extend(np.array([1, 2, 3], dtype=np.int32))
+        if state is SlotState.IDLE:
+            slot.release(2)
+    assert slot.state is state
+    return slot
+
+
+EVENTS = {
+    SlotEvent.CLAIM: lambda slot: slot.claim(make_request("other"), 0, 3),
+    SlotEvent.RELEASE: lambda slot: slot.release(3),
+    SlotEvent.EVICT: lambda slot: slot.evict(1),
+    SlotEvent.EXTEND: lambda slot: slot.check(SlotEvent.EXTEND),
+}
+
+
+@pytest.mark.parametrize(("state", "event"), itertools.product(SlotState, SlotEvent))
+def test_slot_follows_its_table(state: SlotState, event: SlotEvent) -> None:
+    slot = make_slot(state)
+    before = (slot.request, slot.history.view().tolist(), slot.last_used, slot.private_to)
+    if state in SLOT_TABLE[event]:
+        EVENTS[event](slot)
+    else:
+        with pytest.raises(IllegalEventError):
+            EVENTS[event](slot)
+        assert (slot.request, slot.history.view().tolist(), slot.last_used, slot.private_to) == before
+
+
+def test_ending_a_request_frees_its_sampler_once() -> None:
+    class Closing:
+        n_closed = 0
+
+        def close(self) -> None:
+            self.n_closed += 1
+
+    request = make_request()
+    sampler = Closing()
+    request.sampler = sampler
+    request.handle(RequestEvent.ADMIT, 0.0)
+    request.handle(RequestEvent.PREEMPT, 0.0)
+    assert sampler.n_closed == 0
+    request.handle(RequestEvent.END, 0.0)
+    assert sampler.n_closed == 1
+
+
+def test_private_kv_matches_its_own_request_only() -> None:
+    slot = Slot(0)
+    private = make_request("private", cache_prompt=False)
+    slot.claim(private, 0, 1)
+    slot.history.extend(private.known.view(0, 4))
+    slot.release(2)
+    assert slot.match(make_request("other")) == 0
+    assert slot.match(private) == 4

@@ -1,0 +1,151 @@
+"""Templates as models ship them render; run where LLAMASLOT_FIXTURES names a folder with `templates/*.jinja`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamaslot.base.errors import InvalidRequestError
+from llamaslot.text.template import ChatTemplate
+
+FOLDER = os.environ.get("LLAMASLOT_FIXTURES")
+FILES = sorted(Path(FOLDER, "templates").glob("*.jinja")) if FOLDER else []
+
+pytestmark = pytest.mark.skipif(not FILES, reason="LLAMASLOT_FIXTURES names no folder with templates/*.jinja")
+
+SYSTEM = {"role": "system", "content": "Answer in rhymes."}
+TURNS = [
+    {"role": "user", "content": "What is a radix tree?"},
+    {"role": "assistant", "content": "A trie whose single branches are merged."},
+    {"role": "user", "content": "And why <|im_end|> would I want one?"},
+    {"role": "assistant", "content": "To find the longest common prefix."},
+    {"role": "user", "content": "Thanks, that is clear."},
+]
+FUNCTION = {
+    "name": "weather_in",
+    "description": "The weather in a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "description": "Name of the city"}},
+        "required": ["city"],
+    },
+}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+CALL = {
+    "id": "abcd12345",
+    "type": "function",
+    "function": {"name": "weather_in", "arguments": '{"city": "Tromsø"}'},
+}
+TOOL_TURNS = [
+    {"role": "user", "content": "Do I need an umbrella?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "abcd12345", "name": "weather_in", "content": "Heavy snow"},
+]
+
+REFUSES_TOOLS = {"google-gemma-2-2b-it"}
+"""Templates without a role for the results of tools."""
+NO_TOOLS = {"HuggingFaceTB-SmolLM3-3B", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"}
+"""Templates that do not describe tools (SmolLM3's reads them from variables of other names)."""
+NO_CALLS = {"HuggingFaceTB-SmolLM3-3B", "LFM2-8B-A1B"}
+"""Templates that do not show the model the calls that it made."""
+NO_GENERATION_PROMPT = {"Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407"}
+"""Templates where the end of the user's message is what the reply follows."""
+MOVES_THE_SYSTEM_MESSAGE = {"mistralai-Mistral-Nemo-Instruct-2407"}
+"""Templates that put the system message into the last user message."""
+MARKS_THE_LAST_REPLY = {"Qwen-Qwen3-0.6B", "Qwen3.5-4B", "openai-gpt-oss-120b"}
+"""Templates that write a reply otherwise while it is the last message."""
+REWRITES_REPLIES = {
+    "GLM-4.6",
+    "Qwen3.5-4B",
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
+    "openai-gpt-oss-120b",
+}
+"""Templates that write a reply in the conversation unlike what the generation prompt and the model wrote."""
+
+
+@pytest.fixture(params=FILES, ids=lambda file: file.stem)
+def named(request: pytest.FixtureRequest) -> tuple[str, ChatTemplate]:
+    file: Path = request.param
+    return file.stem, ChatTemplate(file.read_text(), bos_token="<bos>", eos_token="<eos>", adds_bos=True)
+
+
+def texts(messages: list[dict[str, Any]]) -> list[str]:
+    return [message["content"] for message in messages if message["content"]]
+
+
+def test_every_text_is_there_once_and_in_order(named: tuple[str, ChatTemplate]) -> None:
+    name, template = named
+    for messages in (TURNS[:1], TURNS, [SYSTEM, TURNS[0]], [SYSTEM, *TURNS]):
+        prompt = template.render(messages)
+        places = [prompt.index(text) for text in texts(messages)]
+
+        if name not in MOVES_THE_SYSTEM_MESSAGE:
+            assert places == sorted(places)
+        assert [prompt.count(text) for text in texts(messages)] == [1] * len(messages)
+        assert not prompt.startswith("<bos>")
+        bare = template.render(messages, add_generation_prompt=False)
+        assert (prompt == bare) == (name in NO_GENERATION_PROMPT)
+        assert prompt.startswith(bare)
+
+
+def test_a_reply_begun_ends_the_prompt(named: tuple[str, ChatTemplate]) -> None:
+    _, template = named
+
+    prompt = template.render(TURNS[:2])
+
+    assert prompt.startswith(template.render(TURNS[:1]))
+    assert prompt.endswith(TURNS[1]["content"])
+
+
+def test_tools_calls_and_results(named: tuple[str, ChatTemplate]) -> None:
+    name, template = named
+    if name in REFUSES_TOOLS:
+        with pytest.raises(InvalidRequestError, match="the chat template refuses the messages: "):
+            template.render([SYSTEM, *TOOL_TURNS], tools=TOOLS)
+        return
+
+    prompt = template.render([SYSTEM, *TOOL_TURNS], tools=TOOLS)
+
+    assert ("The weather in a city." in prompt) == (name not in NO_TOOLS)
+    assert ("Tromsø" in prompt) == (name not in NO_CALLS)
+    assert "Heavy snow" in prompt
+    assert '\\"city' not in prompt
+
+
+@pytest.mark.parametrize("system", [[], [SYSTEM]], ids=["plain", "system"])
+def test_a_longer_conversation_begins_with_the_shorter_one(
+    named: tuple[str, ChatTemplate], system: list[dict[str, Any]]
+) -> None:
+    name, template = named
+    whole = template.render([*system, *TURNS], add_generation_prompt=False)
+
+    broken = [
+        k
+        for k in range(1, len(TURNS))
+        if not whole.startswith(template.render([*system, *TURNS[:k]], add_generation_prompt=False))
+    ]
+
+    print(f"{name}: not a prefix after {broken} of {len(TURNS)} messages")
+    if name in MARKS_THE_LAST_REPLY:
+        assert broken == [2, 4]
+    else:
+        assert bool(broken) == (bool(system) and name in MOVES_THE_SYSTEM_MESSAGE)
+
+
+def test_the_next_turn_begins_with_this_one_and_its_reply(named: tuple[str, ChatTemplate]) -> None:
+    name, template = named
+
+    after = template.render(TURNS[:3]).startswith(template.render(TURNS[:1]) + TURNS[1]["content"])
+
+    print(f"{name}: the next turn {'extends' if after else 'rewrites'} the reply")
+    assert after == (name not in REWRITES_REPLIES)
+
+
+def test_content_as_parts(named: tuple[str, ChatTemplate]) -> None:
+    _, template = named
+    parts = [{"role": "user", "content": [{"type": "text", "text": TURNS[0]["content"]}]}]
+
+    assert template.render(parts) == template.render(TURNS[:1])
