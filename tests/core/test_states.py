@@ -17,7 +17,7 @@ def make_request(request_id: str = "r", *, cache_prompt: bool = True) -> Request
     return Request(Submit(request_id, (), cache_prompt=cache_prompt), prompt, arrival=1, now=0.0)
 
 
-@pytest.mark.parametrize(("state", "event"), itertools.product(RequestState, RequestEvent))
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(RequestState, RequestEvent)))
 def test_request_follows_its_table(state: RequestState, event: RequestEvent) -> None:
     request = make_request()
     request.state = state
@@ -54,7 +54,7 @@ EVENTS = {
 }
 
 
-@pytest.mark.parametrize(("state", "event"), itertools.product(SlotState, SlotEvent))
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(SlotState, SlotEvent)))
 def test_slot_follows_its_table(state: SlotState, event: SlotEvent) -> None:
     slot = make_slot(state)
     before = (slot.request, slot.history.view().tolist(), slot.last_used, slot.private_to)

@@ -1,0 +1,210 @@
+"""One state machine for every backend: whatever is done to sequences, each sees exactly its own tokens.
+
+The oracle is a list of (cell, token) pairs per sequence id. What a sequence answers is compared with the answer that
+a second, fresh backend gives to the same tokens computed cold.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+from hypothesis import assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.base.messages import Sampling
+from llamaslot.core.backend import Backend, IllegalCallError, Run, Status
+from tests.conftest import LONG
+
+N_SEQS = 3
+N_CTX = 256
+N_UBATCH = 64
+GREEDY = Sampling(temperature=0.0)
+
+tokens = st.lists(st.integers(97, 99), min_size=1, max_size=24)
+seqs = st.integers(0, N_SEQS - 1)
+
+
+class SequencesMachine(RuleBasedStateMachine):
+    """Subclasses say which backend, and whether two greedy tokens may stand for the same answer."""
+
+    def new_backend(self) -> Backend:
+        raise NotImplementedError
+
+    def same_answer(self, history: list[int], warm: int, cold: int) -> bool:
+        raise NotImplementedError
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backend = self.new_backend()
+        self.oracle: dict[int, list[tuple[int, int]]] = {seq: [] for seq in range(N_SEQS)}
+        self.n_computed = 0
+
+    def teardown(self) -> None:
+        self.backend.close()
+
+    @rule(batch=st.dictionaries(seqs, st.tuples(tokens, st.booleans()), min_size=1))
+    def decode(self, batch: dict[int, tuple[list[int], bool]]) -> None:
+        total = sum(len(run) for run, _ in batch.values())
+        assume(total <= N_UBATCH)
+        runs = [self.run_of(seq, run, output) for seq, (run, output) in batch.items()]
+        decoded = self.backend.decode(runs)
+        if self.cells_used + total > N_CTX:
+            assert decoded.status is Status.NO_ROOM
+            return
+        assert decoded.status is Status.OK
+        assert decoded.sent == {run.seq: (run.start, len(run.tokens)) for run in runs}
+        for run in runs:
+            for token in run.tokens.tolist():
+                self.oracle[run.seq].append((self.n_computed, token))
+                self.n_computed += 1
+        wanted = [run.seq for run in runs if run.output]
+        samplers = {seq: self.backend.new_sampler(GREEDY, np.empty(0, dtype=np.int32)) for seq in wanted}
+        answers = self.backend.sample(samplers)
+        for sampler in samplers.values():
+            sampler.close()
+        for seq in wanted:
+            history = [token for _, token in self.oracle[seq]]
+            assert self.same_answer(history, answers[seq], cold_answer(self.new_backend, history))
+
+    @rule(seq=seqs, share=st.floats(0, 1))
+    def trim(self, seq: int, share: float) -> None:
+        keep = int(share * len(self.oracle[seq]))
+        self.backend.seq_rm(seq, keep)
+        del self.oracle[seq][keep:]
+
+    @rule(src=seqs, dst=seqs, share=st.floats(0, 1))
+    def share(self, src: int, dst: int, share: float) -> None:
+        source, target = self.oracle[src], self.oracle[dst]
+        start, end = len(target), int(share * len(source))
+        assume(src != dst and start <= end)
+        assume([t for _, t in target] == [t for _, t in source[:start]])
+        self.backend.seq_cp(src, dst, start, end)
+        target.extend(source[start:end])
+
+    @rule(seq=seqs, shift=st.sampled_from([-1, 1, 7]))
+    def decode_elsewhere(self, seq: int, shift: int) -> None:
+        run = Run(seq, len(self.oracle[seq]) + shift, np.array([97], dtype=np.int32), True)
+        self.refused(lambda: self.backend.decode([run]))
+
+    @rule(token=st.sampled_from([-1, 10**6]), seq=seqs)
+    def decode_a_token_that_does_not_exist(self, token: int, seq: int) -> None:
+        self.refused(lambda: self.backend.decode([self.run_of(seq, [token], True)]))
+
+    @rule(seq=st.sampled_from([-1, N_SEQS, 255, 256]))
+    def name_a_sequence_that_does_not_exist(self, seq: int) -> None:
+        self.refused(lambda: self.backend.seq_rm(seq, 0))
+        self.refused(lambda: self.backend.seq_len(seq))
+        self.refused(lambda: self.backend.decode([Run(seq, 0, np.array([97], dtype=np.int32), True)]))
+
+    @rule()
+    def decode_more_than_a_micro_batch(self) -> None:
+        self.refused(lambda: self.backend.decode([self.run_of(0, [97] * (N_UBATCH + 1), True)]))
+        self.refused(lambda: self.backend.decode([]))
+        self.refused(lambda: self.backend.decode([self.run_of(0, [97], True), self.run_of(0, [97], True)]))
+
+    @precondition(lambda self: any(len(s) > 1 for s in self.oracle.values()))
+    @rule(data=st.data())
+    def copy_into_what_is_taken(self, data: st.DataObject) -> None:
+        src = data.draw(st.sampled_from([s for s, held in self.oracle.items() if len(held) > 1]))
+        dst = data.draw(seqs.filter(lambda s: s != src))
+        n = len(self.oracle[dst])
+        self.refused(lambda: self.backend.seq_cp(src, dst, n + 1, n + 2))
+        self.refused(lambda: self.backend.seq_cp(src, dst, n, max(n, len(self.oracle[src])) + 1))
+
+    @invariant()
+    def lengths_are_right(self) -> None:
+        for seq, held in self.oracle.items():
+            assert self.backend.seq_len(seq) == len(held)
+        if isinstance(self.backend, FakeBackend):
+            assert self.backend.cells_used == self.cells_used
+            for seq, held in self.oracle.items():
+                assert self.backend.seen(seq) == [(i, token) for i, (_, token) in enumerate(held)]
+
+    @property
+    def cells_used(self) -> int:
+        return len({cell for held in self.oracle.values() for cell, _ in held})
+
+    def run_of(self, seq: int, run: list[int], output: bool) -> Run:
+        return Run(seq, len(self.oracle[seq]), np.array(run, dtype=np.int32), output)
+
+    def refused(self, call: Callable[[], object]) -> None:
+        before = copy.deepcopy(self.oracle)
+        with pytest.raises(IllegalCallError):
+            call()
+        assert self.oracle == before
+
+
+def cold_answer(new_backend: Callable[[], Backend], history: list[int]) -> int:
+    backend = new_backend()
+    try:
+        for at in range(0, len(history), N_UBATCH):
+            chunk = np.array(history[at : at + N_UBATCH], dtype=np.int32)
+            assert backend.decode([Run(0, at, chunk, at + N_UBATCH >= len(history))]).status is Status.OK
+        sampler = backend.new_sampler(GREEDY, np.empty(0, dtype=np.int32))
+        token = backend.sample({0: sampler})[0]
+        sampler.close()
+        return token
+    finally:
+        backend.close()
+
+
+class FakeMachine(SequencesMachine):
+    def new_backend(self) -> Backend:
+        return FakeBackend(n_slots=N_SEQS, n_ctx=N_CTX, n_ubatch=N_UBATCH)
+
+    def same_answer(self, history: list[int], warm: int, cold: int) -> bool:
+        return warm == cold
+
+
+def test_fake_backend() -> None:
+    run_state_machine_as_test(FakeMachine, settings=settings(stateful_step_count=50))
+
+
+def test_llama_backend(tiny_model: Path) -> None:
+    chosen = LlamaSettings(tiny_model, n_ctx=N_CTX, n_slots=N_SEQS, n_ubatch=N_UBATCH, n_threads=1)
+    noise = Noise(chosen)
+
+    class LlamaMachine(SequencesMachine):
+        def new_backend(self) -> Backend:
+            return LlamaBackend(chosen)
+
+        def same_answer(self, history: list[int], warm: int, cold: int) -> bool:
+            return warm == cold or noise.explains(history, warm, cold)
+
+    run_state_machine_as_test(
+        LlamaMachine, settings=settings(max_examples=60 if LONG else 3, stateful_step_count=20)
+    )
+    print(f"tokens that differed within chunking noise: {noise.n_explained}")
+
+
+class Noise:
+    """How far the logits of the same tokens move when only the chunk size changes."""
+
+    def __init__(self, chosen: LlamaSettings) -> None:
+        self._settings = chosen
+        self.n_explained = 0
+
+    def explains(self, history: list[int], warm: int, cold: int) -> bool:
+        """Whether two tokens lie closer together than chunking alone moves them."""
+        whole, small = self.logits(history, N_UBATCH), self.logits(history, 7)
+        self.n_explained += 1
+        return bool(abs(whole[warm] - whole[cold]) <= 4 * np.abs(whole - small).max())
+
+    def logits(self, history: list[int], chunk: int) -> np.ndarray:
+        backend = LlamaBackend(self._settings)
+        try:
+            for at in range(0, len(history), chunk):
+                part = np.array(history[at : at + chunk], dtype=np.int32)
+                backend.decode([Run(0, at, part, at + chunk >= len(history))])
+            row = llama_cpp.llama_get_logits_ith(backend._context, -1)
+            return np.ctypeslib.as_array(row, (backend.info.n_vocab,)).copy()
+        finally:
+            backend.close()

@@ -1,0 +1,117 @@
+"""Runs an engine on a backend and collects what comes out, checking at every step what must always hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.messages import (
+    TERMINAL,
+    Accepted,
+    Cancel,
+    Cancelled,
+    Event,
+    Failed,
+    Finished,
+    Output,
+    Sampling,
+    Stopped,
+    Submit,
+    TextPart,
+)
+from llamaslot.core.backend import Backend
+from llamaslot.engine.engine import Engine
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class Harness:
+    """An engine with its events by request."""
+
+    def __init__(self, backend: Backend, **settings: float) -> None:
+        self.backend = backend
+        self.engine = Engine(backend, self._receive, **settings)
+        self.events: dict[str, list[Event]] = defaultdict(list)
+        self.stopped: Stopped | None = None
+        self.ends: dict[str, asyncio.Future[Event]] = {}
+        self.n_batches = 0
+
+    def submit(self, request_id: str, prompt: str, **fields: object) -> asyncio.Future[Event]:
+        """Send a request; the future holds its terminal event."""
+        fields.setdefault("sampling", GREEDY)
+        fields.setdefault("max_tokens", 8)
+        self.ends[request_id] = asyncio.get_running_loop().create_future()
+        self.engine.send(Submit(request_id, (TextPart(prompt),), **fields))
+        return self.ends[request_id]
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a request."""
+        self.engine.send(Cancel(request_id))
+
+    async def wait_for(self, request_id: str, kind: type[Event], count: int = 1) -> None:
+        """Wait until a request got `count` events of a kind."""
+        async with asyncio.timeout(10):
+            while sum(isinstance(e, kind) for e in self.events[request_id]) < count:
+                await asyncio.sleep(0)
+
+    def text(self, request_id: str) -> str:
+        """All text that a request produced."""
+        return "".join(e.content for e in self.events[request_id] if isinstance(e, Output | Finished))
+
+    def check_events(self) -> None:
+        """Every request that ended did so once, after at most one `Accepted`, which came first."""
+        for request_id, events in self.events.items():
+            terminal = [e for e in events if isinstance(e, TERMINAL)]
+            assert len(terminal) <= 1, request_id
+            assert not terminal or events[-1] is terminal[0], request_id
+            accepted = [i for i, e in enumerate(events) if isinstance(e, Accepted)]
+            assert accepted in ([0], []), request_id
+            assert accepted or not any(isinstance(e, Output | Finished) for e in events), request_id
+
+    def check_cells(self) -> None:
+        """What the scheduler believes to be in the pool is in the pool (fake backend only)."""
+        assert isinstance(self.backend, FakeBackend)
+        for slot in self.engine.scheduler.slots:
+            if not slot.broken:
+                held = list(enumerate(slot.history.view().tolist()))
+                assert self.backend.seen(slot.id) == held, slot.id
+
+    def _receive(self, events: list[Event]) -> None:
+        self.n_batches += 1
+        for event in events:
+            if isinstance(event, Stopped):
+                self.stopped = event
+                continue
+            self.events[event.request_id].append(event)
+            if isinstance(event, Finished | Failed | Cancelled) and event.request_id in self.ends:
+                self.ends[event.request_id].set_result(event)
+        self.check_events()
+        died = self.stopped is not None and self.stopped.reason
+        if isinstance(self.backend, FakeBackend) and not died:
+            self.check_cells()
+
+
+@asynccontextmanager
+async def running(backend: Backend, **settings: float) -> AsyncIterator[Harness]:
+    """A harness whose engine runs inside the block."""
+    harness = Harness(backend, **settings)
+    task = asyncio.create_task(harness.engine.run())
+    try:
+        async with asyncio.timeout(60):
+            yield harness
+    finally:
+        harness.engine.stop()
+        await task
+    assert harness.stopped is not None
+    for request_id, end in harness.ends.items():
+        assert end.done(), f"{request_id} never ended"
+
+
+async def alone(prompt: str, backend: FakeBackend, **fields: object) -> str:
+    """The text that a request gives on a backend of its own."""
+    async with running(backend) as harness:
+        await harness.submit("alone", prompt, **fields)
+        return harness.text("alone")

@@ -1,0 +1,294 @@
+"""The engine on the fake backend: reuse, admission, preemption, cancellation, failures, its end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.messages import (
+    Accepted,
+    Cancelled,
+    Detokenize,
+    Detokenized,
+    Failed,
+    Finished,
+    Inspect,
+    Output,
+    Sampling,
+    State,
+    Submit,
+    TextPart,
+    TokensPart,
+    Tokenize,
+    Tokenized,
+)
+from llamaslot.core.backend import Status
+from tests.engine.harness import GREEDY, alone, running
+
+
+def finished(event: object) -> Finished:
+    assert isinstance(event, Finished), event
+    return event
+
+
+def failed(event: object) -> Failed:
+    assert isinstance(event, Failed), event
+    return event
+
+
+async def test_the_next_turn_pays_only_for_what_is_new() -> None:
+    async with running(FakeBackend()) as engine:
+        first = finished(await engine.submit("1", "hello there"))
+        reply = engine.text("1")
+        assert first.progress.n_cached == 0
+        assert first.progress.n_prompt_computed == first.progress.n_prompt == 12
+        # The last token sampled was never decoded: it is new to the second turn.
+        second = finished(await engine.submit("2", f"hello there{reply} and more"))
+        assert first.progress.n_held == 12 + first.progress.n_generated - 1
+        assert second.progress.n_cached == first.progress.n_held
+        assert second.slot == first.slot
+        assert engine.text("2") == await alone(f"hello there{reply} and more", FakeBackend())
+
+
+async def test_a_prompt_that_is_cached_whole_computes_one_token() -> None:
+    async with running(FakeBackend()) as engine:
+        await engine.submit("1", "the same prompt")
+        again = finished(await engine.submit("2", "the same prompt"))
+        assert again.progress.n_prompt_computed == 1
+        assert engine.text("1") == engine.text("2")
+
+
+async def test_cache_prompt_off_neither_reads_nor_feeds() -> None:
+    async with running(FakeBackend()) as engine:
+        await engine.submit("1", "a prompt to remember")
+        private = finished(await engine.submit("2", "a prompt to remember", cache_prompt=False))
+        assert private.progress.n_cached == 0
+        await engine.submit("3", "another private one", cache_prompt=False)
+        after = finished(await engine.submit("4", "another private one"))
+        assert after.progress.n_cached == 0
+        state = engine.engine.scheduler
+        assert all(not slot.private_to for slot in state.slots)
+
+
+async def test_an_empty_slot_is_taken_before_a_slot_is_cut_in_half() -> None:
+    async with running(FakeBackend(n_slots=2)) as engine:
+        first = finished(await engine.submit("1", "shared head, then a long tail of its own"))
+        second = finished(await engine.submit("2", "shared head, but another end"))
+        assert second.slot != first.slot
+        third = finished(await engine.submit("3", "shared head, then a long tail of its own, continued"))
+        assert third.slot == first.slot
+        assert third.progress.n_cached == len("shared head, then a long tail of its own") + 1
+
+
+async def test_without_any_match_the_least_recently_used_slot_goes() -> None:
+    async with running(FakeBackend(n_slots=2)) as engine:
+        slots = [finished(await engine.submit(str(i), chr(97 + i) * 20, add_special=False)).slot for i in range(4)]
+        assert slots == [slots[0], slots[1], slots[0], slots[1]]
+        assert slots[0] != slots[1]
+
+
+async def test_a_pinned_request_waits_for_its_slot_and_holds_up_nobody() -> None:
+    async with running(FakeBackend(n_slots=2)) as engine:
+        blocker = engine.submit("blocker", "long", max_tokens=60, id_slot=1, sampling=Sampling(ignore_eos=True))
+        await engine.wait_for("blocker", Output)
+        pinned = engine.submit("pinned", "pinned", id_slot=1)
+        other = finished(await engine.submit("other", "other"))
+        assert other.slot == 0
+        assert not pinned.done()
+        assert finished(await pinned).slot == 1
+        assert finished(await blocker).slot == 1
+
+
+@pytest.mark.parametrize("unified", [True, False])
+async def test_more_requests_than_slots_all_finish_with_the_text_they_give_alone(unified: bool) -> None:
+    prompts = [f"prompt {i} " * (1 + i % 3) for i in range(12)]
+    async with running(FakeBackend(n_slots=3, unified=unified)) as engine:
+        await asyncio.gather(*(engine.submit(str(i), p) for i, p in enumerate(prompts)))
+        for i, prompt in enumerate(prompts):
+            assert engine.text(str(i)) == await alone(prompt, FakeBackend(unified=unified))
+
+
+async def test_two_requests_that_want_60_percent_of_the_pool_each_both_finish() -> None:
+    long_run = {"max_tokens": 50, "sampling": Sampling(temperature=0.0, ignore_eos=True), "add_special": False}
+    prompts = {"old": "o" * 27, "young": "y" * 27}
+    pool = {"n_ctx": 128, "n_slots": 2}
+    async with running(FakeBackend(**pool)) as engine:
+        engine.backend.failures.clear()
+        ends = [engine.submit(name, prompt, **long_run) for name, prompt in prompts.items()]
+        old, young = (finished(e) for e in await asyncio.gather(*ends))
+        assert old.progress.n_generated == young.progress.n_generated == 50
+        assert old.progress.n_prompt_computed == 27
+        for name, prompt in prompts.items():
+            assert engine.text(name) == await alone(prompt, FakeBackend(**pool), **long_run)
+
+
+async def test_the_youngest_is_preempted_and_keeps_its_sampler() -> None:
+    seeded = {"max_tokens": 80, "sampling": Sampling(temperature=1.0, seed=7, ignore_eos=True)}
+    backend = FakeBackend(n_ctx=128, n_slots=2)
+    async with running(backend) as engine:
+        await asyncio.gather(engine.submit("old", "o" * 20, **seeded), engine.submit("young", "y" * 20, **seeded))
+        assert len(backend.samplers) == 2
+        for name, prompt in {"old": "o" * 20, "young": "y" * 20}.items():
+            assert engine.text(name) == await alone(prompt, FakeBackend(n_ctx=128, n_slots=2), **seeded)
+    assert all(sampler.closed for sampler in backend.samplers)
+
+
+async def test_generation_stops_at_the_end_of_the_context() -> None:
+    async with running(FakeBackend(n_ctx=64, n_slots=2)) as engine:
+        end = finished(await engine.submit("1", "x" * 40, max_tokens=-1, sampling=Sampling(ignore_eos=True)))
+        assert (end.reason, end.truncated) == ("limit", True)
+        assert end.progress.n_held == 64
+
+
+async def test_zero_tokens_evaluate_the_prompt_only() -> None:
+    async with running(FakeBackend()) as engine:
+        end = finished(await engine.submit("1", "warm me", max_tokens=0))
+        assert (end.reason, end.content, end.progress.n_generated) == ("limit", "", 0)
+        assert finished(await engine.submit("2", "warm me")).progress.n_prompt_computed == 1
+
+
+async def test_stop_strings_end_a_request_and_are_not_sent() -> None:
+    plain = await alone("tell me", FakeBackend(), max_tokens=30)
+    stop = plain[10:13]
+    async with running(FakeBackend()) as engine:
+        end = finished(await engine.submit("1", "tell me", max_tokens=30, stop=(stop,)))
+        assert (end.reason, end.stopping_word) == ("word", stop)
+        assert engine.text("1") == plain[: plain.index(stop)]
+
+
+async def test_cancelling_works_queued_running_and_unknown() -> None:
+    endless = {"max_tokens": -1, "sampling": Sampling(ignore_eos=True)}
+    async with running(FakeBackend(n_slots=1)) as engine:
+        first = engine.submit("first", "one", **endless)
+        await engine.wait_for("first", Output)
+        queued = engine.submit("queued", "two", **endless)
+        await engine.wait_for("queued", Accepted)
+        engine.cancel("queued")
+        assert isinstance(await queued, Cancelled)
+        n_before = engine.n_batches
+        engine.cancel("first")
+        cancelled = await first
+        assert isinstance(cancelled, Cancelled)
+        assert engine.n_batches - n_before <= 2
+        engine.cancel("first")
+        engine.cancel("nobody")
+        again = finished(await engine.submit("again", "one and more"))
+        assert again.progress.n_cached == 4, "the slot keeps what was computed"
+
+
+async def test_cancelling_before_the_prompt_is_tokenized() -> None:
+    async with running(FakeBackend()) as engine:
+        end = engine.submit("1", "x" * 100)
+        engine.cancel("1")
+        assert isinstance(await end, Cancelled)
+
+
+@pytest.mark.parametrize("n_applied", [0, 1, 2, 3])
+@pytest.mark.parametrize("status", [Status.FATAL, Status.INVALID, Status.NO_ROOM, Status.ABORTED])
+async def test_a_failed_step_costs_nobody_anything(status: Status, n_applied: int) -> None:
+    backend = FakeBackend(n_slots=3)
+    prompts = ["first prompt", "second prompt", "third prompt"]
+    async with running(backend) as engine:
+        ends = [engine.submit(str(i), p, max_tokens=12) for i, p in enumerate(prompts)]
+        await engine.wait_for("1", Output, count=3)
+        backend.failures.append((status, n_applied))
+        for end in await asyncio.gather(*ends):
+            finished(end)
+        for i, prompt in enumerate(prompts):
+            assert engine.text(str(i)) == await alone(prompt, FakeBackend(n_slots=3), max_tokens=12)
+
+
+async def test_the_request_at_fault_fails_alone() -> None:
+    class Poisoned(FakeBackend):
+        def decode(self, runs):
+            if any(ord("!") in run.tokens for run in runs):
+                self.failures.append((Status.FATAL, 0))
+            return super().decode(runs)
+
+    async with running(Poisoned(n_slots=3)) as engine:
+        ends = [engine.submit(str(i), p, max_tokens=12) for i, p in enumerate(["good", "bad!", "fine"])]
+        good, bad, fine = await asyncio.gather(*ends)
+        assert failed(bad).error_type == "server_error"
+        finished(good)
+        finished(fine)
+        assert engine.text("0") == await alone("good", FakeBackend(n_slots=3), max_tokens=12)
+        finished(await engine.submit("later", "works again"))
+
+
+async def test_when_the_engine_dies_every_request_ends_once() -> None:
+    class Dying(FakeBackend):
+        def sample(self, samplers):
+            if self.n_decoded > 60:
+                raise RuntimeError("the device is gone")
+            return super().sample(samplers)
+
+    async with running(Dying(n_slots=2)) as engine:
+        ends = [engine.submit(str(i), f"request {i}", max_tokens=40) for i in range(5)]
+        for end in await asyncio.gather(*ends):
+            assert isinstance(end, Failed | Finished)
+        assert any(isinstance(e.result(), Failed) for e in ends)
+        assert engine.stopped is not None
+        assert "the device is gone" in engine.stopped.reason
+
+
+async def test_stopping_fails_what_is_unfinished_as_unavailable() -> None:
+    async with running(FakeBackend(n_slots=1)) as engine:
+        ends = [engine.submit(str(i), "x", max_tokens=-1, sampling=Sampling(ignore_eos=True)) for i in range(3)]
+        await engine.wait_for("0", Output)
+        engine.engine.stop()
+        assert {failed(e).error_type for e in await asyncio.gather(*ends)} == {"unavailable_error"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt", "param"),
+    [
+        ({"add_special": False}, "", "prompt"),
+        ({"id_slot": 4}, "x", "id_slot"),
+        ({"sampling": Sampling(logit_bias={9999: 1.0})}, "x", "logit_bias"),
+    ],
+)
+async def test_bad_requests_are_refused_by_name(fields: dict[str, object], prompt: str, param: str) -> None:
+    async with running(FakeBackend(n_slots=4)) as engine:
+        refusal = failed(await engine.submit("1", prompt, **fields))
+        assert (refusal.error_type, refusal.param) == ("invalid_request_error", param)
+
+
+async def test_a_prompt_longer_than_a_slot_is_refused_with_both_numbers() -> None:
+    async with running(FakeBackend(n_ctx=64)) as engine:
+        refusal = failed(await engine.submit("1", "x" * 63))
+        assert (refusal.error_type, refusal.n_prompt_tokens, refusal.n_ctx) == ("exceed_context_size_error", 64, 64)
+        finished(await engine.submit("2", "x" * 62))
+
+
+async def test_token_ids_outside_of_the_vocabulary_are_refused() -> None:
+    async with running(FakeBackend()) as engine:
+        engine.ends["1"] = asyncio.get_running_loop().create_future()
+        engine.engine.send(Submit("1", (TextPart("a"), TokensPart((5, 258))), sampling=GREEDY))
+        assert failed(await engine.ends["1"]).param == "prompt"
+
+
+async def test_questions_are_answered_beside_requests() -> None:
+    async with running(FakeBackend(n_slots=2)) as engine:
+        end = engine.submit("1", "x", max_tokens=100, sampling=Sampling(ignore_eos=True))
+        await engine.wait_for("1", Output)
+        engine.engine.send(Tokenize("t", (TextPart("ab</s>"),), add_special=True))
+        engine.engine.send(Detokenize("d", (104, 105, 257)))
+        engine.engine.send(Inspect("i"))
+        for question, kind in (("t", Tokenized), ("d", Detokenized), ("i", State)):
+            await engine.wait_for(question, kind)
+        assert engine.events["t"][0].tokens == (256, 97, 98, 257)
+        assert engine.events["d"][0].content == "hi</s>"
+        state = engine.events["i"][0]
+        assert [slot.request_id for slot in state.slots] == ["1", ""]
+        assert state.cells_used >= 2
+        finished(await end)
+
+
+async def test_models_that_cannot_be_cut_compute_every_prompt_whole() -> None:
+    async with running(FakeBackend(reuse=False)) as engine:
+        await engine.submit("1", "hello there")
+        second = finished(await engine.submit("2", "hello there, again", id_slot=0))
+        assert second.progress.n_cached == 0
+        assert engine.text("2") == await alone("hello there, again", FakeBackend(reuse=False))

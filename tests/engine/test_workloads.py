@@ -1,0 +1,126 @@
+"""Random workloads with cancellations and decode failures: reuse never changes an answer, nothing gets lost.
+
+What the fake generates depends on exactly the tokens that a sequence sees, so a greedy request must give the text
+that it gives alone, whatever ran beside it, before it, or instead of it for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.messages import Cancelled, Failed, Finished
+from llamaslot.core.backend import Status
+from tests.engine.harness import alone, running
+
+HEADS = ("", "a" * 9, "ab" * 8, "ab" * 8 + "c" * 12, "system prompt ")
+
+
+@dataclass(frozen=True)
+class Job:
+    head: str
+    tail: str
+    max_tokens: int
+    cache_prompt: bool
+    id_slot: int
+    pause: int
+    """Turns of the event loop before it is sent."""
+    patience: int | None
+    """Turns of the event loop after which it is cancelled, None for never."""
+
+    @property
+    def prompt(self) -> str:
+        return self.head + self.tail
+
+
+jobs = st.builds(
+    Job,
+    head=st.sampled_from(HEADS),
+    tail=st.text("abc", min_size=1, max_size=12),
+    max_tokens=st.integers(0, 24),
+    cache_prompt=st.booleans() | st.just(True),
+    id_slot=st.just(-1) | st.integers(0, 1),
+    pause=st.integers(0, 30),
+    patience=st.none() | st.integers(0, 60),
+)
+failures = st.lists(st.tuples(st.integers(0, 60), st.sampled_from(list(Status)[1:]), st.integers(0, 3)), max_size=6)
+
+
+@functools.cache
+def cold(prompt: str, max_tokens: int) -> str:
+    return asyncio.run(alone(prompt, FakeBackend(n_ctx=96, n_slots=1), max_tokens=max_tokens))
+
+
+async def run_jobs(
+    todo: list[Job], faults: list[tuple[int, Status, int]], backend: FakeBackend
+) -> dict[int, tuple[object, str]]:
+    async with running(backend) as engine:
+
+        async def run_job(i: int, job: Job) -> None:
+            await turns(job.pause)
+            end = engine.submit(
+                str(i), job.prompt, max_tokens=job.max_tokens, cache_prompt=job.cache_prompt, id_slot=job.id_slot
+            )
+            if job.patience is not None:
+                await turns(job.patience)
+                engine.cancel(str(i))
+            await end
+
+        async def inject() -> None:
+            for pause, status, n_applied in faults:
+                await turns(pause)
+                backend.failures.append((status, n_applied))
+
+        await asyncio.gather(inject(), *(run_job(i, job) for i, job in enumerate(todo)))
+        backend.failures.clear()
+        scheduler = engine.engine.scheduler
+        assert not scheduler.queue
+        assert not scheduler.running
+        assert all(sampler.closed for sampler in backend.samplers)
+        return {i: (engine.ends[str(i)].result(), engine.text(str(i))) for i in range(len(todo))}
+
+
+async def turns(n: int) -> None:
+    for _ in range(n):
+        await asyncio.sleep(0)
+
+
+@given(st.lists(jobs, min_size=1, max_size=10), failures, st.booleans(), st.booleans())
+def test_every_answer_is_the_cold_one(
+    todo: list[Job], faults: list[tuple[int, Status, int]], unified: bool, reuse: bool
+) -> None:
+    backend = FakeBackend(n_ctx=96 if unified else 192, n_slots=2, n_ubatch=16, unified=unified, reuse=reuse)
+    for i, (end, text) in asyncio.run(run_jobs(todo, faults, backend)).items():
+        job = todo[i]
+        expected = cold(job.prompt, job.max_tokens)
+        if isinstance(end, Finished):
+            assert text == expected, job
+            assert end.progress.n_generated <= job.max_tokens
+        else:
+            assert isinstance(end, Cancelled | Failed)
+            assert expected.startswith(text), job
+            # A request fails only when its step failed although it ran alone.
+            assert isinstance(end, Cancelled) or faults
+
+
+@given(st.lists(jobs, min_size=2, max_size=8))
+def test_prompt_tokens_add_up(todo: list[Job]) -> None:
+    """Whatever was not reported as computed by any request never reached the backend."""
+    backend = FakeBackend(n_ctx=1024, n_slots=4)
+    results = asyncio.run(run_jobs(todo, [], backend))
+    computed = 0
+    for end, _ in results.values():
+        assert isinstance(end, Finished | Cancelled)
+        if end.progress is None:
+            continue
+        p = end.progress
+        assert p.n_cached + p.n_prompt_computed == p.n_prompt or isinstance(end, Cancelled)
+        computed += p.n_prompt_computed + max(0, p.n_generated - 1)
+    # Without preemption or failures each token is computed once, but for the last one a request sampled; a
+    # cancelled request may have had one more step.
+    assert computed <= backend.n_decoded <= computed + len(todo)
