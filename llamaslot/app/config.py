@@ -1,0 +1,273 @@
+"""What the server can be told: one table of fields, read from flags, the environment and a TOML file.
+
+A flag wins over the environment, the environment over the file, the file over the default. Names and environment
+variables are llama-server's where it has the same thing. Every wrong value is one `ConfigError` that names the
+flag, the variable or the file's key it came from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, get_type_hints
+
+import msgspec
+
+from llamaslot.base.errors import ConfigError
+
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
+
+
+def _row(flags: str, env: str, text: str, *, ge: float | None = None, le: float | None = None) -> msgspec.Meta:
+    """One option: its flags, its environment variable, its help text and its bounds."""
+    return msgspec.Meta(ge=ge, le=le, description=text, extra={"flags": flags.split(), "env": env})
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole configuration; the table that flags, variables and keys are made from."""
+
+    model: Annotated[str, _row("-m --model", "LLAMA_ARG_MODEL", "GGUF file, or a name from `llamaslot pull`")] = (
+        "demo"
+    )
+    host: Annotated[str, _row("--host", "LLAMA_ARG_HOST", "addresses to listen on, comma-separated")] = "127.0.0.1"
+    port: Annotated[
+        int, _row("--port", "LLAMA_ARG_PORT", "port to listen on; 0 for a free one", ge=0, le=65535)
+    ] = 8080
+    alias: Annotated[str, _row("-a --alias", "LLAMA_ARG_ALIAS", "the model's name in replies")] = ""
+    ctx_size: Annotated[
+        int, _row("-c --ctx-size", "LLAMA_ARG_CTX_SIZE", "cells of the KV pool; 0 for the model's context", ge=0)
+    ] = 0
+    parallel: Annotated[
+        int, _row("-np --parallel", "LLAMA_ARG_N_PARALLEL", "slots: requests that run at once", ge=1, le=256)
+    ] = 4
+    batch_size: Annotated[int, _row("-b --batch-size", "LLAMA_ARG_BATCH", "logical batch size", ge=1)] = 2048
+    ubatch_size: Annotated[
+        int, _row("-ub --ubatch-size", "LLAMA_ARG_UBATCH", "tokens that one step may compute", ge=1)
+    ] = 512
+    threads: Annotated[
+        int, _row("-t --threads", "LLAMA_ARG_THREADS", "threads of a decode step; -1 for the physical cores", ge=-1)
+    ] = -1
+    threads_batch: Annotated[
+        int, _row("-tb --threads-batch", "LLAMA_ARG_THREADS_BATCH", "threads of prefill; -1 for --threads", ge=-1)
+    ] = -1
+    gpu_layers: Annotated[
+        int | Literal["auto", "all"],
+        _row("-ngl --gpu-layers --n-gpu-layers", "LLAMA_ARG_N_GPU_LAYERS", "layers on the GPU"),
+    ] = "auto"
+    flash_attn: Annotated[
+        Literal["auto", "on", "off"], _row("-fa --flash-attn", "LLAMA_ARG_FLASH_ATTN", "flash attention")
+    ] = "auto"
+    kv_unified: Annotated[bool, _row("-kvu --kv-unified", "LLAMA_ARG_KV_UNIFIED", "one KV pool for all slots")] = (
+        True
+    )
+    cache_type_k: Annotated[
+        CacheType, _row("-ctk --cache-type-k", "LLAMA_ARG_CACHE_TYPE_K", "element type of K in the pool")
+    ] = "f16"
+    cache_type_v: Annotated[
+        CacheType, _row("-ctv --cache-type-v", "LLAMA_ARG_CACHE_TYPE_V", "element type of V in the pool")
+    ] = "f16"
+    cache_prompt: Annotated[
+        bool, _row("--cache-prompt", "LLAMA_ARG_CACHE_PROMPT", "reuse KV unless a request says otherwise")
+    ] = True
+    n_predict: Annotated[
+        int,
+        _row("-n --predict --n-predict", "LLAMA_ARG_N_PREDICT", "default limit of new tokens; -1 for none", ge=-1),
+    ] = -1
+    seed: Annotated[int, _row("-s --seed", "LLAMA_ARG_SEED", "default seed; -1 for another each time", ge=-1)] = -1
+    temperature: Annotated[
+        float, _row("--temp --temperature", "LLAMA_ARG_TEMPERATURE", "default", ge=0, le=1000)
+    ] = 0.8
+    top_k: Annotated[int, _row("--top-k", "LLAMA_ARG_TOP_K", "default; 0 for off", ge=-1)] = 40
+    top_p: Annotated[float, _row("--top-p", "LLAMA_ARG_TOP_P", "default; 1 for off", ge=0, le=1)] = 0.95
+    min_p: Annotated[float, _row("--min-p", "LLAMA_ARG_MIN_P", "default; 0 for off", ge=0, le=1)] = 0.05
+    chat_template: Annotated[
+        str, _row("--chat-template", "LLAMA_ARG_CHAT_TEMPLATE", "name of a built-in template, or Jinja source")
+    ] = ""
+    chat_template_file: Annotated[
+        str, _row("--chat-template-file", "LLAMA_ARG_CHAT_TEMPLATE_FILE", "file with a Jinja template")
+    ] = ""
+    api_key: Annotated[str, _row("--api-key", "LLAMA_API_KEY", "keys that open the server, comma-separated")] = ""
+    api_key_file: Annotated[str, _row("--api-key-file", "LLAMA_ARG_API_KEY_FILE", "file with a key a line")] = ""
+    metrics: Annotated[bool, _row("--metrics", "LLAMA_ARG_ENDPOINT_METRICS", "serve /metrics")] = False
+    slots: Annotated[bool, _row("--slots", "LLAMA_ARG_ENDPOINT_SLOTS", "serve /slots")] = True
+    max_queue: Annotated[
+        int, _row("--max-queue", "LLAMASLOT_MAX_QUEUE", "requests that may wait for a slot; more get a 429", ge=0)
+    ] = 256
+    max_body_mb: Annotated[int, _row("--max-body-mb", "LLAMASLOT_MAX_BODY_MB", "largest request body", ge=1)] = 64
+    prefill_gap_ms: Annotated[
+        float,
+        _row(
+            "--prefill-gap-ms",
+            "LLAMASLOT_PREFILL_GAP_MS",
+            "time between two tokens of a stream that other requests' prefill may take",
+            ge=1,
+            le=60000,
+        ),
+    ] = 100.0
+    shutdown_timeout: Annotated[
+        float,
+        _row("--shutdown-timeout", "LLAMASLOT_SHUTDOWN_TIMEOUT", "seconds for running requests to finish", ge=0),
+    ] = 30.0
+    log_format: Annotated[
+        Literal["auto", "console", "json"],
+        _row("--log-format", "LLAMASLOT_LOG_FORMAT", "log lines; auto is console on a terminal, else JSON"),
+    ] = "auto"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        _row("--log-level", "LLAMASLOT_LOG_LEVEL", "lowest level logged"),
+    ] = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One row of the table."""
+
+    name: str
+    kind: Any
+    flags: list[str]
+    env: str
+    default: Any
+    text: str
+
+    @property
+    def flag(self) -> str:
+        """The long flag by which messages name the option."""
+        return next(flag for flag in self.flags if flag.startswith("--"))
+
+
+def options() -> Iterator[Option]:
+    """The rows of the table in their order."""
+    hints = get_type_hints(Config, include_extras=True)
+    for field in msgspec.structs.fields(Config):
+        kind = hints[field.name]
+        meta: msgspec.Meta = kind.__metadata__[0]
+        extra = meta.extra or {}
+        yield Option(field.name, kind, extra["flags"], extra["env"], field.default, meta.description or "")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a wrong flag is a `ConfigError` with the nearest one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing usage and exiting."""
+        raise ConfigError(message)
+
+    def parse(self, args: Sequence[str]) -> argparse.Namespace:
+        """Parse, naming the nearest flag for one that does not exist."""
+        parsed, unknown = self.parse_known_args(args)
+        if unknown:
+            raise ConfigError(self._explain(unknown[0], getattr(parsed, "parser", self)))
+        return parsed
+
+    @staticmethod
+    def _explain(word: str, parser: argparse.ArgumentParser) -> str:
+        flag = word.partition("=")[0]
+        known = [name for action in parser._actions for name in action.option_strings]
+        nearest = difflib.get_close_matches(flag, known, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        return f"there is no {'flag' if flag.startswith('-') else 'argument'} {flag}{hint}"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give a parser a flag for each option, and `--config`."""
+    parser.set_defaults(parser=parser)
+    parser.add_argument("name", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--config", metavar="FILE", help="TOML file with any of these [LLAMASLOT_CONFIG]")
+    for option in options():
+        text = f"{option.text} [{option.env}] (default: {_shown(option.default)})".replace("%", "%%")
+        if _is_bool(option):
+            parser.add_argument(
+                *option.flags,
+                f"--no-{option.flag[2:]}",
+                dest=option.name,
+                action=_Switch,
+                help=text,
+            )
+        else:
+            parser.add_argument(*option.flags, dest=option.name, metavar=_metavar(option), help=text)
+
+
+def read_config(flags: argparse.Namespace, environ: Mapping[str, str]) -> Config:
+    """The configuration from parsed flags, the environment and the file that either names. Raises `ConfigError`."""
+    table = {option.name: option for option in options()}
+    file = flags.config or environ.get("LLAMASLOT_CONFIG")
+    found: dict[str, tuple[str, Any]] = {}
+    if file:
+        for key, value in _read_toml(Path(file)).items():
+            found[_known_key(key, table, file)] = (f"{key} in {file}", value)
+    for option in table.values():
+        if environ.get(option.env):
+            found[option.name] = (option.env, environ[option.env])
+        if getattr(flags, option.name, None) is not None:
+            found[option.name] = (option.flag, getattr(flags, option.name))
+    if flags.name:
+        if getattr(flags, "model", None) not in (None, flags.name):
+            raise ConfigError(f"two models are named: {flags.name} and {flags.model}", param="--model")
+        found["model"] = ("MODEL", flags.name)
+    values = {name: _convert(table[name], source, value) for name, (source, value) in found.items()}
+    return _checked(Config(**values))
+
+
+def _convert(option: Option, source: str, value: Any) -> Any:
+    try:
+        return msgspec.convert(value, option.kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {value!r} is wrong: {str(error).lower()}", param=option.flag) from None
+
+
+def _checked(config: Config) -> Config:
+    if config.ubatch_size < config.parallel:
+        raise ConfigError("--ubatch-size must be at least --parallel", param="--ubatch-size")
+    if config.cache_type_v not in ("f32", "f16", "bf16") and config.flash_attn == "off":
+        raise ConfigError("a quantized --cache-type-v needs flash attention", param="--cache-type-v")
+    if config.chat_template and config.chat_template_file:
+        raise ConfigError("--chat-template and --chat-template-file exclude each other", param="--chat-template")
+    return config
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", param="--config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}", param="--config") from None
+
+
+def _known_key(key: str, table: Mapping[str, Option], file: str) -> str:
+    name = key.replace("-", "_")
+    if name in table:
+        return name
+    nearest = difflib.get_close_matches(name, table, n=1)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    raise ConfigError(f"{file} has an unknown key {key}{hint}", param="--config")
+
+
+class _Switch(argparse.Action):
+    """`--x` and `--no-x`, without a value."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **kwargs)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, not (option_string or "").startswith("--no-"))
+
+
+def _is_bool(option: Option) -> bool:
+    return bool(option.kind.__origin__ is bool)
+
+
+def _metavar(option: Option) -> str:
+    choices = getattr(option.kind.__origin__, "__args__", ())
+    words = [choice for choice in choices if isinstance(choice, str)]
+    return "{" + ",".join(words) + "}" if words else {int: "N", float: "X"}.get(option.kind.__origin__, "TEXT")
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return str(default) if default != "" else "none"

@@ -1,0 +1,35 @@
+"""structlog set up once: JSON lines for machines, console lines for a terminal, both on standard error."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Literal
+
+import structlog
+
+
+def configure_logging(form: Literal["auto", "console", "json"], level: str) -> None:
+    """Send every log line of this process to standard error in the given form."""
+    console = form == "console" or (form == "auto" and sys.stderr.isatty())
+    renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
+    if console:
+        # Not the default formatter: it prints local variables, and with them what users wrote.
+        renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=not console),
+    ]
+    if not console:
+        shared.append(structlog.processors.format_exc_info)
+    structlog.configure(
+        processors=[*shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    # Libraries that use the standard library's logging (aiohttp, asyncio) come out in the same form.
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processor=renderer, foreign_pre_chain=shared))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)

@@ -1,0 +1,232 @@
+"""The composition root of `llamaslot serve`: wires backend, engine, service and HTTP, and ends them in order.
+
+    listen (503), load the model, run; on a signal refuse and drain; stop the engine, free the model, close
+
+A second signal cuts the draining short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from llamaslot.api import server as http
+from llamaslot.api.readiness import READINESS
+from llamaslot.api.settings import ApiSettings
+from llamaslot.app.config import Config
+from llamaslot.app.models import resolve_model
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.base.errors import ConfigError, ServerError, UnavailableError
+from llamaslot.base.messages import ModelInfo, Sampling
+from llamaslot.core.backend import Backend
+from llamaslot.engine.engine import Engine
+from llamaslot.service.metrics import Metrics
+from llamaslot.service.service import Service, ServiceSettings
+from llamaslot.text.builtin_templates import resolve
+from llamaslot.text.template import ChatTemplate
+
+_log = structlog.get_logger(__name__)
+_console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+_FALLBACK_TEMPLATE = "chatml"
+
+
+async def serve(config: Config, *, backend: Backend | None = None) -> int:
+    """Serve until a signal arrives or the engine dies; the process' exit status.
+
+    `backend` takes the place of the model that the configuration names. Raises `ConfigError`.
+    """
+    settings = api_settings(config)
+    path = resolve_model(config.model)
+    template = read_template(config)
+    app = http.create_app(settings)
+    hosts = [host.strip() for host in config.host.split(",")]
+    stop = _Signals()
+    async with contextlib.AsyncExitStack() as stack:
+        listener = await stack.enter_async_context(_listening(app, hosts, config))
+        if backend is None:
+            backend = await _load(llama_settings(config, path))
+        stack.callback(backend.close)
+        service = Service(
+            backend.info,
+            chat_template(backend.info, template),
+            ServiceSettings(max_queue=config.max_queue),
+            Metrics(),
+        )
+        engine = Engine(backend, service.receive, gap_ms=config.prefill_gap_ms)
+        service.connect(engine.send)
+        running = asyncio.create_task(engine.run(), name="engine")
+        stack.push_async_callback(_ended, engine, running)
+        app[READINESS].set(service)
+        announce(backend.info, _urls(listener), config)
+        await _first(service.stopped, stop.first)
+        if service.stopped.done():
+            app[READINESS].fail(ServerError("the engine stopped because of an internal error"))
+            return 1
+        service.refuse(UnavailableError("the server is shutting down"))
+        _log.info("server.draining", in_flight=service.n_in_flight, timeout_s=config.shutdown_timeout)
+        await _drained(service, stop.second, config.shutdown_timeout)
+    _log.info("server.stopped")
+    return 0
+
+
+def api_settings(config: Config) -> ApiSettings:
+    """What the HTTP layer needs of the configuration. Raises `ConfigError` for an unreadable key file."""
+    keys = [key.strip() for key in config.api_key.split(",")]
+    if config.api_key_file:
+        keys += [line.strip() for line in _read(config.api_key_file, "--api-key-file").splitlines()]
+    return ApiSettings(
+        api_keys=tuple(key for key in keys if key),
+        max_body_bytes=config.max_body_mb * 2**20,
+        alias=config.alias,
+        metrics=config.metrics,
+        slots=config.slots,
+        n_predict=config.n_predict,
+        cache_prompt=config.cache_prompt,
+        sampling=Sampling(
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            seed=config.seed,
+        ),
+    )
+
+
+def llama_settings(config: Config, model: Path) -> LlamaSettings:
+    """What the llama backend needs of the configuration."""
+    return LlamaSettings(
+        model=model,
+        n_ctx=config.ctx_size,
+        n_slots=config.parallel,
+        n_batch=config.batch_size,
+        n_ubatch=config.ubatch_size,
+        n_threads=max(config.threads, 0),
+        n_threads_batch=max(config.threads_batch, 0),
+        n_gpu_layers=config.gpu_layers if isinstance(config.gpu_layers, int) else -1,
+        flash_attn=config.flash_attn,
+        unified=config.kv_unified,
+        cache_type_k=config.cache_type_k,
+        cache_type_v=config.cache_type_v,
+    )
+
+
+def read_template(config: Config) -> str:
+    """The Jinja source that the configuration names, or empty."""
+    if config.chat_template_file:
+        return _read(config.chat_template_file, "--chat-template-file")
+    return resolve(config.chat_template) if config.chat_template else ""
+
+
+def chat_template(info: ModelInfo, source: str) -> ChatTemplate:
+    """The template to render conversations by: the configured one, the model's own, or ChatML."""
+    source = source or info.chat_template
+    if not source:
+        _log.warning("template.missing", fallback=_FALLBACK_TEMPLATE)
+        source = resolve(_FALLBACK_TEMPLATE)
+    return ChatTemplate(
+        source,
+        bos_token=info.bos_token,
+        eos_token=info.eos_token,
+        adds_bos=info.adds_bos,
+        adds_eos=info.adds_eos,
+    )
+
+
+def announce(info: ModelInfo, urls: list[str], config: Config) -> None:
+    """Tell the terminal what runs where, and how to talk to it."""
+    kv = "one pool for all" if info.unified else "a part for each"
+    _console.print(f"[bold]{info.name}[/] on {info.device}: {info.description}, {info.size_bytes / 2**20:.0f} MiB")
+    _console.print(
+        f"{info.n_slots} slots, {info.n_ctx} cells ({kv}), {info.n_ctx_slot} tokens a slot, "
+        f"KV {info.cache_type_k}/{info.cache_type_v}, flash attention {'on' if info.flash_attn else 'off'}"
+    )
+    if not info.reuse:
+        _console.print(
+            f"[yellow]No prefix reuse with this model ({info.reuse_reason}): every prompt is computed whole.[/]"
+        )
+    if not info.flash_attn:
+        _console.print("[yellow]Without flash attention, idle slots slow the running ones.[/]")
+    _console.print(f"listening on {', '.join(urls)}")
+    key = " -H 'Authorization: Bearer KEY'" if config.api_key or config.api_key_file else ""
+    _console.print(
+        f"try:  curl {urls[0]}/v1/chat/completions{key} -H 'Content-Type: application/json' "
+        """-d '{"messages": [{"role": "user", "content": "Hello!"}]}'""",
+        markup=False,
+    )
+    _log.info("server.ready", urls=urls, model=info.name, device=info.device, slots=info.n_slots, cells=info.n_ctx)
+
+
+@contextlib.asynccontextmanager
+async def _listening(app: Any, hosts: list[str], config: Config) -> AsyncIterator[http.Listener]:
+    listener = await http.serve(app, hosts, config.port)
+    try:
+        yield listener
+    finally:
+        await listener.close()
+
+
+def _urls(listener: http.Listener) -> list[str]:
+    return [
+        f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host, port in listener.addresses
+    ]
+
+
+async def _load(settings: LlamaSettings) -> LlamaBackend:
+    """Load the model on a thread, with a bar on a terminal and log lines elsewhere."""
+    _log.info("model.loading", path=str(settings.model))
+    columns = (TextColumn(f"loading {settings.model.name}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, console=_console, transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("load", total=1.0)
+        update: Callable[[float], None] = lambda share: progress.update(task, completed=share)  # noqa: E731
+        return await asyncio.to_thread(LlamaBackend, settings, update)
+
+
+async def _ended(engine: Engine, running: asyncio.Task[None]) -> None:
+    engine.stop()
+    await running
+
+
+async def _first(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _drained(service: Service, hurry: asyncio.Future[None], seconds: float) -> None:
+    """Wait until no request is in flight, at most `seconds` and not after a second signal."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while service.n_in_flight and not hurry.done() and asyncio.get_running_loop().time() < deadline:
+        await asyncio.wait([hurry], timeout=0.05)
+
+
+class _Signals:
+    """Futures for the first and the second SIGINT or SIGTERM."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.first: asyncio.Future[None] = loop.create_future()
+        self.second: asyncio.Future[None] = loop.create_future()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._arrived)
+
+    def _arrived(self) -> None:
+        pending = next((f for f in (self.first, self.second) if not f.done()), None)
+        if pending is not None:
+            pending.set_result(None)
+
+
+def _read(path: str, flag: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", param=flag) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not text", param=flag) from None

@@ -1,0 +1,1 @@
+"""The command line: `llamaslot serve`, `chat` and `pull`."""

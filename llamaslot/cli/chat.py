@@ -1,0 +1,265 @@
+"""`llamaslot chat`: talk to a running server from the terminal.
+
+A small OpenAI client on the standard library alone: it knows nothing of the server but its address. Answers go
+to stdout and everything else to stderr, so that `llamaslot chat < questions > answers` works too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from llamaslot.base.errors import ConfigError
+
+with suppress(ImportError):
+    import readline  # noqa: F401  # importing it is what gives input() its line editing
+
+_CONNECT_TIMEOUT_S = 10.0
+_INTERRUPTED = 130
+_HELP = "/clear forgets the conversation, /system TEXT sets the system prompt, /exit or Ctrl-D ends"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `llamaslot chat`."""
+    parser.add_argument("--url", default="http://127.0.0.1:8080", help="the server (default: %(default)s)")
+    parser.add_argument("--api-key", default=os.environ.get("LLAMA_API_KEY", ""), help="(default: $LLAMA_API_KEY)")
+    parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
+    parser.add_argument("--temp", type=float, metavar="X", help="the temperature (default: the server's)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="at most N tokens an answer")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until /exit or the end of the input; each line of a stdin that is no terminal is a turn.
+
+    Raises ConfigError when the server cannot be used; on a terminal only if that shows before the first turn.
+    """
+    options = {"temperature": args.temp, "max_tokens": args.max_tokens}
+    server = Server(args.url, args.api_key, {key: value for key, value in options.items() if value is not None})
+    chat = Chat(server, args.system, Console(stderr=True, highlight=False, markup=False, emoji=False))
+    interactive = sys.stdin.isatty()
+    model = server.model()
+    if interactive:
+        chat.notes.print(f"{model} at {args.url}. {_HELP}; Ctrl-C stops an answer.", style="dim")
+    try:
+        for line in _typed_lines() if interactive else sys.stdin:
+            try:
+                if not chat.take(line.strip()):
+                    break
+            except ConfigError as error:
+                if not interactive:
+                    raise
+                chat.notes.print(f"error: {error.message}", style="red")
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return 0
+
+
+def _typed_lines() -> Iterator[str]:
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D ends)")
+
+
+@dataclass
+class Answer:
+    """One reply as far as it has come."""
+
+    text: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, Any] = field(default_factory=dict)
+    first_text_s: float | None = None
+    """Seconds from the request to the first text, as seen here."""
+
+    def figures(self) -> str:
+        """What was reused and how fast it went, as far as the server says it."""
+        parts = []
+        if self.usage:
+            cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+            parts.append(f"{self.usage.get('prompt_tokens', 0)} prompt tokens, {cached} cached")
+        if self.first_text_s is not None:
+            parts.append(f"TTFT {self.first_text_s * 1000:.0f} ms")
+        if self.usage:
+            speed = self.timings.get("predicted_per_second")
+            parts.append(
+                f"{self.usage.get('completion_tokens', 0)} tokens" + (f" at {speed:.1f}/s" if speed else "")
+            )
+        return " · ".join(parts)
+
+
+class Chat:
+    """The conversation and the commands that change it."""
+
+    def __init__(self, server: Server, system: str, notes: Console) -> None:
+        self.server = server
+        self.system = system
+        self.turns: list[dict[str, str]] = []
+        self.notes = notes
+
+    def take(self, line: str) -> bool:
+        """Carry out a command or answer a message; False means that the conversation is over."""
+        command, _, rest = line.partition(" ")
+        match command:
+            case "":
+                pass
+            case "/exit":
+                return False
+            case "/clear":
+                self.turns.clear()
+                self.notes.print("(forgotten)", style="dim")
+            case "/system":
+                self.system = rest.strip() or self.system
+                self.notes.print(f"(system prompt: {self.system or 'none'})", style="dim")
+            case _ if command.startswith("/"):
+                self.notes.print(f"{command} is no command; {_HELP}", style="dim")
+            case _:
+                self._answer(line)
+        return True
+
+    def _answer(self, message: str) -> None:
+        """Ask, print as it comes, and remember both sides; an answer without text leaves no trace."""
+        question = {"role": "user", "content": message}
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        answer = Answer()
+        try:
+            for piece in self.server.answer([*system, *self.turns, question], answer):
+                print(piece, end="", flush=True)
+            note = answer.figures()
+        except KeyboardInterrupt:
+            note = "(stopped)"
+        finally:
+            if answer.text:
+                print(flush=True)
+                self.turns += [question, {"role": "assistant", "content": answer.text}]
+        self.notes.print(note, style="dim")
+
+
+class Server:
+    """The server's end of the line. Every failure is a ConfigError of one line."""
+
+    def __init__(self, url: str, api_key: str, options: dict[str, Any]) -> None:
+        self.url = url
+        address = urlsplit(url)
+        try:
+            host, port = address.hostname, address.port
+        except ValueError:
+            host, port = None, None
+        if address.scheme not in {"http", "https"} or not host:
+            raise ConfigError(f"{url!r} is not an address such as http://127.0.0.1:8080", param="--url")
+        self._https = address.scheme == "https"
+        self._host, self._port, self._path = host, port, address.path.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._options = options
+
+    def model(self) -> str:
+        """The name of the model that is served."""
+        with closing(self._connect()) as connection:
+            reply = self._decode(self._send(connection, "GET", "/v1/models").read())
+        models = reply.get("data") or [{}]
+        return str(models[0].get("id", "a model"))
+
+    def answer(self, messages: list[dict[str, str]], answer: Answer) -> Iterator[str]:
+        """Stream the reply to `messages`: yields its text piece by piece and fills `answer` on the way."""
+        body = {
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._options,
+        }
+        started = time.monotonic()
+        with (
+            closing(self._connect()) as connection,
+            closing(self._send(connection, "POST", "/v1/chat/completions", body)) as response,
+        ):
+            for event in self._events(response):
+                answer.usage = event.get("usage") or answer.usage
+                answer.timings = event.get("timings") or answer.timings
+                for choice in event.get("choices") or ():
+                    if piece := (choice.get("delta") or {}).get("content"):
+                        if answer.first_text_s is None:
+                            answer.first_text_s = time.monotonic() - started
+                        answer.text += piece
+                        yield piece
+
+    def _connect(self) -> HTTPConnection:
+        kind = HTTPSConnection if self._https else HTTPConnection
+        connection = kind(self._host, self._port, timeout=_CONNECT_TIMEOUT_S)
+        try:
+            connection.connect()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(
+                f"no server answers at {self.url} ({reason}); start one with `llamaslot serve`"
+            ) from None
+        # A long prompt may take minutes before its first token.
+        connection.sock.settimeout(None)
+        return connection
+
+    def _send(self, connection: HTTPConnection, method: str, path: str, body: Any = None) -> HTTPResponse:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {**self._headers, "Content-Type": "application/json"} if data else self._headers
+        try:
+            connection.request(method, self._path + path, data, headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise self._refusal(response.status, response.read())
+        except (OSError, HTTPException) as error:
+            raise self._broken(error) from None
+        return response
+
+    def _events(self, response: HTTPResponse) -> Iterator[dict[str, Any]]:
+        """The JSON values of a stream of server-sent events, up to `[DONE]`."""
+        try:
+            while line := response.readline():
+                if not line.startswith(b"data:"):
+                    continue
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                event = self._decode(data)
+                if "error" in event:
+                    raise self._refusal(0, data)
+                yield event
+        except (OSError, HTTPException) as error:
+            raise self._broken(error) from None
+        raise self._broken(EOFError("the answer has no end"))
+
+    def _decode(self, data: bytes) -> dict[str, Any]:
+        try:
+            value = json.loads(data)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise ConfigError(f"what answers at {self.url} does not speak OpenAI's API")
+        return value
+
+    def _refusal(self, status: int, body: bytes) -> ConfigError:
+        """The error that the server sent, in its own words where it has any."""
+        message = ""
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            message = " ".join(str(json.loads(body)["error"]["message"]).split())
+        if status == 401:
+            return ConfigError(
+                f"{self.url} wants another API key: {message or 'give one'} (--api-key)", param="--api-key"
+            )
+        if status:
+            return ConfigError(f"{self.url} answered {status}" + (f": {message}" if message else ""))
+        return ConfigError(message or "the server failed in the middle of the answer")
+
+    def _broken(self, error: Exception) -> ConfigError:
+        return ConfigError(f"the connection to {self.url} broke off ({error or type(error).__name__})")

@@ -1,0 +1,41 @@
+"""The entry point: picks the command, and turns every expected error into one line and exit status 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from llamaslot import __version__
+from llamaslot.app.config import Parser
+from llamaslot.base.errors import ConfigError
+from llamaslot.cli import chat, pull, serve
+
+_COMMANDS = {
+    "serve": (serve, "serve a model over HTTP"),
+    "chat": (chat, "talk to a running server"),
+    "pull": (pull, "download a model"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the process' exit status."""
+    parser = Parser(prog="llamaslot", description="Serve GGUF models without computing the same prefix twice.")
+    parser.add_argument("--version", action="version", version=f"llamaslot {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (module, text) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text.capitalize() + ".", allow_abbrev=False)
+        module.configure(command)
+        command.set_defaults(run=module.run, parser=command)
+    try:
+        args = parser.parse(sys.argv[1:] if argv is None else argv)
+        status: int = args.run(args)
+    except ConfigError as error:
+        print(f"llamaslot: {error.message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

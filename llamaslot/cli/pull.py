@@ -1,0 +1,95 @@
+"""`llamaslot pull NAME`: show what a model is, then download it into the Hugging Face cache."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Column, Table
+
+from llamaslot.app import hub
+from llamaslot.app.models import Model, find_model, known_models, resolve_model
+
+_INTERRUPTED = 130
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `llamaslot pull`."""
+    parser.add_argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="a name from models.txt or OWNER/REPO:FILE.gguf; without it, list the names",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """List the known models, or download one: its path goes to stdout, all else to stderr.
+
+    Raises ConfigError when the model cannot be had.
+    """
+    if args.name is None:
+        Console().print(_listing())
+        return 0
+    model = find_model(args.name)
+    if not model.repo:
+        print(resolve_model(model.name))
+        return 0
+    console = Console(stderr=True, highlight=False)
+    try:
+        path = _pull(model, console)
+    except KeyboardInterrupt:
+        console.print("Stopped. What has arrived is kept: the same command goes on from there.")
+        return _INTERRUPTED
+    print(path)
+    return 0
+
+
+def _listing() -> Table:
+    table = Table("NAME", "CHECKED", Column("SOURCE", overflow="fold"), "NOTE", box=None, pad_edge=False)
+    for model in known_models().values():
+        source = f"{model.repo}:{model.file}" if model.repo else "in the package"
+        table.add_row(model.name, model.checked, source, model.note)
+    return table
+
+
+def _pull(model: Model, console: Console) -> Path:
+    remote = hub.look_up(model.repo, model.file)
+    held = hub.held_bytes(remote)
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_row("Model", f"{remote.repo}:{remote.file}")
+    facts.add_row("Size", f"{decimal(remote.size)} ({remote.size:,} bytes), {decimal(held)} of it here already")
+    facts.add_row("Licence", remote.licence or "the repository states none")
+    facts.add_row("Checked", f"{model.checked} (see models.txt)")
+    console.print(facts)
+    return _download(remote, console)
+
+
+def _download(remote: hub.RemoteFile, console: Console) -> Path:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        bars: dict[hub.Stage, TaskID] = {}
+
+        def report(stage: hub.Stage, done: int) -> None:
+            if stage not in bars:
+                bars[stage] = progress.add_task(stage, total=remote.size, completed=done)
+            progress.update(bars[stage], completed=done)
+
+        return hub.download(remote, report)

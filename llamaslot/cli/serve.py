@@ -1,0 +1,25 @@
+"""`llamaslot serve`: read the configuration and run the server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+
+from llamaslot.app.config import add_flags, read_config
+from llamaslot.app.logs import configure_logging
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    add_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until told to stop; the exit status."""
+    config = read_config(args, os.environ)
+    configure_logging(config.log_format, config.log_level)
+    # llama.cpp is loaded only now, so that wrong flags are answered at once.
+    from llamaslot.app.server import serve  # noqa: PLC0415
+
+    return asyncio.run(serve(config))

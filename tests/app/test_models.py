@@ -1,0 +1,113 @@
+"""Names of models: what models.txt may say, and which file a name stands for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from llamaslot.app.models import find_model, known_models, local_file, parse_models, resolve_model
+from llamaslot.base.errors import ConfigError
+
+LIST = Path(__file__).parents[2] / "models.txt"
+REFERENCE = "somebody/Some-GGUF:some-Q8_0.gguf"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty Hugging Face cache."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def put(cache: Path, repo: str, commit: str, file: str) -> Path:
+    path = cache / f"models--{repo.replace('/', '--')}" / "snapshots" / commit / file
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"GGUF")
+    return path
+
+
+def test_the_package_reads_the_list_at_the_top_of_the_repository():
+    models = known_models()
+    assert models == parse_models(LIST.read_text())
+    assert models["demo"].repo == ""
+    assert models["demo"].checked == "weights"
+
+
+def test_weights_that_nobody_has_run_are_not_claimed():
+    assert {model.name for model in known_models().values() if model.checked == "weights"} == {"demo"}
+
+
+def test_columns_comments_and_notes_are_told_apart():
+    models = parse_models(
+        "# a comment\n\n  a  b/c  d/e.gguf\tshape   two  words # and a hash \nf - g.gguf weights\n"
+    )
+    assert list(models) == ["a", "f"]
+    assert (models["a"].repo, models["a"].file, models["a"].checked) == ("b/c", "d/e.gguf", "shape")
+    assert models["a"].note == "two  words # and a hash"
+    assert (models["f"].repo, models["f"].note) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("a b/c d.gguf", "expected NAME REPO FILE CHECKED [NOTE], found 3 columns"),
+        ("A b/c d.gguf shape", "'A' is not a name"),
+        ("a/b b/c d.gguf shape", "'a/b' is not a name"),
+        ("a b d.gguf shape", "'b' is neither OWNER/REPO nor '-'"),
+        ("a b/c d.bin shape", "'d.bin' is not a .gguf file"),
+        ("a b/c d.gguf works", "'works' is none of: shape, weights"),
+        ("ok e/f g.gguf shape", "the name 'ok' is taken"),
+    ],
+)
+def test_a_wrong_line_is_named_with_its_number(line: str, message: str):
+    with pytest.raises(ConfigError) as caught:
+        parse_models(f"# first\nok b/c d.gguf shape\n{line}\n", "list.txt")
+    assert caught.value.message.startswith("list.txt, line 3: ")
+    assert message in caught.value.message
+
+
+def test_a_file_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("qwen3-0.6b").write_bytes(b"GGUF")
+    assert resolve_model("qwen3-0.6b") == Path("qwen3-0.6b")
+
+
+def test_a_name_and_a_reference_are_found_in_the_cache(cache: Path):
+    named = put(cache, "Qwen/Qwen3-0.6B-GGUF", "c0ffee", "Qwen3-0.6B-Q8_0.gguf")
+    referred = put(cache, "somebody/Some-GGUF", "c0ffee", "some-Q8_0.gguf")
+    assert resolve_model("qwen3-0.6b") == named
+    assert resolve_model(REFERENCE) == referred
+
+
+def test_of_two_commits_the_one_that_came_last_is_taken(cache: Path):
+    older = put(cache, "somebody/Some-GGUF", "ffff", "some-Q8_0.gguf")
+    newer = put(cache, "somebody/Some-GGUF", "aaaa", "some-Q8_0.gguf")
+    for seconds, path in enumerate((older, newer)):
+        os.utime(path, (seconds, seconds))
+    assert resolve_model(REFERENCE) == newer
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", REFERENCE])
+def test_a_file_that_is_not_here_is_answered_with_the_command_that_gets_it(cache: Path, name: str):
+    assert local_file(find_model(name)) is None
+    with pytest.raises(ConfigError, match=f"`llamaslot pull {name}`"):
+        resolve_model(name)
+
+
+@pytest.mark.parametrize("path", ["/no/such/file", "./model", "model.gguf", "sub/model.gguf"])
+def test_what_looks_like_a_path_is_answered_as_one(path: str):
+    with pytest.raises(ConfigError, match=f"there is no file {path}"):
+        resolve_model(path)
+
+
+def test_a_mistyped_name_is_answered_with_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'demo'"):
+        resolve_model("dmeo")
+
+
+def test_a_name_near_to_none_is_answered_with_all():
+    with pytest.raises(ConfigError, match=r"there are: demo, qwen3-0\.6b, or OWNER/REPO:FILE\.gguf"):
+        resolve_model("zzz")

@@ -1,0 +1,291 @@
+"""`llamaslot pull` as a process of its own against a hub on localhost: whole, broken and resumed downloads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.fake_hub import COMMIT, FakeHub, StoredFile
+
+REPO = "somebody/Some-GGUF"
+FILE = "some-Q8_0.gguf"
+NAME = f"{REPO}:{FILE}"
+CONTENT = random.Random(7).randbytes(300_000)
+RUN_PULL = """
+import resource, sys
+from llamaslot.cli.main import main
+largest_file = int(sys.argv[1])
+if largest_file:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+sys.exit(main(["pull", *sys.argv[2:]]))
+"""
+
+
+@dataclass
+class Ended:
+    """How a pull ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def path(self) -> Path:
+        """Where a pull that went well says the file is."""
+        assert self.status == 0, self.err
+        return Path(self.out.removesuffix("\n"))
+
+    @property
+    def error(self) -> str:
+        """The one line of a pull that failed, without what was shown before it."""
+        assert self.status == 2, self.err
+        assert "Traceback" not in self.err
+        (line,) = (line for line in self.err.splitlines() if line.startswith("llamaslot: "))
+        assert self.err.endswith(line + "\n")
+        return line
+
+
+@dataclass
+class Puller:
+    """Starts pulls that all use the same hub and the same cache."""
+
+    hub: FakeHub
+    cache: Path
+
+    async def start(self, name: str | None = NAME, *, largest_file: int = 0, **environment: str) -> Process:
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        variables = {
+            **inherited,
+            "HF_HOME": str(self.cache.parent),
+            "HF_HUB_CACHE": str(self.cache),
+            "HF_ENDPOINT": self.hub.url,
+            "NO_PROXY": "127.0.0.1",
+            "COLUMNS": "200",
+            **environment,
+        }
+        arguments = ("-c", RUN_PULL, str(largest_file), *([name] if name else ()))
+        return await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, env=variables, stdout=PIPE, stderr=PIPE
+        )
+
+    async def pull(self, name: str | None = NAME, *, largest_file: int = 0, **environment: str) -> Ended:
+        return await finish(await self.start(name, largest_file=largest_file, **environment))
+
+    def blobs(self) -> list[Path]:
+        return list((self.cache / "models--somebody--Some-GGUF" / "blobs").glob("*"))
+
+
+async def finish(process: Process) -> Ended:
+    try:
+        out, err = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode is not None
+    return Ended(process.returncode, out.decode(), err.decode())
+
+
+@pytest.fixture
+async def hub() -> AsyncIterator[FakeHub]:
+    async with FakeHub({REPO: {FILE: StoredFile(CONTENT)}}).running() as hub:
+        yield hub
+
+
+@pytest.fixture
+def puller(hub: FakeHub, tmp_path: Path) -> Puller:
+    return Puller(hub, tmp_path / "hub")
+
+
+async def test_a_pulled_file_lies_in_the_cache_as_other_programs_expect_it(puller: Puller, hub: FakeHub):
+    ended = await puller.pull(HF_TOKEN="hf_secret")
+    assert ended.path.read_bytes() == CONTENT
+    repo = puller.cache / "models--somebody--Some-GGUF"
+    assert ended.path == repo / "snapshots" / COMMIT / FILE
+    assert (repo / "refs" / "main").read_text() == COMMIT
+    assert puller.blobs() == [ended.path.resolve()]
+    assert hub.tokens == {"hub": {"Bearer hf_secret"}, "storage": {None}}
+
+
+async def test_size_and_licence_are_shown_before_the_first_byte_is_asked_for(puller: Puller, hub: FakeHub):
+    hub.statuses = [403]
+    ended = await puller.pull()
+    assert "refuses access" in ended.error
+    assert "300,000 bytes" in ended.err
+    assert "apache-2.0" in ended.err
+    assert "nothing (see models.txt)" in ended.err
+
+
+async def test_a_licence_that_is_not_stated_is_not_made_up(puller: Puller, hub: FakeHub):
+    hub.licence = None
+    ended = await puller.pull()
+    assert ended.path.exists()
+    assert "the repository states none" in ended.err
+
+
+async def test_a_file_that_is_here_is_not_downloaded_again(puller: Puller, hub: FakeHub):
+    first = await puller.pull()
+    assert (await puller.pull()).path == first.path
+    assert hub.requested == [None]
+
+
+async def test_a_cut_connection_is_taken_up_where_it_broke(puller: Puller, hub: FakeHub):
+    hub.cuts = [120_000, 50_000]
+    ended = await puller.pull()
+    assert ended.path.read_bytes() == CONTENT
+    assert hub.requested == [None, "bytes=120000-", "bytes=170000-"]
+
+
+async def test_ctrl_c_keeps_what_has_arrived_and_the_next_pull_asks_for_the_rest(puller: Puller, hub: FakeHub):
+    hub.stalls = [120_000]
+    process = await puller.start()
+    await asyncio.wait_for(hub.stalled.wait(), 60)
+    await until(lambda: sum(blob.stat().st_size for blob in puller.blobs()) > 0)
+    process.send_signal(signal.SIGINT)
+    stopped = await finish(process)
+    assert stopped.status == 130
+    assert "Traceback" not in stopped.err
+    assert "the same command goes on from there" in stopped.err
+    (partial,) = puller.blobs()
+    assert 0 < partial.stat().st_size <= 120_000
+    kept = partial.stat().st_size
+    assert (await puller.pull()).path.read_bytes() == CONTENT
+    assert hub.requested == [None, f"bytes={kept}-"]
+
+
+async def test_a_killed_pull_is_resumed(puller: Puller, hub: FakeHub):
+    hub.stalls = [250_000]
+    process = await puller.start()
+    await asyncio.wait_for(hub.stalled.wait(), 60)
+    await until(lambda: sum(blob.stat().st_size for blob in puller.blobs()) > 0)
+    process.kill()
+    await finish(process)
+    kept = puller.blobs()[0].stat().st_size
+    assert (await puller.pull()).path.read_bytes() == CONTENT
+    assert hub.requested == [None, f"bytes={kept}-"]
+
+
+async def test_a_hub_that_ignores_ranges_sends_the_whole_file_again(puller: Puller, hub: FakeHub):
+    hub.cuts = [120_000]
+    hub.ranges = False
+    assert (await puller.pull()).path.read_bytes() == CONTENT
+    assert hub.requested == [None, "bytes=120000-"]
+
+
+async def test_a_hub_that_stays_down_ends_the_pull_and_a_later_one_goes_on(puller: Puller, hub: FakeHub):
+    hub.cuts = [120_000, 0, 0, 0]
+    error = (await puller.pull()).error
+    assert "120,000 of 300,000 bytes are kept" in error
+    assert (await puller.pull()).path.read_bytes() == CONTENT
+    assert hub.requested[-1] == "bytes=120000-"
+
+
+async def test_an_overloaded_hub_is_asked_again(puller: Puller, hub: FakeHub):
+    hub.statuses = [503]
+    assert (await puller.pull()).path.read_bytes() == CONTENT
+
+
+async def test_a_damaged_file_is_refused_and_deleted(puller: Puller, hub: FakeHub):
+    stored = hub.repos[REPO][FILE]
+    damaged = bytearray(CONTENT)
+    damaged[1234] ^= 1
+    hub.repos[REPO][FILE] = StoredFile(bytes(damaged), sha256=stored.sha256)
+    assert f"the hub names {stored.sha256}" in (await puller.pull()).error
+    assert puller.blobs() == []
+    hub.repos[REPO][FILE] = stored
+    assert (await puller.pull()).path.read_bytes() == CONTENT
+
+
+async def test_two_pulls_of_one_file_do_not_write_into_each_other(puller: Puller, hub: FakeHub):
+    hub.stalls = [120_000]
+    process = await puller.start()
+    await asyncio.wait_for(hub.stalled.wait(), 60)
+    assert "another process is downloading" in (await puller.pull()).error
+    process.kill()
+    await finish(process)
+
+
+async def test_a_repository_that_is_not_there(puller: Puller, hub: FakeHub):
+    assert f"{hub.url} has no repository nobody/none" in (await puller.pull("nobody/none:x.gguf")).error
+
+
+async def test_a_file_that_is_not_there_is_answered_with_those_that_are(puller: Puller):
+    assert (await puller.pull(f"{REPO}:other.gguf")).error == (
+        f"llamaslot: {REPO} has no file other.gguf; its GGUF files: {FILE}"
+    )
+
+
+async def test_a_gated_repository_says_where_its_terms_are(puller: Puller, hub: FakeHub):
+    hub.gated = True
+    assert f"accept its terms at {hub.url}/{REPO}" in (await puller.pull()).error
+
+
+async def test_no_network(puller: Puller, hub: FakeHub):
+    hub.url = "http://127.0.0.1:9"
+    assert "http://127.0.0.1:9 cannot be reached" in (await puller.pull()).error
+
+
+async def test_offline_mode(puller: Puller):
+    assert "HF_HUB_OFFLINE" in (await puller.pull(HF_HUB_OFFLINE="1")).error
+
+
+async def test_an_address_that_is_no_hub(puller: Puller, hub: FakeHub):
+    assert "is HF_ENDPOINT right?" in (await puller.pull(HF_ENDPOINT=f"{hub.url}/elsewhere")).error
+
+
+async def test_a_page_in_the_hubs_place(puller: Puller, hub: FakeHub):
+    hub.portal = True
+    assert "does not answer like a hub" in (await puller.pull()).error
+
+
+async def test_a_file_larger_than_the_disk_is_refused_before_its_first_byte(puller: Puller, hub: FakeHub):
+    hub.repos[REPO][FILE].size = 1 << 60
+    error = (await puller.pull()).error
+    assert f"needs {1 << 60:,} bytes" in error
+    assert "free" in error
+    assert hub.requested == []
+
+
+async def test_a_disk_that_fills_up_keeps_what_it_took_and_the_pull_goes_on_when_there_is_room(
+    puller: Puller, hub: FakeHub
+):
+    error = (await puller.pull(largest_file=200_000)).error
+    assert "make room and run the same command again" in error
+    kept = puller.blobs()[0].stat().st_size
+    assert 0 < kept <= 200_000
+    assert (await puller.pull()).path.read_bytes() == CONTENT
+    assert hub.requested == [None, f"bytes={kept}-"]
+
+
+async def test_a_cache_that_may_not_be_written(puller: Puller, tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    error = (await puller.pull(HF_HUB_CACHE=str(tmp_path / "file" / "hub"))).error
+    assert "cannot write to the cache" in error
+
+
+async def test_an_unknown_name_is_one_line(puller: Puller):
+    assert "did you mean 'qwen3-0.6b'?" in (await puller.pull("qwen3-0.6")).error
+
+
+async def test_without_a_name_the_known_models_are_listed(puller: Puller):
+    ended = await puller.pull(None)
+    assert ended.status == 0
+    for text in ("demo", "weights", "qwen3-0.6b", "shape", "Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf"):
+        assert text in ended.out
+
+
+async def until(true: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if true():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not become true in time")
