@@ -1,0 +1,50 @@
+# Every target does its own set-up (.ci/setup.py), which is skipped when nothing has changed. GNU make 3.81 or newer.
+#
+#   ARGS        passed on to what the target runs:      make serve ARGS="-m model.gguf --port 9000"
+#   CMAKE_ARGS  how llama.cpp is built:                 make serve CMAKE_ARGS="-DGGML_CUDA=on"
+#   PYTHON      the interpreter that creates .venv:     make setup PYTHON=python3.12
+
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTHON) was not found: install Python 3.11 or newer (https://www.python.org/downloads), or name one: make PYTHON=/path/to/python3" >&2; exit 1; }; $(PYTHON) .ci/setup.py
+
+.PHONY: help serve setup test test-slow check bench eval-demo clean setup-dev setup-bench
+
+help: ## list the targets (the default)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+serve: setup ## serve a model over HTTP; without ARGS, the embedded one
+	$(BIN)/llamaslot serve $(ARGS)
+
+setup: ## only the set-up: leaves .venv/bin/llamaslot
+	$(SETUP)
+
+test: check ## the checks, then all tests that take seconds
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: setup-dev ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: setup-dev ## ruff, mypy and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup-bench ## measure what the cache saves
+	$(BIN)/python -m bench $(ARGS)
+
+eval-demo: setup-bench ## what the embedded model remembers
+	$(BIN)/python -m bench.demo.evaluate $(ARGS)
+
+clean: ## remove .venv and everything generated; built wheels stay in the cache (docs/install.md)
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find llamaslot tests bench .ci -name __pycache__ -type d -prune -exec rm -rf {} +
+
+setup-dev:
+	$(SETUP) dev
+
+setup-bench:
+	$(SETUP) bench
