@@ -9,7 +9,6 @@ sentence.
 
 import random
 import re
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,9 +16,10 @@ from typing import TypedDict
 
 from bench.demo import grammar as g
 from bench.demo.grammar import Attribute
+from bench.demo.values import Values, is_held_out
 
+RAW_TEXT = "text"  # the role of a text that stands outside of any chat
 MARK_OPEN, MARK_CLOSE = "\x01", "\x02"  # around values the assistant has to copy, until `plain` removes them
-HELD_OUT_ONE_IN = 8
 Key = tuple[Attribute, str]
 
 
@@ -54,89 +54,6 @@ def _fill(template: str, **slots: str) -> str:
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def is_held_out(key: str, value: str) -> bool:
-    """Whether this combination of fact and value is kept away from training."""
-    return zlib.crc32(f"{key}|{value}".encode()) % HELD_OUT_ONE_IN == 0
-
-
-class Values:
-    """Draws values of every kind from open sets."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-
-    def draw(self, kind: str) -> str:
-        maker = getattr(self, f"_{kind}", None)
-        if maker is not None:
-            return str(maker())
-        roll = self.rng.random()
-        if roll < 0.25:
-            return self._coined().lower()
-        word = self.rng.choice(g.VALUE_WORDS[kind])
-        return f"{self._coined().lower()} {word}" if roll < 0.45 else word
-
-    def _syllables(self, count: int) -> str:
-        pick = self.rng.choice
-        return "".join(pick(g.ONSETS) + pick(g.VOWELS) for _ in range(count))
-
-    def _coined(self) -> str:
-        roll = self.rng.random()
-        if roll < 0.06:
-            return "".join(self.rng.choices("abcdefghijklmnopqrstuvwxyz", k=self.rng.randint(3, 8))).capitalize()
-        text = self._syllables(self.rng.choice((1, 2, 2, 2, 3)))
-        if len(text) < 4 or self.rng.random() < 0.5:
-            text += self.rng.choice(g.CODAS)
-        return text.capitalize()
-
-    def _name(self) -> str:
-        roll = self.rng.random()
-        if roll < 0.12:
-            return self.rng.choice(g.VALUE_WORDS["name"])
-        return f"{self._coined()} {self._coined()}" if roll < 0.18 else self._coined()
-
-    def _city(self) -> str:
-        roll = self.rng.random()
-        if roll < 0.15:
-            return self.rng.choice(g.VALUE_WORDS["city"])
-        town = self._coined()
-        if roll < 0.5:
-            town = self._syllables(self.rng.randint(1, 2)).capitalize() + self.rng.choice(g.CITY_ENDS)
-        return f"{self.rng.choice(('New', 'Old', 'Port', 'San'))} {town}" if roll > 0.85 else town
-
-    def _colour(self) -> str:
-        colour = self.rng.choice(g.VALUE_WORDS["colour"])
-        roll = self.rng.random()
-        if roll < 0.3:
-            return f"{self.rng.choice(g.SHADES)} {colour}"
-        return f"{self._coined().lower()} {colour}" if roll < 0.6 else colour
-
-    def _title(self) -> str:
-        tail = f"{self.rng.choice(g.TITLE_ADJECTIVES)} {self.rng.choice(g.TITLE_NOUNS)}"
-        return f"{self._coined()} {tail}" if self.rng.random() < 0.6 else f"The {tail}"
-
-    def _spot(self) -> str:
-        return f"the {self._colour()} {self.rng.choice(g.SPOTS)}"
-
-    def _number(self) -> str:
-        return "".join(self.rng.choices("0123456789", k=self.rng.choice((2, 3, 4, 4, 5, 6, 7))))
-
-    def _age(self) -> str:
-        return str(self.rng.randint(2, 99) if self.rng.random() < 0.7 else self.rng.randint(100, 9999))
-
-    def _time(self) -> str:
-        return f"{self.rng.randint(0, 23)}:{self.rng.randint(0, 59):02d}"
-
-    def _code(self) -> str:
-        pick, roll = self.rng.choice, self.rng.random()
-        if roll < 0.4:
-            return f"{self._syllables(self.rng.randint(1, 2))}-{self._number()}"
-        if roll < 0.7:
-            return "".join(self.rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=self.rng.randint(4, 8)))
-        if roll < 0.85:
-            return "".join(self.rng.choices("ABCDEFGHJKLMNPQRSTUVWXYZ", k=3)) + pick("- ") + self._number()
-        return f"{self._coined().lower()} {self._coined().lower()}"
 
 
 @dataclass
@@ -189,18 +106,15 @@ class TalkWriter:
 
     def tell(self, count: int = 1) -> None:
         """The user states facts; one alone gets its own thanks."""
-        parts = []
-        key = self.new_key()
-        for index in range(count):
-            if index:
-                key = self.new_key()
+        clauses = []
+        for _ in range(count):
+            key = self.new_key()
             self.ledger[key] = self.new_value(key)
-            clause = self.clause(key, self.ledger[key])
-            template = self.rng.choice(g.TELL[:3] if index else g.TELL)
-            parts.append(template.format(c=clause, C=_capital(clause)))
+            clauses.append(self.clause(key, self.ledger[key]))
         if count == 2 and self.rng.random() < 0.4:
-            parts = [f"{parts[0].rstrip('.')} and {parts[1][0].lower()}{parts[1][1:]}"]
-            parts = [re.sub(r" and i(?=[ '])", " and I", parts[0])]
+            clauses = [" and ".join(clauses)]
+        parts = [self.rng.choice(g.TELL if index == 0 else g.TELL[:3]).format(c=clause, C=_capital(clause))
+                 for index, clause in enumerate(clauses)]
         reply = _fill(key[0].thanks, v=mark(self.ledger[key])) if count == 1 else g.SEVERAL
         self.say(self._rough(" ".join(parts)), reply)
 
@@ -323,3 +237,160 @@ class TalkWriter:
         self.oddity()
         del self.messages[-1]
         self.messages[-1]["role"] = "system"
+
+
+def _open_talk(writer: TalkWriter, long: bool) -> None:
+    """No system prompt, a short one, one with facts, or one that makes no sense."""
+    rng, roll = writer.rng, writer.rng.random()
+    if roll < 0.5:
+        return
+    if roll < 0.65:
+        writer.system_prompt(facts=0, rules=rng.choice((0, 0, 1, 3)))
+    elif roll < 0.95:
+        writer.system_prompt(facts=rng.randint(1, 20 if long else 4), rules=rng.randint(0, 60 if long else 4))
+    else:
+        writer.odd_system_prompt()
+
+
+def _length(messages: list[Message]) -> int:
+    return sum(len(message["content"]) + 20 for message in messages)
+
+
+def training_talk(rng: random.Random, characters: int, far: bool) -> list[Message]:
+    """A conversation of at least that many characters, values marked, never with a held-out combination.
+
+    `far` puts chatter between the facts and a burst of questions; otherwise facts, corrections and questions mix.
+    """
+    writer = TalkWriter(rng)
+    if rng.random() < 0.02:
+        return _raw_stories(writer, characters)
+    _open_talk(writer, far)
+    if rng.random() < 0.15:
+        writer.small_talk()
+    if far:
+        for _ in range(rng.randint(2, 8)):
+            writer.tell(rng.choice((1, 1, 2, 3)))
+            if rng.random() < 0.3:
+                writer.fix(rng.choice(list(writer.ledger)))
+        limit = characters * rng.uniform(0.3, 0.85)
+        while _length(writer.messages) < limit:
+            writer.chatter()
+    while _length(writer.messages) < characters:
+        _dense_turn(writer)
+    return writer.messages
+
+
+def _raw_stories(writer: TalkWriter, characters: int) -> list[Message]:
+    while _length(writer.messages) < characters:
+        animal = writer.rng.choice(tuple(g.HEROES))
+        name = writer.values.draw("name") if writer.rng.random() < 0.5 else g.HEROES[animal][0]
+        writer.messages.append({"role": RAW_TEXT, "content": writer.story(animal, name)})
+    return writer.messages
+
+
+def _dense_turn(writer: TalkWriter) -> None:
+    rng, known = writer.rng, list(writer.ledger)
+    roll = rng.random()
+    if roll < 0.07:
+        writer.chatter()
+    elif roll < 0.13:
+        writer.tell_and_ask()
+    elif roll < 0.18:
+        writer.ask(writer.new_key())
+    elif roll < 0.27 and known:
+        writer.fix(rng.choice(known[-8:]))
+    elif roll < 0.72 and known:
+        writer.ask(rng.choice(known))
+    elif len(known) < 14:
+        writer.tell(rng.choice((1, 1, 2, 3)))
+    elif known:
+        writer.ask(rng.choice(known))
+
+
+def approximate_tokens(text: str) -> int:
+    return len(text) // 3
+
+
+def held_out(n: int, seed: int, filler_tokens: int = 0,
+             count: Callable[[str], int] = approximate_tokens) -> Iterator[Dialogue]:
+    """`n` dialogues of unseen combinations, with that many tokens of chatter between the facts and the question."""
+    for index in range(n):
+        yield _held_out_one(random.Random(f"held out {seed} {index}"), filler_tokens, count)
+
+
+def _held_out_one(rng: random.Random, filler_tokens: int, count: Callable[[str], int]) -> Dialogue:
+    writer = TalkWriter(rng, held_out=True)
+    _open_talk(writer, long=False)
+    in_system = set(writer.ledger)
+    for _ in range(rng.randint(2, 4)):
+        writer.tell(rng.choice((1, 1, 2)))
+    key = rng.choice(list(writer.ledger))
+    corrected = rng.random() < 0.4
+    if corrected:
+        writer.fix(key)
+    kind = "corrected" if corrected else "third person" if key[1] else "system" if key in in_system else "told"
+    if rng.random() < 0.5:
+        writer.tell(1)
+    filler = 0
+    while filler < filler_tokens:
+        start = len(writer.messages)
+        writer.chatter()
+        filler += sum(count(plain(message["content"])) + 5 for message in writer.messages[start:])
+    writer.ask(key)
+    messages: list[Message] = [{"role": m["role"], "content": plain(m["content"])} for m in writer.messages]
+    answer = messages.pop()["content"]
+    return Dialogue(messages, answer, writer.ledger[key], kind)
+
+
+def chatter(n: int, seed: int) -> Iterator[Dialogue]:
+    """`n` conversations that end in small talk, a wish for a story or something odd, with the likeliest reply."""
+    for index in range(n):
+        writer = TalkWriter(random.Random(f"chatter {seed} {index}"), held_out=True)
+        _open_talk(writer, long=False)
+        for _ in range(writer.rng.randint(0, 2)):
+            writer.tell()
+        writer.chatter()
+        answer = writer.messages[-1]["content"]
+        messages: list[Message] = [{"role": m["role"], "content": plain(m["content"])} for m in writer.messages[:-1]]
+        yield Dialogue(messages, plain(answer), "", "chatter")
+
+
+# --- the checker ---
+
+
+def sentences(text: str) -> list[str]:
+    """Cuts a reply into sentences; values hold no sentence mark."""
+    return [part for part in re.split(r"(?<=[.!?]) ", text) if part]
+
+
+def _assistant_templates() -> Iterator[str]:
+    for attribute in (*g.ATTRIBUTES, *g.WORLD, *g.PERSON):
+        yield attribute.answer
+        yield attribute.thanks
+    for _, assistant in g.CHAT:
+        yield assistant
+    yield from (g.FIXED, g.UNKNOWN, g.SEVERAL, g.CONFUSED, g.ECHOED, g.STORY_THANKS, g.STORY_ANSWER)
+    for part in (g.STORY_START, g.STORY_DAY, g.STORY_OWNER, g.STORY_MIDDLE, g.STORY_THEN, g.STORY_END):
+        yield from part
+    yield from (g.STORY_HOME, g.STORY_LAST)
+
+
+@cache
+def _patterns() -> tuple[re.Pattern[str], ...]:
+    def one_of(items: tuple[str, ...]) -> str:
+        return "(?:" + "|".join(map(re.escape, items)) + ")"
+
+    value = r"[^.!?,;]{1,60}"
+    heroes = tuple(g.HEROES.values())
+    slots = {"v": value, "p": value, "w": r"[^.!?,;]{1,200}", "N": value, "M": one_of(tuple(h[3] for h in heroes)),
+             "f": one_of(tuple(h[2] for h in heroes)), "home": one_of(tuple(h[1] for h in heroes)),
+             "a": one_of(tuple(g.HEROES)), "j": one_of(g.STORY_ADJECTIVES), "o": one_of(g.STORY_OBJECTS),
+             "where": one_of(g.STORY_WHERES), "n": "(?:three|seven|nine|twelve)"}
+    unique = {sentence for template in _assistant_templates() for sentence in sentences(template)}
+    return tuple(re.compile(re.sub(r"\\\{(\w+)\\\}", lambda match: slots[match.group(1)], re.escape(sentence)))
+                 for sentence in sorted(unique))
+
+
+def is_grammatical(sentence: str) -> bool:
+    """Whether the grammar has this sentence among those of the assistant."""
+    return any(pattern.fullmatch(sentence) for pattern in _patterns())

@@ -1,0 +1,88 @@
+"""`python -m bench [chat|decode] [options]`: the command line of all benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from bench import chat, decode
+from bench.client import BenchmarkError
+from bench.report import default_threads, model_file, notes
+from bench.synthetic import SHAPES
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options; each benchmark has the common ones and its own."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--model", metavar="MODEL", help=f"a GGUF file, or a shape written with random weights: {', '.join(SHAPES)}"
+    )
+    common.add_argument("--out", type=Path, default=Path("bench/results"), metavar="DIR", help="where results go")
+    common.add_argument(
+        "--quick", action="store_true", help="a small model, few repeats: a look, not a measurement"
+    )
+    common.add_argument(
+        "--server", default="", metavar="FLAGS", help='more flags for the server, such as --server="-ngl 99"'
+    )
+    result = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of llamaslot.")
+    commands = result.add_subparsers(dest="command", required=True)
+    chatting = commands.add_parser("chat", parents=[common], help="a four-turn chat with and without the cache")
+    chatting.add_argument("--repeats", type=_positive, metavar="N", help="conversations of each kind (default: 5)")
+    decoding = commands.add_parser("decode", parents=[common], help="decode rate against llama-batched-bench")
+    decoding.add_argument("--pairs", type=_positive, metavar="N", help="measurements of either side (default: 7)")
+    decoding.add_argument("--tokens", type=_positive, default=128, metavar="N", help="tokens of each answer")
+    decoding.add_argument(
+        "--threads", type=_positive, default=default_threads(), metavar="N", help="for both sides"
+    )
+    return result
+
+
+def main(arguments: list[str]) -> int:
+    """Run one benchmark (`chat` if none is named); the exit status."""
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
+        arguments = ["chat", *arguments]
+    options = parser().parse_args(arguments)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        if options.command == "chat":
+            model = options.model or ("60m" if options.quick else "qwen3-0.6b")
+            chat.run(
+                model=model_file(model),
+                title=_title(model),
+                repeats=options.repeats or (2 if options.quick else 5),
+                folder=options.out,
+                server_flags=options.server.split(),
+            )
+        else:
+            model = options.model or "60m"
+            decode.run(
+                model=model_file(model),
+                title=_title(model),
+                pairs=options.pairs or (2 if options.quick else 7),
+                tokens=options.tokens,
+                threads=options.threads,
+                folder=options.out,
+                server_flags=options.server.split(),
+            )
+    except BenchmarkError as error:
+        notes.print(f"bench: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _title(model: str) -> str:
+    return f"{model} shape (random weights, Q8_0)" if model in SHAPES else Path(model).name
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,168 @@
+"""A streaming client for any OpenAI-compatible server, which measures and otherwise stays out of the way.
+
+While an answer streams it only notes when bytes came; they are parsed when the answer is complete, so that a busy
+client does not slow a server on the same machine. It knows no server's particulars beyond llama-server's names.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import aiohttp
+
+SILENCE_SECONDS = 600.0
+Message = dict[str, str]
+
+
+class BenchmarkError(Exception):
+    """A measurement that cannot be made or trusted, with a line for the terminal."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One streamed answer; times are in seconds on the clock of `time.perf_counter`."""
+
+    text: str
+    started: float
+    arrivals: tuple[float, ...]
+    """When each chunk with content came."""
+    ended: float
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    timings: dict[str, Any] = field(repr=False)
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first chunk with content."""
+        return self.arrivals[0] - self.started
+
+    @property
+    def total(self) -> float:
+        """Time to the end of the stream."""
+        return self.ended - self.started
+
+    @property
+    def gaps(self) -> list[float]:
+        """Times between neighbouring chunks with content."""
+        return [after - before for before, after in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens that the server computed rather than reused, as it counts them."""
+        return int(self.timings["prompt_n"])
+
+
+class Client:
+    """One server's endpoints, over one HTTP session; made by `connected`."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def healthy(self) -> bool:
+        """Whether `/health` answers 200; False also while nothing listens yet."""
+        try:
+            async with self._session.get("/health") as response:
+                return response.status == 200
+        except aiohttp.ClientConnectionError:
+            return False
+
+    async def count_tokens(self, text: str) -> int:
+        """Tokens that `text` has in the middle of a prompt."""
+        async with self._session.post("/tokenize", json={"content": text, "add_special": False}) as response:
+            await _check(response)
+            return len((await response.json())["tokens"])
+
+    async def draw_text(self, words: random.Random, n_tokens: int) -> str:
+        """Random words that make `n_tokens` tokens, or a few less where the model has no token for a word."""
+        drawn = ["".join(words.choices(string.ascii_lowercase, k=3)) for _ in range(n_tokens)]
+        while (n := await self.count_tokens(text := "".join(f" {word}" for word in drawn))) > n_tokens:
+            if len(drawn) == 1:
+                raise BenchmarkError(f"the model needs {n} tokens for one word, {n_tokens} were asked for")
+            drawn = drawn[: max(1, min(len(drawn) - 1, len(drawn) * n_tokens // n))]
+        return text
+
+    async def chat(self, messages: Sequence[Message], **parameters: Any) -> Answer:
+        """Stream one chat completion; raises `BenchmarkError` when the server refuses or breaks off."""
+        body = {
+            "model": "benchmark",
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **parameters,
+        }
+        received: list[tuple[float, bytes]] = []
+        started = perf_counter()
+        async with self._session.post("/v1/chat/completions", json=body) as response:
+            await _check(response)
+            async for data in response.content.iter_any():
+                received.append((perf_counter(), data))
+        return parse_stream(started, received, ended=perf_counter())
+
+
+@asynccontextmanager
+async def connected(base_url: str) -> AsyncIterator[Client]:
+    """A client of the server at `base_url` (without a path): any number of streams, answers of any length."""
+    async with aiohttp.ClientSession(
+        base_url,
+        # A connection of its own for each request: none is kept that the server may be about to close.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=None, sock_read=SILENCE_SECONDS),
+    ) as session:
+        yield Client(session)
+
+
+def parse_stream(started: float, received: Sequence[tuple[float, bytes]], *, ended: float) -> Answer:
+    """The answer in a stream of server-sent events, given as pieces of bytes and when each came."""
+    text, arrivals, finish_reason = "", [], ""
+    usage: dict[str, Any] = {}
+    timings: dict[str, Any] = {}
+    done = False
+    for came, payload in _events(received):
+        if payload == b"[DONE]":
+            done = True
+            continue
+        chunk = json.loads(payload)
+        if "error" in chunk:
+            raise BenchmarkError(f"the server broke off: {chunk['error']['message']}")
+        for choice in chunk["choices"]:
+            finish_reason = choice.get("finish_reason") or finish_reason
+            if content := choice.get("delta", {}).get("content"):
+                text += content
+                arrivals.append(came)
+        usage = chunk.get("usage") or usage
+        timings = chunk.get("timings") or timings
+    if not (done and arrivals and usage and timings):
+        raise BenchmarkError("the stream ended without content, usage, timings or [DONE]")
+    return Answer(
+        text=text,
+        started=started,
+        arrivals=tuple(arrivals),
+        ended=ended,
+        finish_reason=finish_reason,
+        prompt_tokens=usage["prompt_tokens"],
+        completion_tokens=usage["completion_tokens"],
+        timings=timings,
+    )
+
+
+def _events(received: Sequence[tuple[float, bytes]]) -> list[tuple[float, bytes]]:
+    """The payload of each `data:` line, with the time at which its end came."""
+    events: list[tuple[float, bytes]] = []
+    rest = b""
+    for came, data in received:
+        *lines, rest = (rest + data).split(b"\n")
+        events += [(came, line[5:].strip()) for line in lines if line.startswith(b"data:")]
+    return events
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    if response.status != 200:
+        raise BenchmarkError(f"{response.url.path} answered {response.status}: {(await response.text())[:500]}")

@@ -1,0 +1,110 @@
+"""Writes a trained demo model as a GGUF file: `python -m bench.demo.export CHECKPOINT TOKENIZER OUTPUT`.
+
+Matrices become Q8_0, norms stay F32. The rows of the query and key matrices are reordered, because training splits a
+head in halves for RoPE where llama.cpp's llama architecture pairs neighbours.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+from tokenizers import Tokenizer
+
+from bench.demo.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, IM_END, SPECIALS
+from bench.demo.train import Model, Shape, load
+
+NAME = "llamaslot demo"
+MATRICES = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "gate": "ffn_gate", "up": "ffn_up",
+            "down": "ffn_down"}
+
+
+def pair_neighbours(weight: np.ndarray, head_size: int) -> np.ndarray:
+    """Half-split rows (a0 a1 .. b0 b1 ..) to interleaved ones (a0 b0 a1 b1 ..), head by head."""
+    columns = weight.shape[1]
+    return weight.reshape(-1, 2, head_size // 2, columns).swapaxes(1, 2).reshape(-1, columns)
+
+
+def tensors(model: Model) -> dict[str, np.ndarray]:
+    """The weights under llama.cpp's names, in F32."""
+    result = {"token_embd.weight": model.embedding.weight.detach().numpy(),
+              "output_norm.weight": model.norm.weight.detach().numpy()}
+    for index, block in enumerate(model.blocks):
+        result[f"blk.{index}.attn_norm.weight"] = block.attention_norm.weight.detach().numpy()
+        result[f"blk.{index}.ffn_norm.weight"] = block.forward_norm.weight.detach().numpy()
+        for ours, theirs in MATRICES.items():
+            weight = getattr(block, ours).weight.detach().numpy()
+            if ours in ("q", "k"):
+                weight = pair_neighbours(weight, model.shape.head_size)
+            result[f"blk.{index}.{theirs}.weight"] = weight
+    return result
+
+
+def add_shape(writer: gguf.GGUFWriter, shape: Shape, file_type: gguf.LlamaFileType) -> None:
+    writer.add_name(NAME)
+    writer.add_description("A tiny chat model that remembers facts, for trying and testing llamaslot.")
+    writer.add_license("mit")
+    writer.add_file_type(file_type)
+    writer.add_vocab_size(shape.vocabulary)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.width)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.feed_forward)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_size)
+    writer.add_value_length(shape.head_size)
+    writer.add_rope_dimension_count(shape.head_size)
+    writer.add_rope_freq_base(shape.rope_base)
+    writer.add_layer_norm_rms_eps(shape.epsilon)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
+    stored = json.loads(tokenizer.to_str())["model"]
+    tokens = sorted(stored["vocab"], key=stored["vocab"].__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if token in SPECIALS else gguf.TokenType.NORMAL for token in tokens])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in stored["merges"]])
+    writer.add_bos_token_id(tokenizer.token_to_id(END_OF_TEXT))
+    writer.add_eos_token_id(tokenizer.token_to_id(IM_END))
+    writer.add_pad_token_id(tokenizer.token_to_id(END_OF_TEXT))
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def export(model: Model, tokenizer: Tokenizer, path: Path, matrix_type: str = "Q8_0") -> None:
+    """Writes the file beside its name first, so that no reader ever sees half of it."""
+    partial = path.with_suffix(".partial")
+    writer = gguf.GGUFWriter(partial, "llama")
+    add_shape(writer, model.shape, gguf.LlamaFileType[f"MOSTLY_{matrix_type}"])
+    add_tokenizer(writer, tokenizer)
+    kind = gguf.GGMLQuantizationType[matrix_type]
+    for name, values in tensors(model).items():
+        if values.ndim == 1:
+            writer.add_tensor(name, values.astype(np.float32))
+        else:
+            data = gguf.quants.quantize(np.ascontiguousarray(values, np.float32), kind)
+            writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    partial.replace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("tokenizer", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--type", choices=("Q8_0", "F16"), default="Q8_0")
+    arguments = parser.parse_args()
+    export(load(arguments.checkpoint), Tokenizer.from_file(str(arguments.tokenizer)), arguments.output, arguments.type)
+    print(f"{arguments.output}: {arguments.output.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""What every benchmark reports alike: medians with their spread, ratios, the machine, files with results."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import psutil
+from rich.console import Console
+
+from bench import synthetic
+from bench.client import BenchmarkError
+
+TABLE_WIDTH = 132
+console = Console(width=max(TABLE_WIDTH, Console().width))
+notes = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Several measurements of one thing."""
+
+    median: float
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Summary:
+        """At least one value."""
+        return cls(statistics.median(values), statistics.fmean(values), min(values), max(values))
+
+    def milliseconds(self) -> tuple[str, str, str]:
+        """Median, mean and range of times in seconds, for three cells of a table."""
+        median, mean, low, high = (
+            f"{1000 * value:,.0f}" for value in (self.median, self.mean, self.low, self.high)
+        )
+        return median, mean, f"{low}-{high}"
+
+
+def model_file(model: str, *, folder: Path | None = None) -> Path:
+    """The GGUF that `--model` names: a shape, written when missing, or a path."""
+    if model in synthetic.SHAPES:
+        return synthetic.ensure(model, folder=folder)
+    path = Path(model)
+    if not path.is_file():
+        shapes = ", ".join(synthetic.SHAPES)
+        raise BenchmarkError(f"--model {model}: no such file, and none of the shapes {shapes}")
+    return path
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "platform": platform.platform(terse=True),
+        "processor": _processor(),
+        "cores": psutil.cpu_count(logical=False),
+        "threads": psutil.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "load_before": round(psutil.getloadavg()[0], 2),
+        "llama_cpp_python": version("llama-cpp-python"),
+        "llama_system_info": llama_cpp.llama_print_system_info().decode().strip(" |"),
+        "gpu": bool(llama_cpp.llama_supports_gpu_offload()),
+    }
+
+
+def default_threads() -> int:
+    """Physical cores: what both sides of a comparison are told to use."""
+    return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write results where the next reader, person or program, finds them."""
+    path.write_text(json.dumps(_rounded(content), indent=1) + "\n")
+    notes.print(f"results: {path}")
+
+
+def _rounded(value: Any) -> Any:
+    """The same with floats to the microsecond."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
