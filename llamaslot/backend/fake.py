@@ -1,8 +1,9 @@
 """A backend without a model, with llama.cpp's cell semantics.
 
 A cell holds a token, its position and the set of sequence ids that see it; placement and capacity are llama.cpp's
-(`llama_kv_cache::find_slot`, `seq_rm`, `seq_cp`). What it "generates" is a function of exactly the (position, token)
-pairs that a sequence sees, so wrong KV gives a wrong token. Failures come on demand. The state-machine test that runs on the real backend runs on this one too, so it cannot be bent to pass.
+(`llama_kv_cache::find_slot`, `seq_rm`, `seq_cp`). What it "generates" is a function of exactly the (position,
+token) pairs that a sequence sees, so wrong KV gives a wrong token. Failures come on demand. The state-machine test
+that runs on the real backend runs on this one too, so it cannot be bent to pass.
 """
 
 from __future__ import annotations
