@@ -1,0 +1,106 @@
+"""Where a setting comes from, and what a wrong one is answered with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llamaslot.app.config import Config, Parser, add_flags, options, read_config
+from llamaslot.base.errors import ConfigError
+
+
+def read(argv: list[str], environ: dict[str, str] | None = None) -> Config:
+    parser = Parser(allow_abbrev=False)
+    add_flags(parser)
+    return read_config(parser.parse(argv), environ or {})
+
+
+def test_the_defaults_are_llama_servers() -> None:
+    config = read([])
+    assert (config.port, config.parallel, config.ctx_size, config.cache_prompt) == (8080, 4, 0, True)
+    assert config == Config()
+
+
+def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "llamaslot.toml"
+    file.write_text("port = 1\nparallel = 2\nctx-size = 3\ncache_prompt = false\n")
+    environ = {"LLAMA_ARG_PORT": "10", "LLAMA_ARG_N_PARALLEL": "20"}
+    config = read(["--config", str(file), "--port", "100"], environ)
+    assert (config.port, config.parallel, config.ctx_size, config.cache_prompt) == (100, 20, 3, False)
+    assert read([], {"LLAMASLOT_CONFIG": str(file)}).port == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["-m", "x.gguf"], "model", "x.gguf"),
+        (["x.gguf"], "model", "x.gguf"),
+        (["-np", "8"], "parallel", 8),
+        (["-c", "4096"], "ctx_size", 4096),
+        (["-n", "-1"], "n_predict", -1),
+        (["-ngl", "99"], "gpu_layers", 99),
+        (["-ngl", "all"], "gpu_layers", "all"),
+        (["-fa", "on"], "flash_attn", "on"),
+        (["-ctk", "q8_0"], "cache_type_k", "q8_0"),
+        (["--no-kv-unified"], "kv_unified", False),
+        (["-kvu"], "kv_unified", True),
+        (["--no-cache-prompt"], "cache_prompt", False),
+        (["--cache-prompt"], "cache_prompt", True),
+        (["--metrics"], "metrics", True),
+        (["--no-slots"], "slots", False),
+        (["--temp", "0"], "temperature", 0.0),
+        (["--seed", "42"], "seed", 42),
+    ],
+)
+def test_flags(argv: list[str], name: str, value: object) -> None:
+    assert getattr(read(argv), name) == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "words"),
+    [
+        (["--prot", "1"], {}, ["--prot", "did you mean --port"]),
+        (["--no-kv-unifed"], {}, ["did you mean --no-kv-unified"]),
+        (["--port", "x"], {}, ["--port", "'x'", "int"]),
+        (["--port", "70000"], {}, ["--port", "65535"]),
+        (["--port"], {}, ["--port"]),
+        (["-np", "0"], {}, ["--parallel"]),
+        (["-np", "257"], {}, ["--parallel", "256"]),
+        (["-ctv", "q9"], {}, ["--cache-type-v", "q9"]),
+        (["-ub", "2", "-np", "4"], {}, ["--ubatch-size", "--parallel"]),
+        (["-fa", "off", "-ctv", "q8_0"], {}, ["--cache-type-v", "flash attention"]),
+        (["a.gguf", "b.gguf"], {}, ["b.gguf"]),
+        (["a.gguf", "-m", "b.gguf"], {}, ["a.gguf", "b.gguf"]),
+        (["--temp", "nan"], {}, ["--temp"]),
+        ([], {"LLAMA_ARG_CTX_SIZE": "many"}, ["LLAMA_ARG_CTX_SIZE", "many"]),
+        ([], {"LLAMASLOT_CONFIG": "/nowhere.toml"}, ["/nowhere.toml"]),
+    ],
+)
+def test_wrong_values_are_named(argv: list[str], environ: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(argv, environ)
+    assert "\n" not in caught.value.message
+    for word in words:
+        assert word in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("prot = 1", ["prot", "port"]), ("port = 'x'", ["port in"]), ("port = ", ["TOML"]), ("port = true", ["port in"])],
+)
+def test_wrong_files_are_named(tmp_path: Path, text: str, words: list[str]) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read(["--config", str(file)])
+    for word in [str(file), *words]:
+        assert word in caught.value.message
+
+
+def test_every_option_has_flags_a_variable_and_a_text_of_its_own() -> None:
+    rows = list(options())
+    flags = [flag for row in rows for flag in row.flags]
+    assert len(flags) == len(set(flags))
+    assert len({row.env for row in rows}) == len(rows)
+    assert all(row.text and row.flag.startswith("--") for row in rows)
