@@ -81,13 +81,13 @@ class Client:
             return len((await response.json())["tokens"])
 
     async def draw_text(self, words: random.Random, n_tokens: int) -> str:
-        """Random words that make `n_tokens` tokens, or a few less where the model has no token for a word."""
+        """Random words that make `n_tokens` tokens, the last ones " a" where the words do not come out even."""
         drawn = ["".join(words.choices(string.ascii_lowercase, k=3)) for _ in range(n_tokens)]
         while (n := await self.count_tokens(text := "".join(f" {word}" for word in drawn))) > n_tokens:
             if len(drawn) == 1:
                 raise BenchmarkError(f"the model needs {n} tokens for one word, {n_tokens} were asked for")
             drawn = drawn[: max(1, min(len(drawn) - 1, len(drawn) * n_tokens // n))]
-        return text
+        return text + " a" * (n_tokens - n)
 
     async def chat(self, messages: Sequence[Message], **parameters: Any) -> Answer:
         """Stream one chat completion; raises `BenchmarkError` when the server refuses or breaks off."""

@@ -47,7 +47,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
     """
     settings = api_settings(config)
     path = resolve_model(config.model)
-    template = read_template(config)
+    template, flag = read_template(config)
     app = http.create_app(settings)
     hosts = [host.strip() for host in config.host.split(",")]
     stop = _Signals()
@@ -58,7 +58,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         stack.callback(backend.close)
         service = Service(
             backend.info,
-            chat_template(backend.info, template),
+            chat_template(backend.info, template, flag),
             ServiceSettings(max_queue=config.max_queue),
             Metrics(),
         )
@@ -120,26 +120,30 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
     )
 
 
-def read_template(config: Config) -> str:
-    """The Jinja source that the configuration names, or empty."""
+def read_template(config: Config) -> tuple[str, str]:
+    """The Jinja source that the configuration names, and the flag that named it; both empty where none did."""
     if config.chat_template_file:
-        return _read(config.chat_template_file, "--chat-template-file")
-    return resolve(config.chat_template) if config.chat_template else ""
+        return _read(config.chat_template_file, "--chat-template-file"), "--chat-template-file"
+    return (resolve(config.chat_template), "--chat-template") if config.chat_template else ("", "")
 
 
-def chat_template(info: ModelInfo, source: str) -> ChatTemplate:
+def chat_template(info: ModelInfo, source: str, flag: str) -> ChatTemplate:
     """The template to render conversations by: the configured one, the model's own, or ChatML."""
+    origin = flag or "the model's own template (--chat-template takes another)"
     source = source or info.chat_template
     if not source:
         _log.warning("template.missing", fallback=_FALLBACK_TEMPLATE)
         source = resolve(_FALLBACK_TEMPLATE)
-    return ChatTemplate(
-        source,
-        bos_token=info.bos_token,
-        eos_token=info.eos_token,
-        adds_bos=info.adds_bos,
-        adds_eos=info.adds_eos,
-    )
+    try:
+        return ChatTemplate(
+            source,
+            bos_token=info.bos_token,
+            eos_token=info.eos_token,
+            adds_bos=info.adds_bos,
+            adds_eos=info.adds_eos,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: {error.message}", param="--chat-template") from None
 
 
 def announce(info: ModelInfo, urls: list[str], config: Config) -> None:

@@ -87,7 +87,12 @@ def test_wrong_values_are_named(argv: list[str], environ: dict[str, str], words:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("prot = 1", ["prot", "port"]), ("port = 'x'", ["port in"]), ("port = ", ["TOML"]), ("port = true", ["port in"])],
+    [
+        ("prot = 1", ["prot", "port"]),
+        ("port = 'x'", ["port in"]),
+        ("port = ", ["TOML"]),
+        ("port = true", ["port in"]),
+    ],
 )
 def test_wrong_files_are_named(tmp_path: Path, text: str, words: list[str]) -> None:
     file = tmp_path / "wrong.toml"

@@ -1,7 +1,7 @@
 """On random weights, reused KV gives the same logits as cold KV, up to what another chunk size does to them.
 
-The ids of a cold greedy run are forced on a warm sequence that went through trims, copies and other tenants; at each
-position the greedy token may differ only where the cold run's two best lie within chunking noise of each other.
+The ids of a cold greedy run are forced on a warm sequence that went through trims, copies and other tenants; at
+each position the greedy token may differ only where the cold run's two best lie within chunking noise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One state machine for every backend: whatever is done to sequences, each sees exactly its own tokens.
 
-The oracle is a list of (cell, token) pairs per sequence id. What a sequence answers is compared with the answer that
-a second, fresh backend gives to the same tokens computed cold.
+The oracle is a list of (cell, token) pairs per sequence id. What a sequence answers is compared with the answer
+that a second, fresh backend gives to the same tokens computed cold.
 """
 
 from __future__ import annotations

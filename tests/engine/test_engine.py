@@ -20,9 +20,9 @@ from llamaslot.base.messages import (
     State,
     Submit,
     TextPart,
-    TokensPart,
     Tokenize,
     Tokenized,
+    TokensPart,
 )
 from llamaslot.core.backend import Status
 from tests.engine.harness import GREEDY, alone, running

@@ -1,0 +1,145 @@
+"""`POST /v1/chat/completions`: conversations, in OpenAI's words; `POST /apply-template`: their prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from llamaslot.api import submits, unsupported
+from llamaslot.api.choices import Choice, Choices
+from llamaslot.api.deliver import deliver, json_response
+from llamaslot.api.gate import SETTINGS, UNIQUE_ID
+from llamaslot.api.readiness import READINESS
+from llamaslot.api.replies import (
+    REASONS,
+    ChatChoice,
+    ChatChunkChoice,
+    Delta,
+    Envelope,
+    Message,
+    OpenAIReason,
+    Timings,
+    timings,
+    usage,
+)
+from llamaslot.api.sse import DONE, event
+from llamaslot.api.wire import ChatBody, read
+from llamaslot.base.errors import InvalidRequestError
+from llamaslot.base.messages import Finished, Output, TextPart
+from llamaslot.service.service import Service
+
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
+_decoder = msgspec.json.Decoder(ChatBody)
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """Complete a conversation."""
+    service, settings = request.app[READINESS].check(), request.app[SETTINGS]
+    body = await read(request, _decoder)
+    unsupported.refuse(body)
+    prompt = (TextPart(rendered(service, body)),)
+    reply_id = f"chatcmpl-{request[UNIQUE_ID]}"
+    asked = await submits.make(service, settings, body, [prompt], reply_id)
+    async with Choices(service, asked) as choices:
+        dialect = ChatDialect(reply_id, settings.alias or service.info.name, body, choices.all)
+        return await deliver(request, body, choices, dialect)
+
+
+async def apply_template(request: web.Request) -> web.Response:
+    """Show the prompt that a conversation becomes."""
+    service = request.app[READINESS].check()
+    body = await read(request, _decoder)
+    unsupported.refuse(body)
+    return json_response({"prompt": rendered(service, body)})
+
+
+def rendered(service: Service, body: ChatBody) -> str:
+    """The conversation as prompt text; raises `InvalidRequestError` for one that cannot be rendered."""
+    for i, message in enumerate(body.messages):
+        role = message.get("role")
+        if not isinstance(role, str) or role not in _ROLES:
+            raise InvalidRequestError(
+                f"'messages[{i}].role' must be one of {', '.join(sorted(_ROLES))}", param=f"messages[{i}].role"
+            )
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort == "none":
+        kwargs["enable_thinking"] = False
+    elif body.reasoning_effort:
+        kwargs["reasoning_effort"] = body.reasoning_effort
+    return service.render_chat(body.messages, add_generation_prompt=_wants_reply(body), kwargs=kwargs)
+
+
+def _wants_reply(body: ChatBody) -> bool:
+    """Whether the prompt goes on into the assistant's next or, where the last message is its own, begun reply."""
+    if not body.continue_final_message:
+        return body.add_generation_prompt is not False
+    if body.add_generation_prompt:
+        raise InvalidRequestError(
+            "'continue_final_message' and 'add_generation_prompt' exclude each other",
+            param="continue_final_message",
+        )
+    if body.messages[-1]["role"] != "assistant":
+        raise InvalidRequestError(
+            "'continue_final_message' needs a last message of the assistant", param="continue_final_message"
+        )
+    return True
+
+
+class ChatDialect:
+    """OpenAI's chat replies."""
+
+    def __init__(self, reply_id: str, model: str, body: ChatBody, choices: Sequence[Choice]) -> None:
+        self._envelope = partial(Envelope, id=reply_id, created=int(time.time()), model=model)
+        self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._with_timings = bool(body.timings_per_token)
+        self._choices = choices
+        self._begun: set[int] = set()
+
+    def chunks(self, choice: Choice, output: Output | Finished) -> Iterator[bytes]:
+        """The role once, then text, then the reason for the end."""
+        if choice.index not in self._begun:
+            self._begun.add(choice.index)
+            yield self._chunk(choice, Delta(role="assistant", content=None))
+        if output.content:
+            shown = timings([output.progress]) if self._with_timings else UNSET
+            yield self._chunk(choice, Delta(content=output.content), timings=shown)
+        if isinstance(output, Finished):
+            shown = UNSET if self._with_usage else timings([output.progress])
+            yield self._chunk(choice, Delta(), finish_reason=REASONS[output.reason], timings=shown)
+
+    def closing(self) -> Iterator[bytes]:
+        """The usage, if it was asked for, and the mark of the end."""
+        if self._with_usage:
+            yield event(self._envelope(object="chat.completion.chunk", choices=[], **self._figures()))
+        yield DONE
+
+    def whole(self) -> Envelope:
+        """One body with all choices."""
+        answers = [
+            ChatChoice(choice.index, Message(choice.text), REASONS[choice.end.reason]) for choice in self._choices
+        ]
+        return self._envelope(object="chat.completion", choices=answers, **self._figures())
+
+    def _figures(self) -> dict[str, Any]:
+        return {
+            "usage": usage(self._choices, n=len(self._choices)),
+            "timings": timings(choice.end.progress for choice in self._choices),
+        }
+
+    def _chunk(
+        self,
+        choice: Choice,
+        delta: Delta,
+        *,
+        finish_reason: OpenAIReason | None = None,
+        timings: Timings | UnsetType = UNSET,
+    ) -> bytes:
+        choices = [ChatChunkChoice(choice.index, delta, finish_reason)]
+        return event(self._envelope(object="chat.completion.chunk", choices=choices, timings=timings))

@@ -1,0 +1,119 @@
+"""The generations that one HTTP request starts, run side by side and read as one sequence of events.
+
+Leaving the block leaves every generation, which cancels those that still run: a client that goes away, an error and
+a refusal of the last of several all take this one way out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import TypeAlias
+
+from llamaslot.base.messages import Accepted, Finished, Output, Submit
+from llamaslot.service.service import Generation, Service
+
+
+class Choice:
+    """One generation and what it has produced so far."""
+
+    def __init__(self, index: int, submit: Submit, accepted: Accepted) -> None:
+        self.index = index
+        self.submit = submit
+        self.accepted = accepted
+        self.tokens: list[int] = []
+        self.finished: Finished | None = None
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self._texts)
+
+    @property
+    def end(self) -> Finished:
+        """The terminal event; only for a choice that has it."""
+        assert self.finished is not None
+        return self.finished
+
+    def take(self, event: Output | Finished) -> None:
+        """Add an event's text and tokens."""
+        self._texts.append(event.content)
+        self.tokens.extend(event.tokens)
+        if isinstance(event, Finished):
+            self.finished = event
+
+
+Batch: TypeAlias = list[tuple[Choice, Output | Finished]]
+
+
+class Choices:
+    """An async context manager; inside it, `all` holds the accepted choices and `next_batch` brings them on."""
+
+    def __init__(self, service: Service, submits: Sequence[Submit]) -> None:
+        self._service = service
+        self._submits = submits
+        self._stack = AsyncExitStack()
+        self._queue: asyncio.Queue[tuple[Choice, Output | Finished | Exception]] = asyncio.Queue()
+        self._n_open = len(submits)
+        self.all: list[Choice] = []
+
+    async def __aenter__(self) -> Choices:
+        """Submit everything and wait until each is accepted; raises what the first refused one was told."""
+        try:
+            generations = [
+                await self._stack.enter_async_context(self._service.generate(submit)) for submit in self._submits
+            ]
+            for index, (submit, generation) in enumerate(zip(self._submits, generations, strict=True)):
+                self.all.append(Choice(index, submit, await generation.accepted()))
+            for choice, generation in zip(self.all, generations, strict=True):
+                pump = asyncio.create_task(self._pump(choice, generation))
+                self._stack.push_async_callback(_cancel, pump)
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave every generation."""
+        await self._stack.aclose()
+
+    @property
+    def done(self) -> bool:
+        """Whether all are finished."""
+        return self._n_open == 0
+
+    async def next_batch(self) -> Batch:
+        """Whatever has arrived since the last one, at least one event; empty when all choices are finished.
+
+        May be cancelled without loss. Raises what a generation failed with.
+        """
+        if self.done:
+            return []
+        batch: Batch = [self._taken(*await self._queue.get())]
+        while not self._queue.empty():
+            batch.append(self._taken(*self._queue.get_nowait()))
+        return batch
+
+    def _taken(self, choice: Choice, event: Output | Finished | Exception) -> tuple[Choice, Output | Finished]:
+        if isinstance(event, Exception):
+            raise event
+        choice.take(event)
+        self._n_open -= isinstance(event, Finished)
+        return choice, event
+
+    async def _pump(self, choice: Choice, generation: Generation) -> None:
+        try:
+            async for event in generation:
+                self._queue.put_nowait((choice, event))
+        except Exception as error:
+            self._queue.put_nowait((choice, error))
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])

@@ -1,0 +1,129 @@
+"""Errors as HTTP: one table from error types to statuses, one body for all of them.
+
+Whatever goes wrong, the client gets `{"error": {...}}`; what the server did not expect goes to the log and never
+into a body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from llamaslot.base.errors import (
+    AuthenticationError,
+    ContextSizeError,
+    InvalidRequestError,
+    LlamaslotError,
+    NotFoundError,
+    QueueFullError,
+    ServerError,
+    TooLargeError,
+)
+
+Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+STATUS = {
+    "invalid_request_error": 400,
+    "exceed_context_size_error": 400,
+    "authentication_error": 401,
+    "permission_error": 403,
+    "not_found_error": 404,
+    "method_not_allowed_error": 405,
+    "request_too_large_error": 413,
+    "rate_limit_error": 429,
+    "server_error": 500,
+    "not_supported_error": 501,
+    "unavailable_error": 503,
+}
+
+_encoder = msgspec.json.Encoder()
+_log = structlog.get_logger(__name__)
+
+
+class MethodNotAllowedError(LlamaslotError):
+    """The address exists, but not for this HTTP method."""
+
+    type = "method_not_allowed_error"
+
+    def __init__(self, message: str, *, allowed: set[str]) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
+class ErrorDetail(msgspec.Struct):
+    """What an error body says; the last two fields belong to `exceed_context_size_error`."""
+
+    code: int
+    message: str
+    type: str
+    param: str | None = None
+    n_prompt_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    n_ctx: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of every reply that is not a success."""
+
+    error: ErrorDetail
+
+
+def body(error: LlamaslotError) -> bytes:
+    """The error as JSON."""
+    detail = ErrorDetail(STATUS.get(error.type, 500), error.message, error.type, error.param)
+    if isinstance(error, ContextSizeError):
+        detail.n_prompt_tokens, detail.n_ctx = error.n_prompt_tokens, error.n_ctx
+    return _encoder.encode(ErrorBody(detail))
+
+
+def response(error: LlamaslotError) -> web.Response:
+    """The error as a whole reply, with the headers that its status calls for."""
+    headers = {}
+    if isinstance(error, QueueFullError):
+        headers["Retry-After"] = str(error.retry_after)
+    elif isinstance(error, AuthenticationError):
+        headers["WWW-Authenticate"] = "Bearer"
+    elif isinstance(error, MethodNotAllowedError):
+        headers["Allow"] = ", ".join(sorted(error.allowed))
+    return web.Response(
+        status=STATUS.get(error.type, 500), body=body(error), content_type="application/json", headers=headers
+    )
+
+
+def described(error: Exception) -> LlamaslotError:
+    """The error that the client is told of; one that nobody expected is logged here."""
+    if isinstance(error, LlamaslotError):
+        return error
+    _log.error("request.crashed", exc_info=error)
+    return ServerError("the server met an unexpected error; its log tells more under this request's id")
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn whatever a handler raises into a reply."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return response(_translated(request, error))
+    except ConnectionError:
+        raise  # the client is gone: nobody is there to read a reply
+    except Exception as error:
+        return response(described(error))
+
+
+def _translated(request: web.Request, error: web.HTTPException) -> LlamaslotError:
+    """aiohttp's own refusals in our words."""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return MethodNotAllowedError(
+            f"{request.path} does not take {error.method}", allowed=set(error.allowed_methods)
+        )
+    if isinstance(error, web.HTTPNotFound):
+        return NotFoundError(f"there is nothing at {request.path}")
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return TooLargeError("the request's body is over the server's limit")
+    if error.status < 500:
+        return InvalidRequestError(error.reason)
+    return ServerError(error.reason)

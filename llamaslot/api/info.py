@@ -1,0 +1,143 @@
+"""What can be asked about the server and its model: health, models, properties, slots, metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+from aiohttp import web
+
+from llamaslot.api.deliver import json_response
+from llamaslot.api.gate import SETTINGS
+from llamaslot.api.native import generation_settings
+from llamaslot.api.readiness import READINESS
+from llamaslot.api.replies import FINGERPRINT
+from llamaslot.base.errors import NotSupportedError, UnavailableError
+from llamaslot.base.messages import SlotState
+
+
+async def health(_: web.Request) -> web.Response:
+    """Only reached when there is a model."""
+    return json_response({"status": "ok"})
+
+
+async def models(request: web.Request) -> web.Response:
+    """The one model, in OpenAI's list and in Ollama's."""
+    info, name = request.app[READINESS].check().info, model_name(request)
+    return json_response(
+        {
+            "object": "list",
+            "data": [
+                {
+                    "id": name,
+                    "aliases": [name],
+                    "tags": [],
+                    "object": "model",
+                    "created": _started(),
+                    "owned_by": "llamaslot",
+                    "meta": {
+                        "vocab_type": info.vocab_type,
+                        "n_vocab": info.n_vocab,
+                        "n_ctx": info.n_ctx_slot,
+                        "n_ctx_train": info.n_ctx_train,
+                        "n_embd": info.n_embd,
+                        "n_params": info.n_params,
+                        "size": info.size_bytes,
+                    },
+                }
+            ],
+            "models": [
+                {
+                    "name": name,
+                    "model": name,
+                    "type": "model",
+                    "description": info.description,
+                    "capabilities": ["completion"],
+                    "details": {"format": "gguf", "family": info.architecture},
+                }
+            ],
+        }
+    )
+
+
+async def props(request: web.Request) -> web.Response:
+    """How the server was started."""
+    service, settings = request.app[READINESS].check(), request.app[SETTINGS]
+    info = service.info
+    return json_response(
+        {
+            "default_generation_settings": {
+                "n_ctx": info.n_ctx_slot,
+                "params": generation_settings(settings.sampling, settings.n_predict),
+            },
+            "total_slots": info.n_slots,
+            "model_alias": model_name(request),
+            "model_path": info.path,
+            "modalities": {"vision": False, "video": False, "audio": False},
+            "endpoint_slots": settings.slots,
+            "endpoint_props": False,
+            "endpoint_metrics": settings.metrics,
+            "chat_template": service.chat_template.source,
+            "bos_token": info.bos_token,
+            "eos_token": info.eos_token,
+            "build_info": FINGERPRINT,
+            "is_sleeping": False,
+        }
+    )
+
+
+async def slots(request: web.Request) -> web.Response:
+    """What each slot does; with `?fail_on_no_slot=1` an error when none is idle."""
+    if not request.app[SETTINGS].slots:
+        raise NotSupportedError("this server does not show its slots; start it with --slots")
+    state = await request.app[READINESS].check().state()
+    if request.query.get("fail_on_no_slot") and all(slot.request_id for slot in state.slots):
+        raise UnavailableError("no slot is idle")
+    return json_response([_slot(slot) for slot in state.slots])
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Counters and gauges for Prometheus."""
+    if not request.app[SETTINGS].metrics:
+        raise NotSupportedError("this server does not show its metrics; start it with --metrics")
+    return web.Response(
+        body=await request.app[READINESS].check().exposition(),
+        headers={
+            "Content-Type": "text/plain; version=0.0.4; charset=utf-8",
+            "Process-Start-Time-Unix": str(_started()),
+        },
+    )
+
+
+def model_name(request: web.Request) -> str:
+    """The model's name as this server gives it to clients."""
+    return request.app[SETTINGS].alias or request.app[READINESS].check().info.name
+
+
+def _slot(slot: SlotState) -> dict[str, Any]:
+    running = bool(slot.request_id)
+    body: dict[str, Any] = {
+        "id": slot.id,
+        "n_ctx": slot.n_ctx,
+        "n_held": slot.n_held,
+        "speculative": False,
+        "is_processing": running,
+        "next_token": [
+            {
+                "has_next_token": running,
+                "n_remain": max(slot.max_tokens - slot.n_generated, 0) if running and slot.max_tokens >= 0 else -1,
+                "n_decoded": slot.n_generated if running else 0,
+            }
+        ],
+    }
+    if running:
+        body["request_id"] = slot.request_id
+        body["n_prompt_tokens"] = slot.n_prompt
+        body["n_prompt_tokens_processed"] = slot.n_prompt_computed
+        body["params"] = generation_settings(slot.sampling, slot.max_tokens)
+    return body
+
+
+def _started() -> int:
+    """Start of this process in seconds since 1970."""
+    return int(psutil.Process().create_time())

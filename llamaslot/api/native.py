@@ -1,0 +1,142 @@
+"""`POST /completion`: text completions, in llama-server's own words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from llamaslot.api import submits, unsupported
+from llamaslot.api.choices import Choice, Choices
+from llamaslot.api.deliver import deliver
+from llamaslot.api.gate import SETTINGS, UNIQUE_ID
+from llamaslot.api.readiness import READINESS
+from llamaslot.api.replies import pick, timings
+from llamaslot.api.sse import event
+from llamaslot.api.wire import CompletionBody, read
+from llamaslot.base.messages import Finished, Output, Sampling
+
+_decoder = msgspec.json.Decoder(CompletionBody)
+
+_NEUTRAL: dict[str, Any] = {
+    "dynatemp_range": 0.0,
+    "dynatemp_exponent": 1.0,
+    "top_n_sigma": -1.0,
+    "xtc_probability": 0.0,
+    "xtc_threshold": 0.1,
+    "dry_multiplier": 0.0,
+    "dry_base": 1.75,
+    "dry_allowed_length": 2,
+    "dry_penalty_last_n": -1,
+    "dry_sequence_breakers": ["\n", ":", '"', "*"],
+    "mirostat": 0,
+    "mirostat_tau": 5.0,
+    "mirostat_eta": 0.1,
+    "adaptive_target": -1.0,
+    "adaptive_decay": 0.9,
+    "n_keep": 0,
+    "n_discard": 0,
+    "n_probs": 0,
+    "min_keep": 0,
+    "grammar": "",
+    "lora": [],
+    "post_sampling_probs": False,
+}
+"""llama-server's settings for what this server does not offer: all of it is off."""
+
+
+async def completion(request: web.Request) -> web.StreamResponse:
+    """Complete one prompt or several."""
+    service, settings = request.app[READINESS].check(), request.app[SETTINGS]
+    body = await read(request, _decoder)
+    unsupported.refuse(body)
+    prompts = submits.parse_prompts(body.prompt, service.info.n_vocab)
+    asked = await submits.make(service, settings, body, prompts, f"cmpl-{request[UNIQUE_ID]}", return_tokens=True)
+    async with Choices(service, asked) as choices:
+        texts = [await service.detokenize(choice.accepted.prompt_tokens) for choice in choices.all]
+        dialect = NativeDialect(settings.alias or service.info.name, body, choices.all, texts)
+        return await deliver(request, body, choices, dialect)
+
+
+class NativeDialect:
+    """llama-server's replies; `prompts` are the choices' prompts as the model saw them."""
+
+    def __init__(self, model: str, body: CompletionBody, choices: Sequence[Choice], prompts: Sequence[str]) -> None:
+        self._model = model
+        self._body = body
+        self._choices = choices
+        self._prompts = prompts
+
+    def chunks(self, choice: Choice, output: Output | Finished) -> Iterator[bytes]:
+        """New text and tokens, and everything else at the end."""
+        if output.content or output.tokens:
+            part = {
+                "index": choice.index,
+                "content": output.content,
+                "tokens": output.tokens,
+                "stop": False,
+                "id_slot": choice.submit.id_slot,
+                "tokens_predicted": output.progress.n_generated,
+                "tokens_evaluated": output.progress.n_prompt,
+            }
+            if self._body.timings_per_token:
+                part["timings"] = timings([output.progress])
+            yield event(part)
+        if isinstance(output, Finished):
+            yield event(self._final(choice, content="", tokens=[]))
+
+    def closing(self) -> Iterator[bytes]:
+        """Nothing: the last event says `stop`."""
+        return iter(())
+
+    def whole(self) -> Any:
+        """The final event of the choice with all of its text; a list where there are several choices."""
+        bodies = [
+            self._final(choice, content=choice.text, tokens=choice.tokens if self._body.return_tokens else [])
+            for choice in self._choices
+        ]
+        return bodies[0] if len(bodies) == 1 else bodies
+
+    def _final(self, choice: Choice, *, content: str, tokens: Sequence[int]) -> dict[str, Any]:
+        end = choice.end
+        submit = choice.submit
+        body = {
+            "index": choice.index,
+            "content": content,
+            "tokens": tokens,
+            "id_slot": end.slot,
+            "stop": True,
+            "model": self._model,
+            "tokens_predicted": end.progress.n_generated,
+            "tokens_evaluated": end.progress.n_prompt,
+            "generation_settings": {
+                **generation_settings(submit.sampling, submit.max_tokens, submit.stop),
+                "stream": bool(self._body.stream),
+                "timings_per_token": bool(self._body.timings_per_token),
+            },
+            "prompt": self._prompts[choice.index],
+            "has_new_line": "\n" in choice.text,
+            "truncated": end.truncated,
+            "stop_type": end.reason,
+            "stopping_word": end.stopping_word,
+            "tokens_cached": end.progress.n_held,
+            "timings": timings([end.progress]),
+        }
+        return pick(body, self._body.response_fields) if self._body.response_fields else body
+
+
+def generation_settings(sampling: Sampling, max_tokens: int, stop: Sequence[str] = ()) -> dict[str, Any]:
+    """Settings under llama-server's names; a `seed` of -1 is shown as 2**32 - 1, a bias of -inf as null."""
+    settings = msgspec.structs.asdict(sampling)
+    return {
+        **_NEUTRAL,
+        **settings,
+        "seed": sampling.seed % 2**32,
+        "logit_bias": [{"token": token, "bias": bias} for token, bias in sampling.logit_bias.items()],
+        "max_tokens": max_tokens,
+        "n_predict": max_tokens,
+        "stop": stop,
+        "samplers": ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"],
+    }

@@ -1,0 +1,88 @@
+"""The application with its routes, and the sockets that it listens on."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from llamaslot.api import chat, completion, info, native, tokens
+from llamaslot.api.errors import error_middleware
+from llamaslot.api.gate import SETTINGS, add_headers, admit, identify
+from llamaslot.api.readiness import READINESS, Readiness
+from llamaslot.api.settings import ApiSettings
+from llamaslot.base.errors import ConfigError
+
+
+def create_app(settings: ApiSettings) -> web.Application:
+    """The HTTP application. Every endpoint answers 503 until `app[READINESS].set(service)`."""
+    app = web.Application(middlewares=[identify, error_middleware, admit], client_max_size=settings.max_body_bytes)
+    app[SETTINGS] = settings
+    app[READINESS] = Readiness()
+    app.on_response_prepare.append(add_headers)
+    for path, get in (
+        ("/health", info.health),
+        ("/v1/health", info.health),
+        ("/models", info.models),
+        ("/v1/models", info.models),
+        ("/props", info.props),
+        ("/slots", info.slots),
+        ("/metrics", info.metrics),
+    ):
+        app.router.add_get(path, get)
+    for path, post in (
+        ("/chat/completions", chat.chat_completions),
+        ("/v1/chat/completions", chat.chat_completions),
+        ("/v1/completions", completion.completions),
+        ("/completion", native.completion),
+        ("/completions", native.completion),
+        ("/apply-template", chat.apply_template),
+        ("/tokenize", tokens.tokenize),
+        ("/detokenize", tokens.detokenize),
+    ):
+        app.router.add_post(path, post)
+    return app
+
+
+class Listener:
+    """A running server; `addresses` are the bound (host, port) pairs."""
+
+    def __init__(self, runner: web.AppRunner) -> None:
+        self._runner = runner
+        self.addresses: list[tuple[str, int]] = [(host, port) for host, port, *_ in runner.addresses]
+
+    async def close(self) -> None:
+        """Take no more connections, let running replies end for a while, then cut them off."""
+        await self._runner.cleanup()
+
+
+async def serve(
+    app: web.Application, hosts: Sequence[str], port: int, *, shutdown_timeout: float = 5.0
+) -> Listener:
+    """Listen on each host; port 0 takes a free one, the same for all. Raises `ConfigError` if a host cannot be.
+
+    A client that goes away cancels its handler, and so its request.
+    """
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
+    await runner.setup()
+    try:
+        for host in hosts:
+            await web.TCPSite(runner, host, port).start()
+            port = port or runner.addresses[0][1]
+    except (OSError, UnicodeError) as error:
+        await runner.cleanup()
+        raise _refusal(error, host, port) from error
+    return Listener(runner)
+
+
+def _refusal(error: OSError | UnicodeError, host: str, port: int) -> ConfigError:
+    """Why nothing can listen there, and what to change."""
+    if isinstance(error, UnicodeError | socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return ConfigError(f"{host} is no address of this machine; change --host", param="--host")
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"port {port} on {host} is in use; choose another with --port", param="--port")
+    if error.errno == errno.EACCES:
+        return ConfigError(f"port {port} needs rights; choose one above 1023 with --port", param="--port")
+    return ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}", param="--host")

@@ -1,0 +1,164 @@
+"""From the fields of a request to what the engine is asked for."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+
+from llamaslot.api.settings import ApiSettings
+from llamaslot.api.wire import Options, PromptObject
+from llamaslot.base.errors import InvalidRequestError, NotSupportedError
+from llamaslot.base.messages import PromptPart, Sampling, Submit, TextPart, TokensPart
+from llamaslot.service.service import Service
+
+Prompt: TypeAlias = tuple[PromptPart, ...]
+T = TypeVar("T")
+
+_SEEDS = 2**32 - 1
+"""Seeds are 32 bits wide; the highest means "random" to llama.cpp and is never passed on."""
+_IS_ID = re.compile(r"[0-9]{1,10}").fullmatch
+_PLAIN = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repeat_penalty",
+    "repeat_last_n",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+)
+"""Sampling fields that a request names and types as `Sampling` does."""
+
+
+async def make(
+    service: Service,
+    settings: ApiSettings,
+    options: Options,
+    prompts: Sequence[Prompt],
+    request_id: str,
+    *,
+    return_tokens: bool = False,
+) -> list[Submit]:
+    """One submission for each choice: `n` of the first prompt, then `n` of the next.
+
+    Further choices of a prompt get the seeds that follow the first's. Raises `InvalidRequestError`.
+    """
+    sampling = await _sampling(service, settings, options)
+    n = _first(options.n_cmpl, options.n, 1)
+    id_slot = _first(options.id_slot, -1)
+    if id_slot >= service.info.n_slots:
+        raise InvalidRequestError(f"'id_slot' must be below {service.info.n_slots}", param="id_slot")
+    return [
+        Submit(
+            request_id=f"{request_id}-{index}" if len(prompts) * n > 1 else request_id,
+            prompt=prompt,
+            sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + index % n) % _SEEDS),
+            max_tokens=_first(
+                options.n_predict, options.max_completion_tokens, options.max_tokens, settings.n_predict
+            ),
+            stop=_stop(options),
+            cache_prompt=_first(options.cache_prompt, settings.cache_prompt),
+            id_slot=id_slot,
+            return_tokens=return_tokens,
+        )
+        for index, prompt in enumerate(prompt for prompt in prompts for _ in range(n))
+    ]
+
+
+def parse_prompts(prompt: str | PromptObject | Sequence[object], n_vocab: int) -> list[Prompt]:
+    """The prompts in a `prompt` field: one text, one list with token ids in it, or a list of prompts."""
+    if isinstance(prompt, str | PromptObject) or any(isinstance(item, int) for item in prompt):
+        return [parse_prompt(prompt, n_vocab, "prompt")]
+    if not prompt:
+        raise InvalidRequestError("'prompt' must not be empty", param="prompt")
+    return [parse_prompt(item, n_vocab, f"prompt[{i}]") for i, item in enumerate(prompt)]
+
+
+def parse_prompt(prompt: object, n_vocab: int, param: str, *, special: bool = True) -> Prompt:
+    """One prompt: a text, a list of texts and token ids, or llama-server's object around either."""
+    if isinstance(prompt, PromptObject):
+        if prompt.multimodal_data:
+            raise NotSupportedError(
+                f"'{param}.multimodal_data' is not offered: this server takes text only",
+                param=f"{param}.multimodal_data",
+            )
+        prompt = prompt.prompt_string
+    if isinstance(prompt, str):
+        return (TextPart(prompt, special=special),)
+    assert isinstance(prompt, list)
+    if not prompt:
+        raise InvalidRequestError(f"'{param}' must not be empty", param=param)
+    parts: list[PromptPart] = []
+    run: list[int] = []
+    for item in prompt:
+        if isinstance(item, int):
+            run.append(item)
+            continue
+        if not isinstance(item, str):
+            raise InvalidRequestError(f"'{param}' must hold strings and token ids only", param=param)
+        if run:
+            parts.append(TokensPart(checked(run, n_vocab, param)))
+            run = []
+        parts.append(TextPart(item, special=special))
+    if run:
+        parts.append(TokensPart(checked(run, n_vocab, param)))
+    return tuple(parts)
+
+
+def checked(tokens: Iterable[int], n_vocab: int, param: str) -> tuple[int, ...]:
+    """Token ids that the model has; raises `InvalidRequestError` for others."""
+    ids = tuple(tokens)
+    if ids and max(ids) >= n_vocab:
+        raise InvalidRequestError(
+            f"'{param}' holds token {max(ids)}, but the vocabulary ends at {n_vocab - 1}", param=param
+        )
+    return ids
+
+
+async def _sampling(service: Service, settings: ApiSettings, options: Options) -> Sampling:
+    asked: dict[str, Any] = {name: value for name in _PLAIN if (value := getattr(options, name)) is not None}
+    if options.top_k is not None:
+        asked["top_k"] = max(options.top_k, 0)
+    if options.logit_bias is not None:
+        asked["logit_bias"] = await _logit_bias(service, options.logit_bias)
+    seed = _first(options.seed, settings.sampling.seed)
+    asked["seed"] = secrets.randbelow(_SEEDS) if seed in (-1, _SEEDS) else seed % _SEEDS
+    return msgspec.structs.replace(settings.sampling, **asked)
+
+
+async def _logit_bias(
+    service: Service, biases: Sequence[tuple[int | str, float | bool]] | dict[str, float | bool]
+) -> dict[int, float]:
+    """Bias per token id; a text stands for all of its tokens, and false for never.
+
+    In a list a text is always a text; as the key of a map, digits are a token id.
+    """
+    if isinstance(biases, dict):
+        pairs = [(int(key) if _IS_ID(key) else key, bias) for key, bias in biases.items()]
+    else:
+        pairs = list(biases)
+    result: dict[int, float] = {}
+    for key, bias in pairs:
+        if bias is True:
+            raise InvalidRequestError("'logit_bias' takes numbers and false", param="logit_bias")
+        if isinstance(key, int):
+            tokens = checked([key], service.info.n_vocab, "logit_bias")
+        else:
+            tokens = (await service.tokenize((TextPart(key, special=False),), add_special=False)).tokens
+        result.update(dict.fromkeys(tokens, float("-inf") if bias is False else float(bias)))
+    return result
+
+
+def _stop(options: Options) -> tuple[str, ...]:
+    words = [options.stop] if isinstance(options.stop, str) else options.stop or []
+    return tuple(word for word in words if word)
+
+
+def _first(*values: T | None) -> T:
+    """The first value that is given; the last one is a default and always is."""
+    return next(value for value in values if value is not None)

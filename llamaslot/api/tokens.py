@@ -1,0 +1,42 @@
+"""`POST /tokenize` and `/detokenize`: the model's vocabulary over HTTP."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from llamaslot.api.deliver import json_response
+from llamaslot.api.readiness import READINESS
+from llamaslot.api.submits import checked, parse_prompt
+from llamaslot.api.wire import DetokenizeBody, TokenizeBody, read
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """Token ids of a text or of texts and ids, with each token's piece if asked for."""
+    service = request.app[READINESS].check()
+    body = await read(request, _tokenize_decoder)
+    parts = parse_prompt(body.content, service.info.n_vocab, "content", special=body.parse_special)
+    answer = await service.tokenize(parts, add_special=body.add_special)
+    if not body.with_pieces:
+        return json_response({"tokens": answer.tokens})
+    pairs = zip(answer.tokens, answer.pieces, strict=True)
+    return json_response({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pairs]})
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """The text of token ids."""
+    service = request.app[READINESS].check()
+    body = await read(request, _detokenize_decoder)
+    tokens = checked(body.tokens, service.info.n_vocab, "tokens")
+    return json_response({"content": await service.detokenize(tokens)})
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """As text if it is text, else as its bytes."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)

@@ -1,0 +1,184 @@
+"""The request bodies, typed and bounded, and how one is read from a request.
+
+A field that is null counts as absent, an unknown one is ignored, as llama-server does; one of the wrong type or out
+of range is refused by name. What a value means is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from llamaslot.base.errors import InvalidRequestError
+
+INT32_MAX = 2**31 - 1
+
+Token: TypeAlias = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Count: TypeAlias = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+Penalty: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
+Bias: TypeAlias = Annotated[float, Meta(ge=-1e6, le=1e6)] | bool
+StopWord: TypeAlias = Annotated[str, Meta(max_length=4096)]
+Parts: TypeAlias = list[str | Token]
+
+
+class StreamOptions(msgspec.Struct):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """OpenAI's `response_format`; what it asks for beyond its type is not read."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+
+class PromptObject(msgspec.Struct):
+    """llama-server's prompt as an object."""
+
+    prompt_string: str | Parts
+    multimodal_data: Any = None
+
+
+class Options(msgspec.Struct, kw_only=True):
+    """What every endpoint that generates has in common."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    n_cmpl: Annotated[int, Meta(ge=1, le=128)] | None = None
+    n_predict: Count | None = None
+    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = None
+    stop: StopWord | Annotated[list[StopWord], Meta(max_length=256)] | None = None
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_k: Count | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    typical_p: Share | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repeat_last_n: Count | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    logit_bias: list[tuple[Token | str, Bias]] | dict[str, Bias] | None = None
+    ignore_eos: bool | None = None
+
+    cache_prompt: bool | None = None
+    id_slot: Count | None = None
+    return_tokens: bool | None = None
+    timings_per_token: bool | None = None
+    sse_ping_interval: Count | None = None
+
+    # Known to llama-server or OpenAI and not offered here: `llamaslot.api.unsupported` lets only no-ops pass.
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: ResponseFormat | None = None
+    grammar: Any = None
+    json_schema: Any = None
+    logprobs: bool | int | None = None
+    top_logprobs: int | None = None
+    n_probs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    lora: Any = None
+    samplers: Any = None
+    modalities: list[str] | None = None
+    web_search_options: Any = None
+    mirostat: int | None = None
+    dynatemp_range: float | None = None
+    dry_multiplier: float | None = None
+    xtc_probability: float | None = None
+    top_n_sigma: float | None = None
+    adaptive_target: float | None = None
+    min_keep: int | None = None
+    n_indent: int | None = None
+    t_max_predict_ms: int | None = None
+    return_progress: bool | None = None
+
+
+class ChatBody(Options, kw_only=True):
+    """`POST /v1/chat/completions`, and `POST /apply-template`, which only renders it."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+class CompletionBody(Options, kw_only=True):
+    """`POST /v1/completions` and, with llama-server's own reply, `POST /completion`."""
+
+    prompt: str | list[str | Token | Parts | PromptObject] | PromptObject
+    response_fields: list[str] | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """`POST /tokenize`."""
+
+    content: str | Parts
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """`POST /detokenize`."""
+
+    tokens: list[Token]
+
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+async def read(request: web.Request, decoder: msgspec.json.Decoder[B]) -> B:
+    """The body of a request; raises `InvalidRequestError` that names the field which is wrong."""
+    try:
+        return decoder.decode(await request.read())
+    except web.RequestPayloadError as error:
+        raise InvalidRequestError("the body cannot be read: it is not encoded as its headers say") from error
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from error
+    except RecursionError as error:
+        raise InvalidRequestError("the body is nested too deeply") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+
+
+_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+
+
+def _named(message: str) -> InvalidRequestError:
+    """msgspec's complaint as a sentence about a field, and that field as `param`."""
+    complaint, _, path = message.partition(" - at `$")
+    param = path.rstrip("`").removeprefix(".")
+    if missing := _MISSING.match(complaint):
+        param = f"{param}.{missing[1]}" if param else missing[1]
+        return InvalidRequestError(f"'{param}' is required", param=param)
+    sentence = re.sub(r"`([^`]+)`", lambda types: _in_words(types[1]), complaint)
+    sentence = sentence[:1].lower() + sentence[1:]
+    return InvalidRequestError(f"'{param}': {sentence}" if param else f"the body: {sentence}", param=param or None)
+
+
+def _in_words(types: str) -> str:
+    """`int | null` as "an integer or null"; anything but a list of types stays as it is."""
+    return " or ".join(_WORDS.get(name, name) for name in types.split(" | "))

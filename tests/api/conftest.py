@@ -1,0 +1,114 @@
+"""A server on a real port over the real service and engine; only the model is the fake one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+import pytest
+
+from llamaslot.api.readiness import READINESS
+from llamaslot.api.server import create_app, serve
+from llamaslot.api.settings import ApiSettings
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.messages import State
+from llamaslot.engine.engine import Engine
+from llamaslot.service.metrics import Metrics
+from llamaslot.service.service import Service, ServiceSettings
+from llamaslot.text.template import ChatTemplate
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class Server:
+    """A running server and a client for it."""
+
+    def __init__(self, url: str, service: Service, session: aiohttp.ClientSession) -> None:
+        self.url = url
+        self.service = service
+        self.session = session
+
+    async def get(self, path: str, **kwargs: Any) -> tuple[int, Any]:
+        async with self.session.get(self.url + path, **kwargs) as response:
+            return response.status, await response.json()
+
+    async def post(self, path: str, body: Any, **kwargs: Any) -> tuple[int, Any]:
+        async with self.session.post(self.url + path, json=body, **kwargs) as response:
+            return response.status, await response.json()
+
+    async def ok(self, path: str, body: Any) -> Any:
+        status, reply = await self.post(path, body)
+        assert status == 200, reply
+        return reply
+
+    async def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The bodies of all events, `[DONE]` as a string."""
+        async with self.session.post(self.url + path, json={**body, "stream": True}) as response:
+            assert response.status == 200, await response.text()
+            assert response.content_type == "text/event-stream"
+            text = await response.text()
+        events = text.split("\n\n")
+        assert events.pop() == ""
+        assert all(event.startswith("data: ") for event in events)
+        data = [event.removeprefix("data: ") for event in events]
+        return [line if line == "[DONE]" else json.loads(line) for line in data]
+
+    async def state_where(self, wanted: Callable[[State], bool]) -> State:
+        """The engine's state as soon as it is as wanted."""
+        for _ in range(2000):
+            state = await self.service.state()
+            if wanted(state):
+                return state
+            await asyncio.sleep(0.005)
+        raise AssertionError(f"never as wanted: {state}")
+
+    async def idle(self) -> State:
+        """The engine's state once nothing runs or waits."""
+        return await self.state_where(lambda s: s.n_queued == 0 and not any(slot.request_id for slot in s.slots))
+
+
+Start = Callable[..., Awaitable[Server]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    """Start a server; `backend` and `max_queue` are the engine's, everything else is `ApiSettings`."""
+    async with AsyncExitStack() as stack:
+
+        async def started(
+            *, backend: FakeBackend | None = None, max_queue: int = 256, template: str = TEMPLATE, **settings: Any
+        ) -> Server:
+            backend = backend or FakeBackend(n_ctx=1024)
+            info = backend.info
+            chat_template = ChatTemplate(template, bos_token=info.bos_token, eos_token=info.eos_token)
+            service = Service(info, chat_template, ServiceSettings(max_queue=max_queue), Metrics())
+            engine = Engine(backend, service.receive)
+            service.connect(engine.send)
+            run = asyncio.create_task(engine.run())
+
+            async def stop() -> None:
+                engine.stop()
+                await run
+
+            stack.push_async_callback(stop)
+            app = create_app(ApiSettings(**settings))
+            listener = await serve(app, ["127.0.0.1"], 0, shutdown_timeout=0.1)
+            stack.push_async_callback(listener.close)
+            app[READINESS].set(service)
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            return Server(f"http://127.0.0.1:{listener.addresses[0][1]}", service, session)
+
+        yield started
+
+
+@pytest.fixture
+async def server(start: Start) -> Server:
+    """A server with the default settings."""
+    return await start()

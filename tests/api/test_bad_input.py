@@ -1,0 +1,285 @@
+"""Whatever is wrong with a request, one error body names it, and other requests lose nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.core.backend import Status
+
+CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/completion"
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+INVALID = (400, "invalid_request_error")
+UNBUILT = (501, "not_supported_error")
+
+SAMPLING = [
+    ("temperature", -0.1),
+    ("temperature", 1e9),
+    ("temperature", "hot"),
+    ("temperature", [1]),
+    ("top_p", 1.5),
+    ("top_p", -1),
+    ("min_p", 2),
+    ("typical_p", -0.5),
+    ("top_k", 1.5),
+    ("top_k", -2),
+    ("top_k", 10**30),
+    ("repeat_penalty", 0),
+    ("repeat_penalty", 1e300),
+    ("repeat_last_n", -2),
+    ("presence_penalty", 1e30),
+    ("frequency_penalty", -1e30),
+    ("seed", "lucky"),
+    ("seed", 2**64),
+    ("seed", 0.5),
+    ("max_tokens", -2),
+    ("max_tokens", 2**31),
+    ("max_completion_tokens", True),
+    ("n_predict", "many"),
+    ("n", 0),
+    ("n", -1),
+    ("n", 10**6),
+    ("n", 1.5),
+    ("stop", 5),
+    ("stop", {"word": "x"}),
+    ("stop", ["x"] * 1000),
+    ("stream", "yes"),
+    ("stream_options", 1),
+    ("cache_prompt", 1),
+    ("id_slot", 4),
+    ("id_slot", -2),
+    ("ignore_eos", "no"),
+    ("logit_bias", 5),
+    ("logit_bias", [[258, 1]]),
+    ("logit_bias", {"1000000000": 1}),
+    ("logit_bias", {"65": True}),
+    ("response_format", {"type": "sound"}),
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, NATIVE])
+@pytest.mark.parametrize(("field", "value"), SAMPLING, ids=str)
+async def test_wrong_values(server: Any, path: str, field: str, value: Any) -> None:
+    body = {**HELLO, "prompt": "Hello", field: value}
+    await expect(server, path, body, INVALID, "response_format.type" if field == "response_format" else field)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "param"),
+    [
+        ({}, INVALID, "messages"),
+        ({"messages": None}, INVALID, "messages"),
+        ({"messages": []}, INVALID, "messages"),
+        ({"messages": "Hello"}, INVALID, "messages"),
+        ({"messages": ["Hello"]}, INVALID, "messages[0]"),
+        ({"messages": [{"content": "Hello"}]}, INVALID, "messages[0].role"),
+        ({"messages": [{"role": "pope", "content": "Hello"}]}, INVALID, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "Hello"}]}, INVALID, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, INVALID, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, INVALID, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, INVALID, "messages"),
+        ({"messages": HELLO["messages"], "chat_template_kwargs": []}, INVALID, "chat_template_kwargs"),
+        ({"messages": HELLO["messages"], "continue_final_message": True}, INVALID, "continue_final_message"),
+        (
+            {"messages": HELLO["messages"], "continue_final_message": True, "add_generation_prompt": True},
+            INVALID,
+            "continue_final_message",
+        ),
+    ],
+)
+async def test_wrong_conversations(server: Any, body: Any, kind: tuple[int, str], param: str) -> None:
+    await expect(server, CHAT, body, kind, param)
+    await expect(server, "/apply-template", body, kind, param)
+
+
+@pytest.mark.parametrize("path", [TEXT, NATIVE])
+@pytest.mark.parametrize(
+    ("prompt", "kind", "param"),
+    [
+        (None, INVALID, "prompt"),
+        (5, INVALID, "prompt"),
+        ([], INVALID, "prompt"),
+        ([[]], INVALID, "prompt[0]"),
+        (["a", []], INVALID, "prompt[1]"),
+        ([1.5], INVALID, "prompt[0]"),
+        ([-1], INVALID, "prompt[0]"),
+        ([258], INVALID, "prompt"),
+        ([2**31], INVALID, "prompt[0]"),
+        ([1, ["a"]], INVALID, "prompt"),
+        ([1, "a", None], INVALID, "prompt[2]"),
+        ({"text": "a"}, INVALID, "prompt.prompt_string"),
+        ({"prompt_string": "a", "multimodal_data": ["AAAA"]}, UNBUILT, "prompt.multimodal_data"),
+    ],
+    ids=str,
+)
+async def test_wrong_prompts(server: Any, path: str, prompt: Any, kind: tuple[int, str], param: str) -> None:
+    await expect(server, path, {"prompt": prompt}, kind, param)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, NATIVE])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
+        ("functions", [{}]),
+        ("response_format", {"type": "json_object"}),
+        ("grammar", 'root ::= "a"'),
+        ("json_schema", {}),
+        ("logprobs", True),
+        ("logprobs", 3),
+        ("top_logprobs", 2),
+        ("n_probs", 1),
+        ("echo", True),
+        ("suffix", "the end"),
+        ("best_of", 2),
+        ("lora", [{"id": 0, "scale": 1}]),
+        ("samplers", ["temperature"]),
+        ("modalities", ["text", "audio"]),
+        ("mirostat", 2),
+        ("dynatemp_range", 0.5),
+        ("dry_multiplier", 0.8),
+        ("xtc_probability", 0.5),
+        ("top_n_sigma", 1.0),
+        ("adaptive_target", 0.5),
+        ("min_keep", 3),
+        ("n_indent", 2),
+        ("t_max_predict_ms", 100),
+        ("return_progress", True),
+    ],
+)
+async def test_unbuilt_features_are_refused_by_name(server: Any, path: str, field: str, value: Any) -> None:
+    await expect(server, path, {**HELLO, "prompt": "Hello", field: value}, UNBUILT, field)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "content"),
+        ("/tokenize", {"content": 5}, "content"),
+        ("/tokenize", {"content": []}, "content"),
+        ("/tokenize", {"content": ["a", 999]}, "content"),
+        ("/tokenize", {"content": "a", "with_pieces": "yes"}, "with_pieces"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": "abc"}, "tokens"),
+        ("/detokenize", {"tokens": [65, 258]}, "tokens"),
+        ("/detokenize", {"tokens": [65, -1]}, "tokens[1]"),
+    ],
+)
+async def test_wrong_tokens(server: Any, path: str, body: Any, param: str) -> None:
+    await expect(server, path, body, INVALID, param)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b"nonsense", b'{"prompt": NaN}', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b"[]", b'"a"',
+     b'{"prompt": "a"} trailing', b'{"prompt": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"],
+    ids=lambda raw: raw[:20],
+)  # fmt: skip
+@pytest.mark.parametrize("path", [TEXT, NATIVE])
+async def test_bodies_that_are_no_request(server: Any, path: str, raw: bytes) -> None:
+    async with server.session.post(server.url + path, data=raw) as response:
+        error = (await response.json())["error"]
+        assert (response.status, error["code"], error["type"]) == (400, 400, "invalid_request_error")
+        assert "body" in error["message"]
+
+
+async def test_a_body_that_is_not_encoded_as_it_says(server: Any) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    async with server.session.post(server.url + TEXT, data=b'{"prompt": "a"}', headers=headers) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+
+async def test_messages_are_sentences(server: Any) -> None:
+    async def message(**fields: Any) -> str:
+        return (await server.post(CHAT, {**HELLO, **fields}))[1]["error"]["message"]
+
+    assert await message(temperature="hot") == "'temperature': expected a number or null, got a string"
+    assert await message(top_p=1.5) == "'top_p': expected a number <= 1.0"
+    assert (await server.post(CHAT, {}))[1]["error"]["message"] == "'messages' is required"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompt_beyond_the_context_gives_both_numbers(start: Any, stream: bool) -> None:
+    server = await start(backend=FakeBackend(n_ctx=64, n_slots=1))
+    status, reply = await server.post(TEXT, {"prompt": "x" * 100, "stream": stream})
+    error = reply["error"]
+    assert (status, error["code"], error["type"]) == (400, 400, "exceed_context_size_error")
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (101, 64)
+
+
+async def test_one_refused_prompt_of_several_ends_them_all(start: Any) -> None:
+    server = await start(backend=FakeBackend(n_ctx=64, n_slots=1))
+    status, _ = await server.post(TEXT, {"prompt": ["fits", "x" * 100], "ignore_eos": True})
+    assert status == 400
+    await server.idle()
+
+
+async def test_body_over_the_limit(start: Any) -> None:
+    server = await start(max_body_bytes=1000)
+    status, reply = await server.post(TEXT, {"prompt": "x" * 2000})
+    assert (status, reply["error"]["type"]) == (413, "request_too_large_error")
+    await server.ok(TEXT, {"prompt": "x" * 500, "max_tokens": 1})
+
+
+async def test_full_queue_says_when_to_come_back(start: Any) -> None:
+    server = await start(backend=FakeBackend(n_ctx=20_000, n_slots=1), max_queue=1)
+    endless = {"prompt": "x", "ignore_eos": True}
+    running = [asyncio.create_task(server.post(NATIVE, endless)) for _ in range(2)]
+    try:
+        await server.state_where(lambda state: state.n_queued == 1)
+        async with server.session.post(server.url + NATIVE, json=endless) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["type"]) == (429, "rate_limit_error")
+            assert int(response.headers["Retry-After"]) >= 1
+        status, _ = await server.post(TEXT, {"prompt": "x", "n": 3})
+        assert status == 429
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+    await server.idle()
+    await server.ok(NATIVE, {"prompt": "x", "max_tokens": 1})
+
+
+async def test_unknown_addresses_and_methods(server: Any) -> None:
+    status, reply = await server.get("/v1/nothing")
+    assert (status, reply["error"]["type"]) == (404, "not_found_error")
+    async with server.session.get(server.url + CHAT) as response:
+        assert response.status == 405
+        assert response.headers["Allow"] == "POST"
+        assert (await response.json())["error"]["code"] == 405
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_failure_of_the_model(start: Any, stream: bool) -> None:
+    backend = FakeBackend()
+    server = await start(backend=backend)
+    backend.failures.extend([(Status.OK, 1)] * 3 + [(Status.FATAL, 0)])
+    body = {"prompt": "x", "ignore_eos": True, "max_tokens": 8, "temperature": 0, "stream": stream}
+    async with server.session.post(server.url + TEXT, json=body) as response:
+        text = await response.text()
+    if stream:
+        assert response.status == 200
+        *_, last, rest = text.split("\n\n")
+        assert last.startswith('data: {"error":{"code":500,')
+        assert rest == ""
+        assert "[DONE]" not in text
+    else:
+        assert response.status == 500
+        assert '"type":"server_error"' in text
+    assert len((await server.ok(TEXT, {**body, "stream": False}))["choices"][0]["text"]) == 8
+
+
+async def expect(server: Any, path: str, body: Any, kind: tuple[int, str], param: str) -> None:
+    """The request is refused, by an error that names the field."""
+    status, reply = await server.post(path, body)
+    error = reply["error"]
+    assert (status, error["type"]) == kind, error
+    assert error["code"] == status
+    assert error["param"] == param
+    assert param in error["message"]

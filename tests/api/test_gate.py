@@ -1,0 +1,161 @@
+"""What stands before every endpoint: readiness, keys, CORS, request ids."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+import structlog
+
+from llamaslot.api.readiness import READINESS
+from llamaslot.api.server import create_app, serve
+from llamaslot.api.settings import ApiSettings
+from llamaslot.base.errors import ConfigError, ServerError, UnavailableError
+
+HELLO = {"prompt": "Hello", "max_tokens": 1}
+
+
+@pytest.fixture
+async def empty() -> AsyncIterator[Any]:
+    """A server without a model, and its address."""
+    app = create_app(ApiSettings(api_keys=("secret",)))
+    listener = await serve(app, ["127.0.0.1"], 0)
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{listener.addresses[0][1]}") as session:
+        yield app[READINESS], session
+    await listener.close()
+
+
+async def test_loading_then_failed(empty: Any) -> None:
+    readiness, session = empty
+    paths = ["/health", "/v1/health", "/v1/models", "/props", "/nowhere"]
+    for path in paths:
+        async with session.get(path) as response:
+            assert response.status == 503
+            error = (await response.json())["error"]
+            assert error == {"code": 503, "message": "Loading model", "type": "unavailable_error", "param": None}
+    for reason, status in ((ServerError("the model is gone"), 500), (UnavailableError("shutting down"), 503)):
+        readiness.fail(reason)
+        async with session.get("/health") as response:
+            assert response.status == status
+            assert (await response.json())["error"]["message"] == reason.message
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Authorization": "Bearer "}, 401),
+        ({"Authorization": "Bearer zweite-\u00fc"}, 200),
+        ({"Authorization": "Bearer first"}, 200),
+        ({"Authorization": "bearer first"}, 200),
+        ({"X-Api-Key": "first"}, 200),
+        ({"X-Api-Key": "firs"}, 401),
+        ({"Authorization": "Bearer wrong", "X-Api-Key": "first"}, 401),
+    ],
+)
+async def test_keys(start: Any, headers: dict[str, str], status: int) -> None:
+    server = await start(api_keys=("first", "zweite-\u00fc"))
+    async with server.session.post(server.url + "/completion", json=HELLO, headers=headers) as response:
+        assert response.status == status
+        if status == 401:
+            error = (await response.json())["error"]
+            assert error["type"] == "authentication_error"
+            assert response.headers["WWW-Authenticate"] == "Bearer"
+    assert (await server.get("/health"))[0] == 200
+    assert (await server.get("/v1/health"))[0] == 200
+    async with server.session.options(server.url + "/completion") as response:
+        assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("allowed", "origin", "reflected"),
+    [
+        (("*",), "http://anywhere.example", True),
+        (("http://one.example",), "http://one.example", True),
+        (("http://one.example",), "http://two.example", False),
+        (("localhost",), "http://localhost:8080", True),
+        (("localhost",), "http://[::1]:3000", True),
+        (("localhost",), "http://localhost.evil.example", False),
+        (("localhost",), "http://[::1", False),
+    ],
+)
+async def test_cors(start: Any, allowed: tuple[str, ...], origin: str, reflected: bool) -> None:
+    server = await start(cors_origins=allowed)
+    for method, path in (("OPTIONS", "/v1/chat/completions"), ("GET", "/health"), ("GET", "/nowhere")):
+        async with server.session.request(method, server.url + path, headers={"Origin": origin}) as response:
+            assert response.headers.get("Access-Control-Allow-Origin") == (origin if reflected else None)
+            assert response.headers["Vary"] == "Origin"
+            if method == "OPTIONS":
+                assert response.headers["Access-Control-Allow-Methods"] == "GET, POST, DELETE, OPTIONS"
+                assert response.headers["Access-Control-Allow-Headers"] == "*"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "kept"), [("trace-1.2:3", True), ("", False), ("a b", False), ("x" * 200, False), ("<b>", False)]
+)
+async def test_request_ids(server: Any, theirs: str, kept: bool) -> None:
+    for path in ("/health", "/nowhere"):
+        async with server.session.get(server.url + path, headers={"X-Request-Id": theirs}) as response:
+            ours = response.headers["X-Request-Id"]
+            assert (ours == theirs) is kept
+            assert len(ours) >= 8
+
+
+async def test_the_clients_id_is_not_the_engines(server: Any) -> None:
+    headers = {"X-Request-Id": "the-same-for-both"}
+    for stream in (False, True):
+        body = {**HELLO, "stream": stream}
+        async with server.session.post(server.url + "/v1/completions", json=body, headers=headers) as response:
+            assert response.headers["X-Request-Id"] == "the-same-for-both"
+            assert "the-same-for-both" not in await response.text()
+
+
+async def test_a_crash_is_logged_with_the_requests_id_and_not_shown(server: Any) -> None:
+    async def broken() -> Any:
+        raise RuntimeError("a secret detail")
+
+    server.service.state = broken
+    with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as logs:
+        async with server.session.get(server.url + "/slots", headers={"X-Request-Id": "trace-1"}) as response:
+            assert response.status == 500
+            text = await response.text()
+    assert "secret" not in text
+    assert "Traceback" not in text
+    [entry] = [log for log in logs if log["event"] == "request.crashed"]
+    assert entry["http_request_id"] == "trace-1"
+    assert str(entry["exc_info"]) == "a secret detail"
+
+
+async def test_there_is_no_access_log(server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "aiohttp.access"):
+        await server.get("/health")
+    assert not caplog.records
+
+
+async def test_a_port_in_use_names_the_flag() -> None:
+    first = await serve(create_app(ApiSettings()), ["127.0.0.1"], 0)
+    port = first.addresses[0][1]
+    with pytest.raises(ConfigError, match=f"port {port} .*--port"):
+        await serve(create_app(ApiSettings()), ["127.0.0.1"], port)
+    await first.close()
+
+
+async def test_an_unknown_host_names_the_flag() -> None:
+    for host in ("x" * 70, "192.0.2.1"):
+        with pytest.raises(ConfigError, match="--host"):
+            await serve(create_app(ApiSettings()), [host], 0)
+
+
+async def test_several_hosts_share_a_port() -> None:
+    try:
+        listener = await serve(create_app(ApiSettings()), ["127.0.0.1", "::1"], 0)
+    except ConfigError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    (one, port), (other, same) = listener.addresses
+    assert {one, other} == {"127.0.0.1", "::1"}
+    assert port == same
+    await listener.close()

@@ -1,0 +1,106 @@
+"""Models, properties, slots, metrics, tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from llamaslot.backend.fake import FakeBackend
+
+
+async def test_health(server: Any) -> None:
+    for path in ("/health", "/v1/health"):
+        assert await server.get(path) == (200, {"status": "ok"})
+
+
+async def test_models(start: Any) -> None:
+    server = await start(alias="house-model")
+    for path in ("/models", "/v1/models"):
+        _, reply = await server.get(path)
+        [model] = reply["data"]
+        assert (model["id"], model["object"]) == ("house-model", "model")
+        assert model["meta"]["n_vocab"] == 258
+
+
+async def test_props(start: Any) -> None:
+    server = await start(n_predict=64)
+    _, props = await server.get("/props")
+    assert props["total_slots"] == 4
+    assert props["model_path"] == "fake.gguf"
+    assert "messages" in props["chat_template"]
+    defaults = props["default_generation_settings"]
+    assert defaults["n_ctx"] == 1024
+    assert defaults["params"]["n_predict"] == 64
+    assert defaults["params"]["seed"] == 2**32 - 1
+    assert defaults["params"]["temperature"] == 0.8
+
+
+async def test_slots_show_what_runs(start: Any) -> None:
+    server = await start(backend=FakeBackend(n_ctx=20_000, n_slots=2))
+    _, slots = await server.get("/slots")
+    assert [slot["id"] for slot in slots] == [0, 1]
+    assert not any(slot["is_processing"] or "params" in slot for slot in slots)
+    assert (await server.get("/slots?fail_on_no_slot=1"))[0] == 200
+    body = {"prompt": "Hello", "ignore_eos": True, "max_tokens": 10_000, "n": 2, "top_k": 7}
+    running = asyncio.create_task(server.post("/completion", body))
+    await server.state_where(lambda state: all(slot.n_generated > 2 for slot in state.slots))
+    _, slots = await server.get("/slots")
+    for slot in slots:
+        assert slot["is_processing"] is True
+        assert slot["params"]["top_k"] == 7
+        [token] = slot["next_token"]
+        assert token["has_next_token"] is True
+        assert token["n_remain"] + token["n_decoded"] == 10_000
+    status, reply = await server.get("/slots?fail_on_no_slot=1")
+    assert (status, reply["error"]["type"]) == (503, "unavailable_error")
+    running.cancel()
+    await asyncio.wait([running])
+    await server.idle()
+    _, slots = await server.get("/slots")
+    assert [slot["next_token"][0]["n_remain"] for slot in slots] == [-1, -1]
+    assert all(slot["n_held"] > 0 for slot in slots)
+
+
+async def test_what_is_switched_off_says_so(start: Any) -> None:
+    server = await start(slots=False, metrics=False)
+    for path in ("/slots", "/metrics"):
+        status, reply = await server.get(path)
+        assert (status, reply["error"]["type"]) == (501, "not_supported_error")
+        assert "-" + path.replace("/", "-") in reply["error"]["message"]
+
+
+async def test_metrics_agree_with_timings(start: Any) -> None:
+    server = await start(metrics=True)
+    body = {"prompt": "Hello there", "ignore_eos": True, "max_tokens": 5}
+    timings = [(await server.ok("/completion", body))["timings"] for _ in range(2)]
+    async with server.session.get(server.url + "/metrics") as response:
+        assert response.content_type == "text/plain"
+        assert int(response.headers["Process-Start-Time-Unix"]) > 0
+        lines = (await response.text()).splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert float(values["llamacpp:prompt_tokens_total"]) == sum(t["prompt_n"] for t in timings)
+    assert float(values["llamacpp:prompt_tokens_cached_total"]) == sum(t["cache_n"] for t in timings) > 0
+    assert float(values["llamacpp:tokens_predicted_total"]) == 10
+
+
+async def test_tokenize_and_back(server: Any) -> None:
+    text = "Grüße </s>"
+    plain = await server.ok("/tokenize", {"content": text, "parse_special": False})
+    assert plain["tokens"] == list(text.encode())
+    assert await server.ok("/detokenize", plain) == {"content": text}
+    special = await server.ok("/tokenize", {"content": text, "add_special": True})
+    assert special["tokens"] == [256, *"Grüße ".encode(), 257]
+    assert await server.ok("/detokenize", special) == {"content": "<s>" + text}
+    mixed = await server.ok("/tokenize", {"content": ["a", 98, "c"]})
+    assert mixed["tokens"] == [97, 98, 99]
+    assert await server.ok("/tokenize", {"content": ""}) == {"tokens": []}
+    assert await server.ok("/detokenize", {"tokens": []}) == {"content": ""}
+
+
+async def test_pieces_that_are_no_text_come_as_bytes(server: Any) -> None:
+    reply = await server.ok("/tokenize", {"content": "aü", "with_pieces": True})
+    assert reply["tokens"] == [
+        {"id": 97, "piece": "a"},
+        {"id": 195, "piece": [195]},
+        {"id": 188, "piece": [188]},
+    ]

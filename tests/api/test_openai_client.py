@@ -1,0 +1,81 @@
+"""The openai client takes every reply and turns every error into its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+async def server(start: Any) -> Any:
+    return await start(api_keys=("secret",), max_queue=2)
+
+
+@pytest.fixture
+async def client(server: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client:
+        yield client
+
+
+async def test_chat(client: openai.AsyncOpenAI) -> None:
+    reply = await client.chat.completions.create(model="any", messages=MESSAGES, max_tokens=200, n=2, temperature=0)
+    assert [choice.index for choice in reply.choices] == [0, 1]
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.choices[0].message.role == "assistant"
+    assert reply.choices[0].message.content == reply.choices[1].message.content
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens_details is not None
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+
+
+async def test_chat_stream(client: openai.AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model="any",
+        messages=MESSAGES,
+        max_tokens=6,
+        stop=["\n"],
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    *chunks, last = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert len("".join(chunk.choices[0].delta.content or "" for chunk in chunks)) == 6
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 6
+
+
+async def test_completions(client: openai.AsyncOpenAI) -> None:
+    whole = await client.completions.create(model="any", prompt="Once", max_tokens=6, temperature=0)
+    stream = await client.completions.create(model="any", prompt="Once", max_tokens=6, temperature=0, stream=True)
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+async def test_models(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in await client.models.list()] == ["fake"]
+
+
+async def test_errors(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        await client.chat.completions.create(model="any", messages=MESSAGES, temperature=-1)
+    assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
+    with pytest.raises(openai.BadRequestError, match="context"):
+        await client.completions.create(model="any", prompt="x" * 2000, stream=True)
+    with pytest.raises(openai.RateLimitError):
+        await client.completions.create(model="any", prompt="x", n=10)
+    with pytest.raises(openai.AuthenticationError):
+        await client.with_options(api_key="wrong").models.list()
+    with pytest.raises(openai.NotFoundError):
+        await client.embeddings.create(model="any", input="x")
+    with pytest.raises(openai.InternalServerError) as unbuilt:
+        await client.chat.completions.create(model="any", messages=MESSAGES, logprobs=True)
+    assert unbuilt.value.status_code == 501

@@ -1,0 +1,94 @@
+"""The server as a process: what it says at start, how it ends, and how it refuses to start."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.live import serving
+
+
+def refused(*args: str | Path) -> str:
+    """The one line by which the server refuses to start."""
+    command = [sys.executable, "-m", "llamaslot.cli.main", "serve", *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("{")]
+    assert "Traceback" not in done.stderr
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_it_says_what_runs_where_and_reuses_the_first_turn(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path, "-m", tiny_model, "-c", "2048", "-np", "2", "--alias", "tiny", "--metrics") as server:
+        start = server.log.read_text()
+        for words in ("2 slots, 2048 cells", "on CPU", f"listening on {server.url}", "curl"):
+            assert words in start
+        assert server.get("/health") == {"status": "ok"}
+        body = {"prompt": "hello there", "n_predict": 5, "temperature": 0, "ignore_eos": True}
+        first = server.post("/completion", body)
+        body["prompt"] += first["content"] + " and more"
+        second = server.post("/completion", body)
+        assert second["timings"]["cache_n"] == first["tokens_cached"]
+        done = server.log_lines("request.done")
+        assert [line["prefix_cache_tokens"] for line in done] == [0, first["tokens_cached"]]
+        assert done[1]["prefix_cache_ratio"] == pytest.approx(
+            first["tokens_cached"] / done[1]["prompt_tokens"], abs=1e-4
+        )
+        assert {"queue_ms", "ttft_ms", "tokens_per_second", "generated_tokens", "slot"} <= done[0].keys()
+        assert server.stop() == 0
+        assert server.log_lines("server.stopped")
+
+
+def test_it_lets_running_requests_finish_before_it_ends(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path, "-m", tiny_model) as server, concurrent.futures.ThreadPoolExecutor() as pool:
+        body = {"prompt": "a", "n_predict": 2000, "ignore_eos": True}
+        reply = pool.submit(server.post, "/completion", body)
+        while not any(slot["is_processing"] for slot in server.get("/slots")):
+            time.sleep(0.01)
+        assert server.stop() == 0
+        assert reply.result()["tokens_predicted"] == 2000
+
+
+def test_a_second_signal_ends_it_at_once(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path, "-m", tiny_model) as server, concurrent.futures.ThreadPoolExecutor() as pool:
+        body = {"prompt": "a", "n_predict": -1, "ignore_eos": True}
+        reply = pool.submit(server.post, "/completion", body)
+        while not any(slot["is_processing"] for slot in server.get("/slots")):
+            time.sleep(0.01)
+        server.process.terminate()
+        while not server.log_lines("server.draining"):
+            time.sleep(0.01)
+        assert server.stop() == 0
+        assert reply.exception() is not None or reply.result()["tokens_predicted"] < 4000
+
+
+def test_wrong_models_and_flags_are_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.gguf"
+    text.write_text("not a model")
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(tiny_model.read_bytes()[:100_000])
+    empty = tmp_path / "empty.gguf"
+    empty.touch()
+    assert "nosuch.gguf" in refused("-m", "nosuch.gguf")
+    assert "not a GGUF file" in refused("-m", text)
+    assert "not a GGUF file" in refused("-m", empty)
+    assert "cannot load" in refused("-m", cut)
+    assert "did you mean --port" in refused("--prot", "1")
+    assert "--chat-template" in refused("-m", tiny_model, "--chat-template", "{% if %}")
+
+
+def test_a_port_in_use_is_one_line(tiny_model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        line = refused("-m", tiny_model, "--port", port)
+        assert port in line
+        assert "--port" in line

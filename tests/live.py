@@ -1,0 +1,75 @@
+"""A real server process on a free port, for tests that must see what a user sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class Server:
+    """A running `llamaslot serve`; its standard error goes to `log`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process = process
+        self.log = log
+        self.url = ""
+
+    def wait_until_ready(self, seconds: float = 60) -> None:
+        """Wait for the line that tells the address."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            found = re.search(r"listening on (\S+)", self.log.read_text())
+            if found:
+                self.url = found[1]
+                return
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+        raise AssertionError(self.log.read_text())
+
+    def get(self, path: str) -> Any:
+        """The JSON at a path."""
+        with urllib.request.urlopen(f"{self.url}{path}") as reply:
+            return json.load(reply)
+
+    def post(self, path: str, body: Any) -> Any:
+        """The JSON answer to a JSON body."""
+        data = json.dumps(body).encode()
+        with urllib.request.urlopen(urllib.request.Request(f"{self.url}{path}", data)) as reply:
+            return json.load(reply)
+
+    def log_lines(self, event: str) -> list[dict[str, Any]]:
+        """The log's JSON lines of one event."""
+        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in lines if line["event"] == event]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and wait for the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+
+@contextmanager
+def serving(folder: Path, *args: str | Path, environ: dict[str, str] | None = None) -> Iterator[Server]:
+    """A server with these arguments, ended by its process id."""
+    log = folder / "server.log"
+    command = [sys.executable, "-m", "llamaslot.cli.main", "serve", "--port", "0", "-t", "1", *map(str, args)]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stderr=file, env={**os.environ, **(environ or {})})
+    server = Server(process, log)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
