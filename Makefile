@@ -22,10 +22,10 @@ setup: ## only the set-up: leaves .venv/bin/llamaslot
 	$(SETUP)
 
 test: check ## the checks, then all tests that take seconds
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
-test-slow: setup-dev ## the tests that take minutes
-	$(BIN)/python -m pytest -m slow $(ARGS)
+test-slow: setup-dev ## all tests, the random ones 20 times as long
+	LLAMASLOT_TESTS=long $(BIN)/python -m pytest $(ARGS)
 
 check: setup-dev ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .

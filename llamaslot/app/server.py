@@ -19,6 +19,7 @@ import structlog
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from llamaslot import __version__
 from llamaslot.api import server as http
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.settings import ApiSettings
@@ -149,7 +150,8 @@ def chat_template(info: ModelInfo, source: str, flag: str) -> ChatTemplate:
 def announce(info: ModelInfo, urls: list[str], config: Config) -> None:
     """Tell the terminal what runs where, and how to talk to it."""
     kv = "one pool for all" if info.unified else "a part for each"
-    _console.print(f"[bold]{info.name}[/] on {info.device}: {info.description}, {info.size_bytes / 2**20:.0f} MiB")
+    size = f"{info.size_bytes / 2**20:.0f} MiB"
+    _console.print(f"llamaslot {__version__}: [bold]{info.name}[/] on {info.device} ({info.description}, {size})")
     _console.print(
         f"{info.n_slots} slots, {info.n_ctx} cells ({kv}), {info.n_ctx_slot} tokens a slot, "
         f"KV {info.cache_type_k}/{info.cache_type_v}, flash attention {'on' if info.flash_attn else 'off'}"

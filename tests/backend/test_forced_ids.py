@@ -1,7 +1,8 @@
 """On random weights, reused KV gives the same logits as cold KV, up to what another chunk size does to them.
 
 The ids of a cold greedy run are forced on a warm sequence that went through trims, copies and other tenants; at
-each position the greedy token may differ only where the cold run's two best lie within chunking noise.
+each position the greedy token may differ only where the cold run's two best lie within the noise that other chunk
+sizes and other cells make (llama.cpp adds up attention in the order of the cells).
 """
 
 from __future__ import annotations
@@ -43,15 +44,39 @@ class Rows:
         assert self.backend.decode([run]).status is Status.OK
 
 
-def cold_run(model: Path, prompt: list[int], chunk: int, forced: list[int] | None = None) -> list[np.ndarray]:
-    """Logits after the prompt and after each id, greedy ones unless they are forced."""
+def cold_run(
+    model: Path, prompt: list[int], forced: list[int] | None = None, *, chunk: int = 256, scattered: bool = False
+) -> list[np.ndarray]:
+    """Logits after the prompt and after each id, greedy ones unless they are forced.
+
+    With `scattered`, the pool's first cells come free only later: cells do not lie in the order of positions.
+    """
     rows = Rows(model)
-    rows.feed(0, prompt[:-1], chunk)
+    if scattered:
+        rows.feed(3, [97] * len(prompt))
+        rows.feed(0, prompt[: len(prompt) // 2], chunk)
+        rows.backend.seq_rm(3, 0)
+    rows.feed(0, prompt[rows.backend.seq_len(0) : -1], chunk)
     found = [rows.step(0, prompt[-1])]
     for i in range(N_GENERATED - 1):
         found.append(rows.step(0, forced[i] if forced else int(found[-1].argmax())))
     rows.backend.close()
     return found
+
+
+def distance(a: list[np.ndarray], b: list[np.ndarray]) -> float:
+    """The most that any logit differs between two runs."""
+    return max(float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True))
+
+
+def noise_of(model: Path, prompt: list[int], cold: list[np.ndarray], forced: list[int]) -> float:
+    """How far a cold run's logits move with other chunks and other cells."""
+    others = [
+        cold_run(model, prompt, forced, chunk=11),
+        cold_run(model, prompt, forced, scattered=True),
+        cold_run(model, prompt, forced, chunk=37, scattered=True),
+    ]
+    return max(distance(cold, other) for other in others)
 
 
 def warm_run(model: Path, rng: random.Random, prompt: list[int], forced: list[int]) -> list[np.ndarray]:
@@ -79,28 +104,25 @@ def test_reused_kv_gives_the_cold_logits(tiny_model: Path) -> None:
         seed = random.SystemRandom().randrange(2**32)
         rng = random.Random(seed)
         prompt = [rng.randrange(97, 123) for _ in range(rng.randrange(20, 300))]
-        cold = cold_run(tiny_model, prompt, chunk=256)
+        cold = cold_run(tiny_model, prompt)
         forced = [int(row.argmax()) for row in cold[:-1]]
-        rechunked = cold_run(tiny_model, prompt, chunk=11, forced=forced)
-        noise = max(float(np.abs(a - b).max()) for a, b in zip(cold, rechunked, strict=True))
+        noise = noise_of(tiny_model, prompt, cold, forced)
         warm = warm_run(tiny_model, rng, prompt, forced)
         for position, (a, b) in enumerate(zip(cold, warm, strict=True)):
             best, second = np.sort(a)[::-1][:2]
             if a.argmax() != b.argmax():
                 n_near += 1
-                assert best - second <= 4 * noise, (case, seed, position)
-    print(f"tokens that differed within chunking noise: {n_near} of {N_CASES * N_GENERATED}")
+                assert best - second <= 2 * noise, (case, seed, position)
+    print(f"tokens that differed within noise: {n_near} of {N_CASES * N_GENERATED}")
 
 
 def test_the_comparison_notices_one_stale_token(tiny_model: Path) -> None:
-    """Were KV reused one token too far, the logits would move by far more than noise."""
+    """Were KV reused one token too far, the logits would move by much more than noise."""
     rng = random.Random(5)
     prompt = [rng.randrange(97, 123) for _ in range(120)]
-    cold = cold_run(tiny_model, prompt, chunk=256)
+    cold = cold_run(tiny_model, prompt)
     forced = [int(row.argmax()) for row in cold[:-1]]
-    rechunked = cold_run(tiny_model, prompt, chunk=11, forced=forced)
-    noise = max(float(np.abs(a - b).max()) for a, b in zip(cold, rechunked, strict=True))
     stale = [*prompt]
     stale[60] = 97 if prompt[60] != 97 else 98
-    moved = cold_run(tiny_model, stale, chunk=256, forced=forced)
-    assert max(float(np.abs(a - b).max()) for a, b in zip(cold, moved, strict=True)) > 10 * noise
+    moved = cold_run(tiny_model, stale, forced)
+    assert distance(cold, moved) > 5 * noise_of(tiny_model, prompt, cold, forced)

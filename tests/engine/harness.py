@@ -96,7 +96,7 @@ class Harness:
 
 @asynccontextmanager
 async def running(backend: Backend, **settings: float) -> AsyncIterator[Harness]:
-    """A harness whose engine runs inside the block."""
+    """A harness whose engine runs inside the block; the backend is closed behind it."""
     harness = Harness(backend, **settings)
     task = asyncio.create_task(harness.engine.run())
     try:
@@ -105,6 +105,7 @@ async def running(backend: Backend, **settings: float) -> AsyncIterator[Harness]
     finally:
         harness.engine.stop()
         await task
+        backend.close()
     assert harness.stopped is not None
     for request_id, end in harness.ends.items():
         assert end.done(), f"{request_id} never ended"

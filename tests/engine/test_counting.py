@@ -44,4 +44,3 @@ async def test_cached_and_computed_tokens_are_what_llama_decode_was_given(
                 assert progress.n_cached == progress.n_prompt - progress.n_prompt_computed
                 assert (progress.n_cached > 0) == (turn > 0)
             prompts = [p + engine.text(n) + " and on" for p, n in zip(prompts, names, strict=True)]
-    backend.close()
