@@ -12,9 +12,7 @@ from llamaslot.base.messages import (
     TERMINAL,
     Accepted,
     Cancel,
-    Cancelled,
     Event,
-    Failed,
     Finished,
     Output,
     Sampling,
@@ -86,8 +84,9 @@ class Harness:
                 self.stopped = event
                 continue
             self.events[event.request_id].append(event)
-            if isinstance(event, Finished | Failed | Cancelled) and event.request_id in self.ends:
-                self.ends[event.request_id].set_result(event)
+            end = self.ends.get(event.request_id)
+            if isinstance(event, TERMINAL) and end is not None and not end.done():
+                end.set_result(event)
         self.check_events()
         died = self.stopped is not None and self.stopped.reason
         if isinstance(self.backend, FakeBackend) and not died:

@@ -18,6 +18,9 @@ _WARN, _ERROR = 3, 4
 _GPU_DEVICES = (1, 2)
 """ggml's device types of discrete and integrated GPUs (0 is the CPU, 3 an accelerator beside it)."""
 
+_HARMLESS = ("possible training context overflow",)
+"""Warnings that do not apply: a slot never gets more than the model's training context, whatever the pool has."""
+
 _recent: deque[str] = deque(maxlen=200)
 _errors: deque[str] = deque(maxlen=20)
 
@@ -31,7 +34,7 @@ def _on_log(level: int, text: bytes | None, _user: Any) -> None:
     if level == _ERROR:
         _errors.append(line)
         _log.error("llama.cpp", line=line)
-    elif level == _WARN:
+    elif level == _WARN and not any(words in line for words in _HARMLESS):
         _log.warning("llama.cpp", line=line)
 
 
