@@ -12,12 +12,14 @@ import psutil
 
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.loading import load_model, make_context, metadata, why_not_reusable
-from llamaslot.backend.llama.sampler import LlamaSampler
+from llamaslot.backend.llama.sampler import LlamaSampler, Logits
 from llamaslot.backend.llama.settings import LlamaSettings
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.messages import ModelInfo, Sampling
 from llamaslot.core.backend import Decoded, IllegalCallError, Run, Sampler, Status, Tokens
+
+_MAX_VIEWS = 1024
 
 
 class LlamaBackend:
@@ -40,6 +42,8 @@ class LlamaBackend:
         self._batch = _Batch(self.info.n_ubatch)
         self._lengths = [0] * self.n_seqs
         self._rows: dict[int, int] = {}
+        self._views: dict[int, Logits] = {}
+        """Arrays over llama.cpp's logits by address: it returns to the same few, and making one costs more than an argmax."""
         self._warm_up()
 
     def seq_rm(self, seq: int, start: int, end: int = -1) -> None:
@@ -100,7 +104,7 @@ class LlamaBackend:
         for seq, sampler in samplers.items():
             if not isinstance(sampler, LlamaSampler) or seq not in self._rows:
                 raise IllegalCallError(f"sequence {seq} has no logits or a foreign sampler")
-            tokens[seq] = sampler.choose(self._context, self._rows[seq])
+            tokens[seq] = sampler.choose(self._context, self._rows[seq], self._logits)
         return tokens
 
     def close(self) -> None:
@@ -109,6 +113,17 @@ class LlamaBackend:
             self._closed = True
             llama_cpp.llama_free(self._context)
             llama_cpp.llama_model_free(self._model)
+
+    def _logits(self, row: int) -> Logits:
+        """The logits of a batch row, float32 of the vocabulary's size, valid until the next decode."""
+        address = ctypes.addressof(llama_cpp.llama_get_logits_ith(self._context, row).contents)
+        view = self._views.get(address)
+        if view is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            view = np.ctypeslib.as_array((ctypes.c_float * self.vocab.n_tokens).from_address(address))
+            self._views[address] = view
+        return view
 
     def _describe(self, settings: LlamaSettings, flash_attn: bool) -> ModelInfo:
         model, context, vocab = self._model, self._context, self.vocab

@@ -5,8 +5,8 @@ The chain reads the logits inside llama.cpp; only the argmax of a greedy request
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import llama_cpp
 import numpy as np
@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from llamaslot.base.messages import Sampling
 from llamaslot.core.backend import IllegalCallError, Tokens
+
+Logits: TypeAlias = npt.NDArray[np.float32]
 
 _SEED_MASK = 0xFFFFFFFF
 
@@ -38,13 +40,13 @@ class LlamaSampler:
                 for token in history[-window:]:
                     llama_cpp.llama_sampler_accept(self._chain, int(token))
 
-    def choose(self, context: Any, row: int) -> int:
+    def choose(self, context: Any, row: int, logits_of: Callable[[int], Logits]) -> int:
         """The next token from the logits of batch row `row` of the last decode."""
         if self._closed:
             raise IllegalCallError("sampling with a freed sampler")
         if self._chain is not None:
             return int(llama_cpp.llama_sampler_sample(self._chain, context, row))
-        logits = self._logits(context, row)
+        logits = logits_of(row)
         token = int(logits.argmax())
         if len(self._banned) and token in self._banned:
             allowed = logits.copy()
@@ -59,13 +61,6 @@ class LlamaSampler:
         self._closed = True
         if self._chain is not None:
             llama_cpp.llama_sampler_free(self._chain)
-
-    def _logits(self, context: Any, row: int) -> npt.NDArray[np.float32]:
-        pointer = llama_cpp.llama_get_logits_ith(context, row)
-        address = ctypes.cast(pointer, ctypes.c_void_p).value
-        if not address:
-            raise IllegalCallError(f"row {row} has no logits")
-        return np.ctypeslib.as_array((ctypes.c_float * self._n_vocab).from_address(address))
 
     def _build(self, sampling: Sampling, penalised: bool, n_ctx: int) -> Any:
         chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
