@@ -17,7 +17,7 @@ from typing import Any
 
 
 class Server:
-    """A running `llamaslot serve`; its standard error goes to `log`."""
+    """A running `llamaslot serve`; all that it prints goes to `log`."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process = process
@@ -64,7 +64,7 @@ def serving(folder: Path, *args: str | Path, environ: dict[str, str] | None = No
     log = folder / "server.log"
     command = [sys.executable, "-m", "llamaslot.cli.main", "serve", "--port", "0", "-t", "1", *map(str, args)]
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stderr=file, env={**os.environ, **(environ or {})})
+        process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **(environ or {})})
     server = Server(process, log)
     try:
         server.wait_until_ready()

@@ -13,7 +13,7 @@ from llamaslot.api.native import generation_settings
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.replies import FINGERPRINT
 from llamaslot.base.errors import NotSupportedError, UnavailableError
-from llamaslot.base.messages import SlotState
+from llamaslot.base.messages import SlotReport
 
 
 async def health(_: web.Request) -> web.Response:
@@ -114,7 +114,7 @@ def model_name(request: web.Request) -> str:
     return request.app[SETTINGS].alias or request.app[READINESS].check().info.name
 
 
-def _slot(slot: SlotState) -> dict[str, Any]:
+def _slot(slot: SlotReport) -> dict[str, Any]:
     running = bool(slot.request_id)
     body: dict[str, Any] = {
         "id": slot.id,

@@ -106,7 +106,7 @@ class NativeDialect:
             "index": choice.index,
             "content": content,
             "tokens": tokens,
-            "id_slot": end.slot,
+            "id_slot": end.progress.slot,
             "stop": True,
             "model": self._model,
             "tokens_predicted": end.progress.n_generated,

@@ -22,9 +22,28 @@ from llamaslot.base.errors import ConfigError
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 
 
-def _row(flags: str, env: str, text: str, *, ge: float | None = None, le: float | None = None) -> msgspec.Meta:
-    """One option: its flags, its environment variable, its help text and its bounds."""
-    return msgspec.Meta(ge=ge, le=le, description=text, extra={"flags": flags.split(), "env": env})
+_INT32 = 2**31 - 1
+_SWITCH = dict.fromkeys(("on", "enabled", "true", "1"), True) | dict.fromkeys(
+    ("off", "disabled", "false", "0"), False
+)
+_TRISTATE = {word: "on" if on else "off" for word, on in _SWITCH.items()} | {"-1": "auto"}
+"""llama-server's words for yes, no and by itself."""
+
+
+def _row(
+    flags: str,
+    env: str,
+    text: str,
+    *,
+    ge: float | None = None,
+    le: float | None = None,
+    words: Mapping[str, Any] | None = None,
+) -> msgspec.Meta:
+    """One option: its flags, environment variable, help text, bounds, and words that stand for a value."""
+    if ge is not None and le is None:
+        le = _INT32
+    extra = {"flags": flags.split(), "env": env, "words": words or {}}
+    return msgspec.Meta(ge=ge, le=le, description=text, extra=extra)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +61,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         int, _row("-c --ctx-size", "LLAMA_ARG_CTX_SIZE", "cells of the KV pool; 0 for the model's context", ge=0)
     ] = 0
     parallel: Annotated[
-        int, _row("-np --parallel", "LLAMA_ARG_N_PARALLEL", "slots: requests that run at once", ge=1, le=256)
+        int,
+        _row(
+            "-np --parallel",
+            "LLAMA_ARG_N_PARALLEL",
+            "slots: requests that run at once",
+            ge=1,
+            le=256,
+            words={"-1": 4},
+        ),
     ] = 4
     batch_size: Annotated[int, _row("-b --batch-size", "LLAMA_ARG_BATCH", "logical batch size", ge=1)] = 2048
     ubatch_size: Annotated[
@@ -59,7 +86,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         _row("-ngl --gpu-layers --n-gpu-layers", "LLAMA_ARG_N_GPU_LAYERS", "layers on the GPU"),
     ] = "auto"
     flash_attn: Annotated[
-        Literal["auto", "on", "off"], _row("-fa --flash-attn", "LLAMA_ARG_FLASH_ATTN", "flash attention")
+        Literal["auto", "on", "off"],
+        _row("-fa --flash-attn", "LLAMA_ARG_FLASH_ATTN", "flash attention", words=_TRISTATE),
     ] = "auto"
     kv_unified: Annotated[bool, _row("-kvu --kv-unified", "LLAMA_ARG_KV_UNIFIED", "one KV pool for all slots")] = (
         True
@@ -77,11 +105,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         int,
         _row("-n --predict --n-predict", "LLAMA_ARG_N_PREDICT", "default limit of new tokens; -1 for none", ge=-1),
     ] = -1
-    seed: Annotated[int, _row("-s --seed", "LLAMA_ARG_SEED", "default seed; -1 for another each time", ge=-1)] = -1
+    seed: Annotated[
+        int, _row("-s --seed", "LLAMA_ARG_SEED", "default seed; -1 for another each time", ge=-1, le=2**32 - 1)
+    ] = -1
     temperature: Annotated[
-        float, _row("--temp --temperature", "LLAMA_ARG_TEMPERATURE", "default", ge=0, le=1000)
+        float,
+        _row("--temp --temperature", "LLAMA_ARG_TEMPERATURE", "default temperature; 0 for greedy", ge=0, le=100),
     ] = 0.8
-    top_k: Annotated[int, _row("--top-k", "LLAMA_ARG_TOP_K", "default; 0 for off", ge=-1)] = 40
+    top_k: Annotated[int, _row("--top-k", "LLAMA_ARG_TOP_K", "default; 0 for off", ge=-1, le=2**31 - 1)] = 40
     top_p: Annotated[float, _row("--top-p", "LLAMA_ARG_TOP_P", "default; 1 for off", ge=0, le=1)] = 0.95
     min_p: Annotated[float, _row("--min-p", "LLAMA_ARG_MIN_P", "default; 0 for off", ge=0, le=1)] = 0.05
     chat_template: Annotated[
@@ -94,6 +125,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     api_key_file: Annotated[str, _row("--api-key-file", "LLAMA_ARG_API_KEY_FILE", "file with a key a line")] = ""
     metrics: Annotated[bool, _row("--metrics", "LLAMA_ARG_ENDPOINT_METRICS", "serve /metrics")] = False
     slots: Annotated[bool, _row("--slots", "LLAMA_ARG_ENDPOINT_SLOTS", "serve /slots")] = True
+    cors_origins: Annotated[
+        str,
+        _row("--cors-origins", "LLAMA_ARG_CORS_ORIGINS", "origins that browsers may call from, comma-separated"),
+    ] = "*"
+    sse_ping_interval: Annotated[
+        int,
+        _row(
+            "--sse-ping-interval",
+            "LLAMA_ARG_SSE_PING_INTERVAL",
+            "seconds of silence after which a stream gets a comment; -1 for never",
+            ge=-1,
+        ),
+    ] = 30
     max_queue: Annotated[
         int, _row("--max-queue", "LLAMASLOT_MAX_QUEUE", "requests that may wait for a slot; more get a 429", ge=0)
     ] = 256
@@ -132,6 +176,8 @@ class Option:
     env: str
     default: Any
     text: str
+    words: Mapping[str, Any]
+    """Values by the words that stand for them."""
 
     @property
     def flag(self) -> str:
@@ -146,7 +192,8 @@ def options() -> Iterator[Option]:
         kind = hints[field.name]
         meta: msgspec.Meta = kind.__metadata__[0]
         extra = meta.extra or {}
-        yield Option(field.name, kind, extra["flags"], extra["env"], field.default, meta.description or "")
+        words = _SWITCH if kind.__origin__ is bool else extra["words"]
+        yield Option(field.name, kind, extra["flags"], extra["env"], field.default, meta.description or "", words)
 
 
 class Parser(argparse.ArgumentParser):
@@ -180,13 +227,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for option in options():
         text = f"{option.text} [{option.env}] (default: {_shown(option.default)})".replace("%", "%%")
         if _is_bool(option):
-            parser.add_argument(
-                *option.flags,
-                f"--no-{option.flag[2:]}",
-                dest=option.name,
-                action=_Switch,
-                help=text,
-            )
+            negative = [flag.replace("-", "-no-", 1) for flag in option.flags if not flag.startswith("--")]
+            negative.append(f"--no-{option.flag[2:]}")
+            parser.add_argument(*option.flags, *negative, dest=option.name, action=_Switch, help=text)
         else:
             parser.add_argument(*option.flags, dest=option.name, metavar=_metavar(option), help=text)
 
@@ -200,7 +243,9 @@ def read_config(flags: argparse.Namespace, environ: Mapping[str, str]) -> Config
         for key, value in _read_toml(Path(file)).items():
             found[_known_key(key, table, file)] = (f"{key} in {file}", value)
     for option in table.values():
-        if environ.get(option.env):
+        if _is_bool(option) and (negated := option.env.replace("_ARG_", "_ARG_NO_")) in environ:
+            found[option.name] = (negated, False)
+        elif environ.get(option.env):
             found[option.name] = (option.env, environ[option.env])
         if getattr(flags, option.name, None) is not None:
             found[option.name] = (option.flag, getattr(flags, option.name))
@@ -213,10 +258,14 @@ def read_config(flags: argparse.Namespace, environ: Mapping[str, str]) -> Config
 
 
 def _convert(option: Option, source: str, value: Any) -> Any:
+    if isinstance(value, str) and value.lower() in option.words:
+        return option.words[value.lower()]
     try:
         return msgspec.convert(value, option.kind, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {value!r} is wrong: {str(error).lower()}", param=option.flag) from None
+        choices = _choices(option)
+        reason = f"one of {', '.join(choices)} is expected" if choices else str(error).lower()
+        raise ConfigError(f"{source}: {value!r} is wrong: {reason}", param=option.flag) from None
 
 
 def _checked(config: Config) -> Config:
@@ -254,17 +303,20 @@ class _Switch(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, **kwargs)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, not (option_string or "").startswith("--no-"))
+        setattr(namespace, self.dest, not (option_string or "").startswith(("--no-", "-no-")))
 
 
 def _is_bool(option: Option) -> bool:
     return bool(option.kind.__origin__ is bool)
 
 
+def _choices(option: Option) -> list[str]:
+    return [choice for choice in getattr(option.kind.__origin__, "__args__", ()) if isinstance(choice, str)]
+
+
 def _metavar(option: Option) -> str:
-    choices = getattr(option.kind.__origin__, "__args__", ())
-    words = [choice for choice in choices if isinstance(choice, str)]
-    return "{" + ",".join(words) + "}" if words else {int: "N", float: "X"}.get(option.kind.__origin__, "TEXT")
+    choices = _choices(option)
+    return "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X"}.get(option.kind.__origin__, "TEXT")
 
 
 def _shown(default: Any) -> str:

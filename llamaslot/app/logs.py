@@ -15,7 +15,9 @@ def configure_logging(form: Literal["auto", "console", "json"], level: str) -> N
     renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
     if console:
         # Not the default formatter: it prints local variables, and with them what users wrote.
-        renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from llamaslot.api.readiness import READINESS
 from llamaslot.api.settings import ApiSettings
 from llamaslot.app.config import Config
 from llamaslot.app.models import resolve_model
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, LoadingStopped
 from llamaslot.base.errors import ConfigError, ServerError, UnavailableError
 from llamaslot.base.messages import ModelInfo, Sampling
 from llamaslot.core.backend import Backend
@@ -36,7 +37,8 @@ from llamaslot.text.builtin_templates import resolve
 from llamaslot.text.template import ChatTemplate
 
 _log = structlog.get_logger(__name__)
-_console = Console(stderr=True, highlight=False, soft_wrap=True)
+_console = Console(highlight=False, soft_wrap=True)
+"""What a person reads goes to standard output; standard error is the log's."""
 
 _FALLBACK_TEMPLATE = "chatml"
 
@@ -55,7 +57,9 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
     async with contextlib.AsyncExitStack() as stack:
         listener = await stack.enter_async_context(_listening(app, hosts, config))
         if backend is None:
-            backend = await _load(llama_settings(config, path))
+            backend = await _load(llama_settings(config, path), stop)
+        if backend is None:
+            return 0
         stack.callback(backend.close)
         service = Service(
             backend.info,
@@ -89,6 +93,8 @@ def api_settings(config: Config) -> ApiSettings:
         api_keys=tuple(key for key in keys if key),
         max_body_bytes=config.max_body_mb * 2**20,
         alias=config.alias,
+        cors_origins=tuple(origin.strip() for origin in config.cors_origins.split(",")),
+        sse_ping_interval=config.sse_ping_interval,
         metrics=config.metrics,
         slots=config.slots,
         n_predict=config.n_predict,
@@ -169,7 +175,17 @@ def announce(info: ModelInfo, urls: list[str], config: Config) -> None:
         """-d '{"messages": [{"role": "user", "content": "Hello!"}]}'""",
         markup=False,
     )
-    _log.info("server.ready", urls=urls, model=info.name, device=info.device, slots=info.n_slots, cells=info.n_ctx)
+    _log.info(
+        "server.ready",
+        urls=urls,
+        model=info.name,
+        device=info.device,
+        slots=info.n_slots,
+        cells=info.n_ctx,
+        tokens_a_slot=info.n_ctx_slot,
+        flash_attention=info.flash_attn,
+        reuse=info.reuse_reason or "on",
+    )
 
 
 @contextlib.asynccontextmanager
@@ -187,14 +203,36 @@ def _urls(listener: http.Listener) -> list[str]:
     ]
 
 
-async def _load(settings: LlamaSettings) -> LlamaBackend:
-    """Load the model on a thread, with a bar on a terminal and log lines elsewhere."""
+async def _load(settings: LlamaSettings, stop: _Signals) -> LlamaBackend | None:
+    """Load the model on a thread, with a bar on a terminal; None if a signal came first.
+
+    The first signal ends the reading of weights. What llama.cpp does after that cannot be interrupted, so a second
+    one ends the process.
+    """
     _log.info("model.loading", path=str(settings.model))
     columns = (TextColumn(f"loading {settings.model.name}"), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, console=_console, transient=True, disable=not sys.stderr.isatty()) as progress:
+    with Progress(*columns, console=_console, transient=True, disable=not sys.stdout.isatty()) as progress:
         task = progress.add_task("load", total=1.0)
-        update: Callable[[float], None] = lambda share: progress.update(task, completed=share)  # noqa: E731
-        return await asyncio.to_thread(LlamaBackend, settings, update)
+
+        def on_progress(share: float) -> bool:
+            progress.update(task, completed=share)
+            return not stop.first.done()
+
+        loading = asyncio.ensure_future(asyncio.to_thread(LlamaBackend, settings, on_progress))
+        await _first(loading, stop.second)
+        if not loading.done():
+            _log.warning("server.aborted", reason="second signal while loading")
+            os._exit(130)
+        try:
+            backend = loading.result()
+        except LoadingStopped:
+            _log.info("server.stopped")
+            return None
+    if stop.first.done():
+        backend.close()
+        _log.info("server.stopped")
+        return None
+    return backend
 
 
 async def _ended(engine: Engine, running: asyncio.Task[None]) -> None:

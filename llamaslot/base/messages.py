@@ -50,6 +50,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """The Jinja source in the model's metadata, or empty."""
     bos_token: str = ""
     eos_token: str = ""
+    control_tokens: tuple[str, ...] = ()
+    """The texts of the vocabulary's control tokens."""
     adds_bos: bool = False
     """Whether the tokenizer puts BOS before a prompt."""
     adds_eos: bool = False
@@ -106,6 +108,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """The slot to run in, or -1 for the best one."""
     return_tokens: bool = False
     """Whether `Accepted` carries the prompt's token ids."""
+    client_id: str = ""
+    """The client's own name for the request, for the log only."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -165,6 +169,8 @@ class Progress(msgspec.Struct, frozen=True):
     """From the first sampled token to the latest."""
     n_held: int = 0
     """Tokens whose KV the slot holds."""
+    slot: int = -1
+    """The slot that the request runs in or ran in last, -1 before its first."""
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):
@@ -182,7 +188,6 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     request_id: str
     reason: FinishReason
     progress: Progress
-    slot: int
     content: str = ""
     tokens: tuple[int, ...] = ()
     stopping_word: str = ""
@@ -199,6 +204,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     param: str | None = None
     n_prompt_tokens: int = 0
     n_ctx: int = 0
+    progress: Progress | None = None
+    """What had been done, where the request was accepted before."""
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
@@ -207,7 +214,6 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
     request_id: str
     progress: Progress | None = None
     """None where not even the prompt was tokenized."""
-    slot: int = -1
 
 
 class Tokenized(msgspec.Struct, frozen=True, tag="tokenized"):
@@ -225,7 +231,7 @@ class Detokenized(msgspec.Struct, frozen=True, tag="detokenized"):
     content: str
 
 
-class SlotState(msgspec.Struct, frozen=True):
+class SlotReport(msgspec.Struct, frozen=True):
     """One slot as `/slots` shows it."""
 
     id: int
@@ -245,7 +251,7 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     """The answer to `Inspect`."""
 
     request_id: str
-    slots: tuple[SlotState, ...]
+    slots: tuple[SlotReport, ...]
     n_queued: int
     cells_total: int
     cells_used: int

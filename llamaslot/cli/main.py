@@ -11,9 +11,9 @@ from llamaslot.base.errors import ConfigError
 from llamaslot.cli import chat, pull, serve
 
 _COMMANDS = {
-    "serve": (serve, "serve a model over HTTP"),
-    "chat": (chat, "talk to a running server"),
-    "pull": (pull, "download a model"),
+    "serve": (serve, "Serve a model over HTTP."),
+    "chat": (chat, "Talk to a running server."),
+    "pull": (pull, "Download a model."),
 }
 
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"llamaslot {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (module, text) in _COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text.capitalize() + ".", allow_abbrev=False)
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         module.configure(command)
         command.set_defaults(run=module.run, parser=command)
     try:

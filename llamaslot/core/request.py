@@ -112,4 +112,5 @@ class Request:
             prompt_ms=max(0.0, first - admitted) * 1e3,
             predicted_ms=(last - first) * 1e3,
             n_held=n_held,
+            slot=self.slot_id,
         )

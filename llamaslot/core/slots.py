@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from llamaslot.core.backend import Tokens
 from llamaslot.core.request import IllegalEventError, Request
 from llamaslot.core.tokens import TokenBuffer, common_prefix
 
@@ -50,7 +51,7 @@ class Slot:
         self.private_to = ""
         """The request that alone may reuse this KV (`cache_prompt` off), or empty."""
         self.broken = False
-        """Whether the sequence no longer matches the history and must be cleared before anything else."""
+        """Whether the sequence holds something else than the history; see `spoil`."""
 
     @property
     def state(self) -> SlotState:
@@ -78,12 +79,26 @@ class Slot:
         self.request = None
         self.last_used = clock
 
+    def extend(self, tokens: Tokens) -> None:
+        """Note tokens that were decoded for the running request."""
+        self.check(SlotEvent.EXTEND)
+        self.history.extend(tokens)
+
     def evict(self, keep: int) -> None:
         """Drop all but the first `keep` tokens."""
         self.check(SlotEvent.EVICT)
         self.history.truncate(keep)
         if keep == 0:
             self.private_to = ""
+
+    def spoil(self) -> None:
+        """Distrust the sequence, in whatever state: it counts as empty and must be cleared before anything else."""
+        self.history.truncate(0)
+        self.broken = True
+
+    def mend(self) -> None:
+        """The distrusted sequence was cleared."""
+        self.broken = False
 
     def match(self, request: Request) -> int:
         """Tokens of this slot that `request` may start from: at most all it knows but one."""

@@ -4,7 +4,7 @@
     apply   (here, worker thread)     what the backend really did
     commit  (scheduler, event loop)   the state follows what really happened
 
-Nothing here reads or changes the scheduler's state, so a plan that was never applied leaves no trace.
+Applying changes nothing but the backend, so a plan that was never applied leaves no trace.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from llamaslot.base.messages import (
     FinishReason,
     Inspect,
     Output,
-    SlotState,
+    SlotReport,
     State,
     Stopped,
     Submit,
@@ -43,7 +43,8 @@ from llamaslot.base.messages import (
 )
 from llamaslot.core.backend import Backend, Tokens
 from llamaslot.core.request import Request
-from llamaslot.core.scheduler import Broke, Sampled, Scheduler, SchedulerSettings
+from llamaslot.core.scheduler import Broke, Sampled, Scheduler
+from llamaslot.core.settings import SchedulerSettings
 from llamaslot.core.step import apply
 from llamaslot.engine.tokenizing import Tokenizer
 from llamaslot.text.stream import TextStream
@@ -233,7 +234,7 @@ class Engine:
         now = self._clock()
         self.scheduler.end(live.request, now)
         progress = live.request.progress(now, self._held(live.request))
-        self._outbox.append(Cancelled(request_id, progress, live.request.slot_id))
+        self._outbox.append(Cancelled(request_id, progress))
 
     def _deliver(self, sampled: Sampled, now: float) -> None:
         """Turn a sampled token into text, and find out whether a stop string ends the request."""
@@ -256,7 +257,6 @@ class Engine:
                     request_id=live.request.id,
                     reason=reason,
                     progress=progress,
-                    slot=live.request.slot_id,
                     content=text + live.text.flush(),
                     tokens=tuple(live.unsent),
                     stopping_word=live.text.stopped or "",
@@ -270,20 +270,23 @@ class Engine:
     def _report_broken(self, broke: Broke) -> None:
         _log.error("decode.failed", request_id=broke.request.id, status=broke.status.name)
         del self._live[broke.request.id]
-        self._fail(broke.request.id, ServerError(f"the model could not compute this request ({broke.status.name})"))
+        error = ServerError(f"the model could not compute this request ({broke.status.name})")
+        self._fail(broke.request.id, error, broke.request)
 
-    def _fail(self, request_id: str, error: LlamaslotError) -> None:
+    def _fail(self, request_id: str, error: LlamaslotError, request: Request | None = None) -> None:
         sizes = (error.n_prompt_tokens, error.n_ctx) if isinstance(error, ContextSizeError) else (0, 0)
-        self._outbox.append(Failed(request_id, error.type, error.message, error.param, *sizes))
+        progress = request.progress(self._clock(), self._held(request)) if request else None
+        self._outbox.append(Failed(request_id, error.type, error.message, error.param, *sizes, progress))
 
     def _end_all(self, reason: str) -> None:
         error: LlamaslotError = UnavailableError("the server is shutting down")
         if reason:
             error = ServerError("the engine stopped because of an internal error")
-        for live in self._live.values():
-            self.scheduler.end(live.request, self._clock())
-        for request_id in [*self._tokenizing, *self._live]:
+        for request_id in self._tokenizing:
             self._fail(request_id, error)
+        for request_id, live in self._live.items():
+            self.scheduler.end(live.request, self._clock())
+            self._fail(request_id, error, live.request)
         self._tokenizing.clear()
         self._live.clear()
         self._outbox.append(Stopped(reason))
@@ -296,9 +299,9 @@ class Engine:
         slots = []
         for slot in self.scheduler.slots:
             request = slot.request
-            state = SlotState(slot.id, self._backend.info.n_ctx_slot, len(slot.history))
+            state = SlotReport(slot.id, self._backend.info.n_ctx_slot, len(slot.history))
             if request is not None:
-                state = SlotState(
+                state = SlotReport(
                     id=slot.id,
                     n_ctx=self._backend.info.n_ctx_slot,
                     n_held=len(slot.history),

@@ -10,6 +10,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+_RATES = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 500, 1000)
 
 
 class Metrics:
@@ -23,7 +24,7 @@ class Metrics:
         self._cached = counter("llamacpp:prompt_tokens_cached", "Prompt tokens whose KV was reused.")
         self._predicted = counter("llamacpp:tokens_predicted", "Tokens generated.")
         self._predicted_seconds = counter("llamacpp:tokens_predicted_seconds", "Time spent on generating.")
-        self._decodes = gauge("llamacpp:n_decode_total", "Calls of llama_decode.")
+        self._decodes = counter("llamacpp:n_decode", "Calls of llama_decode.")
         self._tokens_max = gauge("llamacpp:n_tokens_max", "Most tokens that a slot has held.")
         self._prompt_rate = gauge("llamacpp:prompt_tokens_seconds", "Mean prompt tokens per second.")
         self._predicted_rate = gauge("llamacpp:predicted_tokens_seconds", "Mean generated tokens per second.")
@@ -44,12 +45,18 @@ class Metrics:
         self._ratio = self._histogram(
             "llamaslot_prefix_cache_ratio", "Share of a request's prompt that was reused.", _RATIOS
         )
+        self._rate = self._histogram("llamaslot_tokens_per_second", "A request's rate of generation.", _RATES)
         self._totals = dict.fromkeys(("prompt", "matched", "computed", "prompt_s", "generated", "generated_s"), 0.0)
         self._most_held = 0
+        self._n_decodes = 0
 
-    def record(self, progress: Progress, finish_reason: str) -> None:
-        """Count a request that came to its end."""
+    def record_end(self, finish_reason: str, progress: Progress | None) -> None:
+        """Count a request that came to its end; one that was refused has no progress."""
         self._requests.labels(finish_reason).inc()
+        if progress is not None:
+            self._record(progress)
+
+    def _record(self, progress: Progress) -> None:
         totals = self._totals
         for name, counter, value in (
             ("prompt", self._all_prompt, progress.n_prompt),
@@ -72,14 +79,13 @@ class Metrics:
             self._ttft.observe((progress.queue_ms + progress.prompt_ms) / 1e3)
         self._duration.observe((progress.queue_ms + progress.prompt_ms + progress.predicted_ms) / 1e3)
         self._ratio.observe(_ratio(progress.n_cached, progress.n_prompt))
-
-    def record_failure(self) -> None:
-        """Count a request that was refused or failed."""
-        self._requests.labels("error").inc()
+        if progress.n_generated > 1:
+            self._rate.observe(per_second(progress))
 
     def exposition(self, state: State) -> bytes:
         """All metrics in Prometheus' text format, with the engine's state as of now."""
-        self._decodes.set(state.n_decode_calls)
+        self._decodes.inc(state.n_decode_calls - self._n_decodes)
+        self._n_decodes = state.n_decode_calls
         self._busy.set(_ratio(state.n_busy_slots_total, state.n_decode_calls))
         self._processing.set(sum(bool(slot.request_id) for slot in state.slots))
         self._deferred.set(state.n_queued)
@@ -99,3 +105,8 @@ class Metrics:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+def per_second(progress: Progress) -> float:
+    """Tokens after the first per second of generating; the first one's time is the prompt's."""
+    return (progress.n_generated - 1) / progress.predicted_ms * 1e3 if progress.predicted_ms > 0 else 0.0

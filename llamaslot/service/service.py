@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 
 import structlog
 
-from llamaslot.base.errors import LlamaslotError, QueueFullError, ServerError, UnavailableError, from_failure
+from llamaslot.base.errors import (
+    InvalidRequestError,
+    LlamaslotError,
+    QueueFullError,
+    ServerError,
+    UnavailableError,
+    from_failure,
+)
 from llamaslot.base.messages import (
     TERMINAL,
     Accepted,
@@ -38,7 +45,7 @@ from llamaslot.base.messages import (
     Tokenize,
     Tokenized,
 )
-from llamaslot.service.metrics import Metrics
+from llamaslot.service.metrics import Metrics, per_second
 from llamaslot.text.template import ChatTemplate
 
 _log = structlog.get_logger(__name__)
@@ -87,18 +94,29 @@ class Service:
         """Take no more requests; those in flight go on."""
         self._refusal = error
 
-    def generate(self, submit: Submit) -> Generation:
-        """Submit a request. Raises `QueueFullError` when too many wait, `UnavailableError` when shutting down."""
-        room = self.info.n_slots + self.settings.max_queue - self.n_in_flight
+    def check_room(self, n: int) -> None:
+        """Raise if `n` more requests cannot be taken: `UnavailableError` when shutting down, `QueueFullError` when
+        too many are in flight, `InvalidRequestError` when so many never can be.
+        """
         if self._refusal:
             raise self._refusal
-        if room <= 0:
+        most = self.info.n_slots + self.settings.max_queue
+        if n > most:
+            raise InvalidRequestError(f"{n} completions were asked for at once; the server takes {most}", param="n")
+        if self.n_in_flight + n > most:
             rounds = self.n_in_flight / self.info.n_slots
             retry_after = min(max(1, math.ceil(rounds * self._mean_seconds)), _MAX_RETRY_AFTER)
+            self.metrics.record_end("refused", None)
+            _log.warning("request.refused", in_flight=self.n_in_flight, wanted=n, retry_after=retry_after)
             raise QueueFullError(
-                f"{self.settings.max_queue} requests are waiting already; try again later", retry_after=retry_after
+                f"{self.n_in_flight} requests are in flight and {self.settings.max_queue} may wait; try later",
+                retry_after=retry_after,
             )
-        generation = Generation(submit.request_id, self)
+
+    def generate(self, submit: Submit) -> Generation:
+        """Submit a request. Raises what `check_room` raises."""
+        self.check_room(1)
+        generation = Generation(submit, self)
         self._generations[submit.request_id] = generation
         self.send(submit)
         return generation
@@ -167,27 +185,29 @@ class Service:
             future.set_result(value)
 
     def _pass_on(self, event: Accepted | Output | Finished | Failed | Cancelled) -> None:
-        generation = self._generations.get(event.request_id)
         if isinstance(event, TERMINAL):
-            self._generations.pop(event.request_id, None)
-            self._log_end(event)
+            generation = self._generations.pop(event.request_id, None)
+            self._log_end(event, generation.client_id if generation else "")
+        else:
+            generation = self._generations.get(event.request_id)
         if generation is not None:
             generation.put(event)
 
-    def _log_end(self, event: Finished | Failed | Cancelled) -> None:
-        if isinstance(event, Failed):
-            self.metrics.record_failure()
-            _log.warning("request.failed", request_id=event.request_id, type=event.error_type, error=event.message)
-            return
-        reason = event.reason if isinstance(event, Finished) else "cancelled"
+    def _log_end(self, event: Finished | Failed | Cancelled, client_id: str) -> None:
+        reason = _reason(event)
         progress = event.progress
+        self.metrics.record_end(reason, progress)
+        log = _log.bind(request_id=event.request_id)
+        if client_id:
+            log = log.bind(client_request_id=client_id)
+        if isinstance(event, Failed):
+            log = log.bind(type=event.error_type, error=event.message)
         if progress is None:
-            _log.info("request.done", request_id=event.request_id, finish_reason=reason)
+            log.info("request.done", finish_reason=reason)
             return
         seconds = (progress.prompt_ms + progress.predicted_ms) / 1e3
         self._mean_seconds = 0.9 * self._mean_seconds + 0.1 * seconds if self._mean_seconds else seconds
-        self.metrics.record(progress, reason)
-        _log.info("request.done", request_id=event.request_id, slot=event.slot, **_figures(progress, reason))
+        log.info("request.done", **_figures(progress), finish_reason=reason)
 
     def _engine_stopped(self, event: Stopped) -> None:
         self._refusal = (
@@ -206,8 +226,9 @@ class Service:
 class Generation:
     """One request in flight, as an async context manager; leaving it before its end cancels the request."""
 
-    def __init__(self, request_id: str, service: Service) -> None:
-        self.request_id = request_id
+    def __init__(self, submit: Submit, service: Service) -> None:
+        self.request_id = submit.request_id
+        self.client_id = submit.client_id
         self._service = service
         self._events: asyncio.Queue[Accepted | Output | Finished | Failed | Cancelled] = asyncio.Queue()
         self._ended = False
@@ -276,19 +297,20 @@ def _error_of(event: Event) -> LlamaslotError:
     return ServerError("the request was cancelled")
 
 
-def _figures(progress: Progress, reason: str) -> dict[str, Any]:
+def _reason(event: Finished | Failed | Cancelled) -> str:
+    if isinstance(event, Finished):
+        return event.reason
+    return "error" if isinstance(event, Failed) else "cancelled"
+
+
+def _figures(progress: Progress) -> dict[str, Any]:
     return {
+        "slot": progress.slot,
         "queue_ms": round(progress.queue_ms, 2),
         "ttft_ms": round(progress.queue_ms + progress.prompt_ms, 2),
         "prompt_tokens": progress.n_prompt,
         "prefix_cache_tokens": progress.n_cached,
         "prefix_cache_ratio": round(progress.n_cached / progress.n_prompt, 4),
         "generated_tokens": progress.n_generated,
-        "tokens_per_second": round(_per_second(progress), 2),
-        "finish_reason": reason,
+        "tokens_per_second": round(per_second(progress), 2),
     }
-
-
-def _per_second(progress: Progress) -> float:
-    """Tokens after the first per second of generating; the first one's time is the prompt's."""
-    return (progress.n_generated - 1) / progress.predicted_ms * 1e3 if progress.predicted_ms > 0 else 0.0

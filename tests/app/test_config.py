@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from llamaslot.app.config import Config, Parser, add_flags, options, read_config
+from llamaslot.app.config import CacheType, Config, Parser, add_flags, options, read_config
+from llamaslot.backend.llama import CACHE_TYPES
 from llamaslot.base.errors import ConfigError
 
 
@@ -49,6 +51,10 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path:
         (["--cache-prompt"], "cache_prompt", True),
         (["--metrics"], "metrics", True),
         (["--no-slots"], "slots", False),
+        (["-no-kvu"], "kv_unified", False),
+        (["-np", "-1"], "parallel", 4),
+        (["-fa", "1"], "flash_attn", "on"),
+        (["-fa", "disabled"], "flash_attn", "off"),
         (["--temp", "0"], "temperature", 0.0),
         (["--seed", "42"], "seed", 42),
     ],
@@ -67,6 +73,9 @@ def test_flags(argv: list[str], name: str, value: object) -> None:
         (["--port"], {}, ["--port"]),
         (["-np", "0"], {}, ["--parallel"]),
         (["-np", "257"], {}, ["--parallel", "256"]),
+        (["-c", "99999999999"], {}, ["--ctx-size", "2147483647"]),
+        (["-fa", "maybe"], {}, ["--flash-attn", "auto, on, off"]),
+        ([], {"LLAMA_ARG_ENDPOINT_METRICS": "maybe"}, ["LLAMA_ARG_ENDPOINT_METRICS", "maybe"]),
         (["-ctv", "q9"], {}, ["--cache-type-v", "q9"]),
         (["-ub", "2", "-np", "4"], {}, ["--ubatch-size", "--parallel"]),
         (["-fa", "off", "-ctv", "q8_0"], {}, ["--cache-type-v", "flash attention"]),
@@ -101,6 +110,25 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, words: list[str]) -> N
         read(["--config", str(file)])
     for word in [str(file), *words]:
         assert word in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "value"),
+    [
+        ({"LLAMA_ARG_ENDPOINT_METRICS": "on"}, "metrics", True),
+        ({"LLAMA_ARG_ENDPOINT_METRICS": "1"}, "metrics", True),
+        ({"LLAMA_ARG_ENDPOINT_SLOTS": "disabled"}, "slots", False),
+        ({"LLAMA_ARG_NO_ENDPOINT_SLOTS": "1"}, "slots", False),
+        ({"LLAMA_ARG_NO_CACHE_PROMPT": "1"}, "cache_prompt", False),
+        ({"LLAMA_ARG_PORT": ""}, "port", 8080),
+    ],
+)
+def test_llama_servers_environment(environ: dict[str, str], name: str, value: object) -> None:
+    assert getattr(read([], environ), name) == value
+
+
+def test_cache_types_are_those_of_the_backend() -> None:
+    assert set(get_args(CacheType)) == set(CACHE_TYPES)
 
 
 def test_every_option_has_flags_a_variable_and_a_text_of_its_own() -> None:

@@ -50,7 +50,7 @@ EVENTS = {
     SlotEvent.CLAIM: lambda slot: slot.claim(make_request("other"), 0, 3),
     SlotEvent.RELEASE: lambda slot: slot.release(3),
     SlotEvent.EVICT: lambda slot: slot.evict(1),
-    SlotEvent.EXTEND: lambda slot: slot.check(SlotEvent.EXTEND),
+    SlotEvent.EXTEND: lambda slot: slot.extend(np.array([4], dtype=np.int32)),
 }
 
 

@@ -37,7 +37,7 @@ async def test_cached_and_computed_tokens_are_what_llama_decode_was_given(
             )
             for end in ends:
                 assert isinstance(end, Finished)
-                sent = given[end.slot] - before[end.slot]
+                sent = given[end.progress.slot] - before[end.progress.slot]
                 progress = end.progress
                 # All generated tokens but the last were decoded too.
                 assert sent == progress.n_prompt_computed + progress.n_generated - 1

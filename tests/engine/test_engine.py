@@ -48,7 +48,7 @@ async def test_the_next_turn_pays_only_for_what_is_new() -> None:
         second = finished(await engine.submit("2", f"hello there{reply} and more"))
         assert first.progress.n_held == 12 + first.progress.n_generated - 1
         assert second.progress.n_cached == first.progress.n_held
-        assert second.slot == first.slot
+        assert second.progress.slot == first.progress.slot
         assert engine.text("2") == await alone(f"hello there{reply} and more", FakeBackend())
 
 
@@ -76,15 +76,18 @@ async def test_an_empty_slot_is_taken_before_a_slot_is_cut_in_half() -> None:
     async with running(FakeBackend(n_slots=2)) as engine:
         first = finished(await engine.submit("1", "shared head, then a long tail of its own"))
         second = finished(await engine.submit("2", "shared head, but another end"))
-        assert second.slot != first.slot
+        assert second.progress.slot != first.progress.slot
         third = finished(await engine.submit("3", "shared head, then a long tail of its own, continued"))
-        assert third.slot == first.slot
+        assert third.progress.slot == first.progress.slot
         assert third.progress.n_cached == len("shared head, then a long tail of its own") + 1
 
 
 async def test_without_any_match_the_least_recently_used_slot_goes() -> None:
     async with running(FakeBackend(n_slots=2)) as engine:
-        slots = [finished(await engine.submit(str(i), chr(97 + i) * 20, add_special=False)).slot for i in range(4)]
+        slots = [
+            finished(await engine.submit(str(i), chr(97 + i) * 20, add_special=False)).progress.slot
+            for i in range(4)
+        ]
         assert slots == [slots[0], slots[1], slots[0], slots[1]]
         assert slots[0] != slots[1]
 
@@ -95,10 +98,10 @@ async def test_a_pinned_request_waits_for_its_slot_and_holds_up_nobody() -> None
         await engine.wait_for("blocker", Output)
         pinned = engine.submit("pinned", "pinned", id_slot=1)
         other = finished(await engine.submit("other", "other"))
-        assert other.slot == 0
+        assert other.progress.slot == 0
         assert not pinned.done()
-        assert finished(await pinned).slot == 1
-        assert finished(await blocker).slot == 1
+        assert finished(await pinned).progress.slot == 1
+        assert finished(await blocker).progress.slot == 1
 
 
 @pytest.mark.parametrize("unified", [True, False])
@@ -139,7 +142,7 @@ async def test_generation_stops_at_the_end_of_the_context() -> None:
     async with running(FakeBackend(n_ctx=64, n_slots=2)) as engine:
         end = finished(await engine.submit("1", "x" * 40, max_tokens=-1, sampling=Sampling(ignore_eos=True)))
         assert (end.reason, end.truncated) == ("limit", True)
-        assert end.progress.n_held == 64
+        assert end.progress.n_held == 63
 
 
 async def test_zero_tokens_evaluate_the_prompt_only() -> None:

@@ -25,7 +25,7 @@ _MAX_VIEWS = 1024
 class LlamaBackend:
     """A loaded model with its context."""
 
-    def __init__(self, settings: LlamaSettings, on_progress: Callable[[float], None] = lambda _share: None) -> None:
+    def __init__(self, settings: LlamaSettings, on_progress: Callable[[float], bool] = lambda _share: True) -> None:
         library.initialise()
         n_threads = settings.n_threads or psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
         self._closed = False
@@ -43,7 +43,7 @@ class LlamaBackend:
         self._lengths = [0] * self.n_seqs
         self._rows: dict[int, int] = {}
         self._views: dict[int, Logits] = {}
-        """Arrays over llama.cpp's logits by address: it returns to the same few, and making one costs more than an argmax."""
+        """Arrays over the logits by address: llama.cpp keeps to a few, and making one costs more than an argmax."""
         self._warm_up()
 
     def seq_rm(self, seq: int, start: int, end: int = -1) -> None:
@@ -160,6 +160,7 @@ class LlamaBackend:
             eos_token=vocab.text(vocab.eos),
             adds_bos=vocab.adds_bos,
             adds_eos=vocab.adds_eos,
+            control_tokens=vocab.control_tokens,
         )
 
     def _warm_up(self) -> None:

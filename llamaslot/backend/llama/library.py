@@ -23,6 +23,7 @@ _HARMLESS = ("possible training context overflow",)
 
 _recent: deque[str] = deque(maxlen=200)
 _errors: deque[str] = deque(maxlen=20)
+_watching: list[bool] = []
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
@@ -33,7 +34,8 @@ def _on_log(level: int, text: bytes | None, _user: Any) -> None:
     _recent.append(line)
     if level == _ERROR:
         _errors.append(line)
-        _log.error("llama.cpp", line=line)
+        if not _watching:
+            _log.error("llama.cpp", line=line)
     elif level == _WARN and not any(words in line for words in _HARMLESS):
         _log.warning("llama.cpp", line=line)
 
@@ -46,10 +48,14 @@ def initialise() -> None:
 
 @contextmanager
 def watched() -> Iterator[tuple[deque[str], deque[str]]]:
-    """The lines that llama.cpp logs meanwhile: all of them, and its errors."""
+    """The lines that llama.cpp logs meanwhile: all of them, and its errors, which nobody else logs then."""
     _recent.clear()
     _errors.clear()
-    yield _recent, _errors
+    _watching.append(True)
+    try:
+        yield _recent, _errors
+    finally:
+        _watching.pop()
 
 
 def devices() -> list[str]:
@@ -70,8 +76,3 @@ def devices() -> list[str]:
             description = libggml.ggml_backend_dev_description(device).decode(errors="replace")
             found.append(f"{name} ({description})")
     return found
-
-
-def system_info() -> str:
-    """What the library was built for and runs on, in its own words."""
-    return str(llama_cpp.llama_print_system_info().decode(errors="replace")).strip()

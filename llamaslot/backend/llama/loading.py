@@ -21,22 +21,34 @@ _FLASH_ATTN = {
 }
 
 
-def load_model(settings: LlamaSettings, on_progress: Callable[[float], None]) -> Any:
-    """The model handle; `on_progress` gets the share loaded, 0 to 1. Raises `ConfigError`."""
+class LoadingStopped(Exception):  # noqa: N818 - nothing went wrong
+    """Loading was given up because it was asked to."""
+
+
+def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) -> Any:
+    """The model handle. Raises `ConfigError`, or `LoadingStopped` once `on_progress` has returned False.
+
+    `on_progress` gets the share loaded, 0 to 1.
+    """
     check_file(settings.model)
+    stopped = False
 
     @llama_cpp.llama_progress_callback  # type: ignore[untyped-decorator]
     def progress(share: float, _user: Any) -> bool:
-        on_progress(share)
-        return True
+        nonlocal stopped
+        stopped = not on_progress(share)
+        return not stopped
 
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers = settings.n_gpu_layers
     params.progress_callback = progress
     with library.watched() as (_lines, errors):
         model = llama_cpp.llama_model_load_from_file(os.fsencode(settings.model), params)
+        if stopped:
+            raise LoadingStopped
         if not model:
-            raise ConfigError(f"cannot load {settings.model}: {_reason(errors)}", param="--model")
+            reason = f"it is damaged, incomplete or of a kind that llama.cpp does not know ({_reason(errors)})"
+            raise ConfigError(f"cannot load {settings.model}: {reason}", param="--model")
     if not llama_cpp.llama_model_has_decoder(model) or llama_cpp.llama_model_has_encoder(model):
         llama_cpp.llama_model_free(model)
         raise ConfigError(f"{settings.model} is not a text generation model", param="--model")

@@ -23,6 +23,11 @@ class LlamaVocab:
         self.eog = frozenset(
             token for token in range(self.n_tokens) if llama_cpp.llama_vocab_is_eog(self._vocab, token)
         )
+        self.control_tokens = tuple(
+            self.text(token)
+            for token in range(self.n_tokens)
+            if llama_cpp.llama_vocab_is_control(self._vocab, token)
+        )
         self._pieces: dict[int, bytes] = {}
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
