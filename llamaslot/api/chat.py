@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from llamaslot.api import submits, unsupported
 from llamaslot.api.choices import Choice, Choices
 from llamaslot.api.deliver import deliver, json_response
-from llamaslot.api.gate import SETTINGS, UNIQUE_ID
+from llamaslot.api.gate import CLIENT_ID, SETTINGS, UNIQUE_ID
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.replies import (
     REASONS,
@@ -44,24 +44,24 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
     body = await read(request, _decoder)
     unsupported.refuse(body)
-    prompt = (TextPart(rendered(service, body)),)
+    prompt = rendered(service, body)
     reply_id = f"chatcmpl-{request[UNIQUE_ID]}"
-    asked = await submits.make(service, settings, body, [prompt], reply_id)
+    asked = await submits.make(service, settings, body, [prompt], reply_id, client_id=request[CLIENT_ID])
     async with Choices(service, asked) as choices:
-        dialect = ChatDialect(reply_id, settings.alias or service.info.name, body, choices.all)
+        dialect = ChatDialect(reply_id, settings.model_names(service.info)[0], body, choices.all)
         return await deliver(request, body, choices, dialect)
 
 
 async def apply_template(request: web.Request) -> web.Response:
-    """Show the prompt that a conversation becomes."""
+    """Show the prompt that a conversation and its tools become."""
     service = request.app[READINESS].check()
     body = await read(request, _decoder)
-    unsupported.refuse(body)
-    return json_response({"prompt": rendered(service, body)})
+    unsupported.refuse(body, but_for=("tools", "tool_choice"))
+    return json_response({"prompt": "".join(part.text for part in rendered(service, body))})
 
 
-def rendered(service: Service, body: ChatBody) -> str:
-    """The conversation as prompt text; raises `InvalidRequestError` for one that cannot be rendered."""
+def rendered(service: Service, body: ChatBody) -> tuple[TextPart, ...]:
+    """The conversation as parts of a prompt; raises `InvalidRequestError` for one that cannot be rendered."""
     for i, message in enumerate(body.messages):
         role = message.get("role")
         if not isinstance(role, str) or role not in _ROLES:
@@ -73,7 +73,9 @@ def rendered(service: Service, body: ChatBody) -> str:
         kwargs["enable_thinking"] = False
     elif body.reasoning_effort:
         kwargs["reasoning_effort"] = body.reasoning_effort
-    return service.render_chat(body.messages, add_generation_prompt=_wants_reply(body), kwargs=kwargs)
+    return service.render_chat(
+        body.messages, tools=body.tools, add_generation_prompt=_wants_reply(body), kwargs=kwargs
+    )
 
 
 def _wants_reply(body: ChatBody) -> bool:

@@ -1,4 +1,4 @@
-"""Errors as HTTP: one table from error types to statuses, one body for all of them.
+"""Errors as HTTP: a status for each type of error, one body for all of them.
 
 Whatever goes wrong, the client gets `{"error": {...}}`; what the server did not expect goes to the log and never
 into a body.
@@ -19,6 +19,7 @@ from llamaslot.base.errors import (
     InvalidRequestError,
     LlamaslotError,
     NotFoundError,
+    NotSupportedError,
     QueueFullError,
     ServerError,
     TooLargeError,
@@ -26,7 +27,7 @@ from llamaslot.base.errors import (
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-STATUS = {
+_STATUS = {
     "invalid_request_error": 400,
     "exceed_context_size_error": 400,
     "authentication_error": 401,
@@ -71,9 +72,19 @@ class ErrorBody(msgspec.Struct):
     error: ErrorDetail
 
 
+def status(error: LlamaslotError) -> int:
+    """The status of a reply with this error.
+
+    What a field asks for in vain is the request's fault: clients would try again on a 501.
+    """
+    if isinstance(error, NotSupportedError) and error.param:
+        return 400
+    return _STATUS.get(error.type, 500)
+
+
 def body(error: LlamaslotError) -> bytes:
     """The error as JSON."""
-    detail = ErrorDetail(STATUS.get(error.type, 500), error.message, error.type, error.param)
+    detail = ErrorDetail(status(error), error.message, error.type, error.param)
     if isinstance(error, ContextSizeError):
         detail.n_prompt_tokens, detail.n_ctx = error.n_prompt_tokens, error.n_ctx
     return _encoder.encode(ErrorBody(detail))
@@ -88,9 +99,7 @@ def response(error: LlamaslotError) -> web.Response:
         headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, MethodNotAllowedError):
         headers["Allow"] = ", ".join(sorted(error.allowed))
-    return web.Response(
-        status=STATUS.get(error.type, 500), body=body(error), content_type="application/json", headers=headers
-    )
+    return web.Response(status=status(error), body=body(error), content_type="application/json", headers=headers)
 
 
 def described(error: Exception) -> LlamaslotError:

@@ -22,8 +22,8 @@ from llamaslot.base.errors import AuthenticationError
 SETTINGS = web.AppKey("SETTINGS", ApiSettings)
 UNIQUE_ID = web.RequestKey("UNIQUE_ID", str)
 """Our own name for a request; the engine's ids and those in replies are made from it."""
-REQUEST_ID = web.RequestKey("REQUEST_ID", str)
-"""The name in `X-Request-Id`: the client's, where it gave a sane one."""
+CLIENT_ID = web.RequestKey("CLIENT_ID", str)
+"""The client's name for a request in its `X-Request-Id`, empty where it gave no sane one."""
 
 _log = structlog.get_logger(__name__)
 _PUBLIC = frozenset({"/health", "/v1/health"})
@@ -41,16 +41,21 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
     """Name the request, by the client's own name for it where that is fit for a log."""
     theirs = request.headers.get("X-Request-Id", "")
     request[UNIQUE_ID] = uuid4().hex
-    request[REQUEST_ID] = theirs if _SANE_ID.fullmatch(theirs) else request[UNIQUE_ID]
-    with structlog.contextvars.bound_contextvars(http_request_id=request[REQUEST_ID]):
+    request[CLIENT_ID] = theirs if _SANE_ID.fullmatch(theirs) else ""
+    with structlog.contextvars.bound_contextvars(http_request_id=_shown_id(request)):
         _log.debug("request.arrived", path=request.path, unique_id=request[UNIQUE_ID])
         return await handler(request)
+
+
+def _shown_id(request: web.Request) -> str:
+    """What the request is called in the reply's `X-Request-Id` and in the log."""
+    return request[CLIENT_ID] or request[UNIQUE_ID]
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """The headers of every reply; a signal of aiohttp's, since streams and errors need them too."""
     response.headers["Server"] = "llamaslot"
-    response.headers["X-Request-Id"] = request[REQUEST_ID] if REQUEST_ID in request else uuid4().hex
+    response.headers["X-Request-Id"] = _shown_id(request) if UNIQUE_ID in request else uuid4().hex
     origin = request.headers.get("Origin")
     if origin is None:
         return

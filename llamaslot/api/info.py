@@ -12,7 +12,7 @@ from llamaslot.api.gate import SETTINGS
 from llamaslot.api.native import generation_settings
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.replies import FINGERPRINT
-from llamaslot.base.errors import NotSupportedError, UnavailableError
+from llamaslot.base.errors import NotFoundError, NotSupportedError, UnavailableError
 from llamaslot.base.messages import SlotReport
 
 
@@ -23,41 +23,25 @@ async def health(_: web.Request) -> web.Response:
 
 async def models(request: web.Request) -> web.Response:
     """The one model, in OpenAI's list and in Ollama's."""
-    info, name = request.app[READINESS].check().info, model_name(request)
-    return json_response(
-        {
-            "object": "list",
-            "data": [
-                {
-                    "id": name,
-                    "aliases": [name],
-                    "tags": [],
-                    "object": "model",
-                    "created": _started(),
-                    "owned_by": "llamaslot",
-                    "meta": {
-                        "vocab_type": info.vocab_type,
-                        "n_vocab": info.n_vocab,
-                        "n_ctx": info.n_ctx_slot,
-                        "n_ctx_train": info.n_ctx_train,
-                        "n_embd": info.n_embd,
-                        "n_params": info.n_params,
-                        "size": info.size_bytes,
-                    },
-                }
-            ],
-            "models": [
-                {
-                    "name": name,
-                    "model": name,
-                    "type": "model",
-                    "description": info.description,
-                    "capabilities": ["completion"],
-                    "details": {"format": "gguf", "family": info.architecture},
-                }
-            ],
-        }
-    )
+    info = request.app[READINESS].check().info
+    described = _model(request)
+    ollama = {
+        "name": described["id"],
+        "model": described["id"],
+        "type": "model",
+        "description": info.description,
+        "capabilities": ["completion"],
+        "details": {"format": "gguf", "family": info.architecture},
+    }
+    return json_response({"object": "list", "data": [described], "models": [ollama]})
+
+
+async def model(request: web.Request) -> web.Response:
+    """The model, by any of its names."""
+    name, described = request.match_info["name"], _model(request)
+    if name not in described["aliases"]:
+        raise NotFoundError(f"there is no model '{name}' here, only '{described['id']}'", param="model")
+    return json_response(described)
 
 
 async def props(request: web.Request) -> web.Response:
@@ -68,10 +52,10 @@ async def props(request: web.Request) -> web.Response:
         {
             "default_generation_settings": {
                 "n_ctx": info.n_ctx_slot,
-                "params": generation_settings(settings.sampling, settings.n_predict),
+                "params": {**generation_settings(settings.sampling, settings.n_predict), "stream": False},
             },
             "total_slots": info.n_slots,
-            "model_alias": model_name(request),
+            "model_alias": settings.model_names(info)[0],
             "model_path": info.path,
             "modalities": {"vision": False, "video": False, "audio": False},
             "endpoint_slots": settings.slots,
@@ -109,9 +93,27 @@ async def metrics(request: web.Request) -> web.Response:
     )
 
 
-def model_name(request: web.Request) -> str:
-    """The model's name as this server gives it to clients."""
-    return request.app[SETTINGS].alias or request.app[READINESS].check().info.name
+def _model(request: web.Request) -> dict[str, Any]:
+    """The model in OpenAI's words, with what llama-server says of it besides."""
+    info = request.app[READINESS].check().info
+    names = request.app[SETTINGS].model_names(info)
+    return {
+        "id": names[0],
+        "aliases": names,
+        "tags": [],
+        "object": "model",
+        "created": _started(),
+        "owned_by": "llamaslot",
+        "meta": {
+            "vocab_type": info.vocab_type,
+            "n_vocab": info.n_vocab,
+            "n_ctx": info.n_ctx_slot,
+            "n_ctx_train": info.n_ctx_train,
+            "n_embd": info.n_embd,
+            "n_params": info.n_params,
+            "size": info.size_bytes,
+        },
+    }
 
 
 def _slot(slot: SlotReport) -> dict[str, Any]:

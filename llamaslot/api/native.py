@@ -11,12 +11,12 @@ from aiohttp import web
 from llamaslot.api import submits, unsupported
 from llamaslot.api.choices import Choice, Choices
 from llamaslot.api.deliver import deliver
-from llamaslot.api.gate import SETTINGS, UNIQUE_ID
+from llamaslot.api.gate import CLIENT_ID, SETTINGS, UNIQUE_ID
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.replies import pick, timings
 from llamaslot.api.sse import event
 from llamaslot.api.wire import CompletionBody, read
-from llamaslot.base.messages import Finished, Output, Sampling
+from llamaslot.base.messages import Finished, Output, Sampling, Submit
 
 _decoder = msgspec.json.Decoder(CompletionBody)
 
@@ -30,7 +30,6 @@ _NEUTRAL: dict[str, Any] = {
     "dry_base": 1.75,
     "dry_allowed_length": 2,
     "dry_penalty_last_n": -1,
-    "dry_sequence_breakers": ["\n", ":", '"', "*"],
     "mirostat": 0,
     "mirostat_tau": 5.0,
     "mirostat_eta": 0.1,
@@ -40,7 +39,6 @@ _NEUTRAL: dict[str, Any] = {
     "n_discard": 0,
     "n_probs": 0,
     "min_keep": 0,
-    "grammar": "",
     "lora": [],
     "post_sampling_probs": False,
 }
@@ -53,10 +51,13 @@ async def completion(request: web.Request) -> web.StreamResponse:
     body = await read(request, _decoder)
     unsupported.refuse(body)
     prompts = submits.parse_prompts(body.prompt, service.info.n_vocab)
-    asked = await submits.make(service, settings, body, prompts, f"cmpl-{request[UNIQUE_ID]}", return_tokens=True)
+    reply_id = f"cmpl-{request[UNIQUE_ID]}"
+    asked = await submits.make(
+        service, settings, body, prompts, reply_id, client_id=request[CLIENT_ID], return_tokens=True
+    )
     async with Choices(service, asked) as choices:
         texts = [await service.detokenize(choice.accepted.prompt_tokens) for choice in choices.all]
-        dialect = NativeDialect(settings.alias or service.info.name, body, choices.all, texts)
+        dialect = NativeDialect(settings.model_names(service.info)[0], body, choices.all, texts)
         return await deliver(request, body, choices, dialect)
 
 
@@ -77,7 +78,7 @@ class NativeDialect:
                 "content": output.content,
                 "tokens": output.tokens,
                 "stop": False,
-                "id_slot": choice.submit.id_slot,
+                "id_slot": output.progress.slot,
                 "tokens_predicted": output.progress.n_generated,
                 "tokens_evaluated": output.progress.n_prompt,
             }
@@ -112,7 +113,8 @@ class NativeDialect:
             "tokens_predicted": end.progress.n_generated,
             "tokens_evaluated": end.progress.n_prompt,
             "generation_settings": {
-                **generation_settings(submit.sampling, submit.max_tokens, submit.stop),
+                **generation_settings(submit.sampling, submit.max_tokens),
+                **_texts(submit),
                 "stream": bool(self._body.stream),
                 "timings_per_token": bool(self._body.timings_per_token),
             },
@@ -127,16 +129,25 @@ class NativeDialect:
         return pick(body, self._body.response_fields) if self._body.response_fields else body
 
 
-def generation_settings(sampling: Sampling, max_tokens: int, stop: Sequence[str] = ()) -> dict[str, Any]:
-    """Settings under llama-server's names; a `seed` of -1 is shown as 2**32 - 1, a bias of -inf as null."""
+def generation_settings(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
+    """Settings that tell nothing of a request's text, under llama-server's names; a `seed` of -1 is 2**32 - 1."""
     settings = msgspec.structs.asdict(sampling)
+    del settings["logit_bias"]
     return {
         **_NEUTRAL,
         **settings,
         "seed": sampling.seed % 2**32,
-        "logit_bias": [{"token": token, "bias": bias} for token, bias in sampling.logit_bias.items()],
         "max_tokens": max_tokens,
         "n_predict": max_tokens,
-        "stop": stop,
-        "samplers": ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"],
+        "samplers": unsupported.SAMPLERS,
+    }
+
+
+def _texts(submit: Submit) -> dict[str, Any]:
+    """The settings that only the request's own client sees; a bias of -inf is null."""
+    return {
+        "stop": submit.stop,
+        "logit_bias": [{"token": token, "bias": bias} for token, bias in submit.sampling.logit_bias.items()],
+        "grammar": "",
+        "dry_sequence_breakers": ["\n", ":", '"', "*"],
     }

@@ -27,6 +27,7 @@ def create_app(settings: ApiSettings) -> web.Application:
         ("/v1/health", info.health),
         ("/models", info.models),
         ("/v1/models", info.models),
+        ("/v1/models/{name:.+}", info.model),
         ("/props", info.props),
         ("/slots", info.slots),
         ("/metrics", info.metrics),

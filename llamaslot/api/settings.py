@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 import msgspec
 
-from llamaslot.base.messages import Sampling
+from llamaslot.base.messages import ModelInfo, Sampling
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,7 +16,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Keys that open the server; none leaves it open."""
     max_body_bytes: int = 64 * 1024 * 1024
     alias: str = ""
-    """The model's name in replies; empty means its own."""
+    """The model's names in replies, comma-separated; empty means its file's name."""
     cors_origins: tuple[str, ...] = ("*",)
     """Origins that browsers may call from; `*` is any, `localhost` any port of this machine."""
     metrics: bool = False
@@ -26,3 +28,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_prompt: bool = True
     sampling: Sampling = Sampling(seed=-1)
     """A `seed` of -1 stands for another one in each request."""
+
+    def model_names(self, info: ModelInfo) -> list[str]:
+        """All names of the model in alphabetical order, as llama-server has them; the first one is its id."""
+        aliases = {alias.strip() for alias in self.alias.split(",")} - {""}
+        return sorted(aliases) or [PurePath(info.path).name]

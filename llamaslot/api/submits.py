@@ -42,17 +42,20 @@ async def make(
     prompts: Sequence[Prompt],
     request_id: str,
     *,
+    client_id: str,
     return_tokens: bool = False,
 ) -> list[Submit]:
     """One submission for each choice: `n` of the first prompt, then `n` of the next.
 
-    Further choices of a prompt get the seeds that follow the first's. Raises `InvalidRequestError`.
+    Further choices of a prompt get the seeds that follow the first's. Raises `InvalidRequestError`, and
+    `QueueFullError` where there is no room for all; there still is when the caller submits them without waiting.
     """
     sampling = await _sampling(service, settings, options)
     n = _first(options.n_cmpl, options.n, 1)
     id_slot = _first(options.id_slot, -1)
     if id_slot >= service.info.n_slots:
         raise InvalidRequestError(f"'id_slot' must be below {service.info.n_slots}", param="id_slot")
+    service.check_room(len(prompts) * n)
     return [
         Submit(
             request_id=f"{request_id}-{index}" if len(prompts) * n > 1 else request_id,
@@ -65,6 +68,7 @@ async def make(
             cache_prompt=_first(options.cache_prompt, settings.cache_prompt),
             id_slot=id_slot,
             return_tokens=return_tokens,
+            client_id=client_id,
         )
         for index, prompt in enumerate(prompt for prompt in prompts for _ in range(n))
     ]
@@ -84,7 +88,7 @@ def parse_prompt(prompt: object, n_vocab: int, param: str, *, special: bool = Tr
     if isinstance(prompt, PromptObject):
         if prompt.multimodal_data:
             raise NotSupportedError(
-                f"'{param}.multimodal_data' is not offered: this server takes text only",
+                f"'{param}.multimodal_data' is not supported yet: this server takes text only",
                 param=f"{param}.multimodal_data",
             )
         prompt = prompt.prompt_string

@@ -18,8 +18,10 @@ async def tokenize(request: web.Request) -> web.Response:
     """Token ids of a text or of texts and ids, with each token's piece if asked for."""
     service = request.app[READINESS].check()
     body = await read(request, _tokenize_decoder)
-    parts = parse_prompt(body.content, service.info.n_vocab, "content", special=body.parse_special)
-    answer = await service.tokenize(parts, add_special=body.add_special)
+    if body.content in (None, []):
+        return json_response({"tokens": []})
+    parts = parse_prompt(body.content, service.info.n_vocab, "content", special=body.parse_special is not False)
+    answer = await service.tokenize(parts, add_special=bool(body.add_special))
     if not body.with_pieces:
         return json_response({"tokens": answer.tokens})
     pairs = zip(answer.tokens, answer.pieces, strict=True)
@@ -30,7 +32,7 @@ async def detokenize(request: web.Request) -> web.Response:
     """The text of token ids."""
     service = request.app[READINESS].check()
     body = await read(request, _detokenize_decoder)
-    tokens = checked(body.tokens, service.info.n_vocab, "tokens")
+    tokens = checked(body.tokens or (), service.info.n_vocab, "tokens")
     return json_response({"content": await service.detokenize(tokens)})
 
 

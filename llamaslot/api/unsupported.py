@@ -6,17 +6,31 @@ feature off passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from llamaslot.api.wire import Options
 from llamaslot.base.errors import NotSupportedError
 
-_SAMPLERS = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
+SAMPLERS = ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"]
+"""The samplers of this server in their order, under llama-server's names."""
+_IDLE_SAMPLERS = ("dry", "top_n_sigma", "xtc", "adaptive_p")
+"""Samplers of llama-server that do nothing as long as their own fields below are off."""
+_SAMPLER_LETTERS = {
+    "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p",
+    "x": "xtc", "t": "temperature", "a": "adaptive_p",
+}  # fmt: skip
 
 
 def _falsy(value: Any) -> bool:
     return not value
+
+
+def _keeps_order(samplers: Any) -> bool:
+    """Whether it is our order, as llama-server's list of names or string of letters, or an empty string."""
+    if isinstance(samplers, str):
+        samplers = [_SAMPLER_LETTERS.get(letter) for letter in samplers] or SAMPLERS
+    return isinstance(samplers, list) and [name for name in samplers if name not in _IDLE_SAMPLERS] == SAMPLERS
 
 
 _OFF: dict[str, Callable[[Any], bool]] = {
@@ -33,7 +47,7 @@ _OFF: dict[str, Callable[[Any], bool]] = {
     "echo": _falsy,
     "suffix": _falsy,
     "lora": _falsy,
-    "samplers": lambda value: value in ("", _SAMPLERS),
+    "samplers": _keeps_order,
     "modalities": lambda value: value == ["text"],
     "web_search_options": lambda value: False,
     "mirostat": _falsy,
@@ -42,7 +56,7 @@ _OFF: dict[str, Callable[[Any], bool]] = {
     "xtc_probability": _falsy,
     "top_n_sigma": lambda value: value <= 0,
     "adaptive_target": lambda value: value < 0,
-    "min_keep": _falsy,
+    "min_keep": lambda value: value <= 1,
     "n_indent": _falsy,
     "t_max_predict_ms": lambda value: value <= 0,
     "return_progress": _falsy,
@@ -50,11 +64,11 @@ _OFF: dict[str, Callable[[Any], bool]] = {
 """For each field whether a value, null excepted, leaves its feature off."""
 
 
-def refuse(options: Options) -> None:
-    """Raise `NotSupportedError` for the first feature that the request turns on."""
+def refuse(options: Options, *, but_for: Container[str] = ()) -> None:
+    """Raise `NotSupportedError` for the first feature that the request turns on, the fields `but_for` aside."""
     for name, is_off in _OFF.items():
         value = getattr(options, name)
-        if value is not None and not is_off(value):
-            raise NotSupportedError(f"'{name}' asks for something that this server does not offer", param=name)
+        if value is not None and name not in but_for and not is_off(value):
+            raise NotSupportedError(f"'{name}' asks for something that is not supported yet", param=name)
     if options.best_of is not None and options.best_of > (options.n or 1):
-        raise NotSupportedError("'best_of' above 'n' is not offered", param="best_of")
+        raise NotSupportedError("'best_of' above 'n' is not supported yet", param="best_of")

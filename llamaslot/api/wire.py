@@ -1,7 +1,7 @@
 """The request bodies, typed and bounded, and how one is read from a request.
 
-A field that is null counts as absent, an unknown one is ignored, as llama-server does; one of the wrong type or out
-of range is refused by name. What a value means is decided elsewhere.
+A field that is null counts as absent, an unknown one is ignored, and 2.0 is an integer, as with llama-server; a
+field of the wrong type or out of range is refused by name. What a value means is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Options(msgspec.Struct, kw_only=True):
     sse_ping_interval: Count | None = None
 
     # Known to llama-server or OpenAI and not offered here: `llamaslot.api.unsupported` lets only no-ops pass.
-    tools: Any = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
@@ -126,16 +126,16 @@ class CompletionBody(Options, kw_only=True):
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """`POST /tokenize`."""
 
-    content: str | Parts
-    add_special: bool = False
-    parse_special: bool = True
-    with_pieces: bool = False
+    content: str | Parts | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     """`POST /detokenize`."""
 
-    tokens: list[Token]
+    tokens: list[Token] | None = None
 
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -144,7 +144,7 @@ B = TypeVar("B", bound=msgspec.Struct)
 async def read(request: web.Request, decoder: msgspec.json.Decoder[B]) -> B:
     """The body of a request; raises `InvalidRequestError` that names the field which is wrong."""
     try:
-        return decoder.decode(await request.read())
+        return _decoded(await request.read(), decoder)
     except web.RequestPayloadError as error:
         raise InvalidRequestError("the body cannot be read: it is not encoded as its headers say") from error
     except msgspec.ValidationError as error:
@@ -153,6 +153,20 @@ async def read(request: web.Request, decoder: msgspec.json.Decoder[B]) -> B:
         raise InvalidRequestError("the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+
+
+def _decoded(raw: bytes, decoder: msgspec.json.Decoder[B]) -> B:
+    """The body as `decoder` has it, where an integer field may be written as 2.0."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+    fields = {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in msgspec.json.decode(raw, type=dict[str, Any]).items()
+    }
+    return msgspec.convert(fields, decoder.type)
 
 
 _WORDS = {
@@ -170,7 +184,7 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 def _named(message: str) -> InvalidRequestError:
     """msgspec's complaint as a sentence about a field, and that field as `param`."""
     complaint, _, path = message.partition(" - at `$")
-    param = path.rstrip("`").removeprefix(".")
+    param = path.rstrip("`").removeprefix(".").partition("[...]")[0]
     if missing := _MISSING.match(complaint):
         param = f"{param}.{missing[1]}" if param else missing[1]
         return InvalidRequestError(f"'{param}' is required", param=param)

@@ -148,6 +148,7 @@ def chat_template(info: ModelInfo, source: str, flag: str) -> ChatTemplate:
             eos_token=info.eos_token,
             adds_bos=info.adds_bos,
             adds_eos=info.adds_eos,
+            control_tokens=info.control_tokens,
         )
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error.message}", param="--chat-template") from None

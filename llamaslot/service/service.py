@@ -42,6 +42,7 @@ from llamaslot.base.messages import (
     State,
     Stopped,
     Submit,
+    TextPart,
     Tokenize,
     Tokenized,
 )
@@ -125,11 +126,14 @@ class Service:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
+    ) -> tuple[TextPart, ...]:
         """The prompt of a conversation; raises `InvalidRequestError` when the template refuses."""
-        return self.chat_template.render(messages, add_generation_prompt=add_generation_prompt, kwargs=kwargs or {})
+        return self.chat_template.render_parts(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
+        )
 
     async def tokenize(self, prompt: tuple[PromptPart, ...], *, add_special: bool) -> Tokenized:
         """Token ids of prompt parts."""

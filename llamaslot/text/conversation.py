@@ -112,4 +112,4 @@ def _list(value: Any, where: str) -> Sequence[Any]:
 
 
 def _refuse(where: str, why: str) -> NoReturn:
-    raise InvalidRequestError(f"'{where}' {why}", param=where.partition("[")[0])
+    raise InvalidRequestError(f"'{where}' {why}", param=where)

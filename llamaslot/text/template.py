@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -18,15 +19,19 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llamaslot.base.errors import ConfigError, InvalidRequestError
+from llamaslot.base.messages import TextPart
 from llamaslot.text.conversation import Conversation, Message, clean_message, clean_tool, joined
+from llamaslot.text.spans import ControlTokens, Marks, unmarked
 
 
 class ChatTemplate:
     """A parsed template and what it was found to understand.
 
     `bos_token` and `eos_token` are the texts of the model's tokens. Where the tokenizer adds them by itself
-    (`adds_bos`, `adds_eos`), a leading BOS or trailing EOS that the template writes is left out. `now` is the clock
-    for templates that print the date. Raises `ConfigError` with the line if `source` does not parse.
+    (`adds_bos`, `adds_eos`), a leading BOS or trailing EOS that the template writes is left out. `control_tokens`
+    are the texts of the vocabulary's control tokens; with `mark_control_tokens`, `render_parts` tells those that a
+    caller spelled from those that the template wrote. `now` is the clock for templates that print the date. Raises
+    `ConfigError` with the line if `source` does not parse.
     """
 
     def __init__(
@@ -37,6 +42,8 @@ class ChatTemplate:
         eos_token: str,
         adds_bos: bool = False,
         adds_eos: bool = False,
+        control_tokens: Sequence[str] = (),
+        mark_control_tokens: bool = True,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self.source = source
@@ -46,6 +53,7 @@ class ChatTemplate:
         self._now = now
         try:
             self._template = _ENVIRONMENT.from_string(source)
+            self._control = ControlTokens(control_tokens if mark_control_tokens else (), _ENVIRONMENT.parse(source))
         except TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is wrong in line {error.lineno}: {error.message}") from error
         except Exception as error:
@@ -66,30 +74,89 @@ class ChatTemplate:
         its text follows the generation prompt. Raises `InvalidRequestError` for messages or tools that are not in
         OpenAI's form, that hold other things than text, or that the template refuses.
         """
+        return self._prompt(self._asked(messages, tools, add_generation_prompt, kwargs))
+
+    def render_parts(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[TextPart, ...]:
+        """What `render` gives, in parts: each control token that the caller spelled is one that is not special.
+
+        Usually that is a single part. It is also where who wrote a token cannot be found out, because the template
+        writes something else when it does not see the token: then all of them are special. Raises as `render` does.
+        """
+        asked = self._asked(messages, tools, add_generation_prompt, kwargs)
+        prompt = self._prompt(asked)
+        try:
+            if self._control.begin_in((asked.messages, asked.tools, asked.kwargs)):
+                return self._parts(asked, prompt)
+        except RecursionError as error:
+            raise InvalidRequestError("the messages or tools are nested too deep", param="messages") from error
+        return (TextPart(prompt),)
+
+    def _parts(self, asked: _Asked, prompt: str) -> tuple[TextPart, ...]:
+        marks = self._control.marks(self.source, asked.messages, asked.tools, asked.kwargs)
+        for messages, others in self._control.attempts(asked.messages, (asked.tools, asked.kwargs), marks):
+            tools, kwargs = others
+            try:
+                marked = self._prompt(replace(asked, messages=messages, tools=tools, kwargs=kwargs), marks)
+            except InvalidRequestError:
+                continue
+            if unmarked(marked, marks) == prompt:
+                return self._control.parts(prompt, marked)
+        return (TextPart(prompt),)
+
+    def _asked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any] | None,
+    ) -> _Asked:
         conversation = [clean_message(message, index) for index, message in enumerate(messages)]
         if not conversation:
             raise InvalidRequestError("'messages' must not be empty", param="messages")
-        beginning = _take_beginning(conversation) if add_generation_prompt else None
+        beginning = _take_beginning(conversation) if add_generation_prompt else []
+        return _Asked(
+            messages=[*self._adapted(conversation), *beginning],
+            n_begun=len(beginning),
+            tools=[clean_tool(tool, index) for index, tool in enumerate(tools or ())],
+            add_generation_prompt=add_generation_prompt,
+            kwargs=kwargs or {},
+            now=self._now(),
+        )
+
+    def _prompt(self, asked: _Asked, marks: Marks | None = None) -> str:
+        n_whole = len(asked.messages) - asked.n_begun
         try:
             prompt = self._render(
-                self._adapted(conversation),
-                tools=[clean_tool(tool, index) for index, tool in enumerate(tools or ())],
-                add_generation_prompt=add_generation_prompt,
-                kwargs=kwargs or {},
+                asked.messages[:n_whole],
+                tools=asked.tools,
+                add_generation_prompt=asked.add_generation_prompt,
+                kwargs=asked.kwargs,
+                now=asked.now,
+                marks=marks or {},
             )
         except _RefusedError as error:
             raise InvalidRequestError(str(error), param="messages") from error
-        return prompt if beginning is None else _continued(prompt, beginning)
+        for beginning in asked.messages[n_whole:]:
+            prompt = _continued(prompt, beginning)
+        return prompt
 
     def _render(
         self,
-        conversation: Conversation,
+        conversation: Sequence[Message],
         *,
+        now: datetime,
         tools: Sequence[Message] = (),
         add_generation_prompt: bool = False,
         kwargs: Mapping[str, Any] | None = None,
+        marks: Marks | None = None,
     ) -> str:
-        now = self._now()
         variables = {
             "enable_thinking": True,
             "date_string": now.strftime("%d %b %Y"),
@@ -108,7 +175,13 @@ class ChatTemplate:
             raise _RefusedError(f"the chat template refuses the messages: {error.message}") from error
         except Exception as error:
             raise _RefusedError(f"the chat template fails on the messages: {_described(error)}") from error
-        return text.removeprefix(self._dropped_head).removesuffix(self._dropped_tail)
+        return text[self._kept(unmarked(text, marks or {}))]
+
+    def _kept(self, text: str) -> slice:
+        """What is left of a rendered text without the BOS and EOS that the tokenizer adds."""
+        start = len(self._dropped_head) if text.startswith(self._dropped_head) else 0
+        ends_with_tail = text.endswith(self._dropped_tail, start)
+        return slice(start, len(text) - len(self._dropped_tail) if ends_with_tail else len(text))
 
     def _probe(self) -> None:
         """Find out by rendering small conversations what the template does with them."""
@@ -142,7 +215,7 @@ class ChatTemplate:
 
     def _attempt(self, conversation: Conversation, tools: Sequence[Message] = ()) -> str:
         try:
-            return self._render(conversation, tools=tools)
+            return self._render(conversation, tools=tools, now=self._now())
         except _RefusedError:
             return ""
 
@@ -167,15 +240,27 @@ class ChatTemplate:
         return {**message, "content": content}
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """All that a prompt depends on; the last `n_begun` messages, 0 or 1, are for the model to continue."""
+
+    messages: Sequence[Message]
+    n_begun: int
+    tools: Sequence[Message]
+    add_generation_prompt: bool
+    kwargs: Mapping[str, Any]
+    now: datetime
+
+
 class _RefusedError(Exception):
     """The template did not render a conversation."""
 
 
-def _take_beginning(conversation: Conversation) -> Message | None:
+def _take_beginning(conversation: Conversation) -> Conversation:
     """Take the last message out of the conversation if it is one for the model to continue."""
     roles = [message["role"] for message in conversation[-2:]]
     if roles[-1] != "assistant":
-        return None
+        return []
     if roles == ["assistant", "assistant"]:
         raise InvalidRequestError(
             "there cannot be two assistant messages at the end of 'messages'", param="messages"
@@ -184,7 +269,7 @@ def _take_beginning(conversation: Conversation) -> Message | None:
         raise InvalidRequestError(
             "an assistant message with tool calls cannot be continued; add their results", param="messages"
         )
-    return conversation.pop()
+    return [conversation.pop()]
 
 
 def _continued(prompt: str, beginning: Message) -> str:
@@ -213,7 +298,7 @@ def _parse_arguments(message: Message) -> None:
         if isinstance(function["arguments"], str):
             try:
                 function["arguments"] = json.loads(function["arguments"])
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InvalidRequestError(
                     f"the arguments of a call of '{function['name']}' are not JSON: {error}", param="messages"
                 ) from error

@@ -13,7 +13,7 @@ from llamaslot.core.backend import Status
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/completion"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 INVALID = (400, "invalid_request_error")
-UNBUILT = (501, "not_supported_error")
+UNBUILT = (400, "not_supported_error")
 
 SAMPLING = [
     ("temperature", -0.1),
@@ -27,6 +27,8 @@ SAMPLING = [
     ("top_k", 1.5),
     ("top_k", -2),
     ("top_k", 10**30),
+    ("top_k", 10**400),
+    ("top_k", 1e30),
     ("repeat_penalty", 0),
     ("repeat_penalty", 1e300),
     ("repeat_last_n", -2),
@@ -37,6 +39,7 @@ SAMPLING = [
     ("seed", 0.5),
     ("max_tokens", -2),
     ("max_tokens", 2**31),
+    ("max_tokens", 2.5),
     ("max_completion_tokens", True),
     ("n_predict", "many"),
     ("n", 0),
@@ -56,6 +59,8 @@ SAMPLING = [
     ("logit_bias", [[258, 1]]),
     ("logit_bias", {"1000000000": 1}),
     ("logit_bias", {"65": True}),
+    ("logit_bias", {"65": "x"}),
+    ("tools", 5),
     ("response_format", {"type": "sound"}),
 ]
 
@@ -78,9 +83,9 @@ async def test_wrong_values(server: Any, path: str, field: str, value: Any) -> N
         ({"messages": [{"content": "Hello"}]}, INVALID, "messages[0].role"),
         ({"messages": [{"role": "pope", "content": "Hello"}]}, INVALID, "messages[0].role"),
         ({"messages": [{"role": ["user"], "content": "Hello"}]}, INVALID, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, INVALID, "messages"),
-        ({"messages": [{"role": "user", "content": 5}]}, INVALID, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, INVALID, "messages"),
+        ({"messages": [{"role": "user"}]}, INVALID, "messages[0]"),
+        ({"messages": [{"role": "user", "content": 5}]}, INVALID, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, INVALID, "messages[0].content[0]"),
         ({"messages": HELLO["messages"], "chat_template_kwargs": []}, INVALID, "chat_template_kwargs"),
         ({"messages": HELLO["messages"], "continue_final_message": True}, INVALID, "continue_final_message"),
         (
@@ -138,6 +143,10 @@ async def test_wrong_prompts(server: Any, path: str, prompt: Any, kind: tuple[in
         ("best_of", 2),
         ("lora", [{"id": 0, "scale": 1}]),
         ("samplers", ["temperature"]),
+        ("samplers", ["temperature", "penalties", "top_k", "typ_p", "top_p", "min_p"]),
+        ("samplers", "tk"),
+        ("samplers", [[]]),
+        ("samplers", 5),
         ("modalities", ["text", "audio"]),
         ("mirostat", 2),
         ("dynatemp_range", 0.5),
@@ -158,12 +167,9 @@ async def test_unbuilt_features_are_refused_by_name(server: Any, path: str, fiel
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("/tokenize", {}, "content"),
         ("/tokenize", {"content": 5}, "content"),
-        ("/tokenize", {"content": []}, "content"),
         ("/tokenize", {"content": ["a", 999]}, "content"),
         ("/tokenize", {"content": "a", "with_pieces": "yes"}, "with_pieces"),
-        ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "abc"}, "tokens"),
         ("/detokenize", {"tokens": [65, 258]}, "tokens"),
         ("/detokenize", {"tokens": [65, -1]}, "tokens[1]"),
@@ -175,8 +181,9 @@ async def test_wrong_tokens(server: Any, path: str, body: Any, param: str) -> No
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"{", b"nonsense", b'{"prompt": NaN}', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b"[]", b'"a"',
-     b'{"prompt": "a"} trailing', b'{"prompt": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"],
+    [b"", b"\0", b"{", b"nonsense", "{}".encode("utf-16"), b'{"prompt": NaN}', b'{"prompt": "\xff"}',
+     b'{"prompt": "\\ud800"}', b"[]", b'"a"', b'{"prompt": "a"} trailing',
+     b'{"prompt": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"],
     ids=lambda raw: raw[:20],
 )  # fmt: skip
 @pytest.mark.parametrize("path", [TEXT, NATIVE])
@@ -236,14 +243,30 @@ async def test_full_queue_says_when_to_come_back(start: Any) -> None:
             error = (await response.json())["error"]
             assert (response.status, error["type"]) == (429, "rate_limit_error")
             assert int(response.headers["Retry-After"]) >= 1
-        status, _ = await server.post(TEXT, {"prompt": "x", "n": 3})
-        assert status == 429
     finally:
         for task in running:
             task.cancel()
         await asyncio.wait(running)
     await server.idle()
     await server.ok(NATIVE, {"prompt": "x", "max_tokens": 1})
+
+
+async def test_choices_without_room_for_all_start_none(start: Any) -> None:
+    server = await start(backend=FakeBackend(n_ctx=20_000, n_slots=1), max_queue=2, metrics=True)
+    running = asyncio.create_task(server.post(NATIVE, {"prompt": "x", "ignore_eos": True}))
+    await server.state_where(lambda state: state.slots[0].n_generated > 0)
+    for path, body, status in (
+        (TEXT, {"prompt": ["x", "y"], "n": 2}, 400),
+        (NATIVE, {"prompt": ["x"] * 1000, "n": 128}, 400),
+        (TEXT, {"prompt": "x", "n": 3}, 429),
+        (NATIVE, {"prompt": ["x", "y", "z"]}, 429),
+    ):
+        assert (await server.post(path, body))[0] == status
+        assert server.service.n_in_flight == 1
+        async with server.session.get(server.url + "/metrics") as response:
+            assert "cancelled" not in await response.text()
+    running.cancel()
+    await asyncio.wait([running])
 
 
 async def test_unknown_addresses_and_methods(server: Any) -> None:

@@ -16,7 +16,7 @@ async def test_whole_reply_has_openai_fields(server: Any) -> None:
     reply = await server.ok(PATH, {**GREEDY, "max_tokens": 8})
     assert reply["object"] == "chat.completion"
     assert reply["id"].startswith("chatcmpl-")
-    assert reply["model"] == "fake"
+    assert reply["model"] == "fake.gguf"
     assert reply["system_fingerprint"].startswith("b")
     [choice] = reply["choices"]
     assert choice["finish_reason"] == "length"
@@ -177,7 +177,16 @@ async def test_server_defaults_apply_where_the_request_is_silent(start: Any) -> 
         assert reply["model"] == "house-model"
 
 
-async def test_no_ops_of_unbuilt_features_pass(server: Any) -> None:
+@pytest.mark.parametrize(
+    "samplers",
+    [
+        "",
+        "edskypmxt",
+        ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+        ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"],
+    ],
+)
+async def test_no_ops_of_unbuilt_features_pass(server: Any, samplers: Any) -> None:
     await server.ok(
         PATH,
         {
@@ -194,7 +203,8 @@ async def test_no_ops_of_unbuilt_features_pass(server: Any) -> None:
             "mirostat": 0,
             "xtc_probability": 0.0,
             "top_n_sigma": -1.0,
-            "samplers": "",
+            "samplers": samplers,
+            "min_keep": 1,
             "lora": [],
             "user": "somebody",
             "a_field_of_the_future": {"x": 1},
@@ -210,6 +220,16 @@ async def test_apply_template_shows_the_prompt(server: Any) -> None:
     assert await prompt() == PROMPT
     assert await prompt(add_generation_prompt=False) == "user: Hello there\n"
     assert await prompt(messages=begun, continue_final_message=True) == PROMPT + "Well,"
+
+
+async def test_apply_template_shows_tools(start: Any) -> None:
+    server = await start(template="{{ messages[0].content }}{% for t in tools %} {{ t.function.name }}{% endfor %}")
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "subtract")]
+    for choice in ("auto", "required"):
+        body = {"messages": MESSAGES, "tools": tools, "tool_choice": choice}
+        assert await server.ok("/apply-template", body) == {"prompt": "Hello there add subtract"}
+    status, reply = await server.post("/apply-template", {"messages": MESSAGES, "tools": [{"type": "function"}]})
+    assert (status, reply["error"]["param"]) == (400, "tools[0].function")
 
 
 async def test_template_variables(start: Any) -> None:

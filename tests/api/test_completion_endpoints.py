@@ -88,6 +88,18 @@ async def test_native_reply(server: Any) -> None:
     assert (await server.ok("/completions", GREEDY))["tokens"] == []
 
 
+async def test_whole_numbers_may_be_written_as_fractions(server: Any) -> None:
+    numbers = {"top_k": 40.0, "seed": 3.0, "id_slot": 2.0, "temperature": 1.0, "n_predict": 2.0}
+    odd = {"prompt": {"prompt_string": "abc"}, "logit_bias": [[65, 2.5], ["B", False]], "stop": ["x"]}
+    reply = await server.ok("/completion", {**odd, **numbers, "ignore_eos": True})
+    assert (reply["tokens_predicted"], reply["id_slot"], reply["prompt"]) == (2, 2, "<s>abc")
+    settings = reply["generation_settings"]
+    assert [repr(settings[name]) for name in ("top_k", "seed", "n_predict")] == ["40", "3", "2"]
+    assert settings["logit_bias"] == [{"token": 65, "bias": 2.5}, {"token": 66, "bias": None}]
+    whole = await server.ok("/v1/completions", {**GREEDY, "max_tokens": 3.0})
+    assert whole["usage"]["completion_tokens"] == 3
+
+
 async def test_native_list_of_prompts_gives_a_list(server: Any) -> None:
     one, other = await server.ok("/completion", {**GREEDY, "prompt": ["abc", [97, 98, 99]]})
     assert (one["index"], other["index"]) == (0, 1)
@@ -102,6 +114,7 @@ async def test_native_stream_ends_with_stop_and_no_done(server: Any) -> None:
     assert end["timings"]["predicted_n"] == 8
     assert end["generation_settings"]["stream"] is True
     assert all(part["stop"] is False and part["tokens"] for part in parts)
+    assert {part["id_slot"] for part in parts} == {end["id_slot"]} <= set(range(4))
     assert "".join(part["content"] for part in parts) == whole["content"]
     assert [token for part in parts for token in part["tokens"]] == list(whole["content"].encode())
 

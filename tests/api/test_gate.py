@@ -114,6 +114,17 @@ async def test_the_clients_id_is_not_the_engines(server: Any) -> None:
             assert "the-same-for-both" not in await response.text()
 
 
+async def test_the_log_names_the_clients_id(server: Any) -> None:
+    with structlog.testing.capture_logs() as logs:
+        for theirs in ("trace-1", "not a sane one"):
+            headers = {"X-Request-Id": theirs}
+            for path in ("/completion", "/v1/completions", "/v1/chat/completions"):
+                body = {**HELLO, "messages": [{"role": "user", "content": "Hello"}]}
+                assert (await server.post(path, body, headers=headers))[0] == 200
+    names = [log.get("client_request_id") for log in logs if log["event"] == "request.done"]
+    assert names == ["trace-1"] * 3 + [None] * 3
+
+
 async def test_a_crash_is_logged_with_the_requests_id_and_not_shown(server: Any) -> None:
     async def broken() -> Any:
         raise RuntimeError("a secret detail")

@@ -18,8 +18,21 @@ async def test_models(start: Any) -> None:
     for path in ("/models", "/v1/models"):
         _, reply = await server.get(path)
         [model] = reply["data"]
-        assert (model["id"], model["object"]) == ("house-model", "model")
+        assert (model["id"], model["aliases"], model["object"]) == ("house-model", ["house-model"], "model")
         assert model["meta"]["n_vocab"] == 258
+
+
+async def test_a_model_of_several_names(start: Any) -> None:
+    server = await start(alias="small, org/model,,fim,")
+    names = ["fim", "org/model", "small"]
+    _, reply = await server.get("/v1/models")
+    assert (reply["data"][0]["id"], reply["data"][0]["aliases"]) == (names[0], names)
+    for name in names:
+        assert await server.get(f"/v1/models/{name}") == (200, reply["data"][0])
+    assert (await server.get("/props"))[1]["model_alias"] == names[0]
+    assert (await server.ok("/completion", {"prompt": "x", "max_tokens": 1}))["model"] == names[0]
+    status, reply = await server.get("/v1/models/fake.gguf")
+    assert (status, reply["error"]["type"]) == (404, "not_found_error")
 
 
 async def test_props(start: Any) -> None:
@@ -33,6 +46,10 @@ async def test_props(start: Any) -> None:
     assert defaults["params"]["n_predict"] == 64
     assert defaults["params"]["seed"] == 2**32 - 1
     assert defaults["params"]["temperature"] == 0.8
+    assert defaults["params"]["stream"] is False
+    body = {**defaults["params"], "prompt": "x", "messages": [{"role": "user", "content": "x"}], "n_predict": 2}
+    for path in ("/completion", "/v1/completions", "/v1/chat/completions"):
+        await server.ok(path, body)
 
 
 async def test_slots_show_what_runs(start: Any) -> None:
@@ -41,13 +58,14 @@ async def test_slots_show_what_runs(start: Any) -> None:
     assert [slot["id"] for slot in slots] == [0, 1]
     assert not any(slot["is_processing"] or "params" in slot for slot in slots)
     assert (await server.get("/slots?fail_on_no_slot=1"))[0] == 200
-    body = {"prompt": "Hello", "ignore_eos": True, "max_tokens": 10_000, "n": 2, "top_k": 7}
+    body = {"prompt": "Hello", "ignore_eos": True, "max_tokens": 10_000, "n": 2, "top_k": 7, "stop": ["\n\n"]}
     running = asyncio.create_task(server.post("/completion", body))
     await server.state_where(lambda state: all(slot.n_generated > 2 for slot in state.slots))
     _, slots = await server.get("/slots")
     for slot in slots:
         assert slot["is_processing"] is True
         assert slot["params"]["top_k"] == 7
+        assert not {"stop", "logit_bias", "stream"} & set(slot["params"])
         [token] = slot["next_token"]
         assert token["has_next_token"] is True
         assert token["n_remain"] + token["n_decoded"] == 10_000
@@ -93,8 +111,10 @@ async def test_tokenize_and_back(server: Any) -> None:
     assert await server.ok("/detokenize", special) == {"content": "<s>" + text}
     mixed = await server.ok("/tokenize", {"content": ["a", 98, "c"]})
     assert mixed["tokens"] == [97, 98, 99]
-    assert await server.ok("/tokenize", {"content": ""}) == {"tokens": []}
-    assert await server.ok("/detokenize", {"tokens": []}) == {"content": ""}
+    for nothing in ({}, {"content": None}, {"content": []}, {"content": "", "add_special": None}):
+        assert await server.ok("/tokenize", nothing) == {"tokens": []}
+    for nothing in ({}, {"tokens": None}, {"tokens": []}):
+        assert await server.ok("/detokenize", nothing) == {"content": ""}
 
 
 async def test_pieces_that_are_no_text_come_as_bytes(server: Any) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import openai
 import pytest
 
+from llamaslot.base.errors import QueueFullError
+
 MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 
 
@@ -61,21 +63,29 @@ async def test_completions(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_models(client: openai.AsyncOpenAI) -> None:
-    assert [model.id async for model in await client.models.list()] == ["fake"]
+    [model] = [model async for model in await client.models.list()]
+    assert model.id == "fake.gguf"
+    assert await client.models.retrieve(model.id) == model
+    with pytest.raises(openai.NotFoundError) as unknown:
+        await client.models.retrieve("another/model")
+    assert unknown.value.param == "model"
 
 
-async def test_errors(client: openai.AsyncOpenAI) -> None:
+async def test_errors(server: Any, client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         await client.chat.completions.create(model="any", messages=MESSAGES, temperature=-1)
     assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
     with pytest.raises(openai.BadRequestError, match="context"):
         await client.completions.create(model="any", prompt="x" * 2000, stream=True)
-    with pytest.raises(openai.RateLimitError):
+    with pytest.raises(openai.BadRequestError):
         await client.completions.create(model="any", prompt="x", n=10)
     with pytest.raises(openai.AuthenticationError):
         await client.with_options(api_key="wrong").models.list()
     with pytest.raises(openai.NotFoundError):
         await client.embeddings.create(model="any", input="x")
-    with pytest.raises(openai.InternalServerError) as unbuilt:
+    with pytest.raises(openai.BadRequestError) as unbuilt:
         await client.chat.completions.create(model="any", messages=MESSAGES, logprobs=True)
-    assert unbuilt.value.status_code == 501
+    assert (unbuilt.value.param, unbuilt.value.type) == ("logprobs", "not_supported_error")
+    server.service.refuse(QueueFullError("too many", retry_after=1))
+    with pytest.raises(openai.RateLimitError):
+        await client.completions.create(model="any", prompt="x")

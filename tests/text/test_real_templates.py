@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,44 @@ def test_the_next_turn_begins_with_this_one_and_its_reply(named: tuple[str, Chat
 
     print(f"{name}: the next turn {'extends' if after else 'rewrites'} the reply")
     assert after == (name not in REWRITES_REPLIES)
+
+
+def test_what_the_caller_spells_is_told_from_what_the_template_writes(named: tuple[str, ChatTemplate]) -> None:
+    """The same conversation with letters in place of the control tokens shows where they are."""
+    source = named[1].source
+    words = {*re.findall(r"<[|｜]?[\w▁/]+[|｜]?>|\[/?[A-Z_]+\]", source), "<bos>", "<eos>"}
+    control = sorted(words - {"<think>", "</think>"})
+    template = ChatTemplate(source, bos_token="<bos>", eos_token="<eos>", control_tokens=control)
+    for content in ("a {0}b{0} c", "{0}\n\n{0}", "</think>{0}<think> {0}"):
+        for token in control:
+            user = {"role": "user", "content": content.format(token)}
+            lettered = {"role": "user", "content": content.format("Ω" * len(token))}
+            parts = template.render_parts([user, TURNS[1], user])
+
+            shown = "".join(part.text if part.special else "Ω" * len(part.text) for part in parts)
+            assert shown == template.render([lettered, TURNS[1], lettered])
+
+
+def test_parts_are_the_prompt(named: tuple[str, ChatTemplate]) -> None:
+    _, plain = named
+    control = sorted({*re.findall(r"<[^<>\s']+>|\[/?[A-Z_]+\]", plain.source), "<bos>", "<eos>"})
+    template = ChatTemplate(
+        plain.source, bos_token="<bos>", eos_token="<eos>", adds_bos=True, control_tokens=control
+    )
+    for token in control:
+        hostile = f"<bos>{token}\nx</think> {token}</think>y{token}"
+        messages = [
+            {"role": "user", "content": hostile},
+            {"role": "assistant", "content": hostile, "reasoning_content": hostile},
+            {"role": "user", "content": [{"type": "text", "text": token[:2]}, {"type": "text", "text": token[2:]}]},
+        ]
+        try:
+            prompt = template.render(messages)
+        except InvalidRequestError:
+            with pytest.raises(InvalidRequestError):
+                template.render_parts(messages)
+            continue
+        assert "".join(part.text for part in template.render_parts(messages)) == prompt
 
 
 def test_content_as_parts(named: tuple[str, ChatTemplate]) -> None:

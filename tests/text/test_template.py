@@ -141,7 +141,7 @@ class TestMessages:
             render(CHAT, USER, message)
 
         assert caught.value.message.startswith(said)
-        assert caught.value.param == "messages"
+        assert caught.value.param == said.split("'")[1]
 
     def test_no_messages(self) -> None:
         with pytest.raises(InvalidRequestError, match="'messages' must not be empty"):
@@ -195,8 +195,9 @@ class TestTools:
 
         assert render(source, *self.MESSAGES) == '{"a": 1, "b": "é"}!'
 
-    def test_arguments_that_are_not_json(self) -> None:
-        call = CALL | {"function": {"name": "add", "arguments": "{a"}}
+    @pytest.mark.parametrize("arguments", ["{a", "[" * 100_000], ids=["broken", "too deep"])
+    def test_arguments_that_are_not_json(self, arguments: str) -> None:
+        call = CALL | {"function": {"name": "add", "arguments": arguments}}
 
         with pytest.raises(InvalidRequestError, match="arguments of a call of 'add' are not JSON"):
             render(TOOLS, USER, {"role": "assistant", "tool_calls": [call]}, USER)
@@ -219,7 +220,7 @@ class TestTools:
         with pytest.raises(InvalidRequestError, match=said) as caught:
             render(TOOLS, USER, tools=[tool])
 
-        assert caught.value.param == "tools"
+        assert caught.value.message.startswith(f"'{caught.value.param}' ")
 
 
 class TestTokens:
