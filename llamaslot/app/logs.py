@@ -35,3 +35,5 @@ def configure_logging(form: Literal["auto", "console", "json"], level: str) -> N
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processor=renderer, foreign_pre_chain=shared))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    # It reports clients that do not speak HTTP with a traceback each; errors of ours are logged where they arise.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
