@@ -19,6 +19,7 @@ Prompt: TypeAlias = tuple[PromptPart, ...]
 T = TypeVar("T")
 
 _SEEDS = 2**32 - 1
+_MAX_STOP_CHARS = 8192
 """Seeds are 32 bits wide; the highest means "random" to llama.cpp and is never passed on."""
 _IS_ID = re.compile(r"[0-9]{1,10}").fullmatch
 _PLAIN = (
@@ -160,6 +161,8 @@ async def _logit_bias(
 
 def _stop(options: Options) -> tuple[str, ...]:
     words = [options.stop] if isinstance(options.stop, str) else options.stop or []
+    if sum(map(len, words)) > _MAX_STOP_CHARS:
+        raise InvalidRequestError(f"stop strings are limited to {_MAX_STOP_CHARS} characters in all", param="stop")
     return tuple(word for word in words if word)
 
 

@@ -21,7 +21,7 @@ async def tokenize(request: web.Request) -> web.Response:
     if body.content in (None, []):
         return json_response({"tokens": []})
     parts = parse_prompt(body.content, service.info.n_vocab, "content", special=body.parse_special is not False)
-    answer = await service.tokenize(parts, add_special=bool(body.add_special))
+    answer = await service.tokenize(parts, add_special=bool(body.add_special), with_pieces=bool(body.with_pieces))
     if not body.with_pieces:
         return json_response({"tokens": answer.tokens})
     pairs = zip(answer.tokens, answer.pieces, strict=True)

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import sys
-from typing import Literal
+from typing import Literal, TextIO, cast
 
 import structlog
+
+
+class _Lenient(io.TextIOBase):
+    """A text stream whose failures (a reader that left, a full disk) lose lines and nothing else."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write if that is possible."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush if that is possible."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 def configure_logging(form: Literal["auto", "console", "json"], level: str) -> None:
@@ -28,11 +48,11 @@ def configure_logging(form: Literal["auto", "console", "json"], level: str) -> N
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Lenient(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     # Libraries that use the standard library's logging (aiohttp, asyncio) come out in the same form.
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(_Lenient(sys.stderr))
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processor=renderer, foreign_pre_chain=shared))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     # It reports clients that do not speak HTTP with a traceback each; errors of ours are logged where they arise.

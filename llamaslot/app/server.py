@@ -89,8 +89,11 @@ def api_settings(config: Config) -> ApiSettings:
     keys = [key.strip() for key in config.api_key.split(",")]
     if config.api_key_file:
         keys += [line.strip() for line in _read(config.api_key_file, "--api-key-file").splitlines()]
+    keys = [key for key in keys if key]
+    if not keys and (config.api_key or config.api_key_file):
+        raise ConfigError("--api-key or --api-key-file is given, but there is no key in it", param="--api-key")
     return ApiSettings(
-        api_keys=tuple(key for key in keys if key),
+        api_keys=tuple(keys),
         max_body_bytes=config.max_body_mb * 2**20,
         alias=config.alias,
         cors_origins=tuple(origin.strip() for origin in config.cors_origins.split(",")),

@@ -26,6 +26,7 @@ class FakeVocab:
     """Bytes as tokens, and `<s>` and `</s>` as control tokens."""
 
     n_tokens = N_VOCAB
+    longest_piece = len("</s>")
     eog = frozenset({EOS})
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:

@@ -30,10 +30,10 @@ class ContextSizeError(LlamaslotError):
 
     type = "exceed_context_size_error"
 
-    def __init__(self, n_prompt_tokens: int, n_ctx: int) -> None:
+    def __init__(self, n_prompt_tokens: int, n_ctx: int, *, at_least: bool = False) -> None:
         super().__init__(
-            f"the request has {n_prompt_tokens} prompt tokens, more than the {n_ctx} of a slot's context; "
-            "shorten the prompt or raise --ctx-size",
+            f"the request ({'at least ' * at_least}{n_prompt_tokens} tokens) exceeds the available context size "
+            f"of a slot ({n_ctx} tokens); shorten the prompt or raise --ctx-size",
         )
         self.n_prompt_tokens = n_prompt_tokens
         self.n_ctx = n_ctx
@@ -94,7 +94,7 @@ def from_failure(
 ) -> LlamaslotError:
     """The error that a `Failed` message describes."""
     if error_type == ContextSizeError.type:
-        return ContextSizeError(n_prompt_tokens, n_ctx)
+        return ContextSizeError(n_prompt_tokens, n_ctx, at_least="at least" in message)
     for kind in (InvalidRequestError, UnavailableError, NotSupportedError):
         if kind.type == error_type:
             return kind(message, param=param)

@@ -124,6 +124,7 @@ class Tokenize(msgspec.Struct, frozen=True, tag="tokenize"):
     request_id: str
     prompt: tuple[PromptPart, ...]
     add_special: bool = False
+    with_pieces: bool = False
 
 
 class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):
@@ -217,11 +218,11 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
 
 
 class Tokenized(msgspec.Struct, frozen=True, tag="tokenized"):
-    """The answer to `Tokenize`; `pieces` are the tokens' bytes."""
+    """The answer to `Tokenize`; `pieces` are the tokens' bytes, if they were wanted."""
 
     request_id: str
     tokens: tuple[int, ...]
-    pieces: tuple[bytes, ...]
+    pieces: tuple[bytes, ...] = ()
 
 
 class Detokenized(msgspec.Struct, frozen=True, tag="detokenized"):

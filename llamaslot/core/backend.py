@@ -73,6 +73,10 @@ class Vocab(Protocol):
         """Size of the vocabulary."""
 
     @property
+    def longest_piece(self) -> int:
+        """Bytes of text that one token may stand for at most, 0 where a tokenizer may drop text."""
+
+    @property
     def eog(self) -> frozenset[int]:
         """Tokens that end a generation."""
 

@@ -107,7 +107,8 @@ class Planner:
         matches = {s.id: self._match(request, s) for s in choices}
         kept = [s for s in choices if matches[s.id] and 2 * matches[s.id] >= len(s.history)]
         empty = [s for s in choices if self._held[s.id] == 0]
-        best = max(kept or empty or choices, key=lambda s: (matches[s.id], -s.last_used, -s.id))
+        candidates = (kept or empty) if empty else choices
+        best = max(candidates, key=lambda s: (matches[s.id], -s.last_used, -s.id))
         return best, matches[best.id]
 
     def _match(self, request: Request, slot: Slot) -> int:

@@ -145,7 +145,8 @@ class Scheduler:
         for work in plan.work:
             slot, run = self.slots[work.run.seq], work.run
             applied = result.lengths[run.seq] - run.start
-            without_logits = run.output and applied == len(run.tokens)
+            # All that is known would be computed and yet nothing sampled: the logits are needed once more.
+            without_logits = run.start + applied == len(work.request.known)
             if 0 <= applied <= len(run.tokens) and not without_logits:
                 slot.extend(run.tokens[:applied])
             else:

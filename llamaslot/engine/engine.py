@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -42,7 +42,7 @@ from llamaslot.base.messages import (
     Tokenize,
 )
 from llamaslot.core.backend import Backend, Tokens
-from llamaslot.core.request import Request
+from llamaslot.core.request import Request, RequestState
 from llamaslot.core.scheduler import Broke, Sampled, Scheduler
 from llamaslot.core.settings import SchedulerSettings
 from llamaslot.core.step import apply
@@ -91,10 +91,10 @@ class Engine:
                 eog=backend.vocab.eog,
             )
         )
-        self._tokenizer = Tokenizer(backend.vocab)
+        self._tokenizer = Tokenizer(backend.vocab, info.n_ctx_slot)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-model")
         self._live: dict[str, _Live] = {}
-        self._tokenizing: set[str] = set()
+        self._tokenizing: dict[str, asyncio.Future[Any]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
         self._outbox: list[Event] = []
         self._wake = asyncio.Event()
@@ -109,7 +109,9 @@ class Engine:
         match command:
             case Submit():
                 now = self._clock()
-                self._tokenize(command, self._tokenizer.prompt, lambda prompt: self._accept(command, prompt, now))
+                self._tokenize(
+                    command, self._tokenizer.submitted, lambda prompt: self._accept(command, prompt, now)
+                )
             case Tokenize():
                 self._tokenize(command, self._tokenizer.tokenized, self._answer)
             case Detokenize():
@@ -178,13 +180,12 @@ class Engine:
         self, command: Submit | Tokenize | Detokenize, method: Callable[..., T], then: Callable[[T], None]
     ) -> None:
         """Work out `method(command)` on the tokenizer's thread, and pass the answer on between two steps."""
-        self._tokenizing.add(command.request_id)
         future = self._tokenizer.run(method, command)
+        self._tokenizing[command.request_id] = future
 
         def done() -> None:
-            if command.request_id not in self._tokenizing:
+            if self._tokenizing.pop(command.request_id, None) is None:
                 return
-            self._tokenizing.remove(command.request_id)
             error = future.exception()
             if error is None:
                 then(future.result())
@@ -225,7 +226,7 @@ class Engine:
 
     def _cancel(self, request_id: str) -> None:
         if request_id in self._tokenizing:
-            self._tokenizing.remove(request_id)
+            self._tokenizing.pop(request_id).cancel()
             self._outbox.append(Cancelled(request_id))
             return
         live = self._live.pop(request_id, None)
@@ -285,7 +286,8 @@ class Engine:
         for request_id in self._tokenizing:
             self._fail(request_id, error)
         for request_id, live in self._live.items():
-            self.scheduler.end(live.request, self._clock())
+            if live.request.state is not RequestState.DONE:
+                self.scheduler.end(live.request, self._clock())
             self._fail(request_id, error, live.request)
         self._tokenizing.clear()
         self._live.clear()

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from llamaslot.base.errors import InvalidRequestError
+from llamaslot.base.errors import ContextSizeError, InvalidRequestError
 from llamaslot.base.messages import Detokenize, Detokenized, Submit, TextPart, Tokenize, Tokenized
 from llamaslot.core.backend import Tokens, Vocab
 
@@ -19,8 +19,9 @@ T = TypeVar("T")
 class Tokenizer:
     """Answers what needs the vocabulary only; `run` puts one of its methods on the thread."""
 
-    def __init__(self, vocab: Vocab) -> None:
+    def __init__(self, vocab: Vocab, n_ctx: int) -> None:
         self._vocab = vocab
+        self._n_ctx = n_ctx
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-tokenizer")
 
     def run(self, method: Callable[..., T], command: Submit | Tokenize | Detokenize) -> asyncio.Future[T]:
@@ -28,8 +29,18 @@ class Tokenizer:
         return asyncio.get_running_loop().run_in_executor(self._thread, method, command)
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
+        """End the thread once it is done with what it is at; nothing waits for that."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def submitted(self, command: Submit) -> Tokens:
+        """The token ids of a request's prompt; `ContextSizeError` without tokenizing if it cannot fit a slot."""
+        n_bytes = sum(
+            len(part.text.encode(errors="replace")) for part in command.prompt if isinstance(part, TextPart)
+        )
+        at_least = n_bytes // self._vocab.longest_piece if self._vocab.longest_piece else 0
+        if at_least >= self._n_ctx:
+            raise ContextSizeError(at_least, self._n_ctx, at_least=True)
+        return self.prompt(command)
 
     def prompt(self, command: Submit | Tokenize) -> Tokens:
         """The token ids of a prompt; `InvalidRequestError` for ids that do not exist."""
@@ -44,9 +55,10 @@ class Tokenizer:
         return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
 
     def tokenized(self, command: Tokenize) -> Tokenized:
-        """A prompt's token ids, each with its bytes."""
+        """A prompt's token ids, each with its bytes if they are wanted."""
         tokens = tuple(self.prompt(command).tolist())
-        return Tokenized(command.request_id, tokens, tuple(self._vocab.detokenize([token]) for token in tokens))
+        pieces = tuple(self._vocab.detokenize([token]) for token in tokens) if command.with_pieces else ()
+        return Tokenized(command.request_id, tokens, pieces)
 
     def detokenized(self, command: Detokenize) -> Detokenized:
         """The text of token ids; `InvalidRequestError` for ids that do not exist."""

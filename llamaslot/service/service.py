@@ -135,9 +135,11 @@ class Service:
             messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
         )
 
-    async def tokenize(self, prompt: tuple[PromptPart, ...], *, add_special: bool) -> Tokenized:
-        """Token ids of prompt parts."""
-        return await self._ask(Tokenize(self._question_id(), prompt, add_special), Tokenized)
+    async def tokenize(
+        self, prompt: tuple[PromptPart, ...], *, add_special: bool, with_pieces: bool = False
+    ) -> Tokenized:
+        """Token ids of prompt parts, each with its bytes if they are wanted."""
+        return await self._ask(Tokenize(self._question_id(), prompt, add_special, with_pieces), Tokenized)
 
     async def detokenize(self, tokens: tuple[int, ...]) -> str:
         """The text of token ids."""
@@ -165,7 +167,7 @@ class Service:
             elif isinstance(event, Tokenized | Detokenized | State):
                 self._answer(event.request_id, event)
             elif isinstance(event, Failed) and event.request_id in self._answers:
-                self._answers.pop(event.request_id).set_exception(_error_of(event))
+                self._answer(event.request_id, _error_of(event))
             else:
                 self._pass_on(event)
 
@@ -185,17 +187,22 @@ class Service:
 
     def _answer(self, question: str, value: Any) -> None:
         future = self._answers.pop(question, None)
-        if future is not None and not future.done():
+        if future is None or future.done():
+            return
+        if isinstance(value, LlamaslotError):
+            future.set_exception(value)
+        else:
             future.set_result(value)
 
     def _pass_on(self, event: Accepted | Output | Finished | Failed | Cancelled) -> None:
         if isinstance(event, TERMINAL):
             generation = self._generations.pop(event.request_id, None)
-            self._log_end(event, generation.client_id if generation else "")
         else:
             generation = self._generations.get(event.request_id)
         if generation is not None:
             generation.put(event)
+        if isinstance(event, TERMINAL):
+            self._log_end(event, generation.client_id if generation else "")
 
     def _log_end(self, event: Finished | Failed | Cancelled, client_id: str) -> None:
         reason = _reason(event)

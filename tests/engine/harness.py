@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
+from typing import Any
 
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.messages import (
@@ -26,12 +28,27 @@ from llamaslot.engine.engine import Engine
 GREEDY = Sampling(temperature=0.0)
 
 
+class Inline(Executor):
+    """Runs everything at once and on the event loop, so that a seed repeats a run exactly."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call `fn` now."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
 class Harness:
     """An engine with its events by request."""
 
     def __init__(self, backend: Backend, **settings: float) -> None:
         self.backend = backend
         self.engine = Engine(backend, self._receive, **settings)
+        if isinstance(backend, FakeBackend):
+            self.engine._worker = self.engine._tokenizer._thread = Inline()
         self.events: dict[str, list[Event]] = defaultdict(list)
         self.stopped: Stopped | None = None
         self.ends: dict[str, asyncio.Future[Event]] = {}

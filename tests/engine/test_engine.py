@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from llamaslot.backend.fake import FakeBackend
+from llamaslot.backend.fake import FakeBackend, FakeVocab
 from llamaslot.base.messages import (
     Accepted,
     Cancelled,
@@ -263,6 +263,21 @@ async def test_a_prompt_longer_than_a_slot_is_refused_with_both_numbers() -> Non
         refusal = failed(await engine.submit("1", "x" * 63))
         assert (refusal.error_type, refusal.n_prompt_tokens, refusal.n_ctx) == ("exceed_context_size_error", 64, 64)
         finished(await engine.submit("2", "x" * 62))
+
+
+async def test_a_text_that_cannot_fit_is_refused_without_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(FakeBackend(n_ctx=64)) as engine:
+        monkeypatch.setattr(FakeVocab, "tokenize", None)
+        refusal = failed(await engine.submit("1", "x" * 1000))
+        assert (refusal.error_type, refusal.n_prompt_tokens) == ("exceed_context_size_error", 250)
+        assert "at least 250" in refusal.message
+
+
+async def test_when_text_breaks_the_engine_every_request_still_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(FakeBackend()) as engine:
+        monkeypatch.setattr(FakeVocab, "piece", None)
+        ends = [engine.submit(str(i), "x", max_tokens=1) for i in range(3)]
+        assert {failed(e).error_type for e in await asyncio.gather(*ends)} == {"server_error"}
 
 
 async def test_token_ids_outside_of_the_vocabulary_are_refused() -> None:

@@ -167,8 +167,11 @@ class LlamaBackend:
         """Touch the weights once, so that the first request does not pay for it."""
         token = np.array([max(self.vocab.bos, 0)], dtype=np.int32)
         llama_cpp.llama_set_warmup(self._context, True)
-        self.decode([Run(seq=0, start=0, tokens=token, output=True)])
+        status = self.decode([Run(seq=0, start=0, tokens=token, output=True)]).status
         llama_cpp.llama_set_warmup(self._context, False)
+        if status is not Status.OK:
+            self.close()
+            raise ConfigError(f"the model loads but cannot compute ({status.name})", param="--model")
         llama_cpp.llama_memory_clear(self._memory, True)
         self._lengths[0] = 0
         self._rows = {}

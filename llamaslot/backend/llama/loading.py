@@ -96,6 +96,14 @@ def make_context(model: Any, settings: LlamaSettings, n_threads: int) -> tuple[A
                 f"cannot make a context of {params.n_ctx} tokens: {_reason(errors)}; try a smaller --ctx-size",
                 param="--ctx-size",
             )
+        n_ubatch = llama_cpp.llama_n_ubatch(context)
+        if n_ubatch < settings.n_slots:
+            llama_cpp.llama_free(context)
+            raise ConfigError(
+                f"a step of {n_ubatch} tokens is too small for {settings.n_slots} slots; "
+                "raise --ctx-size, --batch-size and --ubatch-size, or lower --parallel",
+                param="--parallel",
+            )
         disabled = settings.flash_attn == "off" or any("Flash Attention not supported" in line for line in lines)
     return context, not disabled
 

@@ -28,16 +28,18 @@ class LlamaSampler:
     ) -> None:
         self._banned = np.fromiter(eog if sampling.ignore_eos else (), dtype=np.int64)
         self._n_vocab = n_vocab
+        last_n = sampling.repeat_last_n
+        # llama.cpp allocates as much as it is told to, so a request must not name more than there can be.
+        self._window = n_ctx if last_n < 0 else min(last_n, n_ctx)
         self._closed = False
         penalised = (
             sampling.repeat_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
-        ) and sampling.repeat_last_n != 0
+        ) and self._window > 0
         self._chain: Any = None
         if sampling.temperature > 0 or penalised or sampling.logit_bias:
-            self._chain = self._build(sampling, penalised, n_ctx)
+            self._chain = self._build(sampling, penalised)
             if penalised:
-                window = sampling.repeat_last_n if sampling.repeat_last_n > 0 else n_ctx
-                for token in history[-window:]:
+                for token in history[-self._window :]:
                     llama_cpp.llama_sampler_accept(self._chain, int(token))
 
     def choose(self, context: Any, row: int, logits_of: Callable[[int], Logits]) -> int:
@@ -62,13 +64,13 @@ class LlamaSampler:
         if self._chain is not None:
             llama_cpp.llama_sampler_free(self._chain)
 
-    def _build(self, sampling: Sampling, penalised: bool, n_ctx: int) -> Any:
+    def _build(self, sampling: Sampling, penalised: bool) -> Any:
         chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
-        for link in self._links(sampling, penalised, n_ctx):
+        for link in self._links(sampling, penalised):
             llama_cpp.llama_sampler_chain_add(chain, link)
         return chain
 
-    def _links(self, sampling: Sampling, penalised: bool, n_ctx: int) -> list[Any]:
+    def _links(self, sampling: Sampling, penalised: bool) -> list[Any]:
         links = []
         biases = {**sampling.logit_bias, **{int(token): -np.inf for token in self._banned}}
         if biases:
@@ -78,7 +80,7 @@ class LlamaSampler:
             links.append(
                 llama_cpp.llama_sampler_init_penalties(
                     self._n_vocab,
-                    sampling.repeat_last_n if sampling.repeat_last_n > 0 else n_ctx,
+                    self._window,
                     sampling.repeat_penalty,
                     sampling.frequency_penalty,
                     sampling.presence_penalty,

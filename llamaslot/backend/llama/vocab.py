@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import pairwise
 
 import llama_cpp
 import numpy as np
 
 from llamaslot.core.backend import IllegalCallError, Tokens
+
+_LONG_TEXT = 2**16
+_PART = 2**14
+_SEARCHED = 2**10
+"""Characters from which a text is tokenized in parts, their length, and where a place to cut is looked for."""
 
 
 class LlamaVocab:
@@ -23,15 +29,21 @@ class LlamaVocab:
         self.eog = frozenset(
             token for token in range(self.n_tokens) if llama_cpp.llama_vocab_is_eog(self._vocab, token)
         )
-        self.control_tokens = tuple(
-            self.text(token)
-            for token in range(self.n_tokens)
-            if llama_cpp.llama_vocab_is_control(self._vocab, token)
-        )
+        controls = (t for t in range(self.n_tokens) if llama_cpp.llama_vocab_is_control(self._vocab, t))
+        self.control_tokens = tuple(text for token in controls if (text := self.text(token)))
+        # A token's raw text is at least as long as what it stands for. Tokenizers of other types may drop spaces.
+        keeps_text = self.type in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE)
+        texts = (llama_cpp.llama_vocab_get_text(self._vocab, token) for token in range(self.n_tokens))
+        self.longest_piece = max(len(text) for text in texts) if keeps_text else 0
         self._pieces: dict[int, bytes] = {}
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
         """See `Vocab.tokenize`."""
+        if parse_special and len(text) > _LONG_TEXT and not self.adds_eos:
+            return self._tokenize_in_parts(text, add_special)
+        return self._tokenize(text, add_special, parse_special)
+
+    def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> Tokens:
         data = text.encode(errors="replace")
         capacity = len(data) + 8
         out = np.empty(capacity, dtype=np.int32)
@@ -46,6 +58,17 @@ class LlamaVocab:
         if n < 0:
             raise IllegalCallError(f"tokenizing {len(data)} bytes gave {n}")
         return out[:n].copy()
+
+    def _tokenize_in_parts(self, text: str, add_special: bool) -> Tokens:
+        """The same, cut before control tokens: llama.cpp takes quadratic time in their number."""
+        cuts = [0]
+        for at in range(_PART, len(text), _PART):
+            near = range(at, min(at + _SEARCHED, len(text)))
+            cut = next((i for i in near if text.startswith(self.control_tokens, i)), None)
+            if cut is not None:
+                cuts.append(cut)
+        parts = (text[a:b] for a, b in pairwise([*cuts, len(text)]))
+        return np.concatenate([self._tokenize(p, add_special and i == 0, True) for i, p in enumerate(parts)])
 
     def piece(self, token: int) -> bytes:
         """See `Vocab.piece`."""
