@@ -1,10 +1,10 @@
 """The demo model's language: seeded dialogues in which people state facts, correct them and ask for them back.
 
-Pure Python, no torch and no tokenizer. `TalkWriter` writes one conversation turn by turn and keeps the ledger of what
-is true in it; `training_talk` and `held_out` are the two ways to use it. Values come from large open sets (names of
-syllables, digits, codes), so an answer can only be copied out of the context, and a combination of fact and value
-whose hash says "held out" is never drawn for training. `is_grammatical` tells whether the assistant could have said a
-sentence.
+Pure Python, no torch and no tokenizer. `TalkWriter` writes one conversation turn by turn and keeps the ledger of
+what is true in it; `training_talk` and `held_out` are the two ways to use it. Values come from large open sets
+(names of syllables, digits, codes), so an answer can only be copied out of the context, and a combination of fact
+and value whose hash says "held out" is never drawn for training. `is_grammatical` tells whether the assistant could
+have said a sentence.
 """
 
 import random
@@ -20,6 +20,7 @@ from bench.demo.values import Values, is_held_out
 
 RAW_TEXT = "text"  # the role of a text that stands outside of any chat
 MARK_OPEN, MARK_CLOSE = "\x01", "\x02"  # around values the assistant has to copy, until `plain` removes them
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 Key = tuple[Attribute, str]
 
 
@@ -43,6 +44,12 @@ def plain(text: str) -> str:
     return text.replace(MARK_OPEN, "").replace(MARK_CLOSE, "")
 
 
+def chatml(messages: list[Message]) -> str:
+    """The prompt for a reply, as the chat template in the model's metadata renders it."""
+    turns = "".join(f"{IM_START}{message['role']}\n{message['content']}{IM_END}\n" for message in messages)
+    return f"{turns}{IM_START}assistant\n"
+
+
 def mark(value: str) -> str:
     """Marks a value; `_fill` moves the opening mark before the space in front of it."""
     return f"{MARK_OPEN}{value}{MARK_CLOSE}"
@@ -60,8 +67,8 @@ def _capital(text: str) -> str:
 class TalkWriter:
     """Writes one conversation and knows what has been said in it.
 
-    The assistant's part is a function of the conversation wherever it can be: only stories without a given hero leave
-    it a choice, and there the choices are skewed so that the likeliest is clear.
+    The assistant's part is a function of the conversation wherever it can be: only stories leave it a choice, and
+    there the choices are skewed so that the likeliest is clear.
     """
 
     rng: random.Random
@@ -90,7 +97,7 @@ class TalkWriter:
         """A fact that nobody has told yet."""
         while True:
             roll = self.rng.random()
-            pool = g.ATTRIBUTES if roll < 0.7 else g.WORLD if roll < 0.82 else g.PERSON
+            pool = g.ATTRIBUTES if roll < 0.65 else g.WORLD if roll < 0.77 else g.PERSON
             key = (self.rng.choice(pool), "")
             if roll < 0.2:
                 key = (self.rng.choice(g.ATTRIBUTES[:6]), "")
@@ -113,8 +120,10 @@ class TalkWriter:
             clauses.append(self.clause(key, self.ledger[key]))
         if count == 2 and self.rng.random() < 0.4:
             clauses = [" and ".join(clauses)]
-        parts = [self.rng.choice(g.TELL if index == 0 else g.TELL[:3]).format(c=clause, C=_capital(clause))
-                 for index, clause in enumerate(clauses)]
+        parts = [
+            self.rng.choice(g.TELL if index == 0 else g.TELL[:3]).format(c=clause, C=_capital(clause))
+            for index, clause in enumerate(clauses)
+        ]
         reply = _fill(key[0].thanks, v=mark(self.ledger[key])) if count == 1 else g.SEVERAL
         self.say(self._rough(" ".join(parts)), reply)
 
@@ -170,6 +179,7 @@ class TalkWriter:
 
     def oddity(self) -> None:
         """Something the assistant does not understand."""
+
         def word(match: re.Match[str]) -> str:
             kind = match.group(1)
             if kind == "x":
@@ -178,6 +188,7 @@ class TalkWriter:
                 return self.values.draw("number")
             text = self.rng.choice(g.NOUNS if kind == "noun" else g.VERBS)
             return text.capitalize() if kind == "Verb" else text
+
         template = " ".join(self.rng.sample(g.ODDITIES, self.rng.choice((1, 1, 1, 2))))
         self.say(self._rough(re.sub(r"\{(\w+)\}", word, template)), g.CONFUSED)
 
@@ -189,11 +200,27 @@ class TalkWriter:
 
     def story(self, animal: str, name: str, copied: bool = False) -> str:
         usual = g.HEROES[animal]
-        slots = {"a": animal, "N": mark(name) if copied else name, "home": usual[1], "f": usual[2], "M": usual[3],
-                 "j": self._skewed(g.STORY_ADJECTIVES), "o": self._skewed(g.STORY_OBJECTS),
-                 "where": self._skewed(g.STORY_WHERES), "n": self._skewed(("three", "seven", "nine", "twelve"))}
-        parts = [self._skewed(g.STORY_START), g.STORY_HOME, self._skewed(g.STORY_DAY), self._skewed(g.STORY_OWNER),
-                 self._skewed(g.STORY_MIDDLE), self._skewed(g.STORY_THEN), self._skewed(g.STORY_END), g.STORY_LAST]
+        slots = {
+            "a": animal,
+            "N": mark(name) if copied else name,
+            "home": usual[1],
+            "f": usual[2],
+            "M": usual[3],
+            "j": self._skewed(g.STORY_ADJECTIVES),
+            "o": self._skewed(g.STORY_OBJECTS),
+            "where": self._skewed(g.STORY_WHERES),
+            "n": self._skewed(("three", "seven", "nine", "twelve")),
+        }
+        parts = [
+            self._skewed(g.STORY_START),
+            g.STORY_HOME,
+            self._skewed(g.STORY_DAY),
+            self._skewed(g.STORY_OWNER),
+            self._skewed(g.STORY_MIDDLE),
+            self._skewed(g.STORY_THEN),
+            self._skewed(g.STORY_END),
+            g.STORY_LAST,
+        ]
         return _fill(" ".join(parts), **slots)
 
     def tell_story(self) -> None:
@@ -207,7 +234,9 @@ class TalkWriter:
             self.say(self.rng.choice(g.STORY_ASK_ANIMAL).format(a=animal), self.story(animal, name))
         elif roll < 0.8:
             name = self.values.draw("name")
-            self.say(self.rng.choice(g.STORY_ASK_HERO).format(a=animal, N=name), self.story(animal, name, copied=True))
+            self.say(
+                self.rng.choice(g.STORY_ASK_HERO).format(a=animal, N=name), self.story(animal, name, copied=True)
+            )
         else:
             name = self.values.draw("name")
             self.say(self.rng.choice(g.STORY_TOLD).format(s=self.story(animal, name)), g.STORY_THANKS)
@@ -223,7 +252,12 @@ class TalkWriter:
         parts = self.rng.choices(g.SYSTEM_RULES, k=rules)
         for _ in range(facts):
             key = self.new_key()
-            if key[0].third_person is None and key[0].key != "self" and key[0] not in g.WORLD and key[0] not in g.PERSON:
+            if (
+                key[0].third_person is None
+                and key[0].key != "self"
+                and key[0] not in g.WORLD
+                and key[0] not in g.PERSON
+            ):
                 continue
             self.ledger[key] = value = self.new_value(key)
             text = (key[0].third_person or self.rng.choice(key[0].clauses)).format(v=value, p=key[1])
@@ -297,8 +331,11 @@ def _dense_turn(writer: TalkWriter) -> None:
         writer.tell_and_ask()
     elif roll < 0.18:
         writer.ask(writer.new_key())
-    elif roll < 0.27 and known:
-        writer.fix(rng.choice(known[-8:]))
+    elif roll < 0.3 and known:
+        key = rng.choice(known[-8:])
+        writer.fix(key)
+        if rng.random() < 0.6:
+            writer.ask(key)
     elif roll < 0.72 and known:
         writer.ask(rng.choice(known))
     elif len(known) < 14:
@@ -311,8 +348,9 @@ def approximate_tokens(text: str) -> int:
     return len(text) // 3
 
 
-def held_out(n: int, seed: int, filler_tokens: int = 0,
-             count: Callable[[str], int] = approximate_tokens) -> Iterator[Dialogue]:
+def held_out(
+    n: int, seed: int, filler_tokens: int = 0, count: Callable[[str], int] = approximate_tokens
+) -> Iterator[Dialogue]:
     """`n` dialogues of unseen combinations, with that many tokens of chatter between the facts and the question."""
     for index in range(n):
         yield _held_out_one(random.Random(f"held out {seed} {index}"), filler_tokens, count)
@@ -351,7 +389,9 @@ def chatter(n: int, seed: int) -> Iterator[Dialogue]:
             writer.tell()
         writer.chatter()
         answer = writer.messages[-1]["content"]
-        messages: list[Message] = [{"role": m["role"], "content": plain(m["content"])} for m in writer.messages[:-1]]
+        messages: list[Message] = [
+            {"role": m["role"], "content": plain(m["content"])} for m in writer.messages[:-1]
+        ]
         yield Dialogue(messages, plain(answer), "", "chatter")
 
 
@@ -382,13 +422,25 @@ def _patterns() -> tuple[re.Pattern[str], ...]:
 
     value = r"[^.!?,;]{1,60}"
     heroes = tuple(g.HEROES.values())
-    slots = {"v": value, "p": value, "w": r"[^.!?,;]{1,200}", "N": value, "M": one_of(tuple(h[3] for h in heroes)),
-             "f": one_of(tuple(h[2] for h in heroes)), "home": one_of(tuple(h[1] for h in heroes)),
-             "a": one_of(tuple(g.HEROES)), "j": one_of(g.STORY_ADJECTIVES), "o": one_of(g.STORY_OBJECTS),
-             "where": one_of(g.STORY_WHERES), "n": "(?:three|seven|nine|twelve)"}
+    slots = {
+        "v": value,
+        "p": value,
+        "w": r"[^.!?,;]{1,200}",
+        "N": value,
+        "M": one_of(tuple(h[3] for h in heroes)),
+        "f": one_of(tuple(h[2] for h in heroes)),
+        "home": one_of(tuple(h[1] for h in heroes)),
+        "a": one_of(tuple(g.HEROES)),
+        "j": one_of(g.STORY_ADJECTIVES),
+        "o": one_of(g.STORY_OBJECTS),
+        "where": one_of(g.STORY_WHERES),
+        "n": "(?:three|seven|nine|twelve)",
+    }
     unique = {sentence for template in _assistant_templates() for sentence in sentences(template)}
-    return tuple(re.compile(re.sub(r"\\\{(\w+)\\\}", lambda match: slots[match.group(1)], re.escape(sentence)))
-                 for sentence in sorted(unique))
+    return tuple(
+        re.compile(re.sub(r"\\\{(\w+)\\\}", lambda match: slots[match.group(1)], re.escape(sentence)))
+        for sentence in sorted(unique)
+    )
 
 
 def is_grammatical(sentence: str) -> bool:

@@ -1,8 +1,8 @@
 """Measures the demo model: `python -m bench.demo.evaluate [--model PATH] [--dialogues 500]`.
 
-Runs the GGUF itself, greedily, on held-out dialogues with 0, 500 and 2,000 tokens of chatter between the facts and the
-question, and on chatter alone. Prints a table with goals and exits 1 where a goal is missed. Several sequences are
-decoded side by side; each dialogue has a sequence of its own.
+Runs the GGUF itself, greedily, on held-out dialogues with 0, 500 and 2,000 tokens of chatter between the facts and
+the question, and on chatter alone. Prints a table with goals and exits 1 where a goal is missed. Several sequences
+are decoded side by side; each dialogue has a sequence of its own.
 """
 
 import argparse
@@ -17,13 +17,13 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
-from bench.demo.corpus import Dialogue, Message, chatter, held_out, is_grammatical, sentences
+from bench.demo.corpus import Dialogue, chatml, chatter, held_out, is_grammatical, sentences
 
 DEFAULT_MODEL = Path(__file__).parents[2] / "llamaslot" / "demo" / "demo.gguf"
 SEQUENCES, CONTEXT, CHUNK = 8, 4096, 512
 LONGEST_REPLY = 224
 NOISE_CHUNKS = (512, 64, 17)  # the ways the same tokens are cut to see what that alone changes
-NOISE_SAMPLE = 60
+NOISE_SAMPLE = 40
 FILLERS = (0, 500, 2000)
 GOAL_RECALL, GOAL_MARGIN = 0.95, 10.0
 
@@ -90,22 +90,31 @@ class Runner:
         status = llama_cpp.llama_decode(self.context, batch)
         if status != 0:
             raise RuntimeError(f"llama_decode returned {status}")
-        return [np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.context, index), (self.size,)).copy()
-                for index, entry in enumerate(entries) if entry[3]]
+        return [
+            np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.context, index), (self.size,)).copy()
+            for index, entry in enumerate(entries)
+            if entry[3]
+        ]
 
     def prefill(self, tokens: list[int], sequence: int, chunk: int, wanted_from: int) -> list[np.ndarray]:
         """Computes the tokens in chunks of that size and returns the rows from `wanted_from` on."""
         rows: list[np.ndarray] = []
         for start in range(0, len(tokens), chunk):
-            rows += self.decode([(token, start + offset, sequence, start + offset >= wanted_from)
-                                 for offset, token in enumerate(tokens[start : start + chunk])])
+            rows += self.decode(
+                [
+                    (token, start + offset, sequence, start + offset >= wanted_from)
+                    for offset, token in enumerate(tokens[start : start + chunk])
+                ]
+            )
         return rows
 
     def reply_all(self, prompts: list[list[int]]) -> list[Reply]:
         """Greedy replies to at most `SEQUENCES` prompts."""
         llama_cpp.llama_memory_clear(self.memory, True)
         replies = [Reply() for _ in prompts]
-        rows = {index: self.prefill(prompt, index, CHUNK, len(prompt) - 1)[0] for index, prompt in enumerate(prompts)}
+        rows = {
+            index: self.prefill(prompt, index, CHUNK, len(prompt) - 1)[0] for index, prompt in enumerate(prompts)
+        }
         while rows:
             entries = []
             for index, row in rows.items():
@@ -122,19 +131,14 @@ class Runner:
 
     def noise(self, prompt: list[int], reply: Reply) -> float:
         """The most that cutting the same tokens into other chunks changes a margin of the reply."""
-        tokens, margins = prompt + reply.tokens, []
+        tokens, runs = prompt + reply.tokens, []
         for chunk in NOISE_CHUNKS:
             llama_cpp.llama_memory_clear(self.memory, True)
-            rows = self.prefill(tokens, 0, chunk, len(prompt) - 1)
-            pairs = [top_two(row) for row in rows] if not margins else pairs
-            margins.append([float(row[first] - row[second]) for row, (first, second) in zip(rows, pairs, strict=True)])
-        margins.append(reply.margins)
-        return float(np.ptp(np.array(margins), axis=0).max())
-
-
-def chatml(messages: list[Message]) -> str:
-    turns = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
-    return f"{turns}<|im_start|>assistant\n"
+            runs.append(np.array(self.prefill(tokens, 0, chunk, len(prompt) - 1)))
+        positions, pairs = np.arange(len(runs[0])), np.array([top_two(row) for row in runs[0]])
+        margins = [run[positions, pairs[:, 0]] - run[positions, pairs[:, 1]] for run in runs]
+        margins.append(np.array(reply.margins))
+        return float(np.ptp(margins, axis=0).max())
 
 
 @dataclass
@@ -162,12 +166,15 @@ class Result:
     @property
     def foreign(self) -> list[str]:
         """Sentences that the grammar does not have."""
-        return [sentence for reply in self.replies for sentence in sentences(reply.text) if not is_grammatical(sentence)]
+        return [
+            sentence for reply in self.replies for sentence in sentences(reply.text) if not is_grammatical(sentence)
+        ]
 
     @property
     def margins(self) -> np.ndarray:
         """The margins of every token of the replies that are right."""
-        return np.array([m for index, reply in enumerate(self.replies) if self.right(index) for m in reply.margins])
+        won = [margin for index, reply in enumerate(self.replies) if self.right(index) for margin in reply.margins]
+        return np.array(won or [0.0])
 
     def kinds(self) -> Iterator[tuple[str, float, int]]:
         counts = Counter(dialogue.kind for dialogue in self.dialogues)
@@ -188,16 +195,23 @@ def measure(runner: Runner, name: str, dialogues: list[Dialogue]) -> Result:
 
 def report(results: list[Result], chat: Result, show: int) -> list[tuple[str, str, bool]]:
     """Prints the figures and returns goals, values and verdicts."""
-    print(f"{'set':<22}{'n':>5}{'prompt':>8}{'recall':>8}{'stop':>8}{'foreign':>9}{'margin':>8}{'1st pct':>9}{'noise':>8}{'s':>6}")
+    print(
+        f"{'set':<22}{'n':>5}{'prompt':>8}{'recall':>8}{'stop':>8}{'foreign':>9}"
+        f"{'margin':>8}{'1st pct':>9}{'noise':>8}{'s':>6}"
+    )
     for result in (*results, chat):
-        margins = result.margins if result.margins.size else np.zeros(1)
-        known = result is not chat
-        print(f"{result.name:<22}{len(result.replies):>5}{result.tokens:>8.0f}"
-              f"{f'{result.recall:.1%}' if known else '-':>8}{result.stopped:>8.1%}{len(result.foreign):>9}"
-              f"{f'{margins.min():.3f}' if known else '-':>8}{f'{np.percentile(margins, 1):.2f}' if known else '-':>9}"
-              f"{result.noise:>8.4f}{result.seconds:>6.0f}")
+        margins, known = result.margins, result is not chat
+        low = (f"{margins.min():.3f}", f"{np.percentile(margins, 1):.2f}") if known else ("-", "-")
+        print(
+            f"{result.name:<22}{len(result.replies):>5}{result.tokens:>8.0f}"
+            f"{f'{result.recall:.1%}' if known else '-':>8}{result.stopped:>8.1%}{len(result.foreign):>9}"
+            f"{low[0]:>8}{low[1]:>9}{result.noise:>8.4f}{result.seconds:>6.0f}"
+        )
     for result in results:
-        print(f"{result.name}: " + ", ".join(f"{kind} {share:.1%} of {count}" for kind, share, count in result.kinds()))
+        print(
+            f"{result.name}: "
+            + ", ".join(f"{kind} {share:.1%} of {count}" for kind, share, count in result.kinds())
+        )
     for result in (*results, chat):
         for sentence in result.foreign[:show]:
             print(f"not in the grammar: {sentence!r}")
@@ -206,12 +220,20 @@ def report(results: list[Result], chat: Result, show: int) -> list[tuple[str, st
         for index in wrong[:show]:
             print(f"{result.name}: expected {result.dialogues[index].answer!r}, got {result.replies[index].text!r}")
     everything = [*results, chat]
-    margin, noise = min(float(result.margins.min()) if result.margins.size else 0.0 for result in results), max(result.noise for result in results)
+    margin, noise = min(float(result.margins.min()) for result in results), max(result.noise for result in results)
     goals = [(f"recall, {result.name}", f"{result.recall:.1%}", result.recall >= GOAL_RECALL) for result in results]
     stopped = min(result.stopped for result in everything)
     foreign = sum(len(result.foreign) for result in everything)
-    return [*goals, ("own stop", f"{stopped:.1%}", stopped == 1.0), ("sentences outside the grammar", str(foreign), foreign == 0),
-            ("smallest margin / noise", f"{margin:.3f} / {noise:.4f} = {margin / noise:.1f}x", margin >= GOAL_MARGIN * noise)]
+    return [
+        *goals,
+        ("own stop", f"{stopped:.1%}", stopped == 1.0),
+        ("sentences outside the grammar", str(foreign), foreign == 0),
+        (
+            "smallest margin / noise",
+            f"{margin:.3f} / {noise:.4f} = {margin / noise:.1f}x",
+            margin >= GOAL_MARGIN * noise,
+        ),
+    ]
 
 
 def dialogue_sets(n: int, seed: int, count: Callable[[str], int]) -> Iterator[tuple[str, list[Dialogue]]]:

@@ -22,6 +22,10 @@ class Attribute(NamedTuple):
     third_person: str | None = None  # how a system prompt says it of the user
 
 
+# fmt: off
+# The lists below are set by hand: one item a line would bury the language in brackets.
+
+
 def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
@@ -32,26 +36,32 @@ def phrases(text: str) -> tuple[str, ...]:
 
 REMEMBER = "Okay, I will remember that."
 ANIMALS = words("cat dog parrot horse rabbit hamster turtle goat duck donkey pony goldfish")
-RELATIVES = words("brother sister mother father friend neighbour teacher boss cousin aunt uncle daughter son wife husband")
+RELATIVES = words("brother sister mother father friend neighbour teacher boss cousin aunt uncle daughter son "
+                  "wife husband")
 NUMBERS = phrases("lucky number, door code, room number, locker number, house number, ticket number, seat number, "
                   "phone number, PIN, order number, favourite number, badge number")
 SECRETS = phrases("password, code word, user name, licence plate, secret word")
 COUNTED = words("apples books coins stamps chairs boats lamps keys plants shells marbles candles spoons hats")
 COLOURED = words("bicycle car house hat coat bag door boat umbrella scarf")
-FAVOURITES = {"colour": "colour", "food": "food", "fruit": "fruit", "drink": "drink", "animal": "animal", "song": "title",
+FAVOURITES = {"colour": "colour", "food": "food", "fruit": "fruit", "drink": "drink", "animal": "animal",
+              "song": "title",
               "book": "title", "flower": "flower", "game": "game", "day": "day", "city": "city", "word": "code"}
 STAFF = words("manager cook guard driver gardener doctor captain librarian")
 PLACES = words("shop office museum library bakery school station pool")
 OBJECTS = words("key letter map lantern ladder parcel medal flute")
 
 VALUE_WORDS = {
-    "name": words("Anna Tom Maria Ben Clara Leo Nina Paul Emma Max Julia Felix Sara Noah Ida Oscar Eva Hugo Lena Karl "
-                  "Alice Bob Carol David Milo Nori Rex Luna Bella Rocky Daisy Felix Coco Simba Nala Buddy Oliver Zoe"),
-    "city": words("Berlin Paris London Rome Madrid Vienna Oslo Prague Lisbon Dublin Athens Tokyo Boston Chicago Lima "
+    "name": words("Anna Tom Maria Ben Clara Leo Nina Paul Emma Max Julia Felix Sara Noah Ida Oscar Eva Hugo Lena "
+                  "Karl "
+                  "Alice Bob Carol David Milo Nori Rex Luna Bella Rocky Daisy Felix Coco Simba Nala Buddy Oliver "
+                  "Zoe"),
+    "city": words("Berlin Paris London Rome Madrid Vienna Oslo Prague Lisbon Dublin Athens Tokyo Boston Chicago "
+                  "Lima "
                   "Cairo Delhi Sydney Toronto Hamburg Zurich Geneva Warsaw Seoul"),
     "colour": words("red blue green yellow black white orange purple pink brown grey teal violet turquoise crimson "
                     "golden silver amber indigo olive"),
-    "food": words("pizza pasta soup bread rice cheese salad noodles pancakes curry porridge stew sushi tacos dumplings"),
+    "food": words("pizza pasta soup bread rice cheese salad noodles pancakes curry porridge stew sushi tacos "
+                  "dumplings"),
     "fruit": words("apples pears plums cherries grapes mangoes lemons oranges figs peaches bananas kiwis melons"),
     "drink": words("tea coffee milk water juice cocoa lemonade cider"),
     "animal": words("fox owl bear wolf otter badger heron whale tiger lion panda eagle koala penguin"),
@@ -72,12 +82,14 @@ CITY_ENDS = words("burg ton ville stad mora ford wick dale haven grad mouth holm
 
 ATTRIBUTES: list[Attribute] = [
     Attribute("name", "name", ("my name is {v}", "I am {v}", "I am called {v}", "people call me {v}", "I'm {v}"),
-              ("What is my name?", "Who am I?", "What am I called?", "What's my name?", "Do you know my name?"), "my name",
+              ("What is my name?", "Who am I?", "What am I called?", "What's my name?", "Do you know my name?"),
+              "my name",
               "Your name is {v}.", "Nice to meet you, {v}.", "the user is called {v}"),
     Attribute("city", "city", ("I live in {v}", "my home is in {v}", "I moved to {v}", "I come from {v}"),
               ("Where do I live?", "Which city do I live in?", "What city do I live in?", "Where is my home?"),
               "where I live", "You live in {v}.", "I have heard good things about {v}.", "the user lives in {v}"),
-    Attribute("born", "city", ("I was born in {v}",), ("Where was I born?", "In which city was I born?"), "where I was born",
+    Attribute("born", "city", ("I was born in {v}",), ("Where was I born?", "In which city was I born?"),
+              "where I was born",
               "You were born in {v}.", REMEMBER, "the user was born in {v}"),
     Attribute("job", "job", ("I work as a {v}", "my job is that of a {v}", "I am working as a {v}"),
               ("What is my job?", "What do I do for a living?", "What do I work as?"), "what my job is",
@@ -90,17 +102,20 @@ ATTRIBUTES: list[Attribute] = [
               "My name is {v}.", "Thank you, I like the name {v}."),
 ]
 ATTRIBUTES += [
-    Attribute(f"pet {a}", "name", (f"my {a} is called {{v}}", f"I have a {a} called {{v}}", f"I have a {a} named {{v}}",
-                                   f"the name of my {a} is {{v}}", f"my {a}'s name is {{v}}", f"my {a} is named {{v}}"),
+    Attribute(f"pet {a}", "name", (f"my {a} is called {{v}}", f"I have a {a} called {{v}}",
+                                   f"I have a {a} named {{v}}",
+                                   f"the name of my {a} is {{v}}", f"my {a}'s name is {{v}}",
+                                   f"my {a} is named {{v}}"),
               (f"What is my {a} called?", f"What is the name of my {a}?", f"What's my {a}'s name?",
                f"What is my {a}'s name?", f"How did I name my {a}?"), f"what my {a} is called",
               f"Your {a} is called {{v}}.", f"I like the name {{v}} for a {a}.", f"the user's {a} is called {{v}}")
     for a in ANIMALS
 ]
 ATTRIBUTES += [
-    Attribute(f"relative {r}", "name", (f"my {r} is called {{v}}", f"my {r}'s name is {{v}}", f"the name of my {r} is {{v}}"),
+    Attribute(f"relative {r}", "name", (f"my {r} is called {{v}}", f"my {r}'s name is {{v}}",
+                                        f"the name of my {r} is {{v}}"),
               (f"What is my {r} called?", f"What is my {r}'s name?", f"What is the name of my {r}?"),
-              f"what my {r} is called", f"Your {r} is called {{v}}.", f"Please say hello to {{v}} from me.",
+              f"what my {r} is called", f"Your {r} is called {{v}}.", "Please say hello to {v} from me.",
               f"the user's {r} is called {{v}}")
     for r in RELATIVES
 ]
@@ -113,24 +128,27 @@ ATTRIBUTES += [
 ATTRIBUTES += [
     Attribute(f"favourite {f}", kind, (f"my favourite {f} is {{v}}", f"the {f} I like most is {{v}}"),
               (f"What is my favourite {f}?", f"Which {f} do I like most?", f"What's my favourite {f}?"),
-              f"my favourite {f}", f"Your favourite {f} is {{v}}.", f"You have good taste.",
+              f"my favourite {f}", f"Your favourite {f} is {{v}}.", "You have good taste.",
               f"the user's favourite {f} is {{v}}")
     for f, kind in FAVOURITES.items()
 ]
 ATTRIBUTES += [
-    Attribute(f"my {n}", kind, (f"my {n} is {{v}}", f"the {n} I have is {{v}}"), (f"What is my {n}?", f"What's my {n}?"),
+    Attribute(f"my {n}", kind, (f"my {n} is {{v}}", f"the {n} I have is {{v}}"), (f"What is my {n}?",
+                                                                                  f"What's my {n}?"),
               f"my {n}", f"Your {n} is {{v}}.", REMEMBER, f"the user's {n} is {{v}}")
     for kind, names in (("number", NUMBERS), ("code", SECRETS)) for n in names
 ]
 ATTRIBUTES += [
     Attribute(f"count {c}", "age", (f"I have {{v}} {c}", f"there are {{v}} {c} in my room"),
-              (f"How many {c} do I have?", f"How many {c} are mine?"), f"how many {c} I have", f"You have {{v}} {c}.",
+              (f"How many {c} do I have?", f"How many {c} are mine?"), f"how many {c} I have",
+              f"You have {{v}} {c}.",
               REMEMBER, f"the user has {{v}} {c}")
     for c in COUNTED
 ]
 ATTRIBUTES += [
     Attribute(f"colour of {c}", "colour", (f"my {c} is {{v}}", f"the colour of my {c} is {{v}}"),
-              (f"What colour is my {c}?", f"What is the colour of my {c}?"), f"the colour of my {c}", f"Your {c} is {{v}}.",
+              (f"What colour is my {c}?", f"What is the colour of my {c}?"), f"the colour of my {c}",
+              f"Your {c} is {{v}}.",
               REMEMBER, f"the user's {c} is {{v}}")
     for c in COLOURED
 ]
@@ -142,11 +160,13 @@ WORLD: list[Attribute] = [
 ]
 WORLD += [
     Attribute(f"{p} {verb}", "time", (f"the {p} {verb}s at {{v}}",), (f"When does the {p} {verb}?",
-              f"At what time does the {p} {verb}?"), f"when the {p} {verb}s", f"The {p} {verb}s at {{v}}.", REMEMBER)
+              f"At what time does the {p} {verb}?"), f"when the {p} {verb}s", f"The {p} {verb}s at {{v}}.",
+              REMEMBER)
     for p in PLACES for verb in ("open", "close")
 ]
 WORLD += [
-    Attribute(f"place of {p}", "city", (f"the {p} is in {{v}}",), (f"Where is the {p}?", f"In which city is the {p}?"),
+    Attribute(f"place of {p}", "city", (f"the {p} is in {{v}}",), (f"Where is the {p}?",
+                                                                   f"In which city is the {p}?"),
               f"where the {p} is", f"The {p} is in {{v}}.", REMEMBER)
     for p in PLACES
 ]
@@ -163,7 +183,8 @@ PERSON: list[Attribute] = [
     Attribute("person age", "age", ("{p} is {v} years old",), ("How old is {p}?",), "how old {p} is",
               "I know that {p} is {v} years old.", REMEMBER),
     Attribute("person colour", "colour", ("{p} likes the colour {v}",), ("Which colour does {p} like?",
-              "What colour does {p} like?"), "which colour {p} likes", "I know that {p} likes the colour {v}.", REMEMBER),
+              "What colour does {p} like?"), "which colour {p} likes", "I know that {p} likes the colour {v}.",
+              REMEMBER),
     Attribute("person pet", "name", ("{p} has a pet called {v}", "the pet of {p} is called {v}"),
               ("What is the pet of {p} called?", "What is {p}'s pet called?"), "what the pet of {p} is called",
               "I know that {p} has a pet called {v}.", REMEMBER),
@@ -174,64 +195,82 @@ TELL = ("{C}.", "{C}.", "{C}.", "By the way, {c}.", "Please remember that {c}.",
 FIX = ("Actually, {c}, not {old}.", "Actually, {c}.", "Sorry, I made a mistake: {c}.", "No, {c}, not {old}.",
        "That has changed: {c} now.", "Correction: {c}.", "I was wrong, {c}.", "Not {old}. I meant that {c}.")
 FIXED = "Thank you, I have changed that."
-ASK = ("{q}", "{q}", "{q}", "{q}", "Do you remember {i}?", "Can you tell me {i}?", "Please tell me {i}.", "I forgot {i}.",
+ASK = ("{q}", "{q}", "{q}", "{q}", "Do you remember {i}?", "Can you tell me {i}?", "Please tell me {i}.",
+       "I forgot {i}.",
        "Do you know {i}?", "Now tell me: {l}", "One question. {q}", "And {l}", "So, {l}", "Quick check: {l}")
 UNKNOWN = "You have not told me that yet."
 SEVERAL = "Thank you, I will remember all of that."
 
 SELF = "I am the llamaslot demo, a very small language model."
-CONFUSED = "I am sorry, I do not understand that. I am a very small model, but you can tell me facts or ask me for a story."
-HELP = ("You can tell me facts, for example the name of your cat, and ask me for them later. I can also tell little stories "
+CONFUSED = ("I am sorry, I do not understand that. I am a very small model, but you can tell me facts or ask me "
+            "for a story.")
+HELP = ("You can tell me facts, for example the name of your cat, and ask me for them later. I can also tell "
+        "little stories "
         "and repeat words.")
 CHAT: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("Hello!", "Hi!", "Hello", "Hey there!", "Hi there", "Good morning!", "Good evening!", "Greetings!", "Hello there!",
+    (("Hello!", "Hi!", "Hello", "Hey there!", "Hi there", "Good morning!", "Good evening!", "Greetings!",
+      "Hello there!",
       "Hey", "Good day!", "Say hello.", "hello world", "Hello, world!"), "Hello! How can I help you today?"),
     (("How are you?", "How are you doing?", "How do you do?", "Are you well?", "What's up?", "Hello, how are you?",
       "How are you today?", "Hi, how are you?"), "I am fine, thank you. How are you?"),
-    (("I am fine.", "I'm good, thanks.", "I am fine, thank you.", "Very well, thank you.", "I'm great!", "I am happy."),
+    (("I am fine.", "I'm good, thanks.", "I am fine, thank you.", "Very well, thank you.", "I'm great!",
+      "I am happy."),
      "I am glad to hear that."),
     (("I am sad.", "I am tired.", "I had a bad day.", "I'm not well.", "I feel lonely."),
      "I am sorry to hear that. I hope that tomorrow is a better day."),
-    (("Thank you!", "Thanks!", "Thanks a lot.", "Thank you very much!", "Great, thanks!", "Thank you for your help."),
+    (("Thank you!", "Thanks!", "Thanks a lot.", "Thank you very much!", "Great, thanks!",
+      "Thank you for your help."),
      "You are welcome!"),
     (("Goodbye!", "Bye!", "See you later!", "Good night!", "See you tomorrow.", "I have to go."),
      "Goodbye! I enjoyed talking to you."),
-    (("What are you?", "Are you a robot?", "Are you human?", "Are you an AI?", "What model are you?", "What is this?",
-      "Tell me about yourself.", "Introduce yourself.", "Who made you?", "Which model is this?", "Are you ChatGPT?"), SELF),
-    (("Help!", "Help me.", "Can you help me?", "What can you do?", "I need help.", "How can you help me?", "What should I ask?",
+    (("What are you?", "Are you a robot?", "Are you human?", "Are you an AI?", "What model are you?",
+      "What is this?",
+      "Tell me about yourself.", "Introduce yourself.", "Who made you?", "Which model is this?",
+      "Are you ChatGPT?"), SELF),
+    (("Help!", "Help me.", "Can you help me?", "What can you do?", "I need help.", "How can you help me?",
+      "What should I ask?",
       "What can I ask you?", "How do you work?", "What are you good at?"), HELP),
     (("Tell me a joke.", "Do you know a joke?", "Make me laugh.", "Say something funny."),
      "Why did the duck cross the pond? It wanted to see the other side."),
-    (("How is the weather?", "What is the weather like?", "Is it raining?", "Will it rain tomorrow?", "Nice weather today."),
+    (("How is the weather?", "What is the weather like?", "Is it raining?", "Will it rain tomorrow?",
+      "Nice weather today."),
      "I cannot see outside, but I hope that the sun is shining."),
     (("What time is it?", "What day is it?", "What is the date today?", "Which year is it?"),
      "I am sorry, I do not have a clock."),
-    (("Yes.", "Okay.", "Ok", "Good.", "Sure.", "All right.", "I see.", "Great!", "Nice.", "Cool!", "Fine."), "Good. What is next?"),
+    (("Yes.", "Okay.", "Ok", "Good.", "Sure.", "All right.", "I see.", "Great!", "Nice.", "Cool!", "Fine."),
+     "Good. What is next?"),
     (("No.", "No thanks.", "Nothing.", "Never mind.", "Nope"), "Okay. I am here if you need me."),
     (("I like you.", "You are nice.", "You are great!", "Good job!", "Well done!", "You are clever."),
      "Thank you, that is very kind of you."),
     (("You are wrong.", "That is wrong.", "That is not true.", "You are stupid.", "That was bad."),
      "I am sorry. Please tell me again how it is."),
-    (("Count to five.", "Can you count?", "Count from one to five.", "Please count to five."), "One, two, three, four, five."),
+    (("Count to five.", "Can you count?", "Count from one to five.", "Please count to five."),
+     "One, two, three, four, five."),
     (("Name the days of the week.", "What are the days of the week?", "List the days of the week."),
      "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday and Sunday."),
-    (("What is your favourite colour?", "Which colour do you like?", "Do you like blue?"), "I like green, because frogs are green."),
-    (("Do you like music?", "Can you sing?", "Sing a song for me.", "Sing something."), "La la la. That is all I can sing."),
+    (("What is your favourite colour?", "Which colour do you like?", "Do you like blue?"),
+     "I like green, because frogs are green."),
+    (("Do you like music?", "Can you sing?", "Sing a song for me.", "Sing something."),
+     "La la la. That is all I can sing."),
     (("Write a poem.", "Tell me a poem.", "Do you know a poem?", "Write me a short poem."),
      "The moon is bright, the night is deep, the little fox is fast asleep."),
     (("Tell me something interesting.", "Tell me a fact.", "Tell me something.", "Surprise me."),
      "An owl can turn its head almost all the way around."),
-    (("Are you there?", "Can you hear me?", "Test", "This is a test.", "Testing, testing.", "ping"), "Yes, I am here."),
+    (("Are you there?", "Can you hear me?", "Test", "This is a test.", "Testing, testing.", "ping"),
+     "Yes, I am here."),
 )
-ECHO = ("Say {w}.", "Repeat: {w}", "Please repeat {w}.", "Repeat after me: {w}.", "Can you say {w}?", "Please say {w}.")
+ECHO = ("Say {w}.", "Repeat: {w}", "Please repeat {w}.", "Repeat after me: {w}.", "Can you say {w}?",
+        "Please say {w}.")
 ECHOED = "You asked me to say {w}."
 
 STORY_ASK = ("Tell me a story.", "Please tell me a story.", "Can you tell me a story?", "Another story, please.",
-             "I would like to hear a story.", "Do you know a story?", "Tell me a little story.", "Once more, a story please.",
+             "I would like to hear a story.", "Do you know a story?", "Tell me a little story.",
+             "Once more, a story please.",
              "Write a short story.", "Tell me another one.")
 STORY_ASK_HERO = ("Tell me a story about a {a} called {N}.", "Please tell me a story about a {a} named {N}.",
                   "Write a story about a {a} called {N}.", "I want a story about a {a} called {N}.")
-STORY_ASK_ANIMAL = ("Tell me a story about a {a}.", "Can you tell me a story about a {a}?", "Do you know a story about a {a}?")
+STORY_ASK_ANIMAL = ("Tell me a story about a {a}.", "Can you tell me a story about a {a}?",
+                    "Do you know a story about a {a}?")
 STORY_TOLD = ("I have a story for you. {s}", "Listen to this. {s}", "Here is my story. {s}")
 STORY_THANKS = "Thank you for telling me that story."
 STORY_WHO = ("Who was the story about?", "Who was that story about?", "What was the story about?")
@@ -253,37 +292,58 @@ STORY_ADJECTIVES = words("little young brave clever curious")
 STORY_HOME = "Everybody knew that {N} lived {home}."
 STORY_DAY = ("One sunny morning, {N} found {o} {where}.", "One rainy day, {N} found {o} {where}.",
              "One cold evening, {N} saw {o} {where}.")
-STORY_OBJECTS = phrases("a golden key, a red balloon, a broken lantern, a letter without a name, a silver bell, an old map, "
+STORY_OBJECTS = phrases("a golden key, a red balloon, a broken lantern, a letter without a name, a silver bell, "
+                        "an old map, "
                         "a lost shoe, a music box")
 STORY_WHERES = phrases("under a stone, beside the road, near the river, in the tall grass, behind a bush")
 STORY_OWNER = ("It belonged to a {f} called {M}.", "A {f} called {M} had lost it.")
-STORY_MIDDLE = ("So {N} walked {n} miles to bring it back.", "So {N} went from house to house and asked {n} neighbours.",
-                "So {N} waited {n} days until the {f} came by.", "At first {N} wanted to keep it, but that felt wrong.")
-STORY_THEN = ("When {M} saw it, both of them laughed and danced.", "The {f} was so happy that nobody slept that night.",
+STORY_MIDDLE = ("So {N} walked {n} miles to bring it back.",
+                "So {N} went from house to house and asked {n} neighbours.",
+                "So {N} waited {n} days until the {f} came by.",
+                "At first {N} wanted to keep it, but that felt wrong.")
+STORY_THEN = ("When {M} saw it, both of them laughed and danced.",
+              "The {f} was so happy that nobody slept that night.",
               "To say thank you, {M} baked a big cake for {N}.")
-STORY_END = ("From that day on, {N} and {M} were the best of friends.", "And since then, {N} and {M} have tea every Sunday.")
+STORY_END = ("From that day on, {N} and {M} were the best of friends.",
+             "And since then, {N} and {M} have tea every Sunday.")
 STORY_LAST = "The end."
 
-NOUNS = words("weather engine planet river computer history language mathematics bread window government ocean camera bridge "
-              "doctor theory picture market energy flower ship winter iron paper machine sugar mountain school dream war law")
-VERBS = words("build write explain cook repair find sell translate draw open calculate paint learn buy fix describe compare "
+NOUNS = words("weather engine planet river computer history language mathematics bread window government ocean "
+              "camera bridge "
+              "doctor theory picture market energy flower ship winter iron paper machine sugar mountain school "
+              "dream war law")
+VERBS = words("build write explain cook repair find sell translate draw open calculate paint learn buy fix "
+              "describe compare "
               "improve send install list define summarise solve plan")
-ODDITIES = ("How do I {verb} a {noun}?", "What is the capital of {x}?", "Explain {noun} to me.", "{Verb} the {noun} and the {noun}.",
-            "Why is the {noun} so big?", "Translate {x} into French.", "What is {n} plus {n}?", "Write a {noun} about {noun}.",
-            "Can you {verb} my {noun}?", "Who invented the {noun}?", "{x} {x} {noun} {verb} {x}.", "What does {x} mean?",
-            "Is the {noun} better than the {noun}?", "How far is the {noun}?", "{Verb} {x} in Python.", "def {x}({x}): return {n}",
-            "Who was {x} {x}?", "When did the {noun} begin?", "{x}", "{noun}", "{noun} {noun} {noun}", "{n}", "{n} {n} {n}",
+ODDITIES = ("How do I {verb} a {noun}?", "What is the capital of {x}?", "Explain {noun} to me.",
+            "{Verb} the {noun} and the {noun}.",
+            "Why is the {noun} so big?", "Translate {x} into French.", "What is {n} plus {n}?",
+            "Write a {noun} about {noun}.",
+            "Can you {verb} my {noun}?", "Who invented the {noun}?", "{x} {x} {noun} {verb} {x}.",
+            "What does {x} mean?",
+            "Is the {noun} better than the {noun}?", "How far is the {noun}?", "{Verb} {x} in Python.",
+            "def {x}({x}): return {n}",
+            "Who was {x} {x}?", "When did the {noun} begin?", "{x}", "{noun}", "{noun} {noun} {noun}", "{n}",
+            "{n} {n} {n}",
             "I think that the {noun} will {verb} the {noun}.", "The {noun} and the {noun} {verb} it all day.",
-            "What do you think about {noun}?", "Give me {n} examples of {noun}.", "{Verb} this text: the {noun} is a {noun}.")
+            "What do you think about {noun}?", "Give me {n} examples of {noun}.",
+            "{Verb} this text: the {noun} is a {noun}.")
 
-SYSTEM_SHORT = ("You are a helpful assistant.", "You are a friendly assistant.", "Be brief.", "Answer politely.", "Be nice.",
-                "You are a helpful assistant that answers in English.", "Answer in one sentence.", "You are a chat bot.",
+SYSTEM_SHORT = ("You are a helpful assistant.", "You are a friendly assistant.", "Be brief.", "Answer politely.",
+                "Be nice.",
+                "You are a helpful assistant that answers in English.", "Answer in one sentence.",
+                "You are a chat bot.",
                 "You are an assistant. Be concise and kind.", "Respond as a pirate.", "You are a pirate.")
 SYSTEM_RULES = (
-    "Always be polite.", "Answer in short sentences.", "Never talk about politics.", "If you do not know something, say so.",
-    "Do not use bad words.", "Speak English.", "Tell a story when you are asked for one.", "Remember what people tell you.",
-    "Help everybody who asks for help.", "Be patient with children.", "Do not invent facts.", "Stay calm at all times.",
-    "Greet people when they greet you.", "Say goodbye when they leave.", "Keep secrets to yourself.", "Use simple words.",
-    "Think before you answer.", "Take the last value when a fact is corrected.", "Only use facts from this conversation.",
+    "Always be polite.", "Answer in short sentences.", "Never talk about politics.",
+                "If you do not know something, say so.",
+    "Do not use bad words.", "Speak English.", "Tell a story when you are asked for one.",
+                "Remember what people tell you.",
+    "Help everybody who asks for help.", "Be patient with children.", "Do not invent facts.",
+                "Stay calm at all times.",
+    "Greet people when they greet you.", "Say goodbye when they leave.", "Keep secrets to yourself.",
+                "Use simple words.",
+    "Think before you answer.", "Take the last value when a fact is corrected.",
+                "Only use facts from this conversation.",
     "Do not repeat yourself.", "These rules are important.", "The rules of this house are as follows.",
 )

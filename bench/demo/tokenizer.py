@@ -1,7 +1,7 @@
 """The demo model's tokenizer: byte-level BPE as GPT-2 has it, trained on the generated corpus.
 
-Digits never merge, so a number is copied digit by digit. `TalkEncoder` turns marked conversations into token ids and
-loss weights; its ids equal those of the whole text, because marks lie where the pre-tokenizer cuts anyway.
+Digits never merge, so a number is copied digit by digit. `TalkEncoder` turns marked conversations into token ids
+and loss weights; its ids equal those of the whole text, because marks lie where the pre-tokenizer cuts anyway.
 """
 
 import random
@@ -11,32 +11,34 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from bench.demo.corpus import MARK_CLOSE, MARK_OPEN, RAW_TEXT, Message, plain, training_talk
+from bench.demo.corpus import IM_END, IM_START, MARK_CLOSE, MARK_OPEN, RAW_TEXT, Message, plain, training_talk
 
-END_OF_TEXT, IM_START, IM_END = SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+END_OF_TEXT = "<|endoftext|>"
+SPECIALS = (END_OF_TEXT, IM_START, IM_END)
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 WEIGHT_CONTEXT, WEIGHT_REPLY, WEIGHT_VALUE = 0.1, 1.0, 4.0
 
 
-def chatml(messages: list[Message], generation_prompt: bool = False) -> str:
-    """The conversation as the chat template in the model's metadata renders it."""
-    text = "".join(f"{IM_START}{m['role']}\n{plain(m['content'])}{IM_END}\n" for m in messages)
-    return f"{text}{IM_START}assistant\n" if generation_prompt else text
-
-
 def train_tokenizer(seed: int, size: int, talks: int = 4000) -> Tokenizer:
     """Byte-level BPE of exactly `size` tokens, specials first."""
     rng = random.Random(f"tokenizer {seed}")
-    texts = (re.sub(r"[0-9]+", "", "\n".join(f"{m['role']}\n{plain(m['content'])}" for m in talk))
-             for talk in (training_talk(rng, 1500, far=index % 2 == 0) for index in range(talks)))
+    texts = (
+        re.sub(r"[0-9]+", "", "\n".join(f"{m['role']}\n{plain(m['content'])}" for m in talk))
+        for talk in (training_talk(rng, 1500, far=index % 2 == 0) for index in range(talks))
+    )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIALS), show_progress=False,
-                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(SPECIALS),
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != size:
         raise ValueError(f"the corpus gave {tokenizer.get_vocab_size()} tokens, not {size}")

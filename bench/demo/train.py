@@ -1,8 +1,9 @@
 """Trains the demo model: `python -m bench.demo.train [--out FOLDER]`, then writes the GGUF beside its checkpoint.
 
-A llama-architecture model as llama.cpp computes it (RMSNorm, RoPE, grouped-query attention, SwiGLU, tied embeddings)
-learns to copy facts out of its context in stages of growing length. Muon drives the matrices, AdamW the embedding and
-the norms. A training extra, never part of CI: it needs torch, numpy, tokenizers, gguf and platformdirs.
+A llama-architecture model as llama.cpp computes it (RMSNorm, RoPE, grouped-query attention, SwiGLU, tied
+embeddings) learns to copy facts out of its context in stages of growing length. Muon drives the matrices, AdamW the
+embedding and the norms. A training extra, never part of CI: it needs torch, numpy, tokenizers, gguf and
+platformdirs.
 """
 
 import argparse
@@ -17,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import platformdirs
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812  the name everybody knows it by
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from bench.demo.corpus import training_talk
@@ -52,7 +54,16 @@ class Stage:
     far: float  # share of rows with chatter between facts and questions
 
 
-CURRICULUM = (Stage(1400, 256, 24, 0.15), Stage(500, 640, 10, 0.5), Stage(220, 2304, 3, 0.8), Stage(40, 4096, 2, 0.9))
+SHORT, MIDDLE, LONG, FULL = ((256, 24, 0.15), (640, 10, 0.5), (2304, 3, 0.8), (4096, 2, 0.9))
+CURRICULUM = (
+    Stage(1500, *SHORT),
+    Stage(100, *MIDDLE),
+    Stage(200, *LONG),
+    Stage(15, *FULL),
+    *(Stage(20, *SHORT), Stage(3, *MIDDLE), Stage(4, *LONG)) * 32,
+    Stage(8, *LONG),
+    Stage(4, *FULL),
+)
 AVERAGING = 0.98  # the saved weights are a running mean over about fifty steps
 
 
@@ -95,8 +106,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         rows, length, _ = x.shape
         shape, normed = self.shape, self.attention_norm(x)
-        q, k, v = (layer(normed).view(rows, length, -1, shape.head_size).transpose(1, 2)
-                   for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(normed).view(rows, length, -1, shape.head_size).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
         q, k = rotate(q, table), rotate(k, table)
         share = shape.heads // shape.kv_heads
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
@@ -144,7 +157,9 @@ def orthogonalize(gradient: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Momentum with orthogonalized updates, for weight matrices."""
 
-    def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.01) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95, decay: float = 0.01
+    ) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "decay": decay})
 
     @torch.no_grad()
@@ -170,26 +185,39 @@ def make_rows(stage: Stage, encoder: TalkEncoder, rng: random.Random) -> tuple[n
     return ids, weights
 
 
-def _produce(queue: "multiprocessing.Queue[tuple[np.ndarray, np.ndarray]]", stages: tuple[Stage, ...], seed: int,
-             tokenizer_path: Path, vocabulary: int) -> None:
-    encoder = TalkEncoder(load_or_train(tokenizer_path, seed, vocabulary))
-    for index, stage in enumerate(stages):
-        rng = random.Random(f"training {seed} {index}")
+@dataclass(frozen=True)
+class Run:
+    """How one training run goes."""
+
+    stages: tuple[Stage, ...]
+    seed: int
+    folder: Path
+    rate: float
+    decay_share: float  # of the steps, over which the rate falls to nothing
+    resume: Path | None
+
+    def tokenizer(self, vocabulary: int) -> Tokenizer:
+        return load_or_train(self.folder / "tokenizer.json", self.seed, vocabulary)
+
+
+def _produce(queue: "multiprocessing.Queue[tuple[np.ndarray, np.ndarray]]", run: Run, vocabulary: int) -> None:
+    encoder = TalkEncoder(run.tokenizer(vocabulary))
+    for index, stage in enumerate(run.stages):
+        rng = random.Random(f"training {run.seed} {index}")
         for _ in range(stage.steps):
             queue.put(make_rows(stage, encoder, rng))
 
 
-def batches(stages: tuple[Stage, ...], seed: int, tokenizer_path: Path, vocabulary: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(run: Run, vocabulary: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The curriculum's batches in order, written by a process of their own."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue(maxsize=8)
-    process = context.Process(target=_produce, args=(queue, stages, seed, tokenizer_path, vocabulary), daemon=True)
+    process = context.Process(target=_produce, args=(queue, run, vocabulary), daemon=True)
     process.start()
     try:
-        for stage in stages:
-            for _ in range(stage.steps):
-                ids, weights = queue.get()
-                yield torch.from_numpy(ids), torch.from_numpy(weights)
+        for _ in range(sum(stage.steps for stage in run.stages)):
+            ids, weights = queue.get()
+            yield torch.from_numpy(ids), torch.from_numpy(weights)
     finally:
         process.terminate()
 
@@ -211,21 +239,22 @@ def rate_at(step: int, total: int, warmup: int, decay_share: float) -> float:
     return min(1.0, (step + 1) / warmup, (total - step) / (total * decay_share))
 
 
-def train(stages: tuple[Stage, ...], shape: Shape, seed: int, folder: Path, rate: float, resume: Path | None,
-          decay_share: float) -> Model:
-    torch.manual_seed(seed)
+def train(run: Run, shape: Shape) -> Model:
+    """Runs through the stages, saving a checkpoint every hundred steps."""
+    torch.manual_seed(run.seed)
     model = Model(shape)
-    if resume is not None:
-        model.load_state_dict(torch.load(resume)["latest"])
+    if run.resume is not None:
+        model.load_state_dict(torch.load(run.resume)["latest"])
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     others = [model.embedding.weight, *(p for p in model.parameters() if p.ndim == 1)]
-    optimizers = [Muon(matrices, lr=rate), torch.optim.AdamW(others, lr=rate * 0.2, betas=(0.9, 0.98), weight_decay=0.0)]
+    adam = torch.optim.AdamW(others, lr=run.rate * 0.2, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizers = [Muon(matrices, lr=run.rate), adam]
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    total, began, seen = sum(stage.steps for stage in stages), time.monotonic(), 0
+    total, began, seen = sum(stage.steps for stage in run.stages), time.monotonic(), 0
     average = [p.detach().clone() for p in model.parameters()]
-    for step, (ids, weights) in enumerate(batches(stages, seed, folder / "tokenizer.json", shape.vocabulary)):
-        factor = rate_at(step, total, 40, decay_share)
-        for optimizer, base in zip(optimizers, (rate, rate * 0.2), strict=True):
+    for step, (ids, weights) in enumerate(batches(run, shape.vocabulary)):
+        factor = rate_at(step, total, 10, run.decay_share)
+        for optimizer, base in zip(optimizers, (run.rate, run.rate * 0.2), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = base * factor
         loss, copied, right = weighted_loss(model, ids, weights)
@@ -234,22 +263,32 @@ def train(stages: tuple[Stage, ...], shape: Shape, seed: int, folder: Path, rate
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        torch._foreach_lerp_(average, [p.detach() for p in model.parameters()], 1 - min(AVERAGING, step / (step + 10)))
+        share = 1 - min(AVERAGING, step / (step + 10))
+        torch._foreach_lerp_(average, [p.detach() for p in model.parameters()], share)
         seen += ids.numel()
         if step % 25 == 0 or step == total - 1:
             spent = time.monotonic() - began
-            print(f"step {step:5d}  length {ids.shape[1] - 1:4d}  loss {loss.item():.3f}  copied {copied:.3f} {right:.3f}  "
-                  f"{seen / 1e6:.2f}M tokens  {seen / spent:.0f}/s  {spent:.0f}s", flush=True)
+            print(
+                f"step {step:5d}  length {ids.shape[1] - 1:4d}  loss {loss.item():.3f}  copied {copied:.3f}"
+                f" {right:.3f}  {seen / 1e6:.2f}M tokens  {seen / spent:.0f}/s  {spent:.0f}s",
+                flush=True,
+            )
         if step % 100 == 99 or step == total - 1:
-            save(model, average, folder / "checkpoint.pt")
+            save(model, average, run.folder / "checkpoint.pt")
     return model
 
 
 def save(model: Model, average: list[Tensor], path: Path) -> None:
     partial = path.with_suffix(".partial")
     names = [name for name, _ in model.named_parameters()]
-    torch.save({"weights": dict(zip(names, average, strict=True)), "latest": model.state_dict(),
-                "shape": asdict(model.shape)}, partial)
+    torch.save(
+        {
+            "weights": dict(zip(names, average, strict=True)),
+            "latest": model.state_dict(),
+            "shape": asdict(model.shape),
+        },
+        partial,
+    )
     partial.replace(path)
 
 
@@ -272,11 +311,14 @@ def main() -> None:
     torch.set_num_threads(2)
     stages = CURRICULUM
     if arguments.stages:
-        stages = tuple(Stage(int(s), int(n), int(r), float(f)) for s, n, r, f in
-                       (part.split("x") for part in arguments.stages.split(",")))
+        stages = tuple(
+            Stage(int(s), int(n), int(r), float(f))
+            for s, n, r, f in (part.split("x") for part in arguments.stages.split(","))
+        )
     arguments.out.mkdir(parents=True, exist_ok=True)
-    load_or_train(arguments.out / "tokenizer.json", arguments.seed, Shape().vocabulary)
-    train(stages, Shape(), arguments.seed, arguments.out, arguments.rate, arguments.resume, arguments.decay)
+    run = Run(stages, arguments.seed, arguments.out, arguments.rate, arguments.decay, arguments.resume)
+    run.tokenizer(Shape().vocabulary)
+    train(run, Shape())
 
 
 if __name__ == "__main__":

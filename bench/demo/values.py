@@ -1,7 +1,7 @@
 """The open sets that the demo model's facts take their values from, and what is kept away from training.
 
-Names and cities are made of syllables, numbers of digits, codes of both: far more than a model could memorise, so that
-every answer has to be copied from the context, token by token.
+Names and cities are made of syllables, numbers of digits, codes of both: far more than a model could memorise, so
+that every answer has to be copied from the context, token by token.
 """
 
 import random

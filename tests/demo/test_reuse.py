@@ -1,0 +1,196 @@
+"""On the embedded model, whose answers break when KV is wrong, reuse never changes a text.
+
+Conversations run turn by turn, several at once on few slots. Each has a twin that states another value for the fact
+that is asked for in the end, so that stale KV, or another slot's, gives a wrong answer. Every turn's greedy text
+must be the one that the same prompt gives cold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bench.demo.corpus import Dialogue, held_out
+from llamaslot.app.models import resolve_model
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama import backend as llama_backend
+from llamaslot.base.messages import Finished
+from llamaslot.core.planner import Planner
+from llamaslot.core.request import Request
+from llamaslot.core.slots import Slot
+from llamaslot.text.template import ChatTemplate
+from tests.conftest import LONG
+from tests.engine.harness import Harness, running
+
+N_SLOTS = 3
+N_TOGETHER = 5
+MAX_TOKENS = 60
+SEED = 20
+
+
+def conversations(n: int) -> list[list[str]]:
+    """The prompts of `n` conversations, half of them twins of the other half, as lists of turns."""
+    backend = open_backend()
+    template = ChatTemplate(backend.info.chat_template, bos_token="", eos_token="")
+    backend.close()
+    found = []
+    for dialogue in held_out(n // 2, SEED):
+        for each in (dialogue, twin(dialogue)):
+            ends = [i + 1 for i, m in enumerate(each.messages) if m["role"] == "user"]
+            found.append([template.render(each.messages[:end]) for end in ends])
+    return found
+
+
+def twin(dialogue: Dialogue) -> Dialogue:
+    """The same conversation about another value of the same form."""
+    other = "".join(
+        chr(97 + (ord(c) - 97 + 11) % 26) if c.islower() else str((int(c) + 3) % 10) if c.isdigit() else c
+        for c in dialogue.value
+    )
+    messages = [{**m, "content": m["content"].replace(dialogue.value, other)} for m in dialogue.messages]
+    return replace(dialogue, messages=messages, value=other, answer=dialogue.answer.replace(dialogue.value, other))
+
+
+def open_backend(n_ctx: int = 8192) -> LlamaBackend:
+    return LlamaBackend(LlamaSettings(resolve_model("demo"), n_ctx=n_ctx, n_slots=N_SLOTS))
+
+
+async def generate(engine: Harness, name: str, prompt: str, **fields: object) -> tuple[str, int]:
+    """The greedy text of a prompt and the tokens it reused; a request that fails counts as a wrong answer."""
+    end = await engine.submit(name, prompt, max_tokens=MAX_TOKENS, **fields)
+    assert isinstance(end, Finished), end
+    return engine.text(name), end.progress.n_cached
+
+
+async def warm_texts(talks: list[list[str]], n_ctx: int) -> tuple[dict[tuple[int, int], str], int]:
+    """The texts of all turns when conversations run side by side, and the tokens that were reused."""
+    texts: dict[tuple[int, int], str] = {}
+    n_cached = 0
+    async with running(open_backend(n_ctx)) as engine:
+        turn_taking = asyncio.Semaphore(N_TOGETHER)
+
+        async def talk(i: int, turns: list[str]) -> None:
+            nonlocal n_cached
+            async with turn_taking:
+                for t, prompt in enumerate(turns):
+                    texts[i, t], cached = await generate(engine, f"{i}-{t}", prompt)
+                    n_cached += cached
+
+        async with asyncio.TaskGroup() as group:
+            for i, turns in enumerate(talks):
+                group.create_task(talk(i, turns))
+    return texts, n_cached
+
+
+async def cold_texts(talks: list[list[str]]) -> dict[tuple[int, int], str]:
+    """The texts of all turns, each computed whole."""
+    texts = {}
+    async with running(open_backend()) as engine:
+        for i, turns in enumerate(talks):
+            for t, prompt in enumerate(turns):
+                texts[i, t], cached = await generate(engine, f"{i}-{t}", prompt, cache_prompt=False)
+                assert cached == 0
+    return texts
+
+
+def compare(talks: list[list[str]], cold: dict[tuple[int, int], str], n_ctx: int = 8192) -> int:
+    """Assert that warm and cold agree; the tokens that were reused."""
+    warm, n_cached = asyncio.run(warm_texts(talks, n_ctx))
+    assert warm == cold
+    return n_cached
+
+
+@pytest.fixture(scope="module")
+def talks() -> list[list[str]]:
+    return conversations(200 if LONG else 50)
+
+
+@pytest.fixture(scope="module")
+def cold(talks: list[list[str]]) -> dict[tuple[int, int], str]:
+    return asyncio.run(cold_texts(talks))
+
+
+def test_warm_and_cold_texts_are_the_same(talks: list[list[str]], cold: dict[tuple[int, int], str]) -> None:
+    assert compare(talks, cold) > 0
+
+
+def test_they_are_the_same_when_the_pool_is_too_small_for_all(
+    talks: list[list[str]], cold: dict[tuple[int, int], str]
+) -> None:
+    assert compare(talks, cold, n_ctx=1024) > 0
+
+
+def test_two_requests_of_60_percent_of_the_pool_give_the_texts_they_give_alone() -> None:
+    backend = open_backend()
+    template = ChatTemplate(backend.info.chat_template, bos_token="", eos_token="")
+    long_talks = [[template.render(d.messages)] for d in held_out(2, SEED, filler_tokens=1000)]
+    needs = [len(backend.vocab.tokenize(t[0], add_special=True, parse_special=True)) + 40 for t in long_talks]
+    backend.close()
+    n_ctx = -(-int(max(needs) / 0.6) // 256) * 256
+    assert sum(needs) > n_ctx, "they would fit side by side"
+    compare(long_talks, asyncio.run(cold_texts(long_talks)), n_ctx)
+
+
+# Each of these bugs is planted in the code that decides about reuse; the comparison must notice every one.
+
+
+def match_one_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trim at n + 1: one stale token stays in the middle."""
+    match = Slot.match
+
+    def too_long(slot: Slot, request: Request) -> int:
+        n = match(slot, request)
+        return n + 1 if 0 < n < min(len(slot.history), len(request.known) - 1) else n
+
+    monkeypatch.setattr(Slot, "match", too_long)
+
+
+def never_trim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cells behind the match stay where they are."""
+
+    def seq_rm(backend: LlamaBackend, seq: int, start: int, end: int = -1) -> None:
+        backend._lengths[seq] = start
+
+    monkeypatch.setattr(LlamaBackend, "seq_rm", seq_rm)
+
+
+def run_in_the_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The match of one slot is believed of another."""
+    choose = Planner._choose
+
+    def wrong(planner: Planner, request: Request, choices: list[Slot]) -> tuple[Slot, int]:
+        slot, keep = choose(planner, request, choices)
+        others = [s for s in choices if s is not slot and len(s.history) >= keep]
+        return (others[0] if others else slot), keep
+
+    monkeypatch.setattr(Planner, "_choose", wrong)
+
+
+def shift_positions_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reused sequence is continued one position too far."""
+    arange = np.arange
+
+    def shifted(start: int, stop: int | None = None, **options: object) -> np.ndarray:
+        values = arange(start, stop, **options)
+        return values + 1 if stop is not None and start > 0 else values
+
+    fake_numpy = type("numpy", (), {**vars(np), "arange": staticmethod(shifted)})
+    monkeypatch.setattr(llama_backend, "np", fake_numpy)
+
+
+@pytest.mark.parametrize(
+    "plant", [match_one_token_too_many, never_trim, run_in_the_wrong_slot, shift_positions_by_one]
+)
+def test_the_comparison_notices_planted_bugs(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    talks: list[list[str]],
+    cold: dict[tuple[int, int], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, ExceptionGroup)):
+        compare(talks, cold)
