@@ -195,14 +195,13 @@ class Service:
             future.set_result(value)
 
     def _pass_on(self, event: Accepted | Output | Finished | Failed | Cancelled) -> None:
+        generation = self._generations.get(event.request_id)
+        if generation is None:
+            return
+        generation.put(event)
         if isinstance(event, TERMINAL):
-            generation = self._generations.pop(event.request_id, None)
-        else:
-            generation = self._generations.get(event.request_id)
-        if generation is not None:
-            generation.put(event)
-        if isinstance(event, TERMINAL):
-            self._log_end(event, generation.client_id if generation else "")
+            del self._generations[event.request_id]
+            self._log_end(event, generation.client_id)
 
     def _log_end(self, event: Finished | Failed | Cancelled, client_id: str) -> None:
         reason = _reason(event)

@@ -1,0 +1,286 @@
+"""That every setting reaches the part that it is for, and how a server ends; in this process, on the fake model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from llamaslot.api.settings import ApiSettings
+from llamaslot.app import server as server_module
+from llamaslot.app.config import Config, Parser, add_flags, read_config
+from llamaslot.app.server import api_settings, llama_settings, read_template, serve
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.backend.llama import LlamaSettings
+from llamaslot.base.errors import ConfigError
+from llamaslot.core.backend import Decoded, Run
+from llamaslot.engine.engine import Engine
+from llamaslot.text.builtin_templates import resolve
+
+MODEL = Path("some.gguf")
+
+
+def configured(argv: str | Sequence[str]) -> Config:
+    """The configuration that a command line gives."""
+    parser = Parser(allow_abbrev=False)
+    add_flags(parser)
+    return read_config(parser.parse(argv.split() if isinstance(argv, str) else argv), {})
+
+
+LLAMA: dict[str, tuple[str, object]] = {
+    "-c 1234": ("n_ctx", 1234),
+    "-np 7": ("n_slots", 7),
+    "-b 1000": ("n_batch", 1000),
+    "-ub 300": ("n_ubatch", 300),
+    "-t 3": ("n_threads", 3),
+    "-t -1": ("n_threads", 0),
+    "-tb 5": ("n_threads_batch", 5),
+    "-tb -1": ("n_threads_batch", 0),
+    "-ngl 9": ("n_gpu_layers", 9),
+    "-ngl 0": ("n_gpu_layers", 0),
+    "-ngl all": ("n_gpu_layers", -1),
+    "-ngl auto": ("n_gpu_layers", -1),
+    "-fa on": ("flash_attn", "on"),
+    "-fa off": ("flash_attn", "off"),
+    "-no-kvu": ("unified", False),
+    "-ctk q8_0": ("cache_type_k", "q8_0"),
+    "-ctv q4_1": ("cache_type_v", "q4_1"),
+}
+
+API: dict[str, tuple[str, object]] = {
+    "--api-key one,,two": ("api_keys", ("one", "two")),
+    "--max-body-mb 3": ("max_body_bytes", 3 * 2**20),
+    "-a name": ("alias", "name"),
+    "--cors-origins http://a,localhost": ("cors_origins", ("http://a", "localhost")),
+    "--sse-ping-interval 7": ("sse_ping_interval", 7),
+    "--metrics": ("metrics", True),
+    "--no-slots": ("slots", False),
+    "-n 11": ("n_predict", 11),
+    "--no-cache-prompt": ("cache_prompt", False),
+}
+
+SAMPLING: dict[str, tuple[str, object]] = {
+    "--temp 0.25": ("temperature", 0.25),
+    "--top-k 17": ("top_k", 17),
+    "--top-p 0.5": ("top_p", 0.5),
+    "--min-p 0.125": ("min_p", 0.125),
+    "-s 99": ("seed", 99),
+}
+
+
+ELSEWHERE = {
+    *("model", "host", "port", "chat_template", "chat_template_file", "api_key_file"),
+    *("max_queue", "prefill_gap_ms", "shutdown_timeout", "log_format", "log_level"),
+}
+"""Options that go neither to the backend nor to the HTTP layer as they are."""
+
+
+def changes(settings: Any, defaults: Any) -> dict[str, object]:
+    """The fields in which settings differ."""
+    names = getattr(settings, "__struct_fields__", None) or type(settings).__slots__
+    pairs = {name: (getattr(settings, name), getattr(defaults, name)) for name in names}
+    return {name: now for name, (now, default) in pairs.items() if now != default}
+
+
+def test_the_tables_name_every_option() -> None:
+    named = {field for argv in [*LLAMA, *API, *SAMPLING] for field in changes(configured(argv), Config())}
+    assert named | ELSEWHERE == set(Config.__struct_fields__)
+    assert not named & ELSEWHERE
+
+
+@pytest.mark.parametrize(("argv", "field", "value"), [(a, *fv) for a, fv in LLAMA.items()])
+def test_a_flag_reaches_the_backend_and_nothing_else_changes(argv: str, field: str, value: object) -> None:
+    defaults = LlamaSettings(model=MODEL)
+    settings = llama_settings(configured(argv), MODEL)
+    assert getattr(settings, field) == value
+    assert set(changes(settings, defaults)) <= {field}
+
+
+@pytest.mark.parametrize(("argv", "field", "value"), [(a, *fv) for a, fv in API.items()])
+def test_a_flag_reaches_the_http_layer_and_nothing_else_changes(argv: str, field: str, value: object) -> None:
+    settings = api_settings(configured(argv))
+    assert changes(settings, ApiSettings()) == {field: value}
+
+
+@pytest.mark.parametrize(("argv", "field", "value"), [(a, *fv) for a, fv in SAMPLING.items()])
+def test_a_flag_reaches_the_sampling_defaults_and_nothing_else_changes(
+    argv: str, field: str, value: object
+) -> None:
+    settings = api_settings(configured(argv))
+    assert changes(settings, ApiSettings()) == {"sampling": settings.sampling}
+    assert changes(settings.sampling, ApiSettings().sampling) == {field: value}
+
+
+def test_the_defaults_of_every_layer_are_the_same() -> None:
+    assert api_settings(Config()) == ApiSettings()
+    assert llama_settings(Config(), MODEL) == LlamaSettings(model=MODEL)
+
+
+def test_keys_come_from_the_flag_and_from_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("\n first \n\nsecond\n")
+    assert api_settings(configured(["--api-key-file", str(file)])).api_keys == ("first", "second")
+    both = configured(["--api-key", "own", "--api-key-file", str(file)])
+    assert set(api_settings(both).api_keys) == {"own", "first", "second"}
+
+
+def test_a_lock_without_a_key_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "keys"
+    empty.write_text("\n  \n")
+    for argv in (["--api-key", ","], ["--api-key", " "], ["--api-key-file", str(empty)]):
+        with pytest.raises(ConfigError, match="--api-key"):
+            api_settings(configured(argv))
+    with pytest.raises(ConfigError, match="nowhere"):
+        api_settings(configured(["--api-key-file", str(tmp_path / "nowhere")]))
+
+
+def test_where_the_template_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("from a file")
+    assert read_template(configured("")) == ("", "")
+    assert read_template(configured("--chat-template chatml")) == (resolve("chatml"), "--chat-template")
+    source = "{{ messages[0].content }}"
+    assert read_template(configured(["--chat-template", source])) == (source, "--chat-template")
+    flag = "--chat-template-file"
+    assert read_template(configured([flag, str(file)])) == ("from a file", flag)
+    with pytest.raises(ConfigError, match="nowhere"):
+        read_template(configured([flag, str(tmp_path / "nowhere")]))
+
+
+class Served:
+    """A server in this process: its address and, once it has ended, its exit status."""
+
+    def __init__(self, url: str, status: asyncio.Task[int], session: aiohttp.ClientSession) -> None:
+        self.url = url
+        self.status = status
+        self.session = session
+
+    async def post(self, path: str, body: dict[str, object]) -> tuple[int, Any]:
+        async with self.session.post(self.url + path, json=body) as reply:
+            return reply.status, await reply.json()
+
+    async def until(self, wanted: Callable[[list[dict[str, Any]]], bool]) -> None:
+        """Wait until `/slots` is as wanted."""
+        for _ in range(2000):
+            async with self.session.get(self.url + "/slots") as reply:
+                if wanted(await reply.json()):
+                    return
+            await asyncio.sleep(0.005)
+        raise AssertionError("the slots never were as wanted")
+
+
+@asynccontextmanager
+async def serving(folder: Path, backend: FakeBackend, **config: Any) -> AsyncIterator[Served]:
+    """A server on a free port; it is told to end when the block does."""
+    model = folder / "fake.gguf"
+    model.touch()
+    settings = msgspec.structs.replace(Config(), model=str(model), port=0, **config)
+    with capture_logs() as lines:
+        status = asyncio.create_task(serve(settings, backend=backend))
+        async with asyncio.timeout(30), aiohttp.ClientSession() as session:
+            while not (ready := [line for line in lines if line["event"] == "server.ready"]):
+                assert not status.done(), status.result()
+                await asyncio.sleep(0.005)
+            try:
+                yield Served(ready[0]["urls"][0], status, session)
+            finally:
+                if not status.done():
+                    os.kill(os.getpid(), signal.SIGTERM)
+                await status
+
+
+class Slow(FakeBackend):
+    """A model that takes its time, so that a request lasts longer than its test."""
+
+    def decode(self, runs: Sequence[Run]) -> Decoded:
+        time.sleep(0.05)
+        return super().decode(runs)
+
+
+class Doomed(FakeBackend):
+    """A model that breaks with its first step."""
+
+    def decode(self, runs: Sequence[Run]) -> Decoded:
+        raise RuntimeError("the device is gone")
+
+
+class Leaving(FakeBackend):
+    """A model that tells whether it was freed."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_the_exit_status_tells_that_the_engine_died(tmp_path: Path) -> None:
+    async with serving(tmp_path, Doomed()) as server:
+        status, reply = await server.post("/completion", {"prompt": "x", "n_predict": 4})
+        assert (status, reply["error"]["type"]) == (500, "server_error")
+        assert await server.status == 1
+
+
+async def test_a_signal_ends_it_with_status_zero_and_frees_the_model(tmp_path: Path) -> None:
+    backend = Leaving()
+    async with serving(tmp_path, backend) as server:
+        status, reply = await server.post("/completion", {"prompt": "x", "n_predict": 4, "ignore_eos": True})
+        assert (status, reply["tokens_predicted"]) == (200, 4)
+        assert not backend.closed
+    assert server.status.result() == 0
+    assert backend.closed
+
+
+async def test_a_request_that_does_not_end_is_cut_when_the_shutdown_timeout_is_over(tmp_path: Path) -> None:
+    async with serving(tmp_path, Slow(n_ctx=512), shutdown_timeout=0.2) as server:
+        body = {"prompt": "x", "n_predict": -1, "ignore_eos": True}
+        reply = asyncio.create_task(server.post("/completion", body))
+        await server.until(lambda slots: any(slot["is_processing"] for slot in slots))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await server.status == 0
+        status, error = await reply
+        assert (status, error["error"]["type"]) == (503, "unavailable_error")
+
+
+async def test_a_request_may_end_within_the_shutdown_timeout(tmp_path: Path) -> None:
+    async with serving(tmp_path, Slow(n_ctx=512), shutdown_timeout=20.0) as server:
+        body = {"prompt": "x", "n_predict": 8, "ignore_eos": True}
+        reply = asyncio.create_task(server.post("/completion", body))
+        await server.until(lambda slots: any(slot["is_processing"] for slot in slots))
+        os.kill(os.getpid(), signal.SIGTERM)
+        status, answer = await reply
+        assert (status, answer["tokens_predicted"]) == (200, 8)
+        assert await server.status == 0
+
+
+async def test_the_prefill_gap_reaches_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[Engine] = []
+
+    class Kept(Engine):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            engines.append(self)
+
+    monkeypatch.setattr(server_module, "Engine", Kept)
+    async with serving(tmp_path, FakeBackend(), prefill_gap_ms=7.0):
+        assert [engine.scheduler.settings.gap_ms for engine in engines] == [7.0]
+
+
+async def test_the_queue_of_a_server_is_as_long_as_configured(tmp_path: Path) -> None:
+    async with serving(tmp_path, Slow(n_slots=1, n_ctx=512), max_queue=0, shutdown_timeout=0.0) as server:
+        body = {"prompt": "x", "n_predict": -1, "ignore_eos": True}
+        first = asyncio.create_task(server.post("/completion", body))
+        await server.until(lambda slots: any(slot["is_processing"] for slot in slots))
+        status, reply = await server.post("/completion", body)
+        assert (status, reply["error"]["type"]) == (429, "rate_limit_error")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (await first)[0] == 503

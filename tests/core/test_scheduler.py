@@ -1,0 +1,317 @@
+"""The scheduler step by step on the fake backend: plan, apply, commit, on a clock that only the model moves."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.messages import Sampling, Submit
+from llamaslot.core.backend import Decoded, Run, Status
+from llamaslot.core.request import Request, RequestState
+from llamaslot.core.scheduler import Broke, Sampled, Scheduler
+from llamaslot.core.settings import SchedulerSettings
+from llamaslot.core.step import StepPlan, apply
+
+DECODE_SECONDS = 1 / 64
+PROMPT_TOKEN_SECONDS = 1 / 1024
+
+
+class TimedBackend(FakeBackend):
+    """A fake model that takes `PROMPT_TOKEN_SECONDS` a prompt token and `DECODE_SECONDS` for all streams."""
+
+    now = 0.0
+
+    def decode(self, runs: Sequence[Run]) -> Decoded:
+        prompt_tokens = sum(len(run.tokens) for run in runs if len(run.tokens) > 1)
+        streams = any(len(run.tokens) == 1 for run in runs)
+        self.now += prompt_tokens * PROMPT_TOKEN_SECONDS + streams * DECODE_SECONDS
+        return super().decode(runs)
+
+
+class Driver:
+    """A scheduler on a backend, one step a call, with what every step did."""
+
+    def __init__(self, *, gap_ms: float = 125.0, **shape: int | bool) -> None:
+        self.backend = TimedBackend(**shape)
+        info = self.backend.info
+        self.scheduler = Scheduler(
+            SchedulerSettings(
+                n_slots=info.n_slots,
+                n_ctx=info.n_ctx,
+                n_ctx_slot=info.n_ctx_slot,
+                n_ubatch=info.n_ubatch,
+                unified=info.unified,
+                reuse=info.reuse,
+                gap_ms=gap_ms,
+                eog=self.backend.vocab.eog,
+            )
+        )
+        self.plans: list[StepPlan] = []
+        self.outcomes: list[Sampled | Broke] = []
+        self.n_submitted = 0
+
+    def submit(self, prompt: str, *, max_tokens: int = 1, id_slot: int = -1) -> Request:
+        """Queue a request for a prompt of one token a letter; it generates all of its tokens."""
+        self.n_submitted += 1
+        submit = Submit(
+            f"request {self.n_submitted}",
+            (),
+            sampling=Sampling(temperature=0.0, ignore_eos=True),
+            max_tokens=max_tokens,
+            id_slot=id_slot,
+        )
+        tokens = np.frombuffer(prompt.encode(), dtype=np.uint8).astype(np.int32)
+        request = Request(submit, tokens, arrival=self.n_submitted, now=self.backend.now)
+        self.scheduler.submit(request)
+        return request
+
+    def step(self) -> StepPlan:
+        """One step, and the outcomes kept."""
+        plan = self.scheduler.plan()
+        result = apply(plan, self.backend, lambda: self.backend.now)
+        self.outcomes = self.scheduler.commit(plan, result, self.backend.now)
+        self.plans.append(plan)
+        for slot in self.scheduler.slots:
+            if not slot.broken:
+                assert self.backend.seen(slot.id) == list(enumerate(slot.history.view().tolist()))
+        return plan
+
+    def finish(self, *requests: Request, steps: int = 2000) -> None:
+        """Step until these requests are done."""
+        for _ in range(steps):
+            if all(request.state is RequestState.DONE for request in requests):
+                return
+            self.step()
+        raise AssertionError([f"{request.id}: {request.state}" for request in requests])
+
+    def run(self, prompt: str, *, max_tokens: int = 1, id_slot: int = -1) -> Request:
+        """A request from its submission to its end."""
+        request = self.submit(prompt, max_tokens=max_tokens, id_slot=id_slot)
+        self.finish(request)
+        return request
+
+    def preempted(self) -> list[Request]:
+        """Every preemption so far, in order."""
+        return [request for plan in self.plans for request in plan.preempted]
+
+
+def trims(plan: StepPlan) -> dict[int, int]:
+    """What a plan keeps of the slots that it cuts."""
+    return {trim.slot.id: trim.keep for trim in plan.trims}
+
+
+def prefill(plan: StepPlan) -> int:
+    """The prompt tokens of a plan."""
+    return sum(len(work.run.tokens) for work in plan.work if len(work.run.tokens) > 1)
+
+
+def generated(request: Request) -> list[int]:
+    """The tokens that a request sampled."""
+    return request.known.view()[request.n_prompt :].tolist()
+
+
+def test_idle_cells_are_taken_from_the_least_recently_used_slot_first() -> None:
+    driver = Driver(n_slots=4, n_ctx=64, n_ubatch=64)
+    a, b, c = (driver.run(letter * 15) for letter in "abc")
+    assert driver.run("a" * 15).slot_id == a.slot_id  # which makes b the least recently used
+    driver.submit("d" * 39)
+    plan = driver.step()
+    assert trims(plan) == {b.slot_id: 0, c.slot_id: 10}
+    assert plan.work[0].request.slot_id not in {a.slot_id, b.slot_id, c.slot_id}
+
+
+def test_no_room_costs_idle_kv_before_it_costs_a_request() -> None:
+    driver = Driver(n_slots=3, n_ctx=128)
+    idle = driver.run("a" * 20)
+    request = driver.submit("c" * 20, max_tokens=4)
+    driver.backend.failures.append((Status.NO_ROOM, 0))
+    driver.step()
+    assert driver.outcomes == []
+    assert request.state is RequestState.RUNNING
+    assert trims(driver.step())[idle.slot_id] == 0
+    driver.finish(request)
+    assert generated(request) == generated(Driver(n_slots=3, n_ctx=128).run("c" * 20, max_tokens=4))
+
+
+@pytest.mark.parametrize(("max_tokens", "fits"), [(10, True), (11, False)])
+def test_a_newcomer_waits_until_it_fits_beside_the_running_ones(max_tokens: int, fits: bool) -> None:
+    driver = Driver(n_slots=3, n_ctx=100, n_ubatch=64)
+    running = driver.submit("a" * 60, max_tokens=5)
+    driver.step()
+    known = len(running.known)
+    newcomer = driver.submit("b" * (90 - known), max_tokens=max_tokens)
+    behind = driver.submit("c" * 2)
+    driver.step()
+    assert (newcomer.state is RequestState.RUNNING) == fits
+    while running.state is RequestState.RUNNING and not fits:
+        assert newcomer.state is behind.state is RequestState.QUEUED
+        driver.step()
+    driver.finish(running)
+    driver.step()
+    assert newcomer.state is not RequestState.QUEUED
+    driver.finish(newcomer, behind)
+    assert driver.preempted() == []
+
+
+def test_a_preempted_request_is_back_before_any_that_came_after_it() -> None:
+    driver = Driver(n_slots=2, n_ctx=128, n_ubatch=64)
+    oldest = driver.submit("a" * 27, max_tokens=50)
+    preempted = driver.submit("b" * 27, max_tokens=50)
+    younger = [driver.submit(letter * 3, max_tokens=3) for letter in "cd"]
+    while not driver.preempted():
+        driver.step()
+    assert driver.preempted() == [preempted]
+    assert driver.scheduler.queue == [preempted, *younger]
+    n_before = len(driver.plans)
+    driver.finish(oldest, preempted, *younger)
+    admitted = [claim.request for plan in driver.plans[n_before:] for claim in plan.claims]
+    assert admitted == [preempted, *younger]
+
+
+def test_a_partitioned_layout_gives_each_slot_its_own_cells() -> None:
+    driver = Driver(n_slots=2, n_ctx=64, n_ubatch=64, unified=False)
+    requests = [driver.submit(letter * 24, max_tokens=-1) for letter in "ab"]
+    assert [claim.request for claim in driver.step().claims] == requests
+    driver.finish(*requests)
+    assert driver.preempted() == []
+    assert driver.scheduler.cells_used == 62
+    third = driver.run("a" * 24 + "more", id_slot=requests[0].slot_id)
+    assert third.slot_id == requests[0].slot_id
+    other = driver.scheduler.slots[requests[1].slot_id]
+    assert len(other.history) == 31
+
+
+def test_a_long_prompt_takes_its_chunk_beside_a_stream_that_never_waits() -> None:
+    driver = Driver(n_slots=3, n_ctx=1024, n_ubatch=256)
+    stream = driver.submit("s" * 4, max_tokens=200)
+    driver.step()
+    newcomers = [driver.submit(letter * 300) for letter in "ab"]
+    n_beside = 0
+    while any(request.state is not RequestState.DONE for request in newcomers):
+        limit = driver.scheduler.chunks.limit(1)
+        n_generated = stream.n_generated
+        plan = driver.step()
+        n_beside += prefill(plan) > 0
+        assert prefill(plan) <= limit < 300
+        assert stream.n_generated == n_generated + 1
+        assert stream in [outcome.request for outcome in driver.outcomes if isinstance(outcome, Sampled)]
+    assert n_beside > 5
+
+
+def test_chunks_grow_to_what_steps_were_seen_to_cost() -> None:
+    driver = Driver(gap_ms=125.0, n_slots=2, n_ctx=1024, n_ubatch=256)
+    assert driver.scheduler.chunks.limit(1) == 16
+    stream = driver.submit("s" * 128, max_tokens=50)
+    driver.step()
+    driver.step()
+    allowed = round((0.125 - DECODE_SECONDS) / PROMPT_TOKEN_SECONDS)
+    assert driver.scheduler.chunks.limit(1) == allowed == 112
+    driver.submit("n" * 500)
+    assert prefill(driver.step()) == allowed
+    assert stream.state is RequestState.RUNNING
+
+
+def test_two_requests_that_want_60_percent_of_the_pool_each() -> None:
+    driver = Driver(n_slots=2, n_ctx=128, n_ubatch=64)
+    old = driver.submit("o" * 27, max_tokens=50)
+    young = driver.submit("y" * 27, max_tokens=50)
+    driver.finish(old, young)
+    assert driver.preempted() == [young]
+    assert len(generated(old)) == len(generated(young)) == 50
+    apart = Driver(n_slots=2, n_ctx=128, n_ubatch=64)
+    assert generated(young) == generated(apart.run("y" * 27, max_tokens=50))
+
+
+def test_the_oldest_is_never_preempted() -> None:
+    n_preempted: Counter[int] = Counter()
+    for seed in range(10):
+        chance = random.Random(seed)
+        driver = Driver(n_slots=4, n_ctx=160, n_ubatch=32)
+        requests: list[Request] = []
+        while len(requests) < 12 or any(request.state is not RequestState.DONE for request in requests):
+            if len(requests) < 12 and chance.random() < 0.2:
+                prompt = chance.choice("abcd") * chance.randint(1, 60)
+                requests.append(driver.submit(prompt, max_tokens=chance.randint(1, 90)))
+            running = driver.scheduler.running
+            plan = driver.step()
+            n_preempted[seed] += len(plan.preempted)
+            assert not running or running[0] not in plan.preempted
+            assert driver.scheduler.cells_used <= 160
+            assert len(driver.plans) < 3000
+    assert sum(n_preempted.values()) > 10
+
+
+def test_with_an_empty_slot_left_a_slot_is_not_cut_by_more_than_half() -> None:
+    driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64)
+    first = driver.run("h" * 10 + "a" * 10)
+    assert driver.run("h" * 10 + "b" * 10, max_tokens=0).slot_id == first.slot_id
+    driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64)
+    first = driver.run("h" * 10 + "a" * 11)
+    assert driver.run("h" * 10 + "b" * 10, max_tokens=0).slot_id != first.slot_id
+
+
+@pytest.mark.parametrize("other", ["b" * 20, "h" * 4, "h" * 8])
+def test_without_an_empty_slot_the_longest_match_wins_however_much_is_cut(other: str) -> None:
+    driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64)
+    driver.run(other, id_slot=1)
+    driver.run("h" * 10 + "a" * 40, id_slot=0)  # the most recently used one
+    driver.submit("h" * 10 + "c" * 10)
+    (claim,) = driver.step().claims
+    assert (claim.slot.id, claim.keep) == (0, 10)
+
+
+def test_queue_time_ends_with_the_first_admission() -> None:
+    driver = Driver(n_slots=2, n_ctx=128, n_ubatch=64)
+    old = driver.submit("o" * 27, max_tokens=50)
+    young = driver.submit("y" * 27, max_tokens=50)
+    driver.backend.now += 3.0
+    driver.finish(old, young)
+    assert driver.preempted() == [young]
+    progress = young.progress(driver.backend.now)
+    assert progress.queue_ms == old.progress(driver.backend.now).queue_ms == 3000
+    # Both prompts went into one step; the time of the first token counts from there.
+    assert progress.prompt_ms == pytest.approx(54 * PROMPT_TOKEN_SECONDS * 1e3)
+
+
+def test_waiting_for_a_slot_is_queue_time() -> None:
+    driver = Driver(n_slots=1, n_ctx=128, n_ubatch=64)
+    first = driver.submit("a" * 27, max_tokens=11)
+    second = driver.submit("b" * 27)
+    driver.finish(first, second)
+    waited = 27 * PROMPT_TOKEN_SECONDS + 10 * DECODE_SECONDS
+    assert second.progress(driver.backend.now).queue_ms == pytest.approx(waited * 1e3)
+
+
+def test_prompt_tokens_computed_again_after_a_preemption_are_counted() -> None:
+    driver = Driver(n_slots=2, n_ctx=128, n_ubatch=64)
+    old = driver.submit("o" * 20, max_tokens=70)
+    young = driver.submit("y" * 50, max_tokens=40)
+    driver.finish(old, young)
+    assert young in driver.preempted()
+    runs = [work.run for plan in driver.plans for work in plan.work if work.request is young]
+    computed = sum(max(0, min(run.start + len(run.tokens), 50) - run.start) for run in runs)
+    assert young.n_prompt_computed == computed > 50
+    assert young.progress(driver.backend.now).n_cached == 0
+    assert old.n_prompt_computed == 20
+
+
+@pytest.mark.parametrize("status", [Status.FATAL, Status.ABORTED])
+@pytest.mark.parametrize("others", [0, 1, 2])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_request_without_tokens_ends_after_a_failed_step_that_computed_it(
+    status: Status, others: int, first: bool
+) -> None:
+    driver = Driver(n_slots=3, n_ctx=128, n_ubatch=64)
+    beside = [driver.submit(letter * 5, max_tokens=3) for letter in "ab"[:others] if not first]
+    warming = driver.submit("w" * 10, max_tokens=0)
+    beside += [driver.submit(letter * 5, max_tokens=3) for letter in "ab"[:others] if first]
+    driver.backend.failures.append((status, others + 1))
+    driver.finish(warming, *beside, steps=50)
+    if others:
+        assert [len(generated(request)) for request in beside] == [3] * others
+    assert driver.run("next one", max_tokens=2).n_generated == 2
