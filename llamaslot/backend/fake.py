@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llamaslot.base.messages import ModelInfo, Sampling
-from llamaslot.core.backend import Decoded, IllegalCallError, Run, Sampler, Status, Tokens
+from llamaslot.core.backend import Decoded, IllegalCallError, Run, Sampler, Status, Tokens, check_runs
 
 BOS, EOS = 256, 257
 N_VOCAB = 258
@@ -141,7 +141,7 @@ class FakeBackend:
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """See `Backend.decode`."""
-        self._check_batch(runs)
+        check_runs(runs, length_of=self.seq_len, n_ubatch=self.info.n_ubatch, n_vocab=N_VOCAB)
         sent = {run.seq: (run.start, len(run.tokens)) for run in runs}
         status, n_applied = self.failures.popleft() if self.failures else (Status.OK, len(runs))
         self._rows = {}
@@ -222,17 +222,6 @@ class FakeBackend:
         self._check_seq(seq)
         if start < 0 or (end != -1 and end < start):
             raise IllegalCallError(f"[{start}, {end}) is not a range")
-
-    def _check_batch(self, runs: Sequence[Run]) -> None:
-        if not runs or len({run.seq for run in runs}) != len(runs):
-            raise IllegalCallError("a batch needs runs of different sequences")
-        if sum(len(run.tokens) for run in runs) > self.info.n_ubatch:
-            raise IllegalCallError("more tokens than a micro-batch holds")
-        for run in runs:
-            if run.start != self.seq_len(run.seq) or not len(run.tokens):
-                raise IllegalCallError(f"a run at {run.start} does not continue sequence {run.seq}")
-            if run.tokens.min() < 0 or run.tokens.max() >= N_VOCAB:
-                raise IllegalCallError("a token outside of the vocabulary")
 
 
 def _digest(value: object) -> int:

@@ -7,7 +7,7 @@ process over (`IllegalCallError`) and changes nothing then. Positions are in tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, TypeAlias
@@ -47,6 +47,19 @@ class Run:
     tokens: Tokens
     output: bool
     """Whether logits of the last token are wanted."""
+
+
+def check_runs(runs: Sequence[Run], *, length_of: Callable[[int], int], n_ubatch: int, n_vocab: int) -> None:
+    """Raise `IllegalCallError` for a batch that llama.cpp must not see; `length_of` refuses wrong sequence ids."""
+    if not runs or len({run.seq for run in runs}) != len(runs):
+        raise IllegalCallError("a batch needs runs of different sequences")
+    if sum(len(run.tokens) for run in runs) > n_ubatch:
+        raise IllegalCallError("more tokens than a micro-batch holds")
+    for run in runs:
+        if run.start != length_of(run.seq) or not len(run.tokens):
+            raise IllegalCallError(f"a run at {run.start} does not continue sequence {run.seq}")
+        if run.tokens.min() < 0 or run.tokens.max() >= n_vocab:
+            raise IllegalCallError("a token outside of the vocabulary")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from llamaslot.backend.llama.settings import LlamaSettings
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.messages import ModelInfo, Sampling
-from llamaslot.core.backend import Decoded, IllegalCallError, Run, Sampler, Status, Tokens
+from llamaslot.core.backend import Decoded, IllegalCallError, Run, Sampler, Status, Tokens, check_runs
 
 _MAX_VIEWS = 1024
 
@@ -80,7 +80,7 @@ class LlamaBackend:
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """See `Backend.decode`."""
-        self._check_batch(runs)
+        check_runs(runs, length_of=self._recorded_length, n_ubatch=self.info.n_ubatch, n_vocab=self.vocab.n_tokens)
         self._rows = self._batch.fill(runs)
         code = llama_cpp.llama_decode(self._context, self._batch.struct)
         if code == 0:
@@ -187,17 +187,9 @@ class LlamaBackend:
         if start < 0 or (end != -1 and end < start):
             raise IllegalCallError(f"[{start}, {end}) is not a range")
 
-    def _check_batch(self, runs: Sequence[Run]) -> None:
-        if not runs or len({run.seq for run in runs}) != len(runs):
-            raise IllegalCallError("a batch needs runs of different sequences")
-        if sum(len(run.tokens) for run in runs) > self.info.n_ubatch:
-            raise IllegalCallError("more tokens than a micro-batch holds")
-        for run in runs:
-            self._check_seq(run.seq)
-            if run.start != self._lengths[run.seq] or not len(run.tokens):
-                raise IllegalCallError(f"a run at {run.start} does not continue sequence {run.seq}")
-            if run.tokens.min() < 0 or run.tokens.max() >= self.vocab.n_tokens:
-                raise IllegalCallError("a token outside of the vocabulary")
+    def _recorded_length(self, seq: int) -> int:
+        self._check_seq(seq)
+        return self._lengths[seq]
 
 
 class _Batch:
