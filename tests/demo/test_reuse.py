@@ -55,8 +55,8 @@ def twin(dialogue: Dialogue) -> Dialogue:
     return replace(dialogue, messages=messages, value=other, answer=dialogue.answer.replace(dialogue.value, other))
 
 
-def open_backend(n_ctx: int = 8192) -> LlamaBackend:
-    return LlamaBackend(LlamaSettings(resolve_model("demo"), n_ctx=n_ctx, n_slots=N_SLOTS))
+def open_backend(n_ctx: int = 8192, n_slots: int = N_SLOTS) -> LlamaBackend:
+    return LlamaBackend(LlamaSettings(resolve_model("demo"), n_ctx=n_ctx, n_slots=n_slots))
 
 
 async def generate(engine: Harness, name: str, prompt: str, **fields: object) -> tuple[str, int]:
@@ -97,8 +97,23 @@ async def cold_texts(talks: list[list[str]]) -> dict[tuple[int, int], str]:
     return texts
 
 
+async def alternating_texts(talks: list[list[str]], n_slots: int) -> dict[tuple[int, int], str]:
+    """The texts when twins take turns: in one slot each cuts away what the other left, in two each has its own."""
+    texts = {}
+    async with running(open_backend(n_slots=n_slots)) as engine:
+        for first in range(0, len(talks) - 1, 2):
+            for t in range(max(map(len, talks[first : first + 2]))):
+                for i in (first, first + 1):
+                    if t < len(talks[i]):
+                        texts[i, t], _ = await generate(engine, f"{i}-{t}", talks[i][t])
+    return texts
+
+
 def compare(talks: list[list[str]], cold: dict[tuple[int, int], str], n_ctx: int = 8192) -> int:
-    """Assert that warm and cold agree; the tokens that were reused."""
+    """Assert that warm and cold agree; the tokens that were reused side by side."""
+    for n_slots, some in ((1, talks), (2, talks[:20])):
+        alternating = asyncio.run(alternating_texts(some, n_slots))
+        assert alternating == {turn: cold[turn] for turn in alternating}
     warm, n_cached = asyncio.run(warm_texts(talks, n_ctx))
     assert warm == cold
     return n_cached

@@ -236,7 +236,7 @@ def check_tokens(vocab: Vocab, source: str, real: list[Any], forged: str) -> Non
         token: vocab.detokenize([token]).decode() for token in range(vocab.n_tokens) if not vocab.piece(token)
     }
     chat = template(source, control_tokens=list(control.values()))
-    with closing(Tokenizer(vocab)) as tokenizer:
+    with closing(Tokenizer(vocab, 4096)) as tokenizer:
 
         def tokens(*parts: TextPart) -> list[int]:
             return tokenizer.prompt(Submit("1", parts, add_special=False)).tolist()
