@@ -1,6 +1,6 @@
 """Writes a trained demo model as a GGUF file: `python -m bench.demo.export CHECKPOINT TOKENIZER OUTPUT`.
 
-Matrices become F16 (as Q8_0 the model showed twelve times the noise between chunks),
+Matrices become F16 (as Q8_0 the model showed much more noise between chunks),
 norms stay F32. The rows of the query and key matrices are reordered, because training splits a head in halves for
 RoPE where llama.cpp's llama architecture pairs neighbours.
 """

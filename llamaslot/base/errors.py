@@ -30,13 +30,20 @@ class ContextSizeError(LlamaslotError):
 
     type = "exceed_context_size_error"
 
-    def __init__(self, n_prompt_tokens: int, n_ctx: int, *, at_least: bool = False) -> None:
-        super().__init__(
-            f"the request ({'at least ' * at_least}{n_prompt_tokens} tokens) exceeds the available context size "
-            f"of a slot ({n_ctx} tokens); shorten the prompt or raise --ctx-size",
-        )
+    def __init__(self, message: str, *, n_prompt_tokens: int, n_ctx: int) -> None:
+        super().__init__(message)
         self.n_prompt_tokens = n_prompt_tokens
         self.n_ctx = n_ctx
+
+    @classmethod
+    def of(cls, n_prompt_tokens: int, n_ctx: int, *, at_least: bool = False) -> ContextSizeError:
+        """The error for a prompt of that many tokens, or of at least that many."""
+        count = f"{'at least ' if at_least else ''}{n_prompt_tokens} tokens"
+        message = (
+            f"the request ({count}) exceeds the available context size of a slot ({n_ctx} tokens); "
+            "shorten the prompt or raise --ctx-size"
+        )
+        return cls(message, n_prompt_tokens=n_prompt_tokens, n_ctx=n_ctx)
 
 
 class TooLargeError(LlamaslotError):
@@ -94,7 +101,7 @@ def from_failure(
 ) -> LlamaslotError:
     """The error that a `Failed` message describes."""
     if error_type == ContextSizeError.type:
-        return ContextSizeError(n_prompt_tokens, n_ctx, at_least="at least" in message)
+        return ContextSizeError(message, n_prompt_tokens=n_prompt_tokens, n_ctx=n_ctx)
     for kind in (InvalidRequestError, UnavailableError, NotSupportedError):
         if kind.type == error_type:
             return kind(message, param=param)

@@ -68,7 +68,7 @@ def model_thread() -> Executor:
     """The thread that a model is loaded on and computes on.
 
     It should be the same one: OpenMP keeps a team of threads for each thread that computes, and with more threads
-    in all than cores it waits in the kernel instead of spinning, which made steps a fifth slower.
+    in all than cores it waits in the kernel instead of spinning, which makes every step slower.
     """
     return ThreadPoolExecutor(1, thread_name_prefix="llamaslot-model")
 
@@ -228,7 +228,7 @@ class Engine:
         if not len(prompt):
             raise InvalidRequestError("the prompt is empty", param="prompt")
         if len(prompt) >= info.n_ctx_slot:
-            raise ContextSizeError(len(prompt), info.n_ctx_slot)
+            raise ContextSizeError.of(len(prompt), info.n_ctx_slot)
         if not -1 <= submit.id_slot < info.n_slots:
             raise InvalidRequestError(f"id_slot must be between -1 and {info.n_slots - 1}", param="id_slot")
         for token in submit.sampling.logit_bias:

@@ -39,7 +39,7 @@ class Tokenizer:
         )
         at_least = n_bytes // self._vocab.longest_piece if self._vocab.longest_piece else 0
         if at_least >= self._n_ctx:
-            raise ContextSizeError(at_least, self._n_ctx, at_least=True)
+            raise ContextSizeError.of(at_least, self._n_ctx, at_least=True)
         return self.prompt(command)
 
     def prompt(self, command: Submit | Tokenize) -> Tokens:

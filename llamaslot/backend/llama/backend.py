@@ -43,7 +43,7 @@ class LlamaBackend:
         self._lengths = [0] * self.n_seqs
         self._rows: dict[int, int] = {}
         self._views: dict[int, Logits] = {}
-        """Arrays over the logits by address: llama.cpp keeps to a few, and making one costs more than an argmax."""
+        """Arrays over the logits by address: llama.cpp keeps to a few, so they need not be made every step."""
         self._warm_up()
 
     def seq_rm(self, seq: int, start: int, end: int = -1) -> None:
