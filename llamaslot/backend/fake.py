@@ -16,7 +16,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llamaslot.base.messages import ModelInfo, Sampling
-from llamaslot.core.backend import Decoded, IllegalCallError, Run, Sampler, Status, Tokens, check_runs
+from llamaslot.core.backend import (
+    Decoded,
+    IllegalCallError,
+    Run,
+    Sampler,
+    Status,
+    Tokens,
+    check_range,
+    check_runs,
+    check_seq,
+)
 
 BOS, EOS = 256, 257
 N_VOCAB = 258
@@ -135,7 +145,7 @@ class FakeBackend:
 
     def seq_len(self, seq: int) -> int:
         """See `Backend.seq_len`."""
-        self._check_seq(seq)
+        check_seq(seq, self.n_seqs)
         cells = self._pools[self._pool(seq)]
         return max((cell.position + 1 for cell in cells if seq in cell.seqs), default=0)
 
@@ -214,14 +224,9 @@ class FakeBackend:
     def _pool(self, seq: int) -> int:
         return 0 if self.info.unified else seq
 
-    def _check_seq(self, seq: int) -> None:
-        if not 0 <= seq < self.n_seqs:
-            raise IllegalCallError(f"sequence id {seq} is not in [0, {self.n_seqs})")
-
     def _check_range(self, seq: int, start: int, end: int) -> None:
-        self._check_seq(seq)
-        if start < 0 or (end != -1 and end < start):
-            raise IllegalCallError(f"[{start}, {end}) is not a range")
+        check_seq(seq, self.n_seqs)
+        check_range(start, end)
 
 
 def _digest(value: object) -> int:

@@ -49,6 +49,18 @@ class Run:
     """Whether logits of the last token are wanted."""
 
 
+def check_seq(seq: int, n_seqs: int) -> None:
+    """Raise `IllegalCallError` for a sequence id that the context does not have."""
+    if not 0 <= seq < n_seqs:
+        raise IllegalCallError(f"sequence id {seq} is not in [0, {n_seqs})")
+
+
+def check_range(start: int, end: int) -> None:
+    """Raise `IllegalCallError` for positions that are no range; an `end` of -1 is open."""
+    if start < 0 or (end != -1 and end < start):
+        raise IllegalCallError(f"[{start}, {end}) is not a range")
+
+
 def check_runs(runs: Sequence[Run], *, length_of: Callable[[int], int], n_ubatch: int, n_vocab: int) -> None:
     """Raise `IllegalCallError` for a batch that llama.cpp must not see; `length_of` refuses wrong sequence ids."""
     if not runs or len({run.seq for run in runs}) != len(runs):

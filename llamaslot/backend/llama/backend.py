@@ -17,7 +17,17 @@ from llamaslot.backend.llama.settings import LlamaSettings
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.messages import ModelInfo, Sampling
-from llamaslot.core.backend import Decoded, IllegalCallError, Run, Sampler, Status, Tokens, check_runs
+from llamaslot.core.backend import (
+    Decoded,
+    IllegalCallError,
+    Run,
+    Sampler,
+    Status,
+    Tokens,
+    check_range,
+    check_runs,
+    check_seq,
+)
 
 _MAX_VIEWS = 1024
 
@@ -179,13 +189,11 @@ class LlamaBackend:
     def _check_seq(self, seq: int) -> None:
         if self._closed:
             raise IllegalCallError("the backend is closed")
-        if not 0 <= seq < self.n_seqs:
-            raise IllegalCallError(f"sequence id {seq} is not in [0, {self.n_seqs})")
+        check_seq(seq, self.n_seqs)
 
     def _check_range(self, seq: int, start: int, end: int) -> None:
         self._check_seq(seq)
-        if start < 0 or (end != -1 and end < start):
-            raise IllegalCallError(f"[{start}, {end}) is not a range")
+        check_range(start, end)
 
     def _recorded_length(self, seq: int) -> int:
         self._check_seq(seq)
