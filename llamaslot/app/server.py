@@ -31,7 +31,8 @@ from llamaslot.backend.llama import LlamaBackend, LlamaSettings, LoadingStopped
 from llamaslot.base.errors import ConfigError, ServerError, UnavailableError
 from llamaslot.base.messages import ModelInfo, Sampling
 from llamaslot.core.backend import Backend
-from llamaslot.engine.engine import Engine, model_thread
+from llamaslot.engine.engine import Engine
+from llamaslot.engine.worker import model_thread
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service, ServiceSettings
 from llamaslot.text.builtin_templates import resolve
@@ -55,11 +56,11 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
     app = http.create_app(settings)
     hosts = [host.strip() for host in config.host.split(",")]
     stop = _Signals()
-    worker = model_thread()
+    thread = model_thread()
     async with contextlib.AsyncExitStack() as stack:
         listener = await stack.enter_async_context(_listening(app, hosts, config))
         if backend is None:
-            backend = await _load(llama_settings(config, path), worker, stop)
+            backend = await _load(llama_settings(config, path), thread, stop)
         if backend is None:
             return 0
         stack.callback(backend.close)
@@ -69,7 +70,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             ServiceSettings(max_queue=config.max_queue),
             Metrics(),
         )
-        engine = Engine(backend, service.receive, gap_ms=config.prefill_gap_ms, worker=worker)
+        engine = Engine(backend, service.receive, gap_ms=config.prefill_gap_ms, thread=thread)
         service.connect(engine.send)
         running = asyncio.create_task(engine.run(), name="engine")
         stack.push_async_callback(_ended, engine, running)
@@ -209,8 +210,8 @@ def _urls(listener: http.Listener) -> list[str]:
     ]
 
 
-async def _load(settings: LlamaSettings, worker: Executor, stop: _Signals) -> LlamaBackend | None:
-    """Load the model on the worker, with a bar on a terminal; None if a signal came first.
+async def _load(settings: LlamaSettings, thread: Executor, stop: _Signals) -> LlamaBackend | None:
+    """Load the model on its thread, with a bar on a terminal; None if a signal came first.
 
     The first signal ends the reading of weights. What llama.cpp does after that cannot be interrupted, so a second
     one ends the process.
@@ -224,7 +225,7 @@ async def _load(settings: LlamaSettings, worker: Executor, stop: _Signals) -> Ll
             progress.update(task, completed=share)
             return not stop.first.done()
 
-        loading = asyncio.get_running_loop().run_in_executor(worker, LlamaBackend, settings, on_progress)
+        loading = asyncio.get_running_loop().run_in_executor(thread, LlamaBackend, settings, on_progress)
         await _first(loading, stop.second)
         if not loading.done():
             _log.warning("server.aborted", reason="second signal while loading")

@@ -3,6 +3,7 @@
 1. Clear what is broken or belongs to nobody.
 2. Admit queued requests in the order of their arrival, each to the slot that shares most with it.
 3. Grant tokens, oldest request first: evict idle cells for them, then preempt the youngest.
+4. Where all that runs is decoding, say for how many steps nothing will have to be decided.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from llamaslot.core.step import Claim, StepPlan, Trim, Work
 
 _HEADROOM = 64
 """Cells that must be left for a newcomer's generation beside the running requests when it is admitted."""
+_AHEAD = 32
+"""Steps for which room is made at once where idle cells have to go for it."""
 
 
 class Planner:
@@ -52,6 +55,7 @@ class Planner:
         else:
             self._admit()
             self._grant(list(self._running))
+            self._plan.n_ahead = self._ahead()
         self._plan.trims = [Trim(self._slots[i], keep) for i, keep in sorted(self._trims.items())]
         self._plan.work.sort(key=lambda work: work.run.seq)
         return self._plan
@@ -157,6 +161,24 @@ class Planner:
             self._preempt(youngest)
             if youngest is request:
                 return 0
+
+    def _ahead(self) -> int:
+        """Steps after this one that only compute what was sampled, and end a request by its own token alone."""
+        work = self._plan.work
+        requests = [each.request for each in work]
+        if not work or not all(each.run.output and len(each.run.tokens) == 1 for each in work):
+            return 0
+        if any(request.sampler is None or request.submit.stop for request in requests):
+            return 0
+        left = [self._settings.n_ctx_slot - len(request.known) for request in requests]
+        left += [n for request in requests if (n := request.n_remaining) is not None]
+        n_ahead = min(left) - 1
+        if self._settings.unified:
+            wanted = min(n_ahead, _AHEAD) * len(work)
+            free = self._settings.n_ctx - sum(self._held.values())
+            free += self._evict(wanted - free)
+            n_ahead = min(n_ahead, free // len(work))
+        return n_ahead
 
     def _evict(self, n: int) -> int:
         """Take up to `n` cells from idle slots, least recently used first."""

@@ -4,13 +4,16 @@
     apply   (here, worker thread)     what the backend really did
     commit  (scheduler, event loop)   the state follows what really happened
 
-Applying changes nothing but the backend, so a plan that was never applied leaves no trace.
+Applying changes nothing but the backend, so a plan that was never applied leaves no trace. Where nothing is to be
+decided after a step, `following` gives the next one without the scheduler, and the commits follow in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from llamaslot.core.backend import Backend, Decoded, Run, Sampler, Status
 from llamaslot.core.request import Request
@@ -50,6 +53,8 @@ class StepPlan:
     trims: list[Trim] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
+    n_ahead: int = 0
+    """Steps that may follow without a decision, each computing the tokens that the one before sampled."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
@@ -98,3 +103,15 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
     else:
         lengths = {work.run.seq: backend.seq_len(work.run.seq) for work in plan.work}
     return StepResult(decoded, tokens, made, lengths, started, clock() - started)
+
+
+def following(plan: StepPlan, result: StepResult, eog: frozenset[int]) -> StepPlan | None:
+    """The step that computes what this one sampled; None where the scheduler has to decide."""
+    if plan.n_ahead == 0 or result.decoded.status is not Status.OK or not eog.isdisjoint(result.tokens.values()):
+        return None
+    work = []
+    for each in plan.work:
+        run, token = each.run, result.tokens[each.run.seq]
+        start = run.start + len(run.tokens)
+        work.append(Work(each.request, Run(run.seq, start, np.array([token], dtype=np.int32), output=True)))
+    return StepPlan(work=work, n_ahead=plan.n_ahead - 1)

@@ -1,4 +1,4 @@
-"""The step loop: take in commands, plan, apply on the worker thread, commit, send events.
+"""The step loop: take in commands, plan, let the worker apply, commit, send events.
 
 All state lives on one event loop, so there are no locks: commands that arrive while a step runs wait in the inbox
 until it has been committed. While the worker decodes a step, the loop is free to deliver the text of the last.
@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -45,8 +45,9 @@ from llamaslot.core.backend import Backend, Tokens
 from llamaslot.core.request import Request, RequestState
 from llamaslot.core.scheduler import Broke, Sampled, Scheduler
 from llamaslot.core.settings import SchedulerSettings
-from llamaslot.core.step import apply
+from llamaslot.core.step import StepPlan, StepResult
 from llamaslot.engine.tokenizing import Tokenizer
+from llamaslot.engine.worker import Worker, model_thread
 from llamaslot.text.stream import TextStream
 
 T = TypeVar("T")
@@ -64,19 +65,10 @@ class _Live:
     """Tokens whose text is still held back."""
 
 
-def model_thread() -> Executor:
-    """The thread that a model is loaded on and computes on.
-
-    It should be the same one: OpenMP keeps a team of threads for each thread that computes, and with more threads
-    in all than cores it waits in the kernel instead of spinning, which makes every step slower.
-    """
-    return ThreadPoolExecutor(1, thread_name_prefix="llamaslot-model")
-
-
 class Engine:
-    """Runs requests on a backend, whose calls are made on `worker` alone.
+    """Runs requests on a backend, whose calls are made on `thread` alone.
 
-    Every method is called on the loop that `run` runs on; `run` shuts the worker down in the end.
+    Every method is called on the loop that `run` runs on; `run` ends the thread in the end.
     """
 
     def __init__(
@@ -86,7 +78,7 @@ class Engine:
         *,
         gap_ms: float = 100.0,
         clock: Callable[[], float] = time.perf_counter,
-        worker: Executor | None = None,
+        thread: Executor | None = None,
     ) -> None:
         info = backend.info
         self._backend = backend
@@ -105,7 +97,7 @@ class Engine:
             )
         )
         self._tokenizer = Tokenizer(backend.vocab, info.n_ctx_slot)
-        self._worker = worker or model_thread()
+        self._worker = Worker(backend, thread or model_thread(), clock)
         self._live: dict[str, _Live] = {}
         self._tokenizing: dict[str, asyncio.Future[Any]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
@@ -138,6 +130,7 @@ class Engine:
         """End `run` after the current step; whatever is unfinished fails as unavailable."""
         self._stopping = True
         self._wake.set()
+        self._worker.interrupt()
 
     async def run(self) -> None:
         """Run steps until `stop`, or until something breaks that no request is to blame for."""
@@ -149,9 +142,9 @@ class Engine:
             reason = f"{type(error).__name__}: {error}"
             _log.exception("engine.died")
         finally:
+            self._worker.close()
             self._end_all(reason)
             self._tokenizer.close()
-            self._worker.shutdown()
 
     async def _step(self) -> None:
         while self._inbox:
@@ -163,9 +156,12 @@ class Engine:
                 await self._wake.wait()
             self._wake.clear()
             return
-        loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(self._worker, apply, plan, self._backend, self._clock)
-        now = self._clock()
+        async for step, result in self._worker.run(plan):
+            self._commit(step, result)
+            self._flush()
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> None:
+        now = result.started + result.seconds
         for outcome in self.scheduler.commit(plan, result, now):
             if isinstance(outcome, Sampled):
                 self._deliver(outcome, now)
@@ -175,7 +171,6 @@ class Engine:
             self._n_decode_calls += 1
             self._n_busy_slots += len(plan.work)
             self._n_decoded += sum(n for _, n in result.decoded.sent.values())
-        self._flush()
 
     def _answer(self, event: Event) -> None:
         self._outbox.append(event)
@@ -183,6 +178,7 @@ class Engine:
     def _post(self, action: Callable[[], None]) -> None:
         self._inbox.append(action)
         self._wake.set()
+        self._worker.interrupt()
 
     def _flush(self) -> None:
         if self._outbox:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future
@@ -23,7 +24,9 @@ from llamaslot.base.messages import (
     TextPart,
 )
 from llamaslot.core.backend import Backend
+from llamaslot.core.step import StepPlan
 from llamaslot.engine.engine import Engine
+from llamaslot.engine.worker import Done, Worker
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -41,6 +44,20 @@ class Inline(Executor):
         return future
 
 
+class RestlessWorker(Worker):
+    """A worker that goes on alone for a random number of steps: none half of the time."""
+
+    random = random.Random(1)
+
+    @property
+    def _interrupted(self) -> bool:
+        return self.random.random() < 0.5
+
+    @_interrupted.setter
+    def _interrupted(self, value: bool) -> None:
+        pass
+
+
 class Harness:
     """An engine with its events by request."""
 
@@ -48,11 +65,14 @@ class Harness:
         self.backend = backend
         self.engine = Engine(backend, self._receive, **settings)
         if isinstance(backend, FakeBackend):
-            self.engine._worker = self.engine._tokenizer._thread = Inline()
+            thread = self.engine._tokenizer._thread = Inline()
+            self.engine._worker = RestlessWorker(backend, thread, self.engine._clock)
+            self.engine._worker.run = self._watched(self.engine._worker.run)
         self.events: dict[str, list[Event]] = defaultdict(list)
         self.stopped: Stopped | None = None
         self.ends: dict[str, asyncio.Future[Event]] = {}
         self.n_batches = 0
+        self.computing = False
 
     def submit(self, request_id: str, prompt: str, **fields: object) -> asyncio.Future[Event]:
         """Send a request; the future holds its terminal event."""
@@ -87,12 +107,27 @@ class Harness:
             assert accepted or not any(isinstance(e, Output | Finished) for e in events), request_id
 
     def check_cells(self) -> None:
-        """What the scheduler believes to be in the pool is in the pool (fake backend only)."""
+        """What the scheduler believes to be in the pool is in the pool (fake backend only).
+
+        There may be more where the worker went ahead, and only there: where it is to run, all is known.
+        """
         assert isinstance(self.backend, FakeBackend)
         for slot in self.engine.scheduler.slots:
             if not slot.broken:
-                held = list(enumerate(slot.history.view().tolist()))
-                assert self.backend.seen(slot.id) == held, slot.id
+                held, seen = list(enumerate(slot.history.view().tolist())), self.backend.seen(slot.id)
+                assert seen[: len(held)] == held, slot.id
+                assert seen == held or (slot.request is not None and self.computing), slot.id
+
+    def _watched(self, run: Callable[[StepPlan], AsyncIterator[Done]]) -> Callable[[StepPlan], AsyncIterator[Done]]:
+        async def watched(plan: StepPlan) -> AsyncIterator[Done]:
+            self.check_cells()
+            self.computing = True
+            async for done in run(plan):
+                yield done
+            self.computing = False
+            self.check_cells()
+
+        return watched
 
     def _receive(self, events: list[Event]) -> None:
         self.n_batches += 1
