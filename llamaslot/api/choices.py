@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from types import TracebackType
 from typing import TypeAlias
 
+from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.messages import Accepted, Finished, Output, Submit
-from llamaslot.service.service import Generation, Service
+from llamaslot.service.service import Service
 
 
 class Choice:
@@ -56,7 +58,7 @@ class Choices:
         self._service = service
         self._submits = submits
         self._stack = AsyncExitStack()
-        self._queue: asyncio.Queue[tuple[Choice, Output | Finished | Exception]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[Choice, Output | Finished | LlamaslotError]] = asyncio.Queue()
         self._n_open = len(submits)
         self.all: list[Choice] = []
 
@@ -69,8 +71,7 @@ class Choices:
             for index, (submit, generation) in enumerate(zip(self._submits, generations, strict=True)):
                 self.all.append(Choice(index, submit, await generation.accepted()))
             for choice, generation in zip(self.all, generations, strict=True):
-                pump = asyncio.create_task(self._pump(choice, generation))
-                self._stack.push_async_callback(_cancel, pump)
+                generation.listen(partial(self._put, choice))
         except BaseException:
             await self._stack.aclose()
             raise
@@ -99,21 +100,12 @@ class Choices:
             batch.append(self._taken(*self._queue.get_nowait()))
         return batch
 
-    def _taken(self, choice: Choice, event: Output | Finished | Exception) -> tuple[Choice, Output | Finished]:
-        if isinstance(event, Exception):
+    def _put(self, choice: Choice, event: Output | Finished | LlamaslotError) -> None:
+        self._queue.put_nowait((choice, event))
+
+    def _taken(self, choice: Choice, event: Output | Finished | LlamaslotError) -> tuple[Choice, Output | Finished]:
+        if isinstance(event, LlamaslotError):
             raise event
         choice.take(event)
         self._n_open -= isinstance(event, Finished)
         return choice, event
-
-    async def _pump(self, choice: Choice, generation: Generation) -> None:
-        try:
-            async for event in generation:
-                self._queue.put_nowait((choice, event))
-        except Exception as error:
-            self._queue.put_nowait((choice, error))
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])

@@ -241,6 +241,7 @@ class Generation:
         self.client_id = submit.client_id
         self._service = service
         self._events: asyncio.Queue[Accepted | Output | Finished | Failed | Cancelled] = asyncio.Queue()
+        self._sink: Callable[[Output | Finished | LlamaslotError], None] | None = None
         self._ended = False
 
     async def __aenter__(self) -> Generation:
@@ -263,7 +264,19 @@ class Generation:
         """Take an event of this request."""
         if isinstance(event, TERMINAL):
             self._ended = True
-        self._events.put_nowait(event)
+        if self._sink is None:
+            self._events.put_nowait(event)
+        else:
+            self._sink(_outcome(event))
+
+    def listen(self, sink: Callable[[Output | Finished | LlamaslotError], None]) -> None:
+        """Pass every event after `Accepted` to `sink` the moment it comes, instead of keeping it to be iterated.
+
+        A request that failed passes its error, as the last event.
+        """
+        self._sink = sink
+        while not self._events.empty():
+            sink(_outcome(self._events.get_nowait()))
 
     async def accepted(self) -> Accepted:
         """Wait until the prompt was found valid; raises the error by which it was refused."""
@@ -290,13 +303,18 @@ class Generation:
     async def _iterate(self) -> AsyncIterator[Output | Finished]:
         while True:
             event = await self._events.get()
-            if isinstance(event, Output):
-                yield event
-            elif isinstance(event, Finished):
-                yield event
+            if isinstance(event, Accepted):
+                continue
+            outcome = _outcome(event)
+            if isinstance(outcome, LlamaslotError):
+                raise outcome
+            yield outcome
+            if isinstance(outcome, Finished):
                 return
-            elif not isinstance(event, Accepted):
-                raise _error_of(event)
+
+
+def _outcome(event: Accepted | Output | Finished | Failed | Cancelled) -> Output | Finished | LlamaslotError:
+    return event if isinstance(event, Output | Finished) else _error_of(event)
 
 
 def _error_of(event: Event) -> LlamaslotError:
