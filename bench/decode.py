@@ -1,8 +1,9 @@
 """How fast llamaslot decodes, as a fraction of `llama-batched-bench`, which does nothing but decode.
 
 Both take the same file, libraries, threads, context and flags, and take turns, so that a change of the machine's
-mood meets both. llamaslot is measured over HTTP: streams of greedy answers side by side, and the tokens that came
-while all of them were decoding. llama-batched-bench chooses no tokens and writes no text: 1.00 is out of reach.
+mood meets both. llamaslot is measured over HTTP, and its engine alone in a process of its own: streams of greedy
+answers side by side, and the tokens that came while all of them decoded. llama-batched-bench chooses no tokens and
+writes no text: 1.00 is out of reach.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import random
 import secrets
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,8 +22,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench import peers
-from bench.client import Answer, BenchmarkError, Client
-from bench.report import Summary, console, machine, notes, write_json
+from bench.client import BenchmarkError, Client
+from bench.report import Summary, console, decode_rate, machine, notes, write_json
 from bench.server import llamaslot, serving
 
 STREAMS = (1, 8)
@@ -31,11 +33,21 @@ GOAL = 0.85
 
 
 @dataclass(frozen=True)
+class Commands:
+    """How each side is started; the first two take the number of streams as their last words."""
+
+    peer: list[str]
+    engine: list[str]
+    server: list[str]
+
+
+@dataclass(frozen=True)
 class Pair:
-    """One measurement of either side, right after each other; rates in tokens per second over all streams."""
+    """One measurement of each side, right after each other; rates in tokens per second over all streams."""
 
     streams: int
     batched_bench: float
+    engine: float
     llamaslot: float
 
     @property
@@ -62,8 +74,11 @@ def run(
         *server_flags,
     ]
     peer = [str(peers.batched_bench()), "-m", str(model), *common, "-npp", str(PROMPT_TOKENS), "-ntg", str(tokens)]
-    server = llamaslot(model, "-np", str(max(STREAMS)), *common)
-    measured = asyncio.run(_measure(peer, server, pairs, tokens, folder / "decode-server.log"))
+    flags = ["-np", str(max(STREAMS)), *common]
+    engine = [sys.executable, "-m", "bench.engine", "-m", str(model), *flags, "--tokens", str(tokens), "--streams"]
+    commands = Commands(peer, engine, llamaslot(model, *flags))
+    log = folder / "decode-server.log"
+    measured = asyncio.run(_measure(commands, pairs, tokens, log))
     console.print(table(measured))
     settings = {"model": title, "flags": " ".join(common), "pairs": pairs, "tokens": tokens}
     results = [asdict(pair) | {"ratio": pair.ratio} for pair in measured]
@@ -79,18 +94,19 @@ def run(
     )
 
 
-async def _measure(peer: Sequence[str], server: Sequence[str], pairs: int, tokens: int, log: Path) -> list[Pair]:
+async def _measure(commands: Commands, pairs: int, tokens: int, log: Path) -> list[Pair]:
     words = random.Random(secrets.token_hex(8))
     measured: list[Pair] = []
     with Progress(console=notes) as progress:
-        async with serving(server, log=log) as client:
+        async with serving(commands.server, log=log) as client:
             task = progress.add_task("decoding", total=pairs * len(STREAMS))
             await _streams_rate(client, words, max(STREAMS), tokens)
             for _ in range(pairs):
                 for streams in STREAMS:
-                    theirs = await asyncio.to_thread(_peer_rate, [*peer, "-npl", str(streams)])
+                    theirs = await asyncio.to_thread(_peer_rate, [*commands.peer, "-npl", str(streams)])
                     ours = await _streams_rate(client, words, streams, tokens)
-                    measured.append(Pair(streams=streams, batched_bench=theirs, llamaslot=ours))
+                    alone = await asyncio.to_thread(_engine_rate, [*commands.engine, str(streams)])
+                    measured.append(Pair(streams=streams, batched_bench=theirs, engine=alone, llamaslot=ours))
                     progress.advance(task)
     return measured
 
@@ -101,6 +117,13 @@ def _peer_rate(command: Sequence[str]) -> float:
     if done.returncode != 0 or len(lines) != 1:
         raise BenchmarkError(f"llama-batched-bench failed ({done.returncode}):\n{done.stderr[-2000:]}")
     return float(json.loads(lines[0])["speed_tg"])
+
+
+def _engine_rate(command: Sequence[str]) -> float:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BenchmarkError(f"the engine alone failed ({done.returncode}):\n{done.stderr[-2000:]}")
+    return float(done.stdout)
 
 
 async def _streams_rate(client: Client, words: random.Random, streams: int, tokens: int) -> float:
@@ -117,30 +140,31 @@ async def _streams_rate(client: Client, words: random.Random, streams: int, toke
                 f"an answer of {answer.completion_tokens} tokens came in {len(answer.arrivals)} chunks, not "
                 f"{tokens} in as many: measure a model whose tokens are whole characters, such as --model 60m"
             )
-    return decode_rate(answers)
-
-
-def decode_rate(answers: Sequence[Answer]) -> float:
-    """Tokens per second of all streams together, from the last one's first token to the first one's last."""
-    start = max(answer.arrivals[0] for answer in answers)
-    end = min(answer.arrivals[-1] for answer in answers)
-    if end <= start:
-        raise BenchmarkError("the streams did not decode side by side: one ended before another began")
-    return sum(start < came <= end for answer in answers for came in answer.arrivals) / (end - start)
+    return decode_rate([answer.arrivals for answer in answers])
 
 
 def table(pairs: Sequence[Pair]) -> Table:
     """A line for each number of streams: median rates, and the ratio's median and range over the pairs."""
     result = Table(title="Decoding, tokens per second", caption=f"ratio: median of the pairs; goal {GOAL:.2f}")
-    for heading in ("streams", "llama-batched-bench", "llamaslot", "ratio", "range"):
+    for heading in (
+        "streams",
+        "llama-batched-bench",
+        "engine alone",
+        "ratio",
+        "range",
+        "over HTTP",
+        "ratio",
+        "range",
+    ):
         result.add_column(heading, justify="right")
     for streams in STREAMS:
         chosen = [pair for pair in pairs if pair.streams == streams]
         theirs = Summary.of([pair.batched_bench for pair in chosen])
-        ours = Summary.of([pair.llamaslot for pair in chosen])
-        ratio = Summary.of(_ratios(pairs, streams))
-        cells = f"{theirs.median:,.0f}", f"{ours.median:,.0f}", f"{ratio.median:.2f}"
-        result.add_row(str(streams), *cells, f"{ratio.low:.2f}-{ratio.high:.2f}")
+        cells = [str(streams), f"{theirs.median:,.0f}"]
+        for rates in ([pair.engine for pair in chosen], [pair.llamaslot for pair in chosen]):
+            ratio = Summary.of([rate / pair.batched_bench for rate, pair in zip(rates, chosen, strict=True)])
+            cells += f"{Summary.of(rates).median:,.0f}", f"{ratio.median:.2f}", f"{ratio.low:.2f}-{ratio.high:.2f}"
+        result.add_row(*cells)
     return result
 
 

@@ -46,6 +46,18 @@ class Summary:
         return median, mean, f"{low}-{high}"
 
 
+def decode_rate(streams: Sequence[Sequence[float]]) -> float:
+    """Tokens per second of all streams together, from the last one's first token to the first one's last.
+
+    Each stream is given by the times, in seconds, at which its tokens came.
+    """
+    start = max(arrivals[0] for arrivals in streams)
+    end = min(arrivals[-1] for arrivals in streams)
+    if end <= start:
+        raise BenchmarkError("the streams did not decode side by side: one ended before another began")
+    return sum(start < came <= end for arrivals in streams for came in arrivals) / (end - start)
+
+
 def model_file(model: str, *, folder: Path | None = None) -> Path:
     """The GGUF that `--model` names: a shape, written when missing, or a path."""
     if model in synthetic.SHAPES:

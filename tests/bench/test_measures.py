@@ -11,9 +11,9 @@ from rich.console import Console
 
 from bench import chat, decode
 from bench.chat import Turn
-from bench.client import Answer, BenchmarkError, parse_stream
+from bench.client import BenchmarkError, parse_stream
 from bench.decode import Pair
-from bench.report import Summary
+from bench.report import Summary, decode_rate
 
 
 def event(content: dict[str, Any]) -> bytes:
@@ -51,10 +51,6 @@ def turn(**changes: Any) -> Turn:
         "cached_tokens": 0,
     }
     return Turn(**fields | changes)
-
-
-def answer(*arrivals: float) -> Answer:
-    return Answer("", 0.0, arrivals, arrivals[-1], "length", 1, len(arrivals), {})
 
 
 def test_a_stream_cut_anywhere_gives_the_same_answer() -> None:
@@ -127,18 +123,18 @@ def test_the_chat_table_shows_computed_beside_new_tokens() -> None:
 
 
 def test_the_decode_rate_counts_only_while_every_stream_decodes() -> None:
-    early, late = answer(0.0, 1.0, 2.0, 3.0, 4.0), answer(2.0, 2.5, 3.0, 3.5, 9.0)
-    assert decode.decode_rate([early]) == 4 / 4.0
-    assert decode.decode_rate([early, late]) == (2 + 3) / 2.0
+    early, late = (0.0, 1.0, 2.0, 3.0, 4.0), (2.0, 2.5, 3.0, 3.5, 9.0)
+    assert decode_rate([early]) == 4 / 4.0
+    assert decode_rate([early, late]) == (2 + 3) / 2.0
     with pytest.raises(BenchmarkError, match="side by side"):
-        decode.decode_rate([answer(0.0, 1.0), answer(2.0, 3.0)])
+        decode_rate([(0.0, 1.0), (2.0, 3.0)])
 
 
 def test_the_decode_table_gives_the_median_of_paired_ratios() -> None:
-    pairs = [Pair(streams=1, batched_bench=100, llamaslot=ours) for ours in (80, 90, 95)]
-    pairs += [Pair(streams=8, batched_bench=theirs, llamaslot=90) for theirs in (100, 90, 200)]
+    pairs = [Pair(streams=1, batched_bench=100, engine=99, llamaslot=ours) for ours in (80, 90, 95)]
+    pairs += [Pair(streams=8, batched_bench=theirs, engine=180, llamaslot=90) for theirs in (100, 90, 200)]
     output = io.StringIO()
     Console(file=output, width=120).print(decode.table(pairs))
     lines = [line.replace("│", " ").split() for line in output.getvalue().splitlines()]
-    assert ["1", "100", "90", "0.90", "0.80-0.95"] in lines
-    assert ["8", "100", "90", "0.90", "0.45-1.00"] in lines
+    assert ["1", "100", "99", "0.99", "0.99-0.99", "90", "0.90", "0.80-0.95"] in lines
+    assert ["8", "100", "180", "1.80", "0.90-2.00", "90", "0.90", "0.45-1.00"] in lines
