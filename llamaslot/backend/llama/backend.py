@@ -91,12 +91,12 @@ class LlamaBackend:
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """See `Backend.decode`."""
         check_runs(runs, length_of=self._recorded_length, n_ubatch=self.info.n_ubatch, n_vocab=self.vocab.n_tokens)
-        self._rows = self._batch.fill(runs)
+        self._rows, sent = self._batch.fill(runs)
         code = llama_cpp.llama_decode(self._context, self._batch.struct)
         if code == 0:
             for run in runs:
                 self._lengths[run.seq] += len(run.tokens)
-        return Decoded(_status(code), self._batch.sent())
+        return Decoded(_status(code), sent)
 
     def new_sampler(self, sampling: Sampling, history: Tokens) -> LlamaSampler:
         """See `Backend.new_sampler`."""
@@ -221,9 +221,12 @@ class _Batch:
             logits=_as(self._output, ctypes.c_int8),
         )
 
-    def fill(self, runs: Sequence[Run]) -> dict[int, int]:
-        """Write the runs one after another; the row of each run's logits by sequence id."""
-        rows = {}
+    def fill(self, runs: Sequence[Run]) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:
+        """Write the runs one after another.
+
+        By sequence id the row of each run's logits, and what the arrays now carry: first position and count.
+        """
+        rows, sent = {}, {}
         at = 0
         for run in runs:
             end = at + len(run.tokens)
@@ -234,16 +237,10 @@ class _Batch:
             if run.output:
                 self._output[end - 1] = 1
                 rows[run.seq] = end - 1
+            sent[int(self._seqs[at])] = int(self._positions[at]), end - at
             at = end
         self.struct.n_tokens = at
-        return rows
-
-    def sent(self) -> dict[int, tuple[int, int]]:
-        """First position and number of tokens per sequence id, counted in the arrays that llama.cpp was given."""
-        n = self.struct.n_tokens
-        seqs, first, counts = np.unique(self._seqs[:n], return_index=True, return_counts=True)
-        starts = self._positions[:n][first]
-        return {int(s): (int(p), int(c)) for s, p, c in zip(seqs, starts, counts, strict=True)}
+        return rows, sent
 
 
 def _as(array: Any, kind: Any) -> Any:
