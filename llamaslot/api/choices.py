@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.messages import Accepted, Finished, Output, Submit
-from llamaslot.service.service import Service
+from llamaslot.service.service import Outcome, Service
 
 
 class Choice:
@@ -58,7 +58,7 @@ class Choices:
         self._service = service
         self._submits = submits
         self._stack = AsyncExitStack()
-        self._queue: asyncio.Queue[tuple[Choice, Output | Finished | LlamaslotError]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[Choice, Outcome]] = asyncio.Queue()
         self._n_open = len(submits)
         self.all: list[Choice] = []
 
@@ -100,10 +100,10 @@ class Choices:
             batch.append(self._taken(*self._queue.get_nowait()))
         return batch
 
-    def _put(self, choice: Choice, event: Output | Finished | LlamaslotError) -> None:
+    def _put(self, choice: Choice, event: Outcome) -> None:
         self._queue.put_nowait((choice, event))
 
-    def _taken(self, choice: Choice, event: Output | Finished | LlamaslotError) -> tuple[Choice, Output | Finished]:
+    def _taken(self, choice: Choice, event: Outcome) -> tuple[Choice, Output | Finished]:
         if isinstance(event, LlamaslotError):
             raise event
         choice.take(event)

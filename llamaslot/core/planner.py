@@ -3,7 +3,7 @@
 1. Clear what is broken or belongs to nobody.
 2. Admit queued requests in the order of their arrival, each to the slot that shares most with it.
 3. Grant tokens, oldest request first: evict idle cells for them, then preempt the youngest.
-4. Where all that runs is decoding, say for how many steps nothing will have to be decided.
+4. Where all that runs is decoding, say for how many steps nothing will have to be decided, and make room for some.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from llamaslot.core.step import Claim, StepPlan, Trim, Work
 
 _HEADROOM = 64
 """Cells that must be left for a newcomer's generation beside the running requests when it is admitted."""
-_AHEAD = 32
-"""Steps for which room is made at once where idle cells have to go for it."""
+_ROOM_AHEAD = 32
+"""Steps for which idle cells are taken at once: more lose prefixes early, fewer ask for a plan more often."""
 
 
 class Planner:
@@ -55,7 +55,7 @@ class Planner:
         else:
             self._admit()
             self._grant(list(self._running))
-            self._plan.n_ahead = self._ahead()
+            self._plan.n_ahead = self._plan_ahead()
         self._plan.trims = [Trim(self._slots[i], keep) for i, keep in sorted(self._trims.items())]
         self._plan.work.sort(key=lambda work: work.run.seq)
         return self._plan
@@ -162,8 +162,13 @@ class Planner:
             if youngest is request:
                 return 0
 
-    def _ahead(self) -> int:
-        """Steps after this one that only compute what was sampled, and end a request by its own token alone."""
+    def _plan_ahead(self) -> int:
+        """How many steps may follow unasked: each computes what the one before sampled, and only the last may reach
+        a limit. Takes idle cells for up to `_ROOM_AHEAD` of them.
+
+        A stop string is looked for on the loop, and a sampler that this step makes is known there only when it is
+        committed: such requests go step by step.
+        """
         work = self._plan.work
         requests = [each.request for each in work]
         if not work or not all(each.run.output and len(each.run.tokens) == 1 for each in work):
@@ -174,7 +179,7 @@ class Planner:
         left += [n for request in requests if (n := request.n_remaining) is not None]
         n_ahead = min(left) - 1
         if self._settings.unified:
-            wanted = min(n_ahead, _AHEAD) * len(work)
+            wanted = min(n_ahead, _ROOM_AHEAD) * len(work)
             free = self._settings.n_ctx - sum(self._held.values())
             free += self._evict(wanted - free)
             n_ahead = min(n_ahead, free // len(work))

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -97,7 +98,7 @@ class Engine:
             )
         )
         self._tokenizer = Tokenizer(backend.vocab, info.n_ctx_slot)
-        self._worker = Worker(backend, thread or model_thread(), clock)
+        self._worker = Worker(backend, thread or model_thread(), clock, self._is_wanted)
         self._live: dict[str, _Live] = {}
         self._tokenizing: dict[str, asyncio.Future[Any]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
@@ -130,7 +131,6 @@ class Engine:
         """End `run` after the current step; whatever is unfinished fails as unavailable."""
         self._stopping = True
         self._wake.set()
-        self._worker.interrupt()
 
     async def run(self) -> None:
         """Run steps until `stop`, or until something breaks that no request is to blame for."""
@@ -142,6 +142,7 @@ class Engine:
             reason = f"{type(error).__name__}: {error}"
             _log.exception("engine.died")
         finally:
+            self._stopping = True
             self._worker.close()
             self._end_all(reason)
             self._tokenizer.close()
@@ -156,9 +157,10 @@ class Engine:
                 await self._wake.wait()
             self._wake.clear()
             return
-        async for step, result in self._worker.run(plan):
-            self._commit(step, result)
-            self._flush()
+        async with aclosing(self._worker.run(plan)) as steps:
+            async for step, result in steps:
+                self._commit(step, result)
+                self._flush()
 
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
         now = result.started + result.seconds
@@ -172,13 +174,16 @@ class Engine:
             self._n_busy_slots += len(plan.work)
             self._n_decoded += sum(n for _, n in result.decoded.sent.values())
 
+    def _is_wanted(self) -> bool:
+        """Whether the next step has to wait for a plan; called on the worker's thread."""
+        return self._stopping or bool(self._inbox)
+
     def _answer(self, event: Event) -> None:
         self._outbox.append(event)
 
     def _post(self, action: Callable[[], None]) -> None:
         self._inbox.append(action)
         self._wake.set()
-        self._worker.interrupt()
 
     def _flush(self) -> None:
         if self._outbox:

@@ -2,21 +2,21 @@
 
 Between two steps that only decode, a way to the event loop and back would leave the processor waiting. So a plan
 says how many steps may follow it (`StepPlan.n_ahead`), and the worker takes them at once, each with the tokens that
-the last one sampled, until a generation ends or somebody calls `interrupt`. Each result goes to the loop, in order.
+the last one sampled, until a generation ends or the loop `is_wanted`. Each result goes to the loop, in order.
 The worker decides nothing and touches no state but the backend.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TypeAlias
 
 from llamaslot.core.backend import Backend
 from llamaslot.core.step import StepPlan, StepResult, apply, following
 
-Done: TypeAlias = tuple[StepPlan, StepResult]
+Step: TypeAlias = tuple[StepPlan, StepResult]
 
 
 def model_thread() -> Executor:
@@ -29,38 +29,41 @@ def model_thread() -> Executor:
 
 
 class Worker:
-    """Runs plans on a backend, whose calls are all made on `thread`; `clock` gives seconds."""
+    """Runs plans on a backend, whose calls are all made on `thread`; `clock` gives seconds.
 
-    def __init__(self, backend: Backend, thread: Executor, clock: Callable[[], float]) -> None:
+    `is_wanted` is asked on the thread after each step: whether the loop has anything to do before the next one.
+    """
+
+    def __init__(
+        self, backend: Backend, thread: Executor, clock: Callable[[], float], is_wanted: Callable[[], bool]
+    ) -> None:
         self._backend = backend
         self._thread = thread
         self._clock = clock
-        self._interrupted = False
+        self._is_wanted = is_wanted
 
-    async def run(self, plan: StepPlan) -> AsyncIterator[Done]:
-        """Carry out `plan` and what follows from it; gives each step with its result as soon as it is done."""
+    async def run(self, plan: StepPlan) -> AsyncGenerator[Step, None]:
+        """Carry out `plan` and what follows from it; gives each step as soon as it is done.
+
+        Raises what `apply` raises, after the steps before it. Never to be called while it runs.
+        """
         loop = asyncio.get_running_loop()
-        done: asyncio.Queue[Done | None] = asyncio.Queue()
-        self._interrupted = False
+        steps: asyncio.Queue[Step | None] = asyncio.Queue()
 
-        def steps() -> None:
+        def compute() -> None:
             step: StepPlan | None = plan
             while step is not None:
                 result = apply(step, self._backend, self._clock)
-                loop.call_soon_threadsafe(done.put_nowait, (step, result))
-                step = None if self._interrupted else following(step, result, self._backend.vocab.eog)
+                loop.call_soon_threadsafe(steps.put_nowait, (step, result))
+                step = None if self._is_wanted() else following(step, result, self._backend.vocab.eog)
 
-        future = loop.run_in_executor(self._thread, steps)
-        future.add_done_callback(lambda _: done.put_nowait(None))
-        while (each := await done.get()) is not None:
-            yield each
-        future.result()
-
-    def interrupt(self) -> None:
-        """Let `run` end with the step that is being computed; nothing is lost."""
-        self._interrupted = True
+        computed = loop.run_in_executor(self._thread, compute)
+        # The loop learns of the end through the same queue of callbacks, hence after every step.
+        computed.add_done_callback(lambda _: steps.put_nowait(None))
+        while (step := await steps.get()) is not None:
+            yield step
+        computed.result()
 
     def close(self) -> None:
-        """Wait for the end of the step that is being computed, and end the thread."""
-        self.interrupt()
+        """Wait for the step that is being computed, and end the thread; `is_wanted` must be true by now."""
         self._thread.shutdown()

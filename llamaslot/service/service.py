@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import structlog
 
@@ -53,6 +53,9 @@ _log = structlog.get_logger(__name__)
 _T = TypeVar("_T", Tokenized, Detokenized, State)
 
 _MAX_RETRY_AFTER = 60
+
+Outcome: TypeAlias = Output | Finished | LlamaslotError
+"""What comes of a request once it was accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +244,7 @@ class Generation:
         self.client_id = submit.client_id
         self._service = service
         self._events: asyncio.Queue[Accepted | Output | Finished | Failed | Cancelled] = asyncio.Queue()
-        self._sink: Callable[[Output | Finished | LlamaslotError], None] | None = None
+        self._sink: Callable[[Outcome], None] | None = None
         self._ended = False
 
     async def __aenter__(self) -> Generation:
@@ -266,17 +269,8 @@ class Generation:
             self._ended = True
         if self._sink is None:
             self._events.put_nowait(event)
-        else:
+        elif not isinstance(event, Accepted):
             self._sink(_outcome(event))
-
-    def listen(self, sink: Callable[[Output | Finished | LlamaslotError], None]) -> None:
-        """Pass every event after `Accepted` to `sink` the moment it comes, instead of keeping it to be iterated.
-
-        A request that failed passes its error, as the last event.
-        """
-        self._sink = sink
-        while not self._events.empty():
-            sink(_outcome(self._events.get_nowait()))
 
     async def accepted(self) -> Accepted:
         """Wait until the prompt was found valid; raises the error by which it was refused."""
@@ -285,35 +279,17 @@ class Generation:
             return event
         raise _error_of(event)
 
-    def __aiter__(self) -> AsyncIterator[Output | Finished]:
-        """The events after `Accepted`; ends after `Finished`, raises the error of a request that failed."""
-        return self._iterate()
+    def listen(self, sink: Callable[[Outcome], None]) -> None:
+        """Pass every event after `Accepted` to `sink` the moment it comes, and those that came already.
 
-    async def result(self) -> tuple[str, tuple[int, ...], Finished]:
-        """Wait for the end: all text, all tokens, and the last event."""
-        text: list[str] = []
-        tokens: list[int] = []
-        async for event in self:
-            text.append(event.content)
-            tokens.extend(event.tokens)
-            if isinstance(event, Finished):
-                return "".join(text), tuple(tokens), event
-        raise ServerError("the request has no end")
-
-    async def _iterate(self) -> AsyncIterator[Output | Finished]:
-        while True:
-            event = await self._events.get()
-            if isinstance(event, Accepted):
-                continue
-            outcome = _outcome(event)
-            if isinstance(outcome, LlamaslotError):
-                raise outcome
-            yield outcome
-            if isinstance(outcome, Finished):
-                return
+        The last one is `Finished`, or the error of a request that failed or was cancelled.
+        """
+        self._sink = sink
+        while not self._events.empty():
+            self.put(self._events.get_nowait())
 
 
-def _outcome(event: Accepted | Output | Finished | Failed | Cancelled) -> Output | Finished | LlamaslotError:
+def _outcome(event: Output | Finished | Failed | Cancelled) -> Outcome:
     return event if isinstance(event, Output | Finished) else _error_of(event)
 
 

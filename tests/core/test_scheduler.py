@@ -159,48 +159,6 @@ def test_a_newcomer_waits_until_it_fits_beside_the_running_ones(max_tokens: int,
     assert driver.preempted() == []
 
 
-def test_nothing_is_to_be_decided_until_the_first_of_the_streams_reaches_its_limit() -> None:
-    driver = Driver(n_slots=3, n_ctx=512, n_ubatch=64)
-    short, endless = driver.submit("a" * 20, max_tokens=10), driver.submit("b" * 20, max_tokens=-1)
-    assert driver.step().n_ahead == 0  # a prompt
-    for n_left in range(8, -1, -1):
-        assert driver.step().n_ahead == n_left
-    assert short.state is RequestState.DONE
-    assert driver.step().n_ahead == 512 - driver.scheduler.cells_used
-    assert endless.state is RequestState.RUNNING
-    driver.submit("c" * 20, max_tokens=-1)
-    assert driver.step().n_ahead == 0
-
-
-def test_a_stop_string_has_to_be_looked_for_after_each_step() -> None:
-    driver = Driver(n_slots=2, n_ctx=512)
-    driver.submit("a" * 20, max_tokens=10, stop=("x",))
-    for _ in range(9):
-        assert driver.step().n_ahead == 0
-
-
-def test_streams_do_not_run_ahead_beyond_the_pool() -> None:
-    driver = Driver(n_slots=2, n_ctx=100, n_ubatch=64)
-    for letter in "ab":
-        driver.submit(letter * 16, max_tokens=-1)
-    driver.step()
-    plan = driver.step()
-    assert driver.scheduler.cells_used == 34
-    assert plan.n_ahead == (100 - 34) // 2
-
-
-def test_room_for_some_steps_is_made_at_once() -> None:
-    driver = Driver(n_slots=2, n_ctx=128, n_ubatch=64)
-    idle = driver.run("a" * 64)
-    stream = driver.submit("b" * 62, max_tokens=-1)
-    driver.step()
-    driver.step()
-    plan = driver.step()
-    assert trims(plan) == {idle.slot_id: 64 - 32}
-    assert plan.n_ahead == 32
-    assert stream.state is RequestState.RUNNING
-
-
 def test_a_preempted_request_is_back_before_any_that_came_after_it() -> None:
     driver = Driver(n_slots=2, n_ctx=128, n_ubatch=64)
     oldest = driver.submit("a" * 27, max_tokens=50)

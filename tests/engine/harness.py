@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 from typing import Any
@@ -26,7 +26,7 @@ from llamaslot.base.messages import (
 from llamaslot.core.backend import Backend
 from llamaslot.core.step import StepPlan
 from llamaslot.engine.engine import Engine
-from llamaslot.engine.worker import Done, Worker
+from llamaslot.engine.worker import Step, Worker
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -44,30 +44,21 @@ class Inline(Executor):
         return future
 
 
-class RestlessWorker(Worker):
-    """A worker that goes on alone for a random number of steps: none half of the time."""
-
-    random = random.Random(1)
-
-    @property
-    def _interrupted(self) -> bool:
-        return self.random.random() < 0.5
-
-    @_interrupted.setter
-    def _interrupted(self, value: bool) -> None:
-        pass
-
-
 class Harness:
-    """An engine with its events by request."""
+    """An engine with its events by request.
+
+    On the fake backend its worker goes on alone for a random number of steps: none half of the time.
+    """
 
     def __init__(self, backend: Backend, **settings: float) -> None:
         self.backend = backend
         self.engine = Engine(backend, self._receive, **settings)
         if isinstance(backend, FakeBackend):
             thread = self.engine._tokenizer._thread = Inline()
-            self.engine._worker = RestlessWorker(backend, thread, self.engine._clock)
-            self.engine._worker.run = self._watched(self.engine._worker.run)
+            ahead = random.Random(1)
+            worker = Worker(backend, thread, self.engine._clock, lambda: ahead.random() < 0.5)
+            worker.run = self._watched(worker.run)
+            self.engine._worker = worker
         self.events: dict[str, list[Event]] = defaultdict(list)
         self.stopped: Stopped | None = None
         self.ends: dict[str, asyncio.Future[Event]] = {}
@@ -109,7 +100,7 @@ class Harness:
     def check_cells(self) -> None:
         """What the scheduler believes to be in the pool is in the pool (fake backend only).
 
-        There may be more where the worker went ahead, and only there: where it is to run, all is known.
+        While the worker computes, running slots may hold more; before and after, the two agree exactly.
         """
         assert isinstance(self.backend, FakeBackend)
         for slot in self.engine.scheduler.slots:
@@ -118,12 +109,14 @@ class Harness:
                 assert seen[: len(held)] == held, slot.id
                 assert seen == held or (slot.request is not None and self.computing), slot.id
 
-    def _watched(self, run: Callable[[StepPlan], AsyncIterator[Done]]) -> Callable[[StepPlan], AsyncIterator[Done]]:
-        async def watched(plan: StepPlan) -> AsyncIterator[Done]:
+    def _watched(
+        self, run: Callable[[StepPlan], AsyncGenerator[Step, None]]
+    ) -> Callable[[StepPlan], AsyncGenerator[Step, None]]:
+        async def watched(plan: StepPlan) -> AsyncGenerator[Step, None]:
             self.check_cells()
             self.computing = True
-            async for done in run(plan):
-                yield done
+            async for step in run(plan):
+                yield step
             self.computing = False
             self.check_cells()
 

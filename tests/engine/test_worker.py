@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.base.messages import TERMINAL, Event, Failed, Finished, Output, Sampling, Stopped, Submit, TextPart
+from llamaslot.base.messages import (
+    TERMINAL,
+    Cancel,
+    Cancelled,
+    Event,
+    Failed,
+    Finished,
+    Output,
+    Sampling,
+    Stopped,
+    Submit,
+    TextPart,
+)
 from llamaslot.core.backend import Decoded, Run
 from llamaslot.core.step import StepPlan
 from llamaslot.engine.engine import Engine
@@ -43,6 +55,7 @@ class Threaded:
         self.ends: dict[str, asyncio.Future[object]] = {}
         self.texts: dict[str, str] = {}
         self.first = asyncio.Event()
+        self.on_first: Callable[[], None] = lambda: None
         self.stopped = ""
         self.n_plans = 0
         plan = self.engine.scheduler.plan
@@ -65,6 +78,8 @@ class Threaded:
         for event in events:
             if isinstance(event, Output | Finished):
                 self.texts[event.request_id] += event.content
+                if not self.first.is_set():
+                    self.on_first()
                 self.first.set()
             if isinstance(event, Stopped):
                 self.stopped = event.reason
@@ -109,6 +124,15 @@ async def test_a_newcomer_is_let_in_after_the_step_that_runs() -> None:
         await first
         for name, prompt, n in (("1", "hello", 200), ("2", "somebody else", 1)):
             assert engine.texts[name] == await alone(prompt, FakeBackend(), max_tokens=n, sampling=ENDLESS)
+
+
+async def test_a_command_given_while_events_are_taken_is_not_overlooked() -> None:
+    backend = GatedBackend()
+    async with Threaded(backend) as engine:
+        end = engine.submit("1", "hello")
+        engine.on_first = lambda: engine.engine.send(Cancel("1"))
+        assert isinstance(await end, Cancelled)
+        assert backend.n_decodes < 20
 
 
 async def test_streams_that_end_by_their_own_token_give_the_text_they_give_alone() -> None:

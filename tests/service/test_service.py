@@ -31,7 +31,7 @@ from llamaslot.base.messages import (
 )
 from llamaslot.engine.engine import Engine
 from llamaslot.service.metrics import Metrics
-from llamaslot.service.service import Service, ServiceSettings
+from llamaslot.service.service import Generation, Outcome, Service, ServiceSettings
 from llamaslot.text.template import ChatTemplate
 
 _ids = itertools.count(1)
@@ -79,6 +79,25 @@ class Wire:
         self.service.receive([Finished(request_id, "limit", progress)])
 
 
+async def outcomes(generation: Generation) -> AsyncIterator[Output | Finished]:
+    """What comes of a generation; raises the error of one that failed."""
+    came: asyncio.Queue[Outcome] = asyncio.Queue()
+    generation.listen(came.put_nowait)
+    outcome: Outcome | None = None
+    while not isinstance(outcome, Finished):
+        outcome = await came.get()
+        if isinstance(outcome, LlamaslotError):
+            raise outcome
+        yield outcome
+
+
+async def result(generation: Generation) -> tuple[str, tuple[int, ...], Finished]:
+    """All text, all tokens and the end of a generation."""
+    *_, last = events = [event async for event in outcomes(generation)]
+    assert isinstance(last, Finished)
+    return "".join(e.content for e in events), tuple(token for e in events for token in e.tokens), last
+
+
 def submit(
     prompt: str = "hello", *, max_tokens: int = 4, stop: tuple[str, ...] = (), client_id: str = ""
 ) -> Submit:
@@ -112,8 +131,8 @@ def parsed(text: str) -> dict[str, float]:
 async def test_metrics_after_known_requests() -> None:
     backend = FakeBackend(n_slots=2)
     async with running(backend) as service:
-        text, _, first = await service.generate(submit("a" * 20, max_tokens=4)).result()
-        _, _, second = await service.generate(submit("a" * 20 + text + "b" * 6, max_tokens=6)).result()
+        text, _, first = await result(service.generate(submit("a" * 20, max_tokens=4)))
+        _, _, second = await result(service.generate(submit("a" * 20 + text + "b" * 6, max_tokens=6)))
         assert (first.progress.n_cached, second.progress.n_cached) == (0, 23)
         await samples(service)  # reading must count nothing
         found = await samples(service)
@@ -153,9 +172,11 @@ async def test_metrics_after_known_requests() -> None:
 
 async def test_a_reply_keeps_the_tail_that_could_have_become_a_stop_string() -> None:
     async with running(FakeBackend()) as service:
-        whole, tokens, _ = await service.generate(submit(max_tokens=8)).result()
+        whole, tokens, _ = await result(service.generate(submit(max_tokens=8)))
         assert len(whole) == 8
-        events = [event async for event in service.generate(submit(max_tokens=8, stop=(whole[-3:] + "!",)))]
+        events = [
+            event async for event in outcomes(service.generate(submit(max_tokens=8, stop=(whole[-3:] + "!",))))
+        ]
         assert "".join(event.content for event in events) == whole
         assert sum((event.tokens for event in events), ()) == tokens
         last = events[-1]
@@ -284,13 +305,13 @@ async def test_refused_requests_are_counted() -> None:
 async def test_every_end_is_counted_by_its_reason() -> None:
     backend = FakeBackend(n_ctx=64)
     async with running(backend) as service:
-        await service.generate(submit()).result()
-        text, _, _ = await service.generate(submit(max_tokens=3)).result()
-        await service.generate(submit(stop=(text[1],))).result()
+        await result(service.generate(submit()))
+        text, _, _ = await result(service.generate(submit(max_tokens=3)))
+        await result(service.generate(submit(stop=(text[1],))))
         with pytest.raises(LlamaslotError):
-            await service.generate(submit("x" * 100)).result()
+            await result(service.generate(submit("x" * 100)))
         cancelled = service.generate(submit(max_tokens=50))
-        async for event in cancelled:
+        async for event in outcomes(cancelled):
             assert isinstance(event, Output)
             cancelled.cancel()
             break
@@ -312,9 +333,9 @@ async def test_the_log_names_the_clients_own_id() -> None:
     async with running(FakeBackend()) as service:
         with capture_logs() as lines:
             named = service.generate(submit(client_id="mine"))
-            await named.result()
+            await result(named)
             nameless = service.generate(submit())
-            await nameless.result()
+            await result(nameless)
         done = {line["request_id"]: line for line in lines if line["event"] == "request.done"}
     assert done[named.request_id]["client_request_id"] == "mine"
     assert "client_request_id" not in done[nameless.request_id]
@@ -331,3 +352,29 @@ async def test_leaving_a_generation_cancels_it_once() -> None:
     assert wire.service.n_in_flight == 1
     wire.service.receive([Cancelled(generation.request_id)])
     assert wire.service.n_in_flight == 0
+
+
+async def test_a_listener_gets_what_came_before_and_what_comes_after_and_the_error_last() -> None:
+    wire = Wire()
+    generation = wire.service.generate(submit())
+    name, progress = generation.request_id, Progress(**dict.fromkeys(Progress.__struct_fields__, 0))
+    outputs = [Output(name, text, (), progress) for text in "ab"]
+    wire.service.receive([Accepted(name, 5), outputs[0]])
+    came: list[Outcome] = []
+    generation.listen(came.append)
+    assert came == outputs[:1]
+    wire.service.receive([outputs[1], Failed(name, "server_error", "out of luck")])
+    assert came[:2] == outputs
+    assert isinstance(came[2], ServerError)
+    assert "out of luck" in str(came[2])
+
+
+async def test_a_listener_hears_of_a_cancelled_request() -> None:
+    wire = Wire()
+    generation = wire.service.generate(submit())
+    wire.service.receive([Accepted(generation.request_id, 5)])
+    assert (await generation.accepted()).n_prompt == 5
+    came: list[Outcome] = []
+    generation.listen(came.append)
+    wire.service.receive([Cancelled(generation.request_id)])
+    assert [type(outcome) for outcome in came] == [ServerError]

@@ -222,10 +222,7 @@ class _Batch:
         )
 
     def fill(self, runs: Sequence[Run]) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:
-        """Write the runs one after another.
-
-        By sequence id the row of each run's logits, and what the arrays now carry: first position and count.
-        """
+        """Write the runs in order; by sequence id the row of its logits, and its first position and length."""
         rows, sent = {}, {}
         at = 0
         for run in runs:
@@ -237,7 +234,7 @@ class _Batch:
             if run.output:
                 self._output[end - 1] = 1
                 rows[run.seq] = end - 1
-            sent[int(self._seqs[at])] = int(self._positions[at]), end - at
+            sent[run.seq] = run.start, len(run.tokens)
             at = end
         self.struct.n_tokens = at
         return rows, sent
