@@ -23,18 +23,16 @@ def parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="a small model, few repeats: a look, not a measurement"
     )
     common.add_argument(
-        "--server", default="", metavar="FLAGS", help='more flags for the server, such as --server="-ngl 99"'
+        "--server", default="", metavar="FLAGS", help='more flags for what is measured, such as --server="-ngl 99"'
     )
     result = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of llamaslot.")
     commands = result.add_subparsers(dest="command", required=True)
     chatting = commands.add_parser("chat", parents=[common], help="a four-turn chat with and without the cache")
     chatting.add_argument("--repeats", type=_positive, metavar="N", help="conversations of each kind (default: 5)")
     decoding = commands.add_parser("decode", parents=[common], help="decode rate against llama-batched-bench")
-    decoding.add_argument("--pairs", type=_positive, metavar="N", help="measurements of either side (default: 7)")
+    decoding.add_argument("--pairs", type=_positive, metavar="N", help="measurements of each side (default: 7)")
     decoding.add_argument("--tokens", type=_positive, default=128, metavar="N", help="tokens of each answer")
-    decoding.add_argument(
-        "--threads", type=_positive, default=default_threads(), metavar="N", help="for both sides"
-    )
+    decoding.add_argument("--threads", type=_positive, default=default_threads(), metavar="N", help="of each side")
     return result
 
 

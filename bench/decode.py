@@ -42,18 +42,23 @@ class Commands:
 
 
 @dataclass(frozen=True)
-class Pair:
+class Comparison:
     """One measurement of each side, right after each other; rates in tokens per second over all streams."""
 
     streams: int
     batched_bench: float
     engine: float
-    llamaslot: float
+    http: float
 
     @property
-    def ratio(self) -> float:
-        """What llamaslot reaches of llama-batched-bench's rate."""
-        return self.llamaslot / self.batched_bench
+    def engine_ratio(self) -> float:
+        """What the engine alone reaches of llama-batched-bench's rate."""
+        return self.engine / self.batched_bench
+
+    @property
+    def http_ratio(self) -> float:
+        """What llamaslot reaches of it over HTTP."""
+        return self.http / self.batched_bench
 
 
 def run(
@@ -75,38 +80,41 @@ def run(
     ]
     peer = [str(peers.batched_bench()), "-m", str(model), *common, "-npp", str(PROMPT_TOKENS), "-ntg", str(tokens)]
     flags = ["-np", str(max(STREAMS)), *common]
-    engine = [sys.executable, "-m", "bench.engine", "-m", str(model), *flags, "--tokens", str(tokens), "--streams"]
+    engine = [sys.executable, "-m", "bench.engine", "-m", str(model), *flags, "--tokens", str(tokens)]
+    engine += ["--prompt-tokens", str(PROMPT_TOKENS), "--streams"]
     commands = Commands(peer, engine, llamaslot(model, *flags))
     log = folder / "decode-server.log"
     measured = asyncio.run(_measure(commands, pairs, tokens, log))
     console.print(table(measured))
     settings = {"model": title, "flags": " ".join(common), "pairs": pairs, "tokens": tokens}
-    results = [asdict(pair) | {"ratio": pair.ratio} for pair in measured]
     write_json(
         folder / "decode.json",
         {
             "benchmark": "decode",
             "settings": settings,
             "machine": facts,
-            "summary": {n: asdict(Summary.of(_ratios(measured, n))) for n in STREAMS},
-            "runs": results,
+            "ratios": {
+                n: {side: asdict(Summary.of(ratios)) for side, (_, ratios) in _sides(measured, n).items()}
+                for n in STREAMS
+            },
+            "runs": [asdict(each) for each in measured],
         },
     )
 
 
-async def _measure(commands: Commands, pairs: int, tokens: int, log: Path) -> list[Pair]:
+async def _measure(commands: Commands, pairs: int, tokens: int, log: Path) -> list[Comparison]:
     words = random.Random(secrets.token_hex(8))
-    measured: list[Pair] = []
+    measured: list[Comparison] = []
     with Progress(console=notes) as progress:
         async with serving(commands.server, log=log) as client:
             task = progress.add_task("decoding", total=pairs * len(STREAMS))
             await _streams_rate(client, words, max(STREAMS), tokens)
             for _ in range(pairs):
                 for streams in STREAMS:
-                    theirs = await asyncio.to_thread(_peer_rate, [*commands.peer, "-npl", str(streams)])
-                    ours = await _streams_rate(client, words, streams, tokens)
-                    alone = await asyncio.to_thread(_engine_rate, [*commands.engine, str(streams)])
-                    measured.append(Pair(streams=streams, batched_bench=theirs, engine=alone, llamaslot=ours))
+                    peer = await asyncio.to_thread(_peer_rate, [*commands.peer, "-npl", str(streams)])
+                    http = await _streams_rate(client, words, streams, tokens)
+                    engine = await asyncio.to_thread(engine_rate, [*commands.engine, str(streams)])
+                    measured.append(Comparison(streams=streams, batched_bench=peer, engine=engine, http=http))
                     progress.advance(task)
     return measured
 
@@ -119,11 +127,12 @@ def _peer_rate(command: Sequence[str]) -> float:
     return float(json.loads(lines[0])["speed_tg"])
 
 
-def _engine_rate(command: Sequence[str]) -> float:
+def engine_rate(command: Sequence[str]) -> float:
+    """What `bench.engine` prints; raises `BenchmarkError` with its words."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BenchmarkError(f"the engine alone failed ({done.returncode}):\n{done.stderr[-2000:]}")
-    return float(done.stdout)
+    return float(done.stdout.splitlines()[-1])
 
 
 async def _streams_rate(client: Client, words: random.Random, streams: int, tokens: int) -> float:
@@ -143,30 +152,30 @@ async def _streams_rate(client: Client, words: random.Random, streams: int, toke
     return decode_rate([answer.arrivals for answer in answers])
 
 
-def table(pairs: Sequence[Pair]) -> Table:
-    """A line for each number of streams: median rates, and the ratio's median and range over the pairs."""
-    result = Table(title="Decoding, tokens per second", caption=f"ratio: median of the pairs; goal {GOAL:.2f}")
+def table(measured: Sequence[Comparison]) -> Table:
+    """A line for each number of streams: median rates, and the ratios' medians and ranges."""
+    result = Table(title="Decoding, tokens per second", caption=f"ratio: median of neighbours; goal {GOAL:.2f}")
     for heading in (
         "streams",
         "llama-batched-bench",
-        "engine alone",
-        "ratio",
-        "range",
-        "over HTTP",
-        "ratio",
-        "range",
+        *("engine alone", "ratio", "range"),
+        *("HTTP", "ratio", "range"),
     ):
         result.add_column(heading, justify="right")
     for streams in STREAMS:
-        chosen = [pair for pair in pairs if pair.streams == streams]
-        theirs = Summary.of([pair.batched_bench for pair in chosen])
-        cells = [str(streams), f"{theirs.median:,.0f}"]
-        for rates in ([pair.engine for pair in chosen], [pair.llamaslot for pair in chosen]):
-            ratio = Summary.of([rate / pair.batched_bench for rate, pair in zip(rates, chosen, strict=True)])
+        peer = Summary.of([each.batched_bench for each in measured if each.streams == streams])
+        cells = [str(streams), f"{peer.median:,.0f}"]
+        for rates, ratios in _sides(measured, streams).values():
+            ratio = Summary.of(ratios)
             cells += f"{Summary.of(rates).median:,.0f}", f"{ratio.median:.2f}", f"{ratio.low:.2f}-{ratio.high:.2f}"
         result.add_row(*cells)
     return result
 
 
-def _ratios(pairs: Sequence[Pair], streams: int) -> list[float]:
-    return [pair.ratio for pair in pairs if pair.streams == streams]
+def _sides(measured: Sequence[Comparison], streams: int) -> dict[str, tuple[list[float], list[float]]]:
+    """The rates and ratios of the engine and over HTTP with so many streams."""
+    chosen = [each for each in measured if each.streams == streams]
+    return {
+        "engine": ([each.engine for each in chosen], [each.engine_ratio for each in chosen]),
+        "http": ([each.http for each in chosen], [each.http_ratio for each in chosen]),
+    }

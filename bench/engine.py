@@ -1,4 +1,4 @@
-"""The engine alone, without HTTP or a client: `python -m bench.engine --streams N --tokens N [flags]`.
+"""The engine alone, without HTTP or a client: `python -m bench.engine --streams N --tokens N --prompt-tokens N`.
 
 Prints the decode rate of that many greedy streams side by side, in tokens per second. It takes the flags of
 `llamaslot serve` too; what HTTP costs is the difference to serving with the same flags.
@@ -8,63 +8,75 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from time import perf_counter
 
 import numpy as np
 
-from bench.report import decode_rate
+from bench.client import BenchmarkError
+from bench.report import decode_rate, notes
 from llamaslot.app.config import Config, add_flags, read_config
+from llamaslot.app.logs import configure_logging
 from llamaslot.app.models import resolve_model
 from llamaslot.app.server import llama_settings
 from llamaslot.backend.llama import LlamaBackend
-from llamaslot.base.messages import TERMINAL, Event, Output, Sampling, Submit, TokensPart
+from llamaslot.base.errors import ConfigError
+from llamaslot.base.messages import TERMINAL, Event, Finished, Output, Sampling, Submit, TokensPart
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import model_thread
 
-PROMPT_TOKENS = 16
 
-
-async def measure(streams: int, tokens: int, config: Config) -> float:
-    """Tokens per second of all streams together, while all of them decode."""
+async def measure(config: Config, *, streams: int, tokens: int, prompt_tokens: int) -> float:
+    """Tokens per second of all streams together, while all of them decode; raises `BenchmarkError`."""
     thread = model_thread()
     settings = llama_settings(config, resolve_model(config.model))
     backend = await asyncio.get_running_loop().run_in_executor(thread, LlamaBackend, settings, lambda _share: True)
     arrivals: dict[str, list[float]] = {str(i): [] for i in range(streams)}
-    ended = asyncio.Semaphore(0)
+    ended: asyncio.Queue[Event] = asyncio.Queue()
 
     def receive(events: list[Event]) -> None:
         now = perf_counter()
         for event in events:
-            if isinstance(event, Output):
+            if isinstance(event, Output | Finished):
                 arrivals[event.request_id] += [now] * len(event.tokens)
-            elif isinstance(event, TERMINAL):
-                ended.release()
+            if isinstance(event, TERMINAL):
+                ended.put_nowait(event)
 
     engine = Engine(backend, receive, thread=thread)
     running = asyncio.create_task(engine.run())
     random = np.random.default_rng()
     sampling = Sampling(temperature=0.0, ignore_eos=True)
     for name in arrivals:
-        prompt = tuple(random.integers(0, backend.info.n_vocab, PROMPT_TOKENS).tolist())
+        prompt = tuple(random.integers(0, backend.info.n_vocab, prompt_tokens).tolist())
         engine.send(Submit(name, (TokensPart(prompt),), sampling=sampling, max_tokens=tokens))
-    for _ in arrivals:
-        await ended.acquire()
+    ends = [await ended.get() for _ in arrivals]
     engine.stop()
     await running
     backend.close()
+    for end in ends:
+        if not isinstance(end, Finished) or len(arrivals[end.request_id]) != tokens:
+            raise BenchmarkError(f"a stream did not bring its {tokens} tokens: {end}")
     return decode_rate(list(arrivals.values()))
 
 
-def main(arguments: list[str]) -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--streams", type=int, required=True)
-    parser.add_argument("--tokens", type=int, required=True)
+def main(arguments: list[str]) -> int:
+    """Measure and print; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
+    for flag in ("--streams", "--tokens", "--prompt-tokens"):
+        parser.add_argument(flag, type=int, required=True, metavar="N")
     add_flags(parser)
     options = parser.parse_args(arguments)
-    print(asyncio.run(measure(options.streams, options.tokens, read_config(options, {}))))
+    counts = {"streams": options.streams, "tokens": options.tokens, "prompt_tokens": options.prompt_tokens}
+    try:
+        config = read_config(options, os.environ)
+        configure_logging(config.log_format, config.log_level)
+        print(asyncio.run(measure(config, **counts)))
+    except (BenchmarkError, ConfigError) as error:
+        notes.print(f"bench.engine: {error}")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

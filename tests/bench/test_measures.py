@@ -12,7 +12,7 @@ from rich.console import Console
 from bench import chat, decode
 from bench.chat import Turn
 from bench.client import BenchmarkError, parse_stream
-from bench.decode import Pair
+from bench.decode import Comparison
 from bench.report import Summary, decode_rate
 
 
@@ -131,10 +131,10 @@ def test_the_decode_rate_counts_only_while_every_stream_decodes() -> None:
 
 
 def test_the_decode_table_gives_the_median_of_paired_ratios() -> None:
-    pairs = [Pair(streams=1, batched_bench=100, engine=99, llamaslot=ours) for ours in (80, 90, 95)]
-    pairs += [Pair(streams=8, batched_bench=theirs, engine=180, llamaslot=90) for theirs in (100, 90, 200)]
+    pairs = [Comparison(streams=1, batched_bench=100, engine=99, http=ours) for ours in (80, 90, 95)]
+    pairs += [Comparison(streams=8, batched_bench=theirs, engine=90, http=90) for theirs in (100, 90, 200)]
     output = io.StringIO()
     Console(file=output, width=120).print(decode.table(pairs))
     lines = [line.replace("│", " ").split() for line in output.getvalue().splitlines()]
     assert ["1", "100", "99", "0.99", "0.99-0.99", "90", "0.90", "0.80-0.95"] in lines
-    assert ["8", "100", "180", "1.80", "0.90-2.00", "90", "0.90", "0.45-1.00"] in lines
+    assert ["8", "100", "90", "0.90", "0.45-1.00", "90", "0.90", "0.45-1.00"] in lines
