@@ -59,6 +59,8 @@ class Choices:
         self._submits = submits
         self._stack = AsyncExitStack()
         self._queue: asyncio.Queue[tuple[Choice, Outcome]] = asyncio.Queue()
+        self._batch: Batch = []
+        self._failure: LlamaslotError | None = None
         self._n_open = len(submits)
         self.all: list[Choice] = []
 
@@ -91,21 +93,27 @@ class Choices:
     async def next_batch(self) -> Batch:
         """Whatever has arrived since the last one, at least one event; empty when all choices are finished.
 
-        May be cancelled without loss. Raises what a generation failed with.
+        May be cancelled without loss. Raises what a generation failed with, after everything that came before.
         """
         if self.done:
             return []
-        batch: Batch = [self._taken(*await self._queue.get())]
-        while not self._queue.empty():
-            batch.append(self._taken(*self._queue.get_nowait()))
+        if self._failure is None:
+            self._take(await self._queue.get())
+        while self._failure is None and not self._queue.empty():
+            self._take(self._queue.get_nowait())
+        batch, self._batch = self._batch, []
+        if self._failure is not None and not batch:
+            raise self._failure
         return batch
 
     def _put(self, choice: Choice, event: Outcome) -> None:
         self._queue.put_nowait((choice, event))
 
-    def _taken(self, choice: Choice, event: Outcome) -> tuple[Choice, Output | Finished]:
+    def _take(self, arrived: tuple[Choice, Outcome]) -> None:
+        choice, event = arrived
         if isinstance(event, LlamaslotError):
-            raise event
+            self._failure = event
+            return
         choice.take(event)
         self._n_open -= isinstance(event, Finished)
-        return choice, event
+        self._batch.append((choice, event))

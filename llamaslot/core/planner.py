@@ -20,7 +20,7 @@ from llamaslot.core.step import Claim, StepPlan, Trim, Work
 _HEADROOM = 64
 """Cells that must be left for a newcomer's generation beside the running requests when it is admitted."""
 _ROOM_AHEAD = 32
-"""Steps for which idle cells are taken at once: more lose prefixes early, fewer ask for a plan more often."""
+"""Idle cells taken at once for steps ahead: more lose prefixes early, fewer ask for a plan more often."""
 
 
 class Planner:
@@ -164,7 +164,7 @@ class Planner:
 
     def _plan_ahead(self) -> int:
         """How many steps may follow unasked: each computes what the one before sampled, and only the last may reach
-        a limit. Takes idle cells for up to `_ROOM_AHEAD` of them.
+        a limit. Takes up to `_ROOM_AHEAD` idle cells for them.
 
         A stop string is looked for on the loop, and a sampler that this step makes is known there only when it is
         committed: such requests go step by step.
@@ -179,9 +179,9 @@ class Planner:
         left += [n for request in requests if (n := request.n_remaining) is not None]
         n_ahead = min(left) - 1
         if self._settings.unified:
-            wanted = min(n_ahead, _ROOM_AHEAD) * len(work)
             free = self._settings.n_ctx - sum(self._held.values())
-            free += self._evict(wanted - free)
+            if not self._plan.preempted:
+                free += self._evict(min(n_ahead * len(work), max(len(work), _ROOM_AHEAD)) - free)
             n_ahead = min(n_ahead, free // len(work))
         return n_ahead
 

@@ -84,6 +84,41 @@ def test_requests_of_a_failed_step_go_on_step_by_step() -> None:
     assert driver.step().n_ahead > 0
 
 
+def test_no_idle_cells_are_taken_ahead_from_a_request_that_is_preempted_meanwhile() -> None:
+    driver = Driver(n_slots=2, n_ctx=128, n_ubatch=64)
+    for letter in "ab":
+        driver.submit(letter * 27, max_tokens=80)
+    while not driver.preempted():
+        driver.step()
+    (preempted,) = driver.preempted()
+    assert len(driver.scheduler.slots[preempted.slot_id].history) >= 63 - 1
+
+
+def test_many_streams_take_no_more_cells_ahead_than_one() -> None:
+    driver = Driver(n_slots=5, n_ctx=512, n_ubatch=256)
+    idle = driver.run("z" * 300)
+    for letter in "abcd":
+        driver.submit(letter * 48, max_tokens=-1)
+    while trims(driver.step()).get(idle.slot_id, 300) == 300:
+        pass
+    held = len(driver.scheduler.slots[idle.slot_id].history)
+    assert 300 - held <= 32 + 4
+    assert driver.plans[-1].n_ahead in {0, 8}
+
+
+def test_a_resumed_request_that_gets_its_tokens_one_by_one_is_not_run_ahead_of() -> None:
+    driver = Driver(n_slots=2, n_ctx=128, n_ubatch=64)
+    requests = [driver.submit(letter * 27, max_tokens=80) for letter in "ab"]
+    while not driver.preempted():
+        driver.step()
+    driver.scheduler.chunks.limit = lambda _n_decoding: 1
+    n_before = len(driver.plans)
+    driver.finish(*requests)
+    incomplete = [plan for plan in driver.plans[n_before:] if any(not work.run.output for work in plan.work)]
+    assert incomplete
+    assert all(plan.n_ahead == 0 for plan in incomplete)
+
+
 def test_a_request_that_waits_for_a_slot_holds_nobody_up() -> None:
     driver = Driver(n_slots=1, n_ctx=512)
     driver.submit("a" * 8, max_tokens=50)

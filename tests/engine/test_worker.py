@@ -16,13 +16,15 @@ from llamaslot.base.messages import (
     Event,
     Failed,
     Finished,
+    Inspect,
     Output,
     Sampling,
+    State,
     Stopped,
     Submit,
     TextPart,
 )
-from llamaslot.core.backend import Decoded, Run
+from llamaslot.core.backend import Decoded, Run, Sampler
 from llamaslot.core.step import StepPlan
 from llamaslot.engine.engine import Engine
 from tests.engine.harness import GREEDY, alone
@@ -46,6 +48,11 @@ class GatedBackend(FakeBackend):
         self.n_decodes += 1
         return super().decode(runs)
 
+    async def reached(self, n_decodes: int) -> None:
+        """Wait until so many steps were computed."""
+        while self.n_decodes < n_decodes:
+            await asyncio.sleep(0.001)
+
 
 class Threaded:
     """An engine with a real worker thread; `ends` and `texts` by request, and the number of plans."""
@@ -55,7 +62,7 @@ class Threaded:
         self.ends: dict[str, asyncio.Future[object]] = {}
         self.texts: dict[str, str] = {}
         self.first = asyncio.Event()
-        self.on_first: Callable[[], None] = lambda: None
+        self.on_state: Callable[[], None] = lambda: None
         self.stopped = ""
         self.n_plans = 0
         plan = self.engine.scheduler.plan
@@ -78,11 +85,11 @@ class Threaded:
         for event in events:
             if isinstance(event, Output | Finished):
                 self.texts[event.request_id] += event.content
-                if not self.first.is_set():
-                    self.on_first()
                 self.first.set()
             if isinstance(event, Stopped):
                 self.stopped = event.reason
+            elif isinstance(event, State):
+                self.on_state()
             elif isinstance(event, TERMINAL):
                 self.ends[event.request_id].set_result(event)
 
@@ -111,9 +118,7 @@ async def test_a_newcomer_is_let_in_after_the_step_that_runs() -> None:
     backend.n_free = 5
     async with Threaded(backend) as engine:
         first = engine.submit("1", "hello")
-        await engine.first.wait()
-        while backend.n_decodes < 5:
-            await asyncio.sleep(0.001)
+        await backend.reached(5)
         second = engine.submit("2", "somebody else", max_tokens=1)
         while not engine.engine._inbox:
             await asyncio.sleep(0.001)
@@ -126,13 +131,76 @@ async def test_a_newcomer_is_let_in_after_the_step_that_runs() -> None:
             assert engine.texts[name] == await alone(prompt, FakeBackend(), max_tokens=n, sampling=ENDLESS)
 
 
-async def test_a_command_given_while_events_are_taken_is_not_overlooked() -> None:
+async def test_a_stream_that_the_worker_is_ahead_on_is_cancelled_after_the_step_that_runs() -> None:
     backend = GatedBackend()
+    backend.n_free = 5
     async with Threaded(backend) as engine:
         end = engine.submit("1", "hello")
-        engine.on_first = lambda: engine.engine.send(Cancel("1"))
+        await backend.reached(5)
+        engine.engine.send(Cancel("1"))
+        backend.gate.release(1000)
         assert isinstance(await end, Cancelled)
-        assert backend.n_decodes < 20
+        assert backend.n_decodes == 6
+
+
+async def test_a_command_given_between_plan_and_step_is_not_overlooked() -> None:
+    backend = GatedBackend()
+    async with Threaded(backend) as engine:
+        end = engine.submit("1", "hello", max_tokens=-1)
+        await engine.first.wait()
+        n_before = 0
+
+        def cancel() -> None:
+            nonlocal n_before
+            n_before = backend.n_decodes
+            engine.engine.send(Cancel("1"))
+
+        engine.on_state = cancel
+        engine.engine.send(Inspect("state"))
+        assert isinstance(await end, Cancelled)
+        assert 0 < backend.n_decodes - n_before <= 2
+
+
+async def test_stopping_waits_for_one_step_only() -> None:
+    backend = GatedBackend()
+    backend.n_free = 5
+    async with Threaded(backend) as engine:
+        end = engine.submit("1", "hello")
+        await backend.reached(5)
+        engine.engine.stop()
+        backend.gate.release(1000)
+        assert isinstance(await end, Failed)
+    assert backend.n_decodes == 6
+
+
+async def test_samplers_outlive_the_step_that_runs_when_the_engine_dies() -> None:
+    class Watched(GatedBackend):
+        n_sampled = 0
+
+        def sample(self, samplers: dict[int, Sampler]) -> dict[int, int]:
+            tokens = super().sample(samplers)  # which refuses a closed one
+            self.n_sampled += 1
+            return tokens
+
+    backend = Watched()
+    backend.n_free = 5
+    engine = Threaded(backend)
+
+    def die() -> None:
+        threading.Timer(0.2, backend.gate.release, (1000,)).start()
+        raise ZeroDivisionError
+
+    async with engine:
+        end = engine.submit("1", "hello")
+        await engine.first.wait()
+        await backend.reached(5)
+        engine.on_state = die
+        engine.engine._outbox.append(engine.engine._state("state"))
+        backend.gate.release()
+        assert isinstance(await end, Failed)
+    assert "ZeroDivisionError" in engine.stopped
+    assert backend.n_sampled == backend.n_decodes
+    assert all(sampler.closed for sampler in backend.samplers)
 
 
 async def test_streams_that_end_by_their_own_token_give_the_text_they_give_alone() -> None:
@@ -168,12 +236,13 @@ async def test_an_error_on_the_thread_ends_the_engine() -> None:
     assert len(engine.texts["1"]) > 0
 
 
-@pytest.mark.parametrize("unified", [True, False])
-async def test_room_is_never_overrun(unified: bool) -> None:
+@pytest.mark.parametrize(("unified", "max_tokens"), [(True, 80), (True, -1), (False, -1)])
+async def test_room_is_never_overrun(unified: bool, max_tokens: int) -> None:
     prompts = [letter * 20 for letter in "abcdef"]
     shape = {"n_ctx": 128, "n_slots": 2, "unified": unified}
     async with Threaded(FakeBackend(**shape)) as engine:
-        await asyncio.gather(*(engine.submit(p, p, max_tokens=38) for p in prompts))
+        ends = await asyncio.gather(*(engine.submit(p, p, max_tokens=max_tokens) for p in prompts))
+        assert all(isinstance(end, Finished) for end in ends)
         for prompt in prompts:
-            expected = await alone(prompt, FakeBackend(**shape), max_tokens=38, sampling=ENDLESS)
+            expected = await alone(prompt, FakeBackend(**shape), max_tokens=max_tokens, sampling=ENDLESS)
             assert engine.texts[prompt] == expected

@@ -91,12 +91,12 @@ class LlamaBackend:
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """See `Backend.decode`."""
         check_runs(runs, length_of=self._recorded_length, n_ubatch=self.info.n_ubatch, n_vocab=self.vocab.n_tokens)
-        self._rows, sent = self._batch.fill(runs)
+        self._rows = self._batch.fill(runs)
         code = llama_cpp.llama_decode(self._context, self._batch.struct)
         if code == 0:
             for run in runs:
                 self._lengths[run.seq] += len(run.tokens)
-        return Decoded(_status(code), sent)
+        return Decoded(_status(code), self._batch.sent())
 
     def new_sampler(self, sampling: Sampling, history: Tokens) -> LlamaSampler:
         """See `Backend.new_sampler`."""
@@ -221,9 +221,9 @@ class _Batch:
             logits=_as(self._output, ctypes.c_int8),
         )
 
-    def fill(self, runs: Sequence[Run]) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:
-        """Write the runs in order; by sequence id the row of its logits, and its first position and length."""
-        rows, sent = {}, {}
+    def fill(self, runs: Sequence[Run]) -> dict[int, int]:
+        """Write the runs one after another; the row of each run's logits by sequence id."""
+        rows = {}
         at = 0
         for run in runs:
             end = at + len(run.tokens)
@@ -234,10 +234,20 @@ class _Batch:
             if run.output:
                 self._output[end - 1] = 1
                 rows[run.seq] = end - 1
-            sent[run.seq] = run.start, len(run.tokens)
             at = end
         self.struct.n_tokens = at
-        return rows, sent
+        return rows
+
+    def sent(self) -> dict[int, tuple[int, int]]:
+        """First position and number of tokens per sequence id, counted in the arrays that llama.cpp was given."""
+        n = self.struct.n_tokens
+        seqs = self._seqs[:n]
+        firsts = [0, *(np.flatnonzero(seqs[1:] != seqs[:-1]) + 1).tolist()]
+        ends = [*firsts[1:], n]
+        return {
+            int(seqs[first]): (int(self._positions[first]), end - first)
+            for first, end in zip(firsts, ends, strict=True)
+        }
 
 
 def _as(array: Any, kind: Any) -> Any:
