@@ -17,7 +17,8 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
-from bench.demo.corpus import Dialogue, chatml, chatter, held_out, is_grammatical, sentences
+from bench.demo.checker import is_grammatical, sentences
+from bench.demo.corpus import Dialogue, chatml, chatter, held_out
 
 DEFAULT_MODEL = Path(__file__).parents[2] / "llamaslot" / "demo" / "demo.gguf"
 SEQUENCES, CONTEXT, CHUNK = 8, 4096, 512

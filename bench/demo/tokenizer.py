@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from bench.demo.corpus import IM_END, IM_START, MARK_CLOSE, MARK_OPEN, RAW_TEXT, Message, plain, training_talk
+from bench.demo.corpus import IM_END, IM_START, training_talk
+from bench.demo.writer import MARK_CLOSE, MARK_OPEN, RAW_TEXT, Message, plain
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIALS = (END_OF_TEXT, IM_START, IM_END)
@@ -47,7 +48,10 @@ def train_tokenizer(seed: int, size: int, talks: int = 4000) -> Tokenizer:
 
 def load_or_train(path: Path, seed: int, size: int) -> Tokenizer:
     if path.exists():
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
+        if tokenizer.get_vocab_size() != size:
+            raise ValueError(f"{path} has {tokenizer.get_vocab_size()} tokens, not {size}")
+        return tokenizer
     tokenizer = train_tokenizer(seed, size)
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path))

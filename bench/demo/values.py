@@ -1,7 +1,7 @@
-"""The open sets that the demo model's facts take their values from, and what is kept away from training.
+"""The sets that the demo model's facts take their values from, and what is kept away from training.
 
-Names and cities are made of syllables, numbers of digits, codes of both: far more than a model could memorise, so
-that every answer has to be copied from the context, token by token.
+Names, cities and things come from word lists and some from syllables, numbers from digits, codes from both. Which
+value goes with which fact is drawn anew each time, so every answer has to be copied from the context.
 """
 
 import random
@@ -28,10 +28,10 @@ class Values:
         if maker is not None:
             return str(maker())
         roll = self.rng.random()
-        if roll < 0.25:
+        if roll < 0.2:
             return self._coined().lower()
         word = self.rng.choice(g.VALUE_WORDS[kind])
-        return f"{self._coined().lower()} {word}" if roll < 0.45 else word
+        return f"{self._coined().lower()} {word}" if roll < 0.3 else word
 
     def _syllables(self, count: int) -> str:
         pick = self.rng.choice
@@ -48,18 +48,18 @@ class Values:
 
     def _name(self) -> str:
         roll = self.rng.random()
-        if roll < 0.12:
+        if roll < 0.6:
             return self.rng.choice(g.VALUE_WORDS["name"])
-        return f"{self._coined()} {self._coined()}" if roll < 0.18 else self._coined()
+        return f"{self._coined()} {self._coined()}" if roll < 0.63 else self._coined()
 
     def _city(self) -> str:
         roll = self.rng.random()
-        if roll < 0.15:
+        if roll < 0.55:
             return self.rng.choice(g.VALUE_WORDS["city"])
         town = self._coined()
-        if roll < 0.5:
+        if roll < 0.75:
             town = self._syllables(self.rng.randint(1, 2)).capitalize() + self.rng.choice(g.CITY_ENDS)
-        return f"{self.rng.choice(('New', 'Old', 'Port', 'San'))} {town}" if roll > 0.85 else town
+        return f"{self.rng.choice(('New', 'Old', 'Port', 'San'))} {town}" if roll > 0.92 else town
 
     def _colour(self) -> str:
         colour = self.rng.choice(g.VALUE_WORDS["colour"])

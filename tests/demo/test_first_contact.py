@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from bench.demo.corpus import is_grammatical, sentences
+from bench.demo.checker import is_grammatical, sentences
 from tests.live import Server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -1,0 +1,54 @@
+"""Tells whether the assistant of the demo model's grammar could have said a sentence, whatever the conversation."""
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+
+from bench.demo import grammar as g
+
+
+def sentences(text: str) -> list[str]:
+    """Cuts a reply into sentences; values hold no sentence mark."""
+    return [part for part in re.split(r"(?<=[.!?]) ", text) if part]
+
+
+def _assistant_templates() -> Iterator[str]:
+    for attribute in (*g.ATTRIBUTES, *g.WORLD, *g.PERSON):
+        yield attribute.answer
+    for _, assistant in g.CHAT:
+        yield assistant
+    yield from (g.NOTED, g.CORRECTED, g.UNKNOWN, g.CONFUSED, g.ECHOED, g.STORY_THANKS, g.STORY_ANSWER)
+    for variants in g.STORY_PARTS:
+        yield from variants
+
+
+@cache
+def _patterns() -> tuple[re.Pattern[str], ...]:
+    def one_of(items: Iterable[str]) -> str:
+        return "(?:" + "|".join(map(re.escape, items)) + ")"
+
+    word = r"[^ .!?,;]+"
+    value, name = rf"{word}(?: {word}){{0,3}}", rf"{word}(?: {word})?"
+    stories = g.STORIES.values()
+    slots = {
+        "v": value,
+        "p": name,
+        "w": r"[^.!?,;]{1,200}",
+        "N": name,
+        "M": one_of([story.friend_name for story in stories]),
+        "f": one_of([story.friend for story in stories]),
+        "home": one_of([story.home for story in stories]),
+        "a": one_of(tuple(g.STORIES)),
+        "j": one_of(g.STORY_ADJECTIVES),
+        "find": one_of([story.find for story in stories]),
+    }
+    unique = {sentence for template in _assistant_templates() for sentence in sentences(template)}
+    return tuple(
+        re.compile(re.sub(r"\\\{(\w+)\\\}", lambda match: slots[match.group(1)], re.escape(sentence)))
+        for sentence in sorted(unique)
+    )
+
+
+def is_grammatical(sentence: str) -> bool:
+    """Whether the grammar has this sentence among those of the assistant."""
+    return any(pattern.fullmatch(sentence) for pattern in _patterns())
