@@ -1,0 +1,181 @@
+"""The radix tree against an oracle that knows no tree: what each sequence holds, as a tuple of tokens."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from llamaslot.core.tree import Match, Tree, packed
+
+SEQS = 8
+SCARCE = range(4, SEQS)
+SPACES = st.sampled_from(["", "salt"])
+SOME = st.lists(st.integers(1, 3), max_size=8).map(tuple)
+Path = tuple[int, ...]
+
+
+def run_of(tokens: Path) -> bytes:
+    return packed(np.array(tokens, dtype=np.int32))
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Sequences come, grow, shrink and go; after every rule the tree says what the oracle says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = Tree(SCARCE)
+        self.held: dict[int, tuple[str, Path]] = {}
+        self.pinned: set[int] = set()
+        self.now = 0
+
+    def prefixes(self, seqs: set[int] | None = None) -> set[tuple[str, Path]]:
+        """Every prefix that is held: one for each cell."""
+        return {
+            (space, path[: n + 1])
+            for seq, (space, path) in self.held.items()
+            if seqs is None or seq in seqs
+            for n in range(len(path))
+        }
+
+    def matching(self, space: str, tokens: Path) -> int:
+        known = self.prefixes()
+        return next(n for n in range(len(tokens), -1, -1) if n == 0 or (space, tokens[:n]) in known)
+
+    def pick(self, index: int, seqs: set[int]) -> int:
+        return sorted(seqs)[index % len(seqs)]
+
+    @precondition(lambda self: len(self.held) < SEQS)
+    @rule(index=st.integers(0, 7), space=SPACES, tokens=SOME, less=st.integers(0, 3), hits=st.integers(0, 1))
+    def hold(self, index: int, space: str, tokens: Path, less: int, hits: int) -> None:
+        seq = self.pick(index, set(range(SEQS)) - self.held.keys())
+        n = self.matching(space, tokens)
+        found = self.tree.match(space, run_of(tokens))
+        assert found.n == n
+        shorter = self.tree.match(space, run_of(tokens[: max(0, n - less)]))
+        self.tree.hold(seq, shorter)
+        self.now += 1
+        self.tree.touch(self.tree.tip(seq), self.now, hits)
+        self.held[seq] = (space, tokens[: shorter.n])
+
+    @precondition(lambda self: self.held)
+    @rule(index=st.integers(0, 7), tokens=SOME)
+    def extend(self, index: int, tokens: Path) -> None:
+        seq = self.pick(index, set(self.held))
+        space, path = self.held[seq]
+        n_known = max(0, self.matching(space, path + tokens) - len(path))
+        assert self.tree.extend(seq, run_of(tokens)) == n_known
+        self.held[seq] = (space, path + tokens)
+
+    @precondition(lambda self: self.held)
+    @rule(index=st.integers(0, 7), keep=st.integers(0, 8))
+    def truncate(self, index: int, keep: int) -> None:
+        seq = self.pick(index, set(self.held))
+        space, path = self.held[seq]
+        self.tree.truncate(seq, keep)
+        self.held[seq] = (space, path[:keep])
+
+    @precondition(lambda self: self.held)
+    @rule(index=st.integers(0, 7))
+    def release(self, index: int) -> None:
+        seq = self.pick(index, set(self.held))
+        self.tree.release(seq)
+        del self.held[seq]
+        self.pinned.discard(seq)
+
+    @precondition(lambda self: self.held.keys() - self.pinned)
+    @rule(index=st.integers(0, 7))
+    def pin(self, index: int) -> None:
+        seq = self.pick(index, set(self.held) - self.pinned)
+        self.tree.pin(seq)
+        self.pinned.add(seq)
+
+    @precondition(lambda self: self.pinned)
+    @rule(index=st.integers(0, 7))
+    def unpin(self, index: int) -> None:
+        seq = self.pick(index, self.pinned)
+        self.now += 1
+        self.tree.unpin(seq, self.now)
+        self.pinned.discard(seq)
+
+    @rule(n_cells=st.integers(0, 30), n_ids=st.integers(0, 3), spared=st.sets(st.integers(0, 7), max_size=2))
+    def evict(self, n_cells: int, n_ids: int, spared: set[int]) -> None:
+        spared &= self.held.keys()
+        nodes = [self.tree.tip(seq) for seq in spared]
+        before, safe = self.prefixes(), self.prefixes(self.pinned | spared)
+        plan = self.tree.plan_eviction(n_cells, n_ids, nodes)
+        assert plan == self.tree.plan_eviction(n_cells, n_ids, nodes)
+        self.tree.evict(plan)
+        for seq, keep in plan.keeps.items():
+            space, path = self.held[seq]
+            assert keep < len(path)
+            assert seq not in self.pinned
+            if keep:
+                self.held[seq] = (space, path[:keep])
+            else:
+                del self.held[seq]
+        after = self.prefixes()
+        assert safe <= after
+        assert len(before) - len(after) == plan.n_cells
+        assert sum(not keep for seq, keep in plan.keeps.items() if seq in SCARCE) == plan.n_ids
+        if plan.n_cells < n_cells or plan.n_ids < n_ids:
+            assert after == safe, "more could have been given up"
+        elif n_ids == 0:
+            assert plan.n_cells == n_cells
+
+    @invariant()
+    def the_tree_says_what_the_oracle_says(self) -> None:
+        self.tree.check()
+        assert self.tree.n_tokens == len(self.prefixes())
+        assert self.tree.n_pinned_tokens == len(self.prefixes(self.pinned))
+        for seq, (_, path) in self.held.items():
+            assert tuple(self.tree.tokens(seq).tolist()) == path
+            assert self.tree.length(seq) == len(path)
+            others = self.prefixes(set(self.held) - {seq})
+            assert self.tree.is_covered(seq) == (not path or self.held[seq] in others)
+
+
+TreeMachine.TestCase.settings = settings(
+    max_examples=2000 if os.environ.get("LLAMASLOT_TESTS") == "long" else 100, stateful_step_count=50, deadline=None
+)
+TestTree = TreeMachine.TestCase
+
+
+def test_a_lookup_changes_nothing() -> None:
+    tree = Tree()
+    tree.hold(0, tree.match("", b""))
+    tree.extend(0, run_of((1, 2, 3, 4)))
+    before = [(bytes(node.run), node.hits, node.last_used) for node in tree.nodes()]
+    assert tree.match("", run_of((1, 2, 9))) == Match(tree.tip(0), 2)
+    assert [(bytes(node.run), node.hits, node.last_used) for node in tree.nodes()] == before
+
+
+def test_the_least_recently_used_leaf_goes_first_and_ancestors_last() -> None:
+    tree = Tree()
+    for seq, tail in enumerate(((5, 5), (6, 6), (7, 7))):
+        tree.hold(seq, tree.match("", run_of((1, 2, 3))))
+        tree.extend(seq, run_of(((1, 2, 3) if seq == 0 else ()) + tail))
+    for now, seq in enumerate((1, 0, 2), start=1):
+        tree.touch(tree.tip(seq), now)
+    order = []
+    for n_cells in range(1, 10):
+        order.append(tree.plan_eviction(n_cells).keeps)
+    assert order[0] == {1: 4}
+    assert order[1] == {1: 0}
+    assert order[3] == {1: 0, 0: 0}
+    assert order[5] == {1: 0, 0: 0, 2: 3}
+    assert order[6] == {1: 0, 0: 0, 2: 2}
+    assert order[8] == {1: 0, 0: 0, 2: 0}
+
+
+def test_the_last_id_on_a_path_is_freed_with_the_path_and_not_before() -> None:
+    tree = Tree(range(2))
+    for seq, tail in enumerate(((5, 5), (6, 6))):
+        tree.hold(seq, tree.match("", run_of((1, 2, 3))))
+        tree.extend(seq, run_of(((1, 2, 3) if seq == 0 else ()) + tail))
+        tree.touch(tree.tip(seq), seq)
+    assert [tree.plan_eviction(n_cells).n_ids for n_cells in (1, 2, 4, 6, 7)] == [0, 1, 1, 1, 2]
+    assert tree.plan_eviction(0, n_ids=2).n_cells == 7
