@@ -121,7 +121,7 @@ class Tree:
         return root
 
     def match(self, space: str, tokens: bytes) -> Match:
-        """The longest prefix of `tokens` in a namespace; changes nothing."""
+        """The longest prefix of `tokens` in a namespace; changes nothing but that a new namespace gets its root."""
         return self._descend(self.root(space), tokens)
 
     def tip(self, seq: int) -> Node | None:

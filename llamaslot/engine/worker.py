@@ -2,7 +2,7 @@
 
 Between two steps that only decode, a way to the event loop and back would leave the processor waiting. So a plan
 says how many steps may follow it (`StepPlan.n_ahead`), and the worker takes them at once, each with the tokens that
-the last one sampled, until a generation ends or the loop `is_wanted`. Each result goes to the loop, in order.
+the last one sampled, until a generation ends or the loop is wanted. Each result goes to the loop, in order.
 The worker decides nothing and touches no state but the backend.
 """
 
