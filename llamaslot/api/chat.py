@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from llamaslot.api import submits, unsupported
 from llamaslot.api.choices import Choice, Choices
 from llamaslot.api.deliver import deliver, json_response
-from llamaslot.api.gate import CLIENT_ID, SETTINGS, UNIQUE_ID
+from llamaslot.api.gate import CLIENT_ID, SETTINGS, UNIQUE_ID, given_key
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.replies import (
     REASONS,
@@ -46,7 +46,15 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     unsupported.refuse(body)
     prompt = rendered(service, body)
     reply_id = f"chatcmpl-{request[UNIQUE_ID]}"
-    asked = await submits.make(service, settings, body, [prompt], reply_id, client_id=request[CLIENT_ID])
+    asked = await submits.make(
+        service,
+        settings,
+        body,
+        [prompt],
+        reply_id,
+        client_id=request[CLIENT_ID],
+        api_key=given_key(request),
+    )
     async with Choices(service, asked) as choices:
         dialect = ChatDialect(reply_id, settings.model_names(service.info)[0], body, choices.all)
         return await deliver(request, body, choices, dialect)

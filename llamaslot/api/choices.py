@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from itertools import groupby
 from types import TracebackType
 from typing import TypeAlias
 
@@ -67,9 +68,10 @@ class Choices:
     async def __aenter__(self) -> Choices:
         """Submit everything and wait until each is accepted; raises what the first refused one was told."""
         try:
-            generations = [
-                await self._stack.enter_async_context(self._service.generate(submit)) for submit in self._submits
-            ]
+            generations = []
+            for _, submits in groupby(self._submits, key=lambda submit: submit.group or submit.request_id):
+                for generation in self._service.generate_all(list(submits)):
+                    generations.append(await self._stack.enter_async_context(generation))
             for index, (submit, generation) in enumerate(zip(self._submits, generations, strict=True)):
                 self.all.append(Choice(index, submit, await generation.accepted()))
             for choice, generation in zip(self.all, generations, strict=True):

@@ -13,7 +13,7 @@ from msgspec import UNSET
 from llamaslot.api import submits, unsupported
 from llamaslot.api.choices import Choice, Choices
 from llamaslot.api.deliver import deliver
-from llamaslot.api.gate import CLIENT_ID, SETTINGS, UNIQUE_ID
+from llamaslot.api.gate import CLIENT_ID, SETTINGS, UNIQUE_ID, given_key
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.replies import REASONS, Envelope, TextChoice, timings, usage
 from llamaslot.api.sse import DONE, event
@@ -30,7 +30,15 @@ async def completions(request: web.Request) -> web.StreamResponse:
     unsupported.refuse(body)
     prompts = submits.parse_prompts(body.prompt, service.info.n_vocab)
     reply_id = f"cmpl-{request[UNIQUE_ID]}"
-    asked = await submits.make(service, settings, body, prompts, reply_id, client_id=request[CLIENT_ID])
+    asked = await submits.make(
+        service,
+        settings,
+        body,
+        prompts,
+        reply_id,
+        client_id=request[CLIENT_ID],
+        api_key=given_key(request),
+    )
     async with Choices(service, asked) as choices:
         model = settings.model_names(service.info)[0]
         dialect = TextDialect(reply_id, model, body, choices.all, n=len(asked) // len(prompts))

@@ -11,7 +11,7 @@ from aiohttp import web
 from llamaslot.api import submits, unsupported
 from llamaslot.api.choices import Choice, Choices
 from llamaslot.api.deliver import deliver
-from llamaslot.api.gate import CLIENT_ID, SETTINGS, UNIQUE_ID
+from llamaslot.api.gate import CLIENT_ID, SETTINGS, UNIQUE_ID, given_key
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.replies import pick, timings
 from llamaslot.api.sse import event
@@ -53,7 +53,14 @@ async def completion(request: web.Request) -> web.StreamResponse:
     prompts = submits.parse_prompts(body.prompt, service.info.n_vocab)
     reply_id = f"cmpl-{request[UNIQUE_ID]}"
     asked = await submits.make(
-        service, settings, body, prompts, reply_id, client_id=request[CLIENT_ID], return_tokens=True
+        service,
+        settings,
+        body,
+        prompts,
+        reply_id,
+        client_id=request[CLIENT_ID],
+        api_key=given_key(request),
+        return_tokens=True,
     )
     async with Choices(service, asked) as choices:
         texts = [await service.detokenize(choice.accepted.prompt_tokens) for choice in choices.all]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from llamaslot.api import chat, completion, info, native, tokens
+from llamaslot.api import cache, chat, completion, info, native, tokens
 from llamaslot.api.errors import error_middleware
 from llamaslot.api.gate import SETTINGS, add_headers, admit, identify
 from llamaslot.api.readiness import READINESS, Readiness
@@ -30,6 +30,7 @@ def create_app(settings: ApiSettings) -> web.Application:
         ("/v1/models/{name:.+}", info.model),
         ("/props", info.props),
         ("/slots", info.slots),
+        ("/cache", cache.cache),
         ("/metrics", info.metrics),
     ):
         app.router.add_get(path, get)
@@ -40,6 +41,7 @@ def create_app(settings: ApiSettings) -> web.Application:
         ("/completion", native.completion),
         ("/completions", native.completion),
         ("/apply-template", chat.apply_template),
+        ("/cache/clear", cache.clear),
         ("/tokenize", tokens.tokenize),
         ("/detokenize", tokens.detokenize),
     ):

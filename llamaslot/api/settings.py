@@ -21,6 +21,11 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Origins that browsers may call from; `*` is any, `localhost` any port of this machine."""
     metrics: bool = False
     slots: bool = True
+    """Whether slots and cache can be looked at, and the cache cleared."""
+    cache_debug_text: bool = False
+    """Whether `/cache` spells prefixes out, whoever wrote them."""
+    cache_salt_from_api_key: bool = False
+    """Whether only requests with the same key share what is computed."""
     sse_ping_interval: int = 30
     """Seconds of silence after which a stream gets a comment line; -1 none."""
 

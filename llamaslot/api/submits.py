@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import re
 import secrets
 from collections.abc import Iterable, Sequence
@@ -44,12 +45,14 @@ async def make(
     request_id: str,
     *,
     client_id: str,
+    api_key: str,
     return_tokens: bool = False,
 ) -> list[Submit]:
     """One submission for each choice: `n` of the first prompt, then `n` of the next.
 
-    Further choices of a prompt get the seeds that follow the first's. Raises `InvalidRequestError`, and
-    `QueueFullError` where there is no room for all; there still is when the caller submits them without waiting.
+    Further choices of a prompt get the seeds that follow the first's, and its group. Raises `InvalidRequestError`,
+    and `QueueFullError` where there is no room for all; there still is when the caller submits them without
+    waiting.
     """
     sampling = await _sampling(service, settings, options)
     n = _first(options.n_cmpl, options.n, 1)
@@ -67,6 +70,8 @@ async def make(
             ),
             stop=_stop(options),
             cache_prompt=_first(options.cache_prompt, settings.cache_prompt),
+            cache_salt=_salt(settings, options, api_key),
+            group=f"{request_id}/{index // n}" if n > 1 else "",
             id_slot=id_slot,
             return_tokens=return_tokens,
             client_id=client_id,
@@ -123,6 +128,14 @@ def checked(tokens: Iterable[int], n_vocab: int, param: str) -> tuple[int, ...]:
             f"'{param}' holds token {max(ids)}, but the vocabulary ends at {n_vocab - 1}", param=param
         )
     return ids
+
+
+def _salt(settings: ApiSettings, options: Options, api_key: str) -> str:
+    """The salt of the request's namespace; where the key is to count, nothing in it tells the key."""
+    own = options.cache_salt or ""
+    if not settings.cache_salt_from_api_key:
+        return own
+    return hmac.digest(api_key.encode("utf-8", "surrogateescape"), own.encode(), "sha256").hex()
 
 
 async def _sampling(service: Service, settings: ApiSettings, options: Options) -> Sampling:

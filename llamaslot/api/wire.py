@@ -71,6 +71,7 @@ class Options(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
 
     cache_prompt: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     id_slot: Count | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None

@@ -58,8 +58,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ] = 8080
     alias: Annotated[str, _row("-a --alias", "LLAMA_ARG_ALIAS", "the model's name in replies")] = ""
     ctx_size: Annotated[
-        int, _row("-c --ctx-size", "LLAMA_ARG_CTX_SIZE", "cells of the KV pool; 0 for the model's context", ge=0)
+        int, _row("-c --ctx-size", "LLAMA_ARG_CTX_SIZE", "cells of the KV pool; 0 for what fits in memory", ge=0)
     ] = 0
+    kv_mem_fraction: Annotated[
+        float,
+        _row(
+            "--kv-mem-fraction",
+            "LLAMASLOT_KV_MEM_FRACTION",
+            "share of memory that a KV pool without --ctx-size may fill",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.85
     parallel: Annotated[
         int,
         _row(
@@ -71,6 +81,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             words={"-1": 4},
         ),
     ] = 4
+    cache_seqs: Annotated[
+        int,
+        _row(
+            "--cache-seqs",
+            "LLAMASLOT_CACHE_SEQS",
+            "sequence ids that keep prefixes beside the slots'; -1 for 4 a slot, none without --kv-unified",
+            ge=-1,
+            le=255,
+        ),
+    ] = -1
+    cache_idle_cells: Annotated[
+        int,
+        _row(
+            "--cache-idle-cells",
+            "LLAMASLOT_CACHE_IDLE_CELLS",
+            "cells that idle prefixes may occupy; -1 for all that nothing else needs",
+            ge=-1,
+        ),
+    ] = -1
     batch_size: Annotated[int, _row("-b --batch-size", "LLAMA_ARG_BATCH", "logical batch size", ge=1)] = 2048
     ubatch_size: Annotated[
         int, _row("-ub --ubatch-size", "LLAMA_ARG_UBATCH", "tokens that one step may compute", ge=1)
@@ -101,6 +130,26 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     cache_prompt: Annotated[
         bool, _row("--cache-prompt", "LLAMA_ARG_CACHE_PROMPT", "reuse KV unless a request says otherwise")
     ] = True
+    cache_salt_from_api_key: Annotated[
+        bool,
+        _row(
+            "--cache-salt-from-api-key",
+            "LLAMASLOT_CACHE_SALT_FROM_API_KEY",
+            "requests share KV only with those of the same API key",
+        ),
+    ] = False
+    cache_debug_text: Annotated[
+        bool,
+        _row("--cache-debug-text", "LLAMASLOT_CACHE_DEBUG_TEXT", "show the text of prefixes in /cache, to anyone"),
+    ] = False
+    debug_invariants: Annotated[
+        bool,
+        _row(
+            "--debug-invariants",
+            "LLAMASLOT_DEBUG_INVARIANTS",
+            "check the cache against the KV pool whenever idle, and end if they differ",
+        ),
+    ] = False
     n_predict: Annotated[
         int,
         _row("-n --predict --n-predict", "LLAMA_ARG_N_PREDICT", "default limit of new tokens; -1 for none", ge=-1),
@@ -124,7 +173,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     api_key: Annotated[str, _row("--api-key", "LLAMA_API_KEY", "keys that open the server, comma-separated")] = ""
     api_key_file: Annotated[str, _row("--api-key-file", "LLAMA_ARG_API_KEY_FILE", "file with a key a line")] = ""
     metrics: Annotated[bool, _row("--metrics", "LLAMA_ARG_ENDPOINT_METRICS", "serve /metrics")] = False
-    slots: Annotated[bool, _row("--slots", "LLAMA_ARG_ENDPOINT_SLOTS", "serve /slots")] = True
+    slots: Annotated[bool, _row("--slots", "LLAMA_ARG_ENDPOINT_SLOTS", "serve /slots and /cache")] = True
     cors_origins: Annotated[
         str,
         _row("--cors-origins", "LLAMA_ARG_CORS_ORIGINS", "origins that browsers may call from, comma-separated"),
@@ -243,7 +292,8 @@ def read_config(flags: argparse.Namespace, environ: Mapping[str, str]) -> Config
         for key, value in _read_toml(Path(file)).items():
             found[_known_key(key, table, file)] = (f"{key} in {file}", value)
     for option in table.values():
-        if _is_bool(option) and (negated := option.env.replace("_ARG_", "_ARG_NO_")) in environ:
+        negated = option.env.replace("_ARG_", "_ARG_NO_")
+        if _is_bool(option) and negated != option.env and negated in environ:
             found[option.name] = (negated, False)
         elif environ.get(option.env):
             found[option.name] = (option.env, environ[option.env])
@@ -271,6 +321,8 @@ def _convert(option: Option, source: str, value: Any) -> Any:
 def _checked(config: Config) -> Config:
     if config.ubatch_size < config.parallel:
         raise ConfigError("--ubatch-size must be at least --parallel", param="--ubatch-size")
+    if config.kv_mem_fraction == 0:
+        raise ConfigError("--kv-mem-fraction must be greater than 0", param="--kv-mem-fraction")
     if config.cache_type_v not in ("f32", "f16", "bf16") and config.flash_attn == "off":
         raise ConfigError("a quantized --cache-type-v needs flash attention", param="--cache-type-v")
     if config.chat_template and config.chat_template_file:

@@ -70,7 +70,14 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             ServiceSettings(max_queue=config.max_queue),
             Metrics(),
         )
-        engine = Engine(backend, service.receive, gap_ms=config.prefill_gap_ms, thread=thread)
+        engine = Engine(
+            backend,
+            service.receive,
+            gap_ms=config.prefill_gap_ms,
+            idle_cells=config.cache_idle_cells if config.cache_idle_cells >= 0 else None,
+            debug_invariants=config.debug_invariants,
+            thread=thread,
+        )
         service.connect(engine.send)
         running = asyncio.create_task(engine.run(), name="engine")
         stack.push_async_callback(_ended, engine, running)
@@ -95,6 +102,9 @@ def api_settings(config: Config) -> ApiSettings:
     keys = [key for key in keys if key]
     if not keys and (config.api_key or config.api_key_file):
         raise ConfigError("--api-key or --api-key-file is given, but there is no key in it", param="--api-key")
+    if config.cache_salt_from_api_key and not keys:
+        flag = "--cache-salt-from-api-key"
+        raise ConfigError(f"{flag} needs API keys: give --api-key or --api-key-file", param=flag)
     return ApiSettings(
         api_keys=tuple(keys),
         max_body_bytes=config.max_body_mb * 2**20,
@@ -103,6 +113,8 @@ def api_settings(config: Config) -> ApiSettings:
         sse_ping_interval=config.sse_ping_interval,
         metrics=config.metrics,
         slots=config.slots,
+        cache_debug_text=config.cache_debug_text,
+        cache_salt_from_api_key=config.cache_salt_from_api_key,
         n_predict=config.n_predict,
         cache_prompt=config.cache_prompt,
         sampling=Sampling(
@@ -120,7 +132,9 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
     return LlamaSettings(
         model=model,
         n_ctx=config.ctx_size,
+        kv_mem_fraction=config.kv_mem_fraction,
         n_slots=config.parallel,
+        n_cache_seqs=config.cache_seqs if config.cache_seqs >= 0 else None,
         n_batch=config.batch_size,
         n_ubatch=config.ubatch_size,
         n_threads=max(config.threads, 0),
@@ -164,9 +178,12 @@ def announce(info: ModelInfo, urls: list[str], config: Config) -> None:
     """Tell the terminal what runs where, and how to talk to it."""
     kv = "one pool for all" if info.unified else "a part for each"
     size = f"{info.size_bytes / 2**20:.0f} MiB"
+    reserved = f", {info.n_cache_seqs} reserved sequences" if info.n_cache_seqs else ""
     _console.print(f"llamaslot {__version__}: [bold]{info.name}[/] on {info.device} ({info.description}, {size})")
+    if info.sizing:
+        _console.print(info.sizing, markup=False)
     _console.print(
-        f"{info.n_slots} slots, {info.n_ctx} cells ({kv}), {info.n_ctx_slot} tokens a slot, "
+        f"{info.n_slots} slots, {info.n_ctx} cells ({kv}), {info.n_ctx_slot} tokens a slot{reserved}, "
         f"KV {info.cache_type_k}/{info.cache_type_v}, flash attention {'on' if info.flash_attn else 'off'}"
     )
     if not info.reuse:
@@ -190,6 +207,7 @@ def announce(info: ModelInfo, urls: list[str], config: Config) -> None:
         slots=info.n_slots,
         cells=info.n_ctx,
         tokens_a_slot=info.n_ctx_slot,
+        cache_seqs=info.n_cache_seqs,
         flash_attention=info.flash_attn,
         reuse=info.reuse_reason or "on",
     )

@@ -17,13 +17,19 @@ import numpy as np
 
 from llamaslot.base.messages import ModelInfo, Sampling
 from llamaslot.core.backend import (
+    Copy,
+    CopyStream,
     Decoded,
     IllegalCallError,
+    Move,
+    Operation,
+    Remove,
     Run,
     Sampler,
+    Share,
     Status,
     Tokens,
-    check_range,
+    check_operation,
     check_runs,
     check_seq,
 )
@@ -90,58 +96,50 @@ class FakeBackend:
         self,
         *,
         n_slots: int = 4,
+        n_reserved: int = 0,
         n_ctx: int = 256,
         n_ubatch: int = 32,
         unified: bool = True,
         reuse: bool = True,
+        stream_copy_ms: float = 0.0,
         eos_every: int = 40,
     ) -> None:
-        self.n_seqs = n_slots
+        self.n_seqs = n_slots + n_reserved + (unified and reuse)
         self.info = ModelInfo(
             name="fake", path="fake.gguf", architecture="fake", description="fake", n_params=0, size_bytes=0,
             n_vocab=N_VOCAB, vocab_type=2, n_embd=1, n_ctx_train=n_ctx, n_ctx=n_ctx,
             n_ctx_slot=n_ctx if unified else n_ctx // n_slots, n_slots=n_slots, n_batch=n_ubatch,
             n_ubatch=n_ubatch, unified=unified, flash_attn=True, cache_type_k="f16", cache_type_v="f16",
             device="none", reuse=reuse, reuse_reason="" if reuse else "told so", bos_token="<s>",
-            eos_token="</s>",
+            eos_token="</s>", n_cache_seqs=n_reserved, stream_copy_ms=stream_copy_ms,
         )  # fmt: skip
         self.failures: deque[tuple[Status, int]] = deque()
         self.samplers: list[FakeSampler] = []
         self.n_decoded = 0
         self._eos_every = eos_every
-        n_pools, size = (1, n_ctx) if unified else (n_slots, n_ctx // n_slots)
+        n_pools, size = (1, n_ctx) if unified else (self.n_seqs, n_ctx // n_slots)
         self._pools = [[Cell() for _ in range(size)] for _ in range(n_pools)]
         self._heads = [0] * n_pools
         self._rows: dict[int, int] = {}
+        self._copying: set[int] = set()
 
-    def seq_rm(self, seq: int, start: int, end: int = -1) -> None:
-        """See `Backend.seq_rm`; freed cells are searched first, as llama.cpp does."""
-        self._check_range(seq, start, end)
-        length = self.seq_len(seq)
-        stop = length if end == -1 else min(end, length)
-        if not self.info.reuse and start > 0 and start < stop:
-            raise IllegalCallError("this model's sequences can only be cleared whole")
-        pool = self._pool(seq)
-        freed = []
-        for i, cell in enumerate(self._pools[pool]):
-            if seq in cell.seqs and start <= cell.position < stop:
-                cell.seqs.discard(seq)
-                if not cell.seqs:
-                    freed.append(i)
-        if freed:
-            self._heads[pool] = min(self._heads[pool], freed[0])
-
-    def seq_cp(self, src: int, dst: int, start: int, end: int) -> None:
-        """See `Backend.seq_cp`; only inside one pool."""
-        self._check_range(src, start, end)
-        self._check_range(dst, start, end)
-        if not self.info.reuse or self._pool(src) != self._pool(dst):
-            raise IllegalCallError("cells cannot be shared here")
-        if src == dst or end > self.seq_len(src) or self.seq_len(dst) != start:
-            raise IllegalCallError(f"copy of [{start}, {end}) from {src} to {dst} leaves a hole or a double")
-        for cell in self._pools[self._pool(src)]:
-            if src in cell.seqs and start <= cell.position < end:
-                cell.seqs.add(dst)
+    def change(self, operation: Operation) -> None:
+        """See `Backend.change`; freed cells are searched first, as llama.cpp does."""
+        check_operation(operation, length_of=self.seq_len, shares=self.info.unified and self.info.reuse)
+        match operation:
+            case Remove(seq, keep):
+                if not self.info.reuse and 0 < keep < self.seq_len(seq):
+                    raise IllegalCallError("this model's sequences can only be cleared whole")
+                self._remove(seq, keep, self.seq_len(seq))
+            case Share(src, dst, start, end):
+                self._remove(dst, start, end)
+                self._copy(src, dst, start, end)
+            case Copy(src, dst, start, end):
+                self._copy(src, dst, start, end)
+            case CopyStream(src, dst, keep):
+                self._copy_stream(src, dst, keep)
+            case Move(holders, _, start, end):
+                self._move(holders, start, end)
 
     def seq_len(self, seq: int) -> int:
         """See `Backend.seq_len`."""
@@ -152,6 +150,7 @@ class FakeBackend:
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """See `Backend.decode`."""
         check_runs(runs, length_of=self.seq_len, n_ubatch=self.info.n_ubatch, n_vocab=N_VOCAB)
+        self._copying.clear()
         sent = {run.seq: (run.start, len(run.tokens)) for run in runs}
         status, n_applied = self.failures.popleft() if self.failures else (Status.OK, len(runs))
         self._rows = {}
@@ -170,9 +169,9 @@ class FakeBackend:
         self.samplers.append(sampler)
         return sampler
 
-    def sample(self, samplers: dict[int, Sampler]) -> dict[int, int]:
+    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
         """See `Backend.sample`."""
-        return {seq: self._draw(self._rows[seq], sampler) for seq, sampler in samplers.items()}
+        return [self._draw(self._rows[seq], sampler) for seq, sampler in draws]
 
     def close(self) -> None:
         """Nothing to free."""
@@ -186,6 +185,48 @@ class FakeBackend:
     def cells_used(self) -> int:
         """Cells that any sequence sees."""
         return sum(bool(cell.seqs) for pool in self._pools for cell in pool)
+
+    @property
+    def high_water(self) -> int:
+        """The highest of them + 1, in the first pool."""
+        return max((i + 1 for i, cell in enumerate(self._pools[0]) if cell.seqs), default=0)
+
+    def _remove(self, seq: int, start: int, end: int) -> None:
+        pool = self._pool(seq)
+        freed = []
+        for i, cell in enumerate(self._pools[pool]):
+            if seq in cell.seqs and start <= cell.position < end:
+                cell.seqs.discard(seq)
+                if not cell.seqs:
+                    freed.append(i)
+        if freed:
+            self._heads[pool] = min(self._heads[pool], freed[0])
+
+    def _copy(self, src: int, dst: int, start: int, end: int) -> None:
+        for cell in self._pools[self._pool(src)]:
+            if src in cell.seqs and start <= cell.position < end:
+                cell.seqs.add(dst)
+
+    def _move(self, holders: tuple[int, ...], start: int, end: int) -> None:
+        """What llama.cpp saves, and loads again, goes by cell and not by position."""
+        cells = self._pools[0]
+        saved = [c for c in cells if holders[0] in c.seqs and start <= c.position < end]
+        free = [c for c in cells if not c.seqs][: len(saved)]
+        if len(free) < len(saved):
+            raise IllegalCallError(f"{len(saved)} tokens cannot be loaded into {len(free)} cells")
+        for old, new in zip(saved, free, strict=True):
+            new.token, new.position, new.seqs = old.token, old.position, set(holders)
+            old.seqs -= set(holders)
+        self._heads[0] = next((i for i, cell in enumerate(cells) if not cell.seqs), 0)
+
+    def _copy_stream(self, src: int, dst: int, keep: int) -> None:
+        if self.info.unified or not self.info.reuse or self._copying & {src, dst}:
+            raise IllegalCallError(f"the stream of {src} cannot be copied to that of {dst} now")
+        self._copying |= {src, dst}
+        for old, new in zip(self._pools[src], self._pools[dst], strict=True):
+            kept = src in old.seqs and old.position < keep
+            new.token, new.position, new.seqs = old.token, old.position, {dst} if kept else set()
+        self._heads[dst] = next((i for i, cell in enumerate(self._pools[dst]) if not cell.seqs), 0)
 
     def _draw(self, row: int, sampler: Sampler) -> int:
         if not isinstance(sampler, FakeSampler) or sampler.closed:
@@ -223,10 +264,6 @@ class FakeBackend:
 
     def _pool(self, seq: int) -> int:
         return 0 if self.info.unified else seq
-
-    def _check_range(self, seq: int, start: int, end: int) -> None:
-        check_seq(seq, self.n_seqs)
-        check_range(start, end)
 
 
 def _digest(value: object) -> int:

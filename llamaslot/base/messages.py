@@ -29,7 +29,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     n_embd: int
     n_ctx_train: int
     n_ctx: int
-    """Cells of the KV pool, all slots together."""
+    """Cells of the KV pool, all slots together; not those of reserved sequences in a pool in parts."""
     n_ctx_slot: int
     """Tokens that one slot can hold."""
     n_slots: int
@@ -56,6 +56,12 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Whether the tokenizer puts BOS before a prompt."""
     adds_eos: bool = False
     """Whether the tokenizer puts EOS behind a prompt."""
+    n_cache_seqs: int = 0
+    """Sequence ids reserved for idle prefixes, beside the slots' and the scratch one."""
+    stream_copy_ms: float = 0.0
+    """What it takes to copy all cells of one sequence to another, where each has its own; 0 where it cannot be."""
+    sizing: str = ""
+    """Where the pool's size comes from, for a person to read; empty where it was given."""
 
 
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
@@ -104,12 +110,22 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Tokens to generate: -1 up to the end of the slot's context, 0 none (the prompt is evaluated)."""
     stop: tuple[str, ...] = ()
     cache_prompt: bool = True
+    cache_salt: str = ""
+    """Requests share what is computed only with those of the same salt."""
+    group: str = ""
+    """The same for requests that were asked for together, such as the choices of one prompt; may be empty."""
     id_slot: int = -1
     """The slot to run in, or -1 for the best one."""
     return_tokens: bool = False
     """Whether `Accepted` carries the prompt's token ids."""
     client_id: str = ""
     """The client's own name for the request, for the log only."""
+
+
+class SubmitAll(msgspec.Struct, frozen=True, tag="submit_all"):
+    """Completions of one prompt, accepted together: tokenized once, and computed once for those of a group."""
+
+    submits: tuple[Submit, ...]
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -140,7 +156,23 @@ class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
     request_id: str
 
 
-Command: TypeAlias = Submit | Cancel | Tokenize | Detokenize | Inspect
+class InspectCache(msgspec.Struct, frozen=True, tag="inspect_cache"):
+    """Ask for the state of the prefix cache; answered by `CacheState`."""
+
+    request_id: str
+    top: int = 20
+    """Prefixes to list at most, those with the most hits first."""
+    text: bool = False
+    """Whether to spell them out: they are what users wrote."""
+
+
+class ClearCache(msgspec.Struct, frozen=True, tag="clear_cache"):
+    """Give up every idle prefix, and nothing that runs; answered by `CacheCleared`."""
+
+    request_id: str
+
+
+Command: TypeAlias = Submit | SubmitAll | Cancel | Tokenize | Detokenize | Inspect | InspectCache | ClearCache
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
@@ -172,6 +204,8 @@ class Progress(msgspec.Struct, frozen=True):
     """Tokens whose KV the slot holds."""
     slot: int = -1
     """The slot that the request runs in or ran in last, -1 before its first."""
+    n_copied: int = 0
+    """Of `n_cached`, those that its slot took over from another sequence."""
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):
@@ -248,18 +282,100 @@ class SlotReport(msgspec.Struct, frozen=True):
     sampling: Sampling = Sampling()
 
 
+class CacheFigures(msgspec.Struct, frozen=True):
+    """What the pool holds now, and what the prefix cache has done since the start.
+
+    Requests that never got a slot and those with `cache_prompt: false` count as neither hit nor miss.
+    """
+
+    cells_total: int = 0
+    cells_used: int = 0
+    cells_idle: int = 0
+    """Cells that only idle prefixes use: they are given up when others need them."""
+    cells_pinned: int = 0
+    """Cells that running requests use."""
+    seqs_slots: int = 0
+    seqs_reserved: int = 0
+    """Sequence ids for idle prefixes, beside the slots'."""
+    seqs_used: int = 0
+    n_hits: int = 0
+    """Requests that reused a part of their prompt."""
+    n_misses: int = 0
+    """Requests that reused nothing."""
+    n_cross_slot: int = 0
+    """Hits of which the slot copied something from another sequence; the rest found it all in their slot."""
+    n_waits: int = 0
+    """Requests that waited for a prefix that another one computed."""
+    n_prompt: int = 0
+    """Prompt tokens of hits and misses."""
+    n_matched: int = 0
+    """Those of them that were reused."""
+    n_copied: int = 0
+    """Tokens that sequences took over from others."""
+    n_evicted: int = 0
+    """Tokens that were given up because room was needed."""
+    n_parked: int = 0
+    """Idle paths that moved from a slot to a reserved sequence."""
+
+
 class State(msgspec.Struct, frozen=True, tag="state"):
     """The answer to `Inspect`."""
 
     request_id: str
     slots: tuple[SlotReport, ...]
     n_queued: int
-    cells_total: int
-    cells_used: int
     n_decode_calls: int
     n_decoded_tokens: int
     n_busy_slots_total: int
     """Sum over decode calls of the slots that took part."""
+    cache: CacheFigures = CacheFigures()
+
+
+class CachePrefix(msgspec.Struct, frozen=True):
+    """One node of the radix tree: a prefix, of which its parent holds all but the last tokens."""
+
+    parent: int
+    """Index of the longest shorter prefix in the list, -1 where there is none; it comes before this one."""
+    namespace: int
+    """Prefixes of different namespaces are never shared; numbered within one answer, as listed."""
+    n_tokens: int
+    """Tokens from the root to the end of the node."""
+    n_edge: int
+    """Those that the node adds to its parent in the tree."""
+    hits: int
+    """Requests that started from it or from what branches off behind it."""
+    holders: tuple[int, ...]
+    """The sequence ids that hold it."""
+    pinned: bool
+    """Whether a running request goes through it."""
+    last_used: int
+    """Rank among all nodes by their last use: 0 for the latest, the same where they were used together."""
+    text: str = ""
+    """The edge's first tokens as text, where that was asked for."""
+
+
+class CacheState(msgspec.Struct, frozen=True, tag="cache_state"):
+    """The answer to `InspectCache`."""
+
+    request_id: str
+    figures: CacheFigures
+    n_namespaces: int
+    n_nodes: int
+    n_leaves: int
+    n_tokens: int
+    """Tokens in all nodes."""
+    n_pinned_tokens: int
+    """Those that running requests go through."""
+    prefixes: tuple[CachePrefix, ...]
+    """The nodes with the most hits, none before its ancestors."""
+
+
+class CacheCleared(msgspec.Struct, frozen=True, tag="cache_cleared"):
+    """The answer to `ClearCache`."""
+
+    request_id: str
+    n_tokens: int
+    """Tokens that the tree had and has no more."""
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
@@ -268,5 +384,7 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     reason: str
 
 
-Event: TypeAlias = Accepted | Output | Finished | Failed | Cancelled | Tokenized | Detokenized | State | Stopped
+Answer: TypeAlias = Tokenized | Detokenized | State | CacheState | CacheCleared
+"""What answers a question rather than a request."""
+Event: TypeAlias = Accepted | Output | Finished | Failed | Cancelled | Answer | Stopped
 TERMINAL = (Finished, Failed, Cancelled)

@@ -1,39 +1,36 @@
 """`llamaslot chat`: talk to a running server from the terminal.
 
-A small OpenAI client on the standard library alone: it knows nothing of the server but its address. Answers go
-to stdout and everything else to stderr, so that `llamaslot chat < questions > answers` works too.
+A small OpenAI client. Answers go to stdout and everything else to stderr, so that
+`llamaslot chat < questions > answers` works too.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPException, HTTPResponse
 from typing import Any
-from urllib.parse import urlsplit
 
 from rich.console import Console
 
 from llamaslot.base.errors import ConfigError
+from llamaslot.cli.client import DEFAULT_URL, Client, add_api_key
 
 with suppress(ImportError):
     import readline  # noqa: F401  # importing it is what gives input() its line editing
 
-_CONNECT_TIMEOUT_S = 10.0
 _INTERRUPTED = 130
 _HELP = "/clear forgets the conversation, /system TEXT sets the system prompt, /exit or Ctrl-D ends"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llamaslot chat`."""
-    parser.add_argument("--url", default="http://127.0.0.1:8080", help="the server (default: %(default)s)")
-    parser.add_argument("--api-key", default=os.environ.get("LLAMA_API_KEY", ""), help="(default: $LLAMA_API_KEY)")
+    parser.add_argument("--url", default=DEFAULT_URL, help="the server (default: %(default)s)")
+    add_api_key(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
     parser.add_argument("--temp", type=float, metavar="X", help="the temperature (default: the server's)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="at most N tokens an answer")
@@ -149,28 +146,16 @@ class Chat:
         self.notes.print(note, style="dim")
 
 
-class Server:
-    """The server's end of the line. Every failure is a ConfigError of one line."""
+class Server(Client):
+    """The server's end of the line, with the `options` of every request."""
 
     def __init__(self, url: str, api_key: str, options: dict[str, Any]) -> None:
-        self.url = url
-        address = urlsplit(url)
-        try:
-            host, port = address.hostname, address.port
-        except ValueError:
-            host, port = None, None
-        if address.scheme not in {"http", "https"} or not host:
-            raise ConfigError(f"{url!r} is not an address such as http://127.0.0.1:8080", param="--url")
-        self._https = address.scheme == "https"
-        self._host, self._port, self._path = host, port, address.path.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        super().__init__(url, api_key)
         self._options = options
 
     def model(self) -> str:
         """The name of the model that is served."""
-        with closing(self._connect()) as connection:
-            reply = self._decode(self._send(connection, "GET", "/v1/models").read())
-        models = reply.get("data") or [{}]
+        models = self.ask("GET", "/v1/models").get("data") or [{}]
         return str(models[0].get("id", "a model"))
 
     def answer(self, messages: list[dict[str, str]], answer: Answer) -> Iterator[str]:
@@ -183,8 +168,8 @@ class Server:
         }
         started = time.monotonic()
         with (
-            closing(self._connect()) as connection,
-            closing(self._send(connection, "POST", "/v1/chat/completions", body)) as response,
+            closing(self.connect()) as connection,
+            closing(self.send(connection, "POST", "/v1/chat/completions", body)) as response,
         ):
             for event in self._events(response):
                 answer.usage = event.get("usage") or answer.usage
@@ -196,32 +181,6 @@ class Server:
                         answer.text += piece
                         yield piece
 
-    def _connect(self) -> HTTPConnection:
-        kind = HTTPSConnection if self._https else HTTPConnection
-        connection = kind(self._host, self._port, timeout=_CONNECT_TIMEOUT_S)
-        try:
-            connection.connect()
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise ConfigError(
-                f"no server answers at {self.url} ({reason}); start one with `llamaslot serve`"
-            ) from None
-        # A long prompt may take minutes before its first token.
-        connection.sock.settimeout(None)
-        return connection
-
-    def _send(self, connection: HTTPConnection, method: str, path: str, body: Any = None) -> HTTPResponse:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {**self._headers, "Content-Type": "application/json"} if data else self._headers
-        try:
-            connection.request(method, self._path + path, data, headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise self._refusal(response.status, response.read())
-        except (OSError, HTTPException) as error:
-            raise self._broken(error) from None
-        return response
-
     def _events(self, response: HTTPResponse) -> Iterator[dict[str, Any]]:
         """The JSON values of a stream of server-sent events, up to `[DONE]`."""
         try:
@@ -231,35 +190,10 @@ class Server:
                 data = line.removeprefix(b"data:").strip()
                 if data == b"[DONE]":
                     return
-                event = self._decode(data)
+                event = self.decode(data)
                 if "error" in event:
-                    raise self._refusal(0, data)
+                    raise self.refusal(0, data)
                 yield event
         except (OSError, HTTPException) as error:
-            raise self._broken(error) from None
-        raise self._broken(EOFError("the answer has no end"))
-
-    def _decode(self, data: bytes) -> dict[str, Any]:
-        try:
-            value = json.loads(data)
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            raise ConfigError(f"what answers at {self.url} does not speak OpenAI's API")
-        return value
-
-    def _refusal(self, status: int, body: bytes) -> ConfigError:
-        """The error that the server sent, in its own words where it has any."""
-        message = ""
-        with suppress(ValueError, KeyError, TypeError, AttributeError):
-            message = " ".join(str(json.loads(body)["error"]["message"]).split())
-        if status == 401:
-            return ConfigError(
-                f"{self.url} wants another API key: {message or 'give one'} (--api-key)", param="--api-key"
-            )
-        if status:
-            return ConfigError(f"{self.url} answered {status}" + (f": {message}" if message else ""))
-        return ConfigError(message or "the server failed in the middle of the answer")
-
-    def _broken(self, error: Exception) -> ConfigError:
-        return ConfigError(f"the connection to {self.url} broke off ({error or type(error).__name__})")
+            raise self.broken(error) from None
+        raise self.broken(EOFError("the answer has no end"))

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from llamaslot import __version__
 from llamaslot.app.config import Parser
 from llamaslot.base.errors import ConfigError
-from llamaslot.cli import chat, pull, serve
+from llamaslot.cli import cache, chat, pull, serve
 
 _COMMANDS = {
     "serve": (serve, "Serve a model over HTTP."),
     "chat": (chat, "Talk to a running server."),
+    "cache": (cache, "Show what a running server's prefix cache holds."),
     "pull": (pull, "Download a model."),
 }
 

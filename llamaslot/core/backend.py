@@ -49,16 +49,95 @@ class Run:
     """Whether logits of the last token are wanted."""
 
 
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Drop all but the first `keep` tokens of a sequence."""
+
+    seq: int
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Let `dst`, which holds `start` tokens, see the cells of `src` in `[start, end)` too."""
+
+    src: int
+    dst: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Let `dst` give up its own cells in `[start, end)` and see those of `src`, which hold the same tokens."""
+
+    src: int
+    dst: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Save `[start, end)` of sequences that see the same cells there, and load it into the lowest free cells.
+
+    `scratch` holds nothing before and after. There must be as many free cells as are moved.
+    """
+
+    holders: tuple[int, ...]
+    scratch: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStream:
+    """Let `dst` hold a copy of the first `keep` tokens of `src`, and nothing else, where each has cells of its own.
+
+    llama.cpp copies everything that `src` has, with the next decode: until then neither may be copied again.
+    """
+
+    src: int
+    dst: int
+    keep: int
+
+
+Operation: TypeAlias = Remove | Copy | Share | Move | CopyStream
+"""What is done to sequences between decodes."""
+
+
 def check_seq(seq: int, n_seqs: int) -> None:
     """Raise `IllegalCallError` for a sequence id that the context does not have."""
     if not 0 <= seq < n_seqs:
         raise IllegalCallError(f"sequence id {seq} is not in [0, {n_seqs})")
 
 
-def check_range(start: int, end: int) -> None:
-    """Raise `IllegalCallError` for positions that are no range; an `end` of -1 is open."""
-    if start < 0 or (end != -1 and end < start):
-        raise IllegalCallError(f"[{start}, {end}) is not a range")
+def check_operation(operation: Operation, *, length_of: Callable[[int], int], shares: bool) -> None:
+    """Raise `IllegalCallError` where an operation would leave a hole, a double position or a foreign cell."""
+    if isinstance(operation, Remove):
+        if operation.keep < 0:
+            raise IllegalCallError(f"{operation} keeps less than nothing")
+        length_of(operation.seq)
+        return
+    if isinstance(operation, CopyStream):
+        n_src = length_of(operation.src)
+        length_of(operation.dst)
+        if operation.src == operation.dst or not 0 < operation.keep <= n_src:
+            raise IllegalCallError(f"{operation}: the source holds {n_src} tokens")
+        return
+    if not shares:
+        raise IllegalCallError("cells cannot be shared here")
+    start, end = operation.start, operation.end
+    if isinstance(operation, Move):
+        shortest = min(map(length_of, operation.holders), default=0)
+        if length_of(operation.scratch) or not 0 <= start < end <= shortest:
+            raise IllegalCallError(f"{operation}: the holders hold {shortest} tokens or more")
+        return
+    n_src, n_dst = length_of(operation.src), length_of(operation.dst)
+    if operation.src == operation.dst or not 0 <= start < end <= n_src:
+        raise IllegalCallError(f"{operation}: the source holds {n_src} tokens")
+    if n_dst != start if isinstance(operation, Copy) else n_dst < end:
+        raise IllegalCallError(f"{operation}: the target holds {n_dst} tokens")
 
 
 def check_runs(runs: Sequence[Run], *, length_of: Callable[[int], int], n_ubatch: int, n_vocab: int) -> None:
@@ -130,11 +209,8 @@ class Backend(Protocol):
     def vocab(self) -> Vocab:
         """The model's vocabulary."""
 
-    def seq_rm(self, seq: int, start: int, end: int = -1) -> None:
-        """Drop positions `[start, end)` of a sequence; an `end` of -1 means all from `start` on."""
-
-    def seq_cp(self, src: int, dst: int, start: int, end: int) -> None:
-        """Let `dst`, which holds nothing in `[start, end)`, share those cells of `src`."""
+    def change(self, operation: Operation) -> None:
+        """Carry out an operation on sequences."""
 
     def seq_len(self, seq: int) -> int:
         """Tokens that a sequence holds (its highest position + 1)."""
@@ -145,8 +221,8 @@ class Backend(Protocol):
     def new_sampler(self, sampling: Sampling, history: Tokens) -> Sampler:
         """A sampler that has seen `history` (for the penalties)."""
 
-    def sample(self, samplers: dict[int, Sampler]) -> dict[int, int]:
-        """For each sequence id whose run in the last `decode` had `output`, the token its sampler chooses."""
+    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
+        """For each sequence id and sampler the token that it chooses; the id had `output` in the last `decode`."""
 
     def close(self) -> None:
         """Free the model; further use is an error."""

@@ -35,6 +35,10 @@ class ChunkSizer:
         allowed = max(self._gap, 2 * decode) - decode
         return max(min(self._min_chunk, whole), min(whole, int(allowed / self._per_token)))
 
+    def seconds(self, n_tokens: int) -> float:
+        """What so many prompt tokens will take; 0 as long as nothing is known."""
+        return n_tokens * (self._per_token or 0.0)
+
     def observe(self, n_prefill: int, n_decoding: int, seconds: float) -> None:
         """Learn from a step that computed `n_prefill` prompt tokens beside `n_decoding` streams."""
         if n_prefill == 0 and n_decoding:

@@ -10,6 +10,7 @@ from enum import Enum
 
 from llamaslot.base.messages import Progress, Submit
 from llamaslot.core.backend import Sampler, Tokens
+from llamaslot.core.node import WIDTH, packed
 from llamaslot.core.tokens import TokenBuffer
 
 
@@ -43,11 +44,18 @@ REQUEST_TABLE: dict[tuple[RequestState, RequestEvent], RequestState] = {
 
 
 class Request:
-    """The mutable state of one request. Times are seconds on the caller's clock."""
+    """The mutable state of one request. Times are seconds on the caller's clock.
 
-    def __init__(self, submit: Submit, prompt: Tokens, *, arrival: int, now: float) -> None:
+    `reuse` says whether this model's KV can be trimmed and continued.
+    """
+
+    def __init__(self, submit: Submit, prompt: Tokens, *, arrival: int, now: float, reuse: bool = True) -> None:
         self.submit = submit
         self.id = submit.request_id
+        self.is_private = not (submit.cache_prompt and reuse)
+        """Whether it neither uses nor feeds what other requests compute."""
+        self.space = f"request {submit.group or self.id}" if self.is_private else f"salt {submit.cache_salt}"
+        """The namespace that its tokens are looked for and kept in."""
         self.arrival = arrival
         """Order of submission; it survives preemption."""
         self.known = TokenBuffer(prompt)
@@ -55,6 +63,17 @@ class Request:
         self.n_generated = 0
         self.n_prompt_computed = 0
         self.state = RequestState.QUEUED
+        self.n_reused = 0
+        """Tokens that its slot held when it was admitted last."""
+        self.n_found = self.n_prompt
+        """Prompt tokens that its slot held when it was first admitted; until then all, since a choice may get its
+        first token from another one's logits."""
+        self.n_copied = 0
+        """Of `n_found`, those taken over from another sequence."""
+        self.n_overtaken = 0
+        """Later requests that were admitted while this one could have been."""
+        self.awaits = 0
+        """Tokens of the prefix that it has waited for while another one computed it, 0 if it never did."""
         self.sampler: Sampler | None = None
         self.slot_id = -1
         """The slot it runs in or ran in last, -1 before the first."""
@@ -62,6 +81,7 @@ class Request:
         self._admitted: float | None = None
         self._first_token: float | None = None
         self._last_token: float | None = None
+        self._prefix = b""
 
     def handle(self, event: RequestEvent, now: float) -> None:
         """Move to the next state, or raise `IllegalEventError` and change nothing."""
@@ -69,8 +89,8 @@ class Request:
         if following is None:
             raise IllegalEventError(f"request {self.id}: {event.value} while {self.state.value}")
         self.state = following
-        if event is RequestEvent.ADMIT and self._admitted is None:
-            self._admitted = now
+        if event is RequestEvent.ADMIT:
+            self._note_started(now)
         if event is RequestEvent.END and self.sampler is not None:
             self.sampler.close()
             self.sampler = None
@@ -81,11 +101,25 @@ class Request:
 
     def add_token(self, token: int, now: float) -> None:
         """Append a sampled token to what is known."""
+        self._note_started(now)
         self.known.append(token)
         self.n_generated += 1
         self._last_token = now
         if self._first_token is None:
             self._first_token = now
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it ever had a slot or got a token."""
+        return self._admitted is not None
+
+    @property
+    def prefix(self) -> bytes:
+        """What it may start from, as the tree takes it: all it knows but the last token, whose logits it needs."""
+        n = len(self.known) - 1
+        if len(self._prefix) != n * WIDTH:
+            self._prefix = packed(self.known.view(0, n))
+        return self._prefix
 
     @property
     def wants_tokens(self) -> bool:
@@ -98,6 +132,13 @@ class Request:
         limit = self.submit.max_tokens
         return None if limit < 0 else max(0, limit - self.n_generated)
 
+    @property
+    def n_cached(self) -> int:
+        """Prompt tokens that were never computed for it; those that it has yet to compute are none of them."""
+        if not self.has_started:
+            return 0
+        return max(0, min(self.n_found, self.n_prompt - self.n_prompt_computed))
+
     def progress(self, now: float, n_held: int = 0) -> Progress:
         """The figures that users see; `n_held` is what the slot holds."""
         admitted = self._admitted if self._admitted is not None else now
@@ -105,7 +146,7 @@ class Request:
         last = self._last_token if self._last_token is not None else first
         return Progress(
             n_prompt=self.n_prompt,
-            n_cached=max(0, self.n_prompt - self.n_prompt_computed) if self._admitted is not None else 0,
+            n_cached=self.n_cached,
             n_prompt_computed=self.n_prompt_computed,
             n_generated=self.n_generated,
             queue_ms=(admitted - self._submitted) * 1e3,
@@ -113,4 +154,9 @@ class Request:
             predicted_ms=(last - first) * 1e3,
             n_held=n_held,
             slot=self.slot_id,
+            n_copied=min(self.n_copied, self.n_cached),
         )
+
+    def _note_started(self, now: float) -> None:
+        if self._admitted is None:
+            self._admitted = now

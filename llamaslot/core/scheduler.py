@@ -1,13 +1,13 @@
-"""The scheduler: owns every request and slot, plans each step and commits what came of it.
+"""The scheduler: owns every request, slot and sequence, plans each step and commits what came of it.
 
-    submit, cancel, end          between steps only
-    plan() -> StepPlan           reads the state, changes nothing
-    commit(plan, result) -> ...  changes the state to what the backend really did
+    submit, end                      between steps only
+    plan(now) -> StepPlan            admits, evicts and preempts; every plan is carried out before the next
+    commit(plan, result, now) -> ... changes the state to what the backend really computed
 
 Rules that hold at every step:
-  1. Requests are admitted in the order of their arrival; only one pinned to a busy slot may be overtaken.
-  2. A plan never needs more cells than there are: idle slots give up cells first (least recently used first),
-     then the youngest running request is preempted. The oldest never is, so it always comes to its end.
+  1. No later request overtakes one that could run too more than `PATIENCE` times.
+  2. A plan never needs more cells than there are: idle ones are given up first (least recently used first), then
+     the youngest running request is preempted. The oldest never is, so it always comes to its end.
   3. A request in a failed step is retried alone; it fails only when it fails alone.
 """
 
@@ -16,12 +16,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llamaslot.base.messages import FinishReason
-from llamaslot.core.backend import Status
+from llamaslot.core.admission import Admission
+from llamaslot.core.backend import Operation, Status
 from llamaslot.core.chunking import ChunkSizer
+from llamaslot.core.ledger import Ledger
 from llamaslot.core.planner import Planner
+from llamaslot.core.repacking import Repacker
+from llamaslot.core.report import Traffic
 from llamaslot.core.request import Request, RequestEvent, RequestState
 from llamaslot.core.settings import SchedulerSettings
-from llamaslot.core.slots import Slot, SlotState
+from llamaslot.core.slots import Slot
 from llamaslot.core.step import StepPlan, StepResult, Work
 
 
@@ -52,81 +56,129 @@ class Scheduler:
             raise ValueError("n_ubatch must be at least n_slots")
         self.settings = settings
         self.slots = [Slot(i) for i in range(settings.n_slots)]
-        self.queue: list[Request] = []
-        """Waiting requests by arrival."""
+        self.ledger = Ledger(
+            n_slots=settings.n_slots,
+            n_reserved=settings.n_reserved,
+            n_cells=settings.n_ctx,
+            shares=settings.shares,
+            worth=settings.worth,
+            copy_pays=self._copy_pays,
+        )
+        self.admission = Admission(settings, self.ledger, self.slots)
+        self.traffic = Traffic()
+        self._repacker = Repacker(self.ledger, settings.repack_gain)
         self.chunks = ChunkSizer(n_ubatch=settings.n_ubatch, gap_ms=settings.gap_ms)
-        self._clock = 0
         self.suspects: list[str] = []
         """Requests of a failed step, to be retried one by one before anything else runs."""
+        self.n_preempted = 0
+        """Times that a request was sent back to the queue."""
+
+    @property
+    def queue(self) -> list[Request]:
+        """Waiting requests by arrival."""
+        return self.admission.queue
 
     @property
     def running(self) -> list[Request]:
         """Requests that hold a slot, oldest first."""
         return sorted((s.request for s in self.slots if s.request), key=lambda r: r.arrival)
 
-    @property
-    def cells_used(self) -> int:
-        """Cells that the slots' histories occupy."""
-        return sum(len(slot.history) for slot in self.slots)
-
     def submit(self, request: Request) -> None:
         """Queue a request; its prompt must be shorter than a slot's context."""
         if not 0 < request.n_prompt < self.settings.n_ctx_slot:
             raise ValueError(f"a prompt of {request.n_prompt} tokens cannot run")
-        self.queue.append(request)
+        self.admission.enqueue(request)
 
     def end(self, request: Request, now: float) -> None:
-        """End a request in any living state; its slot keeps what was computed."""
+        """End a request in any living state; what it computed stays, idle, unless it was private."""
         if request.state is RequestState.QUEUED:
-            self.queue.remove(request)
+            self.admission.withdraw(request)
         else:
-            self._release(request)
+            self._leave_slot(request)
         request.handle(RequestEvent.END, now)
+        self.traffic.count(request)
+        self.admission.note_length(request.n_generated)
+        if request.is_private and all(other.space != request.space for other in (*self.queue, *self.running)):
+            self.ledger.forget(request.space)
 
-    def plan(self) -> StepPlan:
-        """What the next step should do; an empty plan means that nothing can be done now."""
-        return Planner(self.settings, self.slots, self.queue, self.suspects, self.chunks).plan()
+    def plan(self, now: float) -> StepPlan:
+        """What the next step does; an empty plan means that nothing can be done now."""
+        self.ledger.settle()
+        self._restore_spoiled()
+        running = self.running
+        suspects = [r for r in running if r.id in self.suspects]
+        if not suspects:
+            self.admission.admit(running, now)
+            running = self.running
+        planner = Planner(
+            self.settings,
+            self.ledger,
+            self.chunks,
+            running,
+            preempt=lambda request: self._preempt(request, now),
+            siblings=self.admission.siblings,
+        )
+        work = planner.grant(suspects[:1] or running)
+        n_ahead = 0 if suspects else planner.n_ahead(work)
+        self._keep_to_idle_budget()
+        operations = self.ledger.take_operations()
+        if not n_ahead:
+            operations += self._repack()
+        return StepPlan(operations, work, planner.preempted, n_ahead)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Sampled | Broke]:
         """Let the state follow what the backend did for `plan`."""
-        for request in plan.preempted:
-            self._release(request)
-            request.handle(RequestEvent.PREEMPT, now)
-            self.queue.append(request)
-        self.queue.sort(key=lambda r: r.arrival)
-        for trim in plan.trims:
-            if trim.slot.broken:
-                trim.slot.mend()
-            else:
-                trim.slot.evict(trim.keep)
-        for claim in plan.claims:
-            self.queue.remove(claim.request)
-            claim.request.handle(RequestEvent.ADMIT, result.started)
-            claim.request.slot_id = claim.slot.id
-            claim.slot.claim(claim.request, claim.keep, self._tick())
         if not plan.work:
             return []
-        for seq, (start, n) in result.decoded.sent.items():
-            self._request_of(seq).count_computed(start, n)
-        for seq, sampler in result.samplers.items():
-            self._request_of(seq).sampler = sampler
+        requests = {request.id: request for work in plan.work for request in (work.request, *work.siblings)}
+        for work in plan.work:
+            work.request.count_computed(*result.decoded.sent[work.run.seq])
+        for request_id, sampler in result.samplers.items():
+            requests[request_id].sampler = sampler
         if result.decoded.status is not Status.OK:
             return self._recover(plan, result, now)
         self._observe(plan, result)
-        computed = {work.request.id for work in plan.work}
-        self.suspects = [s for s in self.suspects if s not in computed]
-        return [s for work in plan.work if (s := self._advance(work, result, now)) is not None]
+        self.suspects = [s for s in self.suspects if s not in requests]
+        return [sampled for work in plan.work for sampled in self._advance(work, result, now)]
 
-    def _advance(self, work: Work, result: StepResult, now: float) -> Sampled | None:
-        request, run = work.request, work.run
-        slot = self.slots[run.seq]
-        slot.extend(run.tokens)
-        if not request.wants_tokens and len(slot.history) == request.n_prompt:
+    def _restore_spoiled(self) -> None:
+        """Let running requests whose sequence was cleared start from whatever the tree has of them."""
+        for slot in self.slots:
+            if slot.request is not None and not self.ledger.holds(slot.id):
+                self.ledger.claim(slot.id, slot.request.space, slot.request.prefix)
+
+    def _keep_to_idle_budget(self) -> None:
+        budget = self.settings.idle_cells
+        if self.settings.shares and budget is not None and self.ledger.n_idle > budget:
+            self.ledger.evict(self.ledger.n_idle - budget)
+
+    def _copy_pays(self, n_tokens: int) -> bool:
+        return self.settings.copies and self.chunks.seconds(n_tokens) > self.settings.stream_copy_ms / 1e3
+
+    def _repack(self) -> list[Operation]:
+        self.ledger.move(self._repacker.moves())
+        return self.ledger.take_operations()
+
+    def _preempt(self, request: Request, now: float) -> None:
+        self.n_preempted += 1
+        self._leave_slot(request)
+        request.handle(RequestEvent.PREEMPT, now)
+        self.admission.enqueue(request)
+
+    def _leave_slot(self, request: Request) -> None:
+        self.admission.release(request)
+        if not self.settings.reuse:
+            self.ledger.clear(request.slot_id)
+
+    def _advance(self, work: Work, result: StepResult, now: float) -> list[Sampled]:
+        request = work.request
+        self.ledger.append(work.run.seq, work.run.tokens)
+        if not request.wants_tokens and self.ledger.length(work.run.seq) == request.n_prompt:
             self.end(request, now)
-            return Sampled(request, None, "limit")
-        if not run.output:
-            return None
-        token = result.tokens[run.seq]
+            return [Sampled(request, None, "limit")]
+        return [self._take_token(each, result.tokens[each.id], now) for each in work.samples]
+
+    def _take_token(self, request: Request, token: int, now: float) -> Sampled:
         request.add_token(token, now)
         reason: FinishReason | None = None
         truncated = False
@@ -143,45 +195,35 @@ class Scheduler:
     def _recover(self, plan: StepPlan, result: StepResult, now: float) -> list[Sampled | Broke]:
         """After a failed decode, keep what stayed applied and look for the request at fault."""
         for work in plan.work:
-            slot, run = self.slots[work.run.seq], work.run
+            run = work.run
             applied = result.lengths[run.seq] - run.start
-            # All that is known would be computed and yet nothing sampled: the logits are needed once more.
-            without_logits = run.start + applied == len(work.request.known)
-            if 0 <= applied <= len(run.tokens) and not without_logits:
-                slot.extend(run.tokens[:applied])
-            else:
-                slot.spoil()
+            if not 0 <= applied <= len(run.tokens):
+                self.ledger.spoil(run.seq)
+                continue
+            self.ledger.append(run.seq, run.tokens[:applied])
+            if self.ledger.length(run.seq) == len(work.request.known):
+                self._take_back_last(work.request)
         # An exact ledger cannot run out of room; should it happen all the same, idle KV is what can be given up.
-        idle = [s for s in self.slots if s.state is SlotState.IDLE]
-        if result.decoded.status is Status.NO_ROOM and idle:
-            for slot in idle:
-                slot.spoil()
+        if result.decoded.status is Status.NO_ROOM and self.ledger.n_idle:
+            self.ledger.evict(self.ledger.n_idle)
             return []
         if len(plan.work) > 1:
             self.suspects = [work.request.id for work in plan.work]
             return []
         request = plan.work[0].request
         self.suspects = [s for s in self.suspects if s != request.id]
-        slot = self.slots[request.slot_id]
+        self.ledger.spoil(request.slot_id)
         self.end(request, now)
-        slot.spoil()
         return [Broke(request, result.decoded.status)]
+
+    def _take_back_last(self, request: Request) -> None:
+        """All that a request knows was computed, yet nothing sampled: the last token's logits are needed again."""
+        if self.settings.reuse:
+            self.ledger.truncate(request.slot_id, len(request.known) - 1)
+        else:
+            self.ledger.spoil(request.slot_id)
 
     def _observe(self, plan: StepPlan, result: StepResult) -> None:
         n_prefill = sum(len(w.run.tokens) for w in plan.work if len(w.run.tokens) > 1)
         n_decoding = sum(1 for w in plan.work if len(w.run.tokens) == 1)
         self.chunks.observe(n_prefill, n_decoding, result.seconds)
-
-    def _release(self, request: Request) -> None:
-        slot = self.slots[request.slot_id]
-        slot.release(self._tick())
-
-    def _request_of(self, seq: int) -> Request:
-        request = self.slots[seq].request
-        if request is None:
-            raise AssertionError(f"slot {seq} has no request")
-        return request
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock

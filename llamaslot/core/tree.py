@@ -1,81 +1,30 @@
-"""The radix tree over every token whose KV is shared: which sequence holds which prefix, and what may go first.
+"""The radix tree over every token whose KV is shared: which sequence holds which prefix.
 
 A sequence holds a path: all tokens from its root down to the end of one node, its *tip*. So the holders of a node
 are the sequences whose tips are in its subtree, and nothing else has to be kept up to date: a split moves no
 holder, and an edge ends wherever a path does. A leaf without a tip has no KV any more and is taken out at once.
 
-Tokens travel as bytes, four for each (little-endian int32): that compares faster than numpy on short edges. Nothing
-here knows of llama.cpp, of time or of requests; `now` is a logical clock.
+    hold 7 tokens as 0, then as 1 the same first 4 and 2 others:
+
+        root                            root
+          |                               |
+        [a b c d e f g]  tip 0          [a b c d]        held by 0 and 1
+                                         /      \
+                                  [e f g] tip 0  [x y] tip 1
+
+Nothing here knows of llama.cpp, of time or of requests; `now` is a logical clock.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import numpy as np
 
 from llamaslot.core.backend import Tokens
-
-_WIDTH = 4
-
-
-def packed(tokens: Tokens) -> bytes:
-    """Token ids as the tree takes them."""
-    return tokens.astype("<i4", copy=False).tobytes()
-
-
-def unpacked(run: bytes | bytearray) -> Tokens:
-    """Token ids from the tree, int32."""
-    return np.frombuffer(bytes(run), dtype="<i4").astype(np.int32, copy=False)
-
-
-class Node:
-    """A run of tokens that all its holders share, and what branches off behind it."""
-
-    __slots__ = ("children", "hits", "last_used", "parent", "run", "running", "start", "tips")
-
-    def __init__(self, run: bytearray, parent: Node | None, start: int) -> None:
-        self.run = run
-        self.parent = parent
-        self.start = start
-        """Tokens in front of this run."""
-        self.children: dict[bytes, Node] = {}
-        """By the first token."""
-        self.tips: set[int] = set()
-        """Sequences whose path ends here."""
-        self.running = 0
-        """Pinned sequences whose path goes through here or ends here: the reference count."""
-        self.last_used = 0
-        self.hits = 0
-
-    def __len__(self) -> int:
-        """Tokens of the run."""
-        return len(self.run) // _WIDTH
-
-    @property
-    def end(self) -> int:
-        """Tokens from the root to the end of this run."""
-        return self.start + len(self)
-
-    @property
-    def tokens(self) -> Tokens:
-        """The run, int32."""
-        return unpacked(self.run)
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this is the start of a namespace."""
-        return self.parent is None
-
-    def path(self) -> Iterator[Node]:
-        """This node and its ancestors, without the root."""
-        node = self
-        while node.parent is not None:
-            yield node
-            node = node.parent
+from llamaslot.core.eviction import Candidates, Eviction
+from llamaslot.core.node import WIDTH, Node, unpacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +35,14 @@ class Match:
     n: int
 
 
-@dataclass(slots=True)
-class Eviction:
-    """For each sequence that has to give up something the tokens that it keeps, and what that frees."""
-
-    keeps: dict[int, int] = field(default_factory=dict)
-    n_cells: int = 0
-    n_ids: int = 0
-
-
 class Tree:
-    """All namespaces. Sequence ids are integers from 0 on; those in `scarce` count as ids that eviction frees."""
+    """All namespaces. Sequence ids are integers from 0 on."""
 
-    def __init__(self, scarce: range = range(0)) -> None:
-        self._scarce = scarce
+    def __init__(self) -> None:
         self._roots: dict[str, Node] = {}
         self._tips: dict[int, Node] = {}
         self._pinned: set[int] = set()
-        self._heap: list[_Entry] = []
-        self._n_pushed = 0
+        self._candidates = Candidates()
         self.n_tokens = 0
         """Tokens in all nodes: the cells that they occupy."""
         self.n_pinned_tokens = 0
@@ -113,16 +51,22 @@ class Tree:
 
     # --- reading ---
 
-    def root(self, space: str) -> Node:
-        """Where the paths of a namespace start."""
-        root = self._roots.get(space)
-        if root is None:
-            root = self._roots[space] = Node(bytearray(), None, 0)
-        return root
-
     def match(self, space: str, tokens: bytes) -> Match:
-        """The longest prefix of `tokens` in a namespace; changes nothing but that a new namespace gets its root."""
-        return self._descend(self.root(space), tokens)
+        """The longest prefix of `tokens` in a namespace; changes nothing."""
+        return self._descend(self._roots.get(space) or _root(space), tokens)
+
+    def shared(self, match: Match, seqs: Iterable[int]) -> dict[int, int]:
+        """For each of these sequences the first tokens of `match` that it holds."""
+        ends = {id(node): min(node.end, match.n) for node in match.node.path()}
+        held = {}
+        for seq in seqs:
+            tip = self._tips.get(seq)
+            held[seq] = next((ends[id(n)] for n in tip.path() if id(n) in ends), 0) if tip else 0
+        return held
+
+    def n_idle(self, match: Match) -> int:
+        """Tokens of a match that no running sequence holds."""
+        return sum(min(node.end, match.n) - node.start for node in match.node.path() if not node.running)
 
     def tip(self, seq: int) -> Node | None:
         """Where the path of a sequence ends; None when it holds nothing."""
@@ -143,11 +87,17 @@ class Tree:
         """Whether the sequence runs."""
         return seq in self._pinned
 
-    def holder(self, node: Node) -> int:
-        """Some sequence that holds a node."""
-        while not node.tips:
-            node = next(iter(node.children.values()))
-        return min(node.tips)
+    def holders(self, node: Node) -> Iterator[int]:
+        """The sequences that hold a node."""
+        rest = [node]
+        while rest:
+            node = rest.pop()
+            yield from sorted(node.tips)
+            rest += node.children.values()
+
+    def sequences(self, space: str) -> list[int]:
+        """The sequences that hold something in a namespace."""
+        return [seq for seq, tip in self._tips.items() if tip.space == space]
 
     def is_covered(self, seq: int) -> bool:
         """Whether everything that a sequence holds is held by another one too."""
@@ -168,7 +118,8 @@ class Tree:
         """Let a sequence that holds nothing hold the first `match.n` tokens of a path."""
         if seq in self._tips:
             raise AssertionError(f"sequence {seq} holds something already")
-        self._set_tip(seq, self._end_at(match.node, match.n))
+        node = self._end_at(match.node, match.n)
+        self._set_tip(seq, self._roots.setdefault(node.space, node) if node.is_root else node)
 
     def extend(self, seq: int, tokens: bytes) -> int:
         """A sequence computed these tokens behind its path; how many of them the tree had already."""
@@ -178,18 +129,18 @@ class Tree:
         if n_known:
             self._move(seq, self._end_at(found.node, found.n))
             tip = self._tips[seq]
-        rest = tokens[n_known * _WIDTH :]
+        rest = tokens[n_known * WIDTH :]
         if not rest:
             return n_known
         if not tip.is_root and not tip.children and tip.tips == {seq}:
             self._lengthen(tip, rest)
         else:
-            child = Node(bytearray(rest), tip, tip.end)
-            tip.children[rest[:_WIDTH]] = child
+            child = Node(bytearray(rest), tip, tip.end, tip.space)
+            tip.children[rest[:WIDTH]] = child
             self.n_tokens += len(child)
             self.n_nodes += 1
             self._move(seq, child)
-            self._offer(child)
+            self._candidates.offer(child)
         return n_known
 
     def truncate(self, seq: int, keep: int) -> None:
@@ -229,61 +180,11 @@ class Tree:
         for each in node.path():
             each.last_used = now
             each.hits += hits
-        self._offer(node)
+        self._candidates.offer(node)
 
-    # --- eviction ---
-
-    def plan_eviction(self, n_cells: int, n_ids: int = 0, spare: Iterable[Node] = ()) -> Eviction:
-        """What to cut to free so many cells and ids, or all there is; changes nothing.
-
-        Leaves go first, the least recently used of them before others; the last one may lose just its tail. Paths
-        through `spare` and running ones are left alone. What an id still holds that others hold too costs nothing,
-        so the id is freed with its leaf; the last one to hold a path goes on holding it.
-        """
-        untouched = {id(each) for node in spare for each in node.path()}
-        plan = Eviction()
-        cut: set[int] = set()
-        tips: dict[int, set[int]] = {}
-        n_left: dict[int, int] = {}
-        taken: list[_Entry] = []
-        exposed: list[_Entry] = []
-        while plan.n_cells < n_cells or plan.n_ids < n_ids:
-            source = exposed if exposed and (not self._heap or exposed[0] < self._heap[0]) else self._heap
-            if not source:
-                break
-            entry = heapq.heappop(source)
-            node = entry[2]
-            if source is self._heap:
-                if not _is_candidate(entry) or id(node) in cut:
-                    continue
-                taken.append(entry)
-            if id(node) in untouched:
-                continue
-            holders = tips.get(id(node), node.tips)
-            wanted = n_cells - plan.n_cells
-            if plan.n_ids >= n_ids and wanted < len(node):
-                plan.keeps.update(dict.fromkeys(holders, node.end - wanted))
-                plan.n_cells += wanted
-                break
-            cut.add(id(node))
-            plan.keeps.update(dict.fromkeys(holders, 0))
-            plan.n_cells += len(node)
-            freed = set(holders)
-            parent = node.parent
-            assert parent is not None
-            if not parent.is_root:
-                left = n_left[id(parent)] = n_left.get(id(parent), len(parent.children)) - 1
-                if left == 0 and not parent.tips:
-                    heir = min(holders)
-                    freed.discard(heir)
-                    plan.keeps[heir] = parent.end
-                    tips[id(parent)] = {heir}
-                if left == 0 and not parent.running:
-                    heapq.heappush(exposed, (parent.last_used, entry[1], parent))
-            plan.n_ids += sum(seq in self._scarce for seq in freed)
-        for entry in taken:
-            heapq.heappush(self._heap, entry)
-        return plan
+    def plan_eviction(self, n_cells: int) -> Eviction:
+        """What to cut of the idle paths to free so many cells, or all there is; changes nothing."""
+        return self._candidates.plan(n_cells)
 
     def evict(self, plan: Eviction) -> None:
         """Carry out a plan that was made since the last change."""
@@ -297,18 +198,18 @@ class Tree:
     def check(self) -> None:
         """Prove what must always hold; raises `AssertionError`. Takes time in proportion to the tree."""
         n_tokens = n_pinned = n_nodes = 0
-        candidates = {id(entry[2]) for entry in self._heap if _is_candidate(entry)}
         for node in self.nodes():
             parent = node.parent
             assert parent is not None
-            assert parent.children[bytes(node.run[:_WIDTH])] is node
+            assert parent.children[bytes(node.run[:WIDTH])] is node
             assert node.start == parent.end
             assert len(node) > 0
             assert node.children or node.tips, "nobody holds a leaf"
             assert node.tips or len(node.children) != 1, "a chain of two"
             running = sum(child.running for child in node.children.values())
             assert node.running == running + len(node.tips & self._pinned), "a reference count is wrong"
-            assert node.children or node.running or id(node) in candidates, "a leaf cannot be evicted"
+            assert not node.is_idle_leaf or node in self._candidates, "a leaf cannot be evicted"
+            assert node.space == parent.space
             assert all(node.last_used >= child.last_used for child in node.children.values())
             n_tokens += len(node)
             n_pinned += len(node) * bool(node.running)
@@ -319,6 +220,7 @@ class Tree:
             assert seq in tip.tips
             assert tip.is_root or tip.parent is not None
         assert sum(len(node.tips) for node in (*self.nodes(), *self._roots.values())) == len(self._tips)
+        assert all(root.children or root.tips for root in self._roots.values()), "a namespace without KV"
 
     # --- inside ---
 
@@ -326,16 +228,16 @@ class Tree:
         at, end = 0, len(tokens)
         start = node.end
         while at < end:
-            child = node.children.get(tokens[at : at + _WIDTH])
+            child = node.children.get(tokens[at : at + WIDTH])
             if child is None:
                 break
             run = child.run
             if not tokens.startswith(run, at):
                 same = _common(run, tokens, at)
-                return Match(child, start + at // _WIDTH + same)
+                return Match(child, start + at // WIDTH + same)
             at += len(run)
             node = child
-        return Match(node, start + at // _WIDTH)
+        return Match(node, start + at // WIDTH)
 
     def _end_at(self, node: Node, n: int) -> Node:
         """The node on this path that ends after `n` tokens; splits where there is none."""
@@ -344,21 +246,21 @@ class Tree:
         if not node.start < n < node.end:
             raise AssertionError(f"{n} is not within [{node.start}, {node.end}]")
         assert node.parent is not None
-        at = (n - node.start) * _WIDTH
-        upper = Node(node.run[:at], node.parent, node.start)
+        at = (n - node.start) * WIDTH
+        upper = Node(node.run[:at], node.parent, node.start, node.space)
         upper.running, upper.last_used, upper.hits = node.running, node.last_used, node.hits
-        node.parent.children[bytes(upper.run[:_WIDTH])] = upper
+        node.parent.children[bytes(upper.run[:WIDTH])] = upper
         del node.run[:at]
         node.start, node.parent = n, upper
-        upper.children[bytes(node.run[:_WIDTH])] = node
+        upper.children[bytes(node.run[:WIDTH])] = node
         self.n_nodes += 1
         return upper
 
     def _lengthen(self, node: Node, run: bytes) -> None:
         node.run += run
-        self.n_tokens += len(run) // _WIDTH
+        self.n_tokens += len(run) // WIDTH
         if node.running:
-            self.n_pinned_tokens += len(run) // _WIDTH
+            self.n_pinned_tokens += len(run) // WIDTH
 
     def _set_tip(self, seq: int, node: Node) -> None:
         self._tips[seq] = node
@@ -390,49 +292,39 @@ class Tree:
         while not node.is_root and not node.children and not node.tips:
             parent = node.parent
             assert parent is not None
-            del parent.children[bytes(node.run[:_WIDTH])]
+            del parent.children[bytes(node.run[:WIDTH])]
             self.n_tokens -= len(node)
             self.n_nodes -= 1
             node.parent, node.last_used = None, -1
             node = parent
-        if not node.is_root and not node.tips and len(node.children) == 1:
+        if node.is_root:
+            if not node.children and not node.tips:
+                del self._roots[node.space]
+        elif not node.tips and len(node.children) == 1:
             self._join(node)
         else:
-            self._offer(node)
+            self._candidates.offer(node)
 
     def _join(self, node: Node) -> None:
         """Let a node with one child and no tip become one with it; the child stays, so that its tips do."""
         (child,) = node.children.values()
         assert node.parent is not None
-        node.parent.children[bytes(node.run[:_WIDTH])] = child
+        node.parent.children[bytes(node.run[:WIDTH])] = child
         child.run[:0] = node.run
         child.start, child.parent = node.start, node.parent
         child.hits = max(child.hits, node.hits)
         child.last_used = max(child.last_used, node.last_used)
         node.parent, node.last_used = None, -1
         self.n_nodes -= 1
-        self._offer(child)
-
-    def _offer(self, node: Node) -> None:
-        """Enter a node among the candidates for eviction, if it is one."""
-        if not node.is_root and not node.children and not node.running:
-            self._n_pushed += 1
-            heapq.heappush(self._heap, (node.last_used, self._n_pushed, node))
-            if len(self._heap) > 64 + 4 * self.n_nodes:
-                self._heap = [entry for entry in self._heap if _is_candidate(entry)]
-                heapq.heapify(self._heap)
+        self._candidates.offer(child)
 
 
-_Entry: TypeAlias = tuple[int, int, Node]
-
-
-def _is_candidate(entry: _Entry) -> bool:
-    last_used, _, node = entry
-    return last_used == node.last_used and not node.is_root and not node.children and not node.running
+def _root(space: str) -> Node:
+    return Node(bytearray(), None, 0, space)
 
 
 def _common(run: bytearray, tokens: bytes, at: int) -> int:
     """Tokens that `run` and `tokens[at:]` share at their start; at least the first."""
-    n = min(len(run), len(tokens) - at) // _WIDTH
+    n = min(len(run), len(tokens) - at) // WIDTH
     same = np.frombuffer(run, "<i4", n) == np.frombuffer(tokens, "<i4", n, at)
     return n if same.all() else int(same.argmin())

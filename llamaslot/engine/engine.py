@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -26,8 +26,12 @@ from llamaslot.base.errors import (
 )
 from llamaslot.base.messages import (
     Accepted,
+    CacheCleared,
+    CacheFigures,
+    CacheState,
     Cancel,
     Cancelled,
+    ClearCache,
     Command,
     Detokenize,
     Event,
@@ -35,13 +39,15 @@ from llamaslot.base.messages import (
     Finished,
     FinishReason,
     Inspect,
+    InspectCache,
     Output,
-    SlotReport,
     State,
     Stopped,
     Submit,
+    SubmitAll,
     Tokenize,
 )
+from llamaslot.core import report
 from llamaslot.core.backend import Backend, Tokens
 from llamaslot.core.request import Request, RequestState
 from llamaslot.core.scheduler import Broke, Sampled, Scheduler
@@ -78,6 +84,8 @@ class Engine:
         on_events: Callable[[list[Event]], None],
         *,
         gap_ms: float = 100.0,
+        idle_cells: int | None = None,
+        debug_invariants: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         thread: Executor | None = None,
     ) -> None:
@@ -91,8 +99,11 @@ class Engine:
                 n_ctx=info.n_ctx,
                 n_ctx_slot=info.n_ctx_slot,
                 n_ubatch=info.n_ubatch,
+                n_reserved=info.n_cache_seqs,
+                idle_cells=idle_cells,
                 unified=info.unified,
                 reuse=info.reuse,
+                stream_copy_ms=info.stream_copy_ms,
                 gap_ms=gap_ms,
                 eog=backend.vocab.eog,
             )
@@ -105,6 +116,8 @@ class Engine:
         self._outbox: list[Event] = []
         self._wake = asyncio.Event()
         self._stopping = False
+        self._debug_invariants = debug_invariants
+        self._is_checked = False
         self._n_arrived = 0
         self._n_decode_calls = 0
         self._n_decoded = 0
@@ -114,18 +127,21 @@ class Engine:
         """Hand in a command; it takes effect between two steps."""
         match command:
             case Submit():
-                now = self._clock()
-                self._tokenize(
-                    command, self._tokenizer.submitted, lambda prompt: self._accept(command, prompt, now)
-                )
+                self._submit((command,))
+            case SubmitAll(submits):
+                self._submit(submits)
             case Tokenize():
-                self._tokenize(command, self._tokenizer.tokenized, self._answer)
+                self._tokenize(command, self._tokenizer.tokenized, lambda event, _: self._answer(event))
             case Detokenize():
-                self._tokenize(command, self._tokenizer.detokenized, self._answer)
+                self._tokenize(command, self._tokenizer.detokenized, lambda event, _: self._answer(event))
             case Cancel():
                 self._post(lambda: self._cancel(command.request_id))
             case Inspect():
                 self._post(lambda: self._answer(self._state(command.request_id)))
+            case InspectCache():
+                self._post(lambda: self._answer(self._cache_state(command)))
+            case ClearCache():
+                self._post(lambda: self._clear_cache(command))
 
     def stop(self) -> None:
         """End `run` after the current step; whatever is unfinished fails as unavailable."""
@@ -150,13 +166,16 @@ class Engine:
     async def _step(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
-        plan = self.scheduler.plan()
         self._flush()
+        plan = self.scheduler.plan(self._clock())
         if not plan:
+            if self._debug_invariants and not self._is_checked:
+                await self._check_invariants()
             if not self._inbox and not self._stopping:
                 await self._wake.wait()
             self._wake.clear()
             return
+        self._is_checked = False
         async with aclosing(self._worker.run(plan)) as steps:
             async for step, result in steps:
                 self._commit(step, result)
@@ -174,6 +193,13 @@ class Engine:
             self._n_busy_slots += len(plan.work)
             self._n_decoded += sum(n for _, n in result.decoded.sent.values())
 
+    async def _check_invariants(self) -> None:
+        """Compare the ledger with itself and the pool, while nothing runs; raises `AssertionError`."""
+        ledger = self.scheduler.ledger
+        await self._worker.call(lambda: ledger.check(self._backend.seq_len))
+        self._is_checked = True
+        _log.info("invariants.ok", nodes=ledger.tree.n_nodes, cells_used=ledger.n_used, sequences=ledger.n_seqs)
+
     def _is_wanted(self) -> bool:
         """Whether the next step has to wait for a plan; called on the worker's thread."""
         return self._stopping or bool(self._inbox)
@@ -190,24 +216,46 @@ class Engine:
             events, self._outbox = self._outbox, []
             self._on_events(events)
 
+    def _submit(self, submits: tuple[Submit, ...]) -> None:
+        """Tokenize the prompt of the first, and accept whichever were not cancelled meanwhile."""
+        now = self._clock()
+
+        def accept(prompt: Tokens, waiting: list[str]) -> None:
+            for submit in submits:
+                if submit.request_id in waiting:
+                    self._accept(submit, prompt, now)
+
+        ids = [submit.request_id for submit in submits]
+        self._tokenize(submits[0], self._tokenizer.submitted, accept, ids)
+
     def _tokenize(
-        self, command: Submit | Tokenize | Detokenize, method: Callable[..., T], then: Callable[[T], None]
+        self,
+        command: Submit | Tokenize | Detokenize,
+        method: Callable[..., T],
+        then: Callable[[T, list[str]], None],
+        ids: Sequence[str] = (),
     ) -> None:
-        """Work out `method(command)` on the tokenizer's thread, and pass the answer on between two steps."""
+        """Work out `method(command)` on the tokenizer's thread, and pass the answer on between two steps.
+
+        `ids` are those that wait for it, if it is not `command` alone; `then` is told which of them still do.
+        """
         future = self._tokenizer.run(method, command)
-        self._tokenizing[command.request_id] = future
+        ids = ids or [command.request_id]
+        self._tokenizing |= dict.fromkeys(ids, future)
 
         def done() -> None:
-            if self._tokenizing.pop(command.request_id, None) is None:
+            waiting = [each for each in ids if self._tokenizing.pop(each, None)]
+            if not waiting:
                 return
             error = future.exception()
             if error is None:
-                then(future.result())
-            elif isinstance(error, LlamaslotError):
-                self._fail(command.request_id, error)
-            else:
+                then(future.result(), waiting)
+                return
+            if not isinstance(error, LlamaslotError):
                 _log.error("tokenizer.failed", request_id=command.request_id, exc_info=error)
-                self._fail(command.request_id, ServerError("the prompt could not be tokenized"))
+                error = ServerError("the prompt could not be tokenized")
+            for each in waiting:
+                self._fail(each, error)
 
         future.add_done_callback(lambda _: self._post(done))
 
@@ -218,7 +266,7 @@ class Engine:
             self._fail(submit.request_id, error)
             return
         self._n_arrived += 1
-        request = Request(submit, prompt, arrival=self._n_arrived, now=now)
+        request = Request(submit, prompt, arrival=self._n_arrived, now=now, reuse=self._backend.info.reuse)
         self.scheduler.submit(request)
         self._live[request.id] = _Live(request, TextStream(submit.stop))
         tokens = tuple(prompt.tolist()) if submit.return_tokens else ()
@@ -240,7 +288,9 @@ class Engine:
 
     def _cancel(self, request_id: str) -> None:
         if request_id in self._tokenizing:
-            self._tokenizing.pop(request_id).cancel()
+            future = self._tokenizing.pop(request_id)
+            if future not in self._tokenizing.values():
+                future.cancel()
             self._outbox.append(Cancelled(request_id))
             return
         live = self._live.pop(request_id, None)
@@ -309,33 +359,30 @@ class Engine:
         self._flush()
 
     def _held(self, request: Request) -> int:
-        return len(self.scheduler.slots[request.slot_id].history) if request.slot_id >= 0 else 0
+        return self.scheduler.ledger.length(request.slot_id) if request.slot_id >= 0 else 0
 
     def _state(self, request_id: str) -> State:
-        slots = []
-        for slot in self.scheduler.slots:
-            request = slot.request
-            state = SlotReport(slot.id, self._backend.info.n_ctx_slot, len(slot.history))
-            if request is not None:
-                state = SlotReport(
-                    id=slot.id,
-                    n_ctx=self._backend.info.n_ctx_slot,
-                    n_held=len(slot.history),
-                    request_id=request.id,
-                    n_prompt=request.n_prompt,
-                    n_prompt_computed=request.n_prompt_computed,
-                    n_generated=request.n_generated,
-                    max_tokens=request.submit.max_tokens,
-                    sampling=request.submit.sampling,
-                )
-            slots.append(state)
+        scheduler = self.scheduler
         return State(
             request_id=request_id,
-            slots=tuple(slots),
-            n_queued=len(self.scheduler.queue),
-            cells_total=self._backend.info.n_ctx,
-            cells_used=self.scheduler.cells_used,
+            slots=report.slots(scheduler.settings, scheduler.ledger, scheduler.slots),
+            n_queued=len(scheduler.queue),
             n_decode_calls=self._n_decode_calls,
             n_decoded_tokens=self._n_decoded,
             n_busy_slots_total=self._n_busy_slots,
+            cache=self._cache_figures(),
         )
+
+    def _cache_figures(self) -> CacheFigures:
+        scheduler = self.scheduler
+        return report.figures(scheduler.settings, scheduler.ledger, scheduler.admission, scheduler.traffic)
+
+    def _cache_state(self, question: InspectCache) -> CacheState:
+        spell = self._backend.vocab.detokenize if question.text else None
+        ledger = self.scheduler.ledger
+        return report.state(question.request_id, self._cache_figures(), ledger, question.top, spell)
+
+    def _clear_cache(self, command: ClearCache) -> None:
+        n_tokens = self.scheduler.ledger.clear_idle()
+        _log.info("cache.cleared", tokens=n_tokens)
+        self._answer(CacheCleared(command.request_id, n_tokens))

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from llamaslot.core.backend import Backend
 from llamaslot.core.step import StepPlan, StepResult, apply, following
 
 Step: TypeAlias = tuple[StepPlan, StepResult]
+T = TypeVar("T")
 
 
 def model_thread() -> Executor:
@@ -63,6 +64,10 @@ class Worker:
         while (step := await steps.get()) is not None:
             yield step
         computed.result()
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """What `function` gives on the thread that computes. Never to be called while `run` runs."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def close(self) -> None:
         """Wait for the step that is being computed, and end the thread; `is_wanted` must be true by now."""

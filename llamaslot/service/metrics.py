@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from llamaslot.base.messages import Progress, State
+from llamaslot.base.messages import CacheFigures, Progress, State
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -37,8 +37,23 @@ class Metrics:
         self._all_prompt = counter("llamaslot_prompt_tokens", "Prompt tokens of all requests, reused or computed.")
         self._matched = counter("llamaslot_prefix_cache_tokens", "Prompt tokens taken from the cache.")
         self._hit_rate = gauge("llamaslot_prefix_cache_hit_rate", "Matched tokens / prompt tokens so far.")
+        hits = Counter(
+            "llamaslot_prefix_cache_hits",
+            "Requests that found all they reused in their slot (same_slot), or copied some of it (cross_slot).",
+            ["reuse"],
+            registry=self._registry,
+        )
+        self._same_slot, self._cross_slot = hits.labels("same_slot"), hits.labels("cross_slot")
+        self._misses = counter("llamaslot_prefix_cache_misses", "Requests that reused nothing.")
+        self._waits = counter("llamaslot_prefix_cache_waits", "Requests that waited for another one's prefix.")
+        self._copied = counter("llamaslot_prefix_cache_copied_tokens", "Tokens taken over from another sequence.")
+        self._evicted = counter("llamaslot_prefix_cache_evicted_tokens", "Tokens given up because room was needed.")
         self._cells = gauge("llamaslot_cells", "Cells of the KV pool.")
         self._cells_used = gauge("llamaslot_cells_used", "Cells of the KV pool that hold a token.")
+        self._cells_idle = gauge("llamaslot_cells_idle", "Cells that only idle prefixes use.")
+        self._cells_pinned = gauge("llamaslot_cells_pinned", "Cells that running requests use.")
+        self._seqs = gauge("llamaslot_sequences", "Sequence ids, the slots' and the reserved ones.")
+        self._seqs_used = gauge("llamaslot_sequences_used", "Sequence ids that hold something.")
         self._queue_time = self._histogram("llamaslot_queue_seconds", "Time until a request got a slot.", _SECONDS)
         self._ttft = self._histogram("llamaslot_ttft_seconds", "Time until a request's first token.", _SECONDS)
         self._duration = self._histogram("llamaslot_request_seconds", "Time until the last token.", _SECONDS)
@@ -46,9 +61,9 @@ class Metrics:
             "llamaslot_prefix_cache_ratio", "Share of a request's prompt that was reused.", _RATIOS
         )
         self._rate = self._histogram("llamaslot_tokens_per_second", "A request's rate of generation.", _RATES)
-        self._totals = dict.fromkeys(("prompt", "matched", "computed", "prompt_s", "generated", "generated_s"), 0.0)
+        self._totals = dict.fromkeys(("computed", "prompt_s", "generated", "generated_s"), 0.0)
         self._most_held = 0
-        self._n_decodes = 0
+        self._seen: dict[Counter, int] = {}
 
     def record_end(self, finish_reason: str, progress: Progress | None) -> None:
         """Count a request that came to its end; one that was refused has no progress."""
@@ -58,9 +73,9 @@ class Metrics:
 
     def _record(self, progress: Progress) -> None:
         totals = self._totals
+        self._all_prompt.inc(progress.n_prompt)
+        self._matched.inc(progress.n_cached)
         for name, counter, value in (
-            ("prompt", self._all_prompt, progress.n_prompt),
-            ("matched", self._matched, progress.n_cached),
             ("computed", self._prompt, progress.n_prompt_computed),
             ("prompt_s", self._prompt_seconds, progress.prompt_ms / 1e3),
             ("generated", self._predicted, progress.n_generated),
@@ -69,7 +84,6 @@ class Metrics:
             counter.inc(value)
             totals[name] += value
         self._cached.inc(progress.n_cached)
-        self._hit_rate.set(_ratio(totals["matched"], totals["prompt"]))
         self._prompt_rate.set(_ratio(totals["computed"], totals["prompt_s"]))
         self._predicted_rate.set(_ratio(totals["generated"], totals["generated_s"]))
         self._most_held = max(self._most_held, progress.n_held)
@@ -84,14 +98,35 @@ class Metrics:
 
     def exposition(self, state: State) -> bytes:
         """All metrics in Prometheus' text format, with the engine's state as of now."""
-        self._decodes.inc(state.n_decode_calls - self._n_decodes)
-        self._n_decodes = state.n_decode_calls
+        self._raise(self._decodes, state.n_decode_calls)
         self._busy.set(_ratio(state.n_busy_slots_total, state.n_decode_calls))
         self._processing.set(sum(bool(slot.request_id) for slot in state.slots))
         self._deferred.set(state.n_queued)
-        self._cells.set(state.cells_total)
-        self._cells_used.set(state.cells_used)
+        self._show(state.cache)
         return generate_latest(self._registry)
+
+    def _show(self, cache: CacheFigures) -> None:
+        for counter, total in (
+            (self._same_slot, cache.n_hits - cache.n_cross_slot),
+            (self._cross_slot, cache.n_cross_slot),
+            (self._misses, cache.n_misses),
+            (self._waits, cache.n_waits),
+            (self._copied, cache.n_copied),
+            (self._evicted, cache.n_evicted),
+        ):
+            self._raise(counter, total)
+        self._hit_rate.set(_ratio(cache.n_matched, cache.n_prompt))
+        self._cells.set(cache.cells_total)
+        self._cells_used.set(cache.cells_used)
+        self._cells_idle.set(cache.cells_idle)
+        self._cells_pinned.set(cache.cells_pinned)
+        self._seqs.set(cache.seqs_slots + cache.seqs_reserved)
+        self._seqs_used.set(cache.seqs_used)
+
+    def _raise(self, counter: Counter, total: int) -> None:
+        """Bring a counter to what the engine has counted."""
+        counter.inc(total - self._seen.get(counter, 0))
+        self._seen[counter] = total
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, registry=self._registry)

@@ -26,8 +26,12 @@ from llamaslot.base.errors import (
 from llamaslot.base.messages import (
     TERMINAL,
     Accepted,
+    Answer,
+    CacheCleared,
+    CacheState,
     Cancel,
     Cancelled,
+    ClearCache,
     Command,
     Detokenize,
     Detokenized,
@@ -35,6 +39,7 @@ from llamaslot.base.messages import (
     Failed,
     Finished,
     Inspect,
+    InspectCache,
     ModelInfo,
     Output,
     Progress,
@@ -42,6 +47,7 @@ from llamaslot.base.messages import (
     State,
     Stopped,
     Submit,
+    SubmitAll,
     TextPart,
     Tokenize,
     Tokenized,
@@ -50,7 +56,7 @@ from llamaslot.service.metrics import Metrics, per_second
 from llamaslot.text.template import ChatTemplate
 
 _log = structlog.get_logger(__name__)
-_T = TypeVar("_T", Tokenized, Detokenized, State)
+_T = TypeVar("_T", Tokenized, Detokenized, State, CacheState, CacheCleared)
 
 _MAX_RETRY_AFTER = 60
 
@@ -119,11 +125,16 @@ class Service:
 
     def generate(self, submit: Submit) -> Generation:
         """Submit a request. Raises what `check_room` raises."""
-        self.check_room(1)
-        generation = Generation(submit, self)
-        self._generations[submit.request_id] = generation
-        self.send(submit)
+        (generation,) = self.generate_all((submit,))
         return generation
+
+    def generate_all(self, submits: Sequence[Submit]) -> list[Generation]:
+        """Submit requests for one prompt. Raises what `check_room` raises."""
+        self.check_room(len(submits))
+        generations = [Generation(submit, self) for submit in submits]
+        self._generations |= {generation.request_id: generation for generation in generations}
+        self.send(submits[0] if len(submits) == 1 else SubmitAll(tuple(submits)))
+        return generations
 
     def render_chat(
         self,
@@ -152,6 +163,14 @@ class Service:
         """The slots and the queue as of the next step."""
         return await self._ask(Inspect(self._question_id()), State)
 
+    async def cache(self, *, top: int, text: bool = False) -> CacheState:
+        """The prefix cache as of the next step, with its `top` prefixes, spelled out if `text` is true."""
+        return await self._ask(InspectCache(self._question_id(), top, text), CacheState)
+
+    async def clear_cache(self) -> int:
+        """Give up all idle prefixes; their tokens."""
+        return (await self._ask(ClearCache(self._question_id()), CacheCleared)).n_tokens
+
     async def exposition(self) -> bytes:
         """The metrics in Prometheus' text format."""
         return self.metrics.exposition(await self.state())
@@ -167,14 +186,16 @@ class Service:
         for event in events:
             if isinstance(event, Stopped):
                 self._engine_stopped(event)
-            elif isinstance(event, Tokenized | Detokenized | State):
+            elif isinstance(event, Answer):
                 self._answer(event.request_id, event)
             elif isinstance(event, Failed) and event.request_id in self._answers:
                 self._answer(event.request_id, _error_of(event))
             else:
                 self._pass_on(event)
 
-    async def _ask(self, question: Tokenize | Detokenize | Inspect, kind: type[_T]) -> _T:
+    async def _ask(
+        self, question: Tokenize | Detokenize | Inspect | InspectCache | ClearCache, kind: type[_T]
+    ) -> _T:
         if self.stopped.done():
             raise self._refusal or UnavailableError("the engine is not running")
         future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
@@ -315,6 +336,7 @@ def _figures(progress: Progress) -> dict[str, Any]:
         "prompt_tokens": progress.n_prompt,
         "prefix_cache_tokens": progress.n_cached,
         "prefix_cache_ratio": round(progress.n_cached / progress.n_prompt, 4),
+        "prefix_copied_tokens": progress.n_copied,
         "generated_tokens": progress.n_generated,
         "tokens_per_second": round(per_second(progress), 2),
     }

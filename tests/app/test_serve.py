@@ -28,8 +28,15 @@ def refused(*args: str | Path) -> str:
 def test_it_says_what_runs_where_and_reuses_the_first_turn(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tmp_path, "-m", tiny_model, "-c", "2048", "-np", "2", "--alias", "tiny", "--metrics") as server:
         start = server.log.read_text()
-        for words in ("2 slots, 2048 cells", "on CPU", f"listening on {server.url}", "curl"):
+        for words in (
+            "2 slots, 2048 cells",
+            "8 reserved sequences",
+            "on CPU",
+            f"listening on {server.url}",
+            "curl",
+        ):
             assert words in start
+        assert "KV pool" not in start
         assert server.get("/health") == {"status": "ok"}
         body = {"prompt": "hello there", "n_predict": 5, "temperature": 0, "ignore_eos": True}
         first = server.post("/completion", body)
@@ -44,6 +51,16 @@ def test_it_says_what_runs_where_and_reuses_the_first_turn(tiny_model: Path, tmp
         assert {"queue_ms", "ttft_ms", "tokens_per_second", "generated_tokens", "slot"} <= done[0].keys()
         assert server.stop() == 0
         assert server.log_lines("server.stopped")
+
+
+def test_it_says_once_how_large_the_pool_became_and_why(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path, "-m", tiny_model, "-ngl", "0", "--kv-mem-fraction", "1") as server:
+        lines = [line for line in server.log.read_text().splitlines() if line.startswith("KV pool: (")]
+        assert len(lines) == 1
+        assert "- 0% of" in lines[0]
+        assert "/ 768 bytes a cell" in lines[0]
+        assert lines[0].endswith("16,384 taken, the most without --ctx-size")
+        assert server.log_lines("server.ready")[0]["cells"] == 16384
 
 
 def test_it_lets_running_requests_finish_before_it_ends(tiny_model: Path, tmp_path: Path) -> None:
@@ -81,6 +98,8 @@ def test_wrong_models_and_flags_are_one_line(tiny_model: Path, tmp_path: Path) -
     assert "not a GGUF file" in refused("-m", empty)
     assert "cannot load" in refused("-m", cut)
     assert "did you mean --port" in refused("--prot", "1")
+    assert "--kv-mem-fraction" in refused("-m", tiny_model, "-ngl", "0", "--kv-mem-fraction", "1e-9")
+    assert "--cache-seqs" in refused("-m", tiny_model, "-np", "128", "--cache-seqs", "128")
     assert "--chat-template" in refused("-m", tiny_model, "--chat-template", "{% if %}")
 
 

@@ -39,7 +39,11 @@ def configured(argv: str | Sequence[str]) -> Config:
 
 LLAMA: dict[str, tuple[str, object]] = {
     "-c 1234": ("n_ctx", 1234),
+    "--kv-mem-fraction 0.5": ("kv_mem_fraction", 0.5),
     "-np 7": ("n_slots", 7),
+    "--cache-seqs 9": ("n_cache_seqs", 9),
+    "--cache-seqs 0": ("n_cache_seqs", 0),
+    "--cache-seqs -1": ("n_cache_seqs", None),
     "-b 1000": ("n_batch", 1000),
     "-ub 300": ("n_ubatch", 300),
     "-t 3": ("n_threads", 3),
@@ -67,6 +71,7 @@ API: dict[str, tuple[str, object]] = {
     "--no-slots": ("slots", False),
     "-n 11": ("n_predict", 11),
     "--no-cache-prompt": ("cache_prompt", False),
+    "--cache-debug-text": ("cache_debug_text", True),
 }
 
 SAMPLING: dict[str, tuple[str, object]] = {
@@ -81,6 +86,7 @@ SAMPLING: dict[str, tuple[str, object]] = {
 ELSEWHERE = {
     *("model", "host", "port", "chat_template", "chat_template_file", "api_key_file"),
     *("max_queue", "prefill_gap_ms", "shutdown_timeout", "log_format", "log_level"),
+    *("cache_idle_cells", "cache_salt_from_api_key", "debug_invariants"),
 }
 """Options that go neither to the backend nor to the HTTP layer as they are."""
 
@@ -142,6 +148,12 @@ def test_a_lock_without_a_key_is_refused(tmp_path: Path) -> None:
             api_settings(configured(argv))
     with pytest.raises(ConfigError, match="nowhere"):
         api_settings(configured(["--api-key-file", str(tmp_path / "nowhere")]))
+
+
+def test_salts_from_keys_need_keys() -> None:
+    assert api_settings(configured("--cache-salt-from-api-key --api-key a")).cache_salt_from_api_key
+    with pytest.raises(ConfigError, match=r"--cache-salt-from-api-key needs .*--api-key"):
+        api_settings(configured("--cache-salt-from-api-key"))
 
 
 def test_where_the_template_comes_from(tmp_path: Path) -> None:
@@ -262,7 +274,10 @@ async def test_a_request_may_end_within_the_shutdown_timeout(tmp_path: Path) -> 
         assert await server.status == 0
 
 
-async def test_the_prefill_gap_reaches_the_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("given", "kept"), [(-1, None), (0, 0), (99, 99)])
+async def test_what_the_engine_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int, kept: int | None
+) -> None:
     engines: list[Engine] = []
 
     class Kept(Engine):
@@ -271,8 +286,19 @@ async def test_the_prefill_gap_reaches_the_scheduler(tmp_path: Path, monkeypatch
             engines.append(self)
 
     monkeypatch.setattr(server_module, "Engine", Kept)
-    async with serving(tmp_path, FakeBackend(), prefill_gap_ms=7.0):
-        assert [engine.scheduler.settings.gap_ms for engine in engines] == [7.0]
+    async with serving(tmp_path, FakeBackend(), prefill_gap_ms=7.0, cache_idle_cells=given):
+        [settings] = [engine.scheduler.settings for engine in engines]
+        assert (settings.gap_ms, settings.idle_cells) == (7.0, kept)
+
+
+async def test_a_cache_that_is_not_what_the_pool_holds_ends_the_server(tmp_path: Path) -> None:
+    class Wrong(FakeBackend):
+        def seq_len(self, seq: int) -> int:
+            return super().seq_len(seq) + (seq == 3 and self.n_decoded > 0)
+
+    async with serving(tmp_path, Wrong(), debug_invariants=True) as server:
+        await server.post("/completion", {"prompt": "x", "n_predict": 1})
+        assert await server.status == 1
 
 
 async def test_the_queue_of_a_server_is_as_long_as_configured(tmp_path: Path) -> None:

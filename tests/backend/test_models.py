@@ -19,7 +19,7 @@ from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.messages import Finished
-from llamaslot.core.backend import Decoded, IllegalCallError, Run, Status
+from llamaslot.core.backend import Copy, Decoded, IllegalCallError, Remove, Run, Share, Status
 from tests.engine.harness import running
 
 N_CTX = 512
@@ -83,13 +83,16 @@ def test_a_state_that_cannot_be_cut_back_is_only_cleared_whole(
         assert backend.info.reuse_reason.startswith(f"{kind} model")
         assert feed(backend, 0, [300, 301, 302, 303]).status is Status.OK
         with pytest.raises(IllegalCallError):
-            backend.seq_rm(0, 2)
+            backend.change(Remove(0, 2))
         with pytest.raises(IllegalCallError):
-            backend.seq_rm(0, 3)
+            backend.change(Remove(0, 3))
         with pytest.raises(IllegalCallError):
-            backend.seq_cp(0, 1, 0, 4)
-        assert (backend.seq_len(0), backend.seq_len(1)) == (4, 0)
-        backend.seq_rm(0, 0)
+            backend.change(Copy(0, 1, 0, 4))
+        assert feed(backend, 1, [300, 301, 302, 303]).status is Status.OK
+        with pytest.raises(IllegalCallError):
+            backend.change(Share(0, 1, 0, 4))
+        assert (backend.seq_len(0), backend.seq_len(1)) == (4, 4)
+        backend.change(Remove(0, 0))
         assert backend.seq_len(0) == 0
         assert feed(backend, 0, [300]).status is Status.OK
 
@@ -114,9 +117,11 @@ def test_a_common_model_is_reusable(tiny_model: Path) -> None:
         assert backend.info.reuse_reason == ""
         assert backend.info.n_ctx_slot == N_CTX
         feed(backend, 0, [300, 301, 302, 303])
-        backend.seq_rm(0, 2)
-        backend.seq_cp(0, 1, 0, 2)
-        assert (backend.seq_len(0), backend.seq_len(1)) == (2, 2)
+        backend.change(Remove(0, 2))
+        backend.change(Copy(0, 1, 0, 2))
+        feed(backend, 1, [302])
+        backend.change(Share(1, 0, 1, 2))
+        assert (backend.seq_len(0), backend.seq_len(1)) == (2, 3)
 
 
 def test_types_of_the_kv_pool(tiny_model: Path) -> None:
@@ -159,8 +164,8 @@ def test_the_pool_is_one_or_in_parts(tiny_model: Path) -> None:
         assert feed(backend, 1, [300]).status is Status.OK
         for end in (0, 64):
             with pytest.raises(IllegalCallError):
-                backend.seq_cp(0, 2, 0, end)
-        backend.seq_rm(0, 100)
+                backend.change(Copy(0, 2, 0, end))
+        backend.change(Remove(0, 100))
         assert (backend.seq_len(0), backend.seq_len(1), backend.seq_len(2)) == (100, 1, 0)
 
 
@@ -183,14 +188,15 @@ def test_no_slot_is_longer_than_the_model_was_trained_for(tiny_model: Path) -> N
     with loaded(tiny_model, n_ctx=8192) as backend:
         assert (backend.info.n_ctx_train, backend.info.n_ctx, backend.info.n_ctx_slot) == (4096, 8192, 4096)
     with loaded(tiny_model, n_ctx=0) as backend:
-        assert (backend.info.n_ctx, backend.info.n_ctx_slot) == (4096, 4096)
+        assert (backend.info.n_ctx, backend.info.n_ctx_slot) == (4096 * backend.info.n_slots, 4096)
 
 
 def test_sizes_and_threads_arrive(tiny_model: Path) -> None:
     settings = {"n_batch": 256, "n_ubatch": 128, "n_slots": 3, "n_threads": 1, "n_threads_batch": 2}
-    with loaded(tiny_model, **settings) as backend:
+    with loaded(tiny_model, n_cache_seqs=5, **settings) as backend:
         info = backend.info
-        assert (info.n_batch, info.n_ubatch, info.n_slots, backend.n_seqs) == (256, 128, 3, 3)
+        assert (info.n_batch, info.n_ubatch, info.n_slots, info.n_cache_seqs) == (256, 128, 3, 5)
+        assert backend.n_seqs == 3 + 5 + 1
         assert llama_cpp.llama_n_threads(backend._context) == 1
         assert llama_cpp.llama_n_threads_batch(backend._context) == 2
 
@@ -255,7 +261,7 @@ def test_the_length_is_read_back_after_a_failure(tiny_model: Path, monkeypatch: 
             assert feed(backend, 0, [301] * 7).status is Status.FATAL
         assert backend.seq_len(0) == 12
         assert feed(backend, 0, [302]).status is Status.OK
-        backend.seq_rm(0, 5)
+        backend.change(Remove(0, 5))
         assert feed(backend, 0, [303]).status is Status.OK
         after = logits(backend, 0)
         feed(backend, 1, [300] * 5)

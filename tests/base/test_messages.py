@@ -9,7 +9,18 @@ import msgspec
 import pytest
 
 from llamaslot.base import messages
-from llamaslot.base.messages import Command, Event, Progress, Sampling, SlotReport, TextPart, TokensPart
+from llamaslot.base.messages import (
+    CacheFigures,
+    CachePrefix,
+    Command,
+    Event,
+    Progress,
+    Sampling,
+    SlotReport,
+    Submit,
+    TextPart,
+    TokensPart,
+)
 
 SAMPLING = Sampling(seed=7, logit_bias={5: -math.inf, 9: 1.5})
 PROGRESS = Progress(
@@ -34,6 +45,22 @@ VALUES: dict[str, Any] = {
     "reason": "word",
     "content": "text",
     "n_prompt": 9,
+    "submits": (Submit("r-1", (TextPart("a"),), group="g"), Submit("r-2", (TextPart("a"),), group="g")),
+    "cache": CacheFigures(cells_total=64, n_hits=3),
+    "figures": CacheFigures(cells_used=9),
+    "prefixes": (
+        CachePrefix(
+            parent=-1,
+            namespace=0,
+            n_tokens=7,
+            n_edge=7,
+            hits=2,
+            holders=(0, 5),
+            pinned=True,
+            last_used=1,
+            text="a\u20ac",
+        ),
+    ),
 }
 
 

@@ -21,7 +21,7 @@ def test_nothing_is_to_be_decided_until_the_first_of_the_streams_reaches_its_lim
     for n_left in range(8, -1, -1):
         assert driver.step().n_ahead == n_left
     assert short.state is RequestState.DONE
-    assert driver.step().n_ahead == 512 - driver.scheduler.cells_used
+    assert driver.step().n_ahead == 512 - driver.scheduler.ledger.n_used
     assert endless.state is RequestState.RUNNING
     driver.submit("c" * 20, max_tokens=-1)
     assert driver.step().n_ahead == 0
@@ -35,13 +35,13 @@ def test_a_stop_string_has_to_be_looked_for_after_each_step() -> None:
 
 
 def test_streams_do_not_run_ahead_beyond_the_pool() -> None:
-    driver = Driver(n_slots=2, n_ctx=100, n_ubatch=64)
+    driver = Driver(n_slots=2, n_ctx=161, n_ubatch=64)
     for letter in "ab":
         driver.submit(letter * 16, max_tokens=-1)
     driver.step()
     plan = driver.step()
-    assert driver.scheduler.cells_used == 34
-    assert plan.n_ahead == (100 - 34) // 2
+    assert driver.scheduler.ledger.n_used == 34
+    assert plan.n_ahead == (161 - 34) // 2
 
 
 def test_room_for_some_steps_is_made_at_once() -> None:
@@ -85,13 +85,13 @@ def test_requests_of_a_failed_step_go_on_step_by_step() -> None:
 
 
 def test_no_idle_cells_are_taken_ahead_from_a_request_that_is_preempted_meanwhile() -> None:
-    driver = Driver(n_slots=2, n_ctx=128, n_ubatch=64)
+    driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64)
     for letter in "ab":
-        driver.submit(letter * 27, max_tokens=80)
-    while not driver.preempted():
+        driver.submit(letter * 60, max_tokens=150)
+    while not driver.preempted:
         driver.step()
-    (preempted,) = driver.preempted()
-    assert len(driver.scheduler.slots[preempted.slot_id].history) >= 63 - 1
+    (preempted,) = driver.preempted
+    assert driver.held(preempted) >= 127 - 1
 
 
 def test_many_streams_take_no_more_cells_ahead_than_one() -> None:
@@ -101,15 +101,15 @@ def test_many_streams_take_no_more_cells_ahead_than_one() -> None:
         driver.submit(letter * 48, max_tokens=-1)
     while trims(driver.step()).get(idle.slot_id, 300) == 300:
         pass
-    held = len(driver.scheduler.slots[idle.slot_id].history)
+    held = driver.held(idle)
     assert 300 - held <= 32 + 4
     assert driver.plans[-1].n_ahead in {0, 8}
 
 
 def test_a_resumed_request_that_gets_its_tokens_one_by_one_is_not_run_ahead_of() -> None:
-    driver = Driver(n_slots=2, n_ctx=128, n_ubatch=64)
-    requests = [driver.submit(letter * 27, max_tokens=80) for letter in "ab"]
-    while not driver.preempted():
+    driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64)
+    requests = [driver.submit(letter * 60, max_tokens=150) for letter in "ab"]
+    while not driver.preempted:
         driver.step()
     driver.scheduler.chunks.limit = lambda _n_decoding: 1
     n_before = len(driver.plans)
@@ -135,14 +135,15 @@ def step_of(n_ahead: int, tokens: dict[int, int], status: Status = Status.OK) ->
     ]
     runs = [Run(seq, start, np.array([5], dtype=np.int32), output=True) for seq, start in ((1, 7), (3, 20))]
     work = [Work(request, run) for request, run in zip(requests, runs, strict=True)]
-    return StepPlan(work=work, n_ahead=n_ahead), StepResult(Decoded(status, {}), tokens, {}, {}, 0.0, 0.0)
+    sampled = {f"r{seq}": token for seq, token in tokens.items()}
+    return StepPlan(work=work, n_ahead=n_ahead), StepResult(Decoded(status, {}), sampled, {}, {}, 0.0, 0.0)
 
 
 def test_the_next_step_computes_what_this_one_sampled() -> None:
     plan, result = step_of(2, {1: 8, 3: 9})
     after = following(plan, result, EOG)
     assert after is not None
-    assert (after.n_ahead, after.trims, after.claims, after.preempted) == (1, [], [], [])
+    assert (after.n_ahead, after.operations, after.preempted) == (1, [], [])
     assert [each.request for each in after.work] == [each.request for each in plan.work]
     assert [(w.run.seq, w.run.start, w.run.tokens.tolist(), w.run.output) for w in after.work] == [
         (1, 8, [8], True),

@@ -37,33 +37,30 @@ def test_a_request_that_is_done_never_moves_again() -> None:
 
 def make_slot(state: SlotState) -> Slot:
     slot = Slot(0)
-    if state is not SlotState.EMPTY:
-        slot.claim(make_request(), 0, 1)
-        slot.history.extend(np.array([1, 2, 3], dtype=np.int32))
-        if state is SlotState.IDLE:
-            slot.release(2)
+    if state is SlotState.RUNNING:
+        slot.claim(make_request())
     assert slot.state is state
     return slot
 
 
 EVENTS = {
-    SlotEvent.CLAIM: lambda slot: slot.claim(make_request("other"), 0, 3),
-    SlotEvent.RELEASE: lambda slot: slot.release(3),
-    SlotEvent.EVICT: lambda slot: slot.evict(1),
-    SlotEvent.EXTEND: lambda slot: slot.extend(np.array([4], dtype=np.int32)),
+    SlotEvent.CLAIM: lambda slot: slot.claim(make_request("other")),
+    SlotEvent.RELEASE: lambda slot: slot.release(),
 }
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(SlotState, SlotEvent)))
 def test_slot_follows_its_table(state: SlotState, event: SlotEvent) -> None:
     slot = make_slot(state)
-    before = (slot.request, slot.history.view().tolist(), slot.last_used, slot.private_to)
-    if state in SLOT_TABLE[event]:
-        EVENTS[event](slot)
-    else:
+    before = slot.request
+    following = SLOT_TABLE.get((state, event))
+    if following is None:
         with pytest.raises(IllegalEventError):
             EVENTS[event](slot)
-        assert (slot.request, slot.history.view().tolist(), slot.last_used, slot.private_to) == before
+        assert slot.request is before
+    else:
+        EVENTS[event](slot)
+        assert slot.state is following
 
 
 def test_ending_a_request_frees_its_sampler_once() -> None:
@@ -83,11 +80,21 @@ def test_ending_a_request_frees_its_sampler_once() -> None:
     assert sampler.n_closed == 1
 
 
-def test_private_kv_matches_its_own_request_only() -> None:
-    slot = Slot(0)
-    private = make_request("private", cache_prompt=False)
-    slot.claim(private, 0, 1)
-    slot.history.extend(private.known.view(0, 4))
-    slot.release(2)
-    assert slot.match(make_request("other")) == 0
-    assert slot.match(private) == 4
+def test_a_private_request_shares_with_its_group_only() -> None:
+    spaces = {
+        (cache_prompt, reuse, salt, group): Request(
+            Submit("r", (), cache_prompt=cache_prompt, cache_salt=salt, group=group),
+            np.arange(5, dtype=np.int32),
+            arrival=1,
+            now=0.0,
+            reuse=reuse,
+        ).space
+        for cache_prompt, reuse, salt, group in itertools.product(
+            (True, False), (True, False), ("", "s"), ("", "g")
+        )
+    }
+    shared = {key: space for key, space in spaces.items() if key[0] and key[1]}
+    assert shared[True, True, "", ""] == shared[True, True, "", "g"] != shared[True, True, "s", ""]
+    private = {key: space for key, space in spaces.items() if key not in shared}
+    assert not set(private.values()) & set(shared.values())
+    assert len(set(private.values())) == 2

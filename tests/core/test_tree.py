@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llamaslot.core.tree import Match, Tree, packed
+from llamaslot.core.node import packed
+from llamaslot.core.tree import Match, Tree
 
 SEQS = 8
-SCARCE = range(4, SEQS)
 SPACES = st.sampled_from(["", "salt"])
 SOME = st.lists(st.integers(1, 3), max_size=8).map(tuple)
 Path = tuple[int, ...]
@@ -22,12 +22,16 @@ def run_of(tokens: Path) -> bytes:
     return packed(np.array(tokens, dtype=np.int32))
 
 
+def common(a: Path, b: Path) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 class TreeMachine(RuleBasedStateMachine):
     """Sequences come, grow, shrink and go; after every rule the tree says what the oracle says."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tree = Tree(SCARCE)
+        self.tree = Tree()
         self.held: dict[int, tuple[str, Path]] = {}
         self.pinned: set[int] = set()
         self.now = 0
@@ -55,6 +59,11 @@ class TreeMachine(RuleBasedStateMachine):
         n = self.matching(space, tokens)
         found = self.tree.match(space, run_of(tokens))
         assert found.n == n
+        shared = {s: common(path, tokens[:n]) if held == space else 0 for s, (held, path) in self.held.items()}
+        assert self.tree.shared(found, range(SEQS)) == dict.fromkeys(range(SEQS), 0) | shared
+        assert self.tree.n_idle(found) == n - max((shared[s] for s in self.pinned), default=0)
+        if n:
+            assert sorted(self.tree.holders(found.node)) == sorted(s for s in shared if shared[s] == n)
         shorter = self.tree.match(space, run_of(tokens[: max(0, n - less)]))
         self.tree.hold(seq, shorter)
         self.now += 1
@@ -101,13 +110,11 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree.unpin(seq, self.now)
         self.pinned.discard(seq)
 
-    @rule(n_cells=st.integers(0, 30), n_ids=st.integers(0, 3), spared=st.sets(st.integers(0, 7), max_size=2))
-    def evict(self, n_cells: int, n_ids: int, spared: set[int]) -> None:
-        spared &= self.held.keys()
-        nodes = [self.tree.tip(seq) for seq in spared]
-        before, safe = self.prefixes(), self.prefixes(self.pinned | spared)
-        plan = self.tree.plan_eviction(n_cells, n_ids, nodes)
-        assert plan == self.tree.plan_eviction(n_cells, n_ids, nodes)
+    @rule(n_cells=st.integers(0, 30))
+    def evict(self, n_cells: int) -> None:
+        before, safe = self.prefixes(), self.prefixes(self.pinned)
+        plan = self.tree.plan_eviction(n_cells)
+        assert plan == self.tree.plan_eviction(n_cells)
         self.tree.evict(plan)
         for seq, keep in plan.keeps.items():
             space, path = self.held[seq]
@@ -119,12 +126,7 @@ class TreeMachine(RuleBasedStateMachine):
                 del self.held[seq]
         after = self.prefixes()
         assert safe <= after
-        assert len(before) - len(after) == plan.n_cells
-        assert sum(not keep for seq, keep in plan.keeps.items() if seq in SCARCE) == plan.n_ids
-        if plan.n_cells < n_cells or plan.n_ids < n_ids:
-            assert after == safe, "more could have been given up"
-        elif n_ids == 0:
-            assert plan.n_cells == n_cells
+        assert len(before) - len(after) == plan.n_cells == min(n_cells, len(before - safe))
 
     @invariant()
     def the_tree_says_what_the_oracle_says(self) -> None:
@@ -134,6 +136,7 @@ class TreeMachine(RuleBasedStateMachine):
         for seq, (_, path) in self.held.items():
             assert tuple(self.tree.tokens(seq).tolist()) == path
             assert self.tree.length(seq) == len(path)
+            assert self.tree.is_pinned(seq) == (seq in self.pinned)
             others = self.prefixes(set(self.held) - {seq})
             assert self.tree.is_covered(seq) == (not path or self.held[seq] in others)
 
@@ -171,11 +174,25 @@ def test_the_least_recently_used_leaf_goes_first_and_ancestors_last() -> None:
     assert order[8] == {1: 0, 0: 0, 2: 0}
 
 
-def test_the_last_id_on_a_path_is_freed_with_the_path_and_not_before() -> None:
-    tree = Tree(range(2))
+def test_the_last_to_hold_a_path_goes_on_holding_it() -> None:
+    tree = Tree()
     for seq, tail in enumerate(((5, 5), (6, 6))):
         tree.hold(seq, tree.match("", run_of((1, 2, 3))))
         tree.extend(seq, run_of(((1, 2, 3) if seq == 0 else ()) + tail))
         tree.touch(tree.tip(seq), seq)
-    assert [tree.plan_eviction(n_cells).n_ids for n_cells in (1, 2, 4, 6, 7)] == [0, 1, 1, 1, 2]
-    assert tree.plan_eviction(0, n_ids=2).n_cells == 7
+    plans = [tree.plan_eviction(n_cells).keeps for n_cells in (1, 2, 4, 6, 7)]
+    assert plans == [{0: 4}, {0: 0}, {0: 0, 1: 3}, {0: 0, 1: 1}, {0: 0, 1: 0}]
+
+
+def test_a_namespace_without_kv_leaves_nothing_behind() -> None:
+    tree = Tree()
+    first, second = tree.match("salt", b""), tree.match("salt", b"")
+    tree.hold(0, first)
+    tree.hold(1, second)
+    assert tree.extend(0, run_of((1, 2))) == 0
+    assert tree.extend(1, run_of((1, 2, 3))) == 2
+    assert tree.sequences("salt") == [0, 1]
+    tree.release(0)
+    tree.release(1)
+    assert not tree._roots
+    tree.check()

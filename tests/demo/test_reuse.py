@@ -19,9 +19,9 @@ from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.backend.llama import backend as llama_backend
 from llamaslot.base.messages import Finished
-from llamaslot.core.planner import Planner
-from llamaslot.core.request import Request
-from llamaslot.core.slots import Slot
+from llamaslot.core.backend import Copy, Operation
+from llamaslot.core.node import WIDTH
+from llamaslot.core.tree import Match, Tree
 from llamaslot.text.template import ChatTemplate
 from tests.conftest import LONG
 from tests.engine.harness import Harness, running
@@ -154,35 +154,51 @@ def test_two_requests_of_60_percent_of_the_pool_give_the_texts_they_give_alone()
 
 
 def match_one_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trim at n + 1: one stale token stays in the middle."""
-    match = Slot.match
+    """A match that ends inside an edge takes the next token along: one stale token stays in the middle."""
+    match = Tree.match
 
-    def too_long(slot: Slot, request: Request) -> int:
-        n = match(slot, request)
-        return n + 1 if 0 < n < min(len(slot.history), len(request.known) - 1) else n
+    def too_long(tree: Tree, space: str, tokens: bytes) -> Match:
+        found = match(tree, space, tokens)
+        ends_inside = 0 < found.n < found.node.end and found.n * WIDTH < len(tokens)
+        return Match(found.node, found.n + ends_inside)
 
-    monkeypatch.setattr(Slot, "match", too_long)
+    monkeypatch.setattr(Tree, "match", too_long)
 
 
 def never_trim(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cells behind the match stay where they are."""
 
-    def seq_rm(backend: LlamaBackend, seq: int, start: int, end: int = -1) -> None:
-        backend._lengths[seq] = start
+    def remove(backend: LlamaBackend, seq: int, keep: int) -> None:
+        backend._lengths[seq] = min(keep, backend._lengths[seq])
 
-    monkeypatch.setattr(LlamaBackend, "seq_rm", seq_rm)
+    monkeypatch.setattr(LlamaBackend, "_remove", remove)
 
 
-def run_in_the_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The match of one slot is believed of another."""
-    choose = Planner._choose
+def copy_from_the_wrong_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix is taken from another sequence that holds as many tokens."""
+    change = LlamaBackend.change
 
-    def wrong(planner: Planner, request: Request, choices: list[Slot]) -> tuple[Slot, int]:
-        slot, keep = choose(planner, request, choices)
-        others = [s for s in choices if s is not slot and len(s.history) >= keep]
-        return (others[0] if others else slot), keep
+    def wrong(backend: LlamaBackend, operation: Operation) -> None:
+        if isinstance(operation, Copy):
+            lengths = enumerate(backend._lengths)
+            others = [s for s, n in lengths if n >= operation.end and s not in (operation.src, operation.dst)]
+            operation = replace(operation, src=(others or [operation.src])[0])
+        change(backend, operation)
 
-    monkeypatch.setattr(Planner, "_choose", wrong)
+    monkeypatch.setattr(LlamaBackend, "change", wrong)
+
+
+def lose_a_holder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parked path is believed to be held, and is not."""
+    change = LlamaBackend.change
+
+    def lost(backend: LlamaBackend, operation: Operation) -> None:
+        if isinstance(operation, Copy) and operation.dst >= backend.info.n_slots:
+            backend._lengths[operation.dst] = operation.end
+        else:
+            change(backend, operation)
+
+    monkeypatch.setattr(LlamaBackend, "change", lost)
 
 
 def shift_positions_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +214,14 @@ def shift_positions_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "plant", [match_one_token_too_many, never_trim, run_in_the_wrong_slot, shift_positions_by_one]
+    "plant",
+    [
+        match_one_token_too_many,
+        never_trim,
+        copy_from_the_wrong_sequence,
+        lose_a_holder,
+        shift_positions_by_one,
+    ],
 )
 def test_the_comparison_notices_planted_bugs(
     plant: Callable[[pytest.MonkeyPatch], None],

@@ -27,6 +27,7 @@ from llamaslot.core.backend import Backend
 from llamaslot.core.step import StepPlan
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import Step, Worker
+from tests.pool import check_pool
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -103,17 +104,12 @@ class Harness:
         While the worker computes, running slots may hold more; before and after, the two agree exactly.
         """
         assert isinstance(self.backend, FakeBackend)
-        for slot in self.engine.scheduler.slots:
-            if not slot.broken:
-                held, seen = list(enumerate(slot.history.view().tolist())), self.backend.seen(slot.id)
-                assert seen[: len(held)] == held, slot.id
-                assert seen == held or (slot.request is not None and self.computing), slot.id
+        check_pool(self.engine.scheduler, self.backend, computing=self.computing)
 
     def _watched(
         self, run: Callable[[StepPlan], AsyncGenerator[Step, None]]
     ) -> Callable[[StepPlan], AsyncGenerator[Step, None]]:
         async def watched(plan: StepPlan) -> AsyncGenerator[Step, None]:
-            self.check_cells()
             self.computing = True
             async for step in run(plan):
                 yield step

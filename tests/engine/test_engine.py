@@ -20,13 +20,14 @@ from llamaslot.base.messages import (
     Sampling,
     State,
     Submit,
+    SubmitAll,
     TextPart,
     Tokenize,
     Tokenized,
     TokensPart,
 )
 from llamaslot.core.backend import Decoded, Run, Status
-from tests.engine.harness import GREEDY, alone, running
+from tests.engine.harness import GREEDY, Harness, alone, running
 
 
 class CountingBackend(FakeBackend):
@@ -76,11 +77,11 @@ async def test_cache_prompt_off_neither_reads_nor_feeds() -> None:
         await engine.submit("1", "a prompt to remember")
         private = finished(await engine.submit("2", "a prompt to remember", cache_prompt=False))
         assert private.progress.n_cached == 0
-        await engine.submit("3", "another private one", cache_prompt=False)
-        after = finished(await engine.submit("4", "another private one"))
+        await engine.submit("3", "one more private", cache_prompt=False, add_special=False)
+        after = finished(await engine.submit("4", "one more private", add_special=False))
         assert after.progress.n_cached == 0
-        state = engine.engine.scheduler
-        assert all(not slot.private_to for slot in state.slots)
+        tree = engine.engine.scheduler.ledger.tree
+        assert {node.space for node in tree.nodes()} == {"salt "}
 
 
 async def test_an_empty_slot_is_taken_before_a_slot_is_cut_in_half() -> None:
@@ -94,7 +95,7 @@ async def test_an_empty_slot_is_taken_before_a_slot_is_cut_in_half() -> None:
 
 
 async def test_without_any_match_the_least_recently_used_slot_goes() -> None:
-    async with running(FakeBackend(n_slots=2)) as engine:
+    async with running(FakeBackend(n_slots=2, unified=False)) as engine:
         slots = [
             finished(await engine.submit(str(i), chr(97 + i) * 20, add_special=False)).progress.slot
             for i in range(4)
@@ -234,10 +235,10 @@ async def test_the_request_at_fault_fails_alone() -> None:
 
 async def test_when_the_engine_dies_every_request_ends_once() -> None:
     class Dying(FakeBackend):
-        def sample(self, samplers):
+        def sample(self, draws):
             if self.n_decoded > 60:
                 raise RuntimeError("the device is gone")
-            return super().sample(samplers)
+            return super().sample(draws)
 
     async with running(Dying(n_slots=2)) as engine:
         ends = [engine.submit(str(i), f"request {i}", max_tokens=40) for i in range(5)]
@@ -312,7 +313,7 @@ async def test_questions_are_answered_beside_requests() -> None:
         assert engine.events["d"][0].content == "hi</s>"
         state = engine.events["i"][0]
         assert [slot.request_id for slot in state.slots] == ["1", ""]
-        assert state.cells_used >= 2
+        assert state.cache.cells_used >= 2
         finished(await end)
 
 
@@ -322,3 +323,54 @@ async def test_models_that_cannot_be_cut_compute_every_prompt_whole() -> None:
         second = finished(await engine.submit("2", "hello there, again", id_slot=0))
         assert second.progress.n_cached == 0
         assert engine.text("2") == await alone("hello there, again", FakeBackend(reuse=False))
+
+
+async def submit_group(engine: Harness, prompt: str, n: int, **fields: object) -> list[asyncio.Future[object]]:
+    """Choices of one prompt, sent as one command."""
+    names = [str(i) for i in range(n)]
+    for name in names:
+        engine.ends[name] = asyncio.get_running_loop().create_future()
+    submits = [
+        Submit(name, (TextPart(prompt),), sampling=Sampling(seed=i, ignore_eos=True), group="g", **fields)
+        for i, name in enumerate(names)
+    ]
+    engine.engine.send(SubmitAll(tuple(submits)))
+    return [engine.ends[name] for name in names]
+
+
+@pytest.mark.parametrize("cache_prompt", [True, False])
+async def test_choices_are_tokenized_and_computed_once(cache_prompt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = FakeBackend(n_slots=2)
+    tokenize, n_tokenized = FakeVocab.tokenize, 0
+
+    def counted(vocab: FakeVocab, text: str, **options: bool) -> object:
+        nonlocal n_tokenized
+        n_tokenized += 1
+        return tokenize(vocab, text, **options)
+
+    monkeypatch.setattr(FakeVocab, "tokenize", counted)
+    async with running(backend) as engine:
+        ends = await submit_group(engine, "tell me a story", 5, max_tokens=6, cache_prompt=cache_prompt)
+        ends = [finished(end) for end in await asyncio.gather(*ends)]
+        assert [end.progress.n_prompt_computed for end in ends] == [16, 0, 0, 0, 0]
+        assert n_tokenized == 1
+        assert len({engine.text(str(i)) for i in range(5)}) > 1
+    for i in range(5):
+        async with running(FakeBackend()) as apart:
+            seeded = Sampling(seed=i, ignore_eos=True)
+            await apart.submit("alone", "tell me a story", max_tokens=6, sampling=seeded)
+            assert engine.text(str(i)) == apart.text("alone")
+
+
+async def test_one_of_several_choices_can_be_cancelled_before_the_prompt_is_tokenized() -> None:
+    async with running(FakeBackend()) as engine:
+        ends = await submit_group(engine, "x" * 50, 3, max_tokens=4)
+        engine.cancel("0")
+        assert [type(end) for end in await asyncio.gather(*ends)] == [Cancelled, Finished, Finished]
+
+
+async def test_choices_of_a_prompt_that_is_refused_all_fail() -> None:
+    async with running(FakeBackend(n_ctx=64)) as engine:
+        ends = await submit_group(engine, "x" * 1000, 3)
+        refusals = [failed(end) for end in await asyncio.gather(*ends)]
+        assert {refusal.error_type for refusal in refusals} == {"exceed_context_size_error"}

@@ -67,8 +67,8 @@ class Threaded:
         self.n_plans = 0
         plan = self.engine.scheduler.plan
 
-        def counted() -> StepPlan:
-            made = plan()
+        def counted(now: float) -> StepPlan:
+            made = plan(now)
             self.n_plans += bool(made)
             return made
 
@@ -177,8 +177,8 @@ async def test_samplers_outlive_the_step_that_runs_when_the_engine_dies() -> Non
     class Watched(GatedBackend):
         n_sampled = 0
 
-        def sample(self, samplers: dict[int, Sampler]) -> dict[int, int]:
-            tokens = super().sample(samplers)  # which refuses a closed one
+        def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
+            tokens = super().sample(draws)  # which refuses a closed one
             self.n_sampled += 1
             return tokens
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -29,6 +30,7 @@ from llamaslot.base.messages import (
     Submit,
     TextPart,
 )
+from llamaslot.core.backend import Decoded, Run
 from llamaslot.engine.engine import Engine
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Generation, Outcome, Service, ServiceSettings
@@ -150,8 +152,18 @@ async def test_metrics_after_known_requests() -> None:
         "llamaslot_prompt_tokens_total": 50,
         "llamaslot_prefix_cache_tokens_total": 23,
         "llamaslot_prefix_cache_hit_rate": 23 / 50,
+        "llamaslot_prefix_cache_hits_total{reuse=same_slot}": 1,
+        "llamaslot_prefix_cache_hits_total{reuse=cross_slot}": 0,
+        "llamaslot_prefix_cache_misses_total": 1,
+        "llamaslot_prefix_cache_waits_total": 0,
+        "llamaslot_prefix_cache_copied_tokens_total": 0,
+        "llamaslot_prefix_cache_evicted_tokens_total": 0,
         "llamaslot_cells": 256,
         "llamaslot_cells_used": 35,
+        "llamaslot_cells_idle": 35,
+        "llamaslot_cells_pinned": 0,
+        "llamaslot_sequences": 2,
+        "llamaslot_sequences_used": 1,
         "llamaslot_queue_seconds_count": 2,
         "llamaslot_ttft_seconds_count": 2,
         "llamaslot_request_seconds_count": 2,
@@ -168,6 +180,54 @@ async def test_metrics_after_known_requests() -> None:
         "llamaslot_request_seconds_sum": sum(p.queue_ms + p.prompt_ms + p.predicted_ms for p in ends) / 1e3,
     }
     assert {name: found[name] for name in timed} == pytest.approx(timed)
+
+
+async def test_metrics_of_what_is_shared_and_given_up() -> None:
+    class Slow(FakeBackend):
+        """Takes so long that the second request comes before the first one's prompt is computed."""
+
+        def decode(self, runs: Sequence[Run]) -> Decoded:
+            time.sleep(0.02)
+            return super().decode(runs)
+
+    backend = Slow(n_slots=2, n_reserved=2, n_ctx=256, n_ubatch=32)
+    head = "h" * 100
+    async with running(backend) as service:
+        first, second = (service.generate(submit(head + tail)) for tail in "ab")
+        ends = [(await result(generation))[2].progress for generation in (first, second)]
+        waited = await samples(service)
+        await result(service.generate(submit("other " * 25)))
+        evicted = await samples(service)
+        assert evicted["llamaslot_cells_used"] == backend.cells_used
+    assert [(p.n_cached, p.n_copied) for p in ends] == [(0, 0), (100, 100)]
+    exact = {
+        "llamaslot_prefix_cache_hits_total{reuse=same_slot}": 0,
+        "llamaslot_prefix_cache_hits_total{reuse=cross_slot}": 1,
+        "llamaslot_prefix_cache_misses_total": 1,
+        "llamaslot_prefix_cache_waits_total": 1,
+        "llamaslot_prefix_cache_copied_tokens_total": 100,
+        "llamaslot_prefix_cache_evicted_tokens_total": 0,
+        "llamaslot_cells_idle": 100 + 2 * 4,
+        "llamaslot_sequences": 4,
+        "llamaslot_sequences_used": 2,
+    }
+    assert {name: waited[name] for name in exact} == exact
+    assert evicted["llamaslot_prefix_cache_misses_total"] == 2
+    assert evicted["llamaslot_prefix_cache_evicted_tokens_total"] >= 108 + 150 + 3 - 256
+
+
+async def test_cells_of_what_runs_are_pinned() -> None:
+    async with running(FakeBackend(n_ctx=4096)) as service:
+        await result(service.generate(submit("a" * 20)))
+        endless = service.generate(submit("b" * 30, max_tokens=4000))
+        async for _ in outcomes(endless):
+            break
+        state = await service.state()
+        found = parsed(service.metrics.exposition(state).decode())
+        endless.cancel()
+    assert found["llamaslot_cells_pinned"] == state.slots[1].n_held >= 30
+    assert found["llamaslot_cells_idle"] == 23
+    assert found["llamaslot_cells_used"] == found["llamaslot_cells_pinned"] + 23
 
 
 async def test_a_reply_keeps_the_tail_that_could_have_become_a_stop_string() -> None:
@@ -193,21 +253,23 @@ async def test_questions_fail_when_the_engine_stops(reason: str, kind: type[Llam
             wire.service.tokenize((TextPart("a"),), add_special=False),
             wire.service.detokenize((97,)),
             wire.service.state(),
+            wire.service.cache(top=1),
+            wire.service.clear_cache(),
         )
     ]
     await asyncio.sleep(0)
-    assert len(wire.sent) == 3
+    assert len(wire.sent) == 5
     wire.service.receive([Stopped(reason)])
     async with asyncio.timeout(5):
         answers = await asyncio.gather(*questions, return_exceptions=True)
-    assert [type(answer) for answer in answers] == [kind] * 3
+    assert [type(answer) for answer in answers] == [kind] * 5
     with pytest.raises(kind):
         async with asyncio.timeout(5):
             await wire.service.state()
     with pytest.raises(kind):
         wire.service.generate(submit())
     assert await wire.service.stopped == reason
-    assert len(wire.sent) == 3
+    assert len(wire.sent) == 5
 
 
 async def test_a_question_cancelled_in_the_turn_of_its_answer_harms_nobody() -> None:
@@ -296,7 +358,7 @@ async def test_refused_requests_are_counted() -> None:
     for _ in range(3):
         with pytest.raises(QueueFullError):
             wire.service.generate(submit())
-    state = State("", (), 0, 0, 0, 0, 0, 0)
+    state = State("", (), 0, 0, 0, 0)
     found = parsed(wire.service.metrics.exposition(state).decode())
     assert found["llamaslot_requests_total{finish_reason=refused}"] == 3
     assert found["llamaslot_queue_seconds_count"] == 0

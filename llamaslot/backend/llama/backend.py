@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import llama_cpp
+import msgspec
 import numpy as np
 import psutil
 
-from llamaslot.backend.llama import library
+from llamaslot.backend.llama import library, pool
 from llamaslot.backend.llama.loading import load_model, make_context, metadata, why_not_reusable
 from llamaslot.backend.llama.sampler import LlamaSampler, Logits
-from llamaslot.backend.llama.settings import LlamaSettings
+from llamaslot.backend.llama.settings import LlamaSettings, sequences
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.messages import ModelInfo, Sampling
 from llamaslot.core.backend import (
+    Copy,
+    CopyStream,
     Decoded,
     IllegalCallError,
+    Move,
+    Operation,
+    Remove,
     Run,
     Sampler,
+    Share,
     Status,
     Tokens,
-    check_range,
+    check_operation,
     check_runs,
     check_seq,
 )
@@ -39,48 +47,46 @@ class LlamaBackend:
         library.initialise()
         n_threads = settings.n_threads or psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
         self._closed = False
-        self._model = load_model(settings, on_progress)
+        self._model, n_mapped = load_model(settings, on_progress)
         try:
-            self._context, flash_attn = make_context(self._model, settings, n_threads)
+            n_cache_seqs, n_seqs = sequences(settings, reusable=not why_not_reusable(self._model))
+            n_ctx, sizing = pool.choose(self._model, settings, n_seqs, n_mapped)
+            self._context, flash_attn = make_context(
+                self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads
+            )
         except ConfigError:
             llama_cpp.llama_model_free(self._model)
             raise
         self._memory = llama_cpp.llama_get_memory(self._context)
         self.vocab = LlamaVocab(self._model)
         self.n_seqs: int = llama_cpp.llama_n_seq_max(self._context)
-        self.info = self._describe(settings, flash_attn)
+        self.info = self._describe(settings, flash_attn, n_cache_seqs, sizing)
         self._batch = _Batch(self.info.n_ubatch)
         self._lengths = [0] * self.n_seqs
         self._rows: dict[int, int] = {}
+        self._copying: set[int] = set()
+        """Sequences in copies that llama.cpp carries out with the next decode."""
         self._views: dict[int, Logits] = {}
         """Arrays over the logits by address: llama.cpp keeps to a few, so they need not be made every step."""
         self._warm_up()
 
-    def seq_rm(self, seq: int, start: int, end: int = -1) -> None:
-        """See `Backend.seq_rm`."""
-        self._check_range(seq, start, end)
-        length = self._lengths[seq]
-        stop = length if end == -1 else min(end, length)
-        if start >= stop:
-            return
-        if stop < length:
-            raise IllegalCallError(f"dropping [{start}, {stop}) of {length} tokens leaves a hole")
-        if start > 0 and not self.info.reuse:
-            raise IllegalCallError("this model's sequences can only be cleared whole")
-        llama_cpp.llama_memory_seq_rm(self._memory, seq, start if start else -1, -1)
-        self._lengths[seq] = start
-
-    def seq_cp(self, src: int, dst: int, start: int, end: int) -> None:
-        """See `Backend.seq_cp`."""
-        self._check_range(src, start, end)
-        self._check_range(dst, start, end)
-        if not (self.info.reuse and self.info.unified):
-            raise IllegalCallError("cells cannot be shared here")
-        if src == dst or end == -1 or end > self._lengths[src] or self._lengths[dst] != start:
-            raise IllegalCallError(f"copy of [{start}, {end}) from {src} to {dst} leaves a hole or a double")
-        if start < end:
-            llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
-            self._lengths[dst] = end
+    def change(self, operation: Operation) -> None:
+        """See `Backend.change`."""
+        shares = self.info.unified and self.info.reuse
+        check_operation(operation, length_of=self._recorded_length, shares=shares)
+        match operation:
+            case Remove(seq, keep):
+                self._remove(seq, keep)
+            case Copy(src, dst, start, end):
+                llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
+                self._lengths[dst] = end
+            case Share(src, dst, start, end):
+                llama_cpp.llama_memory_seq_rm(self._memory, dst, start, end)
+                llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
+            case Move():
+                self._move(operation)
+            case CopyStream(src, dst, keep):
+                self._copy_stream(src, dst, keep)
 
     def seq_len(self, seq: int) -> int:
         """See `Backend.seq_len`; asks llama.cpp, and corrects this room's record by the answer."""
@@ -91,6 +97,7 @@ class LlamaBackend:
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """See `Backend.decode`."""
         check_runs(runs, length_of=self._recorded_length, n_ubatch=self.info.n_ubatch, n_vocab=self.vocab.n_tokens)
+        self._copying.clear()
         self._rows = self._batch.fill(runs)
         code = llama_cpp.llama_decode(self._context, self._batch.struct)
         if code == 0:
@@ -108,13 +115,13 @@ class LlamaBackend:
             eog=self.vocab.eog,
         )
 
-    def sample(self, samplers: dict[int, Sampler]) -> dict[int, int]:
+    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
         """See `Backend.sample`."""
-        tokens = {}
-        for seq, sampler in samplers.items():
+        tokens = []
+        for seq, sampler in draws:
             if not isinstance(sampler, LlamaSampler) or seq not in self._rows:
                 raise IllegalCallError(f"sequence {seq} has no logits or a foreign sampler")
-            tokens[seq] = sampler.choose(self._context, self._rows[seq], self._logits)
+            tokens.append(sampler.choose(self._context, self._rows[seq], self._logits))
         return tokens
 
     def close(self) -> None:
@@ -135,7 +142,7 @@ class LlamaBackend:
             self._views[address] = view
         return view
 
-    def _describe(self, settings: LlamaSettings, flash_attn: bool) -> ModelInfo:
+    def _describe(self, settings: LlamaSettings, flash_attn: bool, n_cache_seqs: int, sizing: str) -> ModelInfo:
         model, context, vocab = self._model, self._context, self.vocab
         n_ctx_train = llama_cpp.llama_model_n_ctx_train(model)
         n_ctx_seq = llama_cpp.llama_n_ctx_seq(context)
@@ -153,13 +160,15 @@ class LlamaBackend:
             vocab_type=vocab.type,
             n_embd=llama_cpp.llama_model_n_embd(model),
             n_ctx_train=n_ctx_train,
-            n_ctx=llama_cpp.llama_n_ctx(context),
+            n_ctx=llama_cpp.llama_n_ctx(context) if settings.unified else n_ctx_seq * settings.n_slots,
             n_ctx_slot=min(n_ctx_seq, n_ctx_train) if n_ctx_train > 0 else n_ctx_seq,
             n_slots=settings.n_slots,
+            n_cache_seqs=n_cache_seqs,
             n_batch=llama_cpp.llama_n_batch(context),
             n_ubatch=llama_cpp.llama_n_ubatch(context),
             unified=settings.unified,
             flash_attn=flash_attn,
+            sizing=sizing,
             cache_type_k=settings.cache_type_k,
             cache_type_v=settings.cache_type_v,
             device=", ".join(gpus) if gpus else "CPU",
@@ -182,18 +191,62 @@ class LlamaBackend:
         if status is not Status.OK:
             self.close()
             raise ConfigError(f"the model loads but cannot compute ({status.name})", param="--model")
+        if not self.info.unified and self.info.reuse and self.n_seqs > 1:
+            self.info = msgspec.structs.replace(self.info, stream_copy_ms=self._measure_stream_copy(token))
         llama_cpp.llama_memory_clear(self._memory, True)
-        self._lengths[0] = 0
+        self._lengths = [0] * self.n_seqs
         self._rows = {}
+
+    def _measure_stream_copy(self, token: Tokens) -> float:
+        """Milliseconds by which a decode takes longer that has a stream to copy, memory touched before."""
+
+        def step() -> float:
+            started = perf_counter()
+            self.decode([Run(seq=0, start=self._lengths[0], tokens=token, output=True)])
+            llama_cpp.llama_synchronize(self._context)
+            return 1e3 * (perf_counter() - started)
+
+        plain = min(step() for _ in range(3))
+        copying = []
+        for _ in range(3):
+            self.change(CopyStream(0, 1, self._lengths[0]))
+            copying.append(step())
+        return max(min(copying[1:]) - plain, 0.01)
+
+    def _remove(self, seq: int, keep: int) -> None:
+        if keep >= self._lengths[seq]:
+            return
+        if keep > 0 and not self.info.reuse:
+            raise IllegalCallError("this model's sequences can only be cleared whole")
+        llama_cpp.llama_memory_seq_rm(self._memory, seq, keep if keep else -1, -1)
+        self._lengths[seq] = keep
+
+    def _move(self, move: Move) -> None:
+        """Load what was saved before the old cells are let go, so that a failure would lose nothing."""
+        start, end, scratch = move.start, move.end, move.scratch
+        llama_cpp.llama_memory_seq_cp(self._memory, move.holders[0], scratch, start, end)
+        saved = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(self._context, scratch))()
+        n_bytes = llama_cpp.llama_state_seq_get_data(self._context, saved, len(saved), scratch)
+        if not n_bytes or llama_cpp.llama_state_seq_set_data(self._context, saved, n_bytes, scratch) != n_bytes:
+            raise IllegalCallError(f"{move}: llama.cpp could not load what it saved")
+        for holder in move.holders:
+            llama_cpp.llama_memory_seq_rm(self._memory, holder, start, end)
+            llama_cpp.llama_memory_seq_cp(self._memory, scratch, holder, start, end)
+        llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
+
+    def _copy_stream(self, src: int, dst: int, keep: int) -> None:
+        if self.info.unified or not self.info.reuse or self._copying & {src, dst}:
+            raise IllegalCallError(f"the stream of {src} cannot be copied to that of {dst} now")
+        self._copying |= {src, dst}
+        llama_cpp.llama_memory_seq_cp(self._memory, src, dst, -1, -1)
+        if keep < self._lengths[src]:
+            llama_cpp.llama_memory_seq_rm(self._memory, dst, keep, -1)
+        self._lengths[dst] = keep
 
     def _check_seq(self, seq: int) -> None:
         if self._closed:
             raise IllegalCallError("the backend is closed")
         check_seq(seq, self.n_seqs)
-
-    def _check_range(self, seq: int, start: int, end: int) -> None:
-        self._check_seq(seq)
-        check_range(start, end)
 
     def _recorded_length(self, seq: int) -> int:
         self._check_seq(seq)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 
 from llamaslot.backend.llama import library
-from llamaslot.backend.llama.settings import CACHE_TYPES, MAX_SEQS, LlamaSettings
+from llamaslot.backend.llama.settings import CACHE_TYPES, LlamaSettings
 from llamaslot.base.errors import ConfigError
 
+PADDING = 256
+"""Cells of a sequence's context are a multiple of this in llama.cpp."""
+
+_MOST_CELLS = 2**31
 _FLASH_ATTN = {
     "auto": llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO,
     "on": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
@@ -25,10 +30,10 @@ class LoadingStopped(Exception):  # noqa: N818 - nothing went wrong
     """Loading was given up because it was asked to."""
 
 
-def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) -> Any:
-    """The model handle. Raises `ConfigError`, or `LoadingStopped` once `on_progress` has returned False.
+def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) -> tuple[Any, int]:
+    """The model handle, and how many bytes of the weights are mapped from the file.
 
-    `on_progress` gets the share loaded, 0 to 1.
+    Raises `ConfigError`, or `LoadingStopped` once `on_progress`, which gets the share loaded, has returned False.
     """
     check_file(settings.model)
     stopped = False
@@ -42,20 +47,21 @@ def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) ->
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers = settings.n_gpu_layers
     params.progress_callback = progress
-    with library.watched() as (_lines, errors):
+    with library.watched() as (lines, errors):
         model = llama_cpp.llama_model_load_from_file(os.fsencode(settings.model), params)
         if stopped:
             raise LoadingStopped
         if not model:
             reason = f"it is damaged, incomplete or of a kind that llama.cpp does not know ({_reason(errors)})"
             raise ConfigError(f"cannot load {settings.model}: {reason}", param="--model")
+        n_mapped = logged_bytes("_Mapped model buffer", lines)
     if not llama_cpp.llama_model_has_decoder(model) or llama_cpp.llama_model_has_encoder(model):
         llama_cpp.llama_model_free(model)
         raise ConfigError(f"{settings.model} is not a text generation model", param="--model")
     if llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)) == 0:
         llama_cpp.llama_model_free(model)
         raise ConfigError(f"{settings.model} has no vocabulary", param="--model")
-    return model
+    return model, n_mapped
 
 
 def check_file(path: Path) -> None:
@@ -71,17 +77,20 @@ def check_file(path: Path) -> None:
         raise ConfigError(f"{path} is not a GGUF file", param="--model")
 
 
-def make_context(model: Any, settings: LlamaSettings, n_threads: int) -> tuple[Any, bool]:
-    """A context for `n_slots` sequences, and whether flash attention is on. Raises `ConfigError`."""
-    if not 1 <= settings.n_slots <= MAX_SEQS:
-        raise ConfigError(f"--parallel must be between 1 and {MAX_SEQS}", param="--parallel")
+def make_context(
+    model: Any, settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_threads: int
+) -> tuple[Any, bool]:
+    """A context for `n_seqs` sequences with `n_ctx` cells for the slots, and whether flash attention is on.
+
+    Raises `ConfigError`.
+    """
     params = llama_cpp.llama_context_default_params()
-    params.n_ctx = settings.n_ctx or llama_cpp.llama_model_n_ctx_train(model)
+    params.n_ctx = n_ctx if settings.unified else in_parts(n_ctx, settings.n_slots, n_seqs)
     params.n_batch = max(settings.n_batch, settings.n_ubatch)
     params.n_ubatch = settings.n_ubatch
-    params.n_seq_max = settings.n_slots
+    params.n_seq_max = n_seqs
     # A step asks for at most one row of logits a slot, and llama.cpp wants room for one a sequence.
-    params.n_outputs_max = settings.n_slots
+    params.n_outputs_max = n_seqs
     params.n_threads = n_threads
     params.n_threads_batch = settings.n_threads_batch or n_threads
     params.flash_attn_type = _FLASH_ATTN[settings.flash_attn]
@@ -106,6 +115,29 @@ def make_context(model: Any, settings: LlamaSettings, n_threads: int) -> tuple[A
             )
         disabled = settings.flash_attn == "off" or any("Flash Attention not supported" in line for line in lines)
     return context, not disabled
+
+
+def in_parts(n_ctx: int, n_slots: int, n_seqs: int) -> int:
+    """Cells of a pool in `n_seqs` parts, each as large as if `n_ctx` were divided among the slots alone."""
+    part = padded(padded(n_ctx) // n_slots)
+    if part * n_seqs > _MOST_CELLS:
+        raise ConfigError(
+            f"{n_seqs} sequences of {part} cells each are more than llama.cpp can count; "
+            "lower --ctx-size or --cache-seqs",
+            param="--ctx-size",
+        )
+    return part * n_seqs
+
+
+def padded(n_cells: int) -> int:
+    """As many cells as llama.cpp makes of them."""
+    return -(-n_cells // PADDING) * PADDING
+
+
+def logged_bytes(what: str, lines: Iterable[str]) -> int:
+    """The sizes that llama.cpp logged of buffers of a kind, together; exact to 0.01 MiB each."""
+    pattern = re.compile(re.escape(what) + r" size = +([\d.]+) MiB")
+    return sum(round(float(found[1]) * 2**20) for line in lines if (found := pattern.search(line)))
 
 
 def metadata(model: Any, key: str) -> str:

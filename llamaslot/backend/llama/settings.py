@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from llamaslot.base.errors import ConfigError
+
 CACHE_TYPES: dict[str, int] = {
     "f32": 0,
     "f16": 1,
@@ -29,8 +31,12 @@ class LlamaSettings:
 
     model: Path
     n_ctx: int = 0
-    """Cells of the KV pool; 0 for the model's training context."""
+    """Cells of the KV pool; 0 for what fits into memory (`pool.py`)."""
+    kv_mem_fraction: float = 0.85
+    """Share of the memory that a pool without `n_ctx` may fill, weights and all else included."""
     n_slots: int = 4
+    n_cache_seqs: int | None = None
+    """Sequence ids beside the slots' that keep prefixes; None for 4 a slot, or none in a pool in parts."""
     n_batch: int = 2048
     n_ubatch: int = 512
     n_threads: int = 0
@@ -43,3 +49,27 @@ class LlamaSettings:
     unified: bool = True
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
+
+
+def sequences(settings: LlamaSettings, *, reusable: bool) -> tuple[int, int]:
+    """Reserved sequence ids, and how many the context has in all. Raises `ConfigError`.
+
+    The ids are those of the slots, then the reserved ones, then in a unified pool one for scratch, if 256 slots
+    leave one. Where KV cannot be trimmed there is no use for any but the slots'.
+    """
+    n_slots, wanted = settings.n_slots, settings.n_cache_seqs
+    if not 1 <= n_slots <= MAX_SEQS:
+        raise ConfigError(f"--parallel must be between 1 and {MAX_SEQS}", param="--parallel")
+    n_scratch = min(MAX_SEQS - n_slots, 1) if settings.unified else 0
+    most = MAX_SEQS - n_slots - n_scratch
+    if wanted is not None and not 0 <= wanted <= most:
+        raise ConfigError(
+            f"--cache-seqs must be between 0 and {most} with {n_slots} slots: "
+            f"llama.cpp has {MAX_SEQS} sequence ids in all",
+            param="--cache-seqs",
+        )
+    if not reusable:
+        return 0, n_slots
+    if wanted is None:
+        wanted = min(4 * n_slots, most) if settings.unified else 0
+    return wanted, n_slots + wanted + n_scratch

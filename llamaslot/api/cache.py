@@ -1,0 +1,111 @@
+"""`GET /cache`: what the prefix cache holds and what came of it; `POST /cache/clear`: give up what is idle.
+
+Prefixes are other users' prompts: of their contents nothing is shown, neither text nor token ids nor the salt of
+their namespace, unless the server was started with --cache-debug-text, and then the text only.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from aiohttp import web
+
+from llamaslot.api.deliver import json_response
+from llamaslot.api.gate import SETTINGS
+from llamaslot.api.readiness import READINESS
+from llamaslot.base.errors import InvalidRequestError, NotSupportedError
+from llamaslot.base.messages import CacheFigures, CachePrefix, CacheState
+from llamaslot.service.service import Service
+
+_TOP, _MOST = 20, 1000
+_IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
+
+
+async def cache(request: web.Request) -> web.Response:
+    """The tree's size, the pool's cells and ids, hits, and the `top` prefixes by hits."""
+    service = _service(request)
+    text = request.app[SETTINGS].cache_debug_text
+    return json_response(_body(await service.cache(top=_top(request), text=text), text=text))
+
+
+async def clear(request: web.Request) -> web.Response:
+    """Give up every idle prefix; the request's body does not matter."""
+    return json_response({"cleared_tokens": await _service(request).clear_cache()})
+
+
+def _service(request: web.Request) -> Service:
+    if not request.app[SETTINGS].slots:
+        raise NotSupportedError("this server does not show its slots and its cache; start it with --slots")
+    return request.app[READINESS].check()
+
+
+def _top(request: web.Request) -> int:
+    given = request.query.getall("top", [])
+    if not given:
+        return _TOP
+    if len(given) > 1 or not _IS_COUNT(given[0]) or not 1 <= int(given[0]) <= _MOST:
+        raise InvalidRequestError(f"'top' must be an integer from 1 to {_MOST}", param="top")
+    return int(given[0])
+
+
+def _body(state: CacheState, *, text: bool) -> dict[str, Any]:
+    return {
+        "namespaces": state.n_namespaces,
+        "nodes": state.n_nodes,
+        "leaves": state.n_leaves,
+        "tokens": state.n_tokens,
+        "tokens_pinned": state.n_pinned_tokens,
+        **_figures(state.figures),
+        "prefixes": [_prefix(prefix, text=text) for prefix in state.prefixes],
+    }
+
+
+def _figures(figures: CacheFigures) -> dict[str, Any]:
+    n_requests = figures.n_hits + figures.n_misses
+    return {
+        "cells": {
+            "total": figures.cells_total,
+            "used": figures.cells_used,
+            "idle": figures.cells_idle,
+            "pinned": figures.cells_pinned,
+            "free": figures.cells_total - figures.cells_used,
+        },
+        "sequences": {
+            "slots": figures.seqs_slots,
+            "reserved": figures.seqs_reserved,
+            "used": figures.seqs_used,
+        },
+        "requests": {
+            "hits": figures.n_hits,
+            "misses": figures.n_misses,
+            "hit_rate": figures.n_hits / n_requests if n_requests else 0.0,
+            "same_slot": figures.n_hits - figures.n_cross_slot,
+            "cross_slot": figures.n_cross_slot,
+            "waits": figures.n_waits,
+        },
+        "prompt_tokens": {
+            "total": figures.n_prompt,
+            "matched": figures.n_matched,
+            "hit_rate": figures.n_matched / figures.n_prompt if figures.n_prompt else 0.0,
+        },
+        "copied_tokens": figures.n_copied,
+        "evicted_tokens": figures.n_evicted,
+        "parked_paths": figures.n_parked,
+    }
+
+
+def _prefix(prefix: CachePrefix, *, text: bool) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "parent": prefix.parent if prefix.parent >= 0 else None,
+        "namespace": prefix.namespace,
+        "tokens": prefix.n_tokens,
+        "edge_tokens": prefix.n_edge,
+        "hits": prefix.hits,
+        "holders": prefix.holders,
+        "pinned": prefix.pinned,
+        "last_used": prefix.last_used,
+    }
+    if text:
+        body["text"] = prefix.text
+    return body

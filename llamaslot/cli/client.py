@@ -1,0 +1,112 @@
+"""An HTTP client for commands that talk to a running server, on the standard library alone.
+
+It knows nothing of the server but its address. Every failure is a `ConfigError` of one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from llamaslot.base.errors import ConfigError
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+_CONNECT_TIMEOUT_S = 10.0
+
+
+def add_api_key(parser: argparse.ArgumentParser) -> None:
+    """Declare `--api-key`."""
+    parser.add_argument("--api-key", default=os.environ.get("LLAMA_API_KEY", ""), help="(default: $LLAMA_API_KEY)")
+
+
+class RefusedError(ConfigError):
+    """The server answered with an error; `status` is 0 for one in the middle of a stream."""
+
+    def __init__(self, message: str, *, status: int, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.status = status
+
+
+class Client:
+    """The server's end of the line; `url` may have a path in front of the server's own."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        self.url = url
+        address = urlsplit(url)
+        try:
+            host, port = address.hostname, address.port
+        except ValueError:
+            host, port = None, None
+        if address.scheme not in {"http", "https"} or not host:
+            raise ConfigError(f"{url!r} is not an address such as {DEFAULT_URL}", param="--url")
+        self._https = address.scheme == "https"
+        self._host, self._port, self._path = host, port, address.path.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def ask(self, method: str, path: str) -> dict[str, Any]:
+        """The JSON object that a request without a body is answered with."""
+        with closing(self.connect()) as connection:
+            response = self.send(connection, method, path)
+            try:
+                return self.decode(response.read())
+            except (OSError, HTTPException) as error:
+                raise self.broken(error) from None
+
+    def connect(self) -> HTTPConnection:
+        """A connection that waits for a reply as long as it takes."""
+        kind = HTTPSConnection if self._https else HTTPConnection
+        connection = kind(self._host, self._port, timeout=_CONNECT_TIMEOUT_S)
+        try:
+            connection.connect()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(
+                f"no server answers at {self.url} ({reason}); start one with `llamaslot serve`"
+            ) from None
+        # A long prompt may take minutes before its first token.
+        connection.sock.settimeout(None)
+        return connection
+
+    def send(self, connection: HTTPConnection, method: str, path: str, body: Any = None) -> HTTPResponse:
+        """Send a request; the reply once it begins, if it is a success."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {**self._headers, "Content-Type": "application/json"} if data else self._headers
+        try:
+            connection.request(method, self._path + path, data, headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise self.refusal(response.status, response.read())
+        except (OSError, HTTPException) as error:
+            raise self.broken(error) from None
+        return response
+
+    def decode(self, data: bytes) -> dict[str, Any]:
+        """A JSON object."""
+        try:
+            value = json.loads(data)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise ConfigError(f"what answers at {self.url} does not speak OpenAI's API")
+        return value
+
+    def refusal(self, status: int, body: bytes) -> RefusedError:
+        """The error that the server sent, in its own words where it has any."""
+        message = ""
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            message = " ".join(str(json.loads(body)["error"]["message"]).split())
+        if status == 401:
+            message = f"{self.url} wants another API key: {message or 'give one'} (--api-key)"
+            return RefusedError(message, status=status, param="--api-key")
+        if status:
+            message = f"{self.url} answered {status}" + (f": {message}" if message else "")
+        return RefusedError(message or "the server failed in the middle of the answer", status=status)
+
+    def broken(self, error: Exception) -> ConfigError:
+        """The error for a connection that failed after it was made."""
+        return ConfigError(f"the connection to {self.url} broke off ({error or type(error).__name__})")

@@ -1,0 +1,193 @@
+"""Where llama.cpp's unified KV pool puts each token: a model of the pool, without the pool.
+
+Attention scans the pool up to the highest used cell, so what idle prefixes cost depends on *where* their cells are,
+and llama.cpp does not tell. It can be known all the same, since its placement follows from the calls made: the
+owner of a backend repeats here every call that succeeded there, in the same order.
+
+llama.cpp (`llama_kv_cache::find_slot`) searches from a head that it sets behind what it placed and moves back to
+the lowest cell that a `seq_rm` freed; so no free cell is ever below the head, its wrap-around and its rule for
+resetting the head never apply, and tokens get **the lowest free cells, ascending, in batch order**:
+
+      0 0 0 1 1 1 0 1          remove(0, keep=2), then decode([(1, 1), (0, 2)])
+      0 0 . 1 1 1 . 1          n_used 6, high_water 8
+      0 0 1 1 1 1 0 1 0        n_used 9, high_water 9; cells(0) is 0 1 6 8, cells(1) is 3 4 5 7 2
+
+This must never decide anything, never call a backend, and never be asked about a partitioned pool or a
+sliding-window model, whose cells are reused differently. Tokens do not matter here, only how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from llamaslot.core.backend import IllegalCallError, check_seq
+
+Cells: TypeAlias = npt.NDArray[np.int32]
+_Indices: TypeAlias = npt.NDArray[np.intp]
+
+_WINDOW = 1024
+"""Cells beyond those wanted that a search for free ones looks at first."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """The cells of one sequence: `buffer[p]` for each position p in [start, end)."""
+
+    buffer: _Indices = field(default_factory=lambda: np.empty(0, dtype=np.intp))
+    start: int = 0
+    end: int = 0
+
+    def append(self, cells: _Indices) -> None:
+        end = self.end + len(cells)
+        if end > len(self.buffer):
+            buffer = np.empty(2 * end, dtype=np.intp)
+            buffer[self.start : self.end] = self.buffer[self.start : self.end]
+            self.buffer = buffer
+        self.buffer[self.end : end] = cells
+        self.end = end
+
+
+class CellMap:
+    """A pool of `n_cells` for sequence ids from 0 to `n_seqs - 1`; sequences have no holes, but may start late.
+
+    A call that could not have succeeded raises `IllegalCallError`; but for `load`, it changes nothing then.
+    """
+
+    def __init__(self, n_cells: int, n_seqs: int) -> None:
+        self.n_cells = n_cells
+        self.n_used = 0
+        """Cells that some sequence holds."""
+        self.high_water = 0
+        """The highest used cell + 1; 0 when none is used."""
+        self._rows = [_Row() for _ in range(n_seqs)]
+        self._n_holders = np.zeros(n_cells, dtype=np.int16)
+        self._lowest_free = 0
+        """All cells below this one are used."""
+
+    # --- reading ---
+
+    def held(self, seq: int) -> range:
+        """The positions that a sequence holds."""
+        row = self._row(seq)
+        return range(row.start, row.end)
+
+    def cells(self, seq: int, start: int | None = None, end: int | None = None) -> Cells:
+        """The cells of positions `[start, end)` of a sequence, in that order; without bounds, of all it holds."""
+        return self._part(seq, start, end).astype(np.int32)
+
+    def saved_order(self, seq: int) -> Cells:
+        """The positions that a sequence holds, in the order in which llama.cpp saves them: by cell, ascending."""
+        row = self._row(seq)
+        order = np.argsort(row.buffer[row.start : row.end], kind="stable")
+        return (order + row.start).astype(np.int32)
+
+    def n_free_below(self, cell: int) -> int:
+        """Free cells with a lower index."""
+        return cell - int(np.count_nonzero(self._n_holders[:cell]))
+
+    # --- what the backend does ---
+
+    def decode(self, runs: Iterable[tuple[int, int]]) -> None:
+        """Tokens were computed: for each run of the batch, in its order, the sequence and how many."""
+        rows = [(self._row(seq), n_tokens) for seq, n_tokens in runs]
+        taken = self._take(sum(n_tokens for _, n_tokens in rows))
+        at = 0
+        for row, n_tokens in rows:
+            row.append(taken[at : at + n_tokens])
+            at += n_tokens
+
+    def remove(self, seq: int, keep: int = 0) -> None:
+        """A sequence dropped its positions from `keep` on."""
+        row = self._row(seq)
+        if keep >= row.end:
+            return
+        first = max(keep, row.start)
+        dropped = row.buffer[first : row.end]
+        row.end = first
+        if first == row.start:
+            row.start = row.end = 0
+        self._drop(dropped)
+
+    def copy(self, src: int, dst: int, start: int, end: int) -> None:
+        """`dst`, which ends at `start` or holds nothing, got positions `[start, end)` of `src` as well."""
+        cells, row = self._part(src, start, end), self._row(dst)
+        if src == dst or row.end not in (0, start):
+            raise IllegalCallError(f"copy of [{start}, {end}) from {src} to {dst} leaves a hole or a double")
+        if not row.end and len(cells):
+            row.start = row.end = start
+        row.append(cells)
+        self._n_holders[cells] += 1
+
+    def share(self, src: int, dst: int, start: int, end: int) -> None:
+        """`dst`, which holds positions `[start, end)`, dropped its cells of them and got those of `src`."""
+        cells, own = self._part(src, start, end), self._part(dst, start, end)
+        if src == dst:
+            raise IllegalCallError(f"sequence {dst} cannot take its own cells")
+        self._n_holders[cells] += 1
+        self._drop(own)
+        own[:] = cells
+
+    def load(self, seq: int, positions: Cells) -> None:
+        """A saved state was loaded: `positions` is the `saved_order` from when it was saved.
+
+        What the sequence held is dropped first, also where the state then does not fit, as in llama.cpp.
+        """
+        self.remove(seq)
+        taken = self._take(len(positions))
+        if len(taken):
+            row = self._row(seq)
+            row.start = row.end = int(positions.min())
+            by_position = np.empty_like(taken)
+            by_position[positions - row.start] = taken
+            row.append(by_position)
+
+    # --- inside ---
+
+    def _row(self, seq: int) -> _Row:
+        check_seq(seq, len(self._rows))
+        return self._rows[seq]
+
+    def _part(self, seq: int, start: int | None, end: int | None) -> _Indices:
+        row = self._row(seq)
+        start = row.start if start is None else start
+        end = row.end if end is None else end
+        if not row.start <= start <= end <= row.end:
+            raise IllegalCallError(f"sequence {seq} holds [{row.start}, {row.end}), not [{start}, {end})")
+        return row.buffer[start:end]
+
+    def _take(self, n: int) -> _Indices:
+        if n > self.n_cells - self.n_used:
+            raise IllegalCallError(f"{n} tokens do not fit beside {self.n_used} in {self.n_cells} cells")
+        if n == 0:
+            return np.empty(0, dtype=np.intp)
+        width = n + _WINDOW
+        while True:
+            window = self._n_holders[self._lowest_free : self._lowest_free + width]
+            free = np.flatnonzero(window == 0)
+            if len(free) >= n:
+                break
+            assert len(window) == width, "free cells were counted that are not there"
+            width *= 4
+        taken = free[:n] + self._lowest_free
+        self._n_holders[taken] = 1
+        self.n_used += n
+        self._lowest_free = int(taken[-1]) + 1
+        self.high_water = max(self.high_water, self._lowest_free)
+        return taken
+
+    def _drop(self, cells: _Indices) -> None:
+        n_left = self._n_holders[cells] - 1
+        self._n_holders[cells] = n_left
+        freed = cells[n_left == 0]
+        if not len(freed):
+            return
+        self.n_used -= len(freed)
+        self._lowest_free = min(self._lowest_free, int(freed.min()))
+        if int(freed.max()) + 1 == self.high_water:
+            used = self._n_holders[: self.high_water] != 0
+            self.high_water = self.high_water - int(used[::-1].argmax()) if self.n_used else 0

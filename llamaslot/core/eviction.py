@@ -1,0 +1,99 @@
+"""What to give up when cells are short: idle leaves, the least recently used first, never an interior node.
+
+An eviction is planned whole before anything is touched. Leaves are kept in order as they come and go, on a logical
+clock, so that a plan costs what it takes and no walk over the tree.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from llamaslot.core.node import Node
+
+_Entry: TypeAlias = tuple[int, int, Node]
+"""When the node was used last, a number that breaks ties by age, and the node."""
+
+
+@dataclass(slots=True)
+class Eviction:
+    """For each sequence that has to give up something the tokens that it keeps, and the cells that this frees."""
+
+    keeps: dict[int, int] = field(default_factory=dict)
+    n_cells: int = 0
+
+
+class Candidates:
+    """The idle leaves of a tree by last use; entries of nodes that changed since are skipped when met."""
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry] = []
+        self._n_offered = 0
+        self._n_sifted = 0
+
+    def __contains__(self, node: Node) -> bool:
+        """Whether a node would be found; takes time in proportion to the heap."""
+        return any(entry[2] is node for entry in self._heap if _is_current(entry))
+
+    def offer(self, node: Node) -> None:
+        """Enter a node whose last use, children or reference count have changed, if it is an idle leaf."""
+        if not node.is_idle_leaf:
+            return
+        self._n_offered += 1
+        heapq.heappush(self._heap, (node.last_used, self._n_offered, node))
+        if len(self._heap) > 64 + 2 * self._n_sifted:
+            self._heap = [entry for entry in self._heap if _is_current(entry)]
+            heapq.heapify(self._heap)
+            self._n_sifted = len(self._heap)
+
+    def plan(self, n_cells: int) -> Eviction:
+        """What to cut to free so many cells, or all there is; changes nothing.
+
+        The last leaf may lose just its tail. Once all that branches off a node is given up, the node is the next
+        leaf, and the last sequence that went through it goes on holding it.
+        """
+        plan = Eviction()
+        cut: set[int] = set()
+        heirs: dict[int, int] = {}
+        n_left: dict[int, int] = {}
+        taken: list[_Entry] = []
+        exposed: list[_Entry] = []
+        while plan.n_cells < n_cells:
+            source = exposed if exposed and (not self._heap or exposed[0] < self._heap[0]) else self._heap
+            if not source:
+                break
+            entry = heapq.heappop(source)
+            age, node = entry[1:]
+            if source is self._heap:
+                if not _is_current(entry) or id(node) in cut:
+                    continue
+                taken.append(entry)
+            holders = node.tips or {heirs[id(node)]}
+            wanted = n_cells - plan.n_cells
+            if wanted < len(node):
+                plan.keeps.update(dict.fromkeys(holders, node.end - wanted))
+                plan.n_cells += wanted
+                break
+            cut.add(id(node))
+            plan.keeps.update(dict.fromkeys(holders, 0))
+            plan.n_cells += len(node)
+            parent = node.parent
+            assert parent is not None
+            if parent.is_root:
+                continue
+            left = n_left[id(parent)] = n_left.get(id(parent), len(parent.children)) - 1
+            if left == 0:
+                if not parent.tips:
+                    heirs[id(parent)] = heir = min(holders)
+                    plan.keeps[heir] = parent.end
+                if not parent.running:
+                    heapq.heappush(exposed, (parent.last_used, age, parent))
+        for entry in taken:
+            heapq.heappush(self._heap, entry)
+        return plan
+
+
+def _is_current(entry: _Entry) -> bool:
+    last_used, _, node = entry
+    return last_used == node.last_used and node.is_idle_leaf

@@ -1,0 +1,405 @@
+"""What every sequence holds, and what that takes of ids and cells.
+
+The ledger leads and the backend follows: each change is noted as an operation, and the next step carries all of
+them out, in order, before it decodes. What a decode really did comes back through `append` and `spoil`.
+
+Ids: the slots' first, then the reserved ones, which keep idle prefixes alive, and one more: some id behind the
+slots is always free, to move a path by. A token that is held by several sequences occupies one cell in a unified
+pool. What two sequences computed side by side is a *double* until `settle` lets the second take the cells of the
+first. Nothing here knows of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+from llamaslot.core.backend import Copy, CopyStream, Move, Operation, Remove, Share, Tokens
+from llamaslot.core.cells import CellMap
+from llamaslot.core.node import WIDTH, packed
+from llamaslot.core.tree import Match, Tree
+
+_Double: TypeAlias = tuple[int, int, int]
+"""A sequence and the range of its positions that it has cells of its own for."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has happened so far, for whoever watches."""
+
+    n_copied_tokens: int = 0
+    """Tokens that a sequence took over from another one instead of computing them."""
+    n_evicted_tokens: int = 0
+    n_parked: int = 0
+    """Idle paths that moved from a slot to a reserved id."""
+
+
+class Ledger:
+    """The pool of one context: `n_slots` sequences to run in and `n_reserved` behind them.
+
+    `shares` says whether cells can be shared (a unified pool, and a model whose sequences can be cut); a tail
+    shorter than `worth` tokens is the first to go when ids are short. Where cells are not shared, `copy_pays` says
+    whether copying a whole sequence beats computing so many tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_slots: int,
+        n_reserved: int,
+        n_cells: int,
+        shares: bool,
+        worth: int,
+        copy_pays: Callable[[int], bool] = lambda _n: False,
+    ) -> None:
+        self.tree = Tree()
+        self.counts = Counts()
+        self.shares = shares
+        self._n_cells = n_cells
+        self._worth = worth
+        self._slots = range(n_slots)
+        self._reserved = range(n_slots, n_slots + (n_reserved + 1 if shares else 0))
+        self._ids = range(self._reserved.stop)
+        self.cells = CellMap(n_cells, len(self._ids)) if shares else None
+        """Where the tokens lie; None where cells are not shared."""
+        self._operations: list[Operation] = []
+        self._copy_pays = copy_pays
+        self._copying: set[int] = set()
+        """Sequences that take part in a copy of a stream before the next decode."""
+        self._doubles: list[_Double] = []
+        self._clock = 0
+
+    # --- reading ---
+
+    def length(self, seq: int) -> int:
+        """Tokens that a sequence holds."""
+        return self.tree.length(seq)
+
+    def holds(self, seq: int) -> bool:
+        """Whether a sequence is in use, if only to hold nothing yet."""
+        return self.tree.tip(seq) is not None
+
+    @property
+    def n_seqs(self) -> int:
+        """Sequence ids in use."""
+        return sum(map(self.holds, self._ids))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the backend has carried out everything."""
+        return not self._operations
+
+    @property
+    def n_used(self) -> int:
+        """Cells in use, once the operations noted so far are carried out."""
+        if not self.shares:
+            return sum(self.length(seq) for seq in self._ids)
+        return self.tree.n_tokens + sum(end - start for _, start, end in self._doubles)
+
+    @property
+    def n_free(self) -> int:
+        """Cells that nothing uses."""
+        return self._n_cells - self.n_used
+
+    @property
+    def n_idle(self) -> int:
+        """Cells that only idle sequences use."""
+        return self.tree.n_tokens - self.tree.n_pinned_tokens
+
+    @property
+    def n_pinned(self) -> int:
+        """Cells that running requests use."""
+        return self.n_used - self.n_idle
+
+    @property
+    def clock(self) -> int:
+        """Counts the changes of what is in use."""
+        return self._clock
+
+    @property
+    def scratch(self) -> int:
+        """A reserved id that holds nothing; only where cells are shared."""
+        return next(seq for seq in self._reserved if not self.holds(seq))
+
+    @property
+    def high_water(self) -> int:
+        """The highest used cell + 1, as far as it is known."""
+        return self.cells.high_water if self.cells is not None else 0
+
+    # --- running requests ---
+
+    def place(self, choices: Sequence[int], space: str, tokens: bytes) -> int:
+        """The slot among `choices`, all idle or empty, that costs others least; `claim` is to follow.
+
+        1. One whose whole path lies on the match: the one that holds most of it. An empty slot holds 0 tokens.
+        2. One whose path others cover: nothing is lost with it.
+        3. The one that holds most of the match, and the least recently used of those. Another id gets what it
+           holds first.
+        """
+        match = self.tree.match(space, tokens)
+        held = self.tree.shared(match, choices)
+        whole = [seq for seq in choices if held[seq] == self.length(seq)]
+        if not self.shares:
+            return self._place_apart(choices, whole, held)
+        if whole:
+            return max(whole, key=lambda seq: (held[seq], -seq))
+        covered = [seq for seq in choices if self.tree.is_covered(seq)]
+        best = max(covered or choices, key=lambda seq: (held[seq], -self._last_used(seq)))
+        if not covered:
+            self._park(best, self._free_id())
+        return best
+
+    def _place_apart(self, choices: Sequence[int], whole: Sequence[int], held: dict[int, int]) -> int:
+        """Where no cells are shared: the longest match; while a slot is empty, none that would lose over half."""
+        empty = [seq for seq in whole if held[seq] == 0]
+        kept = [seq for seq in choices if held[seq] and 2 * held[seq] >= self.length(seq)]
+        candidates = (kept or empty) if empty else choices
+        return max(candidates, key=lambda seq: (held[seq], -self._last_used(seq), -seq))
+
+    def claim(self, seq: int, space: str, tokens: bytes) -> int:
+        """Let an idle or empty slot hold the longest known prefix of `tokens` and pin it; the prefix's length.
+
+        Whatever else the slot holds is cut; see `place`.
+        """
+        match = self.tree.match(space, tokens)
+        own = self.tree.shared(match, [seq])[seq]
+        copied_from = self._stream_to_copy(match, own)
+        if copied_from is not None:
+            own = 0
+        self.truncate(seq, own)
+        n = match.n if self.shares or copied_from is not None else own
+        match = self.tree.match(space, tokens[: n * WIDTH])
+        if copied_from is not None:
+            self._operations.append(CopyStream(copied_from, seq, n))
+            self._copying |= {copied_from, seq}
+            self.counts.n_copied_tokens += n
+        elif own < n:
+            source = next(self.tree.holders(match.node))
+            self._operations.append(Copy(source, seq, own, n))
+            self.counts.n_copied_tokens += n - own
+        if own:
+            self.tree.extend(seq, tokens[own * WIDTH : n * WIDTH])
+        else:
+            self.tree.hold(seq, match)
+        self.tree.pin(seq)
+        self.touch(self.tree.match(space, tokens[: n * WIDTH]), hits=1)
+        if self.shares:
+            self._keep_an_id_free()
+        return n
+
+    def waits_for_copy(self, choices: Sequence[int], space: str, tokens: bytes) -> bool:
+        """Whether a stream is worth copying, but each that could be is in another copy until the next decode."""
+        match = self.tree.match(space, tokens)
+        own = max(self.tree.shared(match, choices).values())
+        return self.copy_pays(match.n - own) and self._stream_to_copy(match, own) is None
+
+    def copy_pays(self, n_tokens: int) -> bool:
+        """Whether copying a stream beats computing so many tokens; False where cells are shared."""
+        return not self.shares and n_tokens > 0 and self._copy_pays(n_tokens)
+
+    def _stream_to_copy(self, match: Match, own: int) -> int | None:
+        """A sequence from which to copy the whole match, if that beats computing what is behind `own`."""
+        if not self.copy_pays(match.n - own):
+            return None
+        return next((seq for seq in self.tree.holders(match.node) if seq not in self._copying), None)
+
+    def touch(self, match: Match, hits: int = 0) -> None:
+        """Note that a prefix is wanted now."""
+        self.tree.touch(match.node, self._tick(), hits)
+
+    def append(self, seq: int, tokens: Tokens) -> None:
+        """A running sequence computed these tokens behind those that it holds."""
+        start = self.length(seq)
+        n_known = self.tree.extend(seq, packed(tokens))
+        if self.cells is not None:
+            self.cells.decode([(seq, len(tokens))])
+        if not n_known or not self.shares:
+            return
+        end = start + n_known
+        for i, double in enumerate(self._doubles):
+            if double[0] == seq and double[2] == start:
+                self._doubles[i] = (seq, double[1], end)
+                return
+        self._doubles.append((seq, start, end))
+
+    def rest(self, seq: int) -> None:
+        """The request in a slot has ended or is preempted; what it computed stays, idle."""
+        if self.length(seq):
+            self.tree.unpin(seq, self._tick())
+        elif self.holds(seq):
+            self.tree.release(seq)
+
+    def spoil(self, seq: int) -> None:
+        """A failed decode left the sequence in a state that nobody knows: forget and clear it."""
+        self._drop(seq)
+        self._operations.append(Remove(seq, 0))
+
+    # --- making room ---
+
+    def settle(self) -> None:
+        """Let doubles take the cells that the tree counts, and free reserved ids whose paths others cover.
+
+        A range whose other holders are gone was no double any more: its cells are now the ones that count.
+        """
+        doubles, self._doubles = self._doubles, []
+        for i, double in enumerate(doubles):
+            self._settle(double, doubles[i + 1 :])
+        self._release_covered()
+
+    def _settle(self, double: _Double, later: Sequence[_Double]) -> None:
+        """Let a sequence take over, piece by piece, what some other one has that is no double there itself."""
+        seq, start, end = double
+        tip = self.tree.tip(seq)
+        assert tip is not None
+        for node in tip.path():
+            low, high = max(start, node.start), min(end, node.end)
+            bounds = {low, high, *(n for each in later for n in each[1:] if low < n < high)}
+            for piece in pairwise(sorted(bounds)) if low < high else ():
+                own = {seq, *(s for s, a, b in later if a < piece[1] and piece[0] < b)}
+                source = next((holder for holder in self.tree.holders(node) if holder not in own), None)
+                if source is not None:
+                    self._operations.append(Share(source, seq, *piece))
+
+    def _release_covered(self) -> None:
+        for seq in self._reserved:
+            if self.holds(seq) and self.tree.is_covered(seq):
+                self.clear(seq)
+
+    def evict(self, n_cells: int) -> int:
+        """Give up so many idle cells, or all there are; how many."""
+        plan = self.tree.plan_eviction(n_cells)
+        for seq, keep in plan.keeps.items():
+            self._cut_doubles(seq, keep)
+            self._operations.append(Remove(seq, keep))
+        self.tree.evict(plan)
+        self.counts.n_evicted_tokens += plan.n_cells
+        return plan.n_cells
+
+    def truncate(self, seq: int, keep: int) -> None:
+        """Let a sequence drop all but its first `keep` tokens."""
+        if keep >= self.length(seq):
+            return
+        if keep == 0:
+            self.clear(seq)
+            return
+        self.tree.truncate(seq, keep)
+        self._cut_doubles(seq, keep)
+        self._operations.append(Remove(seq, keep))
+
+    def clear(self, seq: int) -> None:
+        """Let a sequence drop everything."""
+        if self.holds(seq):
+            self._drop(seq)
+            self._operations.append(Remove(seq, 0))
+
+    def clear_idle(self) -> int:
+        """Let every idle sequence drop everything; the tokens that the tree has no more."""
+        n_before = self.tree.n_tokens
+        for seq in self._ids:
+            if not self.tree.is_pinned(seq):
+                self.clear(seq)
+        return n_before - self.tree.n_tokens
+
+    def forget(self, space: str) -> None:
+        """Let every sequence drop what it holds in a namespace."""
+        for seq in self.tree.sequences(space):
+            self.clear(seq)
+
+    def take_operations(self) -> list[Operation]:
+        """What the backend has to do before it decodes, in this order."""
+        operations, self._operations = self._operations, []
+        self._copying.clear()
+        for operation in operations:
+            self._follow(operation)
+        return operations
+
+    def move(self, moves: Iterable[Move]) -> None:
+        """Note moves within the pool, which change nothing that anybody holds."""
+        self._operations += moves
+
+    def check(self, length_of: Callable[[int], int]) -> None:
+        """Prove what must always hold, while no operation is pending; raises `AssertionError`.
+
+        `length_of` asks the backend for the tokens that a sequence holds.
+        """
+        assert not self._operations
+        self.tree.check()
+        for seq in self._ids:
+            assert length_of(seq) == self.length(seq), f"sequence {seq}"
+            assert seq in self._slots or not self.tree.is_pinned(seq)
+        assert 0 <= self.n_used <= self._n_cells
+        for seq, start, end in self._doubles:
+            assert 0 <= start < end <= self.length(seq), f"a double of sequence {seq}"
+
+    # --- inside ---
+
+    def _follow(self, operation: Operation) -> None:
+        """Note where llama.cpp will put the cells."""
+        if self.cells is None:
+            return
+        match operation:
+            case Remove(seq, keep):
+                self.cells.remove(seq, keep)
+            case Copy(src, dst, start, end):
+                self.cells.copy(src, dst, start, end)
+            case Share(src, dst, start, end):
+                self.cells.share(src, dst, start, end)
+            case Move(holders, scratch, start, end):
+                self.cells.copy(holders[0], scratch, start, end)
+                self.cells.load(scratch, self.cells.saved_order(scratch))
+                for holder in holders:
+                    self.cells.share(scratch, holder, start, end)
+                self.cells.remove(scratch)
+
+    def _drop(self, seq: int) -> None:
+        if self.holds(seq):
+            self.tree.release(seq)
+        self._cut_doubles(seq, 0)
+
+    def _cut_doubles(self, seq: int, keep: int) -> None:
+        cut = [(s, a, min(b, keep)) if s == seq else (s, a, b) for s, a, b in self._doubles]
+        self._doubles = [double for double in cut if double[1] < double[2]]
+
+    def _free_id(self) -> int:
+        """An id that holds nothing: a slot that is empty, else a reserved one, of which one is always free."""
+        return next(seq for seq in self._ids if not self.holds(seq))
+
+    def _keep_an_id_free(self) -> None:
+        """See to it that a reserved id is free, so that the next slot's path can be parked before it is known what
+        that covers.
+
+        If need be, the idle path that matters least is given up: those with a short tail first, then the least
+        recently used.
+        """
+        self._release_covered()
+        if not all(map(self.holds, self._reserved)):
+            return
+        idle = [seq for seq in self._ids if self.holds(seq) and not self.tree.is_pinned(seq)]
+        least: int = min(idle, key=lambda seq: (self._tail(seq) >= self._worth, self._last_used(seq)))
+        self.clear(least)
+        if least not in self._reserved:
+            self._park(self._reserved[-1], least)
+            self.clear(self._reserved[-1])
+
+    def _park(self, seq: int, target: int) -> None:
+        """Let an id that holds nothing hold what an idle sequence holds."""
+        tip = self.tree.tip(seq)
+        assert tip is not None
+        self._operations.append(Copy(seq, target, 0, tip.end))
+        self.tree.hold(target, Match(tip, tip.end))
+        self.counts.n_parked += 1
+
+    def _tail(self, seq: int) -> int:
+        """Tokens that nobody else holds."""
+        tip = self.tree.tip(seq)
+        return len(tip) if tip is not None and not self.tree.is_covered(seq) else 0
+
+    def _last_used(self, seq: int) -> int:
+        tip = self.tree.tip(seq)
+        return tip.last_used if tip is not None else 0
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock

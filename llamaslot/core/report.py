@@ -1,0 +1,137 @@
+"""Slots and prefix cache as plain data, for whoever watches; nothing here changes anything.
+
+Prefixes are listed by hits, then by last use, then by length. A request that goes through a node goes through its
+ancestors too, so these have at least as many hits and as late a use: no node is listed without them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llamaslot.base.messages import CacheFigures, CachePrefix, CacheState, SlotReport
+from llamaslot.core.admission import Admission
+from llamaslot.core.ledger import Ledger
+from llamaslot.core.node import WIDTH, Node, unpacked
+from llamaslot.core.request import Request
+from llamaslot.core.settings import SchedulerSettings
+from llamaslot.core.slots import Slot
+
+_SPELLED = 256
+"""Tokens of an edge that are spelled out at most."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What ended requests found in the cache; see `CacheFigures` for which of them count."""
+
+    n_hits: int = 0
+    n_misses: int = 0
+    n_cross_slot: int = 0
+    n_prompt: int = 0
+    n_matched: int = 0
+
+    def count(self, request: Request) -> None:
+        """Note a request that has ended."""
+        if request.is_private or not request.has_started:
+            return
+        n_cached = request.n_cached
+        self.n_hits += n_cached > 0
+        self.n_misses += n_cached == 0
+        self.n_cross_slot += n_cached > 0 and request.n_copied > 0
+        self.n_prompt += request.n_prompt
+        self.n_matched += n_cached
+
+
+def slots(settings: SchedulerSettings, ledger: Ledger, slots: Sequence[Slot]) -> tuple[SlotReport, ...]:
+    """What each slot holds and runs."""
+    return tuple(_slot(slot, settings.n_ctx_slot, ledger.length(slot.id)) for slot in slots)
+
+
+def _slot(slot: Slot, n_ctx: int, n_held: int) -> SlotReport:
+    request = slot.request
+    if request is None:
+        return SlotReport(slot.id, n_ctx, n_held)
+    return SlotReport(
+        id=slot.id,
+        n_ctx=n_ctx,
+        n_held=n_held,
+        request_id=request.id,
+        n_prompt=request.n_prompt,
+        n_prompt_computed=request.n_prompt_computed,
+        n_generated=request.n_generated,
+        max_tokens=request.submit.max_tokens,
+        sampling=request.submit.sampling,
+    )
+
+
+def figures(settings: SchedulerSettings, ledger: Ledger, admission: Admission, traffic: Traffic) -> CacheFigures:
+    """The numbers of `/cache` and `/metrics`; costs nothing to speak of."""
+    n_idle = ledger.n_idle
+    if not settings.shares:
+        # Each slot has cells of its own for what the tree has once.
+        n_idle = sum(ledger.length(seq) for seq in range(settings.n_slots) if not ledger.tree.is_pinned(seq))
+    return CacheFigures(
+        cells_total=settings.n_ctx,
+        cells_used=ledger.n_used,
+        cells_idle=n_idle,
+        cells_pinned=ledger.n_used - n_idle,
+        seqs_slots=settings.n_slots,
+        seqs_reserved=settings.n_reserved,
+        seqs_used=ledger.n_seqs,
+        n_hits=traffic.n_hits,
+        n_misses=traffic.n_misses,
+        n_cross_slot=traffic.n_cross_slot,
+        n_waits=admission.n_waits,
+        n_prompt=traffic.n_prompt,
+        n_matched=traffic.n_matched,
+        n_copied=ledger.counts.n_copied_tokens,
+        n_evicted=ledger.counts.n_evicted_tokens,
+        n_parked=ledger.counts.n_parked,
+    )
+
+
+def state(
+    request_id: str,
+    totals: CacheFigures,
+    ledger: Ledger,
+    top: int,
+    spell: Callable[[Sequence[int]], bytes] | None = None,
+) -> CacheState:
+    """The tree with its `top` prefixes; `spell` turns tokens into text. Takes time in proportion to the tree."""
+    nodes = list(ledger.tree.nodes())
+    uses = sorted({node.last_used for node in nodes}, reverse=True)
+    ranks = {use: rank for rank, use in enumerate(uses)}
+    listed = heapq.nsmallest(top, nodes, key=lambda node: (-node.hits, -node.last_used, node.end))
+    spaces = dict.fromkeys(node.space for node in (*listed, *nodes))
+    namespaces = {space: i for i, space in enumerate(spaces)}
+    places = {id(node): i for i, node in enumerate(listed)}
+    prefixes = [
+        CachePrefix(
+            parent=places.get(id(node.parent), -1),
+            namespace=namespaces[node.space],
+            n_tokens=node.end,
+            n_edge=len(node),
+            hits=node.hits,
+            holders=tuple(sorted(ledger.tree.holders(node))),
+            pinned=node.running > 0,
+            last_used=ranks[node.last_used],
+            text=_spelled(node, spell) if spell is not None else "",
+        )
+        for node in listed
+    ]
+    return CacheState(
+        request_id=request_id,
+        figures=totals,
+        n_namespaces=len(namespaces),
+        n_nodes=len(nodes),
+        n_leaves=sum(not node.children for node in nodes),
+        n_tokens=ledger.tree.n_tokens,
+        n_pinned_tokens=ledger.tree.n_pinned_tokens,
+        prefixes=tuple(prefixes),
+    )
+
+
+def _spelled(node: Node, spell: Callable[[Sequence[int]], bytes]) -> str:
+    return spell(unpacked(node.run[: _SPELLED * WIDTH]).tolist()).decode("utf-8", "replace")

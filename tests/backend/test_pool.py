@@ -1,0 +1,415 @@
+"""How many sequences a context is made for, and how many cells it gets where nobody says: as documented, and as
+llama.cpp then really allocates them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+
+import llama_cpp
+import psutil
+import pytest
+from llama_cpp._ggml import libggml
+
+from bench import synthetic
+from llamaslot.app.models import resolve_model
+from llamaslot.backend.llama import CACHE_TYPES, LlamaSettings, library, pool
+from llamaslot.backend.llama.loading import in_parts, load_model, logged_bytes, metadata
+from llamaslot.backend.llama.pool import HOST, MOST_ON_GPU, MOST_ON_HOST, Place, kv_places, most_cells, pool_size
+from llamaslot.backend.llama.settings import sequences
+from llamaslot.base.errors import ConfigError
+from llamaslot.core.backend import IllegalCallError, Status
+from tests.backend.test_models import feed, loaded
+
+GIB = 2**30
+DEMO_CELL = 5 * 2 * (64 + 64) * 2
+"""Layers, heads, K and V, bytes of f16."""
+UNLIKE = {"tiny-swa": "sliding window", "tiny-mamba": "recurrent", "tiny-lfm2": "recurrent"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model files by name."""
+    folder = tmp_path_factory.mktemp("models")
+    shapes = {name: synthetic.ensure(name, folder=folder) for name in ("tiny", *UNLIKE)}
+    return {"demo": resolve_model("demo"), **shapes}
+
+
+def of(**settings: object) -> LlamaSettings:
+    return LlamaSettings(Path("none"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "n_cache_seqs", "n_seqs"),
+    [
+        ({}, 16, 21),
+        ({"n_slots": 1}, 4, 6),
+        ({"n_slots": 51}, 204, 256),
+        ({"n_slots": 52}, 203, 256),
+        ({"n_slots": 254}, 1, 256),
+        ({"n_slots": 255}, 0, 256),
+        ({"n_slots": 256}, 0, 256),
+        ({"n_cache_seqs": 0}, 0, 5),
+        ({"n_cache_seqs": 7}, 7, 12),
+        ({"n_slots": 8, "n_cache_seqs": 247}, 247, 256),
+        ({"unified": False}, 0, 4),
+        ({"unified": False, "n_slots": 256}, 0, 256),
+        ({"unified": False, "n_cache_seqs": 7}, 7, 11),
+        ({"unified": False, "n_slots": 8, "n_cache_seqs": 248}, 248, 256),
+    ],
+)
+def test_ids_are_the_slots_the_reserved_ones_and_scratch(
+    settings: dict[str, object], n_cache_seqs: int, n_seqs: int
+) -> None:
+    assert sequences(of(**settings), reusable=True) == (n_cache_seqs, n_seqs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"n_cache_seqs": 7}, {"unified": False, "n_cache_seqs": 7}])
+def test_without_reuse_there_are_only_slots(settings: dict[str, object]) -> None:
+    assert sequences(of(**settings), reusable=False) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({"n_slots": 8, "n_cache_seqs": 248}, 247),
+        ({"n_slots": 256, "n_cache_seqs": 1}, 0),
+        ({"n_slots": 8, "n_cache_seqs": 249, "unified": False}, 248),
+        ({"n_cache_seqs": -2}, 251),
+    ],
+)
+def test_more_ids_than_llama_cpp_has_are_refused(settings: dict[str, object], most: int) -> None:
+    with pytest.raises(ConfigError, match=f"--cache-seqs must be between 0 and {most} ") as caught:
+        sequences(of(**settings), reusable=True)
+    assert caught.value.param == "--cache-seqs"
+
+
+def test_a_context_has_its_reserved_and_scratch_ids(models: dict[str, Path]) -> None:
+    with loaded(models["tiny"], n_slots=2, n_cache_seqs=3) as backend:
+        assert (backend.info.n_slots, backend.info.n_cache_seqs, backend.n_seqs) == (2, 3, 6)
+        assert (backend.info.n_ctx, backend.info.n_ctx_slot) == (512, 512)
+        for seq in range(6):
+            assert feed(backend, seq, [300 + seq] * 8).status is Status.OK
+        assert [backend.seq_len(seq) for seq in range(6)] == [8] * 6
+        with pytest.raises(IllegalCallError):
+            backend.seq_len(6)
+
+
+def test_a_step_may_be_smaller_than_the_number_of_ids(models: dict[str, Path]) -> None:
+    with loaded(models["tiny"], n_slots=2, n_ubatch=2, n_batch=2) as backend:
+        assert backend.n_seqs == 11
+        for seq in (0, 10):
+            assert feed(backend, seq, [300, 301]).status is Status.OK
+    with pytest.raises(ConfigError, match="2 slots"), loaded(models["tiny"], n_slots=2, n_ubatch=1, n_batch=1):
+        pass
+
+
+@pytest.mark.parametrize("shape", UNLIKE)
+def test_a_model_without_reuse_has_no_ids_beside_its_slots(models: dict[str, Path], shape: str) -> None:
+    with loaded(models[shape], n_slots=2, n_cache_seqs=3) as backend:
+        assert (backend.info.n_cache_seqs, backend.n_seqs) == (0, 2)
+
+
+@pytest.mark.parametrize("n_cache_seqs", [None, 0, 3])
+def test_reserved_ids_take_nothing_from_the_slots_of_a_pool_in_parts(
+    models: dict[str, Path], n_cache_seqs: int | None
+) -> None:
+    settings = {"n_ctx": 1000, "n_slots": 2, "unified": False, "n_cache_seqs": n_cache_seqs}
+    n_reserved = n_cache_seqs or 0
+    with loaded(models["tiny"], **settings) as backend:
+        info = backend.info
+        assert (info.n_cache_seqs, backend.n_seqs) == (n_reserved, 2 + n_reserved)
+        assert (info.n_ctx, info.n_ctx_slot) == (1024, 512)
+        assert llama_cpp.llama_n_ctx(backend._context) == 512 * backend.n_seqs
+        added = f"reserved sequences add {512 * n_reserved:,} cells ({512 * n_reserved * 768 / 2**20:.1f} MiB)"
+        assert (added in info.sizing) == bool(n_reserved)
+        for seq in range(backend.n_seqs):
+            for _ in range(8):
+                assert feed(backend, seq, [300] * 64).status is Status.OK
+            assert feed(backend, seq, [300]).status is Status.NO_ROOM
+
+
+@pytest.mark.parametrize(("n_ctx", "n_slots"), [(1, 3), (256, 3), (300, 2), (1000, 7), (1025, 4), (8192, 4)])
+def test_parts_are_as_large_as_llama_cpp_makes_them_for_slots_alone(
+    models: dict[str, Path], n_ctx: int, n_slots: int
+) -> None:
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_seq_max, params.n_outputs_max, params.kv_unified = n_ctx, n_slots, n_slots, False
+    with loaded(models["tiny"]) as backend:
+        context = llama_cpp.llama_init_from_model(backend._model, params)
+        part = llama_cpp.llama_n_ctx_seq(context)
+        llama_cpp.llama_free(context)
+    for n_reserved in (0, 1, 40, 200):
+        assert in_parts(n_ctx, n_slots, n_slots + n_reserved) == part * (n_slots + n_reserved)
+
+
+def test_parts_that_cannot_be_counted_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--ctx-size"):
+        in_parts(2**31 - 1, 4, 256)
+
+
+def test_the_arithmetic() -> None:
+    size = pool_size([Place(HOST, 10 * GIB, 16 * GIB, 131_072)], fraction=0.75, most=10**6)
+    room = (10 - 4) * GIB // 131_072
+    assert (size.n_room, size.n_cells, size.capped) == (room, room // 256 * 256, False)
+    assert size.line() == (
+        "KV pool: (10.00 GiB free on the host - 25% of 16.00 GiB) / 131,072 bytes a cell = 49,152 cells; "
+        "49,152 taken"
+    )
+
+
+@pytest.mark.parametrize(
+    ("most", "n_cells", "capped"), [(2048, 2048, True), (1000, 1024, True), (2900, 2816, False)]
+)
+def test_no_more_is_taken_than_is_wanted_and_whole_paddings(most: int, n_cells: int, capped: bool) -> None:
+    size = pool_size([Place(HOST, 3000, 3000, 1)], fraction=1, most=most)
+    assert (size.n_room, size.n_cells, size.capped) == (3000, n_cells, capped)
+    assert ("without --ctx-size" in size.line()) == capped
+
+
+def test_the_tightest_place_decides() -> None:
+    places = [Place("GPU0", 100_000, 100_000, 10), Place(HOST, 9_000, 10_000, 2)]
+    size = pool_size(places, fraction=0.9, most=10**6)
+    assert size.n_room == 4000
+    assert "the smaller of (" in size.line()
+    assert "on GPU0" in size.line()
+    assert "on the host" in size.line()
+
+
+@pytest.mark.parametrize(
+    ("n_parts", "n_streams", "n_cells"), [(4, 4, 7168), (4, 8, 3072), (2, 3, 5120), (4, 31, 1024)]
+)
+def test_a_pool_in_parts_has_room_for_reserved_sequences_too(n_parts: int, n_streams: int, n_cells: int) -> None:
+    place = Place(HOST, 8000, 8000, 1)
+    size = pool_size([place], fraction=1, most=10**6, n_parts=n_parts, n_streams=n_streams)
+    assert size.n_cells == n_cells
+    assert size.n_cells // n_parts * n_streams <= 8000
+
+
+@pytest.mark.parametrize(
+    ("place", "fraction", "n_streams", "words"),
+    [
+        (Place(HOST, 255, 1000, 1), 1, 1, ["256 cells", HOST]),
+        (Place("GPU0", GIB, 16 * GIB, 1), 0.85, 1, ["1.00 GiB of 16.00 GiB on GPU0", "15%"]),
+        (Place(HOST, 1000, 1000, 1), 1, 4, ["1,024 cells"]),
+    ],
+)
+def test_no_room_for_a_small_pool_is_an_error(
+    place: Place, fraction: float, n_streams: int, words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        pool_size([place], fraction=fraction, most=10**6, n_parts=n_streams, n_streams=n_streams)
+    assert caught.value.param == "--kv-mem-fraction"
+    for word in ["--kv-mem-fraction", "--ctx-size", *words]:
+        assert word in caught.value.message
+
+
+def test_what_is_taken_without_being_asked() -> None:
+    assert most_cells(4096, 4, on_host=True) == 16_384
+    assert most_cells(4096, 32, on_host=True) == MOST_ON_HOST
+    assert most_cells(40_960, 4, on_host=True) == 40_960
+    assert most_cells(4096, 4, on_host=False) == 16_384
+    assert most_cells(40_960, 8, on_host=False) == MOST_ON_GPU
+    assert most_cells(2**20, 8, on_host=False) == 2**20
+
+
+def test_block_sizes_are_ggmls() -> None:
+    libggml.ggml_type_size.restype = libggml.ggml_blck_size.restype = int
+    for name, (elements, size) in pool._BLOCKS.items():
+        kind = CACHE_TYPES[name]
+        assert (libggml.ggml_blck_size(kind), libggml.ggml_type_size(kind)) == (elements, size)
+
+
+@pytest.mark.parametrize("model", ["tiny", "demo", "tiny-lfm2"])
+@pytest.mark.parametrize("types", ["f16/f16", "q8_0/q8_0", "q8_0/f16", "f32/q4_0", "bf16/iq4_nl"])
+def test_bytes_of_a_cell_are_what_llama_cpp_allocates(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, model: str, types: str
+) -> None:
+    monkeypatch.setattr(library, "_recent", deque[str](maxlen=None))
+    k, v = types.split("/")
+    n_ctx = 16_384
+    settings = {"n_ctx": n_ctx, "cache_type_k": k, "cache_type_v": v, "flash_attn": "on", "n_gpu_layers": 0}
+    with loaded(models[model], **settings) as backend:
+        allocated = logged_bytes("KV buffer", library._recent)
+        widths = pool.kv_widths(backend._model, models[model])
+    computed = sum(pool.layer_bytes(widths, k, v, flash_attn=True)) * n_ctx
+    assert computed > 2**20
+    assert allocated == pytest.approx(computed, abs=0.006 * 2**20)
+
+
+def test_bytes_of_a_cell_in_the_demo_model_and_without_flash_attention(models: dict[str, Path]) -> None:
+    with loaded(models["demo"]) as backend:
+        widths = pool.kv_widths(backend._model, models["demo"])
+    assert sum(pool.layer_bytes(widths, "f16", "f16", flash_attn=True)) == DEMO_CELL
+    assert pool.layer_bytes([(64, 32), (64, 128)], "f16", "q8_0", flash_attn=True) == [128 + 34, 128 + 136]
+    assert pool.layer_bytes([(64, 32), (64, 128)], "f16", "q8_0", flash_attn=False) == [128 + 136] * 2
+    assert pool.layer_bytes([], "f16", "f16", flash_attn=True) == []
+
+
+def test_heads_of_each_layer_are_read_from_the_file(models: dict[str, Path], tmp_path: Path) -> None:
+    assert pool.array(models["tiny-lfm2"], "lfm2.attention.head_count_kv") == [0, 1, 0, 1]
+    for key in ("nosuch", "lfm2.block_count", "tokenizer.ggml.tokens"):
+        assert pool.array(models["tiny-lfm2"], key) == []
+    assert pool.array(tmp_path / "nowhere", "x") == []
+
+
+def test_a_default_pool_says_where_it_comes_from(models: dict[str, Path]) -> None:
+    for settings in ({}, {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}):
+        with loaded(models["demo"], n_ctx=0, n_gpu_layers=0, flash_attn="on", **settings) as backend:
+            assert backend.info.n_ctx == 2 * backend.info.n_ctx_train == 8192
+            n_bytes = DEMO_CELL // 64 * 34 if settings else DEMO_CELL
+            assert f"/ {n_bytes:,} bytes a cell" in backend.info.sizing
+            assert "8,192 taken, the most without --ctx-size" in backend.info.sizing
+    with loaded(models["demo"], n_ctx=256) as backend:
+        assert backend.info.sizing == ""
+
+
+def scarce(monkeypatch: pytest.MonkeyPatch, *, available: int, total: int) -> None:
+    memory = SimpleNamespace(available=available, total=total)
+    monkeypatch.setattr(pool.psutil, "virtual_memory", lambda: memory)
+
+
+def test_scarce_memory_makes_a_smaller_pool(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapped weights count as available memory, and are not."""
+    model, weights = load_model(LlamaSettings(models["demo"], n_gpu_layers=0), lambda _share: True)
+    llama_cpp.llama_model_free(model)
+    assert weights == pytest.approx(models["demo"].stat().st_size, rel=0.1)
+    scarce(monkeypatch, available=weights + 2**20 + 1024 * DEMO_CELL, total=10 * 2**20)
+    with loaded(models["demo"], n_ctx=0, kv_mem_fraction=0.9, n_gpu_layers=0) as backend:
+        assert (backend.info.n_ctx, backend.info.n_ctx_slot) == (1024, 1024)
+        assert "1,024 taken" in backend.info.sizing
+        assert "without --ctx-size" not in backend.info.sizing
+    with loaded(models["demo"], n_ctx=0, kv_mem_fraction=0.9, n_gpu_layers=0, n_slots=2, unified=False) as backend:
+        assert (backend.info.n_ctx, backend.info.n_ctx_slot) == (1024, 512)
+    parts = {"n_slots": 2, "n_cache_seqs": 2, "unified": False}
+    with loaded(models["demo"], n_ctx=0, kv_mem_fraction=0.9, n_gpu_layers=0, **parts) as backend:
+        assert (backend.info.n_ctx, backend.info.n_ctx_slot) == (512, 256)
+        assert "reserved sequences add 512 cells (1.2 MiB)" in backend.info.sizing
+
+
+def test_too_little_memory_is_said_and_a_size_of_ones_own_is_not_questioned(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scarce(monkeypatch, available=5 * 2**20, total=10 * 2**20)
+    with pytest.raises(ConfigError, match="no room for a KV pool"), loaded(models["demo"], n_ctx=0, n_gpu_layers=0):
+        pass
+    with loaded(models["demo"], n_ctx=1024) as backend:
+        assert backend.info.n_ctx == 1024
+
+
+@pytest.mark.parametrize(("shape", "words"), UNLIKE.items())
+def test_where_cells_are_not_alike_the_models_context_is_taken(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, shape: str, words: str
+) -> None:
+    scarce(monkeypatch, available=1, total=2)
+    with loaded(models[shape], n_ctx=0) as backend:
+        assert backend.info.n_ctx == 4096
+        assert backend.info.sizing.startswith("KV pool: 4,096 cells, the model's context")
+        assert words in backend.info.sizing
+
+
+@pytest.mark.parametrize("key", ["kv_lora_rank", "key_length_mla", "indexer.key_length"])
+def test_compressed_kv_is_not_guessed(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    def with_key(model: object, wanted: str) -> str:
+        return "512" if wanted == f"llama.attention.{key}" else metadata(model, wanted)
+
+    monkeypatch.setattr(pool, "metadata", with_key)
+    with loaded(models["tiny"], n_ctx=0) as backend:
+        assert "something else than K and V" in backend.info.sizing
+
+
+def test_devices_tell_their_memory() -> None:
+    library.initialise()
+    found = {device.name: device for device in pool._devices()}
+    assert found["CPU"].kind not in (1, 2)
+    assert found["CPU"].total == pytest.approx(psutil.virtual_memory().total, rel=0.1)
+
+
+LAYERS = [100, 200, 300, 400]
+GPUS = [pool._Device("GPU0", 1, 60, 80), pool._Device("GPU1", 1, 20, 80)]
+
+
+@pytest.mark.parametrize(
+    ("n_gpu_layers", "places"),
+    [
+        (-1, [Place("GPU0 + GPU1", 80, 160, 1000)]),
+        (5, [Place("GPU0 + GPU1", 80, 160, 1000)]),
+        (99, [Place("GPU0 + GPU1", 80, 160, 1000)]),
+        (4, [Place("GPU0 + GPU1", 80, 160, 900), Place(HOST, 40, 90, 100)]),
+        (1, [Place(HOST, 40, 90, 1000)]),
+        (0, [Place(HOST, 40, 90, 1000)]),
+    ],
+)
+def test_kv_lies_where_its_layer_does(
+    monkeypatch: pytest.MonkeyPatch, n_gpu_layers: int, places: list[Place]
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(pool, "_devices", lambda: [pool._Device("CPU", 0, 1, 1), *GPUS])
+    monkeypatch.setattr(pool, "host_memory", lambda: (50, 90))
+    assert kv_places(LAYERS, 4, n_gpu_layers, 10) == places
+
+
+def test_a_gpu_without_memory_of_its_own_is_bound_by_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    integrated = pool._Device("iGPU", 2, 70, 80)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(pool, "_devices", lambda: [integrated])
+    monkeypatch.setattr(pool, "host_memory", lambda: (50, 90))
+    both = [Place("iGPU", 70, 80, 1000), Place(HOST, 40, 90, 1000)]
+    assert kv_places(LAYERS, 4, -1, 10) == both
+    monkeypatch.setattr(pool, "_devices", lambda: [integrated, *GPUS])
+    assert [place.name for place in kv_places(LAYERS, 4, -1, 10)] == ["GPU0 + GPU1"]
+
+
+def test_a_gpu_that_does_not_say_what_is_free_is_not_guessed(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "kv_places", lambda *_args: [Place("GPU0", 0, 0, 1000)])
+    with loaded(models["tiny"], n_ctx=0) as backend:
+        assert backend.info.n_ctx == 4096
+        assert "GPU0 does not say" in backend.info.sizing
+
+
+def group(folder: Path, limit: str, used: int, files: int) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    stat = {"anon": used - files, "file": files, "inactive_file": files - 10, "active_file": 10}
+    (folder / "memory.stat").write_text("".join(f"{key} {value}\n" for key, value in stat.items()))
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "memory"),
+    [
+        (("max", 500, 100), ("600", 500, 300), (400, 600)),
+        (("700", 650, 100), ("600", 100, 10), (150, 600)),
+        (("max", 500, 100), ("max", 500, 300), (800, 1000)),
+        (("5000", 500, 100), ("4000", 500, 300), (800, 1000)),
+        (("600", 900, 10), ("max", 500, 300), (0, 600)),
+    ],
+)
+def test_a_container_has_what_its_groups_allow(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    outer: tuple[str, int, int],
+    inner: tuple[str, int, int],
+    memory: tuple[int, int],
+) -> None:
+    """The files that a group has read count as used there, and can be read again."""
+    scarce(monkeypatch, available=800, total=1000)
+    own = tmp_path / "own"
+    own.write_text("4:memory:/elsewhere\n0::/inner\n")
+    mount = tmp_path / "mount"
+    group(mount, *outer)
+    group(mount / "inner", *inner)
+    assert pool.host_memory(mount, own) == memory
+
+
+def test_without_groups_memory_is_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scarce(monkeypatch, available=800, total=1000)
+    assert pool.host_memory(tmp_path, tmp_path / "nowhere") == (800, 1000)
+    own = tmp_path / "own"
+    own.write_text("0::/\n")
+    assert pool.host_memory(tmp_path, own) == (800, 1000)

@@ -1,0 +1,199 @@
+"""`llamaslot cache` as a process of its own, against a real server and against what is none of this version."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from llamaslot.cli.cache import Prefix, drawn
+from tests.live import Server, serving
+
+HEAD = "the head of all prompts, "
+
+
+def cache(*args: str, **environment: str) -> tuple[int, list[str], list[str]]:
+    """The exit status and the lines of stdout and stderr."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LLAMA_API_KEY")}
+    done = subprocess.run(
+        [sys.executable, "-m", "llamaslot.cli.main", "cache", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**variables, **environment},
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Without debug text."""
+    with serving(tmp_path_factory.mktemp("server"), "-m", tiny_model, "-c", "2048", "-np", "2") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def telling(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With debug text and a key."""
+    args = ("-m", tiny_model, "-c", "2048", "-np", "2", "--cache-debug-text")
+    with serving(tmp_path_factory.mktemp("telling"), *args, environ={"LLAMA_API_KEY": "key"}) as server:
+        yield server
+
+
+def fill(server: Server) -> None:
+    for tail in ("one", "two"):
+        server.post("/completion", {"prompt": HEAD + tail, "n_predict": 1, "ignore_eos": True})
+
+
+def test_the_state_and_the_tree(server: Server) -> None:
+    fill(server)
+    told = server.get("/cache")
+    status, lines, errors = cache(server.url)
+    assert (status, errors) == (0, [])
+    used, idle, free = (f"{told['cells'][name]:,}" for name in ("used", "idle", "free"))
+    assert lines[0] == f"cells      {used} of 2,048 used: 0 by running requests, {idle} idle; {free} free"
+    assert lines[1] == f"sequences  {told['sequences']['used']} of 10 used (2 slots', 8 reserved)"
+    assert lines[2].startswith(f"tree       {told['tokens']} tokens in {told['nodes']} nodes, ")
+    assert lines[3].startswith("hits       1 of 2 requests (50.0%), ")
+    matched, total = told["prompt_tokens"]["matched"], told["prompt_tokens"]["total"]
+    assert lines[4] == f"reused     {matched} of {total} prompt tokens ({matched / total:.1%})"
+    assert lines[6] == f"prefixes   {told['nodes']} of {told['nodes']}, most hits first"
+    head, *tails = told["prefixes"]
+    held = ", ".join(map(str, head["holders"]))
+    assert lines[7].startswith(
+        f"└── +{head['edge_tokens']} = {head['tokens']} tokens · 1 hit · held by {held} · last use #"
+    )
+    assert [line[:8] for line in lines[8:]] == ["    ├── ", "    └── "]
+    for line, prefix in zip(lines[8:], tails, strict=True):
+        assert f"+{prefix['edge_tokens']} = {prefix['tokens']} tokens" in line
+    assert not any("head of all" in line for line in lines)
+
+
+def test_top_and_clear(server: Server) -> None:
+    fill(server)
+    status, lines, _ = cache(server.url, "--top", "1")
+    assert status == 0
+    assert re.fullmatch(r"prefixes   1 of \d+, most hits first", lines[6])
+    assert len(lines) == 8
+    idle = server.get("/cache")["cells"]["idle"]
+    assert idle > 0
+    status, lines, _ = cache(server.url, "--clear")
+    assert status == 0
+    assert lines[0] == f"cleared: {idle} idle tokens"
+    assert lines[1].startswith("cells      0 of 2,048 used")
+    assert lines[-1] == "prefixes   none"
+    assert server.get("/cache")["nodes"] == 0
+
+
+def test_the_text_and_the_key(telling: Server) -> None:
+    for how in ({"LLAMA_API_KEY": "wrong"}, {}):
+        status, lines, errors = cache(telling.url, **how)
+        assert (status, lines) == (2, [])
+        assert errors == [f"llamaslot: {telling.url} wants another API key: Invalid API Key (--api-key)"]
+    assert cache(telling.url, "--api-key", "key")[0] == 0
+    body = json.dumps({"prompt": "what a user wrote", "n_predict": 0}).encode()
+    request = urllib.request.Request(f"{telling.url}/completion", body, {"Authorization": "Bearer key"})
+    urllib.request.urlopen(request).close()
+    status, lines, _ = cache(telling.url, LLAMA_API_KEY="key")
+    assert status == 0
+    assert "what a user wrote" in lines[-1]
+
+
+def test_a_wrong_top_is_told_in_the_servers_words(server: Server) -> None:
+    status, _, errors = cache(server.url, "--top", "0")
+    assert status == 2
+    assert errors == [f"llamaslot: {server.url} answered 400: 'top' must be an integer from 1 to 1000"]
+    status, _, errors = cache(server.url, "--top", "many")
+    assert (status, len(errors)) == (2, 1)
+    assert "--top" in errors[0]
+
+
+def test_no_server_and_no_address_are_one_line() -> None:
+    assert cache("http://127.0.0.1:9") == (
+        2,
+        [],
+        [
+            "llamaslot: no server answers at http://127.0.0.1:9 (Connection refused); "
+            "start one with `llamaslot serve`"
+        ],
+    )
+    assert cache("127.0.0.1:8080") == (
+        2,
+        [],
+        ["llamaslot: '127.0.0.1:8080' is not an address such as http://127.0.0.1:8080"],
+    )
+
+
+@contextmanager
+def answering(status: int, body: bytes) -> Iterator[str]:
+    """The address of something that gives one answer to everything."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (404, b'{"error": {"message": "there is nothing at /cache"}}', "has no /cache: .* older llamaslot"),
+        (404, b"<html>", "has no /cache"),
+        (501, b'{"error": {"message": "start it with --slots"}}', "answered 501: start it with --slots"),
+        (200, b"<html>", "does not speak"),
+        (200, b'{"nodes": 1}', "another version of llamaslot"),
+        (200, json.dumps({"nodes": "many"}).encode(), "another version of llamaslot"),
+    ],
+)
+@pytest.mark.parametrize("flag", [(), ("--clear",)])
+def test_a_server_that_cannot_tell_is_one_line(status: int, body: bytes, words: str, flag: tuple[str, ...]) -> None:
+    with answering(status, body) as url:
+        code, out, errors = cache(url, *flag)
+    assert (code, out, len(errors)) == (2, [], 1)
+    assert re.search(words, errors[0])
+
+
+def test_several_namespaces_stand_apart_and_no_text_steers_the_terminal() -> None:
+    def prefix(parent: int | None, namespace: int, text: str | None = None) -> Prefix:
+        return Prefix(parent, namespace, 9, 3, 1, [0], parent is None, 0, text)
+
+    tree = drawn(
+        [prefix(None, 0), prefix(None, 1), prefix(0, 0, "\x1b[2Jbad [red]\u202e"), prefix(1, 1, "y" * 99)],
+        n_nodes=4,
+        n_namespaces=2,
+    )
+    first, second = tree.children
+    assert (str(first.label), str(second.label)) == ("namespace 0", "namespace 1")
+    [above], [below] = first.children, first.children[0].children
+    assert str(above.label) == "+3 = 9 tokens · 1 hit · held by 0 · last use #1 · running"
+    assert str(below.label).endswith(r" '\x1b[2Jbad [red]\u202e'")
+    assert str(second.children[0].children[0].label).endswith(f" '{'y' * 59}…'")

@@ -1,0 +1,116 @@
+"""`debug_invariants`: the ledger is held against the pool whenever nothing runs, on the thread of the model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from structlog.testing import capture_logs
+
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.messages import (
+    CacheCleared,
+    CacheState,
+    ClearCache,
+    Event,
+    Finished,
+    Inspect,
+    InspectCache,
+    Sampling,
+    State,
+    Stopped,
+    Submit,
+    TextPart,
+)
+from llamaslot.engine.engine import Engine
+
+
+class Watched(FakeBackend):
+    """Notes which threads ask for lengths; lies by `error` tokens about one sequence."""
+
+    error = 0
+
+    def __init__(self) -> None:
+        super().__init__(n_slots=2, n_reserved=2)
+        self.askers: set[str] = set()
+
+    def seq_len(self, seq: int) -> int:
+        self.askers.add(threading.current_thread().name)
+        return super().seq_len(seq) + (self.error if seq == 0 else 0)
+
+
+class Run:
+    """An engine with a thread of its own."""
+
+    def __init__(self, backend: FakeBackend, *, debug_invariants: bool = True) -> None:
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.engine = Engine(backend, self._receive, debug_invariants=debug_invariants)
+        self.task = asyncio.create_task(self.engine.run())
+
+    def _receive(self, events: list[Event]) -> None:
+        for event in events:
+            self.events.put_nowait(event)
+
+    async def until(self, kind: type[Event]) -> Event:
+        async with asyncio.timeout(20):
+            while not isinstance(event := await self.events.get(), kind):
+                assert not isinstance(event, Stopped), event
+            return event
+
+    async def complete(self, name: str, prompt: str) -> None:
+        sampling = Sampling(temperature=0.0, ignore_eos=True)
+        self.engine.send(Submit(name, (TextPart(prompt),), sampling=sampling, max_tokens=3))
+        await self.until(Finished)
+
+    async def stop(self) -> None:
+        self.engine.stop()
+        await self.task
+
+
+async def test_it_is_checked_once_each_time_that_nothing_runs() -> None:
+    backend = Watched()
+    with capture_logs() as lines:
+        run = Run(backend)
+        for name in ("a", "b"):
+            await run.complete(name, "the same prompt, " + name)
+            for question in range(3):
+                run.engine.send(Inspect(f"{name}{question}"))
+                await run.until(State)
+        run.engine.send(ClearCache("clear"))
+        cleared = await run.until(CacheCleared)
+        run.engine.send(InspectCache("cache"))
+        state = await run.until(CacheState)
+        await run.stop()
+    checks = [line for line in lines if line["event"] == "invariants.ok"]
+    assert isinstance(cleared, CacheCleared)
+    assert isinstance(state, CacheState)
+    assert (cleared.n_tokens, state.n_tokens) == (checks[2]["cells_used"], 0)
+    assert [check["cells_used"] > 0 for check in checks] == [False, True, True, False]
+    assert all(name.startswith("llamaslot-model") for name in backend.askers)
+
+
+async def test_it_ends_the_engine_where_they_differ() -> None:
+    backend = Watched()
+    run = Run(backend)
+    await run.complete("a", "a prompt")
+    backend.error = 1
+    with capture_logs() as lines:
+        run.engine.send(Submit("b", (TextPart("another"),), id_slot=1, max_tokens=1))
+        stopped = await run.until(Stopped)
+        await run.task
+    assert isinstance(stopped, Stopped)
+    assert stopped.reason.startswith("AssertionError: sequence 0")
+    assert [line["event"] for line in lines] == ["engine.died"]
+
+
+async def test_it_is_not_checked_unless_asked_for() -> None:
+    backend = Watched()
+    backend.error = 1
+    with capture_logs() as lines:
+        run = Run(backend, debug_invariants=False)
+        run.engine.send(Submit("b", (TextPart("another"),), id_slot=1, max_tokens=1))
+        await run.until(Finished)
+        run.engine.send(Inspect("question"))
+        await run.until(State)
+        await run.stop()
+    assert lines == []

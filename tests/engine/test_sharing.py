@@ -1,0 +1,168 @@
+"""What is shared is computed once, whoever asks for it and in what order: counted at llama_decode.
+
+The figure to reach is the number of distinct prompt prefixes: the nodes of the plain trie of all prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.base.messages import Cancelled, Finished, Sampling, Submit, TokensPart
+from tests.engine.harness import Harness, running
+
+Prompt = tuple[int, ...]
+GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+N_SLOTS = 8
+
+chance = np.random.default_rng(7)
+
+
+def words(n: int) -> Prompt:
+    """Tokens that nothing else shares."""
+    return tuple(chance.integers(300, 500, n).tolist())
+
+
+class Counted:
+    """An engine, and how many prompt tokens its requests really sent to llama_decode."""
+
+    def __init__(self, engine: Harness) -> None:
+        self.engine = engine
+        self.prompts: dict[str, Prompt] = {}
+        self.sent: list[tuple[int, int]] = []
+        """Sequence and position of every token that llama_decode was given."""
+
+    def ask(self, prompt: Prompt, *, max_tokens: int = 2, **fields: object) -> asyncio.Future[object]:
+        """Send a request."""
+        name = str(len(self.prompts))
+        self.prompts[name] = prompt
+        end = self.engine.ends[name] = asyncio.get_running_loop().create_future()
+        submit = Submit(name, (TokensPart(prompt),), sampling=GREEDY, max_tokens=max_tokens, **fields)
+        self.engine.engine.send(submit)
+        return end
+
+    async def ask_all(self, prompts: Sequence[Prompt], **fields: object) -> list[Finished]:
+        """Send requests at once and wait for all."""
+        ends = await asyncio.gather(*(self.ask(prompt, **fields) for prompt in prompts))
+        assert all(isinstance(end, Finished) for end in ends)
+        return ends
+
+    @property
+    def n_computed(self) -> int:
+        """Prompt tokens sent to llama_decode: everything but the generated tokens."""
+        ends = [end.result() for end in self.engine.ends.values()]
+        generated = sum(max(0, end.progress.n_generated - 1) for end in ends if end.progress)
+        computed = sum(end.progress.n_prompt_computed for end in ends if end.progress)
+        assert len(self.sent) - generated == computed, "the figures that users see are not those of llama_decode"
+        return computed
+
+    @property
+    def n_distinct(self) -> int:
+        """Nodes of the plain trie of all prompts, and one more for each prompt that was cached whole."""
+        trie: set[Prompt] = set()
+        whole = 0
+        for prompt in self.prompts.values():
+            prefixes = {prompt[:n] for n in range(1, len(prompt) + 1)}
+            whole += prefixes <= trie
+            trie |= prefixes
+        return len(trie) + whole
+
+
+@asynccontextmanager
+async def counted(model: Path, monkeypatch: pytest.MonkeyPatch, **settings: int) -> AsyncIterator[Counted]:
+    chosen = {"n_ctx": 16384, "n_slots": N_SLOTS, "n_ubatch": 512, "n_threads": 1} | settings
+    backend = LlamaBackend(LlamaSettings(model, **chosen))
+    decode = llama_cpp.llama_decode
+    async with running(backend) as engine:
+        counting = Counted(engine)
+
+        def spy(context: object, batch: llama_cpp.llama_batch) -> int:
+            counting.sent += [(batch.seq_id[i][0], batch.pos[i]) for i in range(batch.n_tokens)]
+            return decode(context, batch)
+
+        monkeypatch.setattr(llama_cpp, "llama_decode", spy)
+        yield counting
+
+
+async def fan_out(asking: Counted) -> None:
+    """16 users at once on one long system prompt, cold."""
+    system = words(1600)
+    await asking.ask_all([system + words(20) for _ in range(16)])
+
+
+async def branching(asking: Counted) -> None:
+    """A conversation that is continued in several ways, each of them again."""
+    trunk = words(700)
+    await asking.ask_all([trunk])
+    branches = [trunk + words(150) for _ in range(4)]
+    await asking.ask_all(branches)
+    await asking.ask_all([branch + words(40) for branch in branches for _ in range(3)])
+
+
+async def groups(asking: Counted) -> None:
+    """Four groups of users, each with a prompt of its own, all at once."""
+    heads = [words(500) for _ in range(4)]
+    await asking.ask_all([head + words(20) for _ in range(5) for head in heads])
+
+
+async def agents(asking: Counted) -> None:
+    """A main agent turn by turn, sub-agents that share half of its prompt, and short title requests between."""
+    main = words(1500)
+    shared = main[:750]
+    for _ in range(4):
+        await asking.ask_all([main, *(shared + words(60) for _ in range(3)), words(40)])
+        main += words(100)
+
+
+async def conversations(asking: Counted) -> None:
+    """Twenty conversations of three turns each on one system prompt, in turn over eight slots."""
+    system = words(600)
+    talks = [system + words(50) for _ in range(20)]
+    for _ in range(3):
+        for talk in talks:
+            await asking.ask_all([talk])
+        talks = [talk + words(30) for talk in talks]
+
+
+@pytest.mark.parametrize("workload", [fan_out, branching, groups, agents, conversations])
+async def test_no_prefix_is_computed_twice(
+    workload: Callable[[Counted], object], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with counted(tiny_model, monkeypatch) as asking:
+        await workload(asking)
+        print(f"{workload.__name__}: {asking.n_computed} computed, {asking.n_distinct} distinct")
+        assert asking.n_computed <= 1.05 * asking.n_distinct
+
+
+@pytest.mark.parametrize("n_cancelled", [1, 3])
+async def test_a_leader_that_is_cancelled_is_followed_by_another(
+    n_cancelled: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with counted(tiny_model, monkeypatch, n_ubatch=128) as asking:
+        system = words(1600)
+        ends = [asking.ask(system + words(20)) for _ in range(16)]
+        for name in map(str, range(n_cancelled)):
+            while not any(pos > 300 for _, pos in asking.sent):
+                await asyncio.sleep(0)
+            asking.engine.cancel(name)
+        ends = await asyncio.gather(*ends)
+        assert [isinstance(end, Cancelled) for end in ends] == [i < n_cancelled for i in range(16)]
+        assert asking.n_computed <= 1.05 * asking.n_distinct
+
+
+async def test_twenty_conversations_over_four_slots_and_sixteen_ids_find_their_whole_history(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with counted(tiny_model, monkeypatch, n_slots=4, n_cache_seqs=16) as asking:
+        talks = [(300 + i, *words(99)) for i in range(20)]
+        for turn in range(4):
+            ends = [(await asking.ask_all([talk]))[0] for talk in talks]
+            assert [end.progress.n_prompt_computed for end in ends] == [100 if turn == 0 else 30] * 20
+            talks = [talk + words(30) for talk in talks]

@@ -1,0 +1,53 @@
+"""How far logits move when nothing changes but the size of the chunks or the cells that they are computed in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import llama_cpp
+import numpy as np
+
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.core.backend import Remove, Run
+
+
+class Noise:
+    """Tells whether two greedy tokens lie closer together than rounding alone moves them."""
+
+    def __init__(self, settings: LlamaSettings) -> None:
+        self._settings = replace(settings, n_slots=2)
+        self.n_explained = 0
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a prompt."""
+        backend = LlamaBackend(self._settings)
+        try:
+            return backend.vocab.tokenize(text, add_special=True, parse_special=True).tolist()
+        finally:
+            backend.close()
+
+    def explains(self, history: Sequence[int], warm: int, cold: int) -> bool:
+        """Whether `warm` may stand for `cold` as the token after `history`."""
+        whole = self._settings.n_ubatch
+        reference = self._logits(history, whole, 0)
+        others = [self._logits(history, chunk, n_before) for chunk, n_before in ((7, 0), (whole, 33), (19, 20))]
+        noise = max(float(np.abs(reference - other).max()) for other in others)
+        self.n_explained += 1
+        return bool(abs(reference[warm] - reference[cold]) <= 2 * noise)
+
+    def _logits(self, history: Sequence[int], chunk: int, n_before: int) -> np.ndarray:
+        """Logits after `history`, decoded in chunks, the first behind `n_before` cells that then come free."""
+        backend = LlamaBackend(self._settings)
+        try:
+            n_before = min(n_before, backend.info.n_ctx - len(history), self._settings.n_ubatch)
+            if n_before:
+                backend.decode([Run(1, 0, np.full(n_before, 97, dtype=np.int32), False)])
+            for at in range(0, len(history), chunk):
+                part = np.array(history[at : at + chunk], dtype=np.int32)
+                backend.decode([Run(0, at, part, at + chunk >= len(history))])
+                backend.change(Remove(1, 0))
+            row = llama_cpp.llama_get_logits_ith(backend._context, -1)
+            return np.ctypeslib.as_array(row, (backend.info.n_vocab,)).copy()
+        finally:
+            backend.close()

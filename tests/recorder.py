@@ -1,0 +1,183 @@
+"""A backend that keeps its own account of what each sequence holds, from what was really asked of it.
+
+Every computed token gets a cell of its own; `Copy` and `Share` pass cells on. A *prefix* is a namespace and the
+tokens so far, interned as a number, so that two positions hold the same prefix if and only if their numbers agree.
+Whatever mixes prefixes fails here, before any token is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.messages import Sampling
+from llamaslot.core.backend import (
+    Backend,
+    Copy,
+    Decoded,
+    Move,
+    Operation,
+    Remove,
+    Run,
+    Sampler,
+    Share,
+    Status,
+    Tokens,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What the next decode does instead of succeeding."""
+
+    status: Status
+    n_applied: int
+    """Tokens of the batch that stay computed, from its start, after `ABORTED` and `FATAL`."""
+    loses: bool = False
+    """Whether the first sequence of the batch comes back shorter than it was."""
+
+
+@dataclass
+class Held:
+    """What one sequence holds: per position the cell, the token and the prefix that ends there."""
+
+    cells: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    prefixes: list[int] = field(default_factory=list)
+    space: str = ""
+
+    def __len__(self) -> int:
+        """Tokens held."""
+        return len(self.cells)
+
+    def cut(self, keep: int) -> None:
+        for each in (self.cells, self.tokens, self.prefixes):
+            del each[keep:]
+
+
+class Recorder:
+    """Passes everything on to `inner`; `spaces` says for each sequence in which namespace it is computed next."""
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+        self.info, self.vocab, self.n_seqs = inner.info, inner.vocab, inner.n_seqs
+        self.held = [Held() for _ in range(self.n_seqs)]
+        self.spaces: dict[int, str] = {}
+        self.failure: Failure | None = None
+        self.has_lost = False
+        """Whether cells ever went without being removed, so that nobody can know where the others lie."""
+        self.samplers: list[Sampler] = []
+        self._n_cells = 0
+        self._prefixes: dict[tuple[str | int, int], int] = {}
+
+    # --- reading ---
+
+    @property
+    def cells(self) -> set[int]:
+        """Cells that any sequence sees."""
+        return {cell for held in self.held for cell in held.cells}
+
+    def prefixes(self, seqs: Iterable[int] | None = None) -> set[int]:
+        """What these sequences hold, all of them by default."""
+        return {each for seq in (range(self.n_seqs) if seqs is None else seqs) for each in self.held[seq].prefixes}
+
+    def named(self, space: str, tokens: Iterable[int]) -> list[int]:
+        """The prefixes of some tokens."""
+        last: str | int = space
+        found = []
+        for token in tokens:
+            last = self._prefixes.setdefault((last, token), len(self._prefixes))
+            found.append(last)
+        return found
+
+    def check(self) -> None:
+        """What was recorded is what the backend holds."""
+        for seq, held in enumerate(self.held):
+            assert self.inner.seq_len(seq) == len(held), seq
+            if isinstance(self.inner, FakeBackend):
+                assert self.inner.seen(seq) == list(enumerate(held.tokens)), seq
+        if self.info.unified:
+            assert len(self.cells) <= self.info.n_ctx
+        if isinstance(self.inner, FakeBackend):
+            assert self.inner.cells_used == len(self.cells)
+
+    # --- the backend ---
+
+    def change(self, operation: Operation) -> None:
+        self.inner.change(operation)
+        if isinstance(operation, Remove):
+            self.held[operation.seq].cut(operation.keep)
+            return
+        if isinstance(operation, Move):
+            self._move(operation)
+            return
+        source, target = self.held[operation.src], self.held[operation.dst]
+        start, end = operation.start, operation.end
+        assert source.space == target.space or not target.cells, f"{operation} between two namespaces"
+        if isinstance(operation, Copy):
+            assert source.prefixes[:start] == target.prefixes, f"{operation} of something else"
+            target.space = source.space
+            target.tokens += source.tokens[start:end]
+            target.prefixes += source.prefixes[start:end]
+        assert isinstance(operation, Copy | Share)
+        assert source.prefixes[:end] == target.prefixes[:end], f"{operation} of something else"
+        target.cells[start:end] = source.cells[start:end]
+
+    def _move(self, move: Move) -> None:
+        """All who see the cells move together; the old ones are freed last."""
+        n = move.end - move.start
+        assert self.info.n_ctx - len(self.cells) >= n, f"no room for {move}"
+        assert not self.held[move.scratch].cells
+        old = self.held[move.holders[0]].cells[move.start : move.end]
+        seen_by = {seq for seq, held in enumerate(self.held) if set(old) & set(held.cells)}
+        assert seen_by == set(move.holders), f"{move} leaves somebody behind"
+        for seq in move.holders:
+            assert self.held[seq].cells[move.start : move.end] == old, f"{move} of different cells"
+            self.held[seq].cells[move.start : move.end] = range(self._n_cells, self._n_cells + n)
+        self._n_cells += n
+
+    def decode(self, runs: Sequence[Run]) -> Decoded:
+        failure, self.failure = self.failure, None
+        if failure is None:
+            decoded = self.inner.decode(runs)
+            assert decoded.status is Status.OK, decoded.status
+            self._note(runs)
+            return decoded
+        left = failure.n_applied if failure.status in (Status.ABORTED, Status.FATAL) else 0
+        applied = []
+        for run in runs:
+            tokens = run.tokens[:left]
+            if len(tokens):
+                applied.append(Run(run.seq, run.start, tokens, False))
+                left -= len(tokens)
+        if applied:
+            assert self.inner.decode(applied).status is Status.OK
+            self._note(applied)
+        if failure.loses and failure.status is Status.FATAL:
+            self.has_lost = True
+            self.change(Remove(runs[0].seq, runs[0].start // 2 if self.info.reuse else 0))
+        return Decoded(failure.status, {run.seq: (run.start, len(run.tokens)) for run in runs})
+
+    def _note(self, runs: Sequence[Run]) -> None:
+        for run in runs:
+            held, space, tokens = self.held[run.seq], self.spaces[run.seq], run.tokens.tolist()
+            assert held.space == space or not held.cells, f"sequence {run.seq} goes on in another namespace"
+            held.space = space
+            held.tokens += tokens
+            held.prefixes = self.named(space, held.tokens)
+            held.cells += range(self._n_cells, self._n_cells + len(tokens))
+            self._n_cells += len(tokens)
+
+    def seq_len(self, seq: int) -> int:
+        return self.inner.seq_len(seq)
+
+    def new_sampler(self, sampling: Sampling, history: Tokens) -> Sampler:
+        self.samplers.append(self.inner.new_sampler(sampling, history))
+        return self.samplers[-1]
+
+    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
+        return self.inner.sample(draws)
+
+    def close(self) -> None:
+        self.inner.close()
