@@ -1,4 +1,4 @@
-"""`python -m bench [chat|decode] [options]`: the command line of all benchmarks."""
+"""`python -m bench [chat|decode|idle|scenarios|tree] [options]`: the command line of all benchmarks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench import chat, decode
+from bench import chat, decode, idle, scenarios, tree
 from bench.client import BenchmarkError
 from bench.report import default_threads, model_file, notes
 from bench.synthetic import SHAPES
@@ -14,13 +14,14 @@ from bench.synthetic import SHAPES
 
 def parser() -> argparse.ArgumentParser:
     """All options; each benchmark has the common ones and its own."""
-    common = argparse.ArgumentParser(add_help=False)
+    results = argparse.ArgumentParser(add_help=False)
+    results.add_argument("--out", type=Path, default=Path("bench/results"), metavar="DIR", help="where results go")
+    results.add_argument(
+        "--quick", action="store_true", help="a small model, few repeats: a look, not a measurement"
+    )
+    common = argparse.ArgumentParser(add_help=False, parents=[results])
     common.add_argument(
         "--model", metavar="MODEL", help=f"a GGUF file, or a shape written with random weights: {', '.join(SHAPES)}"
-    )
-    common.add_argument("--out", type=Path, default=Path("bench/results"), metavar="DIR", help="where results go")
-    common.add_argument(
-        "--quick", action="store_true", help="a small model, few repeats: a look, not a measurement"
     )
     common.add_argument(
         "--server", default="", metavar="FLAGS", help='more flags for what is measured, such as --server="-ngl 99"'
@@ -33,6 +34,17 @@ def parser() -> argparse.ArgumentParser:
     decoding.add_argument("--pairs", type=_positive, metavar="N", help="measurements of each side (default: 7)")
     decoding.add_argument("--tokens", type=_positive, default=128, metavar="N", help="tokens of each answer")
     decoding.add_argument("--threads", type=_positive, default=default_threads(), metavar="N", help="of each side")
+    text = "six ways to share prompts: no cache, flat blocks, the tree"
+    sharing = commands.add_parser("scenarios", parents=[common], help=text)
+    sharing.add_argument("--repeats", type=_positive, metavar="N", help="runs of each scenario (default: 3)")
+    idling = commands.add_parser("idle", parents=[common], help="what idle prefixes cost")
+    idling.add_argument("--repeats", type=_positive, metavar="N", help="prompts for each figure (default: 7)")
+    idling.add_argument(
+        "--requests", type=int, default=1000, metavar="N", help="mixed requests before the second part; 0 for none"
+    )
+    idling.add_argument("--threads", type=_positive, default=default_threads(), metavar="N")
+    growing = commands.add_parser("tree", parents=[results], help="what the radix tree's own work costs")
+    growing.add_argument("--repeats", type=_positive, metavar="N", help="trees to build (default: 9)")
     return result
 
 
@@ -52,6 +64,27 @@ def main(arguments: list[str]) -> int:
                 folder=options.out,
                 server_flags=options.server.split(),
             )
+        elif options.command == "scenarios":
+            model = options.model or "60m"
+            scenarios.run(
+                model=model_file(model),
+                title=_title(model),
+                repeats=options.repeats or (1 if options.quick else 3),
+                folder=options.out,
+                server_flags=options.server.split(),
+            )
+        elif options.command == "idle":
+            model = options.model or "60m"
+            idle.run(
+                model=model_file(model),
+                title=_title(model),
+                repeats=options.repeats or (2 if options.quick else 7),
+                n_requests=min(options.requests, 50) if options.quick else options.requests,
+                threads=options.threads,
+                folder=options.out,
+            )
+        elif options.command == "tree":
+            tree.run(repeats=options.repeats or (2 if options.quick else 9), folder=options.out)
         else:
             model = options.model or "60m"
             decode.run(

@@ -5,7 +5,7 @@
     commit(plan, result, now) -> ... changes the state to what the backend really computed
 
 Rules that hold at every step:
-  1. No later request overtakes one that could run too more than `PATIENCE` times.
+  1. Once later requests were admitted `PATIENCE` times before one that could run too, none is any more.
   2. A plan never needs more cells than there are: idle ones are given up first (least recently used first), then
      the youngest running request is preempted. The oldest never is, so it always comes to its end.
   3. A request in a failed step is retried alone; it fails only when it fails alone.

@@ -49,7 +49,7 @@ from llamaslot.base.messages import (
 )
 from llamaslot.core import report
 from llamaslot.core.backend import Backend, Tokens
-from llamaslot.core.request import Request, RequestState
+from llamaslot.core.request import Request, RequestEvent, RequestState
 from llamaslot.core.scheduler import Broke, Sampled, Scheduler
 from llamaslot.core.settings import SchedulerSettings
 from llamaslot.core.step import StepPlan, StepResult
@@ -350,8 +350,9 @@ class Engine:
         for request_id in self._tokenizing:
             self._fail(request_id, error)
         for request_id, live in self._live.items():
+            # The scheduler may be what broke: it is not asked for anything any more.
             if live.request.state is not RequestState.DONE:
-                self.scheduler.end(live.request, self._clock())
+                live.request.handle(RequestEvent.END, self._clock())
             self._fail(request_id, error, live.request)
         self._tokenizing.clear()
         self._live.clear()

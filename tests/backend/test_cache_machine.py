@@ -11,9 +11,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.messages import Sampling
 from llamaslot.core.backend import Backend, Remove, Run, Status
-from tests.backend.test_state_machine import Noise
 from tests.conftest import LONG
 from tests.core.test_cache_machine import COUNTS, CacheMachine, Shape
+from tests.noise import Noise
 
 N_CTX = 512
 N_UBATCH = 64

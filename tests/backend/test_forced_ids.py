@@ -14,7 +14,7 @@ import llama_cpp
 import numpy as np
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.core.backend import Run, Status
+from llamaslot.core.backend import Copy, Remove, Run, Status
 from tests.conftest import LONG
 
 N_GENERATED = 24
@@ -55,7 +55,7 @@ def cold_run(
     if scattered:
         rows.feed(3, [97] * len(prompt))
         rows.feed(0, prompt[: len(prompt) // 2], chunk)
-        rows.backend.seq_rm(3, 0)
+        rows.backend.change(Remove(3, 0))
     rows.feed(0, prompt[rows.backend.seq_len(0) : -1], chunk)
     found = [rows.step(0, prompt[-1])]
     for i in range(N_GENERATED - 1):
@@ -86,10 +86,10 @@ def warm_run(model: Path, rng: random.Random, prompt: list[int], forced: list[in
     other_tail = [rng.randrange(97, 123) for _ in range(rng.randrange(1, 60))]
     rows.feed(2, [rng.randrange(97, 123) for _ in range(100)])
     rows.feed(0, prompt[:n_same] + other_tail, rng.choice([7, 64, 256]))
-    rows.backend.seq_cp(0, 1, 0, n_same)
+    rows.backend.change(Copy(0, 1, 0, n_same))
     rows.feed(3, other_tail)
-    rows.backend.seq_rm(0, n_same // 2)
-    rows.backend.seq_rm(2, 50)
+    rows.backend.change(Remove(0, n_same // 2))
+    rows.backend.change(Remove(2, 50))
     seq = rng.choice([0, 1])
     rows.feed(seq, prompt[rows.backend.seq_len(seq) : -1], rng.choice([5, 33, 256]))
     found = [rows.step(seq, prompt[-1])]

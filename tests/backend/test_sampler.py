@@ -57,7 +57,7 @@ class Chooser:
         """`n` tokens from one sampler, all from the same logits."""
         sampler = self.backend.new_sampler(sampling, ids(history))
         try:
-            return [self.backend.sample({0: sampler})[0] for _ in range(n)]
+            return [self.backend.sample([(0, sampler)])[0] for _ in range(n)]
         finally:
             sampler.close()
 
@@ -111,7 +111,7 @@ def test_each_sequence_gets_its_own_logits(tiny_model: Path) -> None:
     assert best[0] != best[1]
     for sampling in (GREEDY, changed(OPEN, top_k=1)):
         samplers = {seq: backend.new_sampler(sampling, ids([])) for seq in best}
-        assert backend.sample(samplers) == best
+        assert backend.sample(list(samplers.items())) == list(best.values())
         for sampler in samplers.values():
             sampler.close()
     backend.close()
@@ -296,4 +296,4 @@ def test_close_frees_the_chain_once(chooser: Chooser, monkeypatch: pytest.Monkey
         with pytest.raises(IllegalCallError):
             sampler.close()
         with pytest.raises(IllegalCallError):
-            chooser.backend.sample({0: sampler})
+            chooser.backend.sample([(0, sampler)])

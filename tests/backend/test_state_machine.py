@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 
-import llama_cpp
 import numpy as np
 import pytest
 from hypothesis import assume, settings
@@ -22,6 +21,7 @@ from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.messages import Sampling
 from llamaslot.core.backend import Backend, Copy, IllegalCallError, Operation, Remove, Run, Share, Status
 from tests.conftest import LONG
+from tests.noise import Noise
 
 N_SLOTS, N_RESERVED = 2, 1
 N_SEQS = N_SLOTS + N_RESERVED + 1  # the last is for scratch
@@ -234,38 +234,3 @@ def test_llama_backend(tiny_model: Path) -> None:
         LlamaMachine, settings=settings(max_examples=60 if LONG else 3, stateful_step_count=20)
     )
     print(f"tokens that differed within noise: {noise.n_explained}")
-
-
-class Noise:
-    """How far the logits of the same tokens move when only the chunk size or the cells change."""
-
-    def __init__(self, chosen: LlamaSettings) -> None:
-        self._settings = chosen
-        self.n_explained = 0
-
-    def explains(self, history: list[int], warm: int, cold: int) -> bool:
-        """Whether two tokens lie closer together than such a change alone moves them."""
-        reference = self.logits(history, N_UBATCH, 0)
-        # A token alone in its batch goes through other kernels, wherever it stands; so the last one has to be.
-        last_alone = next(n for n in range(N_UBATCH, 0, -1) if n == 1 or len(history) % n == 1)
-        shapes = ((7, 0), (N_UBATCH, 33), (19, 20), (last_alone, 0), (1, 0))
-        others = [self.logits(history, chunk, n_before) for chunk, n_before in shapes]
-        noise = max(float(np.abs(reference - other).max()) for other in others)
-        self.n_explained += 1
-        return bool(abs(reference[warm] - reference[cold]) <= 2 * noise)
-
-    def logits(self, history: list[int], chunk: int, n_before: int) -> np.ndarray:
-        """Logits after `history`, decoded in chunks, the first behind `n_before` cells that then come free."""
-        backend = LlamaBackend(self._settings)
-        try:
-            n_before = min(n_before, self._settings.n_ctx - len(history))
-            if n_before:
-                backend.decode([Run(1, 0, np.full(n_before, 97, dtype=np.int32), False)])
-            for at in range(0, len(history), chunk):
-                part = np.array(history[at : at + chunk], dtype=np.int32)
-                backend.decode([Run(0, at, part, at + chunk >= len(history))])
-                backend.change(Remove(1, 0))
-            row = llama_cpp.llama_get_logits_ith(backend._context, -1)
-            return np.ctypeslib.as_array(row, (backend.info.n_vocab,)).copy()
-        finally:
-            backend.close()

@@ -27,6 +27,7 @@ from llamaslot.base.messages import (
     TokensPart,
 )
 from llamaslot.core.backend import Decoded, Run, Status
+from llamaslot.core.tree import Tree
 from tests.engine.harness import GREEDY, Harness, alone, running
 
 
@@ -374,3 +375,16 @@ async def test_choices_of_a_prompt_that_is_refused_all_fail() -> None:
         ends = await submit_group(engine, "x" * 1000, 3)
         refusals = [failed(end) for end in await asyncio.gather(*ends)]
         assert {refusal.error_type for refusal in refusals} == {"exceed_context_size_error"}
+
+
+async def test_when_the_ledger_breaks_every_request_still_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_tree: Tree, _seq: int) -> None:
+        raise AssertionError("a bug")
+
+    async with running(FakeBackend(n_slots=2)) as engine:
+        running_on = engine.submit("running", "x", max_tokens=-1, sampling=Sampling(ignore_eos=True))
+        await engine.wait_for("running", Output)
+        monkeypatch.setattr(Tree, "pin", broken)
+        ends = [running_on, *(engine.submit(str(i), "y") for i in range(3))]
+        assert {failed(end).error_type for end in await asyncio.gather(*ends)} == {"server_error"}
+        assert all(sampler.closed for sampler in engine.backend.samplers)
