@@ -134,15 +134,15 @@ class FlatLedger(Ledger):
         self.blocks = BlockCache()
         self._running: dict[int, _Running] = {}
 
-    def claim(self, seq: int, space: str, tokens: bytes) -> int:
-        """Let a slot hold the leading blocks of `tokens` that are kept; the tokens that those have."""
+    def claim(self, choices: Sequence[int], space: str, tokens: bytes) -> tuple[int, int]:
+        """Let a slot hold the leading blocks of `tokens` that are kept; the slot, and the tokens they have."""
         blocks = self.blocks.match(space, tokens)
         for block in blocks:
             self.blocks.use(block)
-        n = super().claim(seq, space, tokens[: len(blocks) * _SIZE])
+        seq, n = super().claim(choices, space, tokens[: len(blocks) * _SIZE])
         assert n == len(blocks) * BLOCK, "a block is kept whose cells are not"
         self._running[seq] = _Running(space, blocks)
-        return n
+        return seq, n
 
     def append(self, seq: int, tokens: Tokens) -> None:
         """A running sequence computed these tokens; each block that they fill can be reused at once."""
@@ -186,12 +186,12 @@ class FlatLedger(Ledger):
                 for seq in list(self.tree.holders(match.node)):
                     self.truncate(seq, block.start)
 
-    def check(self, length_of: Callable[[int], int]) -> None:
+    def check(self, range_of: Callable[[int], range]) -> None:
         """See `Ledger.check`; while nothing runs, the cells in use are those of the blocks, and no others.
 
         Two blocks may share cells where they begin alike: what is inherited keeps no token twice.
         """
-        super().check(length_of)
+        super().check(range_of)
         assert not self._running
         assert self.n_used <= len(self.blocks) * BLOCK
         for block in self.blocks:

@@ -212,7 +212,7 @@ class Bench:
 
     def _check_and_clear(self, ledger: Ledger) -> None:
         try:
-            ledger.check(self.backend.seq_len)
+            ledger.check(self.backend.seq_range)
         finally:
             for seq in range(self.backend.n_seqs):
                 self.backend.change(Remove(seq, 0))

@@ -22,6 +22,6 @@ def check_pool(scheduler: Scheduler, backend: FakeBackend, *, computing: bool = 
         assert seen == held or (running and computing), seq
         assert ledger.tree.is_pinned(seq) == (running and ledger.holds(seq)), seq
     if not computing:
-        ledger.check(backend.seq_len)
+        ledger.check(backend.seq_range)
         assert backend.cells_used == ledger.n_used
         assert ledger.high_water == (backend.high_water if ledger.shares else 0)

@@ -172,6 +172,9 @@ class Recorder:
     def seq_len(self, seq: int) -> int:
         return self.inner.seq_len(seq)
 
+    def seq_range(self, seq: int) -> range:
+        return self.inner.seq_range(seq)
+
     def new_sampler(self, sampling: Sampling, history: Tokens) -> Sampler:
         self.samplers.append(self.inner.new_sampler(sampling, history))
         return self.samplers[-1]

@@ -97,6 +97,7 @@ class FakeBackend:
         *,
         n_slots: int = 4,
         n_reserved: int = 0,
+        n_seqs: int | None = None,
         n_ctx: int = 256,
         n_ubatch: int = 32,
         unified: bool = True,
@@ -104,7 +105,7 @@ class FakeBackend:
         stream_copy_ms: float = 0.0,
         eos_every: int = 40,
     ) -> None:
-        self.n_seqs = n_slots + n_reserved + (unified and reuse)
+        self.n_seqs = n_seqs or n_slots + n_reserved + (unified and reuse)
         self.info = ModelInfo(
             name="fake", path="fake.gguf", architecture="fake", description="fake", n_params=0, size_bytes=0,
             n_vocab=N_VOCAB, vocab_type=2, n_embd=1, n_ctx_train=n_ctx, n_ctx=n_ctx,
@@ -146,6 +147,12 @@ class FakeBackend:
         check_seq(seq, self.n_seqs)
         cells = self._pools[self._pool(seq)]
         return max((cell.position + 1 for cell in cells if seq in cell.seqs), default=0)
+
+    def seq_range(self, seq: int) -> range:
+        """See `Backend.seq_range`."""
+        check_seq(seq, self.n_seqs)
+        positions = [position for position, _ in self.seen(seq)]
+        return range(positions[0], positions[-1] + 1) if positions else range(0)
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """See `Backend.decode`."""

@@ -70,9 +70,8 @@ class Admission:
             elif self._leader_is_ahead(request, [*running, *admitted], choices):
                 continue
             elif self._fits(request, [*running, *admitted]):
-                seq = self._ledger.place(choices, request.space, request.prefix)
-                self._start(request, self._slots[seq], now)
-                free.remove(self._slots[seq])
+                self._start(request, choices, now)
+                free.remove(self._slots[request.slot_id])
                 admitted.append(request)
             elif request.has_started or request.n_overtaken >= PATIENCE:
                 break
@@ -116,19 +115,18 @@ class Admission:
         window = sorted(fresh[:_WINDOW], key=lambda r: (-self._ledger.tree.match(r.space, r.prefix).n, r.arrival))
         return [*first, *due, *window]
 
-    def _start(self, request: Request, slot: Slot, now: float) -> None:
+    def _start(self, request: Request, choices: Sequence[int], now: float) -> None:
         self.queue.remove(request)
-        slot.claim(request)
         is_first = request.slot_id < 0
-        request.slot_id = slot.id
-        request.handle(RequestEvent.ADMIT, now)
         n_copied = self._ledger.counts.n_copied_tokens
-        request.n_reused = self._ledger.claim(slot.id, request.space, request.prefix)
+        request.slot_id, request.n_reused = self._ledger.claim(choices, request.space, request.prefix)
         if is_first:
             request.n_found = request.n_reused
             request.n_copied = self._ledger.counts.n_copied_tokens - n_copied
-        self._promised.hold(slot.id, self._promised.match(request.space, b""))
-        self._promised.extend(slot.id, packed(request.known.view()))
+        self._slots[request.slot_id].claim(request)
+        request.handle(RequestEvent.ADMIT, now)
+        self._promised.hold(request.slot_id, self._promised.match(request.space, b""))
+        self._promised.extend(request.slot_id, packed(request.known.view()))
 
     def _leader_is_ahead(self, request: Request, running: Sequence[Request], choices: Sequence[int]) -> bool:
         """Whether a running request is about to compute a part of this one's prompt that is worth waiting for.

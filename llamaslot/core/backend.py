@@ -215,6 +215,9 @@ class Backend(Protocol):
     def seq_len(self, seq: int) -> int:
         """Tokens that a sequence holds (its highest position + 1)."""
 
+    def seq_range(self, seq: int) -> range:
+        """From the lowest to the highest position that a sequence holds."""
+
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """Compute at most `info.n_ubatch` tokens; every run must continue its sequence."""
 

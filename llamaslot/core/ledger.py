@@ -32,12 +32,15 @@ class Counts:
     n_copied_tokens: int = 0
     """Tokens that a sequence took over from another one instead of computing them."""
     n_evicted_tokens: int = 0
+    """Idle tokens given up because cells or an id were needed."""
     n_parked: int = 0
     """Idle paths that moved from a slot to a reserved id."""
+    n_ids_short: int = 0
+    """Idle paths given up because no sequence id was left."""
 
 
 class Ledger:
-    """The pool of one context: `n_slots` sequences to run in and `n_reserved` behind them.
+    """The pool of one context with `n_seqs` sequences: the first `n_slots` are to run in, the others are reserved.
 
     `shares` says whether cells can be shared (a unified pool, and a model whose sequences can be cut); a tail
     shorter than `worth` tokens is the first to go when ids are short. Where cells are not shared, `copy_pays` says
@@ -48,7 +51,7 @@ class Ledger:
         self,
         *,
         n_slots: int,
-        n_reserved: int,
+        n_seqs: int,
         n_cells: int,
         shares: bool,
         worth: int,
@@ -60,8 +63,8 @@ class Ledger:
         self._n_cells = n_cells
         self._worth = worth
         self._slots = range(n_slots)
-        self._reserved = range(n_slots, n_slots + (n_reserved + 1 if shares else 0))
-        self._ids = range(self._reserved.stop)
+        self._reserved = range(n_slots, n_seqs)
+        self._ids = range(n_seqs)
         self.cells = CellMap(n_cells, len(self._ids)) if shares else None
         """Where the tokens lie; None where cells are not shared."""
         self._operations: list[Operation] = []
@@ -115,13 +118,13 @@ class Ledger:
 
     @property
     def clock(self) -> int:
-        """Counts the changes of what is in use."""
+        """Counts the uses: claims, ends and lookups by new requests."""
         return self._clock
 
     @property
-    def scratch(self) -> int:
-        """A reserved id that holds nothing; only where cells are shared."""
-        return next(seq for seq in self._reserved if not self.holds(seq))
+    def scratch(self) -> int | None:
+        """A reserved id that holds nothing: there is one where cells are shared, unless all ids are slots'."""
+        return next((seq for seq in self._reserved if not self.holds(seq)), None)
 
     @property
     def high_water(self) -> int:
@@ -130,51 +133,30 @@ class Ledger:
 
     # --- running requests ---
 
-    def place(self, choices: Sequence[int], space: str, tokens: bytes) -> int:
-        """The slot among `choices`, all idle or empty, that costs others least; `claim` is to follow.
+    def claim(self, choices: Sequence[int], space: str, tokens: bytes) -> tuple[int, int]:
+        """Let one of `choices`, all idle or empty slots, hold the longest known prefix of `tokens`, pinned.
 
-        1. One whose whole path lies on the match: the one that holds most of it. An empty slot holds 0 tokens.
-        2. One whose path others cover: nothing is lost with it.
-        3. The one that holds most of the match, and the least recently used of those. Another id gets what it
-           holds first.
+        Returns the slot and the tokens that it starts with. Where cells are shared, it is
+
+        1. one whose whole path lies on the match, the longest (an empty slot holds 0 tokens), else
+        2. one whose path others cover: nothing is lost with it, else
+        3. the one that holds most of the match, least recently used first; another id gets what it holds.
         """
         match = self.tree.match(space, tokens)
         held = self.tree.shared(match, choices)
-        whole = [seq for seq in choices if held[seq] == self.length(seq)]
-        if not self.shares:
-            return self._place_apart(choices, whole, held)
-        if whole:
-            return max(whole, key=lambda seq: (held[seq], -seq))
-        covered = [seq for seq in choices if self.tree.is_covered(seq)]
-        best = max(covered or choices, key=lambda seq: (held[seq], -self._last_used(seq)))
-        if not covered:
-            self._park(best, self._free_id())
-        return best
-
-    def _place_apart(self, choices: Sequence[int], whole: Sequence[int], held: dict[int, int]) -> int:
-        """Where no cells are shared: the longest match; while a slot is empty, none that would lose over half."""
-        empty = [seq for seq in whole if held[seq] == 0]
-        kept = [seq for seq in choices if held[seq] and 2 * held[seq] >= self.length(seq)]
-        candidates = (kept or empty) if empty else choices
-        return max(candidates, key=lambda seq: (held[seq], -self._last_used(seq), -seq))
-
-    def claim(self, seq: int, space: str, tokens: bytes) -> int:
-        """Let an idle or empty slot hold the longest known prefix of `tokens` and pin it; the prefix's length.
-
-        Whatever else the slot holds is cut; see `place`.
-        """
-        match = self.tree.match(space, tokens)
-        own = self.tree.shared(match, [seq])[seq]
-        copied_from = self._stream_to_copy(match, own)
-        if copied_from is not None:
+        seq = self._choose(choices, held) if self.shares else self._choose_apart(choices, held)
+        own = held[seq]
+        stream = self._stream_to_copy(match, own) if seq not in self._copying else None
+        if own < self.length(seq) and not self.tree.is_covered(seq):
+            # A slot takes part in one copy at a time: what is wanted now goes before what may be.
+            self._park(seq, self.length(seq) - own, is_copying=stream is not None)
+        if stream is not None:
             own = 0
         self.truncate(seq, own)
-        n = match.n if self.shares or copied_from is not None else own
+        n = match.n if self.shares or stream is not None else own
         match = self.tree.match(space, tokens[: n * WIDTH])
-        if copied_from is not None:
-            self._operations.append(CopyStream(copied_from, seq, n))
-            self._copying |= {copied_from, seq}
-            self.counts.n_copied_tokens += n
+        if stream is not None:
+            self._copy_stream(stream, seq, n)
         elif own < n:
             source = next(self.tree.holders(match.node))
             self._operations.append(Copy(source, seq, own, n))
@@ -185,9 +167,22 @@ class Ledger:
             self.tree.hold(seq, match)
         self.tree.pin(seq)
         self.touch(self.tree.match(space, tokens[: n * WIDTH]), hits=1)
-        if self.shares:
-            self._keep_an_id_free()
-        return n
+        self._keep_an_id_free()
+        return seq, n
+
+    def _choose(self, choices: Sequence[int], held: dict[int, int]) -> int:
+        whole = [seq for seq in choices if held[seq] == self.length(seq)]
+        if whole:
+            return max(whole, key=lambda seq: (held[seq], -seq))
+        covered = [seq for seq in choices if self.tree.is_covered(seq)]
+        return max(covered or choices, key=lambda seq: (held[seq], -self._last_used(seq)))
+
+    def _choose_apart(self, choices: Sequence[int], held: dict[int, int]) -> int:
+        """Where no cells are shared: the longest match; while a slot is empty, none that would lose over half."""
+        empty = [seq for seq in choices if not self.length(seq)]
+        kept = [seq for seq in choices if held[seq] and 2 * held[seq] >= self.length(seq)]
+        candidates = (kept or empty) if empty else choices
+        return max(candidates, key=lambda seq: (held[seq], -self._last_used(seq), -seq))
 
     def waits_for_copy(self, choices: Sequence[int], space: str, tokens: bytes) -> bool:
         """Whether a stream is worth copying, but each that could be is in another copy until the next decode."""
@@ -204,6 +199,11 @@ class Ledger:
         if not self.copy_pays(match.n - own):
             return None
         return next((seq for seq in self.tree.holders(match.node) if seq not in self._copying), None)
+
+    def _copy_stream(self, src: int, dst: int, keep: int) -> None:
+        self._operations.append(CopyStream(src, dst, keep))
+        self._copying |= {src, dst}
+        self.counts.n_copied_tokens += keep
 
     def touch(self, match: Match, hits: int = 0) -> None:
         """Note that a prefix is wanted now."""
@@ -319,17 +319,19 @@ class Ledger:
         """Note moves within the pool, which change nothing that anybody holds."""
         self._operations += moves
 
-    def check(self, length_of: Callable[[int], int]) -> None:
+    def check(self, range_of: Callable[[int], range]) -> None:
         """Prove what must always hold, while no operation is pending; raises `AssertionError`.
 
-        `length_of` asks the backend for the tokens that a sequence holds.
+        `range_of` asks the backend for the positions that a sequence holds.
         """
         assert not self._operations
         self.tree.check()
         for seq in self._ids:
-            assert length_of(seq) == self.length(seq), f"sequence {seq}"
+            assert range_of(seq) == range(self.length(seq)), f"sequence {seq}"
             assert seq in self._slots or not self.tree.is_pinned(seq)
-        assert 0 <= self.n_used <= self._n_cells
+            assert self.cells is None or self.cells.held(seq) == range(self.length(seq)), f"cells of {seq}"
+        assert not self.shares or 0 <= self.n_used <= self._n_cells
+        assert self.cells is None or self.cells.n_used == self.n_used
         for seq, start, end in self._doubles:
             assert 0 <= start < end <= self.length(seq), f"a double of sequence {seq}"
 
@@ -362,34 +364,54 @@ class Ledger:
         cut = [(s, a, min(b, keep)) if s == seq else (s, a, b) for s, a, b in self._doubles]
         self._doubles = [double for double in cut if double[1] < double[2]]
 
-    def _free_id(self) -> int:
-        """An id that holds nothing: a slot that is empty, else a reserved one, of which one is always free."""
-        return next(seq for seq in self._ids if not self.holds(seq))
+    def _park(self, seq: int, n_tokens: int, *, is_copying: bool = False) -> None:
+        """Let an id that holds nothing hold what an idle slot holds, of which so many tokens would be lost."""
+        if self.shares:
+            target = next((each for each in self._ids if not self.holds(each)), None)
+        else:
+            may_copy = not is_copying and seq not in self._copying and self.copy_pays(n_tokens)
+            target = self._stream_to_replace() if may_copy else None
+        tip = self.tree.tip(seq)
+        assert tip is not None
+        if target is None:
+            self.counts.n_evicted_tokens += n_tokens
+            return
+        if self.shares:
+            self._operations.append(Copy(seq, target, 0, tip.end))
+        else:
+            self._give_up(target)
+            self._copy_stream(seq, target, tip.end)
+        self.tree.hold(target, Match(tip, tip.end))
+        self.counts.n_parked += 1
+
+    def _stream_to_replace(self) -> int | None:
+        """The reserved sequence whose path matters least, where each has cells of its own."""
+        idle = [seq for seq in self._reserved if seq not in self._copying]
+        return min(idle, key=lambda seq: (self._tail(seq), self._last_used(seq)), default=None)
 
     def _keep_an_id_free(self) -> None:
-        """See to it that a reserved id is free, so that the next slot's path can be parked before it is known what
-        that covers.
+        """Where cells are shared, see to it that a reserved id is free, so that the next slot's path can be parked
+        before it is known what that covers.
 
         If need be, the idle path that matters least is given up: those with a short tail first, then the least
         recently used.
         """
         self._release_covered()
-        if not all(map(self.holds, self._reserved)):
+        if not self.shares or not self._reserved or not all(map(self.holds, self._reserved)):
             return
         idle = [seq for seq in self._ids if self.holds(seq) and not self.tree.is_pinned(seq)]
         least: int = min(idle, key=lambda seq: (self._tail(seq) >= self._worth, self._last_used(seq)))
-        self.clear(least)
-        if least not in self._reserved:
-            self._park(self._reserved[-1], least)
-            self.clear(self._reserved[-1])
+        self._give_up(least)
+        self.counts.n_ids_short += 1
+        if least in self._slots:
+            moved = self._reserved[-1]
+            self._park(moved, 0)
+            self.clear(moved)
 
-    def _park(self, seq: int, target: int) -> None:
-        """Let an id that holds nothing hold what an idle sequence holds."""
-        tip = self.tree.tip(seq)
-        assert tip is not None
-        self._operations.append(Copy(seq, target, 0, tip.end))
-        self.tree.hold(target, Match(tip, tip.end))
-        self.counts.n_parked += 1
+    def _give_up(self, seq: int) -> None:
+        """Clear an idle sequence because its id is needed."""
+        self.counts.n_evicted_tokens += self._tail(seq)
+        self.clear(seq)
 
     def _tail(self, seq: int) -> int:
         """Tokens that nobody else holds."""

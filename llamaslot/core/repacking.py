@@ -30,13 +30,15 @@ class Repacker:
         self._ledger = ledger
         self._least_gain = least_gain
         self._stuck_at = (-1, -1)
-        """Mark and clock at which there was nothing to be moved."""
+        """Idle cells and clock at which there was nothing to be moved."""
 
     def moves(self) -> list[Move]:
         """What to move in this step; nothing where it would not help. The ledger must be settled."""
-        ledger = self._ledger
+        ledger, scratch = self._ledger, self._ledger.scratch
         mark = ledger.high_water
-        if ledger.cells is None or mark <= _RATIO * ledger.n_used or (mark, ledger.clock) == self._stuck_at:
+        if ledger.cells is None or scratch is None or (ledger.n_idle, ledger.clock) == self._stuck_at:
+            return []
+        if mark <= _RATIO * ledger.n_used:
             return []
         idle, pinned_mark = [], 0
         for node in ledger.tree.nodes():
@@ -49,26 +51,27 @@ class Repacker:
         moves: list[Move] = []
         if mark - target >= self._least_gain:
             idle.sort(key=lambda each: -each[0])
-            moves = self._down_to(target, [(node, cells) for highest, node, cells in idle if highest >= target])
+            above = [(node, cells) for highest, node, cells in idle if highest >= target]
+            moves = self._down_to(target, above, scratch)
         if not moves:
-            self._stuck_at = (mark, ledger.clock)
+            self._stuck_at = (ledger.n_idle, ledger.clock)
         return moves
 
-    def _down_to(self, target: int, above: list[tuple[Node, Cells]]) -> list[Move]:
+    def _down_to(self, target: int, above: list[tuple[Node, Cells]], scratch: int) -> list[Move]:
         """Moves of what lies above `target`, the highest first, as far as it finds room below."""
         ledger = self._ledger
         assert ledger.cells is not None
-        room = ledger.cells.n_free_below(target)
+        left = min(ledger.cells.n_free_below(target), _MOST_AT_ONCE)
         moves: list[Move] = []
-        n_moved = 0
         for node, cells in above:
             found = np.flatnonzero(cells >= target)
             first, end = int(found[0]), int(found[-1]) + 1
-            n_moved += end - first
-            if n_moved > room or (moves and n_moved > _MOST_AT_ONCE):
+            first = max(first, end - left)
+            if first == end:
                 break
             holders = tuple(ledger.tree.holders(node))
-            moves.append(Move(holders, ledger.scratch, node.start + first, node.start + end))
+            moves.append(Move(holders, scratch, node.start + first, node.start + end))
+            left -= end - first
         return moves
 
     def _cells_of(self, node: Node, cells: CellMap) -> Cells:

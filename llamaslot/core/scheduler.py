@@ -58,7 +58,7 @@ class Scheduler:
         self.slots = [Slot(i) for i in range(settings.n_slots)]
         self.ledger = Ledger(
             n_slots=settings.n_slots,
-            n_reserved=settings.n_reserved,
+            n_seqs=settings.n_seqs,
             n_cells=settings.n_ctx,
             shares=settings.shares,
             worth=settings.worth,
@@ -145,7 +145,7 @@ class Scheduler:
         """Let running requests whose sequence was cleared start from whatever the tree has of them."""
         for slot in self.slots:
             if slot.request is not None and not self.ledger.holds(slot.id):
-                self.ledger.claim(slot.id, slot.request.space, slot.request.prefix)
+                self.ledger.claim([slot.id], slot.request.space, slot.request.prefix)
 
     def _keep_to_idle_budget(self) -> None:
         budget = self.settings.idle_cells

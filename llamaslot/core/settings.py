@@ -16,8 +16,8 @@ class SchedulerSettings:
     """Tokens that one slot may hold."""
     n_ubatch: int
     """Tokens that one step may compute; at least `n_slots`."""
-    n_reserved: int = 0
-    """Sequence ids behind the slots' that keep idle prefixes."""
+    n_seqs: int
+    """Sequence ids: the slots' first, then reserved ones; where cells are shared, one of those stays free."""
     unified: bool = True
     """Whether slots share one pool; else each has `n_ctx_slot` cells of its own."""
     reuse: bool = True
@@ -34,6 +34,11 @@ class SchedulerSettings:
     """Time between two tokens of a stream that prefill beside it may use."""
     eog: frozenset[int] = frozenset()
     """Tokens that end a generation."""
+
+    @property
+    def n_reserved(self) -> int:
+        """Sequence ids that may keep idle prefixes when all slots are taken."""
+        return max(0, self.n_seqs - self.n_slots - self.shares)
 
     @property
     def shares(self) -> bool:

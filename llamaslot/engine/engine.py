@@ -99,7 +99,7 @@ class Engine:
                 n_ctx=info.n_ctx,
                 n_ctx_slot=info.n_ctx_slot,
                 n_ubatch=info.n_ubatch,
-                n_reserved=info.n_cache_seqs,
+                n_seqs=backend.n_seqs,
                 idle_cells=idle_cells,
                 unified=info.unified,
                 reuse=info.reuse,
@@ -196,7 +196,7 @@ class Engine:
     async def _check_invariants(self) -> None:
         """Compare the ledger with itself and the pool, while nothing runs; raises `AssertionError`."""
         ledger = self.scheduler.ledger
-        await self._worker.call(lambda: ledger.check(self._backend.seq_len))
+        await self._worker.call(lambda: ledger.check(self._backend.seq_range))
         self._is_checked = True
         _log.info("invariants.ok", nodes=ledger.tree.n_nodes, cells_used=ledger.n_used, sequences=ledger.n_seqs)
 

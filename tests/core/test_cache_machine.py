@@ -161,7 +161,7 @@ class CacheMachine(RuleBasedStateMachine):
                 n_ctx=info.n_ctx,
                 n_ctx_slot=info.n_ctx_slot,
                 n_ubatch=info.n_ubatch,
-                n_reserved=info.n_cache_seqs,
+                n_seqs=self.backend.n_seqs,
                 idle_cells=idle_cells,
                 worth=WORTH,
                 repack_gain=self.padding,
@@ -421,7 +421,7 @@ class CacheMachine(RuleBasedStateMachine):
         """With nothing left to carry out, the ledger says what was recorded, and so does the backend."""
         ledger, backend = self.scheduler.ledger, self.backend
         backend.check()
-        ledger.check(backend.seq_len)
+        ledger.check(backend.seq_range)
         if self.shape.shares and isinstance(backend.inner, FakeBackend) and not backend.has_lost:
             assert ledger.high_water == backend.inner.high_water, "cells lie elsewhere"
         for seq, held in enumerate(backend.held):

@@ -185,9 +185,9 @@ def test_in_a_pool_in_parts_every_slot_counts_its_own_cells() -> None:
 
 
 def test_clearing_frees_an_idle_slot_whose_path_a_running_one_has_too() -> None:
-    ledger = Ledger(n_slots=2, n_reserved=0, n_cells=64, shares=False, worth=64)
+    ledger = Ledger(n_slots=2, n_seqs=2, n_cells=64, shares=False, worth=64)
     for seq in (0, 1):
-        ledger.claim(seq, "", b"")
+        ledger.claim([seq], "", b"")
         ledger.append(seq, as_tokens("the same"))
     ledger.rest(0)
     assert ledger.clear_idle() == 0

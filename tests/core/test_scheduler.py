@@ -56,7 +56,7 @@ class Driver:
                 n_ctx=info.n_ctx,
                 n_ctx_slot=info.n_ctx_slot,
                 n_ubatch=info.n_ubatch,
-                n_reserved=info.n_cache_seqs,
+                n_seqs=self.backend.n_seqs,
                 idle_cells=idle_cells,
                 worth=worth,
                 repack_gain=repack_gain,

@@ -287,3 +287,25 @@ def test_apart_what_a_slot_has_itself_is_not_copied() -> None:
     again = copying.run(HEAD + "a" + "more")
     assert again.slot_id == first.slot_id
     assert not copies(copying)
+
+
+def test_apart_a_path_moves_to_a_reserved_sequence_where_that_beats_computing_it_again() -> None:
+    copying = apart(n_slots=1, n_reserved=2)
+    for letter in "ab":
+        copying.run(letter * 60)
+    again = copying.run("a" * 60 + "more")
+    assert again.n_prompt_computed == 4
+    assert generated(again) == generated(driver().run("a" * 60 + "more"))
+    short = apart(n_slots=1, n_reserved=2)
+    for letter in "ab":
+        short.run(letter * 9)
+    assert all(each.keep > 16 for each in copies(short))
+
+
+@pytest.mark.parametrize("n_slots", [254, 255, 256])
+def test_every_sequence_id_may_be_a_slot(n_slots: int) -> None:
+    shared = Driver(n_slots=n_slots, n_seqs=256, n_ctx=2048, n_ubatch=512)
+    requests = [shared.submit(f"{i:03}") for i in range(n_slots + 20)]
+    shared.finish(*requests)
+    for i in range(20):
+        shared.run(f"{i:03} again", id_slot=0)

@@ -26,7 +26,7 @@ from llamaslot.engine.engine import Engine
 
 
 class Watched(FakeBackend):
-    """Notes which threads ask for lengths; lies by `error` tokens about one sequence."""
+    """Notes which threads ask for positions; lies by `error` tokens about one sequence."""
 
     error = 0
 
@@ -34,9 +34,9 @@ class Watched(FakeBackend):
         super().__init__(n_slots=2, n_reserved=2)
         self.askers: set[str] = set()
 
-    def seq_len(self, seq: int) -> int:
+    def seq_range(self, seq: int) -> range:
         self.askers.add(threading.current_thread().name)
-        return super().seq_len(seq) + (self.error if seq == 0 else 0)
+        return range(super().seq_range(seq).stop + (self.error if seq == 0 else 0))
 
 
 class Run:

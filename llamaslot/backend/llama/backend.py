@@ -94,6 +94,12 @@ class LlamaBackend:
         self._lengths[seq] = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
         return self._lengths[seq]
 
+    def seq_range(self, seq: int) -> range:
+        """See `Backend.seq_range`."""
+        self._check_seq(seq)
+        end = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
+        return range(llama_cpp.llama_memory_seq_pos_min(self._memory, seq), end) if end else range(0)
+
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """See `Backend.decode`."""
         check_runs(runs, length_of=self._recorded_length, n_ubatch=self.info.n_ubatch, n_vocab=self.vocab.n_tokens)
