@@ -92,6 +92,8 @@ def _figures(figures: CacheFigures) -> dict[str, Any]:
         "copied_tokens": figures.n_copied,
         "evicted_tokens": figures.n_evicted,
         "parked_paths": figures.n_parked,
+        "lost_paths": figures.n_ids_short,
+        "preemptions": figures.n_preempted,
     }
 
 

@@ -46,6 +46,13 @@ def _row(
     return msgspec.Meta(ge=ge, le=le, description=text, extra=extra)
 
 
+_NOT_NEEDED = dict.fromkeys(
+    ("--cache-reuse", "--slot-prompt-similarity", "-sps", "--cache-idle-slots", "--no-cache-idle-slots"),
+    "here every known prefix is reused, to the token and from any slot, without being told; leave it out",
+)
+"""Flags of llama-server that have nothing to do here, and why."""
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """The whole configuration; the table that flags, variables and keys are made from."""
 
@@ -263,6 +270,8 @@ class Parser(argparse.ArgumentParser):
     def _explain(word: str, parser: argparse.ArgumentParser) -> str:
         flag = word.partition("=")[0]
         known = [name for action in parser._actions for name in action.option_strings]
+        if flag in _NOT_NEEDED:
+            return f"{flag} is llama-server's: {_NOT_NEEDED[flag]}"
         nearest = difflib.get_close_matches(flag, known, n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         return f"there is no {'flag' if flag.startswith('-') else 'argument'} {flag}{hint}"

@@ -316,6 +316,10 @@ class CacheFigures(msgspec.Struct, frozen=True):
     """Tokens that were given up because room was needed."""
     n_parked: int = 0
     """Idle paths that moved from a slot to a reserved sequence."""
+    n_ids_short: int = 0
+    """Idle paths that were given up because no sequence id was left: `--cache-seqs` is too low for the load."""
+    n_preempted: int = 0
+    """Times that a running request went back to the queue because cells were short."""
 
 
 class State(msgspec.Struct, frozen=True, tag="state"):

@@ -86,6 +86,8 @@ class State(msgspec.Struct):
     copied_tokens: int
     evicted_tokens: int
     parked_paths: int
+    lost_paths: int
+    preemptions: int
     prefixes: list[Prefix]
 
 
@@ -159,7 +161,7 @@ def figures(state: State) -> list[str]:
         f"{requests.cross_slot:,} across slots; {requests.waits:,} waited for another",
         f"reused     {prompt.matched:,} of {_count(prompt.total, 'prompt token')} ({prompt.hit_rate:.1%})",
         f"moved      {state.copied_tokens:,} tokens copied, {state.evicted_tokens:,} evicted, "
-        f"{_count(state.parked_paths, 'path')} parked",
+        f"{_count(state.parked_paths, 'path')} parked, {state.lost_paths:,} lost for want of a sequence id",
     ]
 
 

@@ -36,14 +36,14 @@ class Client:
     """The server's end of the line; `url` may have a path in front of the server's own."""
 
     def __init__(self, url: str, api_key: str) -> None:
-        self.url = url
+        self.url = url = url if "://" in url else f"http://{url}"
         address = urlsplit(url)
         try:
             host, port = address.hostname, address.port
         except ValueError:
             host, port = None, None
         if address.scheme not in {"http", "https"} or not host:
-            raise ConfigError(f"{url!r} is not an address such as {DEFAULT_URL}", param="--url")
+            raise ConfigError(f"{url!r} is not an address such as {DEFAULT_URL}", param="URL")
         self._https = address.scheme == "https"
         self._host, self._port, self._path = host, port, address.path.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -92,7 +92,7 @@ class Client:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise ConfigError(f"what answers at {self.url} does not speak OpenAI's API")
+            raise ConfigError(f"what answers at {self.url} is no llamaslot server")
         return value
 
     def refusal(self, status: int, body: bytes) -> RefusedError:

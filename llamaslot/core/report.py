@@ -1,4 +1,4 @@
-"""Slots and prefix cache as plain data, for whoever watches; nothing here changes anything.
+"""Slots and prefix cache as plain data, for whoever watches; nothing here changes the cache.
 
 Prefixes are listed by hits, then by last use, then by length. A request that goes through a node goes through its
 ancestors too, so these have at least as many hits and as late a use: no node is listed without them.
@@ -66,7 +66,9 @@ def _slot(slot: Slot, n_ctx: int, n_held: int) -> SlotReport:
     )
 
 
-def figures(settings: SchedulerSettings, ledger: Ledger, admission: Admission, traffic: Traffic) -> CacheFigures:
+def figures(
+    settings: SchedulerSettings, ledger: Ledger, admission: Admission, traffic: Traffic, n_preempted: int
+) -> CacheFigures:
     """The numbers of `/cache` and `/metrics`; costs nothing to speak of."""
     n_idle = ledger.n_idle
     if not settings.shares:
@@ -89,6 +91,8 @@ def figures(settings: SchedulerSettings, ledger: Ledger, admission: Admission, t
         n_copied=ledger.counts.n_copied_tokens,
         n_evicted=ledger.counts.n_evicted_tokens,
         n_parked=ledger.counts.n_parked,
+        n_ids_short=ledger.counts.n_ids_short,
+        n_preempted=n_preempted,
     )
 
 

@@ -198,7 +198,7 @@ class Engine:
         ledger = self.scheduler.ledger
         await self._worker.call(lambda: ledger.check(self._backend.seq_range))
         self._is_checked = True
-        _log.info("invariants.ok", nodes=ledger.tree.n_nodes, cells_used=ledger.n_used, sequences=ledger.n_seqs)
+        _log.debug("invariants.ok", nodes=ledger.tree.n_nodes, cells_used=ledger.n_used, sequences=ledger.n_seqs)
 
     def _is_wanted(self) -> bool:
         """Whether the next step has to wait for a plan; called on the worker's thread."""
@@ -376,7 +376,8 @@ class Engine:
 
     def _cache_figures(self) -> CacheFigures:
         scheduler = self.scheduler
-        return report.figures(scheduler.settings, scheduler.ledger, scheduler.admission, scheduler.traffic)
+        ledger, admission = scheduler.ledger, scheduler.admission
+        return report.figures(scheduler.settings, ledger, admission, scheduler.traffic, scheduler.n_preempted)
 
     def _cache_state(self, question: InspectCache) -> CacheState:
         spell = self._backend.vocab.detokenize if question.text else None

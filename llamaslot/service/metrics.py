@@ -38,16 +38,20 @@ class Metrics:
         self._matched = counter("llamaslot_prefix_cache_tokens", "Prompt tokens taken from the cache.")
         self._hit_rate = gauge("llamaslot_prefix_cache_hit_rate", "Matched tokens / prompt tokens so far.")
         hits = Counter(
-            "llamaslot_prefix_cache_hits",
+            "llamaslot_prefix_cache_hit_requests",
             "Requests that found all they reused in their slot (same_slot), or copied some of it (cross_slot).",
             ["reuse"],
             registry=self._registry,
         )
         self._same_slot, self._cross_slot = hits.labels("same_slot"), hits.labels("cross_slot")
-        self._misses = counter("llamaslot_prefix_cache_misses", "Requests that reused nothing.")
-        self._waits = counter("llamaslot_prefix_cache_waits", "Requests that waited for another one's prefix.")
+        self._misses = counter("llamaslot_prefix_cache_miss_requests", "Requests that reused nothing.")
+        self._waits = counter(
+            "llamaslot_prefix_cache_wait_requests", "Requests that waited for another one's prefix."
+        )
         self._copied = counter("llamaslot_prefix_cache_copied_tokens", "Tokens taken over from another sequence.")
         self._evicted = counter("llamaslot_prefix_cache_evicted_tokens", "Tokens given up because room was needed.")
+        self._lost = counter("llamaslot_prefix_cache_lost_paths", "Idle paths given up for want of a sequence id.")
+        self._preemptions = counter("llamaslot_preemptions", "Times that a running request went back to the queue.")
         self._cells = gauge("llamaslot_cells", "Cells of the KV pool.")
         self._cells_used = gauge("llamaslot_cells_used", "Cells of the KV pool that hold a token.")
         self._cells_idle = gauge("llamaslot_cells_idle", "Cells that only idle prefixes use.")
@@ -113,6 +117,8 @@ class Metrics:
             (self._waits, cache.n_waits),
             (self._copied, cache.n_copied),
             (self._evicted, cache.n_evicted),
+            (self._lost, cache.n_ids_short),
+            (self._preemptions, cache.n_preempted),
         ):
             self._raise(counter, total)
         self._hit_rate.set(_ratio(cache.n_matched, cache.n_prompt))

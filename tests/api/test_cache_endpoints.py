@@ -50,6 +50,8 @@ async def test_an_empty_cache(start: Any) -> None:
         "copied_tokens": 0,
         "evicted_tokens": 0,
         "parked_paths": 0,
+        "lost_paths": 0,
+        "preemptions": 0,
         "prefixes": [],
     }
 

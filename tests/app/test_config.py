@@ -77,6 +77,7 @@ def test_flags(argv: list[str], name: str, value: object) -> None:
     [
         (["--prot", "1"], {}, ["--prot", "did you mean --port"]),
         (["--no-kv-unifed"], {}, ["did you mean --no-kv-unified"]),
+        (["--cache-reuse", "256"], {}, ["--cache-reuse is llama-server's", "leave it out"]),
         (["--port", "x"], {}, ["--port", "'x'", "int"]),
         (["--port", "70000"], {}, ["--port", "65535"]),
         (["--port"], {}, ["--port"]),

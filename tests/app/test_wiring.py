@@ -293,8 +293,8 @@ async def test_what_the_engine_is_told(
 
 async def test_a_cache_that_is_not_what_the_pool_holds_ends_the_server(tmp_path: Path) -> None:
     class Wrong(FakeBackend):
-        def seq_len(self, seq: int) -> int:
-            return super().seq_len(seq) + (seq == 3 and self.n_decoded > 0)
+        def seq_range(self, seq: int) -> range:
+            return range(super().seq_range(seq).stop + (seq == 3 and self.n_decoded > 0))
 
     async with serving(tmp_path, Wrong(), debug_invariants=True) as server:
         await server.post("/completion", {"prompt": "x", "n_predict": 1})

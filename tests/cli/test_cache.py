@@ -129,11 +129,13 @@ def test_no_server_and_no_address_are_one_line() -> None:
             "start one with `llamaslot serve`"
         ],
     )
-    assert cache("127.0.0.1:8080") == (
+    assert cache("ftp://host") == (
         2,
         [],
-        ["llamaslot: '127.0.0.1:8080' is not an address such as http://127.0.0.1:8080"],
+        ["llamaslot: 'ftp://host' is not an address such as http://127.0.0.1:8080"],
     )
+    (_, _, (without_scheme,)) = cache("127.0.0.1:9")
+    assert without_scheme.startswith("llamaslot: no server answers at http://127.0.0.1:9 (")
 
 
 @contextmanager
@@ -169,7 +171,7 @@ def answering(status: int, body: bytes) -> Iterator[str]:
         (404, b'{"error": {"message": "there is nothing at /cache"}}', "has no /cache: .* older llamaslot"),
         (404, b"<html>", "has no /cache"),
         (501, b'{"error": {"message": "start it with --slots"}}', "answered 501: start it with --slots"),
-        (200, b"<html>", "does not speak"),
+        (200, b"<html>", "is no llamaslot server"),
         (200, b'{"nodes": 1}', "another version of llamaslot"),
         (200, json.dumps({"nodes": "many"}).encode(), "another version of llamaslot"),
     ],

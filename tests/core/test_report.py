@@ -16,7 +16,8 @@ PROMPTS = st.lists(st.text("ab", min_size=1, max_size=12), min_size=1, max_size=
 
 def figures(driver: Driver) -> CacheFigures:
     scheduler = driver.scheduler
-    return report.figures(scheduler.settings, scheduler.ledger, scheduler.admission, scheduler.traffic)
+    ledger, admission = scheduler.ledger, scheduler.admission
+    return report.figures(scheduler.settings, ledger, admission, scheduler.traffic, scheduler.n_preempted)
 
 
 def told(driver: Driver, top: int = 1000, *, text: bool = False) -> CacheState:

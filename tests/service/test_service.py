@@ -152,10 +152,10 @@ async def test_metrics_after_known_requests() -> None:
         "llamaslot_prompt_tokens_total": 50,
         "llamaslot_prefix_cache_tokens_total": 23,
         "llamaslot_prefix_cache_hit_rate": 23 / 50,
-        "llamaslot_prefix_cache_hits_total{reuse=same_slot}": 1,
-        "llamaslot_prefix_cache_hits_total{reuse=cross_slot}": 0,
-        "llamaslot_prefix_cache_misses_total": 1,
-        "llamaslot_prefix_cache_waits_total": 0,
+        "llamaslot_prefix_cache_hit_requests_total{reuse=same_slot}": 1,
+        "llamaslot_prefix_cache_hit_requests_total{reuse=cross_slot}": 0,
+        "llamaslot_prefix_cache_miss_requests_total": 1,
+        "llamaslot_prefix_cache_wait_requests_total": 0,
         "llamaslot_prefix_cache_copied_tokens_total": 0,
         "llamaslot_prefix_cache_evicted_tokens_total": 0,
         "llamaslot_cells": 256,
@@ -201,10 +201,10 @@ async def test_metrics_of_what_is_shared_and_given_up() -> None:
         assert evicted["llamaslot_cells_used"] == backend.cells_used
     assert [(p.n_cached, p.n_copied) for p in ends] == [(0, 0), (100, 100)]
     exact = {
-        "llamaslot_prefix_cache_hits_total{reuse=same_slot}": 0,
-        "llamaslot_prefix_cache_hits_total{reuse=cross_slot}": 1,
-        "llamaslot_prefix_cache_misses_total": 1,
-        "llamaslot_prefix_cache_waits_total": 1,
+        "llamaslot_prefix_cache_hit_requests_total{reuse=same_slot}": 0,
+        "llamaslot_prefix_cache_hit_requests_total{reuse=cross_slot}": 1,
+        "llamaslot_prefix_cache_miss_requests_total": 1,
+        "llamaslot_prefix_cache_wait_requests_total": 1,
         "llamaslot_prefix_cache_copied_tokens_total": 100,
         "llamaslot_prefix_cache_evicted_tokens_total": 0,
         "llamaslot_cells_idle": 100 + 2 * 4,
@@ -212,7 +212,7 @@ async def test_metrics_of_what_is_shared_and_given_up() -> None:
         "llamaslot_sequences_used": 2,
     }
     assert {name: waited[name] for name in exact} == exact
-    assert evicted["llamaslot_prefix_cache_misses_total"] == 2
+    assert evicted["llamaslot_prefix_cache_miss_requests_total"] == 2
     assert evicted["llamaslot_prefix_cache_evicted_tokens_total"] >= 108 + 150 + 3 - 256
 
 
