@@ -30,17 +30,17 @@ class Noise:
     def explains(self, history: Sequence[int], warm: int, cold: int) -> bool:
         """Whether `warm` may stand for `cold` as the token after `history`."""
         whole = self._settings.n_ubatch
-        reference = self._logits(history, whole, 0)
+        reference = self.logits(history, whole, 0)
         # A token alone in its batch goes through other kernels, and cells out of order are added up in another one.
         last_alone = next(n for n in range(whole, 0, -1) if n == 1 or len(history) % n == 1)
         shapes = [(7, 0), (whole, 33), (19, 20), (last_alone, 0), (last_alone, 40)]
         shapes += [(1, 0), (1, 40), (3, 60), (5, 9), (12, 1)]
-        others = [self._logits(history, chunk, n_before) for chunk, n_before in shapes]
+        others = [self.logits(history, chunk, n_before) for chunk, n_before in shapes]
         noise = max(float(np.abs(reference - other).max()) for other in others)
         self.n_explained += 1
         return bool(abs(reference[warm] - reference[cold]) <= 2 * noise)
 
-    def _logits(self, history: Sequence[int], chunk: int, n_before: int) -> np.ndarray:
+    def logits(self, history: Sequence[int], chunk: int, n_before: int) -> np.ndarray:
         """Logits after `history`, decoded in chunks, the first behind `n_before` cells that then come free."""
         backend = LlamaBackend(self._settings)
         try:

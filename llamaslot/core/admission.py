@@ -5,8 +5,8 @@ and while a running request computes a prefix that it can share (its *leader*). 
 each plan asks anew what the running requests are about to compute, so whatever ends a leader also frees who waited
 on it, and the first of them to be admitted leads the others.
 
-The order: what has started already (a preempted request, or one whose first token came with another's), then what
-was overtaken too often, both by arrival; then the longest known prefix first.
+The order: what was preempted, by arrival; then what was overtaken too often and choices whose first token came with
+another's, by arrival; then the longest known prefix first.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Admission:
         free = [slot for slot in self._slots if slot.request is None]
         admitted: list[Request] = []
         passed: list[Request] = []
-        for request in self._ordered() if free else ():
-            choices = [slot.id for slot in free if request.submit.id_slot in (-1, slot.id)]
+        for request in self._ordered(running, free) if free else ():
+            choices = _choices(request, free)
             if not choices:
                 passed.append(request)
             elif self._leader_is_ahead(request, [*running, *admitted], choices):
@@ -108,12 +108,24 @@ class Admission:
             and np.array_equal(other.known.view(), known)
         ]
 
-    def _ordered(self) -> list[Request]:
-        first = [r for r in self.queue if r.has_started]
-        due = [r for r in self.queue if not r.has_started and r.n_overtaken >= PATIENCE]
-        fresh = [r for r in self.queue if not r.has_started and r.n_overtaken < PATIENCE]
-        window = sorted(fresh[:_WINDOW], key=lambda r: (-self._ledger.tree.match(r.space, r.prefix).n, r.arrival))
-        return [*first, *due, *window]
+    def _ordered(self, running: Sequence[Request], free: Sequence[Slot]) -> list[Request]:
+        """The queue in the order in which to try: those that cannot run now keep no place among the newest."""
+        resumed: list[Request] = []
+        due: list[Request] = []
+        fresh: list[Request] = []
+        blocked: list[Request] = []
+        for request in self.queue:
+            choices = _choices(request, free)
+            if request.slot_id >= 0:
+                resumed.append(request)
+            elif request.has_started or request.n_overtaken >= PATIENCE:
+                due.append(request)
+            elif not choices:
+                blocked.append(request)
+            elif len(fresh) < _WINDOW and not self._leader_is_ahead(request, running, choices):
+                fresh.append(request)
+        fresh.sort(key=lambda r: (-self._ledger.tree.match(r.space, r.prefix).n, r.arrival))
+        return [*resumed, *due, *fresh, *blocked]
 
     def _start(self, request: Request, choices: Sequence[int], now: float) -> None:
         self.queue.remove(request)
@@ -181,6 +193,11 @@ class Admission:
         expected = min(expected, self._settings.n_ctx_slot - len(request.known))
         remaining = request.n_remaining
         return expected if remaining is None else min(remaining, expected)
+
+
+def _choices(request: Request, free: Sequence[Slot]) -> list[int]:
+    """The free slots that a request may run in."""
+    return [slot.id for slot in free if request.submit.id_slot in (-1, slot.id)]
 
 
 def _are_together(a: Request, b: Request) -> bool:

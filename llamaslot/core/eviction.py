@@ -43,7 +43,7 @@ class Candidates:
         self._n_offered += 1
         heapq.heappush(self._heap, (node.last_used, self._n_offered, node))
         if len(self._heap) > 64 + 2 * self._n_sifted:
-            self._heap = [entry for entry in self._heap if _is_current(entry)]
+            self._heap = list({id(entry[2]): entry for entry in self._heap if _is_current(entry)}.values())
             heapq.heapify(self._heap)
             self._n_sifted = len(self._heap)
 

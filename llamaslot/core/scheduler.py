@@ -89,7 +89,7 @@ class Scheduler:
             raise ValueError(f"a prompt of {request.n_prompt} tokens cannot run")
         self.admission.enqueue(request)
 
-    def end(self, request: Request, now: float) -> None:
+    def end(self, request: Request, now: float, *, cancelled: bool = False) -> None:
         """End a request in any living state; what it computed stays, idle, unless it was private."""
         if request.state is RequestState.QUEUED:
             self.admission.withdraw(request)
@@ -97,7 +97,8 @@ class Scheduler:
             self._leave_slot(request)
         request.handle(RequestEvent.END, now)
         self.traffic.count(request)
-        self.admission.note_length(request.n_generated)
+        if not cancelled:
+            self.admission.note_length(request.n_generated)
         if request.is_private and all(other.space != request.space for other in (*self.queue, *self.running)):
             self.ledger.forget(request.space)
 
@@ -122,7 +123,7 @@ class Scheduler:
         n_ahead = 0 if suspects else planner.n_ahead(work)
         self._keep_to_idle_budget()
         operations = self.ledger.take_operations()
-        if not n_ahead:
+        if self.settings.may_move and not n_ahead:
             operations += self._repack()
         return StepPlan(operations, work, planner.preempted, n_ahead)
 

@@ -26,6 +26,8 @@ class SchedulerSettings:
     """Cells that idle prefixes may occupy; None for all that nothing else needs."""
     worth: int = 64
     """Tokens from which on a shared prefix is worth waiting for, and a tail worth a sequence id."""
+    may_move: bool = True
+    """Whether idle prefixes are moved at all: without flash attention llama.cpp saves them far too slowly."""
     repack_gain: int = 1024
     """Cells by which the highest used one must fall for idle prefixes to be moved; see `core/repacking.py`."""
     stream_copy_ms: float = 0.0

@@ -100,6 +100,7 @@ class Engine:
                 n_ctx_slot=info.n_ctx_slot,
                 n_ubatch=info.n_ubatch,
                 n_seqs=backend.n_seqs,
+                may_move=info.flash_attn,
                 idle_cells=idle_cells,
                 unified=info.unified,
                 reuse=info.reuse,
@@ -297,7 +298,7 @@ class Engine:
         if live is None:
             return
         now = self._clock()
-        self.scheduler.end(live.request, now)
+        self.scheduler.end(live.request, now, cancelled=True)
         progress = live.request.progress(now, self._held(live.request))
         self._outbox.append(Cancelled(request_id, progress))
 

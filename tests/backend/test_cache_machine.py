@@ -74,4 +74,7 @@ def test_the_cache_on_a_real_model(tiny_model: Path) -> None:
         )
     finally:
         cold.close()
-    print(f"{dict(COUNTS - before)}, tokens that differed within noise: {Machine.noise.n_explained}")
+    counts = COUNTS - before
+    print(f"{dict(counts)}, tokens that differed within noise: {Machine.noise.n_explained}")
+    # Random weights leave little between the best tokens; a bug would show in far more of them.
+    assert Machine.noise.n_explained <= 5 + 0.05 * counts["tokens"]

@@ -406,3 +406,44 @@ def test_a_request_without_tokens_ends_after_a_failed_step_that_computed_it(
     if others:
         assert [len(generated(request)) for request in beside] == [3] * others
     assert driver.run("next one", max_tokens=2).n_generated == 2
+
+
+def test_choices_that_have_their_first_token_do_not_keep_an_older_request_waiting_for_ever() -> None:
+    driver = Driver(n_slots=1, n_reserved=4, n_ctx=512, n_ubatch=128)
+    driver.run("h" * 50)
+    blocking = driver.submit("x" * 5, max_tokens=3)
+    driver.step()
+    older = driver.submit("n" * 60)
+    choices = [driver.submit("h" * 50 + "!", max_tokens=3, group="g") for _ in range(PATIENCE + 20)]
+    driver.finish(blocking, older, *choices)
+    assert driver.admitted.index(older) - driver.admitted.index(choices[0]) == PATIENCE
+
+
+@pytest.mark.parametrize("why", ["a busy slot", "a leader"])
+def test_many_that_cannot_run_yet_do_not_hide_one_that_can(why: str) -> None:
+    driver = Driver(n_slots=4, n_reserved=4, n_ctx=1024, n_ubatch=16)
+    head = "h" * 300
+    running = driver.submit(head + "r", max_tokens=60, id_slot=0)
+    driver.step()
+    if why == "a leader":
+        waiting = [driver.submit(head + chr(97 + i % 26)) for i in range(70)]
+    else:
+        waiting = [driver.submit(f"{i:04}", id_slot=0) for i in range(70)]
+    able = driver.submit("able")
+    driver.step()
+    assert able.state is not RequestState.QUEUED
+    assert all(each.state is RequestState.QUEUED for each in waiting)
+    assert running.state is RequestState.RUNNING
+
+
+def test_cancelled_requests_say_nothing_of_how_long_answers_are() -> None:
+    driver = Driver(n_slots=2, n_ctx=512, n_ubatch=64)
+    for _ in range(40):
+        driver.run("x", max_tokens=200)
+    for _ in range(40):
+        driver.scheduler.end(driver.submit("y"), driver.backend.now, cancelled=True)
+    first, second = (driver.submit(letter * 70, max_tokens=-1) for letter in "ab")
+    driver.step()
+    assert driver.admitted[-1] is first
+    driver.finish(first, second)
+    assert driver.preempted == []

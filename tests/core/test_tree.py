@@ -196,3 +196,27 @@ def test_a_namespace_without_kv_leaves_nothing_behind() -> None:
     tree.release(1)
     assert not tree._roots
     tree.check()
+
+
+def test_a_joined_node_was_used_when_either_part_was() -> None:
+    tree = Tree()
+    tree.hold(0, tree.match("", b""))
+    tree.extend(0, run_of((1, 2, 3, 4)))
+    tree.hold(1, tree.match("", run_of((1, 2))))
+    tree.hold(2, tree.match("", b""))
+    tree.extend(2, run_of((9, 9)))
+    tree.touch(tree.tip(0), 1)
+    tree.touch(tree.tip(2), 2)
+    tree.touch(tree.tip(1), 3)
+    tree.release(1)
+    assert tree.plan_eviction(1).keeps == {2: 1}
+
+
+def test_what_is_offered_again_and_again_is_kept_once() -> None:
+    tree = Tree()
+    tree.hold(0, tree.match("", b""))
+    tree.extend(0, run_of((1, 2, 3)))
+    for _ in range(5000):
+        tree.hold(1, tree.match("", run_of((1, 2, 3))))
+        tree.release(1)
+    assert len(tree._candidates._heap) < 200
