@@ -1,7 +1,9 @@
 """What idle prefixes cost: prefill beside them, and whether their cells stay low as they come and go.
 
 Attention scans the pool up to the highest used cell, so prompts are computed the slower the more idle prefixes lie
-below. Both questions are asked of the real engine, by the time that a prompt of `PROMPT` fresh tokens takes.
+below. Both questions are asked of the real engine, by the time that a prompt of `PROMPT` fresh tokens takes. Idle
+tokens that are reused need not be computed again: the last column says in how many fresh ones that has to happen
+for keeping them to cost nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import model_thread
 
 PROMPT = 512
+LONGEST = 2048
+"""Tokens of an idle prefix at most: each takes a sequence id."""
 LEVELS = (0, 2048, 4096, 8192, 16384)
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
@@ -65,7 +69,7 @@ class Asking:
     async def fill(self, n_cells: int) -> None:
         """Compute fresh idle prefixes until so many cells are in use."""
         while (missing := n_cells - self.n_used) > 0:
-            await self.ask(self.fresh(min(missing, PROMPT)))
+            await self.ask(self.fresh(min(missing, LONGEST)))
 
     @property
     def n_used(self) -> int:
@@ -142,10 +146,12 @@ def run(*, model: Path, title: str, repeats: int, n_requests: int, threads: int,
     levels = asyncio.run(beside_idle(settings, repeats))
     mixed = asyncio.run(after_mixed_use(settings, n_requests, repeats)) if n_requests else {}
     table = Table(title=f"Prefill of {PROMPT} tokens beside idle prefixes, {title}")
-    for column in ("idle cells", "median", "mean", "range (ms)", "to none"):
+    for column in ("idle cells", "median", "mean", "range (ms)", "to none", "pay if reused once in"):
         table.add_column(column, justify="right")
     for level, summary in levels.items():
-        table.add_row(f"{level:,}", *summary.milliseconds(), f"{summary.median / levels[0].median:.2f}x")
+        ratio = summary.median / levels[0].median
+        pays = f"{level / (ratio - 1):,.0f} tokens" if ratio > 1 else ""
+        table.add_row(f"{level:,}", *summary.milliseconds(), f"{ratio:.2f}x", pays)
     console.print(table)
     if mixed:
         ratio, used, mark = mixed["ratio"], mixed["cells_used"], mixed["high_water"]["used"]
