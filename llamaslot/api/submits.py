@@ -20,8 +20,8 @@ Prompt: TypeAlias = tuple[PromptPart, ...]
 T = TypeVar("T")
 
 _SEEDS = 2**32 - 1
-_MAX_STOP_CHARS = 8192
 """Seeds are 32 bits wide; the highest means "random" to llama.cpp and is never passed on."""
+_MAX_STOP_CHARS = 8192
 _IS_ID = re.compile(r"[0-9]{1,10}").fullmatch
 _PLAIN = (
     "temperature",

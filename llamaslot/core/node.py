@@ -60,11 +60,6 @@ class Node:
         return self.start + len(self)
 
     @property
-    def tokens(self) -> Tokens:
-        """The run, int32."""
-        return unpacked(self.run)
-
-    @property
     def is_root(self) -> bool:
         """Whether this is the start of a namespace."""
         return self.parent is None

@@ -75,7 +75,10 @@ class _Live:
 class Engine:
     """Runs requests on a backend, whose calls are made on `thread` alone.
 
-    Every method is called on the loop that `run` runs on; `run` ends the thread in the end.
+    Every method is called on the loop that `run` runs on; `run` ends the thread in the end. Prefill takes at most
+    `gap_ms` milliseconds between two tokens of a stream; idle prefixes keep at most `idle_cells` cells (None: all
+    that nothing else needs). With `debug_invariants` the ledger is compared with the backend whenever nothing runs,
+    and a difference ends the engine.
     """
 
     def __init__(

@@ -309,3 +309,14 @@ def test_every_sequence_id_may_be_a_slot(n_slots: int) -> None:
     shared.finish(*requests)
     for i in range(20):
         shared.run(f"{i:03} again", id_slot=0)
+
+
+def test_apart_a_slot_can_be_copied_again_after_the_next_decode() -> None:
+    copying = apart()
+    copying.run("h" * 60 + "a", id_slot=0)
+    for slot in (1, 2):
+        copying.run("h" * 60 + chr(97 + slot), id_slot=slot)
+    assert [each.dst for each in copies(copying)] == [1, 2]
+    copying.run("x" * 60, id_slot=1)
+    copying.run("h" * 60 + "z", id_slot=1)
+    assert [each.dst for each in copies(copying)] == [1, 2, 1]

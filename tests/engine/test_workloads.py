@@ -90,11 +90,23 @@ async def turns(n: int) -> None:
         await asyncio.sleep(0)
 
 
-@given(st.lists(jobs, min_size=1, max_size=10), failures, st.booleans(), st.booleans())
+LAYOUTS = (
+    {"n_ctx": 96, "n_reserved": 2},
+    {"n_ctx": 96},
+    {"n_ctx": 192, "unified": False},
+    # Copying a slot always beats computing.
+    {"n_ctx": 192, "unified": False, "stream_copy_ms": 1e-9},
+    {"n_ctx": 192, "unified": False, "stream_copy_ms": 1e-9, "n_reserved": 2},
+    {"n_ctx": 96, "reuse": False},
+    {"n_ctx": 192, "unified": False, "reuse": False},
+)
+
+
+@given(st.lists(jobs, min_size=1, max_size=10), failures, st.sampled_from(LAYOUTS))
 def test_every_answer_is_the_cold_one(
-    todo: list[Job], faults: list[tuple[int, Status, int]], unified: bool, reuse: bool
+    todo: list[Job], faults: list[tuple[int, Status, int]], layout: dict[str, float]
 ) -> None:
-    backend = FakeBackend(n_ctx=96 if unified else 192, n_slots=2, n_ubatch=16, unified=unified, reuse=reuse)
+    backend = FakeBackend(n_slots=2, n_ubatch=16, **layout)
     for i, (end, text) in asyncio.run(run_jobs(todo, faults, backend)).items():
         job = todo[i]
         expected = cold(job.prompt, job.max_tokens)
