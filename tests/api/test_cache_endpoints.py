@@ -169,10 +169,10 @@ async def test_the_gate(start: Any, method: str, path: str) -> None:
 
 
 async def test_clearing_forgets_what_is_idle_and_leaves_what_runs(start: Any) -> None:
-    backend = pool(n_ctx=20_000)
+    backend = pool(n_ctx=4096)
     server = await start(backend=backend)
     await complete(server, "Goodbye and farewell")
-    body = {**ENDLESS, "max_tokens": 3000, "temperature": 0}
+    body = {**ENDLESS, "max_tokens": 1200, "temperature": 0}
     running = asyncio.create_task(server.ok("/completion", body))
     await server.state_where(lambda state: any(slot.n_generated > 2 for slot in state.slots))
     idle = (await cache(server))["cells"]["idle"]
@@ -182,7 +182,7 @@ async def test_clearing_forgets_what_is_idle_and_leaves_what_runs(start: Any) ->
     assert not running.done()
     assert (state["cells"]["idle"], state["evicted_tokens"]) == (0, 0)
     assert all(prefix["pinned"] for prefix in state["prefixes"])
-    alone = await (await start(backend=pool(n_ctx=20_000))).ok("/completion", body)
+    alone = await (await start(backend=pool(n_ctx=4096))).ok("/completion", body)
     assert (await running)["content"] == alone["content"]
     assert await complete(server, "Goodbye and farewell") == 1  # BOS, which the running one kept
     await server.ok("/cache/clear", {"a body": "that does not matter"})

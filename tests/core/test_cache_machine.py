@@ -710,5 +710,5 @@ class FakeMachine(CacheMachine):
         assert all(sampler.closed for sampler in self.backend.samplers)
 
 
-FakeMachine.TestCase.settings = settings(max_examples=2000 if LONG else 200, stateful_step_count=100, deadline=None)
+FakeMachine.TestCase.settings = settings(max_examples=2000 if LONG else 100, stateful_step_count=100, deadline=None)
 TestCache = FakeMachine.TestCase

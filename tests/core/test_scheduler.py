@@ -11,6 +11,7 @@ import pytest
 
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.messages import Sampling, Submit
+from llamaslot.core import admission
 from llamaslot.core.admission import PATIENCE
 from llamaslot.core.backend import Decoded, Remove, Run, Status, Tokens
 from llamaslot.core.node import packed
@@ -190,9 +191,10 @@ def test_without_a_limit_of_its_own_a_request_is_not_given_its_whole_context() -
     assert driver.admitted == [first, second]
 
 
-def test_lengths_seen_before_are_expected_again() -> None:
+def test_lengths_seen_before_are_expected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_WEIGHT", 0.5)
     driver = Driver(n_slots=2, n_ctx=512, n_ubatch=64)
-    for _ in range(40):
+    for _ in range(6):
         driver.run("x", max_tokens=200)
     first, second = (driver.submit(letter * 70, max_tokens=-1) for letter in "ab")
     driver.step()
@@ -436,9 +438,10 @@ def test_many_that_cannot_run_yet_do_not_hide_one_that_can(why: str) -> None:
     assert running.state is RequestState.RUNNING
 
 
-def test_cancelled_requests_say_nothing_of_how_long_answers_are() -> None:
+def test_cancelled_requests_say_nothing_of_how_long_answers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_WEIGHT", 0.5)
     driver = Driver(n_slots=2, n_ctx=512, n_ubatch=64)
-    for _ in range(40):
+    for _ in range(6):
         driver.run("x", max_tokens=200)
     for _ in range(40):
         driver.scheduler.end(driver.submit("y"), driver.backend.now, cancelled=True)

@@ -115,7 +115,7 @@ def compare(talks: list[list[str]], cold: dict[tuple[int, int], str], n_ctx: int
         alternating = asyncio.run(alternating_texts(some, n_slots))
         assert alternating == {turn: cold[turn] for turn in alternating}
     warm, n_cached = asyncio.run(warm_texts(talks, n_ctx))
-    assert warm == cold
+    assert warm == {turn: cold[turn] for turn in warm}
     return n_cached
 
 
@@ -136,7 +136,7 @@ def test_warm_and_cold_texts_are_the_same(talks: list[list[str]], cold: dict[tup
 def test_they_are_the_same_when_the_pool_is_too_small_for_all(
     talks: list[list[str]], cold: dict[tuple[int, int], str]
 ) -> None:
-    assert compare(talks, cold, n_ctx=1024) > 0
+    assert compare(talks if LONG else talks[:20], cold, n_ctx=1024) > 0
 
 
 def test_two_requests_of_60_percent_of_the_pool_give_the_texts_they_give_alone() -> None:
@@ -231,4 +231,4 @@ def test_the_comparison_notices_planted_bugs(
 ) -> None:
     plant(monkeypatch)
     with pytest.raises((AssertionError, ExceptionGroup)):
-        compare(talks, cold)
+        compare(talks[:16], cold)
