@@ -37,6 +37,8 @@ def parser() -> argparse.ArgumentParser:
     text = "six ways to share prompts: no cache, flat blocks, the tree"
     sharing = commands.add_parser("scenarios", parents=[common], help=text)
     sharing.add_argument("--repeats", type=_positive, metavar="N", help="runs of each scenario (default: 3)")
+    names = sorted({scenario.name for scenario in scenarios.SCENARIOS})
+    sharing.add_argument("--only", choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
     idling = commands.add_parser("idle", parents=[common], help="what idle prefixes cost")
     idling.add_argument("--repeats", type=_positive, metavar="N", help="prompts for each figure (default: 7)")
     idling.add_argument(
@@ -72,6 +74,7 @@ def main(arguments: list[str]) -> int:
                 repeats=options.repeats or (1 if options.quick else 3),
                 folder=options.out,
                 server_flags=options.server.split(),
+                only=options.only,
             )
         elif options.command == "idle":
             model = options.model or "60m"

@@ -30,7 +30,7 @@ from bench.client import BenchmarkError
 from bench.flat import BLOCK, FlatLedger
 from bench.report import Summary, console, machine, notes, write_json
 from llamaslot.app.config import Parser, add_flags, read_config
-from llamaslot.app.server import llama_settings
+from llamaslot.app.server import idle_cells, llama_settings
 from llamaslot.backend.llama import LlamaBackend
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.messages import (
@@ -218,17 +218,21 @@ class Bench:
                 self.backend.change(Remove(seq, 0))
 
 
-def run(*, model: Path, title: str, repeats: int, folder: Path, server_flags: Sequence[str]) -> None:
-    """Measure at each length and print a table for it, then write `scenarios.json`."""
+def run(
+    *, model: Path, title: str, repeats: int, folder: Path, server_flags: Sequence[str], only: str | None = None
+) -> None:
+    """Measure at each length and print a table for it, then write `scenarios.json`; `only` names one scenario."""
     facts = machine()
     flags = ["-c", str(CONTEXT), "--cache-seqs", str(CACHE_SEQS), *server_flags]
-    outcomes = asyncio.run(_measure_all(model, title, flags, repeats))
+    outcomes = asyncio.run(_measure_all(model, title, flags, repeats, only))
     settings = {"model": title, "flags": " ".join(flags), "repeats": repeats, "block": BLOCK}
     content = {"benchmark": "scenarios", "settings": settings, "machine": facts, "summary": summarize(outcomes)}
     write_json(folder / "scenarios.json", content | {"runs": [asdict(each) for each in outcomes]})
 
 
-async def _measure_all(model: Path, title: str, flags: Sequence[str], repeats: int) -> list[Outcome]:
+async def _measure_all(
+    model: Path, title: str, flags: Sequence[str], repeats: int, only: str | None
+) -> list[Outcome]:
     thread = model_thread()
     parser = Parser(prog="--server")
     add_flags(parser)
@@ -239,9 +243,9 @@ async def _measure_all(model: Path, title: str, flags: Sequence[str], repeats: i
     except ConfigError as error:
         raise BenchmarkError(str(error)) from None
     outcomes: list[Outcome] = []
-    bench = Bench(backend, thread, idle_cells=config.cache_idle_cells if config.cache_idle_cells >= 0 else None)
+    bench = Bench(backend, thread, idle_cells=idle_cells(config))
     for length in LENGTHS:
-        measured = await _measure_length(bench, length, repeats)
+        measured = await _measure_length(bench, _scenarios(length, only), length, repeats)
         console.print(table(measured, title))
         outcomes += measured
     thread.submit(backend.close).result()
@@ -249,15 +253,19 @@ async def _measure_all(model: Path, title: str, flags: Sequence[str], repeats: i
     return outcomes
 
 
-async def _measure_length(bench: Bench, length: int, repeats: int) -> list[Outcome]:
-    scenarios = [each for each in SCENARIOS if length == 1 or not each.in_short_only]
+def _scenarios(length: int, only: str | None) -> list[Scenario]:
+    return [each for each in SCENARIOS if (length == 1 or not each.in_short_only) and only in (None, each.name)]
+
+
+async def _measure_length(bench: Bench, scenarios: list[Scenario], length: int, repeats: int) -> list[Outcome]:
     outcomes = []
     with Progress(console=notes) as progress:
         task = progress.add_task(f"length {length}", total=repeats * len(scenarios) * len(Cache))
         await bench.measure(SCENARIOS[0], Cache.NONE, length=length)
         for repeat in range(repeats):
+            caches = list(Cache) if repeat % 2 == 0 else list(Cache)[::-1]
             for scenario in scenarios:
-                for cache in Cache:
+                for cache in caches:
                     outcomes.append(await bench.measure(scenario, cache, length=length, repeat=repeat))
                     progress.advance(task)
     return outcomes

@@ -15,6 +15,7 @@ from llamaslot.base.messages import Sampling
 from llamaslot.core.backend import (
     Backend,
     Copy,
+    CopyStream,
     Decoded,
     Move,
     Operation,
@@ -68,6 +69,8 @@ class Recorder:
         self.has_lost = False
         """Whether cells ever went without being removed, so that nobody can know where the others lie."""
         self.samplers: list[Sampler] = []
+        self._is_copying = False
+        """Whether a stream is copied with the next decode."""
         self._n_cells = 0
         self._prefixes: dict[tuple[str | int, int], int] = {}
 
@@ -113,6 +116,14 @@ class Recorder:
             self._move(operation)
             return
         source, target = self.held[operation.src], self.held[operation.dst]
+        if isinstance(operation, CopyStream):
+            self._is_copying = True
+            target.cut(0)
+            target.space = source.space
+            target.tokens += source.tokens[: operation.keep]
+            target.prefixes += source.prefixes[: operation.keep]
+            self._take_cells(target)
+            return
         start, end = operation.start, operation.end
         assert source.space == target.space or not target.cells, f"{operation} between two namespaces"
         if isinstance(operation, Copy):
@@ -139,6 +150,9 @@ class Recorder:
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         failure, self.failure = self.failure, None
+        if self._is_copying:
+            # A decode that is not made would leave the copy unmade: the next one fails.
+            self.failure, failure, self._is_copying = failure, None, False
         if failure is None:
             decoded = self.inner.decode(runs)
             assert decoded.status is Status.OK, decoded.status
@@ -166,8 +180,13 @@ class Recorder:
             held.space = space
             held.tokens += tokens
             held.prefixes = self.named(space, held.tokens)
-            held.cells += range(self._n_cells, self._n_cells + len(tokens))
-            self._n_cells += len(tokens)
+            self._take_cells(held)
+
+    def _take_cells(self, held: Held) -> None:
+        """A cell of its own for each token that has none yet."""
+        n = len(held.tokens) - len(held.cells)
+        held.cells += range(self._n_cells, self._n_cells + n)
+        self._n_cells += n
 
     def seq_len(self, seq: int) -> int:
         return self.inner.seq_len(seq)

@@ -6,7 +6,8 @@ from pathlib import PurePath
 
 import msgspec
 
-from llamaslot.base.messages import ModelInfo, Sampling
+from llamaslot.base.messages import Sampling
+from llamaslot.base.model import ModelInfo
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):

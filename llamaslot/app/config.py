@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -99,14 +99,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = -1
     cache_idle_cells: Annotated[
-        int,
+        Annotated[int, msgspec.Meta(ge=0, le=_INT32)] | Literal["auto", "all"],
         _row(
             "--cache-idle-cells",
             "LLAMASLOT_CACHE_IDLE_CELLS",
-            "cells that idle prefixes may occupy; -1 for all that nothing else needs",
-            ge=-1,
+            "cells that idle prefixes may occupy; auto: until they have cost what computing them again would, "
+            "as measured at start; all: as long as nothing else needs them",
+            words={"-1": "all"},
         ),
-    ] = -1
+    ] = "auto"
     batch_size: Annotated[int, _row("-b --batch-size", "LLAMA_ARG_BATCH", "logical batch size", ge=1)] = 2048
     ubatch_size: Annotated[
         int, _row("-ub --ubatch-size", "LLAMA_ARG_UBATCH", "tokens that one step may compute", ge=1)
@@ -322,8 +323,9 @@ def _convert(option: Option, source: str, value: Any) -> Any:
     try:
         return msgspec.convert(value, option.kind, strict=False)
     except msgspec.ValidationError as error:
-        choices = _choices(option)
-        reason = f"one of {', '.join(choices)} is expected" if choices else str(error).lower()
+        reason = str(error).lower()
+        if _words(option) and not reason.endswith(">= 0"):
+            reason = f"one of {', '.join(_choices(option))} is expected"
         raise ConfigError(f"{source}: {value!r} is wrong: {reason}", param=option.flag) from None
 
 
@@ -371,8 +373,17 @@ def _is_bool(option: Option) -> bool:
     return bool(option.kind.__origin__ is bool)
 
 
+def _words(option: Option) -> list[str]:
+    """The words that an option takes, in place of a number or of anything else."""
+    kind = option.kind.__origin__
+    kinds = [kind] if get_origin(kind) is Literal else get_args(kind)
+    return [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
+
+
 def _choices(option: Option) -> list[str]:
-    return [choice for choice in getattr(option.kind.__origin__, "__args__", ()) if isinstance(choice, str)]
+    """All that an option takes, where words are among it."""
+    number = [] if get_origin(option.kind.__origin__) is Literal else ["N"]
+    return [*words, *number] if (words := _words(option)) else []
 
 
 def _metavar(option: Option) -> str:

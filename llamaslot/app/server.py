@@ -29,7 +29,8 @@ from llamaslot.app.config import Config
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, LoadingStopped
 from llamaslot.base.errors import ConfigError, ServerError, UnavailableError
-from llamaslot.base.messages import ModelInfo, Sampling
+from llamaslot.base.messages import Sampling
+from llamaslot.base.model import IdleCost, ModelInfo
 from llamaslot.core.backend import Backend
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import model_thread
@@ -74,7 +75,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             backend,
             service.receive,
             gap_ms=config.prefill_gap_ms,
-            idle_cells=config.cache_idle_cells if config.cache_idle_cells >= 0 else None,
+            idle_cells=idle_cells(config),
             debug_invariants=config.debug_invariants,
             thread=thread,
         )
@@ -144,7 +145,13 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         unified=config.kv_unified,
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
+        measure_idle_cost=config.cache_idle_cells == "auto",
     )
+
+
+def idle_cells(config: Config) -> int | None:
+    """The cells that the configuration allows idle prefixes; None for no number."""
+    return config.cache_idle_cells if isinstance(config.cache_idle_cells, int) else None
 
 
 def read_template(config: Config) -> tuple[str, str]:
@@ -190,6 +197,8 @@ def announce(info: ModelInfo, urls: list[str], config: Config) -> None:
         _console.print(
             f"[yellow]No prefix reuse with this model ({info.reuse_reason}): every prompt is computed whole.[/]"
         )
+    if info.idle_cost is not None:
+        _console.print(_idle_line(info.idle_cost))
     if not info.flash_attn:
         _console.print("[yellow]Without flash attention, idle slots slow the running ones.[/]")
     _console.print(f"listening on {', '.join(urls)}")
@@ -210,6 +219,16 @@ def announce(info: ModelInfo, urls: list[str], config: Config) -> None:
         cache_seqs=info.n_cache_seqs,
         flash_attention=info.flash_attn,
         reuse=info.reuse_reason or "on",
+    )
+
+
+def _idle_line(cost: IdleCost) -> str:
+    line = f"Idle prefixes: prefill takes {cost.ratio:.2f}x beside {cost.n_cells:,} idle cells, so one "
+    if cost.life is None:
+        return f"{line}stays until its cells are needed"
+    return (
+        f"{line}goes after {cost.life:,} prompt tokens without use, when it has cost as much as computing it again "
+        "(--cache-idle-cells)"
     )
 
 

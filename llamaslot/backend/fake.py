@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llamaslot.base.messages import ModelInfo, Sampling
+from llamaslot.base.messages import Sampling
+from llamaslot.base.model import ModelInfo
 from llamaslot.core.backend import (
     Copy,
     CopyStream,

@@ -52,7 +52,12 @@ class Admission:
         """Let a request wait, in the order of arrival."""
         self.queue.append(request)
         self.queue.sort(key=lambda r: r.arrival)
-        self._ledger.touch(self._ledger.tree.match(request.space, request.prefix))
+        self._want(request)
+
+    def renew(self) -> None:
+        """Note that what waiting requests would find is still wanted."""
+        for request in self.queue:
+            self._want(request)
 
     def withdraw(self, request: Request) -> None:
         """Take a request from the queue."""
@@ -107,6 +112,9 @@ class Admission:
             and len(other.known) == len(known)
             and np.array_equal(other.known.view(), known)
         ]
+
+    def _want(self, request: Request) -> None:
+        self._ledger.touch(self._ledger.tree.match(request.space, request.prefix))
 
     def _ordered(self, running: Sequence[Request], free: Sequence[Slot]) -> list[Request]:
         """The queue in the order in which to try: those that cannot run now keep no place among the newest."""

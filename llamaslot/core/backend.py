@@ -15,7 +15,8 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from llamaslot.base.messages import ModelInfo, Sampling
+from llamaslot.base.messages import Sampling
+from llamaslot.base.model import ModelInfo
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
 

@@ -47,8 +47,8 @@ class Candidates:
             heapq.heapify(self._heap)
             self._n_sifted = len(self._heap)
 
-    def plan(self, n_cells: int) -> Eviction:
-        """What to cut to free so many cells, or all there is; changes nothing.
+    def plan(self, n_cells: int, before: int | None = None) -> Eviction:
+        """What to cut to free so many cells, or all there is, last used before a given time; changes nothing.
 
         The last leaf may lose just its tail. Once all that branches off a node is given up, the node is the next
         leaf, and the last sequence that went through it goes on holding it.
@@ -64,11 +64,13 @@ class Candidates:
             if not source:
                 break
             entry = heapq.heappop(source)
-            age, node = entry[1:]
+            last_used, age, node = entry
             if source is self._heap:
                 if not _is_current(entry) or id(node) in cut:
                     continue
                 taken.append(entry)
+            if before is not None and last_used >= before:
+                break
             holders = node.tips or {heirs[id(node)]}
             wanted = n_cells - plan.n_cells
             if wanted < len(node):

@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 from llamaslot.core.backend import Copy, CopyStream, Move, Operation, Remove, Share, Tokens
 from llamaslot.core.cells import CellMap
+from llamaslot.core.eviction import Eviction
 from llamaslot.core.node import WIDTH, packed
 from llamaslot.core.tree import Match, Tree
 
@@ -118,7 +119,7 @@ class Ledger:
 
     @property
     def clock(self) -> int:
-        """Counts the uses: claims, ends and lookups by new requests."""
+        """Counts the uses, that is claims, ends and lookups by new requests, and computed prompt tokens."""
         return self._clock
 
     @property
@@ -209,6 +210,10 @@ class Ledger:
         """Note that a prefix is wanted now."""
         self.tree.touch(match.node, self._tick(), hits)
 
+    def grow_older(self, n_tokens: int) -> None:
+        """So many prompt tokens were computed, whoever's."""
+        self._clock += n_tokens
+
     def append(self, seq: int, tokens: Tokens) -> None:
         """A running sequence computed these tokens behind those that it holds."""
         start = self.length(seq)
@@ -233,6 +238,9 @@ class Ledger:
 
     def spoil(self, seq: int) -> None:
         """A failed decode left the sequence in a state that nobody knows: forget and clear it."""
+        tip = self.tree.tip(seq)
+        if tip is not None:
+            self.tree.touch(tip, self._tick())
         self._drop(seq)
         self._operations.append(Remove(seq, 0))
 
@@ -269,7 +277,17 @@ class Ledger:
 
     def evict(self, n_cells: int) -> int:
         """Give up so many idle cells, or all there are; how many."""
-        plan = self.tree.plan_eviction(n_cells)
+        return self._evict(self.tree.plan_eviction(n_cells))
+
+    def has_idle(self, before: int) -> bool:
+        """Whether something idle was last used before a time on the clock."""
+        return self.tree.plan_eviction(1, before).n_cells > 0
+
+    def expire(self, before: int) -> int:
+        """Give up everything idle that was last used before a time on the clock; how many cells."""
+        return self._evict(self.tree.plan_eviction(self.n_idle, before))
+
+    def _evict(self, plan: Eviction) -> int:
         for seq, keep in plan.keeps.items():
             self._cut_doubles(seq, keep)
             self._operations.append(Remove(seq, keep))

@@ -106,6 +106,7 @@ class Scheduler:
         """What the next step does; an empty plan means that nothing can be done now."""
         self.ledger.settle()
         self._restore_spoiled()
+        self._expire()
         running = self.running
         suspects = [r for r in running if r.id in self.suspects]
         if not suspects:
@@ -152,6 +153,16 @@ class Scheduler:
         budget = self.settings.idle_cells
         if self.settings.shares and budget is not None and self.ledger.n_idle > budget:
             self.ledger.evict(self.ledger.n_idle - budget)
+
+    def _expire(self) -> None:
+        """Give up what was not used for too long, unless somebody waits who wants it."""
+        life = self.settings.idle_life
+        if not self.settings.shares or life is None:
+            return
+        before = self.ledger.clock - life
+        if self.ledger.has_idle(before):
+            self.admission.renew()
+            self.ledger.expire(before)
 
     def _copy_pays(self, n_tokens: int) -> bool:
         return self.settings.copies and self.chunks.seconds(n_tokens) > self.settings.stream_copy_ms / 1e3
@@ -227,4 +238,5 @@ class Scheduler:
     def _observe(self, plan: StepPlan, result: StepResult) -> None:
         n_prefill = sum(len(w.run.tokens) for w in plan.work if len(w.run.tokens) > 1)
         n_decoding = sum(1 for w in plan.work if len(w.run.tokens) == 1)
+        self.ledger.grow_older(n_prefill)
         self.chunks.observe(n_prefill, n_decoding, result.seconds)

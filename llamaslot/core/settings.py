@@ -24,6 +24,8 @@ class SchedulerSettings:
     """Whether a sequence may be trimmed and continued."""
     idle_cells: int | None = None
     """Cells that idle prefixes may occupy; None for all that nothing else needs."""
+    idle_life: int | None = None
+    """Prompt tokens computed since its last use after which an idle prefix is given up; None for no such end."""
     worth: int = 64
     """Tokens from which on a shared prefix is worth waiting for, and a tail worth a sequence id."""
     may_move: bool = True

@@ -182,9 +182,12 @@ class Tree:
             each.hits += hits
         self._candidates.offer(node)
 
-    def plan_eviction(self, n_cells: int) -> Eviction:
-        """What to cut of the idle paths to free so many cells, or all there is; changes nothing."""
-        return self._candidates.plan(n_cells)
+    def plan_eviction(self, n_cells: int, before: int | None = None) -> Eviction:
+        """What to cut of the idle paths to free so many cells, or all there is; changes nothing.
+
+        With `before`, only of those that were last used before that time.
+        """
+        return self._candidates.plan(n_cells, before)
 
     def evict(self, plan: Eviction) -> None:
         """Carry out a plan that was made since the last change."""

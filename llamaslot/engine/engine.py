@@ -76,9 +76,10 @@ class Engine:
     """Runs requests on a backend, whose calls are made on `thread` alone.
 
     Every method is called on the loop that `run` runs on; `run` ends the thread in the end. Prefill takes at most
-    `gap_ms` milliseconds between two tokens of a stream; idle prefixes keep at most `idle_cells` cells (None: all
-    that nothing else needs). With `debug_invariants` the ledger is compared with the backend whenever nothing runs,
-    and a difference ends the engine.
+    `gap_ms` milliseconds between two tokens of a stream. Idle prefixes keep at most `idle_cells` cells (None: all
+    that nothing else needs), and where the backend says what they cost, none that has cost more than computing it
+    again. With `debug_invariants` the ledger is compared with the backend whenever nothing runs, and a difference
+    ends the engine.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Engine:
                 n_seqs=backend.n_seqs,
                 may_move=info.flash_attn,
                 idle_cells=idle_cells,
+                idle_life=info.idle_cost.life if info.idle_cost is not None else None,
                 unified=info.unified,
                 reuse=info.reuse,
                 stream_copy_ms=info.stream_copy_ms,

@@ -40,7 +40,6 @@ from llamaslot.base.messages import (
     Finished,
     Inspect,
     InspectCache,
-    ModelInfo,
     Output,
     Progress,
     PromptPart,
@@ -52,6 +51,7 @@ from llamaslot.base.messages import (
     Tokenize,
     Tokenized,
 )
+from llamaslot.base.model import ModelInfo
 from llamaslot.service.metrics import Metrics, per_second
 from llamaslot.text.template import ChatTemplate
 

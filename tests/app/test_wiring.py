@@ -23,6 +23,7 @@ from llamaslot.app.server import api_settings, llama_settings, read_template, se
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.backend.llama import LlamaSettings
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.model import IdleCost
 from llamaslot.core.backend import Decoded, Run
 from llamaslot.engine.engine import Engine
 from llamaslot.text.builtin_templates import resolve
@@ -59,6 +60,8 @@ LLAMA: dict[str, tuple[str, object]] = {
     "-no-kvu": ("unified", False),
     "-ctk q8_0": ("cache_type_k", "q8_0"),
     "-ctv q4_1": ("cache_type_v", "q4_1"),
+    "--cache-idle-cells all": ("measure_idle_cost", False),
+    "--cache-idle-cells 9": ("measure_idle_cost", False),
 }
 
 API: dict[str, tuple[str, object]] = {
@@ -86,7 +89,7 @@ SAMPLING: dict[str, tuple[str, object]] = {
 ELSEWHERE = {
     *("model", "host", "port", "chat_template", "chat_template_file", "api_key_file"),
     *("max_queue", "prefill_gap_ms", "shutdown_timeout", "log_format", "log_level"),
-    *("cache_idle_cells", "cache_salt_from_api_key", "debug_invariants"),
+    *("cache_salt_from_api_key", "debug_invariants"),
 }
 """Options that go neither to the backend nor to the HTTP layer as they are."""
 
@@ -106,7 +109,7 @@ def test_the_tables_name_every_option() -> None:
 
 @pytest.mark.parametrize(("argv", "field", "value"), [(a, *fv) for a, fv in LLAMA.items()])
 def test_a_flag_reaches_the_backend_and_nothing_else_changes(argv: str, field: str, value: object) -> None:
-    defaults = LlamaSettings(model=MODEL)
+    defaults = llama_settings(Config(), MODEL)
     settings = llama_settings(configured(argv), MODEL)
     assert getattr(settings, field) == value
     assert set(changes(settings, defaults)) <= {field}
@@ -129,7 +132,7 @@ def test_a_flag_reaches_the_sampling_defaults_and_nothing_else_changes(
 
 def test_the_defaults_of_every_layer_are_the_same() -> None:
     assert api_settings(Config()) == ApiSettings()
-    assert llama_settings(Config(), MODEL) == LlamaSettings(model=MODEL)
+    assert llama_settings(Config(), MODEL) == LlamaSettings(model=MODEL, measure_idle_cost=True)
 
 
 def test_keys_come_from_the_flag_and_from_the_file(tmp_path: Path) -> None:
@@ -274,9 +277,9 @@ async def test_a_request_may_end_within_the_shutdown_timeout(tmp_path: Path) -> 
         assert await server.status == 0
 
 
-@pytest.mark.parametrize(("given", "kept"), [(-1, None), (0, 0), (99, 99)])
+@pytest.mark.parametrize(("given", "kept"), [("auto", None), ("all", None), (0, 0), (99, 99)])
 async def test_what_the_engine_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int, kept: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int | str, kept: int | None
 ) -> None:
     engines: list[Engine] = []
 
@@ -289,6 +292,18 @@ async def test_what_the_engine_is_told(
     async with serving(tmp_path, FakeBackend(), prefill_gap_ms=7.0, cache_idle_cells=given):
         [settings] = [engine.scheduler.settings for engine in engines]
         assert (settings.gap_ms, settings.idle_cells) == (7.0, kept)
+
+
+async def test_what_idle_prefixes_cost_is_said_and_kept_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    backend = FakeBackend()
+    backend.info = msgspec.structs.replace(backend.info, idle_cost=IdleCost(n_cells=8192, ratio=1.5))
+    async with serving(tmp_path, backend):
+        pass
+    line = " ".join(capfd.readouterr().out.split())
+    assert "prefill takes 1.50x beside 8,192 idle cells, so one goes after 16,384 prompt tokens without use" in line
+    assert Engine(backend, lambda _: None).scheduler.settings.idle_life == 16_384
 
 
 async def test_a_cache_that_is_not_what_the_pool_holds_ends_the_server(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ what the machine knows of a request. Tokens are two letters, so that prefixes ar
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 from unittest import mock
@@ -21,7 +22,7 @@ from llamaslot.backend.fake import EOS, FakeBackend, FakeSampler
 from llamaslot.base.messages import Sampling, Submit
 from llamaslot.core import admission, repacking
 from llamaslot.core.admission import PATIENCE
-from llamaslot.core.backend import Backend, Move, Remove, Run, Sampler, Status
+from llamaslot.core.backend import Backend, CopyStream, Move, Remove, Run, Sampler, Status
 from llamaslot.core.request import Request, RequestState
 from llamaslot.core.scheduler import Broke, Sampled, Scheduler
 from llamaslot.core.settings import SchedulerSettings
@@ -38,7 +39,11 @@ COUNTS: Counter[str] = Counter()
 
 @dataclass(frozen=True)
 class Shape:
-    """A context and how it is used; the layouts are a shared pool, one in parts, and models without reuse."""
+    """A context and how it is used.
+
+    The layouts are a shared pool, one in parts, one in parts between which streams are copied, and models without
+    reuse.
+    """
 
     layout: str
     n_slots: int
@@ -46,11 +51,16 @@ class Shape:
     n_ctx: int
     n_ubatch: int
     idle_cells: int | None
+    idle_life: int | None
     eos_every: int
 
     @property
     def shares(self) -> bool:
         return self.layout == "shared"
+
+    @property
+    def copies(self) -> bool:
+        return self.layout == "copied parts"
 
 
 @dataclass(eq=False)
@@ -103,7 +113,9 @@ def common(a: list[int], b: list[int]) -> int:
 class CacheMachine(RuleBasedStateMachine):
     """Subclasses say which backend, and which token a cold run would have given."""
 
-    layouts: ClassVar[tuple[str, ...]] = ("shared", "shared", "shared", "shared", "parts", "whole", "whole parts")
+    layouts: ClassVar[tuple[str, ...]] = (
+        *("shared", "shared", "shared", "shared", "parts", "copied parts", "whole", "whole parts"),
+    )
     pools: ClassVar[tuple[int, int]] = (48, 96)
     ubatches: ClassVar[tuple[int, int]] = (4, 24)
     padding: ClassVar[int] = 4
@@ -124,6 +136,7 @@ class CacheMachine(RuleBasedStateMachine):
         share=st.floats(0, 1),
         batch=st.floats(0, 1),
         idle_cells=st.sampled_from([None, None, 0, 16]),
+        idle_life=st.sampled_from([None, None, None, 0, 12, 40]),
         eos_every=st.sampled_from([6, 12, 10**9]),
         n_expected=st.sampled_from([1, 1, 2, 64]),
     )
@@ -136,6 +149,7 @@ class CacheMachine(RuleBasedStateMachine):
         share: float,
         batch: float,
         idle_cells: int | None,
+        idle_life: int | None,
         eos_every: int,
         n_expected: int,
     ) -> None:
@@ -150,7 +164,8 @@ class CacheMachine(RuleBasedStateMachine):
         name = self.layouts[layout % len(self.layouts)]
         n_ctx = int(low + share * (high - low)) // n_slots * n_slots
         n_ubatch = int(self.ubatches[0] + batch * (self.ubatches[1] - self.ubatches[0]))
-        shape = Shape(name, n_slots, n_reserved if name == "shared" else 0, n_ctx, n_ubatch, idle_cells, eos_every)
+        n_reserved = n_reserved if name in ("shared", "copied parts") else 0
+        shape = Shape(name, n_slots, n_reserved, n_ctx, n_ubatch, idle_cells, idle_life, eos_every)
         self.shape = shape
         self.backend = Recorder(self.new_backend(shape))
         info = self.backend.info
@@ -163,7 +178,9 @@ class CacheMachine(RuleBasedStateMachine):
                 n_ubatch=info.n_ubatch,
                 n_seqs=self.backend.n_seqs,
                 idle_cells=idle_cells,
+                idle_life=idle_life,
                 worth=WORTH,
+                stream_copy_ms=1e-9 if shape.copies else 0.0,
                 repack_gain=self.padding,
                 unified=info.unified,
                 reuse=info.reuse,
@@ -177,6 +194,8 @@ class CacheMachine(RuleBasedStateMachine):
         """Slots whose sequence the last, failed, step may have left in any state."""
         self.is_recovering = False
         """Whether the last step failed, so that the next plan may give up what it likes."""
+        self.uses: dict[int, int] = {}
+        """When each prefix was last asked for or ran, on the ledger's clock."""
 
     # --- what is asked for ---
 
@@ -202,6 +221,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.scheduler.submit(request)
         space = f"salt {salt}" if cached and reuse else f"private {group or name}"
         self.asked.append(Asked(request, prompt, space))
+        self.note_uses(self.backend.named(space, prompt)[:-1])
         COUNTS["requests"] += 1
 
     def prompt(self, origin: int, share: float, tail: int, n_tail: int) -> list[int]:
@@ -309,13 +329,19 @@ class CacheMachine(RuleBasedStateMachine):
                 self.check_agreement()
         self.is_sound = True
 
+    def note_uses(self, prefixes: Iterable[int]) -> None:
+        """These are used now."""
+        self.uses.update(dict.fromkeys(prefixes, self.scheduler.ledger.clock))
+
     def plan(self) -> StepPlan:
+        self.note_uses(self.backend.prefixes(asked.slot for asked in self.running))
         before = Before(self)
         was_suspected = [a for a in self.running if a.request.id in self.scheduler.suspects]
         plan = self.scheduler.plan(self.now)
         COUNTS["plans"] += 1
         admitted = self.note_places(plan)
         for each in plan.operations:
+            COUNTS["streams copied"] += isinstance(each, CopyStream)
             if isinstance(each, Move):
                 assert not {*each.holders} & {asked.slot for asked in self.running}, "moved while it runs"
                 COUNTS["moves"] += 1
@@ -458,6 +484,10 @@ class CacheMachine(RuleBasedStateMachine):
             assert len(self.backend.cells) == len(self.backend.prefixes()), "computed twice and kept twice"
             budget, idle = self.shape.idle_cells, self.idle
             assert budget is None or len(idle) <= budget, "more idle cells than allowed"
+            if self.shape.idle_life is not None:
+                oldest = before.clock - self.shape.idle_life
+                for node in self.scheduler.ledger.tree.nodes():
+                    assert not node.is_idle_leaf or node.last_used >= oldest, "kept for too long"
         n_granted = sum(len(work.run.tokens) for work in plan.work)
         if self.backend.info.unified:
             assert len(self.backend.cells) + n_granted <= self.backend.info.n_ctx
@@ -535,6 +565,8 @@ class CacheMachine(RuleBasedStateMachine):
             waits = self.waits(asked, n_known, self.running)
             asked.has_waited |= waits
             may_wait = waits or (asked.has_waited and self.waits(asked, n_known, self.running, worth=0))
+            # What a copy costs decides there; who could share nothing with anybody must not wait all the same.
+            may_wait |= self.shape.copies and any(other.space == asked.space for other in self.asked)
             for other in admitted:
                 if (
                     other.request.arrival > asked.request.arrival
@@ -574,9 +606,16 @@ class CacheMachine(RuleBasedStateMachine):
         return room if limit < 0 else min(room, limit - len(asked.generated))
 
     def check_losses(self, before: Before, plan: StepPlan) -> None:
-        """What was known and may be wanted again is given up only where ids, cells or the idle budget say so."""
+        """What was known and may be wanted again is given up only where age, ids, cells or the budget say so."""
         spaces = {asked.space for asked in self.living}
         lost = before.prefixes_in(spaces) - self.backend.prefixes()
+        if self.shape.idle_life is not None:
+            oldest = before.clock + len(self.living) - self.shape.idle_life
+            waiting = [asked for asked in self.living if asked.slot < 0]
+            wanted = {each for asked in waiting for each in self.backend.named(asked.space, asked.known)[:-1]}
+            expired = {each for each in lost - wanted if self.uses.get(each, 0) < oldest}
+            COUNTS["expired"] += bool(expired)
+            lost -= expired
         if not lost or self.is_recovering:
             return
         COUNTS["losses"] += 1
@@ -674,6 +713,7 @@ class Before:
 
     def __init__(self, machine: CacheMachine) -> None:
         held = machine.backend.held
+        self.clock = machine.scheduler.ledger.clock
         self.running = {asked: list(held[asked.slot].prefixes) for asked in machine.running}
         self.fresh = {asked for asked in machine.living if asked.slot < 0 and not asked.has_started}
         self.held = [(each.space, set(each.prefixes)) for each in held]
@@ -699,6 +739,7 @@ class FakeMachine(CacheMachine):
             unified="parts" not in shape.layout,
             reuse="whole" not in shape.layout,
             eos_every=shape.eos_every,
+            stream_copy_ms=1e-9 if shape.copies else 0.0,
         )
 
     def check_token(self, history: list[int], sampling: Sampling, n_drawn: int, token: int) -> None:

@@ -174,6 +174,18 @@ def test_the_least_recently_used_leaf_goes_first_and_ancestors_last() -> None:
     assert order[8] == {1: 0, 0: 0, 2: 0}
 
 
+def test_what_was_used_since_a_given_time_is_spared() -> None:
+    tree = Tree()
+    for seq, word in enumerate((b"aab", b"aac", b"d")):
+        tree.hold(seq, tree.match("", b""))
+        tree.extend(seq, run_of(tuple(word)))
+        tree.touch(tree.match("", run_of(tuple(word))).node, now=seq + 1)
+    assert [tree.plan_eviction(9, before).keeps for before in (1, 2, 3, 4)] == [
+        {}, {0: 0}, {0: 0, 1: 0}, {0: 0, 1: 0, 2: 0}
+    ]  # fmt: skip
+    assert tree.plan_eviction(2, before=4).keeps == {0: 0, 1: 2}
+
+
 def test_the_last_to_hold_a_path_goes_on_holding_it() -> None:
     tree = Tree()
     for seq, tail in enumerate(((5, 5), (6, 6))):

@@ -12,13 +12,14 @@ import msgspec
 import numpy as np
 import psutil
 
-from llamaslot.backend.llama import library, pool
+from llamaslot.backend.llama import idle, library, pool
 from llamaslot.backend.llama.loading import load_model, make_context, metadata, why_not_reusable
 from llamaslot.backend.llama.sampler import LlamaSampler, Logits
 from llamaslot.backend.llama.settings import LlamaSettings, sequences
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.messages import ModelInfo, Sampling
+from llamaslot.base.messages import Sampling
+from llamaslot.base.model import ModelInfo
 from llamaslot.core.backend import (
     Copy,
     CopyStream,
@@ -69,6 +70,8 @@ class LlamaBackend:
         self._views: dict[int, Logits] = {}
         """Arrays over the logits by address: llama.cpp keeps to a few, so they need not be made every step."""
         self._warm_up()
+        if settings.measure_idle_cost:
+            self.info = msgspec.structs.replace(self.info, idle_cost=idle.measure(self, self._context))
 
     def change(self, operation: Operation) -> None:
         """See `Backend.change`."""

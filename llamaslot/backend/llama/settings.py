@@ -49,6 +49,8 @@ class LlamaSettings:
     unified: bool = True
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
+    measure_idle_cost: bool = False
+    """Whether to take the second or two that `ModelInfo.idle_cost` needs."""
 
 
 def sequences(settings: LlamaSettings, *, reusable: bool) -> tuple[int, int]:
