@@ -161,7 +161,7 @@ def evict_time(built: Built, n: int = EVICTED) -> float:
     for seq in built.order[:n]:
         tip = tree.tip(seq)
         assert tip is not None
-        n_cells, n_tokens = len(tip), tree.n_tokens
+        n_cells, n_tokens = tip.n_tokens, tree.n_tokens
         total += _timed(lambda n_cells=n_cells: tree.evict(tree.plan_eviction(n_cells)))
         assert tree.tip(seq) is None
         assert tree.n_tokens == n_tokens - n_cells

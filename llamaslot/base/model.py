@@ -40,7 +40,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     n_embd: int
     n_ctx_train: int
     n_ctx: int
-    """Cells of the KV pool, all slots together; not those of reserved sequences in a pool in parts."""
+    """Cells of the KV pool, all slots together; not those of reserved sequences in a partitioned pool."""
     n_ctx_slot: int
     """Tokens that one slot can hold."""
     n_slots: int

@@ -72,7 +72,7 @@ class Admission:
             choices = _choices(request, free)
             if not choices:
                 passed.append(request)
-            elif self._leader_is_ahead(request, [*running, *admitted], choices):
+            elif self._wait_for_leader(request, [*running, *admitted], choices):
                 continue
             elif self._fits(request, [*running, *admitted]):
                 self._start(request, choices, now)
@@ -130,7 +130,7 @@ class Admission:
                 due.append(request)
             elif not choices:
                 blocked.append(request)
-            elif len(fresh) < _WINDOW and not self._leader_is_ahead(request, running, choices):
+            elif len(fresh) < _WINDOW and not self._wait_for_leader(request, running, choices):
                 fresh.append(request)
         fresh.sort(key=lambda r: (-self._ledger.tree.match(r.space, r.prefix).n, r.arrival))
         return [*resumed, *due, *fresh, *blocked]
@@ -148,11 +148,11 @@ class Admission:
         self._promised.hold(request.slot_id, self._promised.match(request.space, b""))
         self._promised.extend(request.slot_id, packed(request.known.view()))
 
-    def _leader_is_ahead(self, request: Request, running: Sequence[Request], choices: Sequence[int]) -> bool:
-        """Whether a running request is about to compute a part of this one's prompt that is worth waiting for.
+    def _wait_for_leader(self, request: Request, running: Sequence[Request], choices: Sequence[int]) -> bool:
+        """Let a request wait while a running one is about to compute a part of its prompt; whether it does.
 
-        That is as much as the leader had to compute of it when it was admitted, however little of it is left. Who
-        has waited for a prefix goes on waiting for it when another one leads.
+        What counts is how much of it the leader had to compute when it was admitted, however little of that is
+        left. Who has waited for a prefix goes on waiting for it when another one leads.
         """
         if not (self._settings.shares or self._settings.copies):
             return False
@@ -170,7 +170,7 @@ class Admission:
         if promised.n <= known:
             return False
         reused = min(self._reused_in(slot) for slot in self._promised.holders(promised.node))
-        if promised.n - reused > self._settings.worth:
+        if promised.n - reused > self._settings.min_shared:
             self.n_waits += not request.awaits
             request.awaits = max(request.awaits, promised.n)
         return min(promised.n, request.awaits) > known

@@ -25,7 +25,16 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from llamaslot.core.backend import IllegalCallError, check_seq
+from llamaslot.core.backend import (
+    Copy,
+    CopyStream,
+    IllegalCallError,
+    Move,
+    Operation,
+    Remove,
+    Share,
+    check_seq,
+)
 
 Cells: TypeAlias = npt.NDArray[np.int32]
 _Indices: TypeAlias = npt.NDArray[np.intp]
@@ -91,6 +100,24 @@ class CellMap:
         return cell - int(np.count_nonzero(self._n_holders[:cell]))
 
     # --- what the backend does ---
+
+    def follow(self, operation: Operation) -> None:
+        """An operation was carried out."""
+        match operation:
+            case Remove(seq, keep):
+                self.remove(seq, keep)
+            case Copy(src, dst, start, end):
+                self.copy(src, dst, start, end)
+            case Share(src, dst, start, end):
+                self.share(src, dst, start, end)
+            case Move(holders, scratch, start, end):
+                self.copy(holders[0], scratch, start, end)
+                self.load(scratch, self.saved_order(scratch))
+                for holder in holders:
+                    self.share(scratch, holder, start, end)
+                self.remove(scratch)
+            case CopyStream():
+                raise IllegalCallError("streams are copied in partitioned pools only")
 
     def decode(self, runs: Iterable[tuple[int, int]]) -> None:
         """Tokens were computed: for each run of the batch, in its order, the sequence and how many."""

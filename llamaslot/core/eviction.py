@@ -48,10 +48,14 @@ class Candidates:
             self._n_sifted = len(self._heap)
 
     def plan(self, n_cells: int, before: int | None = None) -> Eviction:
-        """What to cut to free so many cells, or all there is, last used before a given time; changes nothing.
+        r"""What to cut to free so many cells, or all there is, last used before a given time; changes nothing.
 
         The last leaf may lose just its tail. Once all that branches off a node is given up, the node is the next
-        leaf, and the last sequence that went through it goes on holding it.
+        leaf, and the last sequence that went through it goes on holding it, as its heir:
+
+              [a b]                  plan(3):  0 keeps 0, of [c], used least recently
+              /   \                            1 keeps 2, of [d e]: now the heir of [a b]
+          [c] tip 0  [d e] tip 1     plan(4):  1 keeps 1 instead, since [a b] is a leaf then
         """
         plan = Eviction()
         cut: set[int] = set()
@@ -73,13 +77,13 @@ class Candidates:
                 break
             holders = node.tips or {heirs[id(node)]}
             wanted = n_cells - plan.n_cells
-            if wanted < len(node):
+            if wanted < node.n_tokens:
                 plan.keeps.update(dict.fromkeys(holders, node.end - wanted))
                 plan.n_cells += wanted
                 break
             cut.add(id(node))
             plan.keeps.update(dict.fromkeys(holders, 0))
-            plan.n_cells += len(node)
+            plan.n_cells += node.n_tokens
             parent = node.parent
             assert parent is not None
             if parent.is_root:

@@ -13,17 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TypeAlias
 
-from llamaslot.core.backend import Copy, CopyStream, Move, Operation, Remove, Share, Tokens
+from llamaslot.core.backend import Copy, CopyStream, Move, Operation, Remove, Tokens
 from llamaslot.core.cells import CellMap
+from llamaslot.core.doubles import Doubles
 from llamaslot.core.eviction import Eviction
 from llamaslot.core.node import WIDTH, packed
 from llamaslot.core.tree import Match, Tree
-
-_Double: TypeAlias = tuple[int, int, int]
-"""A sequence and the range of its positions that it has cells of its own for."""
 
 
 @dataclass(slots=True)
@@ -44,8 +40,8 @@ class Ledger:
     """The pool of one context with `n_seqs` sequences: the first `n_slots` are to run in, the others are reserved.
 
     `shares` says whether cells can be shared (a unified pool, and a model whose sequences can be cut); a tail
-    shorter than `worth` tokens is the first to go when ids are short. Where cells are not shared, `copy_pays` says
-    whether copying a whole sequence beats computing so many tokens.
+    shorter than `min_shared` tokens is the first to go when ids are short. Where cells are not shared, `copy_pays`
+    says whether copying a whole sequence beats computing so many tokens.
     """
 
     def __init__(
@@ -55,14 +51,14 @@ class Ledger:
         n_seqs: int,
         n_cells: int,
         shares: bool,
-        worth: int,
+        min_shared: int,
         copy_pays: Callable[[int], bool] = lambda _n: False,
     ) -> None:
         self.tree = Tree()
         self.counts = Counts()
         self.shares = shares
         self._n_cells = n_cells
-        self._worth = worth
+        self._min_shared = min_shared
         self._slots = range(n_slots)
         self._reserved = range(n_slots, n_seqs)
         self._ids = range(n_seqs)
@@ -72,7 +68,7 @@ class Ledger:
         self._copy_pays = copy_pays
         self._copying: set[int] = set()
         """Sequences that take part in a copy of a stream before the next decode."""
-        self._doubles: list[_Double] = []
+        self._doubles = Doubles(self.tree)
         self._clock = 0
 
     # --- reading ---
@@ -100,7 +96,7 @@ class Ledger:
         """Cells in use, once the operations noted so far are carried out."""
         if not self.shares:
             return sum(self.length(seq) for seq in self._ids)
-        return self.tree.n_tokens + sum(end - start for _, start, end in self._doubles)
+        return self.tree.n_tokens + self._doubles.n_cells
 
     @property
     def n_free(self) -> int:
@@ -145,7 +141,7 @@ class Ledger:
         """
         match = self.tree.match(space, tokens)
         held = self.tree.shared(match, choices)
-        seq = self._choose(choices, held) if self.shares else self._choose_apart(choices, held)
+        seq = self._choose(choices, held) if self.shares else self._choose_partitioned(choices, held)
         own = held[seq]
         stream = self._stream_to_copy(match, own) if seq not in self._copying else None
         if own < self.length(seq) and not self.tree.is_covered(seq):
@@ -178,7 +174,7 @@ class Ledger:
         covered = [seq for seq in choices if self.tree.is_covered(seq)]
         return max(covered or choices, key=lambda seq: (held[seq], -self._last_used(seq)))
 
-    def _choose_apart(self, choices: Sequence[int], held: dict[int, int]) -> int:
+    def _choose_partitioned(self, choices: Sequence[int], held: dict[int, int]) -> int:
         """Where no cells are shared: the longest match; while a slot is empty, none that would lose over half."""
         empty = [seq for seq in choices if not self.length(seq)]
         kept = [seq for seq in choices if held[seq] and 2 * held[seq] >= self.length(seq)]
@@ -220,14 +216,8 @@ class Ledger:
         n_known = self.tree.extend(seq, packed(tokens))
         if self.cells is not None:
             self.cells.decode([(seq, len(tokens))])
-        if not n_known or not self.shares:
-            return
-        end = start + n_known
-        for i, double in enumerate(self._doubles):
-            if double[0] == seq and double[2] == start:
-                self._doubles[i] = (seq, double[1], end)
-                return
-        self._doubles.append((seq, start, end))
+        if n_known and self.shares:
+            self._doubles.note(seq, start, start + n_known)
 
     def rest(self, seq: int) -> None:
         """The request in a slot has ended or is preempted; what it computed stays, idle."""
@@ -247,28 +237,9 @@ class Ledger:
     # --- making room ---
 
     def settle(self) -> None:
-        """Let doubles take the cells that the tree counts, and free reserved ids whose paths others cover.
-
-        A range whose other holders are gone was no double any more: its cells are now the ones that count.
-        """
-        doubles, self._doubles = self._doubles, []
-        for i, double in enumerate(doubles):
-            self._settle(double, doubles[i + 1 :])
+        """Let doubles take the cells that the tree counts, and free reserved ids whose paths others cover."""
+        self._operations += self._doubles.settle()
         self._release_covered()
-
-    def _settle(self, double: _Double, later: Sequence[_Double]) -> None:
-        """Let a sequence take over, piece by piece, what some other one has that is no double there itself."""
-        seq, start, end = double
-        tip = self.tree.tip(seq)
-        assert tip is not None
-        for node in tip.path():
-            low, high = max(start, node.start), min(end, node.end)
-            bounds = {low, high, *(n for each in later for n in each[1:] if low < n < high)}
-            for piece in pairwise(sorted(bounds)) if low < high else ():
-                own = {seq, *(s for s, a, b in later if a < piece[1] and piece[0] < b)}
-                source = next((holder for holder in self.tree.holders(node) if holder not in own), None)
-                if source is not None:
-                    self._operations.append(Share(source, seq, *piece))
 
     def _release_covered(self) -> None:
         for seq in self._reserved:
@@ -289,7 +260,7 @@ class Ledger:
 
     def _evict(self, plan: Eviction) -> int:
         for seq, keep in plan.keeps.items():
-            self._cut_doubles(seq, keep)
+            self._doubles.cut(seq, keep)
             self._operations.append(Remove(seq, keep))
         self.tree.evict(plan)
         self.counts.n_evicted_tokens += plan.n_cells
@@ -303,7 +274,7 @@ class Ledger:
             self.clear(seq)
             return
         self.tree.truncate(seq, keep)
-        self._cut_doubles(seq, keep)
+        self._doubles.cut(seq, keep)
         self._operations.append(Remove(seq, keep))
 
     def clear(self, seq: int) -> None:
@@ -329,8 +300,9 @@ class Ledger:
         """What the backend has to do before it decodes, in this order."""
         operations, self._operations = self._operations, []
         self._copying.clear()
-        for operation in operations:
-            self._follow(operation)
+        if self.cells is not None:
+            for operation in operations:
+                self.cells.follow(operation)
         return operations
 
     def move(self, moves: Iterable[Move]) -> None:
@@ -350,37 +322,14 @@ class Ledger:
             assert self.cells is None or self.cells.held(seq) == range(self.length(seq)), f"cells of {seq}"
         assert not self.shares or 0 <= self.n_used <= self._n_cells
         assert self.cells is None or self.cells.n_used == self.n_used
-        for seq, start, end in self._doubles:
-            assert 0 <= start < end <= self.length(seq), f"a double of sequence {seq}"
+        self._doubles.check()
 
     # --- inside ---
-
-    def _follow(self, operation: Operation) -> None:
-        """Note where llama.cpp will put the cells."""
-        if self.cells is None:
-            return
-        match operation:
-            case Remove(seq, keep):
-                self.cells.remove(seq, keep)
-            case Copy(src, dst, start, end):
-                self.cells.copy(src, dst, start, end)
-            case Share(src, dst, start, end):
-                self.cells.share(src, dst, start, end)
-            case Move(holders, scratch, start, end):
-                self.cells.copy(holders[0], scratch, start, end)
-                self.cells.load(scratch, self.cells.saved_order(scratch))
-                for holder in holders:
-                    self.cells.share(scratch, holder, start, end)
-                self.cells.remove(scratch)
 
     def _drop(self, seq: int) -> None:
         if self.holds(seq):
             self.tree.release(seq)
-        self._cut_doubles(seq, 0)
-
-    def _cut_doubles(self, seq: int, keep: int) -> None:
-        cut = [(s, a, min(b, keep)) if s == seq else (s, a, b) for s, a, b in self._doubles]
-        self._doubles = [double for double in cut if double[1] < double[2]]
+        self._doubles.cut(seq, 0)
 
     def _park(self, seq: int, n_tokens: int, *, is_copying: bool = False) -> None:
         """Let an id that holds nothing hold what an idle slot holds, of which so many tokens would be lost."""
@@ -418,7 +367,7 @@ class Ledger:
         if not self.shares or not self._reserved or not all(map(self.holds, self._reserved)):
             return
         idle = [seq for seq in self._ids if self.holds(seq) and not self.tree.is_pinned(seq)]
-        least: int = min(idle, key=lambda seq: (self._tail(seq) >= self._worth, self._last_used(seq)))
+        least: int = min(idle, key=lambda seq: (self._tail(seq) >= self._min_shared, self._last_used(seq)))
         self._give_up(least)
         self.counts.n_ids_short += 1
         if least in self._slots:
@@ -434,7 +383,7 @@ class Ledger:
     def _tail(self, seq: int) -> int:
         """Tokens that nobody else holds."""
         tip = self.tree.tip(seq)
-        return len(tip) if tip is not None and not self.tree.is_covered(seq) else 0
+        return tip.n_tokens if tip is not None and not self.tree.is_covered(seq) else 0
 
     def _last_used(self, seq: int) -> int:
         tip = self.tree.tip(seq)

@@ -46,18 +46,15 @@ class Node:
         self.last_used = 0
         self.hits = 0
 
-    def __len__(self) -> int:
+    @property
+    def n_tokens(self) -> int:
         """Tokens of the run."""
         return len(self.run) // WIDTH
-
-    def __bool__(self) -> bool:
-        """Always: a root is a node too."""
-        return True
 
     @property
     def end(self) -> int:
         """Tokens from the root to the end of this run."""
-        return self.start + len(self)
+        return self.start + self.n_tokens
 
     @property
     def is_root(self) -> bool:

@@ -116,7 +116,7 @@ def state(
             parent=places.get(id(node.parent), -1),
             namespace=namespaces[node.space],
             n_tokens=node.end,
-            n_edge=len(node),
+            n_edge=node.n_tokens,
             hits=node.hits,
             holders=tuple(sorted(ledger.tree.holders(node))),
             pinned=node.running > 0,

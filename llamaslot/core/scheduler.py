@@ -61,7 +61,7 @@ class Scheduler:
             n_seqs=settings.n_seqs,
             n_cells=settings.n_ctx,
             shares=settings.shares,
-            worth=settings.worth,
+            min_shared=settings.min_shared,
             copy_pays=self._copy_pays,
         )
         self.admission = Admission(settings, self.ledger, self.slots)

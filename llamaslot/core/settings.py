@@ -26,7 +26,7 @@ class SchedulerSettings:
     """Cells that idle prefixes may occupy; None for all that nothing else needs."""
     idle_life: int | None = None
     """Prompt tokens computed since its last use after which an idle prefix is given up; None for no such end."""
-    worth: int = 64
+    min_shared: int = 64
     """Tokens from which on a shared prefix is worth waiting for, and a tail worth a sequence id."""
     may_move: bool = True
     """Whether idle prefixes are moved at all: without flash attention llama.cpp saves them far too slowly."""

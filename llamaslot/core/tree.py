@@ -137,7 +137,7 @@ class Tree:
         else:
             child = Node(bytearray(rest), tip, tip.end, tip.space)
             tip.children[rest[:WIDTH]] = child
-            self.n_tokens += len(child)
+            self.n_tokens += child.n_tokens
             self.n_nodes += 1
             self._move(seq, child)
             self._candidates.offer(child)
@@ -206,7 +206,7 @@ class Tree:
             assert parent is not None
             assert parent.children[bytes(node.run[:WIDTH])] is node
             assert node.start == parent.end
-            assert len(node) > 0
+            assert node.n_tokens > 0
             assert node.children or node.tips, "nobody holds a leaf"
             assert node.tips or len(node.children) != 1, "a chain of two"
             running = sum(child.running for child in node.children.values())
@@ -214,8 +214,8 @@ class Tree:
             assert not node.is_idle_leaf or node in self._candidates, "a leaf cannot be evicted"
             assert node.space == parent.space
             assert all(node.last_used >= child.last_used for child in node.children.values())
-            n_tokens += len(node)
-            n_pinned += len(node) * bool(node.running)
+            n_tokens += node.n_tokens
+            n_pinned += node.n_tokens * bool(node.running)
             n_nodes += 1
         assert (n_tokens, n_pinned, n_nodes) == (self.n_tokens, self.n_pinned_tokens, self.n_nodes)
         assert self._pinned <= self._tips.keys()
@@ -288,7 +288,7 @@ class Tree:
                 return
             before, each.running = each.running, each.running + by
             if (before == 0) != (each.running == 0):
-                self.n_pinned_tokens += len(each) if each.running else -len(each)
+                self.n_pinned_tokens += each.n_tokens if each.running else -each.n_tokens
 
     def _tidy(self, node: Node) -> None:
         """After a tip left: take out what nobody holds, and join what nothing separates any more."""
@@ -296,7 +296,7 @@ class Tree:
             parent = node.parent
             assert parent is not None
             del parent.children[bytes(node.run[:WIDTH])]
-            self.n_tokens -= len(node)
+            self.n_tokens -= node.n_tokens
             self.n_nodes -= 1
             node.parent, node.last_used = None, -1
             node = parent

@@ -22,7 +22,7 @@ N_UBATCH = 64
 class LlamaMachine(CacheMachine):
     """Prompts are longer, for llama.cpp pads a pool to 256 cells; tokens are compared where they are greedy."""
 
-    layouts = "shared", "shared", "shared", "parts", "copied parts"
+    layouts = "shared", "shared", "shared", "partitions", "copied partitions"
     pools = 256, 512
     ubatches = 16, N_UBATCH
     padding = 16

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import llama_cpp
+import msgspec
 import numpy as np
 import pytest
 
 from bench.flat import BLOCK, BlockCache
 from bench.scenarios import SCENARIOS, Bench, Cache, Scenario
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.base.model import IdleCost
 from llamaslot.core.node import packed
 from llamaslot.engine.worker import model_thread
 
@@ -72,6 +74,18 @@ async def test_flat_and_tree_cache_the_same_where_nothing_is_evicted(scenario: S
         assert flat.n_entries * BLOCK == flat.n_prefilled == tree.n_prefilled
 
 
+async def test_flat_and_tree_give_up_alike_what_was_not_used_for_long(bench: Bench) -> None:
+    plain, groups = bench.backend.info, BY_NAME["multi_prefix_groups"]
+    bench.backend.info = msgspec.structs.replace(plain, idle_cost=IdleCost(n_cells=320, ratio=2.0))
+    try:
+        flat, tree = [await bench.measure(groups, cache, length=4) for cache in (Cache.FLAT, Cache.TREE)]
+    finally:
+        bench.backend.info = plain
+    assert flat.n_evicted > 0
+    assert tree.n_evicted > 0
+    assert flat.n_cached == tree.n_cached > 0
+
+
 @pytest.mark.parametrize("cache", [Cache.FLAT, Cache.TREE])
 @pytest.mark.parametrize("seed", range(3))
 async def test_nothing_is_hit_where_nothing_is_shared(cache: Cache, seed: int, bench: Bench) -> None:
@@ -113,7 +127,7 @@ def blocks(cache: BlockCache, *tokens: int) -> int:
     used = []
     for at in range(0, len(run) - 15, 16):
         used.append(cache.put("", used[-1] if used else None, run[at : at + 16]))
-    cache.let_go(used)
+    cache.let_go(used, now=0)
     return len(found)
 
 

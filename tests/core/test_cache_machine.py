@@ -31,7 +31,7 @@ from tests.conftest import LONG
 from tests.recorder import Failure, Recorder
 
 LETTERS = 97, 98
-WORTH = 4
+MIN_SHARED = 4
 
 COUNTS: Counter[str] = Counter()
 """What the runs went through, to see that nothing here is vacuous."""
@@ -41,8 +41,7 @@ COUNTS: Counter[str] = Counter()
 class Shape:
     """A context and how it is used.
 
-    The layouts are a shared pool, one in parts, one in parts between which streams are copied, and models without
-    reuse.
+    The layouts are a shared pool, a partitioned one without and with copies of streams, and models without reuse.
     """
 
     layout: str
@@ -60,7 +59,7 @@ class Shape:
 
     @property
     def copies(self) -> bool:
-        return self.layout == "copied parts"
+        return self.layout == "copied partitions"
 
 
 @dataclass(eq=False)
@@ -114,7 +113,7 @@ class CacheMachine(RuleBasedStateMachine):
     """Subclasses say which backend, and which token a cold run would have given."""
 
     layouts: ClassVar[tuple[str, ...]] = (
-        *("shared", "shared", "shared", "shared", "parts", "copied parts", "whole", "whole parts"),
+        *("shared", "shared", "shared", "shared", "partitions", "copied partitions", "whole", "whole partitions"),
     )
     pools: ClassVar[tuple[int, int]] = (48, 96)
     ubatches: ClassVar[tuple[int, int]] = (4, 24)
@@ -164,7 +163,7 @@ class CacheMachine(RuleBasedStateMachine):
         name = self.layouts[layout % len(self.layouts)]
         n_ctx = int(low + share * (high - low)) // n_slots * n_slots
         n_ubatch = int(self.ubatches[0] + batch * (self.ubatches[1] - self.ubatches[0]))
-        n_reserved = n_reserved if name in ("shared", "copied parts") else 0
+        n_reserved = n_reserved if name in ("shared", "copied partitions") else 0
         shape = Shape(name, n_slots, n_reserved, n_ctx, n_ubatch, idle_cells, idle_life, eos_every)
         self.shape = shape
         self.backend = Recorder(self.new_backend(shape))
@@ -179,7 +178,7 @@ class CacheMachine(RuleBasedStateMachine):
                 n_seqs=self.backend.n_seqs,
                 idle_cells=idle_cells,
                 idle_life=idle_life,
-                worth=WORTH,
+                min_shared=MIN_SHARED,
                 stream_copy_ms=1e-9 if shape.copies else 0.0,
                 repack_gain=self.padding,
                 unified=info.unified,
@@ -524,7 +523,7 @@ class CacheMachine(RuleBasedStateMachine):
                 first = self.waits(asked, asked.n_start, [other])
                 assert not (first and self.waits(other, other.n_start, [asked])), "admitted side by side"
 
-    def waits(self, asked: Asked, n_known: int, running: list[Asked], worth: int = WORTH) -> bool:
+    def waits(self, asked: Asked, n_known: int, running: list[Asked], min_shared: int = MIN_SHARED) -> bool:
         """Whether one of these computes something that a request should wait for; `n_known` is there already."""
         if not self.shape.shares:
             return False
@@ -535,7 +534,7 @@ class CacheMachine(RuleBasedStateMachine):
             if asked.submit.group and leader.submit.group == asked.submit.group and not leader.generated:
                 return True
             n = common(known, leader.promise)
-            if n > n_known and n - leader.n_start > worth:
+            if n > n_known and n - leader.n_start > min_shared:
                 return True
         return False
 
@@ -564,7 +563,7 @@ class CacheMachine(RuleBasedStateMachine):
             n_known = max(common(known, held.prefixes) for held in self.backend.held)
             waits = self.waits(asked, n_known, self.running)
             asked.has_waited |= waits
-            may_wait = waits or (asked.has_waited and self.waits(asked, n_known, self.running, worth=0))
+            may_wait = waits or (asked.has_waited and self.waits(asked, n_known, self.running, min_shared=0))
             # What a copy costs decides there; who could share nothing with anybody must not wait all the same.
             may_wait |= self.shape.copies and any(other.space == asked.space for other in self.asked)
             for other in admitted:
@@ -736,7 +735,7 @@ class FakeMachine(CacheMachine):
             n_reserved=shape.n_reserved,
             n_ctx=shape.n_ctx,
             n_ubatch=shape.n_ubatch,
-            unified="parts" not in shape.layout,
+            unified="partitions" not in shape.layout,
             reuse="whole" not in shape.layout,
             eos_every=shape.eos_every,
             stream_copy_ms=1e-9 if shape.copies else 0.0,

@@ -37,7 +37,7 @@ def spelled(state: CacheState) -> list[str]:
 def test_the_list_is_the_pool_and_no_prefix_stands_before_its_ancestors(
     prompts: list[str], n_running: int, top: int
 ) -> None:
-    driver = Driver(n_slots=4, n_reserved=4, n_ctx=96, n_ubatch=32, worth=2)
+    driver = Driver(n_slots=4, n_reserved=4, n_ctx=96, n_ubatch=32, min_shared=2)
     for prompt in prompts:
         driver.run(prompt, max_tokens=2)
     for prompt in prompts[:n_running]:
@@ -73,7 +73,7 @@ def test_the_list_is_the_pool_and_no_prefix_stands_before_its_ancestors(
 
 @given(prompts=PROMPTS)
 def test_hits_and_misses_are_what_the_requests_found(prompts: list[str]) -> None:
-    driver = Driver(n_slots=3, n_reserved=3, n_ctx=96, n_ubatch=32, worth=2)
+    driver = Driver(n_slots=3, n_reserved=3, n_ctx=96, n_ubatch=32, min_shared=2)
     ended = [driver.run(prompt) for prompt in prompts]
     found = [request.progress(0.0) for request in ended]
     total = figures(driver)
@@ -86,7 +86,7 @@ def test_hits_and_misses_are_what_the_requests_found(prompts: list[str]) -> None
 
 
 def test_a_hit_is_of_its_own_slot_or_of_another() -> None:
-    driver = Driver(n_slots=2, n_reserved=2, n_ctx=128, n_ubatch=64, worth=2)
+    driver = Driver(n_slots=2, n_reserved=2, n_ctx=128, n_ubatch=64, min_shared=2)
     driver.run("shared head, tail one")
     assert figures(driver).n_misses == 1
     driver.run("shared head, tail one and more")
@@ -152,7 +152,7 @@ def test_who_never_looked_counts_as_neither() -> None:
 
 
 def test_clearing_gives_up_what_is_idle_and_nothing_that_runs() -> None:
-    driver = Driver(n_slots=3, n_reserved=3, n_ctx=256, n_ubatch=64, worth=2)
+    driver = Driver(n_slots=3, n_reserved=3, n_ctx=256, n_ubatch=64, min_shared=2)
     for prompt in ("head and one", "head and two", "something else", "head and three"):
         driver.run(prompt)
     runs = driver.submit("head and two, then more", max_tokens=40)
@@ -186,7 +186,7 @@ def test_in_a_pool_in_parts_every_slot_counts_its_own_cells() -> None:
 
 
 def test_clearing_frees_an_idle_slot_whose_path_a_running_one_has_too() -> None:
-    ledger = Ledger(n_slots=2, n_seqs=2, n_cells=64, shares=False, worth=64)
+    ledger = Ledger(n_slots=2, n_seqs=2, n_cells=64, shares=False, min_shared=64)
     for seq in (0, 1):
         ledger.claim([seq], "", b"")
         ledger.append(seq, as_tokens("the same"))

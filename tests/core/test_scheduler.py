@@ -46,7 +46,7 @@ class Driver:
         gap_ms: float = 125.0,
         idle_cells: int | None = None,
         idle_life: int | None = None,
-        worth: int = 64,
+        min_shared: int = 64,
         repack_gain: int = 1024,
         **shape: float,
     ) -> None:
@@ -61,7 +61,7 @@ class Driver:
                 n_seqs=self.backend.n_seqs,
                 idle_cells=idle_cells,
                 idle_life=idle_life,
-                worth=worth,
+                min_shared=min_shared,
                 repack_gain=repack_gain,
                 stream_copy_ms=info.stream_copy_ms,
                 unified=info.unified,

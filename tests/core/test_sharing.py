@@ -9,12 +9,12 @@ from llamaslot.core.request import Request, RequestState
 from tests.core.test_scheduler import PROMPT_TOKEN_SECONDS, Driver, generated
 
 HEAD = "h" * 40
-WORTH = 16
+MIN_SHARED = 16
 
 
 def driver(**shape: int | bool | None) -> Driver:
     """A pool in which a prefix of 40 tokens takes five steps and is worth waiting for."""
-    return Driver(**{"n_slots": 4, "n_reserved": 4, "n_ctx": 1024, "n_ubatch": 8, "worth": WORTH} | shape)
+    return Driver(**{"n_slots": 4, "n_reserved": 4, "n_ctx": 1024, "n_ubatch": 8, "min_shared": MIN_SHARED} | shape)
 
 
 def computed(shared: Driver) -> int:
@@ -44,7 +44,7 @@ def test_what_a_leader_computes_is_waited_for_and_copied() -> None:
         assert generated(waiter) == generated(driver().run(prompt, max_tokens=9))
 
 
-@pytest.mark.parametrize(("n_shared", "waits"), [(WORTH, False), (WORTH + 1, True)])
+@pytest.mark.parametrize(("n_shared", "waits"), [(MIN_SHARED, False), (MIN_SHARED + 1, True)])
 def test_little_is_not_waited_for(n_shared: int, waits: bool) -> None:
     shared = driver()
     shared.submit("h" * n_shared + "a" * 30)
@@ -172,7 +172,7 @@ def test_identical_prompts_of_strangers_are_computed_once_too() -> None:
 
 
 def test_tokens_computed_side_by_side_are_kept_once() -> None:
-    shared = driver(n_ubatch=128, worth=64)
+    shared = driver(n_ubatch=128, min_shared=64)
     first, second = (shared.submit(HEAD + letter * 3, max_tokens=20) for letter in "ab")
     shared.step()
     assert computed(shared) == 2 * 43
@@ -280,7 +280,14 @@ def apart(**shape: int | float | None) -> Driver:
     """Slots with cells of their own, where copying all of a slot's takes as long as computing 16 tokens."""
     cost = 1e3 * 16 * PROMPT_TOKEN_SECONDS
     copying = Driver(
-        **{"n_slots": 4, "n_ctx": 512, "n_ubatch": 64, "unified": False, "stream_copy_ms": cost, "worth": WORTH}
+        **{
+            "n_slots": 4,
+            "n_ctx": 512,
+            "n_ubatch": 64,
+            "unified": False,
+            "stream_copy_ms": cost,
+            "min_shared": MIN_SHARED,
+        }
         | shape
     )
     copying.run("to learn what a token costs")

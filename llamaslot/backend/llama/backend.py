@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import psutil
 
-from llamaslot.backend.llama import idle, library, pool
+from llamaslot.backend.llama import idle, library, sizing
 from llamaslot.backend.llama.loading import load_model, make_context, metadata, why_not_reusable
 from llamaslot.backend.llama.sampler import LlamaSampler, Logits
 from llamaslot.backend.llama.settings import LlamaSettings, sequences
@@ -51,7 +51,7 @@ class LlamaBackend:
         self._model, n_mapped = load_model(settings, on_progress)
         try:
             n_cache_seqs, n_seqs = sequences(settings, reusable=not why_not_reusable(self._model))
-            n_ctx, sizing = pool.choose(self._model, settings, n_seqs, n_mapped)
+            n_ctx, size = sizing.choose(self._model, settings, n_seqs, n_mapped)
             self._context, flash_attn = make_context(
                 self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads
             )
@@ -61,7 +61,7 @@ class LlamaBackend:
         self._memory = llama_cpp.llama_get_memory(self._context)
         self.vocab = LlamaVocab(self._model)
         self.n_seqs: int = llama_cpp.llama_n_seq_max(self._context)
-        self.info = self._describe(settings, flash_attn, n_cache_seqs, sizing)
+        self.info = self._describe(settings, flash_attn, n_cache_seqs, size)
         self._batch = _Batch(self.info.n_ubatch)
         self._lengths = [0] * self.n_seqs
         self._rows: dict[int, int] = {}
@@ -151,7 +151,7 @@ class LlamaBackend:
             self._views[address] = view
         return view
 
-    def _describe(self, settings: LlamaSettings, flash_attn: bool, n_cache_seqs: int, sizing: str) -> ModelInfo:
+    def _describe(self, settings: LlamaSettings, flash_attn: bool, n_cache_seqs: int, size: str) -> ModelInfo:
         model, context, vocab = self._model, self._context, self.vocab
         n_ctx_train = llama_cpp.llama_model_n_ctx_train(model)
         n_ctx_seq = llama_cpp.llama_n_ctx_seq(context)
@@ -177,7 +177,7 @@ class LlamaBackend:
             n_ubatch=llama_cpp.llama_n_ubatch(context),
             unified=settings.unified,
             flash_attn=flash_attn,
-            sizing=sizing,
+            sizing=size,
             cache_type_k=settings.cache_type_k,
             cache_type_v=settings.cache_type_v,
             device=", ".join(gpus) if gpus else "CPU",

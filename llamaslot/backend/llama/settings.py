@@ -31,12 +31,12 @@ class LlamaSettings:
 
     model: Path
     n_ctx: int = 0
-    """Cells of the KV pool; 0 for what fits into memory (`pool.py`)."""
+    """Cells of the KV pool; 0 for what fits into memory (`sizing.py`)."""
     kv_mem_fraction: float = 0.85
     """Share of the memory that a pool without `n_ctx` may fill, weights and all else included."""
     n_slots: int = 4
     n_cache_seqs: int | None = None
-    """Sequence ids beside the slots' that keep prefixes; None for 4 a slot, or none in a pool in parts."""
+    """Sequence ids beside the slots' that keep prefixes; None for 4 a slot, or none in a partitioned pool."""
     n_batch: int = 2048
     n_ubatch: int = 512
     n_threads: int = 0

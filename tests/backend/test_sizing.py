@@ -16,10 +16,10 @@ from llama_cpp._ggml import libggml
 
 from bench import synthetic
 from llamaslot.app.models import resolve_model
-from llamaslot.backend.llama import CACHE_TYPES, LlamaSettings, library, pool
+from llamaslot.backend.llama import CACHE_TYPES, LlamaSettings, library, sizing
 from llamaslot.backend.llama.loading import in_parts, load_model, logged_bytes, metadata
-from llamaslot.backend.llama.pool import HOST, MOST_ON_GPU, MOST_ON_HOST, Place, kv_places, most_cells, pool_size
 from llamaslot.backend.llama.settings import sequences
+from llamaslot.backend.llama.sizing import HOST, MOST_ON_GPU, MOST_ON_HOST, Place, kv_places, most_cells, pool_size
 from llamaslot.base.errors import ConfigError
 from llamaslot.core.backend import IllegalCallError, Status
 from tests.backend.test_models import feed, loaded
@@ -218,7 +218,7 @@ def test_what_is_taken_without_being_asked() -> None:
 
 def test_block_sizes_are_ggmls() -> None:
     libggml.ggml_type_size.restype = libggml.ggml_blck_size.restype = int
-    for name, (elements, size) in pool._BLOCKS.items():
+    for name, (elements, size) in sizing._BLOCKS.items():
         kind = CACHE_TYPES[name]
         assert (libggml.ggml_blck_size(kind), libggml.ggml_type_size(kind)) == (elements, size)
 
@@ -234,26 +234,26 @@ def test_bytes_of_a_cell_are_what_llama_cpp_allocates(
     settings = {"n_ctx": n_ctx, "cache_type_k": k, "cache_type_v": v, "flash_attn": "on", "n_gpu_layers": 0}
     with loaded(models[model], **settings) as backend:
         allocated = logged_bytes("KV buffer", library._recent)
-        widths = pool.kv_widths(backend._model, models[model])
-    computed = sum(pool.layer_bytes(widths, k, v, flash_attn=True)) * n_ctx
+        widths = sizing.kv_widths(backend._model, models[model])
+    computed = sum(sizing.layer_bytes(widths, k, v, flash_attn=True)) * n_ctx
     assert computed > 2**20
     assert allocated == pytest.approx(computed, abs=0.006 * 2**20)
 
 
 def test_bytes_of_a_cell_in_the_demo_model_and_without_flash_attention(models: dict[str, Path]) -> None:
     with loaded(models["demo"]) as backend:
-        widths = pool.kv_widths(backend._model, models["demo"])
-    assert sum(pool.layer_bytes(widths, "f16", "f16", flash_attn=True)) == DEMO_CELL
-    assert pool.layer_bytes([(64, 32), (64, 128)], "f16", "q8_0", flash_attn=True) == [128 + 34, 128 + 136]
-    assert pool.layer_bytes([(64, 32), (64, 128)], "f16", "q8_0", flash_attn=False) == [128 + 136] * 2
-    assert pool.layer_bytes([], "f16", "f16", flash_attn=True) == []
+        widths = sizing.kv_widths(backend._model, models["demo"])
+    assert sum(sizing.layer_bytes(widths, "f16", "f16", flash_attn=True)) == DEMO_CELL
+    assert sizing.layer_bytes([(64, 32), (64, 128)], "f16", "q8_0", flash_attn=True) == [128 + 34, 128 + 136]
+    assert sizing.layer_bytes([(64, 32), (64, 128)], "f16", "q8_0", flash_attn=False) == [128 + 136] * 2
+    assert sizing.layer_bytes([], "f16", "f16", flash_attn=True) == []
 
 
 def test_heads_of_each_layer_are_read_from_the_file(models: dict[str, Path], tmp_path: Path) -> None:
-    assert pool.array(models["tiny-lfm2"], "lfm2.attention.head_count_kv") == [0, 1, 0, 1]
+    assert sizing.array(models["tiny-lfm2"], "lfm2.attention.head_count_kv") == [0, 1, 0, 1]
     for key in ("nosuch", "lfm2.block_count", "tokenizer.ggml.tokens"):
-        assert pool.array(models["tiny-lfm2"], key) == []
-    assert pool.array(tmp_path / "nowhere", "x") == []
+        assert sizing.array(models["tiny-lfm2"], key) == []
+    assert sizing.array(tmp_path / "nowhere", "x") == []
 
 
 def test_a_default_pool_says_where_it_comes_from(models: dict[str, Path]) -> None:
@@ -269,7 +269,7 @@ def test_a_default_pool_says_where_it_comes_from(models: dict[str, Path]) -> Non
 
 def scarce(monkeypatch: pytest.MonkeyPatch, *, available: int, total: int) -> None:
     memory = SimpleNamespace(available=available, total=total)
-    monkeypatch.setattr(pool.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(sizing.psutil, "virtual_memory", lambda: memory)
 
 
 def test_scarce_memory_makes_a_smaller_pool(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,20 +316,20 @@ def test_compressed_kv_is_not_guessed(models: dict[str, Path], monkeypatch: pyte
     def with_key(model: object, wanted: str) -> str:
         return "512" if wanted == f"llama.attention.{key}" else metadata(model, wanted)
 
-    monkeypatch.setattr(pool, "metadata", with_key)
+    monkeypatch.setattr(sizing, "metadata", with_key)
     with loaded(models["tiny"], n_ctx=0) as backend:
         assert "something else than K and V" in backend.info.sizing
 
 
 def test_devices_tell_their_memory() -> None:
     library.initialise()
-    found = {device.name: device for device in pool._devices()}
+    found = {device.name: device for device in sizing._devices()}
     assert found["CPU"].kind not in (1, 2)
     assert found["CPU"].total == pytest.approx(psutil.virtual_memory().total, rel=0.1)
 
 
 LAYERS = [100, 200, 300, 400]
-GPUS = [pool._Device("GPU0", 1, 60, 80), pool._Device("GPU1", 1, 20, 80)]
+GPUS = [sizing._Device("GPU0", 1, 60, 80), sizing._Device("GPU1", 1, 20, 80)]
 
 
 @pytest.mark.parametrize(
@@ -347,26 +347,26 @@ def test_kv_lies_where_its_layer_does(
     monkeypatch: pytest.MonkeyPatch, n_gpu_layers: int, places: list[Place]
 ) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(pool, "_devices", lambda: [pool._Device("CPU", 0, 1, 1), *GPUS])
-    monkeypatch.setattr(pool, "host_memory", lambda: (50, 90))
+    monkeypatch.setattr(sizing, "_devices", lambda: [sizing._Device("CPU", 0, 1, 1), *GPUS])
+    monkeypatch.setattr(sizing, "host_memory", lambda: (50, 90))
     assert kv_places(LAYERS, 4, n_gpu_layers, 10) == places
 
 
 def test_a_gpu_without_memory_of_its_own_is_bound_by_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    integrated = pool._Device("iGPU", 2, 70, 80)
+    integrated = sizing._Device("iGPU", 2, 70, 80)
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(pool, "_devices", lambda: [integrated])
-    monkeypatch.setattr(pool, "host_memory", lambda: (50, 90))
+    monkeypatch.setattr(sizing, "_devices", lambda: [integrated])
+    monkeypatch.setattr(sizing, "host_memory", lambda: (50, 90))
     both = [Place("iGPU", 70, 80, 1000), Place(HOST, 40, 90, 1000)]
     assert kv_places(LAYERS, 4, -1, 10) == both
-    monkeypatch.setattr(pool, "_devices", lambda: [integrated, *GPUS])
+    monkeypatch.setattr(sizing, "_devices", lambda: [integrated, *GPUS])
     assert [place.name for place in kv_places(LAYERS, 4, -1, 10)] == ["GPU0 + GPU1"]
 
 
 def test_a_gpu_that_does_not_say_what_is_free_is_not_guessed(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "kv_places", lambda *_args: [Place("GPU0", 0, 0, 1000)])
+    monkeypatch.setattr(sizing, "kv_places", lambda *_args: [Place("GPU0", 0, 0, 1000)])
     with loaded(models["tiny"], n_ctx=0) as backend:
         assert backend.info.n_ctx == 4096
         assert "GPU0 does not say" in backend.info.sizing
@@ -404,12 +404,12 @@ def test_a_container_has_what_its_groups_allow(
     mount = tmp_path / "mount"
     group(mount, *outer)
     group(mount / "inner", *inner)
-    assert pool.host_memory(mount, own) == memory
+    assert sizing.host_memory(mount, own) == memory
 
 
 def test_without_groups_memory_is_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scarce(monkeypatch, available=800, total=1000)
-    assert pool.host_memory(tmp_path, tmp_path / "nowhere") == (800, 1000)
+    assert sizing.host_memory(tmp_path, tmp_path / "nowhere") == (800, 1000)
     own = tmp_path / "own"
     own.write_text("0::/\n")
-    assert pool.host_memory(tmp_path, own) == (800, 1000)
+    assert sizing.host_memory(tmp_path, own) == (800, 1000)

@@ -74,7 +74,7 @@ class PoolSize:
     n_cells: int
     """Cells of all slots together."""
     n_room: int
-    """Cells that would fit, those of reserved sequences included where the pool is in parts."""
+    """Cells that would fit, those of reserved sequences included where the pool is partitioned."""
     places: tuple[Place, ...]
     fraction: float
     capped: bool
@@ -136,7 +136,7 @@ def pool_size(
 ) -> PoolSize:
     """The cells that `fraction` of memory allows, at most `most`, in whole paddings. Raises `ConfigError`.
 
-    A pool in parts is `n_parts` equal ones for the slots, and memory for `n_streams`, reserved sequences included.
+    A partitioned pool is `n_parts` equal ones for the slots; `n_streams`, reserved sequences included, take memory.
     """
     n_room = min(place.room(fraction) for place in places)
     fits = n_room // n_streams // PADDING * PADDING
