@@ -30,7 +30,7 @@ from bench.client import BenchmarkError
 from bench.flat import BLOCK, FlatLedger
 from bench.report import Summary, console, machine, notes, write_json
 from llamaslot.app.config import Parser, add_flags, read_config
-from llamaslot.app.server import idle_cells, llama_settings
+from llamaslot.app.server import idle_cells, idle_line, llama_settings
 from llamaslot.backend.llama import LlamaBackend
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.messages import (
@@ -242,6 +242,8 @@ async def _measure_all(
         backend = await asyncio.get_running_loop().run_in_executor(thread, LlamaBackend, settings)
     except ConfigError as error:
         raise BenchmarkError(str(error)) from None
+    if backend.info.idle_cost is not None:
+        notes.print(idle_line(backend.info.idle_cost))
     outcomes: list[Outcome] = []
     bench = Bench(backend, thread, idle_cells=idle_cells(config))
     for length in LENGTHS:

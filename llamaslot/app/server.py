@@ -198,7 +198,7 @@ def announce(info: ModelInfo, urls: list[str], config: Config) -> None:
             f"[yellow]No prefix reuse with this model ({info.reuse_reason}): every prompt is computed whole.[/]"
         )
     if info.idle_cost is not None:
-        _console.print(_idle_line(info.idle_cost))
+        _console.print(idle_line(info.idle_cost))
     if not info.flash_attn:
         _console.print("[yellow]Without flash attention, idle slots slow the running ones.[/]")
     _console.print(f"listening on {', '.join(urls)}")
@@ -222,7 +222,8 @@ def announce(info: ModelInfo, urls: list[str], config: Config) -> None:
     )
 
 
-def _idle_line(cost: IdleCost) -> str:
+def idle_line(cost: IdleCost) -> str:
+    """What idle prefixes cost and what follows from it, to print."""
     line = f"Idle prefixes: prefill takes {cost.ratio:.2f}x beside {cost.n_cells:,} idle cells, so one "
     if cost.life is None:
         return f"{line}stays until its cells are needed"
