@@ -136,17 +136,17 @@ class Recorder:
         target.cells[start:end] = source.cells[start:end]
 
     def _move(self, move: Move) -> None:
-        """All who see the cells move together; the old ones are freed last."""
-        n = move.end - move.start
-        assert self.info.n_ctx - len(self.cells) >= n, f"no room for {move}"
+        """All who see the cells move together."""
         assert not self.held[move.scratch].cells
-        old = self.held[move.holders[0]].cells[move.start : move.end]
-        seen_by = {seq for seq, held in enumerate(self.held) if set(old) & set(held.cells)}
-        assert seen_by == set(move.holders), f"{move} leaves somebody behind"
-        for seq in move.holders:
-            assert self.held[seq].cells[move.start : move.end] == old, f"{move} of different cells"
-            self.held[seq].cells[move.start : move.end] = range(self._n_cells, self._n_cells + n)
-        self._n_cells += n
+        for piece in move.pieces:
+            n, part = piece.end - piece.start, slice(piece.start, piece.end)
+            old = self.held[piece.holders[0]].cells[part]
+            seen_by = {seq for seq, held in enumerate(self.held) if set(old) & set(held.cells)}
+            assert seen_by == set(piece.holders), f"{piece} leaves somebody behind"
+            for seq in piece.holders:
+                assert self.held[seq].cells[part] == old, f"{piece} of different cells"
+                self.held[seq].cells[part] = range(self._n_cells, self._n_cells + n)
+            self._n_cells += n
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         failure, self.failure = self.failure, None

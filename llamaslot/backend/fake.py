@@ -24,6 +24,7 @@ from llamaslot.core.backend import (
     IllegalCallError,
     Move,
     Operation,
+    Piece,
     Remove,
     Run,
     Sampler,
@@ -140,8 +141,8 @@ class FakeBackend:
                 self._copy(src, dst, start, end)
             case CopyStream(src, dst, keep):
                 self._copy_stream(src, dst, keep)
-            case Move(holders, _, start, end):
-                self._move(holders, start, end)
+            case Move(pieces):
+                self._move(pieces)
 
     def seq_len(self, seq: int) -> int:
         """See `Backend.seq_len`."""
@@ -189,6 +190,11 @@ class FakeBackend:
         cells = self._pools[self._pool(seq)]
         return sorted((cell.position, cell.token) for cell in cells if seq in cell.seqs)
 
+    def cells_of(self, seq: int) -> list[int]:
+        """Where in its pool the tokens of a sequence lie, by position."""
+        cells = self._pools[self._pool(seq)]
+        return [i for _, i in sorted((cell.position, i) for i, cell in enumerate(cells) if seq in cell.seqs)]
+
     @property
     def cells_used(self) -> int:
         """Cells that any sequence sees."""
@@ -215,16 +221,22 @@ class FakeBackend:
             if src in cell.seqs and start <= cell.position < end:
                 cell.seqs.add(dst)
 
-    def _move(self, holders: tuple[int, ...], start: int, end: int) -> None:
+    def _move(self, pieces: Sequence[Piece]) -> None:
         """What llama.cpp saves, and loads again, goes by cell and not by position."""
         cells = self._pools[0]
-        saved = [c for c in cells if holders[0] in c.seqs and start <= c.position < end]
-        free = [c for c in cells if not c.seqs][: len(saved)]
-        if len(free) < len(saved):
-            raise IllegalCallError(f"{len(saved)} tokens cannot be loaded into {len(free)} cells")
-        for old, new in zip(saved, free, strict=True):
-            new.token, new.position, new.seqs = old.token, old.position, set(holders)
-            old.seqs -= set(holders)
+        saved = []
+        for piece in pieces:
+            seen = [c for c in cells if piece.holders[0] in c.seqs and piece.start <= c.position < piece.end]
+            saved.append([(c.token, c.position) for c in seen])
+            for cell in cells:
+                if piece.start <= cell.position < piece.end:
+                    cell.seqs -= set(piece.holders)
+        for piece, tokens in zip(pieces, saved, strict=True):
+            free = [c for c in cells if not c.seqs][: len(tokens)]
+            if len(free) < len(tokens):
+                raise IllegalCallError(f"{len(tokens)} tokens cannot be loaded into {len(free)} cells")
+            for cell, (token, position) in zip(free, tokens, strict=True):
+                cell.token, cell.position, cell.seqs = token, position, set(piece.holders)
         self._heads[0] = next((i for i, cell in enumerate(cells) if not cell.seqs), 0)
 
     def _copy_stream(self, src: int, dst: int, keep: int) -> None:

@@ -79,16 +79,23 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """Save `[start, end)` of sequences that see the same cells there, and load it into the lowest free cells.
-
-    `scratch` holds nothing before and after. There must be as many free cells as are moved.
-    """
+class Piece:
+    """`[start, end)` of sequences that see the same cells there, all who see them."""
 
     holders: tuple[int, ...]
-    scratch: int
     start: int
     end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Save these pieces, let go of their cells, and load one after another into the lowest free cells.
+
+    `scratch` holds nothing before and after.
+    """
+
+    pieces: tuple[Piece, ...]
+    scratch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +135,30 @@ def check_operation(operation: Operation, *, length_of: Callable[[int], int], sh
         return
     if not shares:
         raise IllegalCallError("cells cannot be shared here")
-    start, end = operation.start, operation.end
     if isinstance(operation, Move):
-        shortest = min(map(length_of, operation.holders), default=0)
-        if length_of(operation.scratch) or not 0 <= start < end <= shortest:
-            raise IllegalCallError(f"{operation}: the holders hold {shortest} tokens or more")
+        _check_move(operation, length_of)
         return
+    start, end = operation.start, operation.end
     n_src, n_dst = length_of(operation.src), length_of(operation.dst)
     if operation.src == operation.dst or not 0 <= start < end <= n_src:
         raise IllegalCallError(f"{operation}: the source holds {n_src} tokens")
     if n_dst != start if isinstance(operation, Copy) else n_dst < end:
         raise IllegalCallError(f"{operation}: the target holds {n_dst} tokens")
+
+
+def _check_move(move: Move, length_of: Callable[[int], int]) -> None:
+    if length_of(move.scratch):
+        raise IllegalCallError(f"{move}: the scratch sequence holds something")
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for piece in move.pieces:
+        shortest = min(map(length_of, piece.holders), default=0)
+        if not 0 <= piece.start < piece.end <= shortest:
+            raise IllegalCallError(f"{piece}: the holders hold {shortest} tokens or more")
+        for holder in piece.holders:
+            ranges = taken.setdefault(holder, [])
+            if any(piece.start < end and start < piece.end for start, end in ranges):
+                raise IllegalCallError(f"{move}: a token is moved twice")
+            ranges.append((piece.start, piece.end))
 
 
 def check_runs(runs: Sequence[Run], *, length_of: Callable[[int], int], n_ubatch: int, n_vocab: int) -> None:

@@ -18,7 +18,7 @@ sliding-window model, whose cells are reused differently. Tokens do not matter h
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -31,6 +31,7 @@ from llamaslot.core.backend import (
     IllegalCallError,
     Move,
     Operation,
+    Piece,
     Remove,
     Share,
     check_seq,
@@ -64,7 +65,8 @@ class _Row:
 class CellMap:
     """A pool of `n_cells` for sequence ids from 0 to `n_seqs - 1`; sequences have no holes, but may start late.
 
-    A call that could not have succeeded raises `IllegalCallError`; but for `load`, it changes nothing then.
+    A call that could not have succeeded raises `IllegalCallError`; but for `load` and `move`, it changes nothing
+    then.
     """
 
     def __init__(self, n_cells: int, n_seqs: int) -> None:
@@ -95,6 +97,10 @@ class CellMap:
         order = np.argsort(row.buffer[row.start : row.end], kind="stable")
         return (order + row.start).astype(np.int32)
 
+    def next_free(self, n: int) -> Cells:
+        """The lowest free cells, at most `n` of them, ascending."""
+        return self._find_free(min(n, self.n_cells - self.n_used)).astype(np.int32)
+
     def n_free_below(self, cell: int) -> int:
         """Free cells with a lower index."""
         return cell - int(np.count_nonzero(self._n_holders[:cell]))
@@ -110,12 +116,8 @@ class CellMap:
                 self.copy(src, dst, start, end)
             case Share(src, dst, start, end):
                 self.share(src, dst, start, end)
-            case Move(holders, scratch, start, end):
-                self.copy(holders[0], scratch, start, end)
-                self.load(scratch, self.saved_order(scratch))
-                for holder in holders:
-                    self.share(scratch, holder, start, end)
-                self.remove(scratch)
+            case Move(pieces):
+                self.move(pieces)
             case CopyStream():
                 raise IllegalCallError("streams are copied in partitioned pools only")
 
@@ -173,6 +175,24 @@ class CellMap:
             by_position[positions - row.start] = taken
             row.append(by_position)
 
+    def move(self, pieces: Sequence[Piece]) -> None:
+        """Pieces were saved and let go, and then loaded one after another, each in the order of its cells."""
+        orders = []
+        for piece in pieces:
+            cells = [self._part(holder, piece.start, piece.end) for holder in piece.holders]
+            if not cells or any((own != cells[0]).any() for own in cells):
+                raise IllegalCallError(f"{piece}: the holders see different cells")
+            if (self._n_holders[cells[0]] != len(cells)).any():
+                raise IllegalCallError(f"{piece}: somebody else sees its cells")
+            orders.append(np.argsort(cells[0], kind="stable"))
+            self._n_holders[cells[0]] = 1
+            self._drop(cells[0])
+        for piece, order in zip(pieces, orders, strict=True):
+            taken = self._take(len(order))
+            self._n_holders[taken] = len(piece.holders)
+            for holder in piece.holders:
+                self._part(holder, piece.start, piece.end)[order] = taken
+
     # --- inside ---
 
     def _row(self, seq: int) -> _Row:
@@ -192,20 +212,23 @@ class CellMap:
             raise IllegalCallError(f"{n} tokens do not fit beside {self.n_used} in {self.n_cells} cells")
         if n == 0:
             return np.empty(0, dtype=np.intp)
-        width = n + _WINDOW
-        while True:
-            window = self._n_holders[self._lowest_free : self._lowest_free + width]
-            free = np.flatnonzero(window == 0)
-            if len(free) >= n:
-                break
-            assert len(window) == width, "free cells were counted that are not there"
-            width *= 4
-        taken = free[:n] + self._lowest_free
+        taken = self._find_free(n)
         self._n_holders[taken] = 1
         self.n_used += n
         self._lowest_free = int(taken[-1]) + 1
         self.high_water = max(self.high_water, self._lowest_free)
         return taken
+
+    def _find_free(self, n: int) -> _Indices:
+        """The lowest free cells, ascending; there are as many."""
+        width = n + _WINDOW
+        while True:
+            window = self._n_holders[self._lowest_free : self._lowest_free + width]
+            free = np.flatnonzero(window == 0)
+            if len(free) >= n:
+                return free[:n] + self._lowest_free
+            assert len(window) == width, "free cells were counted that are not there"
+            width *= 4
 
     def _drop(self, cells: _Indices) -> None:
         n_left = self._n_holders[cells] - 1

@@ -11,7 +11,7 @@ first. Nothing here knows of requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llamaslot.core.backend import Copy, CopyStream, Move, Operation, Remove, Tokens
@@ -305,9 +305,9 @@ class Ledger:
                 self.cells.follow(operation)
         return operations
 
-    def move(self, moves: Iterable[Move]) -> None:
-        """Note moves within the pool, which change nothing that anybody holds."""
-        self._operations += moves
+    def move(self, move: Move) -> None:
+        """Note a move within the pool, which changes nothing that anybody holds."""
+        self._operations.append(move)
 
     def check(self, range_of: Callable[[int], range]) -> None:
         """Prove what must always hold, while no operation is pending; raises `AssertionError`.

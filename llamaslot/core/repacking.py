@@ -1,16 +1,26 @@
-"""Moving idle prefixes to lower cells, since what prefill costs depends on the highest one in use.
+"""Moving idle prefixes within the pool, since where they lie decides what prefill beside them costs.
 
-llama.cpp puts tokens into the lowest free cells, so new ones fill holes by themselves; what lies above them and
-idles keeps the mark up. Such a part of a node is saved and loaded again below, for all of its holders at once:
-nothing is computed, and what was shared stays shared. The old cells are freed last, so that nothing is lost on the
-way.
+Attention scans the pool up to the highest used cell and skips whole blocks in which a prompt has nothing. llama.cpp
+puts new tokens into the lowest free cells, so two things cost time:
+
+    a high mark          idle cells far above everything else
+
+        [a a a . . . . . . . . . . . . c c c]        ->    [a a a c c c]
+
+    scattered holes      the next prompt will lie in many blocks, and all of them are computed
+
+        [a a . a a b . b b . c c . c c d]            ->    [a a a a b b b c c c c d . . . .]
+
+The first is mended whenever the mark is far above what is used, from the top; the second while nothing runs, from
+the bottom. Parts of nodes are saved, let go and loaded again for all of their holders at once: nothing is computed,
+and what was shared stays shared. Both lower the sum of all used cells' places, so it comes to an end.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from llamaslot.core.backend import Move
+from llamaslot.core.backend import Move, Piece
 from llamaslot.core.cells import CellMap, Cells
 from llamaslot.core.ledger import Ledger
 from llamaslot.core.node import Node
@@ -19,6 +29,12 @@ _RATIO = 1.5
 """Highest used cell, in used cells, up to which nothing is done."""
 _MOST_AT_ONCE = 2048
 """Tokens moved in one step, so that no running stream waits long for it."""
+_PROMPT = 512
+"""Tokens of the next prompt whose place is looked at."""
+_BLOCK = 64
+"""Cells that attention skips together."""
+_SCATTER = 4
+"""Blocks more than it needs over which that prompt may be scattered."""
 _PADDING = 256
 """Attention scans whole blocks of so many cells."""
 
@@ -29,50 +45,70 @@ class Repacker:
     def __init__(self, ledger: Ledger, least_gain: int) -> None:
         self._ledger = ledger
         self._least_gain = least_gain
-        self._stuck_at = (-1, -1)
-        """Idle cells and clock at which there was nothing to be moved."""
+        self._stuck_at = (-1, -1, False)
+        """Idle cells, clock, and whether nothing ran, when there was nothing to be moved."""
 
-    def moves(self) -> list[Move]:
-        """What to move in this step; nothing where it would not help. The ledger must be settled."""
+    def move(self, *, is_idle: bool) -> Move | None:
+        """What to move in this step, if it helps; `is_idle` says that nothing runs. The ledger must be settled."""
         ledger, scratch = self._ledger, self._ledger.scratch
-        mark = ledger.high_water
-        if ledger.cells is None or scratch is None or (ledger.n_idle, ledger.clock) == self._stuck_at:
-            return []
-        if mark <= _RATIO * ledger.n_used:
-            return []
-        idle, pinned_mark = [], 0
-        for node in ledger.tree.nodes():
-            cells = self._cells_of(node, ledger.cells)
-            if node.running:
-                pinned_mark = max(pinned_mark, int(cells.max()) + 1)
-            else:
-                idle.append((int(cells.max()), node, cells))
-        target = max(-(-ledger.n_used // _PADDING) * _PADDING, pinned_mark)
-        moves: list[Move] = []
-        if mark - target >= self._least_gain:
-            idle.sort(key=lambda each: -each[0])
-            above = [(node, cells) for highest, node, cells in idle if highest >= target]
-            moves = self._down_to(target, above, scratch)
-        if not moves:
-            self._stuck_at = (ledger.n_idle, ledger.clock)
-        return moves
+        now = (ledger.n_idle, ledger.clock, is_idle)
+        if ledger.cells is None or scratch is None or now == self._stuck_at:
+            return None
+        pieces: list[Piece] = []
+        if ledger.high_water > _RATIO * ledger.n_used:
+            pieces = self._from_the_top(ledger.cells)
+        if not pieces and is_idle:
+            pieces = self._from_the_bottom(ledger.cells)
+        if not pieces:
+            self._stuck_at = now
+            return None
+        return Move(tuple(pieces), scratch)
 
-    def _down_to(self, target: int, above: list[tuple[Node, Cells]], scratch: int) -> list[Move]:
-        """Moves of what lies above `target`, the highest first, as far as it finds room below."""
-        ledger = self._ledger
-        assert ledger.cells is not None
-        left = min(ledger.cells.n_free_below(target), _MOST_AT_ONCE)
-        moves: list[Move] = []
-        for node, cells in above:
-            found = np.flatnonzero(cells >= target)
+    def _from_the_top(self, cells: CellMap) -> list[Piece]:
+        """What lies above the place where the mark could be, the highest first, as far as it finds room below."""
+        idle, pinned_mark = [], 0
+        for node in self._ledger.tree.nodes():
+            own = self._cells_of(node, cells)
+            if node.running:
+                pinned_mark = max(pinned_mark, int(own.max()) + 1)
+            else:
+                idle.append((int(own.max()), node, own))
+        target = max(-(-self._ledger.n_used // _PADDING) * _PADDING, pinned_mark)
+        if cells.high_water - target < self._least_gain:
+            return []
+        pieces: list[Piece] = []
+        left = min(cells.n_free_below(target), _MOST_AT_ONCE)
+        for highest, node, own in sorted(idle, key=lambda each: -each[0]):
+            found = np.flatnonzero(own >= target)
+            if highest < target or not left:
+                break
             first, end = int(found[0]), int(found[-1]) + 1
             first = max(first, end - left)
-            if first == end:
-                break
-            holders = tuple(ledger.tree.holders(node))
-            moves.append(Move(holders, scratch, node.start + first, node.start + end))
+            pieces.append(self._piece(node, first, end))
             left -= end - first
-        return moves
+        return pieces
+
+    def _from_the_bottom(self, cells: CellMap) -> list[Piece]:
+        """What lies between the next free cells, the lowest first, if a prompt would be scattered over them."""
+        free = cells.next_free(_PROMPT)
+        if len(np.unique(free // _BLOCK)) <= len(free) // _BLOCK + _SCATTER:
+            return []
+        between = []
+        for node in self._ledger.tree.nodes():
+            found = np.flatnonzero((own := self._cells_of(node, cells)) > free[0])
+            if len(found) and int(own[found].min()) < free[-1]:
+                between.append((int(own[found].min()), node, int(found[0]), int(found[-1]) + 1))
+        pieces: list[Piece] = []
+        left = _MOST_AT_ONCE
+        for _, node, first, end in sorted(between, key=lambda each: each[0]):
+            n = min(end - first, left)
+            if n:
+                pieces.append(self._piece(node, first, first + n))
+                left -= n
+        return pieces
+
+    def _piece(self, node: Node, first: int, end: int) -> Piece:
+        return Piece(tuple(self._ledger.tree.holders(node)), node.start + first, node.start + end)
 
     def _cells_of(self, node: Node, cells: CellMap) -> Cells:
         return cells.cells(next(self._ledger.tree.holders(node)), node.start, node.end)

@@ -168,7 +168,9 @@ class Scheduler:
         return self.settings.copies and self.chunks.seconds(n_tokens) > self.settings.stream_copy_ms / 1e3
 
     def _repack(self) -> list[Operation]:
-        self.ledger.move(self._repacker.moves())
+        move = self._repacker.move(is_idle=not self.running and not self.queue)
+        if move is not None:
+            self.ledger.move(move)
         return self.ledger.take_operations()
 
     def _preempt(self, request: Request, now: float) -> None:

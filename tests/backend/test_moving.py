@@ -8,7 +8,7 @@ import llama_cpp
 import numpy as np
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.core.backend import Copy, Move, Remove, Run, Status
+from llamaslot.core.backend import Copy, Move, Piece, Remove, Run, Status
 from tests.noise import Noise
 
 N_CTX = 512
@@ -22,7 +22,7 @@ def test_all_holders_move_and_the_old_cells_come_free(tiny_model: Path) -> None:
     backend.decode([Run(0, 0, prompt, False)])
     backend.change(Copy(0, 2, 0, 200))
     backend.change(Remove(1, 0))
-    backend.change(Move((0, 2), 4, 50, 200))
+    backend.change(Move((Piece((0, 2), 50, 120), Piece((0, 2), 130, 200)), 4))
     assert [backend.seq_range(seq) for seq in range(5)] == [range(200), range(0), range(200), range(0), range(0)]
     noise = Noise(chosen)
     cold = int(noise.logits([*prompt.tolist(), 301], N_CTX, 0).argmax())

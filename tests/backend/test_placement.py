@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from llamaslot.backend.llama import library
-from llamaslot.core.backend import IllegalCallError
+from llamaslot.core.backend import IllegalCallError, Piece
 from llamaslot.core.cells import CellMap, Cells
 from tests.conftest import LONG
 
@@ -167,19 +167,33 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(seq=seqs, others=st.sets(seqs), first=shares, last=shares)
     def move(self, seq: int, others: set[int], first: float, last: float) -> None:
-        """Repacking: a segment is saved, loaded elsewhere, and every holder takes the new cells."""
-        n = self.length(seq)
-        start, end = int(first * n), int(last * n)
-        if start >= end:
-            return
-        self.llama.copy(seq, PROBE, start, end)
-        self.map.copy(seq, PROBE, start, end)
-        state, order = self.llama.save(PROBE), self.map.saved_order(PROBE)
-        if self.put(PROBE, state, order):
-            for holder in {seq} | {other for other in others if self.length(other) >= end}:
-                self.share_range(PROBE, holder, start, end)
-        self.llama.remove(PROBE, 0)
-        self.map.remove(PROBE)
+        """Repacking: pieces are saved and let go, then loaded one by one, and every holder takes the new cells."""
+        pieces: list[Piece] = []
+        for each in {seq} | others:
+            n = self.length(each)
+            start, end = int(first * n), int(last * n)
+            part = self.cells(each)[start:end]
+            holders = [s for s in range(PROBE) if self.cells(s)[start:end] == part]
+            if part and all(set(part).isdisjoint(self.cells(s)) for s in range(PROBE) if s not in holders):
+                pieces += [] if any(each in piece.holders for piece in pieces) else [Piece((*holders,), start, end)]
+        states = []
+        for piece in pieces:
+            self.llama.copy(piece.holders[0], PROBE, piece.start, piece.end)
+            states.append(self.llama.save(PROBE))
+            self.llama.remove(PROBE, 0)
+        for piece in pieces:
+            for holder in piece.holders:
+                self.llama.remove(holder, piece.start, piece.end)
+        for piece, state in zip(pieces, states, strict=True):
+            assert self.llama.load(PROBE, state) > 0
+            for holder in piece.holders:
+                self.llama.copy(PROBE, holder, piece.start, piece.end)
+            self.llama.remove(PROBE, 0)
+        self.map.move(pieces)
+
+    def cells(self, seq: int) -> list[int]:
+        cells: list[int] = self.map.cells(seq).tolist()
+        return cells
 
     def run(self, runs: list[tuple[int, int]]) -> None:
         answer = self.llama.decode([(seq, self.length(seq), n_tokens) for seq, n_tokens in runs])

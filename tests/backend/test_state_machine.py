@@ -19,7 +19,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.messages import Sampling
-from llamaslot.core.backend import Backend, Copy, IllegalCallError, Operation, Remove, Run, Share, Status
+from llamaslot.core.backend import (
+    Backend,
+    Copy,
+    IllegalCallError,
+    Move,
+    Operation,
+    Piece,
+    Remove,
+    Run,
+    Share,
+    Status,
+)
 from tests.conftest import LONG
 from tests.noise import Noise
 
@@ -104,6 +115,33 @@ class SequencesMachine(RuleBasedStateMachine):
         """Two sequences compute the same tokens in one batch, so that there is something to share."""
         assume(src != dst and 2 * len(run) <= N_UBATCH)
         self.decode({src: (run, False), dst: (run, True)})
+
+    @precondition(lambda self: any(self.oracle.values()) and not all(self.oracle.values()))
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        """Parts of sequences, with all who see them, to other cells: nobody can tell."""
+        scratch = next(seq for seq, held in self.oracle.items() if not held)
+        chosen = data.draw(st.lists(st.sampled_from([s for s, held in self.oracle.items() if held]), min_size=1))
+        pieces: list[Piece] = []
+        seen: set[int] = set()
+        for seq in chosen:
+            end = data.draw(st.integers(1, len(self.oracle[seq])))
+            start = data.draw(st.integers(0, end - 1))
+            part = self.oracle[seq][start:end]
+            cells = {cell for cell, _ in part}
+            holders = {s for s, held in self.oracle.items() if cells & {cell for cell, _ in held}}
+            if seen.isdisjoint(cells) and all(self.oracle[s][start:end] == part for s in holders):
+                pieces.append(Piece(tuple(holders), start, end))
+                seen |= cells
+        self.backend.change(Move(tuple(pieces), scratch))
+        taken = next(seq for seq, held in self.oracle.items() if held)
+        whole = Piece((taken,), 0, len(self.oracle[taken]))
+        self.refuses(Move((whole,), taken))
+        self.refuses(Move((whole, whole), scratch))
+        self.refuses(Move((Piece((taken,), 0, whole.end + 1),), scratch))
+        self.refuses(Move((Piece((taken,), 1, 1),), scratch))
+        self.refuses(Move((Piece((), 0, 1),), scratch))
+        self.refuses(Move((Piece((taken, N_SEQS), 0, 1),), scratch))
 
     @rule(seq=seqs, shift=st.sampled_from([-1, 1, 7]))
     def decode_elsewhere(self, seq: int, shift: int) -> None:

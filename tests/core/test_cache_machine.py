@@ -156,6 +156,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.patches = [
             mock.patch.object(admission, "_LEAST_EXPECTED", n_expected),
             mock.patch.object(repacking, "_PADDING", self.padding),
+            mock.patch.object(repacking, "_BLOCK", self.padding),
+            mock.patch.object(repacking, "_SCATTER", 1),
+            mock.patch.object(repacking, "_PROMPT", 4 * self.padding),
         ]
         for patch in self.patches:
             patch.start()
@@ -342,8 +345,10 @@ class CacheMachine(RuleBasedStateMachine):
         for each in plan.operations:
             COUNTS["streams copied"] += isinstance(each, CopyStream)
             if isinstance(each, Move):
-                assert not {*each.holders} & {asked.slot for asked in self.running}, "moved while it runs"
+                holders = {holder for piece in each.pieces for holder in piece.holders}
+                assert not holders & {asked.slot for asked in self.running}, "moved while it runs"
                 COUNTS["moves"] += 1
+                COUNTS["moves while idle"] += not self.living
         apply(replace(plan, work=[]), self.backend, lambda: self.now)
         for asked in admitted:
             asked.n_start = len(self.backend.held[asked.slot])
@@ -448,7 +453,10 @@ class CacheMachine(RuleBasedStateMachine):
         backend.check()
         ledger.check(backend.seq_range)
         if self.shape.shares and isinstance(backend.inner, FakeBackend) and not backend.has_lost:
-            assert ledger.high_water == backend.inner.high_water, "cells lie elsewhere"
+            assert ledger.cells is not None
+            for seq in range(backend.n_seqs):
+                assert ledger.cells.cells(seq).tolist() == backend.inner.cells_of(seq), "cells lie elsewhere"
+            assert ledger.high_water == backend.inner.high_water
         for seq, held in enumerate(backend.held):
             assert ledger.tree.tokens(seq).tolist() == held.tokens, seq
             assert ledger.length(seq) == len(held)

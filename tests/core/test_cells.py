@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.core.backend import Copy, IllegalCallError, Remove, Run, Share, Status
+from llamaslot.core.backend import Copy, IllegalCallError, Move, Piece, Remove, Run, Share, Status
 from llamaslot.core.cells import CellMap
 from tests.conftest import LONG
 
@@ -56,6 +56,27 @@ class CellsMachine(RuleBasedStateMachine):
         if src != dst and start < end:
             self.fake.change(Share(src, dst, start, end))
             self.map.share(src, dst, start, end)
+
+    @rule(places=st.lists(st.tuples(seqs, st.floats(0, 1), st.integers(1, 20)), min_size=1, max_size=3))
+    def move(self, places: list[tuple[int, float, int]]) -> None:
+        """Parts of sequences with all who see the same cells there."""
+        pieces: list[Piece] = []
+        seen: set[int] = set()
+        for seq, share, n in places:
+            start = int(share * self.fake.seq_len(seq))
+            cells = self.fake.cells_of(seq)[start : start + n]
+            holders = {each for each in range(N_SEQS) if self.fake.cells_of(each)[start : start + n] == cells}
+            others = set(range(N_SEQS)) - holders
+            if (
+                cells
+                and seen.isdisjoint(cells)
+                and not any(set(cells) & set(self.fake.cells_of(o)) for o in others)
+            ):
+                pieces.append(Piece(tuple(holders), start, start + len(cells)))
+                seen.update(cells)
+        move = Move(tuple(pieces), N_SEQS)
+        self.fake.change(move)
+        self.map.follow(move)
 
     @invariant()
     def every_cell_is_where_the_fake_has_it(self) -> None:
@@ -150,22 +171,28 @@ def test_a_state_that_does_not_fit_leaves_the_sequence_empty() -> None:
     assert cells.held(1) == range(0)
 
 
-def test_a_segment_moves_down_through_a_scratch_sequence_and_stays_shared() -> None:
+def test_a_piece_moves_down_in_the_order_of_its_cells_and_stays_shared() -> None:
     cells = CellMap(32, 5)
     cells.decode([(4, 6), (0, 2)])
     cells.decode([(0, 4)])
     cells.copy(0, 1, 0, 4)
     cells.decode([(0, 1), (1, 1)])
     cells.remove(4)
-    cells.copy(0, 4, 2, 4)
-    assert cells.held(4) == range(2, 4)
-    order = cells.saved_order(4)
-    cells.load(4, order)
-    for holder in (0, 1):
-        cells.share(4, holder, 2, 4)
-    cells.remove(4)
+    cells.move([Piece((0, 1), 2, 4)])
     assert cells.cells(0).tolist() == [6, 7, 0, 1, 10, 11, 12]
     assert cells.cells(1).tolist() == [6, 7, 0, 1, 13]
+    cells.decode([(0, 6)])
+    assert cells.cells(0).tolist()[7:] == [2, 3, 4, 5, 8, 9]
+    cells.move([Piece((0,), 5, 9)])
+    assert cells.cells(0).tolist() == [6, 7, 0, 1, 10, 11, 12, 2, 3, 4, 5, 8, 9]
+
+
+@pytest.mark.parametrize("piece", [Piece((0,), 0, 2), Piece((0, 2), 0, 2), Piece((), 0, 0)])
+def test_cells_that_somebody_else_sees_too_do_not_move(piece: Piece) -> None:
+    cells = drawn()
+    cells.copy(0, 3, 0, 2)
+    with pytest.raises(IllegalCallError):
+        cells.move([piece])
 
 
 @given(start=st.integers(-2, 8), end=st.integers(-2, 8), dst=seqs)

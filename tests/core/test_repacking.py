@@ -7,6 +7,7 @@ import pytest
 from llamaslot.core.backend import Move
 from llamaslot.core.repacking import Repacker
 from llamaslot.core.request import RequestState
+from llamaslot.core.step import StepPlan
 from tests.core.test_scheduler import Driver, generated
 
 GAIN = 64
@@ -18,6 +19,11 @@ def driver(**shape: int | None) -> Driver:
 
 def moves(packed: Driver) -> list[Move]:
     return [each for plan in packed.plans for each in plan.operations if isinstance(each, Move)]
+
+
+def n_moved(plan: StepPlan) -> int:
+    pieces = [piece for each in plan.operations if isinstance(each, Move) for piece in each.pieces]
+    return sum(piece.end - piece.start for piece in pieces)
 
 
 def fill(packed: Driver) -> None:
@@ -52,10 +58,63 @@ def test_what_lies_high_moves_down_once_the_mark_is_far_above_what_is_used() -> 
 def test_nothing_moves_while_the_mark_is_near() -> None:
     packed = driver()
     fill(packed)
+    packed.submit("z" * 100, max_tokens=30)
+    packed.step()
     packed.scheduler.ledger.evict(150)
     packed.step()
     packed.step()
     assert not moves(packed)
+
+
+def fill_with_holes(packed: Driver, n_tokens: int) -> None:
+    """Two prefixes of so many tokens, side by side in two of three cells; what was in the third is gone."""
+    kept, also, lost = (packed.submit(letter, max_tokens=n_tokens) for letter in "kal")
+    packed.finish(kept, also, lost)
+    packed.scheduler.ledger.clear(lost.slot_id)
+
+
+def test_holes_are_gathered_once_nothing_runs() -> None:
+    packed = driver(n_slots=3, n_ctx=4096)
+    fill_with_holes(packed, 400)
+    assert packed.scheduler.ledger.high_water == packed.backend.high_water == 1200
+    while packed.step().operations:
+        pass
+    ledger = packed.scheduler.ledger
+    assert ledger.high_water == packed.backend.high_water == ledger.n_used == 800
+    assert 700 < sum(map(n_moved, packed.plans)) < 800
+    assert [len(packed.backend.seen(seq)) for seq in range(2)] == [400, 400]
+
+
+def test_holes_that_one_prompt_does_not_need_stay() -> None:
+    packed = driver(n_ctx=8192, n_ubatch=4096)
+    packed.run("a" * 100)
+    packed.run("b" * 4000)
+    packed.run("c" * 3000)
+    packed.scheduler.ledger.evict(700)
+    packed.step()
+    packed.step()
+    assert packed.scheduler.ledger.high_water == 7100
+    assert not moves(packed)
+
+
+def test_few_used_cells_among_holes_do_not_matter() -> None:
+    packed = driver(n_slots=3, n_ctx=4096)
+    fill_with_holes(packed, 60)
+    packed.step()
+    packed.step()
+    assert not moves(packed)
+
+
+def test_with_holes_gathered_answers_are_the_same() -> None:
+    packed = driver(n_slots=3, n_ctx=4096)
+    fill_with_holes(packed, 400)
+    packed.step()
+    packed.step()
+    assert moves(packed)
+    head = "k" + bytes(generated(packed.admitted[0])).decode()
+    again = packed.run(head[:-1] + "!", max_tokens=5)
+    assert again.n_prompt_computed == 1
+    assert generated(again) == generated(driver().run(head[:-1] + "!", max_tokens=5))
 
 
 def test_little_is_not_moved_for() -> None:
@@ -76,7 +135,7 @@ def test_what_runs_stays_where_it_is() -> None:
     packed.finish(running)
     assert running.state is RequestState.DONE
     held = {running.slot_id}
-    assert all(held.isdisjoint(move.holders) for move in moves(packed)[:-1])
+    assert all(held.isdisjoint(piece.holders) for move in moves(packed)[:-1] for piece in move.pieces)
     assert generated(running) == generated(driver().run("z" * 100, max_tokens=30))
 
 
@@ -109,7 +168,7 @@ def test_much_is_moved_bit_by_bit() -> None:
     packed.scheduler.ledger.evict(4000)
     sizes = []
     while (plan := packed.step()).operations:
-        sizes.append(sum(each.end - each.start for each in plan.operations if isinstance(each, Move)))
+        sizes.append(n_moved(plan))
     assert sum(sizes) >= 3000
     assert max(sizes) <= 2048
     assert packed.backend.high_water <= 3840

@@ -27,6 +27,7 @@ from llamaslot.core.backend import (
     IllegalCallError,
     Move,
     Operation,
+    Piece,
     Remove,
     Run,
     Sampler,
@@ -231,17 +232,26 @@ class LlamaBackend:
         self._lengths[seq] = keep
 
     def _move(self, move: Move) -> None:
-        """Load what was saved before the old cells are let go, so that a failure would lose nothing."""
-        start, end, scratch = move.start, move.end, move.scratch
-        llama_cpp.llama_memory_seq_cp(self._memory, move.holders[0], scratch, start, end)
-        saved = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(self._context, scratch))()
-        n_bytes = llama_cpp.llama_state_seq_get_data(self._context, saved, len(saved), scratch)
-        if not n_bytes or llama_cpp.llama_state_seq_set_data(self._context, saved, n_bytes, scratch) != n_bytes:
-            raise IllegalCallError(f"{move}: llama.cpp could not load what it saved")
-        for holder in move.holders:
-            llama_cpp.llama_memory_seq_rm(self._memory, holder, start, end)
-            llama_cpp.llama_memory_seq_cp(self._memory, scratch, holder, start, end)
+        saved = [self._saved(piece, move.scratch) for piece in move.pieces]
+        for piece in move.pieces:
+            for holder in piece.holders:
+                llama_cpp.llama_memory_seq_rm(self._memory, holder, piece.start, piece.end)
+        for piece, state in zip(move.pieces, saved, strict=True):
+            if llama_cpp.llama_state_seq_set_data(self._context, state, len(state), move.scratch) != len(state):
+                raise IllegalCallError(f"{piece}: llama.cpp could not load what it saved")
+            for holder in piece.holders:
+                llama_cpp.llama_memory_seq_cp(self._memory, move.scratch, holder, piece.start, piece.end)
+            llama_cpp.llama_memory_seq_rm(self._memory, move.scratch, -1, -1)
+
+    def _saved(self, piece: Piece, scratch: int) -> Any:
+        """The KV of a piece, as llama.cpp saves it for a sequence of its own."""
+        llama_cpp.llama_memory_seq_cp(self._memory, piece.holders[0], scratch, piece.start, piece.end)
+        state = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(self._context, scratch))()
+        n_bytes = llama_cpp.llama_state_seq_get_data(self._context, state, len(state), scratch)
         llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
+        if n_bytes != len(state):
+            raise IllegalCallError(f"{piece}: llama.cpp could not save it")
+        return state
 
     def _copy_stream(self, src: int, dst: int, keep: int) -> None:
         if self.info.unified or not self.info.reuse or self._copying & {src, dst}:
