@@ -10,7 +10,7 @@ ARGS ?=
 BIN := .venv/bin
 SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTHON) was not found: install Python 3.11 or newer (https://www.python.org/downloads), or name one: make PYTHON=/path/to/python3" >&2; exit 1; }; $(PYTHON) .ci/setup.py
 
-.PHONY: help serve setup test test-slow check bench eval-demo clean setup-dev setup-bench
+.PHONY: help serve setup test test-slow check bench bench-peers eval-demo clean setup-dev setup-bench
 
 help: ## list the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -35,6 +35,9 @@ check: setup-dev ## ruff, mypy and the import contracts
 
 bench: setup-bench ## measure what the cache saves
 	$(BIN)/python -m bench $(ARGS)
+
+bench-peers: setup-bench ## compare with llama-server and llama-cpp-python's server
+	$(BIN)/python -m bench peers $(ARGS)
 
 eval-demo: setup-bench ## what the embedded model remembers
 	$(BIN)/python -m bench.demo.evaluate $(ARGS)

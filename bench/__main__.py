@@ -1,4 +1,4 @@
-"""`python -m bench [chat|decode|idle|scenarios|tree] [options]`: the command line of all benchmarks."""
+"""`python -m bench [chat|decode|idle|peers|scenarios|tree] [options]`: the command line of all benchmarks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench import chat, decode, idle, scenarios, tree
+from bench import chat, compare, decode, idle, scenarios, tree
 from bench.client import BenchmarkError
+from bench.contenders import CONTENDERS
 from bench.report import default_threads, model_file, notes
 from bench.synthetic import SHAPES
+from bench.workloads import WORKLOADS
+
+QUICK = ("llama-server -kvu", "llamaslot")
+"""Contenders of a quick look."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,6 +50,16 @@ def parser() -> argparse.ArgumentParser:
         "--requests", type=int, default=1000, metavar="N", help="mixed requests before the second part; 0 for none"
     )
     idling.add_argument("--threads", type=_positive, default=default_threads(), metavar="N")
+    text = "against llama-server and llama-cpp-python's server"
+    comparing = commands.add_parser("peers", parents=[common], help=text)
+    comparing.add_argument("--repeats", type=_positive, metavar="N", help="of each workload (default: 5)")
+    comparing.add_argument(
+        "--threads", type=_positive, default=default_threads(), metavar="N", help="of each server"
+    )
+    names = [workload.name for workload in WORKLOADS]
+    comparing.add_argument("--only", action="append", choices=names, metavar="WORKLOAD", help=", ".join(names))
+    names = [contender.name for contender in CONTENDERS]
+    comparing.add_argument("--against", action="append", choices=names, metavar="SERVER", help=", ".join(names))
     growing = commands.add_parser("tree", parents=[results], help="what the radix tree's own work costs")
     growing.add_argument("--repeats", type=_positive, metavar="N", help="trees to build (default: 9)")
     return result
@@ -85,6 +100,19 @@ def main(arguments: list[str]) -> int:
                 n_requests=min(options.requests, 50) if options.quick else options.requests,
                 threads=options.threads,
                 folder=options.out,
+            )
+        elif options.command == "peers":
+            model = options.model or "60m"
+            compare.run(
+                model=model_file(model),
+                title=_title(model),
+                repeats=options.repeats or (1 if options.quick else 5),
+                scale=0.25 if options.quick else 1.0,
+                threads=options.threads,
+                only=options.only or (),
+                against=options.against or (QUICK if options.quick else ()),
+                folder=options.out,
+                more_flags=options.server.split(),
             )
         elif options.command == "tree":
             tree.run(repeats=options.repeats or (2 if options.quick else 9), folder=options.out)

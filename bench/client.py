@@ -37,7 +37,9 @@ class Answer:
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
+    """Both 0 where the server does not say."""
     timings: dict[str, Any] = field(repr=False)
+    """llama-server's, where there are any."""
 
     @property
     def ttft(self) -> float:
@@ -57,6 +59,8 @@ class Answer:
     @property
     def computed(self) -> int:
         """Prompt tokens that the server computed rather than reused, as it counts them."""
+        if "prompt_n" not in self.timings:
+            raise BenchmarkError("the server does not say how many prompt tokens it computed")
         return int(self.timings["prompt_n"])
 
 
@@ -67,9 +71,12 @@ class Client:
         self._session = session
 
     async def healthy(self) -> bool:
-        """Whether `/health` answers 200; False also while nothing listens yet."""
+        """Whether the server is ready; False also while nothing listens yet. Not every server has `/health`."""
         try:
             async with self._session.get("/health") as response:
+                if response.status != 404:
+                    return response.status == 200
+            async with self._session.get("/v1/models") as response:
                 return response.status == 200
         except aiohttp.ClientConnectionError:
             return False
@@ -139,16 +146,16 @@ def parse_stream(started: float, received: Sequence[tuple[float, bytes]], *, end
                 arrivals.append(came)
         usage = chunk.get("usage") or usage
         timings = chunk.get("timings") or timings
-    if not (done and arrivals and usage and timings):
-        raise BenchmarkError("the stream ended without content, usage, timings or [DONE]")
+    if not (done and arrivals):
+        raise BenchmarkError("the stream ended without content or [DONE]")
     return Answer(
         text=text,
         started=started,
         arrivals=tuple(arrivals),
         ended=ended,
         finish_reason=finish_reason,
-        prompt_tokens=usage["prompt_tokens"],
-        completion_tokens=usage["completion_tokens"],
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        completion_tokens=usage.get("completion_tokens", 0),
         timings=timings,
     )
 

@@ -9,38 +9,74 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import distribution, version
 from pathlib import Path
 
 import llama_cpp
 import platformdirs
+from rich.progress import Progress
 
 from bench.client import BenchmarkError
 from bench.report import notes
 
 PACKAGE = "llama-cpp-python"
 INCLUDES = ("common", "include", "ggml/include", "vendor")
+HTTPLIB = (
+    "-DCPPHTTPLIB_FORM_URL_ENCODED_PAYLOAD_MAX_LENGTH=1048576",
+    "-DCPPHTTPLIB_LISTEN_BACKLOG=512",
+    "-DCPPHTTPLIB_REQUEST_URI_MAX_LENGTH=32768",
+    "-DCPPHTTPLIB_TCP_NODELAY=1",
+)
+"""As `vendor/cpp-httplib/CMakeLists.txt` builds it."""
 
 
 def batched_bench() -> Path:
     """`llama-batched-bench`, built unless the cache has it for exactly these libraries."""
+    return _built("llama-batched-bench", ("tools/batched-bench/*.cpp",), libraries=("llama-common",))
+
+
+def llama_server() -> Path:
+    """`llama-server` without its web UI, built unless the cache has it for exactly these libraries."""
+    return _built(
+        "llama-server",
+        ("tools/server/*.cpp", "vendor/cpp-httplib/httplib.cpp"),
+        includes=("tools/server", "tools/mtmd", "."),
+        flags=HTTPLIB,
+        libraries=("llama-common", "mtmd"),
+        has_ui=True,
+    )
+
+
+def _built(
+    name: str,
+    patterns: Sequence[str],
+    *,
+    includes: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    libraries: Sequence[str],
+    has_ui: bool = False,
+) -> Path:
     folders = library_folders()
-    key = _key(folders)
-    binary = _cache() / f"llama-batched-bench-{key}"
+    binary = _cache() / f"{name}-{_key(folders)}"
     if not binary.is_file():
         source = _source()
-        notes.print("building llama-batched-bench ...")
-        unfinished = binary.with_name(f".{binary.name}.{os.getpid()}")
-        try:
-            _compile(sorted((source / "tools/batched-bench").glob("*.cpp")), source, folders, unfinished)
+        with tempfile.TemporaryDirectory(dir=_cache()) as work:
+            files = sorted(file for pattern in patterns for file in source.glob(pattern))
+            files += [_no_ui(source, Path(work))] if has_ui else []
+            paths = [Path(work), *(source / path for path in (*INCLUDES, *includes))]
+            objects = _compile(name, files, [*flags, *(f"-I{path}" for path in paths)], Path(work))
+            unfinished = Path(work) / name
+            _link(objects, folders, libraries, unfinished)
             unfinished.replace(binary)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    notes.print(f"llama-batched-bench and llamaslot both run {folders[0]}")
+    notes.print(f"{name} and llamaslot both run {folders[0]}")
     return binary
 
 
@@ -101,16 +137,50 @@ def _source() -> Path:
     return source
 
 
-def _compile(files: list[Path], source: Path, folders: list[Path], binary: Path) -> None:
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise BenchmarkError("no C++ compiler found: install one, or name it in the environment variable CXX")
-    command = [compiler, "-O2", "-std=c++17", *(f"-I{source / path}" for path in INCLUDES), *map(str, files)]
+def _no_ui(source: Path, folder: Path) -> Path:
+    """What llama.cpp's build makes of its web UI where there is none: a header, and the file that is returned."""
+    values = {"N_ASSETS": "0", "USE_GZIP": "false"}
+    for template in ("ui.h.in", "ui.cpp.in"):
+        (found,) = source.glob(f"tools/ui/**/{template}")
+        text = re.sub(r"#cmakedefine .*\n", "", found.read_text())
+        text = re.sub(r"@(\w+)@", lambda match: values.get(match[1], ""), text)
+        (folder / template.removesuffix(".in")).write_text(text)
+    return folder / "ui.cpp"
+
+
+def _compile(name: str, files: Sequence[Path], flags: Sequence[str], folder: Path) -> list[Path]:
+    """Object files, as many at a time as there are cores."""
+    objects = [folder / f"{i}.o" for i in range(len(files))]
+    commands = [
+        [_compiler(), "-O2", "-std=c++17", "-w", "-c", str(file), "-o", str(to), *flags]
+        for file, to in zip(files, objects, strict=True)
+    ]
+    with Progress(console=notes) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
+        task = progress.add_task(f"building {name}", total=len(files))
+        for done in as_completed([pool.submit(_run, command) for command in commands]):
+            done.result()
+            progress.advance(task)
+    return objects
+
+
+def _link(objects: Sequence[Path], folders: Sequence[Path], libraries: Sequence[str], binary: Path) -> None:
+    command = [_compiler(), *map(str, objects)]
     for folder in folders:
         command += [f"-L{folder}", f"-Wl,-rpath,{folder}"]
     if sys.platform == "linux":
         command.append("-Wl,--disable-new-dtags")  # the path then also serves the libraries' own dependencies
-    command += ["-lllama-common", "-lllama", "-lggml", "-lggml-base", "-o", str(binary)]
+    names = (*libraries, "llama", "ggml", "ggml-base")
+    _run([*command, *(f"-l{library}" for library in names), "-pthread", "-o", str(binary)])
+
+
+def _compiler() -> str:
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise BenchmarkError("no C++ compiler found: install one, or name it in the environment variable CXX")
+    return compiler
+
+
+def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise BenchmarkError(f"{compiler} could not build {binary.name}:\n{done.stderr[-2000:]}")
+        raise BenchmarkError(f"{' '.join(command[:8])} ... failed:\n{done.stderr[-2000:]}")

@@ -1,0 +1,202 @@
+"""What users do to a server, as scripts: each asks through a `Play` and knows no server.
+
+Lengths are in tokens. All text is drawn anew for each play, so that nothing carries over from one to the next;
+replies become part of the history, as in a real client. A script measures what a user waits for; what only prepares
+is asked with `measured=False`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from bench.client import Answer, BenchmarkError, Client, Message
+from bench.tokens import Tokens
+
+REPLY = 16
+OVERHEAD = 64
+"""Tokens that a template puts around a conversation of a few turns, at most."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request and its answer."""
+
+    messages: tuple[Message, ...]
+    answer: Answer
+    measured: bool
+
+
+@dataclass
+class Play:
+    """One run of a script against one server; `scale` shortens prompts for a quick look."""
+
+    client: Client
+    tokens: Tokens
+    words: random.Random
+    scale: float = 1.0
+    asked: list[Asked] = field(default_factory=list)
+    """In the order in which they were asked."""
+
+    def text(self, n_tokens: int) -> str:
+        """So many tokens that nobody has seen before."""
+        return self.tokens.draw(self.words, n_tokens)
+
+    def long(self, n_tokens: int) -> str:
+        """The same, scaled."""
+        return self.text(max(round(n_tokens * self.scale), 8))
+
+    async def ask(self, *messages: Message, n_reply: int = REPLY, measured: bool = True) -> Answer:
+        """Stream one answer of exactly `n_reply` tokens."""
+        place = len(self.asked)
+        self.asked.append(None)  # type: ignore[arg-type]
+        answer = await self.client.chat(messages, temperature=0, max_tokens=n_reply, ignore_eos=True)
+        if answer.completion_tokens not in (0, n_reply):
+            raise BenchmarkError(f"an answer has {answer.completion_tokens} tokens instead of {n_reply}")
+        self.asked[place] = Asked(messages, answer, measured)
+        return answer
+
+    async def converse(self, history: list[Message], n_user: int, n_reply: int = REPLY) -> None:
+        """One more turn of a conversation."""
+        history.append(user(self.text(n_user)))
+        answer = await self.ask(*history, n_reply=n_reply)
+        history.append({"role": "assistant", "content": answer.text})
+
+
+Script: TypeAlias = Callable[[Play], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A script, and the context that it needs."""
+
+    name: str
+    script: Script
+    longest: int
+    """Tokens of the longest prompt with its answer, before scaling."""
+    n_cells: int | None = None
+    """Cells of the pool where it must be short; else every slot has room for the longest."""
+
+    def n_ctx(self, n_slots: int, scale: float) -> int:
+        """Cells of all slots together, padded."""
+        n = self.n_cells * scale if self.n_cells is not None else n_slots * (self.longest * scale + 4 * OVERHEAD)
+        return -(-round(n) // 2048) * 2048
+
+
+def system(text: str) -> Message:
+    """A system message."""
+    return {"role": "system", "content": text}
+
+
+def user(text: str) -> Message:
+    """A user's message."""
+    return {"role": "user", "content": text}
+
+
+async def chat(play: Play) -> None:
+    """Four turns behind a system prompt of 1,000 tokens."""
+    history = [system(play.long(1000))]
+    for _ in range(4):
+        await play.converse(history, 40, 60)
+
+
+async def fan_out(play: Play, *, warm: bool) -> None:
+    """Sixteen users at once on one system prompt of 1,600 tokens."""
+    head = system(play.long(1600))
+    if warm:
+        await play.ask(head, user(play.text(20)), measured=False)
+    await asyncio.gather(*(play.ask(head, user(play.text(20))) for _ in range(16)))
+
+
+async def interleaved(play: Play) -> None:
+    """Six conversations in turn that have nothing in common."""
+    talks: list[list[Message]] = [[] for _ in range(6)]
+    for turn in range(3):
+        for history in talks:
+            await play.converse(history, 40 if turn else round(600 * play.scale))
+
+
+async def twenty(play: Play) -> None:
+    """Twenty conversations in turn on one system prompt of 1,000 tokens."""
+    head = system(play.long(1000))
+    talks = [[head] for _ in range(20)]
+    for _ in range(3):
+        for history in talks:
+            await play.converse(history, 40)
+
+
+async def branching(play: Play) -> None:
+    """Eight branches of a conversation of 1,200 tokens, each gone on with once."""
+    trunk = [user(play.long(1200))]
+    trunk.append({"role": "assistant", "content": (await play.ask(*trunk)).text})
+    branches = [list(trunk) for _ in range(8)]
+    for _ in range(2):
+        for history in branches:
+            await play.converse(history, 60)
+
+
+async def groups(play: Play) -> None:
+    """Four groups in turn, each of six prompts that share 800 tokens."""
+    heads = [system(play.long(800)) for _ in range(4)]
+    for _ in range(6):
+        for head in heads:
+            await play.ask(head, user(play.text(40)))
+
+
+async def agent(play: Play) -> None:
+    """A main agent with 10,000 tokens of tools, sub-agents that share half of it, short title requests between."""
+    half = play.long(5000)
+    main = [system(half + play.long(5000))]
+    for _ in range(4):
+        await play.converse(main, 60, 40)
+        sub = [system(half), user(play.text(120))]
+        await asyncio.gather(play.ask(*sub), play.ask(system(half), user(play.text(120))))
+        await play.ask(system(play.text(60)), user(play.text(30)))
+
+
+async def pressure(play: Play) -> None:
+    """Eight prefixes of 1,500 tokens in turn, three times; the pool has room for a quarter of them."""
+    heads = [system(play.long(1500)) for _ in range(8)]
+    for _ in range(3):
+        for head in heads:
+            await play.ask(head, user(play.text(20)))
+
+
+async def low_reuse(play: Play) -> None:
+    """Ten prompts of 1,000 tokens that share nothing."""
+    for _ in range(10):
+        await play.ask(user(play.long(1000)))
+
+
+async def decode(play: Play, *, n_streams: int) -> None:
+    """Short prompts side by side, 128 tokens each."""
+    await asyncio.gather(*(play.ask(user(play.text(16)), n_reply=128) for _ in range(n_streams)))
+
+
+async def long_prefill(play: Play) -> None:
+    """Four streams, and in the middle of them a prompt of 16,000 tokens."""
+    streams = [asyncio.create_task(play.ask(user(play.text(16)), n_reply=256)) for _ in range(4)]
+    await asyncio.sleep(0.5)
+    await play.ask(user(play.long(16_000)), n_reply=1, measured=False)
+    await asyncio.gather(*streams)
+
+
+WORKLOADS = (
+    Workload("chat", chat, 1500),
+    Workload("fan-out cold", lambda play: fan_out(play, warm=False), 1700),
+    Workload("fan-out warm", lambda play: fan_out(play, warm=True), 1700),
+    Workload("interleaved", interleaved, 900),
+    Workload("twenty", twenty, 1300),
+    Workload("branching", branching, 1500),
+    Workload("groups", groups, 900),
+    Workload("agent", agent, 10_600),
+    Workload("pressure", pressure, 1600, n_cells=2 * 1600 + 512),
+    Workload("low reuse", low_reuse, 1100),
+    Workload("decode 1", lambda play: decode(play, n_streams=1), 256),
+    Workload("decode 4", lambda play: decode(play, n_streams=4), 256),
+    Workload("decode 8", lambda play: decode(play, n_streams=8), 256),
+    Workload("long prefill", long_prefill, 16_100),
+)
