@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     idling = commands.add_parser("idle", parents=[common], help="what idle prefixes cost")
     idling.add_argument("--repeats", type=_positive, metavar="N", help="prompts for each figure (default: 7)")
     idling.add_argument(
-        "--requests", type=int, default=1000, metavar="N", help="mixed requests before the second part; 0 for none"
+        "--requests", type=_count, default=1000, metavar="N", help="mixed requests before the second part; 0: none"
     )
     idling.add_argument("--threads", type=_positive, default=default_threads(), metavar="N")
     text = "against llama-server and llama-cpp-python's server"
@@ -98,8 +98,8 @@ def main(arguments: list[str]) -> int:
                 title=_title(model),
                 repeats=options.repeats or (2 if options.quick else 7),
                 n_requests=min(options.requests, 50) if options.quick else options.requests,
-                threads=options.threads,
                 folder=options.out,
+                server_flags=["-t", str(options.threads), *options.server.split()],
             )
         elif options.command == "peers":
             model = options.model or "60m"
@@ -137,6 +137,13 @@ def main(arguments: list[str]) -> int:
 
 def _title(model: str) -> str:
     return f"{model} shape (random weights, Q8_0)" if model in SHAPES else Path(model).name
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError("must not be negative")
+    return number
 
 
 def _positive(text: str) -> int:

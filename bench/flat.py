@@ -162,9 +162,9 @@ class FlatLedger(Ledger):
             rest = rest[_SIZE:]
         running.rest = rest
 
-    def rest(self, seq: int) -> None:
+    def unpin(self, seq: int) -> None:
         """The request in a slot has ended; its whole blocks stay, idle."""
-        super().rest(seq)
+        super().unpin(seq)
         running = self._running.pop(seq)
         self.truncate(seq, len(running.blocks) * BLOCK)
         self.blocks.let_go(running.blocks, self.clock)

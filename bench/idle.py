@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from rich.table import Table
 
 from bench.client import BenchmarkError
 from bench.report import Summary, console, machine, notes, write_json
+from llamaslot.app.config import Parser, add_flags, read_config
+from llamaslot.app.server import llama_settings
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.base.errors import ConfigError
 from llamaslot.base.messages import TERMINAL, Event, Finished, Sampling, Submit, TokensPart
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import model_thread
@@ -140,9 +144,18 @@ async def after_mixed_use(settings: LlamaSettings, n_requests: int, repeats: int
     return result
 
 
-def run(*, model: Path, title: str, repeats: int, n_requests: int, threads: int, folder: Path) -> None:
-    """Measure, print and write both."""
-    settings = LlamaSettings(model, n_ctx=LEVELS[-1] + 2048, n_slots=4, n_threads=threads, flash_attn="on")
+def run(
+    *, model: Path, title: str, repeats: int, n_requests: int, folder: Path, server_flags: Sequence[str]
+) -> None:
+    """Measure, print and write both; prefixes stay idle whatever they cost."""
+    parser = Parser(prog="--server")
+    add_flags(parser)
+    flags = ["-c", str(LEVELS[-1] + 2048), "-np", "4", "-fa", "on", *server_flags, "--cache-idle-cells", "all"]
+    try:
+        settings = llama_settings(read_config(parser.parse(["-m", str(model), *flags]), {}), model)
+    except ConfigError as error:
+        raise BenchmarkError(str(error)) from None
+    settings = replace(settings, measure_idle_cost=False)
     levels = asyncio.run(beside_idle(settings, repeats))
     mixed = asyncio.run(after_mixed_use(settings, n_requests, repeats)) if n_requests else {}
     table = Table(title=f"Prefill of {PROMPT} tokens beside idle prefixes, {title}")

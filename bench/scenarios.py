@@ -5,7 +5,7 @@ Prompts are token ids in a fixed order, one request after another, through the e
 one token, which is sampled and never computed, so that only prompts are in the cache. All that is counted as
 computed was counted in the batches that llama.cpp decoded.
 
-The three caches take turns (A B C A B C), each time on an empty pool, so that a change of the machine's mood meets
+The three caches take turns (A B C C B A), each time on an empty pool, so that a change of the machine's mood meets
 all of them.
 """
 
@@ -30,7 +30,7 @@ from bench.client import BenchmarkError
 from bench.flat import BLOCK, FlatLedger
 from bench.report import Summary, console, machine, notes, write_json
 from llamaslot.app.config import Parser, add_flags, read_config
-from llamaslot.app.server import idle_cells, idle_line, llama_settings
+from llamaslot.app.server import idle_cells, idle_life, idle_line, llama_settings
 from llamaslot.backend.llama import LlamaBackend
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.messages import (
@@ -153,13 +153,16 @@ class Outcome:
 class Bench:
     """A backend, and the thread that all engines compute on; each run leaves the pool as empty as it found it.
 
-    `idle_cells` is the budget of scenarios that have none of their own.
+    `idle_cells` is the budget of scenarios that have none of their own; see `Engine` for `idle_life`.
     """
 
-    def __init__(self, backend: Backend, thread: Executor, *, idle_cells: int | None = None) -> None:
+    def __init__(
+        self, backend: Backend, thread: Executor, *, idle_cells: int | None = None, idle_life: int | None = None
+    ) -> None:
         self.backend = backend
         self._thread = thread
         self._idle_cells = idle_cells
+        self.idle_life = idle_life
 
     async def measure(self, scenario: Scenario, cache: Cache, *, length: int = 1, repeat: int = 0) -> Outcome:
         """Run a scenario on an engine of its own; raises `BenchmarkError` where the figures do not add up."""
@@ -174,7 +177,13 @@ class Bench:
                     answers.put_nowait(event)
 
         with _ledger(FlatLedger if cache is Cache.FLAT else Ledger):
-            engine = Engine(self.backend, receive, idle_cells=idle_cells, thread=_Lent(self._thread))
+            engine = Engine(
+                self.backend,
+                receive,
+                idle_cells=idle_cells,
+                idle_life=self.idle_life,
+                thread=_Lent(self._thread),
+            )
         running = asyncio.create_task(engine.run())
         running.add_done_callback(lambda _: answers.put_nowait(Stopped("it died before it could say so")))
         ends = []
@@ -202,7 +211,7 @@ class Bench:
             n_prompt=sum(map(len, prompts)),
             n_cached=sum(end.n_cached for end in ends),
             n_prefilled=state.n_decoded_tokens,
-            n_evicted=ledger.counts.n_evicted_tokens,
+            n_evicted=ledger.counts.n_evicted_tokens + ledger.counts.n_expired_tokens,
             n_entries=len(ledger.blocks) if isinstance(ledger, FlatLedger) else ledger.tree.n_nodes,
             seconds=seconds,
         )
@@ -242,10 +251,11 @@ async def _measure_all(
         backend = await asyncio.get_running_loop().run_in_executor(thread, LlamaBackend, settings)
     except ConfigError as error:
         raise BenchmarkError(str(error)) from None
+    life = idle_life(backend.info, config)
     if backend.info.idle_cost is not None:
-        notes.print(idle_line(backend.info.idle_cost))
+        notes.print(idle_line(backend.info.idle_cost, life))
     outcomes: list[Outcome] = []
-    bench = Bench(backend, thread, idle_cells=idle_cells(config))
+    bench = Bench(backend, thread, idle_cells=idle_cells(config), idle_life=life)
     for length in LENGTHS:
         measured = await _measure_length(bench, _scenarios(length, only), length, repeats)
         console.print(table(measured, title))

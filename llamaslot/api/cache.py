@@ -91,8 +91,9 @@ def _figures(figures: CacheFigures) -> dict[str, Any]:
         },
         "copied_tokens": figures.n_copied,
         "evicted_tokens": figures.n_evicted,
+        "expired_tokens": figures.n_expired,
         "parked_paths": figures.n_parked,
-        "lost_paths": figures.n_ids_short,
+        "lost_paths": figures.n_lost_paths,
         "preemptions": figures.n_preempted,
     }
 

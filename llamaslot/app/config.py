@@ -103,11 +103,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         _row(
             "--cache-idle-cells",
             "LLAMASLOT_CACHE_IDLE_CELLS",
-            "cells that idle prefixes may occupy; auto: until they have cost what computing them again would, "
-            "as measured at start; all: as long as nothing else needs them",
+            "what idle prefixes may keep: so many cells; all that nothing else needs; or auto, each until keeping "
+            "it has cost as much prefill time as computing it again, as measured at start",
             words={"-1": "all"},
         ),
-    ] = "auto"
+    ] = "all"
     batch_size: Annotated[int, _row("-b --batch-size", "LLAMA_ARG_BATCH", "logical batch size", ge=1)] = 2048
     ubatch_size: Annotated[
         int, _row("-ub --ubatch-size", "LLAMA_ARG_UBATCH", "tokens that one step may compute", ge=1)

@@ -76,6 +76,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             service.receive,
             gap_ms=config.prefill_gap_ms,
             idle_cells=idle_cells(config),
+            idle_life=idle_life(backend.info, config),
             debug_invariants=config.debug_invariants,
             thread=thread,
         )
@@ -145,13 +146,18 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         unified=config.kv_unified,
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
-        measure_idle_cost=config.cache_idle_cells == "auto",
+        measure_idle_cost=isinstance(config.cache_idle_cells, str),
     )
 
 
 def idle_cells(config: Config) -> int | None:
     """The cells that the configuration allows idle prefixes; None for no number."""
     return config.cache_idle_cells if isinstance(config.cache_idle_cells, int) else None
+
+
+def idle_life(info: ModelInfo, config: Config) -> int | None:
+    """The prompt tokens after which an unused prefix goes by the configuration; None for no such end."""
+    return info.idle_cost.life if config.cache_idle_cells == "auto" and info.idle_cost is not None else None
 
 
 def read_template(config: Config) -> tuple[str, str]:
@@ -190,7 +196,7 @@ def announce(info: ModelInfo, urls: list[str], config: Config) -> None:
     if info.sizing:
         _console.print(info.sizing, markup=False)
     _console.print(
-        f"{info.n_slots} slots, {info.n_ctx} cells ({kv}), {info.n_ctx_slot} tokens a slot{reserved}, "
+        f"{info.n_slots} slots, {info.n_ctx:,} cells ({kv}), {info.n_ctx_slot:,} tokens a slot{reserved}, "
         f"KV {info.cache_type_k}/{info.cache_type_v}, flash attention {'on' if info.flash_attn else 'off'}"
     )
     if not info.reuse:
@@ -198,7 +204,7 @@ def announce(info: ModelInfo, urls: list[str], config: Config) -> None:
             f"[yellow]No prefix reuse with this model ({info.reuse_reason}): every prompt is computed whole.[/]"
         )
     if info.idle_cost is not None:
-        _console.print(idle_line(info.idle_cost))
+        _console.print(idle_line(info.idle_cost, idle_life(info, config)))
     if not info.flash_attn:
         _console.print("[yellow]Without flash attention, idle slots slow the running ones.[/]")
     _console.print(f"listening on {', '.join(urls)}")
@@ -222,14 +228,14 @@ def announce(info: ModelInfo, urls: list[str], config: Config) -> None:
     )
 
 
-def idle_line(cost: IdleCost) -> str:
+def idle_line(cost: IdleCost, life: int | None) -> str:
     """What idle prefixes cost and what follows from it, to print."""
-    line = f"Idle prefixes: prefill takes {cost.ratio:.2f}x beside {cost.n_cells:,} idle cells, so one "
-    if cost.life is None:
-        return f"{line}stays until its cells are needed"
+    line = f"Idle prefixes: prefill takes {cost.ratio:.2f} times as long beside {cost.n_cells:,} idle cells. "
+    if life is None:
+        return f"{line}They stay until their cells are needed (--cache-idle-cells sets a bound)"
     return (
-        f"{line}goes after {cost.life:,} prompt tokens without use, when it has cost as much as computing it again "
-        "(--cache-idle-cells)"
+        f"{line}A prefix is given up once {life:,} prompt tokens were computed since its last use: keeping it has "
+        "then cost as much time as computing it again"
     )
 
 

@@ -264,9 +264,11 @@ class CacheFigures(msgspec.Struct, frozen=True):
     """Tokens that sequences took over from others."""
     n_evicted: int = 0
     """Tokens that were given up because room was needed."""
+    n_expired: int = 0
+    """Tokens that were given up because they were not used for too long."""
     n_parked: int = 0
     """Idle paths that moved from a slot to a reserved sequence."""
-    n_ids_short: int = 0
+    n_lost_paths: int = 0
     """Idle paths that were given up because no sequence id was left: `--cache-seqs` is too low for the load."""
     n_preempted: int = 0
     """Times that a running request went back to the queue because cells were short."""

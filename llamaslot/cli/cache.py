@@ -85,6 +85,7 @@ class State(msgspec.Struct):
     prompt_tokens: PromptTokens
     copied_tokens: int
     evicted_tokens: int
+    expired_tokens: int
     parked_paths: int
     lost_paths: int
     preemptions: int
@@ -160,8 +161,10 @@ def figures(state: State) -> list[str]:
         f"hits       {requests.hits:,} of {_count(n_requests, 'request')} ({requests.hit_rate:.1%}), "
         f"{requests.cross_slot:,} across slots; {requests.waits:,} waited for another",
         f"reused     {prompt.matched:,} of {_count(prompt.total, 'prompt token')} ({prompt.hit_rate:.1%})",
-        f"moved      {state.copied_tokens:,} tokens copied, {state.evicted_tokens:,} evicted, "
-        f"{_count(state.parked_paths, 'path')} parked, {state.lost_paths:,} lost for want of a sequence id",
+        f"moved      {state.copied_tokens:,} tokens copied, {_count(state.parked_paths, 'path')} parked",
+        f"given up   {state.evicted_tokens:,} tokens evicted, {state.expired_tokens:,} expired; "
+        f"{_count(state.lost_paths, 'path')} lost for want of a sequence id; "
+        f"{_count(state.preemptions, 'preemption')}",
     ]
 
 
@@ -189,7 +192,7 @@ def _label(prefix: Prefix) -> Text:
     size = f"+{prefix.edge_tokens:,} = {_count(prefix.tokens, 'token')}"
     label = Text(size, style="bold", no_wrap=True, overflow="ellipsis")
     held = ", ".join(map(str, prefix.holders))
-    rest = f" · {_count(prefix.hits, 'hit')} · held by {held} · last use #{prefix.last_used + 1}"
+    rest = f" · {_count(prefix.hits, 'hit')} · held by {held} · used #{prefix.last_used + 1} latest"
     label.append(rest, style="not bold")
     if prefix.pinned:
         label.append(" · running", style="not bold green")

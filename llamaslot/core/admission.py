@@ -20,7 +20,7 @@ from llamaslot.core.node import packed
 from llamaslot.core.request import Request, RequestEvent
 from llamaslot.core.settings import SchedulerSettings
 from llamaslot.core.slots import Slot
-from llamaslot.core.tree import Tree
+from llamaslot.core.tree import Match, Tree
 
 PATIENCE = 8
 """Later requests that may be admitted before one that could run too."""
@@ -52,12 +52,11 @@ class Admission:
         """Let a request wait, in the order of arrival."""
         self.queue.append(request)
         self.queue.sort(key=lambda r: r.arrival)
-        self._want(request)
+        self._ledger.touch(self._found(request))
 
     def renew(self) -> None:
         """Note that what waiting requests would find is still wanted."""
-        for request in self.queue:
-            self._want(request)
+        self._ledger.touch(*map(self._found, self.queue))
 
     def withdraw(self, request: Request) -> None:
         """Take a request from the queue."""
@@ -94,7 +93,7 @@ class Admission:
         slot = self._slots[request.slot_id]
         slot.release()
         self._promised.release(slot.id)
-        self._ledger.rest(slot.id)
+        self._ledger.unpin(slot.id)
 
     def note_length(self, n_generated: int) -> None:
         """A request ended after so many tokens."""
@@ -113,8 +112,8 @@ class Admission:
             and np.array_equal(other.known.view(), known)
         ]
 
-    def _want(self, request: Request) -> None:
-        self._ledger.touch(self._ledger.tree.match(request.space, request.prefix))
+    def _found(self, request: Request) -> Match:
+        return self._ledger.tree.match(request.space, request.prefix)
 
     def _ordered(self, running: Sequence[Request], free: Sequence[Slot]) -> list[Request]:
         """The queue in the order in which to try: those that cannot run now keep no place among the newest."""

@@ -93,7 +93,7 @@ class Candidates:
                 if not parent.tips:
                     heirs[id(parent)] = heir = min(holders)
                     plan.keeps[heir] = parent.end
-                if not parent.running:
+                if not parent.n_pins:
                     heapq.heappush(exposed, (parent.last_used, age, parent))
         for entry in taken:
             heapq.heappush(self._heap, entry)

@@ -30,9 +30,11 @@ class Counts:
     """Tokens that a sequence took over from another one instead of computing them."""
     n_evicted_tokens: int = 0
     """Idle tokens given up because cells or an id were needed."""
+    n_expired_tokens: int = 0
+    """Idle tokens given up because they were not used for too long."""
     n_parked: int = 0
     """Idle paths that moved from a slot to a reserved id."""
-    n_ids_short: int = 0
+    n_lost_paths: int = 0
     """Idle paths given up because no sequence id was left."""
 
 
@@ -202,9 +204,11 @@ class Ledger:
         self._copying |= {src, dst}
         self.counts.n_copied_tokens += keep
 
-    def touch(self, match: Match, hits: int = 0) -> None:
-        """Note that a prefix is wanted now."""
-        self.tree.touch(match.node, self._tick(), hits)
+    def touch(self, *matches: Match, hits: int = 0) -> None:
+        """Note that prefixes are wanted now."""
+        now = self._tick()
+        for match in matches:
+            self.tree.touch(match.node, now, hits)
 
     def grow_older(self, n_tokens: int) -> None:
         """So many prompt tokens were computed, whoever's."""
@@ -219,7 +223,7 @@ class Ledger:
         if n_known and self.shares:
             self._doubles.note(seq, start, start + n_known)
 
-    def rest(self, seq: int) -> None:
+    def unpin(self, seq: int) -> None:
         """The request in a slot has ended or is preempted; what it computed stays, idle."""
         if self.length(seq):
             self.tree.unpin(seq, self._tick())
@@ -248,7 +252,9 @@ class Ledger:
 
     def evict(self, n_cells: int) -> int:
         """Give up so many idle cells, or all there are; how many."""
-        return self._evict(self.tree.plan_eviction(n_cells))
+        n_evicted = self._carry_out(self.tree.plan_eviction(n_cells))
+        self.counts.n_evicted_tokens += n_evicted
+        return n_evicted
 
     def has_idle(self, before: int) -> bool:
         """Whether something idle was last used before a time on the clock."""
@@ -256,14 +262,15 @@ class Ledger:
 
     def expire(self, before: int) -> int:
         """Give up everything idle that was last used before a time on the clock; how many cells."""
-        return self._evict(self.tree.plan_eviction(self.n_idle, before))
+        n_expired = self._carry_out(self.tree.plan_eviction(self.n_idle, before))
+        self.counts.n_expired_tokens += n_expired
+        return n_expired
 
-    def _evict(self, plan: Eviction) -> int:
+    def _carry_out(self, plan: Eviction) -> int:
         for seq, keep in plan.keeps.items():
             self._doubles.cut(seq, keep)
             self._operations.append(Remove(seq, keep))
         self.tree.evict(plan)
-        self.counts.n_evicted_tokens += plan.n_cells
         return plan.n_cells
 
     def truncate(self, seq: int, keep: int) -> None:
@@ -334,7 +341,9 @@ class Ledger:
     def _park(self, seq: int, n_tokens: int, *, is_copying: bool = False) -> None:
         """Let an id that holds nothing hold what an idle slot holds, of which so many tokens would be lost."""
         if self.shares:
-            target = next((each for each in self._ids if not self.holds(each)), None)
+            # The one spare id of a single slot would have to be freed again at once.
+            spare = (each for each in self._ids if not self.holds(each)) if len(self._ids) > 2 else ()
+            target = next(iter(spare), None)
         else:
             may_copy = not is_copying and seq not in self._copying and self.copy_pays(n_tokens)
             target = self._stream_to_replace() if may_copy else None
@@ -369,7 +378,7 @@ class Ledger:
         idle = [seq for seq in self._ids if self.holds(seq) and not self.tree.is_pinned(seq)]
         least: int = min(idle, key=lambda seq: (self._tail(seq) >= self._min_shared, self._last_used(seq)))
         self._give_up(least)
-        self.counts.n_ids_short += 1
+        self.counts.n_lost_paths += 1
         if least in self._slots:
             moved = self._reserved[-1]
             self._park(moved, 0)

@@ -28,7 +28,7 @@ def unpacked(run: bytes | bytearray) -> Tokens:
 class Node:
     """A run of tokens that all its holders share, and what branches off behind it; a root has neither."""
 
-    __slots__ = ("children", "hits", "last_used", "parent", "run", "running", "space", "start", "tips")
+    __slots__ = ("children", "hits", "last_used", "n_pins", "parent", "run", "space", "start", "tips")
 
     def __init__(self, run: bytearray, parent: Node | None, start: int, space: str) -> None:
         self.run = run
@@ -41,7 +41,7 @@ class Node:
         """By the first token."""
         self.tips: set[int] = set()
         """Sequences whose path ends here."""
-        self.running = 0
+        self.n_pins = 0
         """Pinned sequences whose path goes through here or ends here: the reference count."""
         self.last_used = 0
         self.hits = 0
@@ -64,7 +64,7 @@ class Node:
     @property
     def is_idle_leaf(self) -> bool:
         """Whether nothing branches off behind it and no request runs on it."""
-        return self.parent is not None and not self.children and not self.running
+        return self.parent is not None and not self.children and not self.n_pins
 
     def path(self) -> Iterator[Node]:
         """This node and its ancestors, without the root."""

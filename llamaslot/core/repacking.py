@@ -27,8 +27,8 @@ from llamaslot.core.node import Node
 
 _RATIO = 1.5
 """Highest used cell, in used cells, up to which nothing is done."""
-_MOST_AT_ONCE = 2048
-"""Tokens moved in one step, so that no running stream waits long for it."""
+_MOST_AT_ONCE = 512
+"""Tokens moved in one step, so that no running stream waits long for it, and little memory is needed."""
 _PROMPT = 512
 """Tokens of the next prompt whose place is looked at."""
 _BLOCK = 64
@@ -69,7 +69,7 @@ class Repacker:
         idle, pinned_mark = [], 0
         for node in self._ledger.tree.nodes():
             own = self._cells_of(node, cells)
-            if node.running:
+            if node.n_pins:
                 pinned_mark = max(pinned_mark, int(own.max()) + 1)
             else:
                 idle.append((int(own.max()), node, own))

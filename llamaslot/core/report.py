@@ -70,12 +70,14 @@ def figures(
     settings: SchedulerSettings, ledger: Ledger, admission: Admission, traffic: Traffic, n_preempted: int
 ) -> CacheFigures:
     """The numbers of `/cache` and `/metrics`; costs nothing to speak of."""
-    n_idle = ledger.n_idle
+    n_idle, n_cells = ledger.n_idle, settings.n_ctx
     if not settings.shares:
-        # Each slot has cells of its own for what the tree has once.
-        n_idle = sum(ledger.length(seq) for seq in range(settings.n_slots) if not ledger.tree.is_pinned(seq))
+        # Each sequence has cells of its own for what the tree has once.
+        n_idle = sum(ledger.length(seq) for seq in range(settings.n_seqs) if not ledger.tree.is_pinned(seq))
+    if not settings.unified:
+        n_cells = settings.n_ctx // settings.n_slots * settings.n_seqs
     return CacheFigures(
-        cells_total=settings.n_ctx,
+        cells_total=n_cells,
         cells_used=ledger.n_used,
         cells_idle=n_idle,
         cells_pinned=ledger.n_used - n_idle,
@@ -90,8 +92,9 @@ def figures(
         n_matched=traffic.n_matched,
         n_copied=ledger.counts.n_copied_tokens,
         n_evicted=ledger.counts.n_evicted_tokens,
+        n_expired=ledger.counts.n_expired_tokens,
         n_parked=ledger.counts.n_parked,
-        n_ids_short=ledger.counts.n_ids_short,
+        n_lost_paths=ledger.counts.n_lost_paths,
         n_preempted=n_preempted,
     )
 
@@ -119,7 +122,7 @@ def state(
             n_edge=node.n_tokens,
             hits=node.hits,
             holders=tuple(sorted(ledger.tree.holders(node))),
-            pinned=node.running > 0,
+            pinned=node.n_pins > 0,
             last_used=ranks[node.last_used],
             text=_spelled(node, spell) if spell is not None else "",
         )

@@ -66,7 +66,7 @@ class Tree:
 
     def n_idle(self, match: Match) -> int:
         """Tokens of a match that no running sequence holds."""
-        return sum(min(node.end, match.n) - node.start for node in match.node.path() if not node.running)
+        return sum(min(node.end, match.n) - node.start for node in match.node.path() if not node.n_pins)
 
     def tip(self, seq: int) -> Node | None:
         """Where the path of a sequence ends; None when it holds nothing."""
@@ -157,7 +157,7 @@ class Tree:
         tip = self._tips.pop(seq)
         if seq in self._pinned:
             self._pinned.discard(seq)
-            self._count_running(tip, None, -1)
+            self._count_pins(tip, None, -1)
         tip.tips.discard(seq)
         self._tidy(tip)
 
@@ -166,13 +166,13 @@ class Tree:
         if seq in self._pinned:
             raise AssertionError(f"sequence {seq} is pinned already")
         self._pinned.add(seq)
-        self._count_running(self._tips[seq], None, +1)
+        self._count_pins(self._tips[seq], None, +1)
 
     def unpin(self, seq: int, now: int) -> None:
         """The request has ended; its path was used now."""
         self._pinned.remove(seq)
         tip = self._tips[seq]
-        self._count_running(tip, None, -1)
+        self._count_pins(tip, None, -1)
         self.touch(tip, now)
 
     def touch(self, node: Node, now: int, hits: int = 0) -> None:
@@ -209,13 +209,13 @@ class Tree:
             assert node.n_tokens > 0
             assert node.children or node.tips, "nobody holds a leaf"
             assert node.tips or len(node.children) != 1, "a chain of two"
-            running = sum(child.running for child in node.children.values())
-            assert node.running == running + len(node.tips & self._pinned), "a reference count is wrong"
+            running = sum(child.n_pins for child in node.children.values())
+            assert node.n_pins == running + len(node.tips & self._pinned), "a reference count is wrong"
             assert not node.is_idle_leaf or node in self._candidates, "a leaf cannot be evicted"
             assert node.space == parent.space
             assert all(node.last_used >= child.last_used for child in node.children.values())
             n_tokens += node.n_tokens
-            n_pinned += node.n_tokens * bool(node.running)
+            n_pinned += node.n_tokens * bool(node.n_pins)
             n_nodes += 1
         assert (n_tokens, n_pinned, n_nodes) == (self.n_tokens, self.n_pinned_tokens, self.n_nodes)
         assert self._pinned <= self._tips.keys()
@@ -251,7 +251,7 @@ class Tree:
         assert node.parent is not None
         at = (n - node.start) * WIDTH
         upper = Node(node.run[:at], node.parent, node.start, node.space)
-        upper.running, upper.last_used, upper.hits = node.running, node.last_used, node.hits
+        upper.n_pins, upper.last_used, upper.hits = node.n_pins, node.last_used, node.hits
         node.parent.children[bytes(upper.run[:WIDTH])] = upper
         del node.run[:at]
         node.start, node.parent = n, upper
@@ -262,7 +262,7 @@ class Tree:
     def _lengthen(self, node: Node, run: bytes) -> None:
         node.run += run
         self.n_tokens += len(run) // WIDTH
-        if node.running:
+        if node.n_pins:
             self.n_pinned_tokens += len(run) // WIDTH
 
     def _set_tip(self, seq: int, node: Node) -> None:
@@ -274,21 +274,21 @@ class Tree:
         tip = self._tips[seq]
         if seq in self._pinned:
             if target.end > tip.end:
-                self._count_running(target, tip, +1)
+                self._count_pins(target, tip, +1)
             else:
-                self._count_running(tip, target, -1)
+                self._count_pins(tip, target, -1)
         tip.tips.discard(seq)
         self._set_tip(seq, target)
         self._tidy(tip)
 
-    def _count_running(self, node: Node, until: Node | None, by: int) -> None:
+    def _count_pins(self, node: Node, until: Node | None, by: int) -> None:
         """Change the reference counts from a node up to, and without, one of its ancestors (None: the root)."""
         for each in node.path():
             if each is until:
                 return
-            before, each.running = each.running, each.running + by
-            if (before == 0) != (each.running == 0):
-                self.n_pinned_tokens += each.n_tokens if each.running else -each.n_tokens
+            before, each.n_pins = each.n_pins, each.n_pins + by
+            if (before == 0) != (each.n_pins == 0):
+                self.n_pinned_tokens += each.n_tokens if each.n_pins else -each.n_tokens
 
     def _tidy(self, node: Node) -> None:
         """After a tip left: take out what nobody holds, and join what nothing separates any more."""

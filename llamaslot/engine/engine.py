@@ -77,9 +77,9 @@ class Engine:
 
     Every method is called on the loop that `run` runs on; `run` ends the thread in the end. Prefill takes at most
     `gap_ms` milliseconds between two tokens of a stream. Idle prefixes keep at most `idle_cells` cells (None: all
-    that nothing else needs), and where the backend says what they cost, none that has cost more than computing it
-    again. With `debug_invariants` the ledger is compared with the backend whenever nothing runs, and a difference
-    ends the engine.
+    that nothing else needs), each until `idle_life` prompt tokens were computed since its last use (None: as long
+    as there is room). With `debug_invariants` the ledger is compared with the backend whenever nothing runs, and a
+    difference ends the engine.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Engine:
         *,
         gap_ms: float = 100.0,
         idle_cells: int | None = None,
+        idle_life: int | None = None,
         debug_invariants: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         thread: Executor | None = None,
@@ -106,7 +107,7 @@ class Engine:
                 n_seqs=backend.n_seqs,
                 may_move=info.flash_attn,
                 idle_cells=idle_cells,
-                idle_life=info.idle_cost.life if info.idle_cost is not None else None,
+                idle_life=idle_life,
                 unified=info.unified,
                 reuse=info.reuse,
                 stream_copy_ms=info.stream_copy_ms,

@@ -50,6 +50,9 @@ class Metrics:
         )
         self._copied = counter("llamaslot_prefix_cache_copied_tokens", "Tokens taken over from another sequence.")
         self._evicted = counter("llamaslot_prefix_cache_evicted_tokens", "Tokens given up because room was needed.")
+        self._expired = counter(
+            "llamaslot_prefix_cache_expired_tokens", "Tokens given up because they were not used for too long."
+        )
         self._lost = counter("llamaslot_prefix_cache_lost_paths", "Idle paths given up for want of a sequence id.")
         self._preemptions = counter("llamaslot_preemptions", "Times that a running request went back to the queue.")
         self._cells = gauge("llamaslot_cells", "Cells of the KV pool.")
@@ -117,7 +120,8 @@ class Metrics:
             (self._waits, cache.n_waits),
             (self._copied, cache.n_copied),
             (self._evicted, cache.n_evicted),
-            (self._lost, cache.n_ids_short),
+            (self._expired, cache.n_expired),
+            (self._lost, cache.n_lost_paths),
             (self._preemptions, cache.n_preempted),
         ):
             self._raise(counter, total)

@@ -49,6 +49,7 @@ async def test_an_empty_cache(start: Any) -> None:
         "prompt_tokens": {"total": 0, "matched": 0, "hit_rate": 0.0},
         "copied_tokens": 0,
         "evicted_tokens": 0,
+        "expired_tokens": 0,
         "parked_paths": 0,
         "lost_paths": 0,
         "preemptions": 0,

@@ -29,7 +29,7 @@ def test_it_says_what_runs_where_and_reuses_the_first_turn(tiny_model: Path, tmp
     with serving(tmp_path, "-m", tiny_model, "-c", "2048", "-np", "2", "--alias", "tiny", "--metrics") as server:
         start = server.log.read_text()
         for words in (
-            "2 slots, 2048 cells",
+            "2 slots, 2,048 cells",
             "8 reserved sequences",
             "on CPU",
             f"listening on {server.url}",

@@ -60,7 +60,7 @@ LLAMA: dict[str, tuple[str, object]] = {
     "-no-kvu": ("unified", False),
     "-ctk q8_0": ("cache_type_k", "q8_0"),
     "-ctv q4_1": ("cache_type_v", "q4_1"),
-    "--cache-idle-cells all": ("measure_idle_cost", False),
+    "--cache-idle-cells 0": ("measure_idle_cost", False),
     "--cache-idle-cells 9": ("measure_idle_cost", False),
 }
 
@@ -277,10 +277,8 @@ async def test_a_request_may_end_within_the_shutdown_timeout(tmp_path: Path) -> 
         assert await server.status == 0
 
 
-@pytest.mark.parametrize(("given", "kept"), [("auto", None), ("all", None), (0, 0), (99, 99)])
-async def test_what_the_engine_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int | str, kept: int | None
-) -> None:
+def kept_engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """The engines that servers make from now on."""
     engines: list[Engine] = []
 
     class Kept(Engine):
@@ -289,21 +287,42 @@ async def test_what_the_engine_is_told(
             engines.append(self)
 
     monkeypatch.setattr(server_module, "Engine", Kept)
+    return engines
+
+
+@pytest.mark.parametrize(("given", "kept"), [("auto", None), ("all", None), (0, 0), (99, 99)])
+async def test_what_the_engine_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int | str, kept: int | None
+) -> None:
+    engines = kept_engines(monkeypatch)
     async with serving(tmp_path, FakeBackend(), prefill_gap_ms=7.0, cache_idle_cells=given):
         [settings] = [engine.scheduler.settings for engine in engines]
         assert (settings.gap_ms, settings.idle_cells) == (7.0, kept)
 
 
+@pytest.mark.parametrize(
+    ("given", "life", "words"),
+    [
+        ("all", None, "They stay until their cells are needed"),
+        ("auto", 16_384, "A prefix is given up once 16,384 prompt tokens were computed since its last use"),
+    ],
+)
 async def test_what_idle_prefixes_cost_is_said_and_kept_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    *,
+    given: str,
+    life: int | None,
+    words: str,
 ) -> None:
     backend = FakeBackend()
     backend.info = msgspec.structs.replace(backend.info, idle_cost=IdleCost(n_cells=8192, ratio=1.5))
-    async with serving(tmp_path, backend):
-        pass
-    line = " ".join(capfd.readouterr().out.split())
-    assert "prefill takes 1.50x beside 8,192 idle cells, so one goes after 16,384 prompt tokens without use" in line
-    assert Engine(backend, lambda _: None).scheduler.settings.idle_life == 16_384
+    engines = kept_engines(monkeypatch)
+    async with serving(tmp_path, backend, cache_idle_cells=given):
+        assert [engine.scheduler.settings.idle_life for engine in engines] == [life]
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "prefill takes 1.50 times as long beside 8,192 idle cells. " + words in printed
 
 
 async def test_a_cache_that_is_not_what_the_pool_holds_ends_the_server(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import llama_cpp
 import numpy as np
+import pytest
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.core.backend import Copy, Move, Piece, Remove, Run, Status
+from llamaslot.core.backend import Copy, IllegalCallError, Move, Piece, Remove, Run, Status
 from tests.noise import Noise
 
 N_CTX = 512
@@ -36,4 +37,37 @@ def test_all_holders_move_and_the_old_cells_come_free(tiny_model: Path) -> None:
     rest = N_CTX - 202
     assert backend.decode([Run(3, 0, np.full(rest, 301, dtype=np.int32), False)]).status is Status.OK
     assert backend.decode([Run(1, 0, prompt[:1], False)]).status is Status.NO_ROOM
+    backend.close()
+
+
+def full(model: Path) -> LlamaBackend:
+    """A pool without a free cell: sequences 0 and 1 in turn, a token at a time at first."""
+    backend = LlamaBackend(LlamaSettings(model, n_ctx=256, n_slots=2, n_cache_seqs=0, n_ubatch=256, n_threads=1))
+    token = np.array([301], dtype=np.int32)
+    for i in range(28):
+        backend.decode([Run(0, i, token, False), Run(1, i, token, False)])
+    for seq in (0, 1):
+        backend.decode([Run(seq, 28, np.full(100, 301, dtype=np.int32), False)])
+    assert backend.decode([Run(0, 128, token, False)]).status is Status.NO_ROOM
+    return backend
+
+
+def test_a_move_needs_no_free_cells(tiny_model: Path) -> None:
+    backend = full(tiny_model)
+    backend.change(Move((Piece((0,), 0, 128), Piece((1,), 5, 100)), 2))
+    assert [backend.seq_range(seq) for seq in range(3)] == [range(128), range(128), range(0)]
+    assert backend.decode([Run(1, 128, np.array([301], dtype=np.int32), False)]).status is Status.NO_ROOM
+    backend.close()
+
+
+@pytest.mark.parametrize("call", ["llama_state_seq_set_data", "llama_state_seq_get_data"])
+def test_a_move_that_llama_cpp_cannot_make_is_told(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    backend = full(tiny_model)
+    monkeypatch.setattr(llama_cpp, call, lambda *_: 0)
+    with pytest.raises(IllegalCallError, match="could not"):
+        backend.change(Move((Piece((0,), 0, 128),), 2))
+    if call == "llama_state_seq_get_data":
+        assert [backend.seq_range(seq) for seq in range(3)] == [range(128), range(128), range(0)]
     backend.close()

@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import llama_cpp
-import msgspec
 import numpy as np
 import pytest
 
 from bench.flat import BLOCK, BlockCache
 from bench.scenarios import SCENARIOS, Bench, Cache, Scenario
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.model import IdleCost
 from llamaslot.core.node import packed
 from llamaslot.engine.worker import model_thread
 
@@ -75,12 +73,8 @@ async def test_flat_and_tree_cache_the_same_where_nothing_is_evicted(scenario: S
 
 
 async def test_flat_and_tree_give_up_alike_what_was_not_used_for_long(bench: Bench) -> None:
-    plain, groups = bench.backend.info, BY_NAME["multi_prefix_groups"]
-    bench.backend.info = msgspec.structs.replace(plain, idle_cost=IdleCost(n_cells=320, ratio=2.0))
-    try:
-        flat, tree = [await bench.measure(groups, cache, length=4) for cache in (Cache.FLAT, Cache.TREE)]
-    finally:
-        bench.backend.info = plain
+    groups, aging = BY_NAME["multi_prefix_groups"], Bench(bench.backend, bench._thread, idle_life=320)
+    flat, tree = [await aging.measure(groups, cache, length=4) for cache in (Cache.FLAT, Cache.TREE)]
     assert flat.n_evicted > 0
     assert tree.n_evicted > 0
     assert flat.n_cached == tree.n_cached > 0

@@ -69,14 +69,17 @@ def test_the_state_and_the_tree(server: Server) -> None:
     assert lines[3].startswith("hits       1 of 2 requests (50.0%), ")
     matched, total = told["prompt_tokens"]["matched"], told["prompt_tokens"]["total"]
     assert lines[4] == f"reused     {matched} of {total} prompt tokens ({matched / total:.1%})"
-    assert lines[6] == f"prefixes   {told['nodes']} of {told['nodes']}, most hits first"
+    assert (
+        lines[6] == "given up   0 tokens evicted, 0 expired; 0 paths lost for want of a sequence id; 0 preemptions"
+    )
+    assert lines[7] == f"prefixes   {told['nodes']} of {told['nodes']}, most hits first"
     head, *tails = told["prefixes"]
     held = ", ".join(map(str, head["holders"]))
-    assert lines[7].startswith(
-        f"└── +{head['edge_tokens']} = {head['tokens']} tokens · 1 hit · held by {held} · last use #"
+    assert lines[8].startswith(
+        f"└── +{head['edge_tokens']} = {head['tokens']} tokens · 1 hit · held by {held} · used #"
     )
-    assert [line[:8] for line in lines[8:]] == ["    ├── ", "    └── "]
-    for line, prefix in zip(lines[8:], tails, strict=True):
+    assert [line[:8] for line in lines[9:]] == ["    ├── ", "    └── "]
+    for line, prefix in zip(lines[9:], tails, strict=True):
         assert f"+{prefix['edge_tokens']} = {prefix['tokens']} tokens" in line
     assert not any("head of all" in line for line in lines)
 
@@ -85,8 +88,8 @@ def test_top_and_clear(server: Server) -> None:
     fill(server)
     status, lines, _ = cache(server.url, "--top", "1")
     assert status == 0
-    assert re.fullmatch(r"prefixes   1 of \d+, most hits first", lines[6])
-    assert len(lines) == 8
+    assert re.fullmatch(r"prefixes   1 of \d+, most hits first", lines[7])
+    assert len(lines) == 9
     idle = server.get("/cache")["cells"]["idle"]
     assert idle > 0
     status, lines, _ = cache(server.url, "--clear")
@@ -196,6 +199,6 @@ def test_several_namespaces_stand_apart_and_no_text_steers_the_terminal() -> Non
     first, second = tree.children
     assert (str(first.label), str(second.label)) == ("namespace 0", "namespace 1")
     [above], [below] = first.children, first.children[0].children
-    assert str(above.label) == "+3 = 9 tokens · 1 hit · held by 0 · last use #1 · running"
+    assert str(above.label) == "+3 = 9 tokens · 1 hit · held by 0 · used #1 latest · running"
     assert str(below.label).endswith(r" '\x1b[2Jbad [red]\u202e'")
     assert str(second.children[0].children[0].label).endswith(f" '{'y' * 59}…'")

@@ -479,7 +479,7 @@ class CacheMachine(RuleBasedStateMachine):
             holders = set(ledger.tree.holders(node))
             last = backend.held[min(holders)].prefixes[node.end - 1]
             assert holders == {seq for seq, prefixes in held_by.items() if last in prefixes}
-            assert node.running == sum(last in held_by.get(seq, ()) for seq in running), "a reference count"
+            assert node.n_pins == sum(last in held_by.get(seq, ()) for seq in running), "a reference count"
 
     def check_running(self, before: Before, plan: StepPlan) -> None:
         """Nothing was taken from those who ran already, and each used cell holds another prefix."""
@@ -617,7 +617,7 @@ class CacheMachine(RuleBasedStateMachine):
         spaces = {asked.space for asked in self.living}
         lost = before.prefixes_in(spaces) - self.backend.prefixes()
         if self.shape.idle_life is not None:
-            oldest = before.clock + len(self.living) - self.shape.idle_life
+            oldest = before.clock - self.shape.idle_life
             waiting = [asked for asked in self.living if asked.slot < 0]
             wanted = {each for asked in waiting for each in self.backend.named(asked.space, asked.known)[:-1]}
             expired = {each for each in lost - wanted if self.uses.get(each, 0) < oldest}

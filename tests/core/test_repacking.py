@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from llamaslot.core.backend import Move
+from llamaslot.core.ledger import Ledger
 from llamaslot.core.repacking import Repacker
 from llamaslot.core.request import RequestState
 from llamaslot.core.step import StepPlan
@@ -73,15 +75,21 @@ def fill_with_holes(packed: Driver, n_tokens: int) -> None:
     packed.scheduler.ledger.clear(lost.slot_id)
 
 
+def n_blocks(ledger: Ledger) -> int:
+    """Blocks over which the next prompt would be scattered."""
+    assert ledger.cells is not None
+    return len(np.unique(ledger.cells.next_free(512) // 64))
+
+
 def test_holes_are_gathered_once_nothing_runs() -> None:
     packed = driver(n_slots=3, n_ctx=4096)
     fill_with_holes(packed, 400)
     assert packed.scheduler.ledger.high_water == packed.backend.high_water == 1200
-    while packed.step().operations:
-        pass
     ledger = packed.scheduler.ledger
-    assert ledger.high_water == packed.backend.high_water == ledger.n_used == 800
-    assert 700 < sum(map(n_moved, packed.plans)) < 800
+    assert n_moved(packed.step()) == 512
+    assert n_blocks(ledger) <= 12
+    assert not packed.step().operations, "what is left is not in the next prompt's way"
+    assert ledger.n_used == 800
     assert [len(packed.backend.seen(seq)) for seq in range(2)] == [400, 400]
 
 
@@ -123,6 +131,16 @@ def test_little_is_not_moved_for() -> None:
     lose_the_oldest(packed)
     packed.step()
     packed.step()
+    assert not moves(packed)
+
+
+def test_nothing_moves_where_that_is_slow() -> None:
+    packed = driver(n_slots=3, n_ctx=4096, may_move=False)
+    fill_with_holes(packed, 400)
+    fill(packed)
+    lose_the_oldest(packed)
+    for _ in range(3):
+        packed.step()
     assert not moves(packed)
 
 
@@ -169,6 +187,6 @@ def test_much_is_moved_bit_by_bit() -> None:
     sizes = []
     while (plan := packed.step()).operations:
         sizes.append(n_moved(plan))
-    assert sum(sizes) >= 3000
-    assert max(sizes) <= 2048
-    assert packed.backend.high_water <= 3840
+    assert sum(sizes) >= 2500
+    assert max(sizes) <= 512
+    assert packed.backend.high_water <= 1.5 * packed.backend.cells_used

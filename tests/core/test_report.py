@@ -9,7 +9,7 @@ from llamaslot.base.messages import CacheFigures, CacheState, Sampling, Submit
 from llamaslot.core import report
 from llamaslot.core.ledger import Ledger
 from llamaslot.core.request import Request
-from tests.core.test_scheduler import Driver, as_tokens
+from tests.core.test_scheduler import PROMPT_TOKEN_SECONDS, Driver, as_tokens
 
 PROMPTS = st.lists(st.text("ab", min_size=1, max_size=12), min_size=1, max_size=25)
 
@@ -171,7 +171,7 @@ def test_clearing_gives_up_what_is_idle_and_nothing_that_runs() -> None:
     assert driver.run("something else").n_cached == 0
 
 
-def test_in_a_pool_in_parts_every_slot_counts_its_own_cells() -> None:
+def test_in_a_partitioned_pool_every_slot_counts_its_own_cells() -> None:
     driver = Driver(n_slots=4, n_ctx=256, n_ubatch=64, unified=False)
     for slot in (0, 1):
         driver.run("the same", id_slot=slot)
@@ -185,11 +185,24 @@ def test_in_a_pool_in_parts_every_slot_counts_its_own_cells() -> None:
     assert cells.seqs_used == 3
 
 
+def test_in_a_partitioned_pool_reserved_sequences_count_too() -> None:
+    cost = 1e3 * 16 * PROMPT_TOKEN_SECONDS
+    driver = Driver(n_slots=1, n_reserved=2, n_ctx=256, n_ubatch=64, unified=False, stream_copy_ms=cost)
+    for letter in "abc":
+        driver.run(letter * 100)
+    driver.step()
+    cells = told(driver).figures
+    assert cells.seqs_used > 1
+    assert cells.cells_total == 3 * 256
+    assert cells.cells_used == cells.cells_idle == driver.backend.cells_used
+    assert cells.cells_pinned == 0
+
+
 def test_clearing_frees_an_idle_slot_whose_path_a_running_one_has_too() -> None:
     ledger = Ledger(n_slots=2, n_seqs=2, n_cells=64, shares=False, min_shared=64)
     for seq in (0, 1):
         ledger.claim([seq], "", b"")
         ledger.append(seq, as_tokens("the same"))
-    ledger.rest(0)
+    ledger.unpin(0)
     assert ledger.clear_idle() == 0
     assert (ledger.length(0), ledger.length(1)) == (0, 8)

@@ -48,6 +48,7 @@ class Driver:
         idle_life: int | None = None,
         min_shared: int = 64,
         repack_gain: int = 1024,
+        may_move: bool = True,
         **shape: float,
     ) -> None:
         self.backend = TimedBackend(**shape)
@@ -63,6 +64,7 @@ class Driver:
                 idle_life=idle_life,
                 min_shared=min_shared,
                 repack_gain=repack_gain,
+                may_move=may_move,
                 stream_copy_ms=info.stream_copy_ms,
                 unified=info.unified,
                 reuse=info.reuse,

@@ -186,6 +186,16 @@ def test_what_was_used_since_a_given_time_is_spared() -> None:
     assert tree.plan_eviction(2, before=4).keeps == {0: 0, 1: 2}
 
 
+def test_a_head_that_was_used_later_than_what_branches_off_it_is_spared() -> None:
+    tree = Tree()
+    for seq, word in enumerate((b"aab", b"aa")):
+        tree.hold(seq, tree.match("", b""))
+        tree.extend(seq, run_of(tuple(word)))
+        tree.touch(tree.match("", run_of(tuple(word))).node, now=1 + 4 * seq)
+    assert tree.plan_eviction(9, before=5).keeps == {0: 0}
+    assert tree.plan_eviction(9, before=6).keeps == {0: 0, 1: 0}
+
+
 def test_the_last_to_hold_a_path_goes_on_holding_it() -> None:
     tree = Tree()
     for seq, tail in enumerate(((5, 5), (6, 6))):

@@ -20,7 +20,7 @@ from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.backend.llama import backend as llama_backend
 from llamaslot.base.messages import Finished
 from llamaslot.core.backend import Copy, Operation
-from llamaslot.core.node import WIDTH
+from llamaslot.core.node import WIDTH, Node
 from llamaslot.core.tree import Match, Tree
 from llamaslot.text.template import ChatTemplate
 from tests.conftest import LONG
@@ -70,7 +70,7 @@ async def warm_texts(talks: list[list[str]], n_ctx: int) -> tuple[dict[tuple[int
     """The texts of all turns when conversations run side by side, and the tokens that were reused."""
     texts: dict[tuple[int, int], str] = {}
     n_cached = 0
-    async with running(open_backend(n_ctx)) as engine:
+    async with running(open_backend(n_ctx), debug_invariants=True) as engine:
         turn_taking = asyncio.Semaphore(N_TOGETHER)
 
         async def talk(i: int, turns: list[str]) -> None:
@@ -83,6 +83,7 @@ async def warm_texts(talks: list[list[str]], n_ctx: int) -> tuple[dict[tuple[int
         async with asyncio.TaskGroup() as group:
             for i, turns in enumerate(talks):
                 group.create_task(talk(i, turns))
+    assert_sound(engine)
     return texts, n_cached
 
 
@@ -100,13 +101,20 @@ async def cold_texts(talks: list[list[str]]) -> dict[tuple[int, int], str]:
 async def alternating_texts(talks: list[list[str]], n_slots: int) -> dict[tuple[int, int], str]:
     """The texts when twins take turns: in one slot each cuts away what the other left, in two each has its own."""
     texts = {}
-    async with running(open_backend(n_slots=n_slots)) as engine:
+    async with running(open_backend(n_slots=n_slots), debug_invariants=True) as engine:
         for first in range(0, len(talks) - 1, 2):
             for t in range(max(map(len, talks[first : first + 2]))):
                 for i in (first, first + 1):
                     if t < len(talks[i]):
                         texts[i, t], _ = await generate(engine, f"{i}-{t}", talks[i][t])
+    assert_sound(engine)
     return texts
+
+
+def assert_sound(engine: Harness) -> None:
+    """The ledger was what the pool holds whenever nothing ran."""
+    assert engine.stopped is not None
+    assert not engine.stopped.reason
 
 
 def compare(talks: list[list[str]], cold: dict[tuple[int, int], str], n_ctx: int = 8192) -> int:
@@ -213,6 +221,20 @@ def shift_positions_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_backend, "np", fake_numpy)
 
 
+def drop_the_pins_in_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that a request runs on may be given up once another one branches off it."""
+    split = Tree._end_at
+
+    def forgetful(tree: Tree, node: Node, n: int) -> Node:
+        upper = split(tree, node, n)
+        if upper is not node:
+            tree.n_pinned_tokens -= upper.n_tokens if upper.n_pins else 0
+            upper.n_pins = 0
+        return upper
+
+    monkeypatch.setattr(Tree, "_end_at", forgetful)
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -221,6 +243,7 @@ def shift_positions_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         copy_from_the_wrong_sequence,
         lose_a_holder,
         shift_positions_by_one,
+        drop_the_pins_in_a_split,
     ],
 )
 def test_the_comparison_notices_planted_bugs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from llamaslot.backend.fake import FakeBackend, FakeVocab
@@ -28,6 +29,7 @@ from llamaslot.base.messages import (
 )
 from llamaslot.core.backend import Decoded, Run, Status
 from llamaslot.core.tree import Tree
+from llamaslot.engine.engine import Engine
 from tests.engine.harness import GREEDY, Harness, alone, running
 
 
@@ -388,3 +390,10 @@ async def test_when_the_ledger_breaks_every_request_still_ends(monkeypatch: pyte
         ends = [running_on, *(engine.submit(str(i), "y") for i in range(3))]
         assert {failed(end).error_type for end in await asyncio.gather(*ends)} == {"server_error"}
         assert all(sampler.closed for sampler in engine.backend.samplers)
+
+
+def test_without_flash_attention_nothing_is_moved() -> None:
+    backend = FakeBackend()
+    assert Engine(backend, lambda _: None).scheduler.settings.may_move
+    backend.info = msgspec.structs.replace(backend.info, flash_attn=False)
+    assert not Engine(backend, lambda _: None).scheduler.settings.may_move

@@ -72,7 +72,11 @@ class LlamaBackend:
         """Arrays over the logits by address: llama.cpp keeps to a few, so they need not be made every step."""
         self._warm_up()
         if settings.measure_idle_cost:
-            self.info = msgspec.structs.replace(self.info, idle_cost=idle.measure(self, self._context))
+            try:
+                self.info = msgspec.structs.replace(self.info, idle_cost=idle.measure(self, self._context))
+            except ConfigError:
+                self.close()
+                raise
 
     def change(self, operation: Operation) -> None:
         """See `Backend.change`."""

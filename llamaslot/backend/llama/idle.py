@@ -9,14 +9,16 @@ and is cleared at the end, like all else.
 from __future__ import annotations
 
 import ctypes
+import statistics
 from time import perf_counter
 from typing import Any
 
 import llama_cpp
 import numpy as np
 
+from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import IdleCost
-from llamaslot.core.backend import Backend, Remove, Run
+from llamaslot.core.backend import Backend, Remove, Run, Status
 
 MOST = 8192
 """Idle cells to measure beside."""
@@ -26,30 +28,36 @@ LEAST = 2048
 _SAVED = 64
 """Tokens of the sequence that is loaded again and again."""
 _PROBE = 16
-"""Tokens computed first to see how many more will take `_SECONDS`."""
-_SECONDS = 0.25
-_REPEATS = 4
+"""Tokens computed first to see how many will take `_SECONDS`: the least that says something."""
+_SECONDS = 0.2
+_PAIRS = 5
 
 
 def measure(backend: Backend, context: Any) -> IdleCost | None:
-    """The cost on a backend with this context, empty before and after; None where it cannot be told or is small."""
+    """The cost on a backend with this context, empty before and after; takes about two seconds.
+
+    None where cells are not shared, the pool has less than `LEAST` to spare, or the model is too slow to measure.
+    Without flash attention it takes too long as well, and nobody who cares for speed goes without.
+    """
     info = backend.info
     n_idle = min(info.n_ctx - info.n_ubatch, MOST) // _SAVED * _SAVED
-    if not (info.unified and info.reuse) or backend.n_seqs < 2 or info.n_ubatch < _SAVED or n_idle < LEAST:
+    is_shared = info.unified and info.reuse and backend.n_seqs > 1
+    if not (is_shared and info.flash_attn) or info.n_ubatch < _SAVED or n_idle < LEAST:
         return None
-    n_tokens = round(_PROBE * _SECONDS / _prefill(backend, context, _PROBE))
-    n_tokens = min(max(n_tokens, _PROBE), info.n_ubatch)
-    alone = min(_prefill(backend, context, n_tokens) for _ in range(_REPEATS))
-    memory = llama_cpp.llama_get_memory(context)
-    saved = _saved(backend, context)
-    n_loaded = 0
-    while n_loaded < n_idle and llama_cpp.llama_state_seq_set_data(context, saved, len(saved), 0):
-        llama_cpp.llama_memory_seq_cp(memory, 0, 1, -1, -1)
-        n_loaded += _SAVED
-    backend.change(Remove(0, 0))
-    beside = min(_prefill(backend, context, n_tokens) for _ in range(_REPEATS)) if n_loaded == n_idle else None
-    llama_cpp.llama_memory_seq_rm(memory, 1, -1, -1)
-    return IdleCost(n_idle, max(beside / alone, 1.0)) if beside is not None else None
+    _prefill(backend, context, _PROBE)
+    n_tokens = min(round(_PROBE * _SECONDS / _prefill(backend, context, _PROBE)), info.n_ubatch)
+    if n_tokens < _PROBE:
+        return None
+    ratios = []
+    for _ in range(_PAIRS):
+        alone = _prefill(backend, context, n_tokens)
+        is_full = _fill(backend, context, n_idle)
+        beside = _prefill(backend, context, n_tokens)
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 1, -1, -1)
+        if not is_full:
+            return None
+        ratios.append(beside / alone)
+    return IdleCost(n_idle, max(statistics.median(ratios), 1.0))
 
 
 def _prefill(backend: Backend, context: Any, n_tokens: int) -> float:
@@ -62,14 +70,23 @@ def _prefill(backend: Backend, context: Any, n_tokens: int) -> float:
     return seconds
 
 
-def _saved(backend: Backend, context: Any) -> Any:
-    """The state of `_SAVED` tokens, which sequence 0 still holds."""
+def _fill(backend: Backend, context: Any, n_cells: int) -> bool:
+    """Let sequence 1 hold so many cells that nobody computed; whether it does."""
+    memory = llama_cpp.llama_get_memory(context)
     _compute(backend, _SAVED)
     state = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(context, 0))()
     llama_cpp.llama_state_seq_get_data(context, state, len(state), 0)
-    return state
+    n_loaded = 0
+    while n_loaded < n_cells and llama_cpp.llama_state_seq_set_data(context, state, len(state), 0):
+        llama_cpp.llama_memory_seq_cp(memory, 0, 1, -1, -1)
+        n_loaded += _SAVED
+    backend.change(Remove(0, 0))
+    return n_loaded == n_cells
 
 
 def _compute(backend: Backend, n_tokens: int) -> None:
     tokens = np.arange(n_tokens, dtype=np.int32) % backend.info.n_vocab
-    backend.decode([Run(seq=0, start=0, tokens=tokens, output=True)])
+    status = backend.decode([Run(seq=0, start=0, tokens=tokens, output=True)]).status
+    if status is not Status.OK:
+        reason = f"the model cannot compute {n_tokens} tokens at once ({status.name})"
+        raise ConfigError(reason, param="--ubatch-size")

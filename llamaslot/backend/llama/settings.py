@@ -50,7 +50,7 @@ class LlamaSettings:
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     measure_idle_cost: bool = False
-    """Whether to take the second or two that `ModelInfo.idle_cost` needs."""
+    """Whether to take the two seconds that `ModelInfo.idle_cost` needs."""
 
 
 def sequences(settings: LlamaSettings, *, reusable: bool) -> tuple[int, int]:
