@@ -132,6 +132,7 @@ def run(
 ) -> None:
     """Measure, print a table for each workload and the ratios; write `peers.json`, `peers.md` and the plots."""
     facts = machine()
+    notes.print(f"all run the same libraries: {facts['llama_system_info']}")
     workloads = [each for each in WORKLOADS if not only or each.name in only]
     contenders = [each for each in CONTENDERS if not against or each.name in against]
     bench = _Bench(Tokens(model), Load(model, N_SLOTS, threads, 0, tuple(more_flags)), scale, folder)

@@ -17,6 +17,7 @@ import tarfile
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cache
 from importlib.metadata import distribution, version
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def batched_bench() -> Path:
     return _built("llama-batched-bench", ("tools/batched-bench/*.cpp",), libraries=("llama-common",))
 
 
+@cache
 def llama_server() -> Path:
     """`llama-server` without its web UI, built unless the cache has it for exactly these libraries."""
     return _built(
