@@ -13,7 +13,7 @@ SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTH
 .PHONY: help serve setup test test-slow check bench bench-peers eval-demo clean setup-dev setup-bench
 
 help: ## list the targets (the default)
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 serve: setup ## serve a model over HTTP; without ARGS, the embedded one
 	$(BIN)/llamaslot serve $(ARGS)
