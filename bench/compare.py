@@ -12,7 +12,7 @@ import random
 import secrets
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -184,9 +184,7 @@ class _Bench:
         return runs
 
     async def _play(self, workload: Workload, contender: Contender, repeat: int, words: random.Random) -> Run:
-        load = self._load
-        n_ctx = workload.n_ctx(load.n_slots, self._scale)
-        command = contender.command(Load(load.model, load.n_slots, load.n_threads, n_ctx, load.more))
+        command = contender.command(replace(self._load, n_ctx=workload.n_ctx(N_SLOTS, self._scale)))
         async with serving(command, log=self._folder / "peers-server.log") as client:
             play = Play(client, self._tokens, words, self._scale)
             await play.ask({"role": "user", "content": play.text(8)}, n_reply=4, measured=False)

@@ -220,6 +220,15 @@ def test_a_short_tail_is_given_up_for_its_id_before_a_long_one() -> None:
     assert not shared.holders("short")
 
 
+def test_a_single_slot_with_a_single_spare_id_parks_nothing_in_vain() -> None:
+    shared = driver(n_slots=1, n_reserved=0, n_ubatch=64)
+    for letter in "abc":
+        shared.run(letter * 30)
+    counts = shared.scheduler.ledger.counts
+    assert (counts.n_parked, counts.n_lost_paths, counts.n_evicted_tokens) == (0, 0, 60)
+    assert shared.holders("c" * 30) == [0]
+
+
 def test_a_bound_request_does_not_cost_what_its_slot_holds_while_another_is_empty() -> None:
     shared = driver(n_slots=2, n_reserved=0, n_ubatch=64)
     shared.run("a" * 30, id_slot=0)
