@@ -22,6 +22,7 @@ from rich.table import Table
 from bench.client import Answer, BenchmarkError, Client, Message
 from bench.report import Summary, console, machine, notes, write_json
 from bench.server import llamaslot, serving
+from bench.tokens import Tokens
 
 TURNS, USER_TOKENS, ANSWER_TOKENS = 4, 40, 60
 SYSTEM_TOKENS = {"with a system prompt of 1,000 tokens": 1000, "without a system prompt": 0}
@@ -50,7 +51,7 @@ def run(*, model: Path, title: str, repeats: int, folder: Path, server_flags: Se
     """Measure, print a table for each conversation, write `chat.json`, `chat.png` and the server's log."""
     facts = machine()
     flags = ["-c", str(CONTEXT), "-np", "1", *server_flags]
-    turns = asyncio.run(_measure(llamaslot(model, *flags), repeats, folder / "chat-server.log"))
+    turns = asyncio.run(_measure(llamaslot(model, *flags), Tokens(model), repeats, folder / "chat-server.log"))
     for conversation in SYSTEM_TOKENS:
         console.print(table(conversation, turns))
     settings = {"model": title, "flags": " ".join(flags), "turns": TURNS, "repeats": repeats}
@@ -60,34 +61,41 @@ def run(*, model: Path, title: str, repeats: int, folder: Path, server_flags: Se
     _plot(turns, folder / "chat.png", f"Four-turn chat, {title}\n{facts['processor']}")
 
 
-async def _measure(command: Sequence[str], repeats: int, log: Path) -> list[Turn]:
+async def _measure(command: Sequence[str], tokens: Tokens, repeats: int, log: Path) -> list[Turn]:
     turns: list[Turn] = []
     run_id = secrets.token_hex(8)
     with Progress(console=notes) as progress:
         async with serving(command, log=log) as client:
-            await _converse(client, random.Random(f"{run_id} warm-up"), "", 100, cached=True, repeat=0)
+            await _converse(client, tokens, random.Random(f"{run_id} warm-up"), "", 100, cached=True, repeat=0)
             task = progress.add_task("chatting", total=repeats * len(SYSTEM_TOKENS) * 2)
             for repeat in range(1, repeats + 1):
                 for conversation, system_tokens in SYSTEM_TOKENS.items():
                     for cached in (True, False):
                         words = random.Random(f"{run_id} {repeat} {conversation} {cached}")
                         turns += await _converse(
-                            client, words, conversation, system_tokens, cached=cached, repeat=repeat
+                            client, tokens, words, conversation, system_tokens, cached=cached, repeat=repeat
                         )
                         progress.advance(task)
     return turns
 
 
 async def _converse(
-    client: Client, words: random.Random, conversation: str, system_tokens: int, *, cached: bool, repeat: int
+    client: Client,
+    tokens: Tokens,
+    words: random.Random,
+    conversation: str,
+    system_tokens: int,
+    *,
+    cached: bool,
+    repeat: int,
 ) -> list[Turn]:
     messages: list[Message] = []
     if system_tokens:
-        messages.append({"role": "system", "content": await client.draw_text(words, system_tokens)})
+        messages.append({"role": "system", "content": tokens.draw(words, system_tokens)})
     turns: list[Turn] = []
     known_tokens = 0
     for number in range(1, TURNS + 1):
-        messages.append({"role": "user", "content": await client.draw_text(words, USER_TOKENS)})
+        messages.append({"role": "user", "content": tokens.draw(words, USER_TOKENS)})
         answer = await client.chat(
             messages, cache_prompt=cached, temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True
         )

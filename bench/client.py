@@ -7,8 +7,6 @@ client does not slow a server on the same machine. It knows no server's particul
 from __future__ import annotations
 
 import json
-import random
-import string
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -80,21 +78,6 @@ class Client:
                 return response.status == 200
         except aiohttp.ClientConnectionError:
             return False
-
-    async def count_tokens(self, text: str) -> int:
-        """Tokens that `text` has in the middle of a prompt."""
-        async with self._session.post("/tokenize", json={"content": text, "add_special": False}) as response:
-            await _check(response)
-            return len((await response.json())["tokens"])
-
-    async def draw_text(self, words: random.Random, n_tokens: int) -> str:
-        """Random words that make `n_tokens` tokens, the last ones " a" where the words do not come out even."""
-        drawn = ["".join(words.choices(string.ascii_lowercase, k=3)) for _ in range(n_tokens)]
-        while (n := await self.count_tokens(text := "".join(f" {word}" for word in drawn))) > n_tokens:
-            if len(drawn) == 1:
-                raise BenchmarkError(f"the model needs {n} tokens for one word, {n_tokens} were asked for")
-            drawn = drawn[: max(1, min(len(drawn) - 1, len(drawn) * n_tokens // n))]
-        return text + " a" * (n_tokens - n)
 
     async def chat(self, messages: Sequence[Message], **parameters: Any) -> Answer:
         """Stream one chat completion; raises `BenchmarkError` when the server refuses or breaks off."""

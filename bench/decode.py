@@ -25,6 +25,7 @@ from bench import peers
 from bench.client import BenchmarkError, Client
 from bench.report import Summary, console, decode_rate, machine, notes, write_json
 from bench.server import llamaslot, serving
+from bench.tokens import Tokens
 
 STREAMS = (1, 8)
 PROMPT_TOKENS = 16
@@ -84,7 +85,7 @@ def run(
     engine += ["--prompt-tokens", str(PROMPT_TOKENS), "--streams"]
     commands = Commands(peer, engine, llamaslot(model, *flags))
     log = folder / "decode-server.log"
-    measured = asyncio.run(_measure(commands, pairs, tokens, log))
+    measured = asyncio.run(_measure(commands, Tokens(model), pairs, tokens, log))
     console.print(table(measured))
     settings = {"model": title, "flags": " ".join(common), "pairs": pairs, "tokens": tokens}
     write_json(
@@ -102,17 +103,17 @@ def run(
     )
 
 
-async def _measure(commands: Commands, pairs: int, tokens: int, log: Path) -> list[Comparison]:
+async def _measure(commands: Commands, text: Tokens, pairs: int, tokens: int, log: Path) -> list[Comparison]:
     words = random.Random(secrets.token_hex(8))
     measured: list[Comparison] = []
     with Progress(console=notes) as progress:
         async with serving(commands.server, log=log) as client:
             task = progress.add_task("decoding", total=pairs * len(STREAMS))
-            await _streams_rate(client, words, max(STREAMS), tokens)
+            await _streams_rate(client, text, words, max(STREAMS), tokens)
             for _ in range(pairs):
                 for streams in STREAMS:
                     peer = await asyncio.to_thread(_peer_rate, [*commands.peer, "-npl", str(streams)])
-                    http = await _streams_rate(client, words, streams, tokens)
+                    http = await _streams_rate(client, text, words, streams, tokens)
                     engine = await asyncio.to_thread(engine_rate, [*commands.engine, str(streams)])
                     measured.append(Comparison(streams=streams, batched_bench=peer, engine=engine, http=http))
                     progress.advance(task)
@@ -135,8 +136,8 @@ def engine_rate(command: Sequence[str]) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
-async def _streams_rate(client: Client, words: random.Random, streams: int, tokens: int) -> float:
-    prompts = [await client.draw_text(words, PROMPT_TOKENS) for _ in range(streams)]
+async def _streams_rate(client: Client, text: Tokens, words: random.Random, streams: int, tokens: int) -> float:
+    prompts = [text.draw(words, PROMPT_TOKENS) for _ in range(streams)]
     answers = await asyncio.gather(
         *(
             client.chat([{"role": "user", "content": prompt}], temperature=0, max_tokens=tokens, ignore_eos=True)
