@@ -30,8 +30,14 @@ def test_with_the_cache_later_turns_compute_only_what_is_new(tmp_path: Path) -> 
     assert (tmp_path / "chat.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_server_that_cannot_start_is_reported_with_its_own_words(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_is_reported_with_its_own_words(tiny_model: Path, tmp_path: Path) -> None:
+    flags = ["-fa", "off", "-ctv", "q8_0"]
+    with pytest.raises(BenchmarkError, match=r"(?s)status 2 .*--cache-type-v needs flash attention"):
+        chat.run(model=tiny_model, title="wrong", repeats=1, folder=tmp_path, server_flags=flags)
+
+
+def test_a_file_that_is_no_model_is_reported(tmp_path: Path) -> None:
     model = tmp_path / "broken.gguf"
     model.write_bytes(b"GGUF and nothing else")
-    with pytest.raises(BenchmarkError, match=r"(?s)status 2 .*broken\.gguf"):
+    with pytest.raises(BenchmarkError, match=r"broken\.gguf: llama.cpp cannot read its vocabulary"):
         chat.run(model=model, title="broken", repeats=1, folder=tmp_path, server_flags=[])
