@@ -25,8 +25,8 @@ from hashlib import blake2b
 from typing import Any
 
 from llamaslot.core.backend import Tokens
-from llamaslot.core.ledger import Ledger
 from llamaslot.core.node import WIDTH, packed
+from llamaslot.core.shared import SharedLedger
 
 BLOCK = 4
 """Tokens of a block."""
@@ -45,7 +45,6 @@ class Block:
     """Tokens in front of this block."""
     n_users: int = 0
     """Running requests that go through it."""
-    last_used: int = 0
 
     def path(self) -> bytes:
         """All tokens up to the end of this block."""
@@ -98,18 +97,12 @@ class BlockCache:
         self.use(block)
         return block
 
-    def let_go(self, blocks: Sequence[Block], now: int) -> None:
+    def let_go(self, blocks: Sequence[Block]) -> None:
         """A request that went through these blocks has ended."""
         for block in reversed(blocks):
             block.n_users -= 1
-            block.last_used = now
             if block.n_users == 0:
                 self._unused[block.key] = block
-
-    def n_unused(self, before: int) -> int:
-        """Blocks last used before a time on the clock."""
-        unused = self._unused.values()
-        return next((i for i, block in enumerate(unused) if block.last_used >= before), len(unused))
 
     def evict(self, n: int) -> list[Block]:
         """Give up so many unused blocks, or all there are."""
@@ -129,7 +122,7 @@ class _Running:
     rest: bytes = field(default=b"")
 
 
-class FlatLedger(Ledger):
+class FlatLedger(SharedLedger):
     """A ledger in which only whole blocks are reused and given up, as a `BlockCache` says.
 
     What it inherits keeps account of which sequence holds which cells, and decides nothing about reuse. It needs
@@ -167,7 +160,7 @@ class FlatLedger(Ledger):
         super().unpin(seq)
         running = self._running.pop(seq)
         self.truncate(seq, len(running.blocks) * BLOCK)
-        self.blocks.let_go(running.blocks, self.clock)
+        self.blocks.let_go(running.blocks)
 
     def spoil(self, seq: int) -> None:
         """A decode failed; there is nothing to compare then."""
@@ -180,19 +173,11 @@ class FlatLedger(Ledger):
             gone = self.blocks.evict(-(-(n_cells - n_freed) // BLOCK))
             if not gone:
                 break
-            self._cut(gone)
+            self._cut_blocks(gone)
             self.counts.n_evicted_tokens += len(gone) * BLOCK
         return n_freed
 
-    def has_idle(self, before: int) -> bool:
-        """Whether an unused block was last used before a time on the clock."""
-        return self.blocks.n_unused(before) > 0
-
-    def expire(self, before: int) -> int:
-        """Give up every unused block that was last used before a time on the clock; the cells that this frees."""
-        return self.evict(self.blocks.n_unused(before) * BLOCK)
-
-    def _cut(self, gone: Sequence[Block]) -> None:
+    def _cut_blocks(self, gone: Sequence[Block]) -> None:
         """Let every sequence drop these blocks; what lies behind one of them is among them."""
         keys = {block.key for block in gone}
         for block in gone:

@@ -30,7 +30,8 @@ from bench.client import BenchmarkError
 from bench.flat import BLOCK, FlatLedger
 from bench.report import Summary, console, machine, notes, write_json
 from llamaslot.app.config import Parser, add_flags, read_config
-from llamaslot.app.server import idle_cells, idle_life, idle_line, llama_settings
+from llamaslot.app.server import llama_settings
+from llamaslot.app.tiers import choose
 from llamaslot.backend.llama import LlamaBackend
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.messages import (
@@ -47,6 +48,7 @@ from llamaslot.base.messages import (
 from llamaslot.core import scheduler
 from llamaslot.core.backend import Backend, Remove
 from llamaslot.core.ledger import Ledger
+from llamaslot.core.shared import SharedLedger
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import model_thread
 
@@ -153,16 +155,13 @@ class Outcome:
 class Bench:
     """A backend, and the thread that all engines compute on; each run leaves the pool as empty as it found it.
 
-    `idle_cells` is the budget of scenarios that have none of their own; see `Engine` for `idle_life`.
+    `idle_cells` is the budget of scenarios that have none of their own. Nothing is stored off the pool.
     """
 
-    def __init__(
-        self, backend: Backend, thread: Executor, *, idle_cells: int | None = None, idle_life: int | None = None
-    ) -> None:
+    def __init__(self, backend: Backend, thread: Executor, *, idle_cells: int | None = None) -> None:
         self.backend = backend
         self._thread = thread
         self._idle_cells = idle_cells
-        self.idle_life = idle_life
 
     async def measure(self, scenario: Scenario, cache: Cache, *, length: int = 1, repeat: int = 0) -> Outcome:
         """Run a scenario on an engine of its own; raises `BenchmarkError` where the figures do not add up."""
@@ -176,14 +175,8 @@ class Bench:
                 if isinstance(event, (*TERMINAL, State, Stopped)):
                     answers.put_nowait(event)
 
-        with _ledger(FlatLedger if cache is Cache.FLAT else Ledger):
-            engine = Engine(
-                self.backend,
-                receive,
-                idle_cells=idle_cells,
-                idle_life=self.idle_life,
-                thread=_Lent(self._thread),
-            )
+        with _ledger(FlatLedger if cache is Cache.FLAT else SharedLedger):
+            engine = Engine(self.backend, receive, idle_cells=idle_cells, thread=_Lent(self._thread))
         running = asyncio.create_task(engine.run())
         running.add_done_callback(lambda _: answers.put_nowait(Stopped("it died before it could say so")))
         ends = []
@@ -211,7 +204,7 @@ class Bench:
             n_prompt=sum(map(len, prompts)),
             n_cached=sum(end.n_cached for end in ends),
             n_prefilled=state.n_decoded_tokens,
-            n_evicted=ledger.counts.n_evicted_tokens + ledger.counts.n_expired_tokens,
+            n_evicted=ledger.counts.n_evicted_tokens,
             n_entries=len(ledger.blocks) if isinstance(ledger, FlatLedger) else ledger.tree.n_nodes,
             seconds=seconds,
         )
@@ -232,7 +225,7 @@ def run(
 ) -> None:
     """Measure at each length and print a table for it, then write `scenarios.json`; `only` names one scenario."""
     facts = machine()
-    flags = ["-c", str(CONTEXT), "--cache-seqs", str(CACHE_SEQS), *server_flags]
+    flags = ["-c", str(CONTEXT), "--cache-seqs", str(CACHE_SEQS), "--cache-ram", "0", *server_flags]
     outcomes = asyncio.run(_measure_all(model, title, flags, repeats, only))
     settings = {"model": title, "flags": " ".join(flags), "repeats": repeats, "block": BLOCK}
     content = {"benchmark": "scenarios", "settings": settings, "machine": facts, "summary": summarize(outcomes)}
@@ -251,11 +244,10 @@ async def _measure_all(
         backend = await asyncio.get_running_loop().run_in_executor(thread, LlamaBackend, settings)
     except ConfigError as error:
         raise BenchmarkError(str(error)) from None
-    life = idle_life(backend.info, config)
-    if backend.info.idle_cost is not None:
-        notes.print(idle_line(backend.info.idle_cost, life))
+    tiers = choose(config, backend.info, 0)
+    notes.print(tiers.line)
     outcomes: list[Outcome] = []
-    bench = Bench(backend, thread, idle_cells=idle_cells(config), idle_life=life)
+    bench = Bench(backend, thread, idle_cells=tiers.idle_cells)
     for length in LENGTHS:
         measured = await _measure_length(bench, _scenarios(length, only), length, repeats)
         console.print(table(measured, title))
@@ -332,7 +324,7 @@ def table(outcomes: Sequence[Outcome], title: str) -> Table:
 @contextmanager
 def _ledger(kind: type[Ledger]) -> Iterator[None]:
     """A scheduler that is made meanwhile keeps account with this kind of ledger."""
-    with patch.object(scheduler, "Ledger", kind):
+    with patch.object(scheduler, "SharedLedger", kind):
         yield
 
 

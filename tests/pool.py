@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.core.scheduler import Scheduler
+from llamaslot.core.shared import SharedLedger
 
 
 def check_pool(scheduler: Scheduler, backend: FakeBackend, *, computing: bool = False) -> None:
@@ -24,4 +25,5 @@ def check_pool(scheduler: Scheduler, backend: FakeBackend, *, computing: bool = 
     if not computing:
         ledger.check(backend.seq_range)
         assert backend.cells_used == ledger.n_used
-        assert ledger.high_water == (backend.high_water if ledger.shares else 0)
+        if isinstance(ledger, SharedLedger):
+            assert ledger.cells.high_water == backend.high_water

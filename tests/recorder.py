@@ -1,8 +1,8 @@
 """A backend that keeps its own account of what each sequence holds, from what was really asked of it.
 
-Every computed token gets a cell of its own; `Copy` and `Share` pass cells on. A *prefix* is a namespace and the
-tokens so far, interned as a number, so that two positions hold the same prefix if and only if their numbers agree.
-Whatever mixes prefixes fails here, before any token is compared.
+Every token that is computed or loaded gets a cell of its own; `Copy` and `Share` pass cells on. A *prefix* is a
+namespace and the tokens so far, interned as a number, so that two positions hold the same prefix if and only if
+their numbers agree. Whatever mixes prefixes fails here, before any token is compared.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from llamaslot.core.backend import (
     Copy,
     CopyStream,
     Decoded,
+    Discard,
+    Load,
     Move,
     Operation,
     Remove,
     Run,
     Sampler,
+    Save,
     Share,
     Status,
     Tokens,
@@ -57,6 +60,16 @@ class Held:
             del each[keep:]
 
 
+@dataclass(frozen=True)
+class Stored:
+    """What a segment holds: from `start` on the tokens and the prefixes that end there."""
+
+    space: str
+    start: int
+    tokens: list[int]
+    prefixes: list[int]
+
+
 class Recorder:
     """Passes everything on to `inner`; `spaces` says for each sequence in which namespace it is computed next."""
 
@@ -69,6 +82,8 @@ class Recorder:
         self.has_lost = False
         """Whether cells ever went without being removed, so that nobody can know where the others lie."""
         self.samplers: list[Sampler] = []
+        self.segments: dict[int, Stored] = {}
+        """What is stored, by number."""
         self._is_copying = False
         """Whether a stream is copied with the next decode."""
         self._n_cells = 0
@@ -115,6 +130,13 @@ class Recorder:
         if isinstance(operation, Move):
             self._move(operation)
             return
+        if isinstance(operation, Save | Load):
+            assert not self.held[operation.scratch].cells
+            self._save(operation) if isinstance(operation, Save) else self._load(operation)
+            return
+        if isinstance(operation, Discard):
+            del self.segments[operation.segment]
+            return
         source, target = self.held[operation.src], self.held[operation.dst]
         if isinstance(operation, CopyStream):
             self._is_copying = True
@@ -147,6 +169,27 @@ class Recorder:
                 assert self.held[seq].cells[part] == old, f"{piece} of different cells"
                 self.held[seq].cells[part] = range(self._n_cells, self._n_cells + n)
             self._n_cells += n
+
+    def _save(self, save: Save) -> None:
+        assert save.segment not in self.segments
+        source, part = self.held[save.src], slice(save.start, save.end)
+        assert save.end <= len(source)
+        tokens, prefixes = source.tokens[part], source.prefixes[part]
+        self.segments[save.segment] = Stored(source.space, save.start, tokens, prefixes)
+
+    def _load(self, load: Load) -> None:
+        """It fits behind what the target holds, and gets cells of its own."""
+        stored, target = self.segments[load.segment], self.held[load.dst]
+        assert stored.space == target.space or not target.cells, f"{load} into another namespace"
+        assert len(target) == load.start
+        part = slice(load.start - stored.start, load.end - stored.start)
+        target.space = stored.space
+        target.tokens += stored.tokens[part]
+        target.prefixes += stored.prefixes[part]
+        assert target.prefixes == self.named(target.space, target.tokens), f"{load} behind something else"
+        self._take_cells(target)
+        n_dropped = len(stored.tokens) - (load.end - load.start)
+        assert len(self.cells) + n_dropped <= self.info.n_ctx, f"{load} of more than there was room for"
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         failure, self.failure = self.failure, None

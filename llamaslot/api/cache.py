@@ -71,6 +71,12 @@ def _figures(figures: CacheFigures) -> dict[str, Any]:
             "pinned": figures.cells_pinned,
             "free": figures.cells_total - figures.cells_used,
         },
+        "ram": {
+            "total_bytes": figures.ram_total,
+            "used_bytes": figures.ram_used,
+            "tokens": figures.ram_tokens,
+            "segments": figures.ram_segments,
+        },
         "sequences": {
             "slots": figures.seqs_slots,
             "reserved": figures.seqs_reserved,
@@ -91,7 +97,8 @@ def _figures(figures: CacheFigures) -> dict[str, Any]:
         },
         "copied_tokens": figures.n_copied,
         "evicted_tokens": figures.n_evicted,
-        "expired_tokens": figures.n_expired,
+        "demoted_tokens": figures.n_demoted,
+        "restored_tokens": figures.n_restored,
         "parked_paths": figures.n_parked,
         "lost_paths": figures.n_lost_paths,
         "preemptions": figures.n_preempted,

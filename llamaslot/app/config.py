@@ -103,11 +103,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         _row(
             "--cache-idle-cells",
             "LLAMASLOT_CACHE_IDLE_CELLS",
-            "what idle prefixes may keep: so many cells; all that nothing else needs; or auto, each until keeping "
-            "it has cost as much prefill time as computing it again, as measured at start",
+            "what idle prefixes keep of the pool: so many cells; all that nothing else needs; or auto, that too "
+            "unless they are better stored in RAM while prompts are computed, as measured at start",
             words={"-1": "all"},
         ),
-    ] = "all"
+    ] = "auto"
+    cache_ram: Annotated[
+        Annotated[int, msgspec.Meta(ge=-1, le=_INT32)] | Literal["auto"],
+        _row(
+            "-cram --cache-ram",
+            "LLAMA_ARG_CACHE_RAM",
+            "MiB of RAM for prefixes that leave the pool; 0 for none, -1 for all that is free, auto for half of "
+            "that, at most 8192",
+        ),
+    ] = "auto"
     batch_size: Annotated[int, _row("-b --batch-size", "LLAMA_ARG_BATCH", "logical batch size", ge=1)] = 2048
     ubatch_size: Annotated[
         int, _row("-ub --ubatch-size", "LLAMA_ARG_UBATCH", "tokens that one step may compute", ge=1)

@@ -27,10 +27,13 @@ from llamaslot.api.readiness import READINESS
 from llamaslot.api.settings import ApiSettings
 from llamaslot.app.config import Config
 from llamaslot.app.models import resolve_model
+from llamaslot.app.tiers import Tiers
+from llamaslot.app.tiers import choose as choose_tiers
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, LoadingStopped
+from llamaslot.backend.llama.sizing import host_memory
 from llamaslot.base.errors import ConfigError, ServerError, UnavailableError
 from llamaslot.base.messages import Sampling
-from llamaslot.base.model import IdleCost, ModelInfo
+from llamaslot.base.model import ModelInfo
 from llamaslot.core.backend import Backend
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import model_thread
@@ -65,6 +68,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         if backend is None:
             return 0
         stack.callback(backend.close)
+        tiers = choose_tiers(config, backend.info, host_memory()[0])
         service = Service(
             backend.info,
             chat_template(backend.info, template, flag),
@@ -75,8 +79,9 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             backend,
             service.receive,
             gap_ms=config.prefill_gap_ms,
-            idle_cells=idle_cells(config),
-            idle_life=idle_life(backend.info, config),
+            idle_cells=tiers.idle_cells,
+            idle_life=tiers.idle_life,
+            ram_bytes=tiers.ram_bytes,
             debug_invariants=config.debug_invariants,
             thread=thread,
         )
@@ -84,7 +89,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         running = asyncio.create_task(engine.run(), name="engine")
         stack.push_async_callback(_ended, engine, running)
         app[READINESS].set(service)
-        announce(backend.info, _urls(listener), config)
+        announce(backend.info, tiers, _urls(listener), config)
         await _first(service.stopped, stop.first)
         if service.stopped.done():
             app[READINESS].fail(ServerError("the engine stopped because of an internal error"))
@@ -146,18 +151,8 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         unified=config.kv_unified,
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
-        measure_idle_cost=isinstance(config.cache_idle_cells, str),
+        measure_kv_cost=True,
     )
-
-
-def idle_cells(config: Config) -> int | None:
-    """The cells that the configuration allows idle prefixes; None for no number."""
-    return config.cache_idle_cells if isinstance(config.cache_idle_cells, int) else None
-
-
-def idle_life(info: ModelInfo, config: Config) -> int | None:
-    """The prompt tokens after which an unused prefix goes by the configuration; None for no such end."""
-    return info.idle_cost.life if config.cache_idle_cells == "auto" and info.idle_cost is not None else None
 
 
 def read_template(config: Config) -> tuple[str, str]:
@@ -187,7 +182,7 @@ def chat_template(info: ModelInfo, source: str, flag: str) -> ChatTemplate:
         raise ConfigError(f"{origin}: {error.message}", param="--chat-template") from None
 
 
-def announce(info: ModelInfo, urls: list[str], config: Config) -> None:
+def announce(info: ModelInfo, tiers: Tiers, urls: list[str], config: Config) -> None:
     """Tell the terminal what runs where, and how to talk to it."""
     kv = "one pool for all" if info.unified else "a part for each"
     size = f"{info.size_bytes / 2**20:.0f} MiB"
@@ -203,8 +198,7 @@ def announce(info: ModelInfo, urls: list[str], config: Config) -> None:
         _console.print(
             f"[yellow]No prefix reuse with this model ({info.reuse_reason}): every prompt is computed whole.[/]"
         )
-    if info.idle_cost is not None:
-        _console.print(idle_line(info.idle_cost, idle_life(info, config)))
+    _console.print(tiers.line)
     if not info.flash_attn:
         _console.print("[yellow]Without flash attention, idle slots slow the running ones.[/]")
     _console.print(f"listening on {', '.join(urls)}")
@@ -225,17 +219,6 @@ def announce(info: ModelInfo, urls: list[str], config: Config) -> None:
         cache_seqs=info.n_cache_seqs,
         flash_attention=info.flash_attn,
         reuse=info.reuse_reason or "on",
-    )
-
-
-def idle_line(cost: IdleCost, life: int | None) -> str:
-    """What idle prefixes cost and what follows from it, to print."""
-    line = f"Idle prefixes: prefill takes {cost.ratio:.2f} times as long beside {cost.n_cells:,} idle cells. "
-    if life is None:
-        return f"{line}They stay until their cells are needed (--cache-idle-cells sets a bound)"
-    return (
-        f"{line}A prefix is given up once {life:,} prompt tokens were computed since its last use: keeping it has "
-        "then cost as much time as computing it again"
     )
 
 

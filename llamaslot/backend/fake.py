@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,13 +22,16 @@ from llamaslot.core.backend import (
     Copy,
     CopyStream,
     Decoded,
+    Discard,
     IllegalCallError,
+    Load,
     Move,
     Operation,
     Piece,
     Remove,
     Run,
     Sampler,
+    Save,
     Share,
     Status,
     Tokens,
@@ -35,6 +39,9 @@ from llamaslot.core.backend import (
     check_runs,
     check_seq,
 )
+
+_Saved: TypeAlias = list[tuple[int, int]]
+"""Tokens and positions, by cell."""
 
 BOS, EOS = 256, 257
 N_VOCAB = 258
@@ -105,9 +112,11 @@ class FakeBackend:
         unified: bool = True,
         reuse: bool = True,
         stream_copy_ms: float = 0.0,
+        segment_bytes: tuple[int, int] = (100, 10),
         eos_every: int = 40,
     ) -> None:
-        self.n_seqs = n_seqs or n_slots + n_reserved + (unified and reuse)
+        self.n_seqs = n_seqs or n_slots + n_reserved + 2 * (unified and reuse)
+        has_scratch = unified and reuse and self.n_seqs > n_slots
         self.info = ModelInfo(
             name="fake", path="fake.gguf", architecture="fake", description="fake", n_params=0, size_bytes=0,
             n_vocab=N_VOCAB, vocab_type=2, n_embd=1, n_ctx_train=n_ctx, n_ctx=n_ctx,
@@ -115,6 +124,7 @@ class FakeBackend:
             n_ubatch=n_ubatch, unified=unified, flash_attn=True, cache_type_k="f16", cache_type_v="f16",
             device="none", reuse=reuse, reuse_reason="" if reuse else "told so", bos_token="<s>",
             eos_token="</s>", n_cache_seqs=n_reserved, stream_copy_ms=stream_copy_ms,
+            segment_bytes=segment_bytes if has_scratch else (0, 0),
         )  # fmt: skip
         self.failures: deque[tuple[Status, int]] = deque()
         self.samplers: list[FakeSampler] = []
@@ -125,10 +135,14 @@ class FakeBackend:
         self._heads = [0] * n_pools
         self._rows: dict[int, int] = {}
         self._copying: set[int] = set()
+        self.segments: dict[int, range] = {}
+        """The positions that are stored off the pool, by number."""
+        self._states: dict[int, _Saved] = {}
 
     def change(self, operation: Operation) -> None:
         """See `Backend.change`; freed cells are searched first, as llama.cpp does."""
-        check_operation(operation, length_of=self.seq_len, shares=self.info.unified and self.info.reuse)
+        shares = self.info.unified and self.info.reuse
+        check_operation(operation, length_of=self.seq_len, segments=self.segments, shares=shares)
         match operation:
             case Remove(seq, keep):
                 if not self.info.reuse and 0 < keep < self.seq_len(seq):
@@ -143,6 +157,15 @@ class FakeBackend:
                 self._copy_stream(src, dst, keep)
             case Move(pieces):
                 self._move(pieces)
+            case Save(segment, src, start, end):
+                self.segments[segment] = range(start, end)
+                self._states[segment] = self._saved(src, start, end)
+            case Load(segment, dst, start, end, scratch):
+                self._load(self._states[segment], [scratch])
+                self._copy(scratch, dst, start, end)
+                self._remove(scratch, 0, self.seq_len(scratch))
+            case Discard(segment):
+                del self.segments[segment], self._states[segment]
 
     def seq_len(self, seq: int) -> int:
         """See `Backend.seq_len`."""
@@ -205,6 +228,12 @@ class FakeBackend:
         """The highest of them + 1, in the first pool."""
         return max((i + 1 for i, cell in enumerate(self._pools[0]) if cell.seqs), default=0)
 
+    @property
+    def bytes_stored(self) -> int:
+        """What the segments take."""
+        fixed, for_each = self.info.segment_bytes
+        return sum(fixed + for_each * len(stored) for stored in self.segments.values())
+
     def _remove(self, seq: int, start: int, end: int) -> None:
         pool = self._pool(seq)
         freed = []
@@ -222,21 +251,25 @@ class FakeBackend:
                 cell.seqs.add(dst)
 
     def _move(self, pieces: Sequence[Piece]) -> None:
+        saved = [self._saved(piece.holders[0], piece.start, piece.end) for piece in pieces]
+        for piece in pieces:
+            for holder in piece.holders:
+                self._remove(holder, piece.start, piece.end)
+        for piece, tokens in zip(pieces, saved, strict=True):
+            self._load(tokens, piece.holders)
+
+    def _saved(self, seq: int, start: int, end: int) -> _Saved:
         """What llama.cpp saves, and loads again, goes by cell and not by position."""
         cells = self._pools[0]
-        saved = []
-        for piece in pieces:
-            seen = [c for c in cells if piece.holders[0] in c.seqs and piece.start <= c.position < piece.end]
-            saved.append([(c.token, c.position) for c in seen])
-            for cell in cells:
-                if piece.start <= cell.position < piece.end:
-                    cell.seqs -= set(piece.holders)
-        for piece, tokens in zip(pieces, saved, strict=True):
-            free = [c for c in cells if not c.seqs][: len(tokens)]
-            if len(free) < len(tokens):
-                raise IllegalCallError(f"{len(tokens)} tokens cannot be loaded into {len(free)} cells")
-            for cell, (token, position) in zip(free, tokens, strict=True):
-                cell.token, cell.position, cell.seqs = token, position, set(piece.holders)
+        return [(c.token, c.position) for c in cells if seq in c.seqs and start <= c.position < end]
+
+    def _load(self, saved: _Saved, holders: Iterable[int]) -> None:
+        cells = self._pools[0]
+        free = [cell for cell in cells if not cell.seqs][: len(saved)]
+        if len(free) < len(saved):
+            raise IllegalCallError(f"{len(saved)} tokens cannot be loaded into {len(free)} cells")
+        for cell, (token, position) in zip(free, saved, strict=True):
+            cell.token, cell.position, cell.seqs = token, position, set(holders)
         self._heads[0] = next((i for i, cell in enumerate(cells) if not cell.seqs), 0)
 
     def _copy_stream(self, src: int, dst: int, keep: int) -> None:

@@ -156,6 +156,8 @@ class Progress(msgspec.Struct, frozen=True):
     """The slot that the request runs in or ran in last, -1 before its first."""
     n_copied: int = 0
     """Of `n_cached`, those that its slot took over from another sequence."""
+    n_restored: int = 0
+    """Of `n_cached`, those that were loaded from RAM."""
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):
@@ -263,15 +265,23 @@ class CacheFigures(msgspec.Struct, frozen=True):
     n_copied: int = 0
     """Tokens that sequences took over from others."""
     n_evicted: int = 0
-    """Tokens that were given up because room was needed."""
-    n_expired: int = 0
-    """Tokens that were given up because they were not used for too long."""
+    """Tokens that were given up, and stored nowhere, because room was needed."""
+    n_demoted: int = 0
+    """Tokens that left the pool and were stored."""
+    n_restored: int = 0
+    """Tokens that were loaded into the pool again."""
     n_parked: int = 0
     """Idle paths that moved from a slot to a reserved sequence."""
     n_lost_paths: int = 0
     """Idle paths that were given up because no sequence id was left: `--cache-seqs` is too low for the load."""
     n_preempted: int = 0
     """Times that a running request went back to the queue because cells were short."""
+    ram_total: int = 0
+    """Bytes of the host's memory that stored prefixes may take; 0 where none are stored."""
+    ram_used: int = 0
+    ram_tokens: int = 0
+    """Tokens that are stored there."""
+    ram_segments: int = 0
 
 
 class State(msgspec.Struct, frozen=True, tag="state"):

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import msgspec
 
-_NOISE = 1.02
-"""Ratios up to this one are taken for 1."""
 
-
-class IdleCost(msgspec.Struct, frozen=True):
-    """How much longer prefill takes beside cells that idle prefixes hold, as measured."""
+class KvCost(msgspec.Struct, frozen=True):
+    """What it costs to keep KV in the pool, to save and load it, and to compute it again, as measured."""
 
     n_cells: int
-    """Idle cells that it was measured beside."""
+    """Idle cells that prefill was measured beside."""
     ratio: float
     """Time of prefill beside them over its time in an empty pool."""
-
-    @property
-    def life(self) -> int | None:
-        """Prompt tokens to compute until idle cells have cost the time in which they were computed; None: never.
-
-        Each cell makes one of them take `(ratio - 1) / n_cells` longer.
-        """
-        return round(self.n_cells / (self.ratio - 1)) if self.ratio > _NOISE else None
+    prefill_us: float
+    """Microseconds to compute a token in an empty pool."""
+    save_us: float
+    """Microseconds to save a token to host memory."""
+    load_us: float
+    """Microseconds to load it again."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -68,10 +63,12 @@ class ModelInfo(msgspec.Struct, frozen=True):
     adds_eos: bool = False
     """Whether the tokenizer puts EOS behind a prompt."""
     n_cache_seqs: int = 0
-    """Sequence ids reserved for idle prefixes, beside the slots' and the scratch one."""
+    """Sequence ids reserved for idle prefixes, beside the slots', a spare one to park by and the scratch one."""
     stream_copy_ms: float = 0.0
     """What it takes to copy all cells of one sequence to another, where each has its own; 0 where it cannot be."""
-    idle_cost: IdleCost | None = None
-    """What idle prefixes cost; None where it was not measured."""
+    kv_cost: KvCost | None = None
+    """What idle prefixes cost, and to save and load them; None where it was not measured."""
+    segment_bytes: tuple[int, int] = (0, 0)
+    """Bytes of a saved segment, and more for each of its tokens; 0 where nothing can be saved."""
     sizing: str = ""
     """Where the pool's size comes from, for a person to read; empty where it was given."""

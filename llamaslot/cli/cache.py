@@ -71,6 +71,15 @@ class Prefix(msgspec.Struct):
     text: str | None = None
 
 
+class Ram(msgspec.Struct):
+    """What is stored off the pool."""
+
+    total_bytes: int
+    used_bytes: int
+    tokens: int
+    segments: int
+
+
 class State(msgspec.Struct):
     """The answer to `GET /cache`, as far as it is shown."""
 
@@ -80,12 +89,14 @@ class State(msgspec.Struct):
     tokens: int
     tokens_pinned: int
     cells: Cells
+    ram: Ram
     sequences: Sequences
     requests: Requests
     prompt_tokens: PromptTokens
     copied_tokens: int
     evicted_tokens: int
-    expired_tokens: int
+    demoted_tokens: int
+    restored_tokens: int
     parked_paths: int
     lost_paths: int
     preemptions: int
@@ -153,6 +164,8 @@ def figures(state: State) -> list[str]:
     return [
         f"cells      {cells.used:,} of {cells.total:,} used: {cells.pinned:,} by running requests, "
         f"{cells.idle:,} idle; {cells.free:,} free",
+        f"RAM        {_count(state.ram.tokens, 'token')} in {_count(state.ram.segments, 'segment')}, "
+        f"{state.ram.used_bytes / 2**20:,.1f} of {state.ram.total_bytes / 2**20:,.0f} MiB",
         f"sequences  {seqs.used} of {seqs.slots + seqs.reserved} used ({seqs.slots} slots', "
         f"{seqs.reserved} reserved)",
         f"tree       {_count(state.tokens, 'token')} in {_count(state.nodes, 'node')}, "
@@ -161,8 +174,9 @@ def figures(state: State) -> list[str]:
         f"hits       {requests.hits:,} of {_count(n_requests, 'request')} ({requests.hit_rate:.1%}), "
         f"{requests.cross_slot:,} across slots; {requests.waits:,} waited for another",
         f"reused     {prompt.matched:,} of {_count(prompt.total, 'prompt token')} ({prompt.hit_rate:.1%})",
-        f"moved      {state.copied_tokens:,} tokens copied, {_count(state.parked_paths, 'path')} parked",
-        f"given up   {state.evicted_tokens:,} tokens evicted, {state.expired_tokens:,} expired; "
+        f"moved      {state.copied_tokens:,} tokens copied, {state.demoted_tokens:,} to RAM, "
+        f"{state.restored_tokens:,} from RAM; {_count(state.parked_paths, 'path')} parked",
+        f"given up   {state.evicted_tokens:,} tokens evicted; "
         f"{_count(state.lost_paths, 'path')} lost for want of a sequence id; "
         f"{_count(state.preemptions, 'preemption')}",
     ]

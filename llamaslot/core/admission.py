@@ -131,16 +131,17 @@ class Admission:
                 blocked.append(request)
             elif len(fresh) < _WINDOW and not self._wait_for_leader(request, running, choices):
                 fresh.append(request)
-        fresh.sort(key=lambda r: (-self._ledger.tree.match(r.space, r.prefix).n, r.arrival))
+        fresh.sort(key=lambda r: (-self._ledger.known(r.space, r.prefix), r.arrival))
         return [*resumed, *due, *fresh, *blocked]
 
     def _start(self, request: Request, choices: Sequence[int], now: float) -> None:
         self.queue.remove(request)
         is_first = request.slot_id < 0
         n_copied = self._ledger.counts.n_copied_tokens
-        request.slot_id, request.n_reused = self._ledger.claim(choices, request.space, request.prefix)
+        request.n_reused = self._ledger.known(request.space, request.prefix)
+        request.slot_id, n_held = self._ledger.claim(choices, request.space, request.prefix)
         if is_first:
-            request.n_found = request.n_reused
+            request.n_found = n_held
             request.n_copied = self._ledger.counts.n_copied_tokens - n_copied
         self._slots[request.slot_id].claim(request)
         request.handle(RequestEvent.ADMIT, now)
@@ -156,10 +157,9 @@ class Admission:
         if not (self._settings.shares or self._settings.copies):
             return False
         promised = self._promised.match(request.space, request.prefix)
-        match = self._ledger.tree.match(request.space, request.prefix)
-        known = match.n
+        known = self._ledger.known(request.space, request.prefix)
         if self._settings.copies:
-            own = max(self._ledger.tree.shared(match, choices).values())
+            own = max(self._ledger.tree.shared(self._found(request), choices).values())
             if not self._ledger.copy_pays(max(promised.n, known) - own):
                 return False
             if promised.n <= known:

@@ -7,7 +7,7 @@ process over (`IllegalCallError`) and changes nothing then. Positions are in tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, TypeAlias
@@ -110,7 +110,43 @@ class CopyStream:
     keep: int
 
 
-Operation: TypeAlias = Remove | Copy | Share | Move | CopyStream
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Store the KV of `src` in `[start, end)` off the pool, under a number that is not in use.
+
+    `scratch` holds nothing before and after.
+    """
+
+    segment: int
+    src: int
+    start: int
+    end: int
+    scratch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Let `dst`, which holds `start` tokens, hold those of a segment in `[start, end)` too, in cells of their own.
+
+    llama.cpp loads a segment whole, into the lowest free cells: there must be as many as it has tokens, and those
+    outside of `[start, end)` are free again at once. `scratch` holds nothing before and after.
+    """
+
+    segment: int
+    dst: int
+    start: int
+    end: int
+    scratch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Forget a segment."""
+
+    segment: int
+
+
+Operation: TypeAlias = Remove | Copy | Share | Move | CopyStream | Save | Load | Discard
 """What is done to sequences between decodes."""
 
 
@@ -120,8 +156,13 @@ def check_seq(seq: int, n_seqs: int) -> None:
         raise IllegalCallError(f"sequence id {seq} is not in [0, {n_seqs})")
 
 
-def check_operation(operation: Operation, *, length_of: Callable[[int], int], shares: bool) -> None:
-    """Raise `IllegalCallError` where an operation would leave a hole, a double position or a foreign cell."""
+def check_operation(
+    operation: Operation, *, length_of: Callable[[int], int], segments: Mapping[int, range], shares: bool
+) -> None:
+    """Raise `IllegalCallError` where an operation would leave a hole, a double position or a foreign cell.
+
+    `segments` are the positions that are stored, by number.
+    """
     if isinstance(operation, Remove):
         if operation.keep < 0:
             raise IllegalCallError(f"{operation} keeps less than nothing")
@@ -137,6 +178,9 @@ def check_operation(operation: Operation, *, length_of: Callable[[int], int], sh
         raise IllegalCallError("cells cannot be shared here")
     if isinstance(operation, Move):
         _check_move(operation, length_of)
+        return
+    if isinstance(operation, Save | Load | Discard):
+        _check_segment(operation, length_of, segments)
         return
     start, end = operation.start, operation.end
     n_src, n_dst = length_of(operation.src), length_of(operation.dst)
@@ -159,6 +203,28 @@ def _check_move(move: Move, length_of: Callable[[int], int]) -> None:
             if any(piece.start < end and start < piece.end for start, end in ranges):
                 raise IllegalCallError(f"{move}: a token is moved twice")
             ranges.append((piece.start, piece.end))
+
+
+def _check_segment(
+    operation: Save | Load | Discard, length_of: Callable[[int], int], segments: Mapping[int, range]
+) -> None:
+    stored = segments.get(operation.segment)
+    if (stored is None) != isinstance(operation, Save):
+        raise IllegalCallError(f"{operation}: the segment is {'not ' if stored is None else ''}stored")
+    if isinstance(operation, Discard):
+        return
+    start, end = operation.start, operation.end
+    if length_of(operation.scratch):
+        raise IllegalCallError(f"{operation}: the scratch sequence holds something")
+    if isinstance(operation, Save):
+        if not 0 <= start < end <= length_of(operation.src):
+            raise IllegalCallError(f"{operation}: the source holds {length_of(operation.src)} tokens")
+    else:
+        assert stored is not None
+        if operation.dst == operation.scratch or length_of(operation.dst) != start:
+            raise IllegalCallError(f"{operation}: the target holds {length_of(operation.dst)} tokens")
+        if not stored.start <= start < end <= stored.stop:
+            raise IllegalCallError(f"{operation}: the segment has [{stored.start}, {stored.stop})")
 
 
 def check_runs(runs: Sequence[Run], *, length_of: Callable[[int], int], n_ubatch: int, n_vocab: int) -> None:

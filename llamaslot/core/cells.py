@@ -28,11 +28,14 @@ import numpy.typing as npt
 from llamaslot.core.backend import (
     Copy,
     CopyStream,
+    Discard,
     IllegalCallError,
+    Load,
     Move,
     Operation,
     Piece,
     Remove,
+    Save,
     Share,
     check_seq,
 )
@@ -65,8 +68,7 @@ class _Row:
 class CellMap:
     """A pool of `n_cells` for sequence ids from 0 to `n_seqs - 1`; sequences have no holes, but may start late.
 
-    A call that could not have succeeded raises `IllegalCallError`; but for `load` and `move`, it changes nothing
-    then.
+    A call that could not have succeeded raises `IllegalCallError`; but for `move`, it changes nothing then.
     """
 
     def __init__(self, n_cells: int, n_seqs: int) -> None:
@@ -79,6 +81,8 @@ class CellMap:
         self._n_holders = np.zeros(n_cells, dtype=np.int16)
         self._lowest_free = 0
         """All cells below this one are used."""
+        self._segments: dict[int, tuple[int, Cells]] = {}
+        """By segment its first position, and from there the order in which its tokens were saved."""
 
     # --- reading ---
 
@@ -90,12 +94,6 @@ class CellMap:
     def cells(self, seq: int, start: int | None = None, end: int | None = None) -> Cells:
         """The cells of positions `[start, end)` of a sequence, in that order; without bounds, of all it holds."""
         return self._part(seq, start, end).astype(np.int32)
-
-    def saved_order(self, seq: int) -> Cells:
-        """The positions that a sequence holds, in the order in which llama.cpp saves them: by cell, ascending."""
-        row = self._row(seq)
-        order = np.argsort(row.buffer[row.start : row.end], kind="stable")
-        return (order + row.start).astype(np.int32)
 
     def next_free(self, n: int) -> Cells:
         """The lowest free cells, at most `n` of them, ascending."""
@@ -120,6 +118,12 @@ class CellMap:
                 self.move(pieces)
             case CopyStream():
                 raise IllegalCallError("streams are copied in partitioned pools only")
+            case Save(segment, src, start, end):
+                self.save(segment, src, start, end)
+            case Load(segment, dst, start, end):
+                self.load(segment, dst, start, end)
+            case Discard(segment):
+                self.discard(segment)
 
     def decode(self, runs: Iterable[tuple[int, int]]) -> None:
         """Tokens were computed: for each run of the batch, in its order, the sequence and how many."""
@@ -161,19 +165,32 @@ class CellMap:
         self._drop(own)
         own[:] = cells
 
-    def load(self, seq: int, positions: Cells) -> None:
-        """A saved state was loaded: `positions` is the `saved_order` from when it was saved.
+    def save(self, segment: int, src: int, start: int, end: int) -> None:
+        """`[start, end)` of `src` was saved, in the order of its cells."""
+        if segment in self._segments:
+            raise IllegalCallError(f"there is a segment {segment}")
+        order = np.argsort(self._part(src, start, end), kind="stable")
+        self._segments[segment] = start, order.astype(np.int32)
 
-        What the sequence held is dropped first, also where the state then does not fit, as in llama.cpp.
-        """
-        self.remove(seq)
-        taken = self._take(len(positions))
-        if len(taken):
-            row = self._row(seq)
-            row.start = row.end = int(positions.min())
-            by_position = np.empty_like(taken)
-            by_position[positions - row.start] = taken
-            row.append(by_position)
+    def load(self, segment: int, dst: int, start: int, end: int) -> None:
+        """A segment was loaded, `dst`, which ends at `start`, got its `[start, end)`, and the others came free."""
+        if segment not in self._segments:
+            raise IllegalCallError(f"there is no segment {segment}")
+        first, order = self._segments[segment]
+        row = self._row(dst)
+        if row.end != start or not first <= start <= end <= first + len(order):
+            raise IllegalCallError(f"load of [{start}, {end}) to {dst}, which ends at {row.end}")
+        taken = self._take(len(order))
+        by_position = np.empty_like(taken)
+        by_position[order] = taken
+        kept = slice(start - first, end - first)
+        row.append(by_position[kept])
+        self._drop(np.delete(by_position, kept))
+
+    def discard(self, segment: int) -> None:
+        """A segment was forgotten."""
+        if self._segments.pop(segment, None) is None:
+            raise IllegalCallError(f"there is no segment {segment}")
 
     def move(self, pieces: Sequence[Piece]) -> None:
         """Pieces were saved and let go, and then loaded one after another, each in the order of its cells."""

@@ -18,10 +18,14 @@ _Entry: TypeAlias = tuple[int, int, Node]
 
 @dataclass(slots=True)
 class Eviction:
-    """For each sequence that has to give up something the tokens that it keeps, and the cells that this frees."""
+    """What leaves the pool."""
 
     keeps: dict[int, int] = field(default_factory=dict)
+    """For each sequence that has to give up something the tokens that it keeps."""
+    cuts: list[tuple[Node, int]] = field(default_factory=list)
+    """The nodes that nobody will hold any more from some position on, leaves first."""
     n_cells: int = 0
+    """The cells that this frees."""
 
 
 class Candidates:
@@ -79,10 +83,12 @@ class Candidates:
             wanted = n_cells - plan.n_cells
             if wanted < node.n_tokens:
                 plan.keeps.update(dict.fromkeys(holders, node.end - wanted))
+                plan.cuts.append((node, node.end - wanted))
                 plan.n_cells += wanted
                 break
             cut.add(id(node))
             plan.keeps.update(dict.fromkeys(holders, 0))
+            plan.cuts.append((node, node.start))
             plan.n_cells += node.n_tokens
             parent = node.parent
             assert parent is not None

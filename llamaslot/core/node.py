@@ -72,3 +72,7 @@ class Node:
         while node.parent is not None:
             yield node
             node = node.parent
+
+    def prefix(self) -> bytes:
+        """All tokens from the root to the end of this run."""
+        return b"".join(reversed([bytes(node.run) for node in self.path()]))

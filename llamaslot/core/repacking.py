@@ -22,8 +22,8 @@ import numpy as np
 
 from llamaslot.core.backend import Move, Piece
 from llamaslot.core.cells import CellMap, Cells
-from llamaslot.core.ledger import Ledger
 from llamaslot.core.node import Node
+from llamaslot.core.shared import SharedLedger
 
 _RATIO = 1.5
 """Highest used cell, in used cells, up to which nothing is done."""
@@ -42,27 +42,28 @@ _PADDING = 256
 class Repacker:
     """Plans moves for a ledger; `least_gain` is the number of cells that the mark must fall by to be worth it."""
 
-    def __init__(self, ledger: Ledger, least_gain: int) -> None:
+    def __init__(self, ledger: SharedLedger, scratch: int, least_gain: int) -> None:
         self._ledger = ledger
+        self._scratch = scratch
         self._least_gain = least_gain
         self._stuck_at = (-1, -1, False)
         """Idle cells, clock, and whether nothing ran, when there was nothing to be moved."""
 
     def move(self, *, is_idle: bool) -> Move | None:
         """What to move in this step, if it helps; `is_idle` says that nothing runs. The ledger must be settled."""
-        ledger, scratch = self._ledger, self._ledger.scratch
+        ledger = self._ledger
         now = (ledger.n_idle, ledger.clock, is_idle)
-        if ledger.cells is None or scratch is None or now == self._stuck_at:
+        if now == self._stuck_at:
             return None
         pieces: list[Piece] = []
-        if ledger.high_water > _RATIO * ledger.n_used:
+        if ledger.cells.high_water > _RATIO * ledger.n_used:
             pieces = self._from_the_top(ledger.cells)
         if not pieces and is_idle:
             pieces = self._from_the_bottom(ledger.cells)
         if not pieces:
             self._stuck_at = now
             return None
-        return Move(tuple(pieces), scratch)
+        return Move(tuple(pieces), self._scratch)
 
     def _from_the_top(self, cells: CellMap) -> list[Piece]:
         """What lies above the place where the mark could be, the highest first, as far as it finds room below."""

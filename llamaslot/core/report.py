@@ -16,6 +16,7 @@ from llamaslot.core.ledger import Ledger
 from llamaslot.core.node import WIDTH, Node, unpacked
 from llamaslot.core.request import Request
 from llamaslot.core.settings import SchedulerSettings
+from llamaslot.core.shared import SharedLedger
 from llamaslot.core.slots import Slot
 
 _SPELLED = 256
@@ -71,6 +72,7 @@ def figures(
 ) -> CacheFigures:
     """The numbers of `/cache` and `/metrics`; costs nothing to speak of."""
     n_idle, n_cells = ledger.n_idle, settings.n_ctx
+    segments = ledger.segments if isinstance(ledger, SharedLedger) and settings.stores else None
     if not settings.shares:
         # Each sequence has cells of its own for what the tree has once.
         n_idle = sum(ledger.length(seq) for seq in range(settings.n_seqs) if not ledger.tree.is_pinned(seq))
@@ -92,10 +94,15 @@ def figures(
         n_matched=traffic.n_matched,
         n_copied=ledger.counts.n_copied_tokens,
         n_evicted=ledger.counts.n_evicted_tokens,
-        n_expired=ledger.counts.n_expired_tokens,
+        n_demoted=ledger.counts.n_demoted_tokens,
+        n_restored=ledger.counts.n_restored_tokens,
         n_parked=ledger.counts.n_parked,
         n_lost_paths=ledger.counts.n_lost_paths,
         n_preempted=n_preempted,
+        ram_total=settings.ram_bytes if segments is not None else 0,
+        ram_used=segments.n_bytes if segments is not None else 0,
+        ram_tokens=segments.n_tokens if segments is not None else 0,
+        ram_segments=len(segments) if segments is not None else 0,
     )
 
 

@@ -64,12 +64,14 @@ class Request:
         self.n_prompt_computed = 0
         self.state = RequestState.QUEUED
         self.n_reused = 0
-        """Tokens that its slot held when it was admitted last."""
+        """Tokens that were known when it was admitted last."""
         self.n_found = self.n_prompt
-        """Prompt tokens that its slot held when it was first admitted; until then all, since a choice may get its
-        first token from another one's logits."""
+        """Prompt tokens that it found since it was first admitted, instead of computing them; until then all, since
+        a choice may get its first token from another one's logits."""
         self.n_copied = 0
         """Of `n_found`, those taken over from another sequence."""
+        self.n_restored = 0
+        """Of `n_found`, those that were stored."""
         self.n_overtaken = 0
         """Later requests that were admitted while this one could have been."""
         self.awaits = 0
@@ -81,6 +83,7 @@ class Request:
         self._admitted: float | None = None
         self._first_token: float | None = None
         self._last_token: float | None = None
+        self._was_preempted = False
         self._prefix = b""
 
     def handle(self, event: RequestEvent, now: float) -> None:
@@ -91,6 +94,7 @@ class Request:
         self.state = following
         if event is RequestEvent.ADMIT:
             self._note_started(now)
+        self._was_preempted |= event is RequestEvent.PREEMPT
         if event is RequestEvent.END and self.sampler is not None:
             self.sampler.close()
             self.sampler = None
@@ -98,6 +102,13 @@ class Request:
     def count_computed(self, start: int, n: int) -> None:
         """Note that positions `[start, start + n)` went into the model."""
         self.n_prompt_computed += max(0, min(start + n, self.n_prompt) - start)
+
+    def note_found(self, n_copied: int, n_restored: int) -> None:
+        """Note tokens that need not be computed, unless it may have computed them itself before."""
+        if not self._was_preempted:
+            self.n_found += n_copied + n_restored
+            self.n_copied += n_copied
+            self.n_restored += n_restored
 
     def add_token(self, token: int, now: float) -> None:
         """Append a sampled token to what is known."""
@@ -155,6 +166,7 @@ class Request:
             n_held=n_held,
             slot=self.slot_id,
             n_copied=min(self.n_copied, self.n_cached),
+            n_restored=min(self.n_restored, self.n_cached),
         )
 
     def _note_started(self, now: float) -> None:

@@ -13,6 +13,7 @@ Rules that hold at every step:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llamaslot.base.messages import FinishReason
@@ -24,7 +25,10 @@ from llamaslot.core.planner import Planner
 from llamaslot.core.repacking import Repacker
 from llamaslot.core.report import Traffic
 from llamaslot.core.request import Request, RequestEvent, RequestState
+from llamaslot.core.segments import LARGEST, Segments
+from llamaslot.core.separate import SeparateLedger
 from llamaslot.core.settings import SchedulerSettings
+from llamaslot.core.shared import SharedLedger
 from llamaslot.core.slots import Slot
 from llamaslot.core.step import StepPlan, StepResult, Work
 
@@ -56,17 +60,12 @@ class Scheduler:
             raise ValueError("n_ubatch must be at least n_slots")
         self.settings = settings
         self.slots = [Slot(i) for i in range(settings.n_slots)]
-        self.ledger = Ledger(
-            n_slots=settings.n_slots,
-            n_seqs=settings.n_seqs,
-            n_cells=settings.n_ctx,
-            shares=settings.shares,
-            min_shared=settings.min_shared,
-            copy_pays=self._copy_pays,
-        )
+        self.ledger = self._new_ledger()
         self.admission = Admission(settings, self.ledger, self.slots)
         self.traffic = Traffic()
-        self._repacker = Repacker(self.ledger, settings.repack_gain)
+        self._repacker: Repacker | None = None
+        if isinstance(self.ledger, SharedLedger) and self.ledger.scratch is not None and settings.may_move:
+            self._repacker = Repacker(self.ledger, self.ledger.scratch, settings.repack_gain)
         self.chunks = ChunkSizer(n_ubatch=settings.n_ubatch, gap_ms=settings.gap_ms)
         self.suspects: list[str] = []
         """Requests of a failed step, to be retried one by one before anything else runs."""
@@ -106,12 +105,13 @@ class Scheduler:
         """What the next step does; an empty plan means that nothing can be done now."""
         self.ledger.settle()
         self._restore_spoiled()
-        self._expire()
         running = self.running
         suspects = [r for r in running if r.id in self.suspects]
         if not suspects:
             self.admission.admit(running, now)
             running = self.running
+        ready = self._fetch(running)
+        self._demote(running)
         planner = Planner(
             self.settings,
             self.ledger,
@@ -120,12 +120,12 @@ class Scheduler:
             preempt=lambda request: self._preempt(request, now),
             siblings=self.admission.siblings,
         )
-        work = planner.grant(suspects[:1] or running)
+        work = planner.grant([request for request in suspects[:1] or running if request in ready])
         n_ahead = 0 if suspects else planner.n_ahead(work)
         self._keep_to_idle_budget()
         operations = self.ledger.take_operations()
-        if self.settings.may_move and not n_ahead:
-            operations += self._repack()
+        if not n_ahead:
+            operations += self._tidy()
         return StepPlan(operations, work, planner.preempted, n_ahead)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Sampled | Broke]:
@@ -149,29 +149,63 @@ class Scheduler:
             if slot.request is not None and not self.ledger.holds(slot.id):
                 self.ledger.claim([slot.id], slot.request.space, slot.request.prefix)
 
+    def _fetch(self, running: Sequence[Request]) -> list[Request]:
+        """Let prompts take over what is known of them by now; the requests that have nothing more to load."""
+        pending = [len(request.known) - self.ledger.length(request.slot_id) for request in running]
+        most = self.settings.most_loaded if 1 in pending else None
+        ready = []
+        for request, n in zip(running, pending, strict=True):
+            counts = self.ledger.counts
+            n_copied, n_restored = counts.n_copied_tokens, counts.n_restored_tokens
+            if n == 1 or not self.ledger.fetch(request.slot_id, request.prefix, most):
+                ready.append(request)
+            request.note_found(counts.n_copied_tokens - n_copied, counts.n_restored_tokens - n_restored)
+        return ready
+
+    def _demote(self, running: Sequence[Request]) -> None:
+        """Let what would not be used for too long leave the pool before prompts are computed beside it.
+
+        Whatever somebody waits for stays.
+        """
+        ledger, life = self.ledger, self.settings.idle_life
+        pending = sum(n for r in running if (n := len(r.known) - ledger.length(r.slot_id)) > 1)
+        if life is None or not pending or not isinstance(ledger, SharedLedger) or not self.settings.stores:
+            return
+        before = ledger.clock + min(pending - life, 1)
+        if ledger.has_idle(before):
+            self.admission.renew()
+            ledger.demote(before)
+
     def _keep_to_idle_budget(self) -> None:
         budget = self.settings.idle_cells
         if self.settings.shares and budget is not None and self.ledger.n_idle > budget:
             self.ledger.evict(self.ledger.n_idle - budget)
 
-    def _expire(self) -> None:
-        """Give up what was not used for too long, unless somebody waits who wants it."""
-        life = self.settings.idle_life
-        if not self.settings.shares or life is None:
-            return
-        before = self.ledger.clock - life
-        if self.ledger.has_idle(before):
-            self.admission.renew()
-            self.ledger.expire(before)
+    def _new_ledger(self) -> Ledger:
+        settings = self.settings
+        n_slots, n_seqs, n_cells = settings.n_slots, settings.n_seqs, settings.n_ctx
+        if not settings.shares:
+            return SeparateLedger(n_slots=n_slots, n_seqs=n_seqs, n_cells=n_cells, copy_pays=self._copy_pays)
+        fixed, each = settings.segment_bytes
+        segments = Segments(settings.ram_bytes if settings.stores else 0, lambda n: max(1, fixed + n * each))
+        return SharedLedger(
+            n_slots=n_slots, n_seqs=n_seqs, n_cells=n_cells, min_shared=settings.min_shared, segments=segments
+        )
 
     def _copy_pays(self, n_tokens: int) -> bool:
         return self.settings.copies and self.chunks.seconds(n_tokens) > self.settings.stream_copy_ms / 1e3
 
-    def _repack(self) -> list[Operation]:
-        move = self._repacker.move(is_idle=not self.running and not self.queue)
+    def _tidy(self) -> list[Operation]:
+        """Move what is idle within the pool and, while nothing else is to do, store it ahead of need."""
+        ledger, is_idle = self.ledger, not self.running and not self.queue
+        if not isinstance(ledger, SharedLedger):
+            return []
+        move = self._repacker.move(is_idle=is_idle) if self._repacker is not None else None
         if move is not None:
-            self.ledger.move(move)
-        return self.ledger.take_operations()
+            ledger.move(move)
+        elif is_idle and self.settings.stores and self.settings.idle_life is not None:
+            ledger.store_idle(LARGEST)
+        return ledger.take_operations()
 
     def _preempt(self, request: Request, now: float) -> None:
         self.n_preempted += 1

@@ -17,7 +17,8 @@ class SchedulerSettings:
     n_ubatch: int
     """Tokens that one step may compute; at least `n_slots`."""
     n_seqs: int
-    """Sequence ids: the slots' first, then reserved ones; where cells are shared, one of those stays free."""
+    """Sequence ids: the slots' first, then reserved ones; where cells are shared, one of those stays free, and the
+    last id is for scratch."""
     unified: bool = True
     """Whether slots share one pool; else each has `n_ctx_slot` cells of its own."""
     reuse: bool = True
@@ -25,7 +26,13 @@ class SchedulerSettings:
     idle_cells: int | None = None
     """Cells that idle prefixes may occupy; None for all that nothing else needs."""
     idle_life: int | None = None
-    """Prompt tokens computed since its last use after which an idle prefix is given up; None for no such end."""
+    """Prompt tokens computed beside an idle prefix from which on it is better stored; None for never."""
+    ram_bytes: int = 0
+    """What stored prefixes may take of the host's memory; 0 to store none."""
+    segment_bytes: tuple[int, int] = (0, 0)
+    """Bytes of a segment without tokens, and of each token in it; 0 for both where none can be stored."""
+    load_us: float = 0.0
+    """Microseconds in which a stored token is loaded; 0 where it is not known."""
     min_shared: int = 64
     """Tokens from which on a shared prefix is worth waiting for, and a tail worth a sequence id."""
     may_move: bool = True
@@ -42,12 +49,22 @@ class SchedulerSettings:
     @property
     def n_reserved(self) -> int:
         """Sequence ids that may keep idle prefixes when all slots are taken."""
-        return max(0, self.n_seqs - self.n_slots - self.shares)
+        return max(0, self.n_seqs - self.n_slots - 2 * self.shares)
 
     @property
     def shares(self) -> bool:
         """Whether sequences may share cells."""
         return self.unified and self.reuse
+
+    @property
+    def stores(self) -> bool:
+        """Whether what leaves the pool is stored."""
+        return self.shares and self.ram_bytes > 0 and self.segment_bytes[1] > 0 and self.n_seqs > self.n_slots
+
+    @property
+    def most_loaded(self) -> int | None:
+        """Stored tokens to load in one step beside running streams; None for no such limit."""
+        return max(1, int(1e3 * self.gap_ms / self.load_us)) if self.load_us else None
 
     @property
     def copies(self) -> bool:

@@ -80,8 +80,7 @@ class Tree:
     def tokens(self, seq: int) -> Tokens:
         """All tokens that a sequence holds, int32."""
         tip = self._tips.get(seq)
-        runs = [bytes(node.run) for node in tip.path()] if tip is not None else []
-        return unpacked(b"".join(reversed(runs)))
+        return unpacked(tip.prefix() if tip is not None else b"")
 
     def is_pinned(self, seq: int) -> bool:
         """Whether the sequence runs."""

@@ -78,8 +78,9 @@ class Engine:
     Every method is called on the loop that `run` runs on; `run` ends the thread in the end. Prefill takes at most
     `gap_ms` milliseconds between two tokens of a stream. Idle prefixes keep at most `idle_cells` cells (None: all
     that nothing else needs), each until `idle_life` prompt tokens were computed since its last use (None: as long
-    as there is room). With `debug_invariants` the ledger is compared with the backend whenever nothing runs, and a
-    difference ends the engine.
+    as there is room); what leaves the pool is stored in up to `ram_bytes` of the host's memory. With
+    `debug_invariants` the ledger is compared with the backend whenever nothing runs, and a difference ends the
+    engine.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Engine:
         gap_ms: float = 100.0,
         idle_cells: int | None = None,
         idle_life: int | None = None,
+        ram_bytes: int = 0,
         debug_invariants: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         thread: Executor | None = None,
@@ -108,6 +110,9 @@ class Engine:
                 may_move=info.flash_attn,
                 idle_cells=idle_cells,
                 idle_life=idle_life,
+                ram_bytes=ram_bytes,
+                segment_bytes=info.segment_bytes,
+                load_us=info.kv_cost.load_us if info.kv_cost is not None else 0.0,
                 unified=info.unified,
                 reuse=info.reuse,
                 stream_copy_ms=info.stream_copy_ms,

@@ -50,15 +50,18 @@ class Metrics:
         )
         self._copied = counter("llamaslot_prefix_cache_copied_tokens", "Tokens taken over from another sequence.")
         self._evicted = counter("llamaslot_prefix_cache_evicted_tokens", "Tokens given up because room was needed.")
-        self._expired = counter(
-            "llamaslot_prefix_cache_expired_tokens", "Tokens given up because they were not used for too long."
-        )
+        self._demoted = counter("llamaslot_prefix_cache_demoted_tokens", "Tokens that left the pool for RAM.")
+        self._restored = counter("llamaslot_prefix_cache_restored_tokens", "Tokens that came back from RAM.")
         self._lost = counter("llamaslot_prefix_cache_lost_paths", "Idle paths given up for want of a sequence id.")
         self._preemptions = counter("llamaslot_preemptions", "Times that a running request went back to the queue.")
         self._cells = gauge("llamaslot_cells", "Cells of the KV pool.")
         self._cells_used = gauge("llamaslot_cells_used", "Cells of the KV pool that hold a token.")
         self._cells_idle = gauge("llamaslot_cells_idle", "Cells that only idle prefixes use.")
         self._cells_pinned = gauge("llamaslot_cells_pinned", "Cells that running requests use.")
+        self._ram = gauge("llamaslot_ram_bytes", "Bytes of RAM that stored prefixes may take.")
+        self._ram_used = gauge("llamaslot_ram_used_bytes", "Bytes of RAM that stored prefixes take.")
+        self._ram_tokens = gauge("llamaslot_ram_tokens", "Tokens of the prefixes that are stored in RAM.")
+        self._ram_segments = gauge("llamaslot_ram_segments", "Segments that are stored in RAM.")
         self._seqs = gauge("llamaslot_sequences", "Sequence ids, the slots' and the reserved ones.")
         self._seqs_used = gauge("llamaslot_sequences_used", "Sequence ids that hold something.")
         self._queue_time = self._histogram("llamaslot_queue_seconds", "Time until a request got a slot.", _SECONDS)
@@ -120,7 +123,8 @@ class Metrics:
             (self._waits, cache.n_waits),
             (self._copied, cache.n_copied),
             (self._evicted, cache.n_evicted),
-            (self._expired, cache.n_expired),
+            (self._demoted, cache.n_demoted),
+            (self._restored, cache.n_restored),
             (self._lost, cache.n_lost_paths),
             (self._preemptions, cache.n_preempted),
         ):
@@ -130,6 +134,10 @@ class Metrics:
         self._cells_used.set(cache.cells_used)
         self._cells_idle.set(cache.cells_idle)
         self._cells_pinned.set(cache.cells_pinned)
+        self._ram.set(cache.ram_total)
+        self._ram_used.set(cache.ram_used)
+        self._ram_tokens.set(cache.ram_tokens)
+        self._ram_segments.set(cache.ram_segments)
         self._seqs.set(cache.seqs_slots + cache.seqs_reserved)
         self._seqs_used.set(cache.seqs_used)
 

@@ -23,7 +23,7 @@ from llamaslot.app.server import api_settings, llama_settings, read_template, se
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.backend.llama import LlamaSettings
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.model import IdleCost
+from llamaslot.base.model import KvCost
 from llamaslot.core.backend import Decoded, Run
 from llamaslot.engine.engine import Engine
 from llamaslot.text.builtin_templates import resolve
@@ -60,8 +60,6 @@ LLAMA: dict[str, tuple[str, object]] = {
     "-no-kvu": ("unified", False),
     "-ctk q8_0": ("cache_type_k", "q8_0"),
     "-ctv q4_1": ("cache_type_v", "q4_1"),
-    "--cache-idle-cells 0": ("measure_idle_cost", False),
-    "--cache-idle-cells 9": ("measure_idle_cost", False),
 }
 
 API: dict[str, tuple[str, object]] = {
@@ -89,7 +87,7 @@ SAMPLING: dict[str, tuple[str, object]] = {
 ELSEWHERE = {
     *("model", "host", "port", "chat_template", "chat_template_file", "api_key_file"),
     *("max_queue", "prefill_gap_ms", "shutdown_timeout", "log_format", "log_level"),
-    *("cache_salt_from_api_key", "debug_invariants"),
+    *("cache_salt_from_api_key", "cache_idle_cells", "cache_ram", "debug_invariants"),
 }
 """Options that go neither to the backend nor to the HTTP layer as they are."""
 
@@ -132,7 +130,7 @@ def test_a_flag_reaches_the_sampling_defaults_and_nothing_else_changes(
 
 def test_the_defaults_of_every_layer_are_the_same() -> None:
     assert api_settings(Config()) == ApiSettings()
-    assert llama_settings(Config(), MODEL) == LlamaSettings(model=MODEL, measure_idle_cost=True)
+    assert llama_settings(Config(), MODEL) == LlamaSettings(model=MODEL, measure_kv_cost=True)
 
 
 def test_keys_come_from_the_flag_and_from_the_file(tmp_path: Path) -> None:
@@ -300,29 +298,18 @@ async def test_what_the_engine_is_told(
         assert (settings.gap_ms, settings.idle_cells) == (7.0, kept)
 
 
-@pytest.mark.parametrize(
-    ("given", "life", "words"),
-    [
-        ("all", None, "They stay until their cells are needed"),
-        ("auto", 16_384, "A prefix is given up once 16,384 prompt tokens were computed since its last use"),
-    ],
-)
-async def test_what_idle_prefixes_cost_is_said_and_kept_to(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    *,
-    given: str,
-    life: int | None,
-    words: str,
+async def test_where_idle_prefixes_live_is_said_and_kept_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     backend = FakeBackend()
-    backend.info = msgspec.structs.replace(backend.info, idle_cost=IdleCost(n_cells=8192, ratio=1.5))
+    cost = KvCost(n_cells=8192, ratio=1.5, prefill_us=100.0, save_us=0.4, load_us=0.6)
+    backend.info = msgspec.structs.replace(backend.info, kv_cost=cost)
     engines = kept_engines(monkeypatch)
-    async with serving(tmp_path, backend, cache_idle_cells=given):
-        assert [engine.scheduler.settings.idle_life for engine in engines] == [life]
-    printed = " ".join(capfd.readouterr().out.split())
-    assert "prefill takes 1.50 times as long beside 8,192 idle cells. " + words in printed
+    async with serving(tmp_path, backend, cache_ram=3):
+        [settings] = [engine.scheduler.settings for engine in engines]
+    assert (settings.ram_bytes, settings.idle_life, settings.idle_cells) == (3 * 2**20, 164, None)
+    assert (settings.segment_bytes, settings.load_us) == (backend.info.segment_bytes, 0.6)
+    assert "RAM stores 3 MiB of prefixes" in capfd.readouterr().out
 
 
 async def test_a_cache_that_is_not_what_the_pool_holds_ends_the_server(tmp_path: Path) -> None:

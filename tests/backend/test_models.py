@@ -196,7 +196,7 @@ def test_sizes_and_threads_arrive(tiny_model: Path) -> None:
     with loaded(tiny_model, n_cache_seqs=5, **settings) as backend:
         info = backend.info
         assert (info.n_batch, info.n_ubatch, info.n_slots, info.n_cache_seqs) == (256, 128, 3, 5)
-        assert backend.n_seqs == 3 + 5 + 1
+        assert backend.n_seqs == 3 + 5 + 2
         assert llama_cpp.llama_n_threads(backend._context) == 1
         assert llama_cpp.llama_n_threads_batch(backend._context) == 2
 

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from llamaslot.backend.llama import library
 from llamaslot.core.backend import IllegalCallError, Piece
-from llamaslot.core.cells import CellMap, Cells
+from llamaslot.core.cells import CellMap
 from tests.conftest import LONG
 
 N_CTX = 256
@@ -125,7 +125,7 @@ class PlacementMachine(RuleBasedStateMachine):
         super().__init__()
         self.llama.clear()
         self.map = CellMap(N_CTX, N_SEQS)
-        self.states: list[tuple[Any, Cells]] = []
+        self.states: dict[int, tuple[Any, range]] = {}
 
     def teardown(self) -> None:
         if self.map.n_used < N_CTX:
@@ -155,15 +155,39 @@ class PlacementMachine(RuleBasedStateMachine):
         if src != dst and start < end:
             self.share_range(src, dst, start, end)
 
-    @rule(seq=seqs)
-    def save(self, seq: int) -> None:
-        if self.length(seq):
-            self.states.append((self.llama.save(seq), self.map.saved_order(seq)))
+    @rule(segment=st.integers(0, 5), seq=seqs, first=shares, last=shares)
+    def save(self, segment: int, seq: int, first: float, last: float) -> None:
+        start, end = int(first * self.length(seq)), int(last * self.length(seq))
+        if segment in self.states:
+            self.map.discard(segment)
+            del self.states[segment]
+        if start < end:
+            self.llama.copy(seq, PROBE, start, end)
+            self.states[segment] = self.llama.save(PROBE), range(start, end)
+            self.llama.remove(PROBE, 0)
+            self.map.save(segment, seq, start, end)
 
     @precondition(lambda self: self.states)
-    @rule(seq=seqs, index=st.integers(0, 9))
-    def load(self, seq: int, index: int) -> None:
-        self.put(seq, *self.states[index % len(self.states)])
+    @rule(dst=seqs, index=st.integers(0, 9), first=shares, last=shares)
+    def load(self, dst: int, index: int, first: float, last: float) -> None:
+        """A part of a segment, behind what the target keeps; all of it passes through the pool."""
+        segment = sorted(self.states)[index % len(self.states)]
+        state, stored = self.states[segment]
+        start = stored.start + int(first * min(len(stored), self.length(dst) - stored.start))
+        if start not in stored or start > self.length(dst):
+            return
+        end = stored.stop - int(last * (stored.stop - start - 1))
+        self.llama.remove(dst, start)
+        self.map.remove(dst, start)
+        loaded = self.llama.load(PROBE, state) > 0
+        self.compare()
+        if loaded:
+            self.llama.copy(PROBE, dst, start, end)
+            self.llama.remove(PROBE, 0)
+            self.map.load(segment, dst, start, end)
+        else:
+            with pytest.raises(IllegalCallError):
+                self.map.load(segment, dst, start, end)
 
     @rule(seq=seqs, others=st.sets(seqs), first=shares, last=shares)
     def move(self, seq: int, others: set[int], first: float, last: float) -> None:
@@ -204,17 +228,6 @@ class PlacementMachine(RuleBasedStateMachine):
             assert answer == 1
             with pytest.raises(IllegalCallError):
                 self.map.decode(runs)
-
-    def put(self, seq: int, state: Any, order: Cells) -> bool:
-        loaded = self.llama.load(seq, state) > 0
-        self.map.remove(seq)
-        self.compare()
-        if loaded:
-            self.map.load(seq, order)
-        else:
-            with pytest.raises(IllegalCallError):
-                self.map.load(seq, order)
-        return loaded
 
     def share_range(self, src: int, dst: int, start: int, end: int) -> None:
         self.llama.remove(dst, start, end)

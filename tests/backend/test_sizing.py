@@ -45,23 +45,24 @@ def of(**settings: object) -> LlamaSettings:
 @pytest.mark.parametrize(
     ("settings", "n_cache_seqs", "n_seqs"),
     [
-        ({}, 16, 21),
-        ({"n_slots": 1}, 4, 6),
-        ({"n_slots": 51}, 204, 256),
-        ({"n_slots": 52}, 203, 256),
-        ({"n_slots": 254}, 1, 256),
+        ({}, 16, 22),
+        ({"n_slots": 1}, 4, 7),
+        ({"n_slots": 50}, 200, 252),
+        ({"n_slots": 51}, 203, 256),
+        ({"n_slots": 253}, 1, 256),
+        ({"n_slots": 254}, 0, 256),
         ({"n_slots": 255}, 0, 256),
         ({"n_slots": 256}, 0, 256),
-        ({"n_cache_seqs": 0}, 0, 5),
-        ({"n_cache_seqs": 7}, 7, 12),
-        ({"n_slots": 8, "n_cache_seqs": 247}, 247, 256),
+        ({"n_cache_seqs": 0}, 0, 6),
+        ({"n_cache_seqs": 7}, 7, 13),
+        ({"n_slots": 8, "n_cache_seqs": 246}, 246, 256),
         ({"unified": False}, 0, 4),
         ({"unified": False, "n_slots": 256}, 0, 256),
         ({"unified": False, "n_cache_seqs": 7}, 7, 11),
         ({"unified": False, "n_slots": 8, "n_cache_seqs": 248}, 248, 256),
     ],
 )
-def test_ids_are_the_slots_the_reserved_ones_and_scratch(
+def test_ids_are_the_slots_the_reserved_ones_a_spare_one_and_scratch(
     settings: dict[str, object], n_cache_seqs: int, n_seqs: int
 ) -> None:
     assert sequences(of(**settings), reusable=True) == (n_cache_seqs, n_seqs)
@@ -75,10 +76,12 @@ def test_without_reuse_there_are_only_slots(settings: dict[str, object]) -> None
 @pytest.mark.parametrize(
     ("settings", "most"),
     [
-        ({"n_slots": 8, "n_cache_seqs": 248}, 247),
+        ({"n_slots": 8, "n_cache_seqs": 247}, 246),
+        ({"n_slots": 254, "n_cache_seqs": 1}, 0),
+        ({"n_slots": 255, "n_cache_seqs": 1}, 0),
         ({"n_slots": 256, "n_cache_seqs": 1}, 0),
         ({"n_slots": 8, "n_cache_seqs": 249, "unified": False}, 248),
-        ({"n_cache_seqs": -2}, 251),
+        ({"n_cache_seqs": -2}, 250),
     ],
 )
 def test_more_ids_than_llama_cpp_has_are_refused(settings: dict[str, object], most: int) -> None:
@@ -87,21 +90,21 @@ def test_more_ids_than_llama_cpp_has_are_refused(settings: dict[str, object], mo
     assert caught.value.param == "--cache-seqs"
 
 
-def test_a_context_has_its_reserved_and_scratch_ids(models: dict[str, Path]) -> None:
+def test_a_context_has_its_reserved_spare_and_scratch_ids(models: dict[str, Path]) -> None:
     with loaded(models["tiny"], n_slots=2, n_cache_seqs=3) as backend:
-        assert (backend.info.n_slots, backend.info.n_cache_seqs, backend.n_seqs) == (2, 3, 6)
+        assert (backend.info.n_slots, backend.info.n_cache_seqs, backend.n_seqs) == (2, 3, 7)
         assert (backend.info.n_ctx, backend.info.n_ctx_slot) == (512, 512)
-        for seq in range(6):
+        for seq in range(7):
             assert feed(backend, seq, [300 + seq] * 8).status is Status.OK
-        assert [backend.seq_len(seq) for seq in range(6)] == [8] * 6
+        assert [backend.seq_len(seq) for seq in range(7)] == [8] * 7
         with pytest.raises(IllegalCallError):
-            backend.seq_len(6)
+            backend.seq_len(7)
 
 
 def test_a_step_may_be_smaller_than_the_number_of_ids(models: dict[str, Path]) -> None:
     with loaded(models["tiny"], n_slots=2, n_ubatch=2, n_batch=2) as backend:
-        assert backend.n_seqs == 11
-        for seq in (0, 10):
+        assert backend.n_seqs == 12
+        for seq in (0, 11):
             assert feed(backend, seq, [300, 301]).status is Status.OK
     with pytest.raises(ConfigError, match="2 slots"), loaded(models["tiny"], n_slots=2, n_ubatch=1, n_batch=1):
         pass

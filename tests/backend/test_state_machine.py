@@ -22,12 +22,15 @@ from llamaslot.base.messages import Sampling
 from llamaslot.core.backend import (
     Backend,
     Copy,
+    Discard,
     IllegalCallError,
+    Load,
     Move,
     Operation,
     Piece,
     Remove,
     Run,
+    Save,
     Share,
     Status,
 )
@@ -35,13 +38,14 @@ from tests.conftest import LONG
 from tests.noise import Noise
 
 N_SLOTS, N_RESERVED = 2, 1
-N_SEQS = N_SLOTS + N_RESERVED + 1  # the last is for scratch
+N_SEQS = N_SLOTS + N_RESERVED + 2  # one to park by, one for scratch
+SCRATCH = N_SEQS - 1
 N_CTX = 256
 N_UBATCH = 64
 GREEDY = Sampling(temperature=0.0)
 
 tokens = st.lists(st.integers(97, 99), min_size=1, max_size=24)
-seqs = st.integers(0, N_SEQS - 1)
+seqs = st.integers(0, N_SEQS - 2)
 
 
 class SequencesMachine(RuleBasedStateMachine):
@@ -58,6 +62,8 @@ class SequencesMachine(RuleBasedStateMachine):
         self.backend = self.new_backend()
         self.oracle: dict[int, list[tuple[int, int]]] = {seq: [] for seq in range(N_SEQS)}
         self.n_computed = 0
+        self.segments: dict[int, tuple[int, list[int]]] = {}
+        """Where each starts, and all tokens up to where it ends."""
 
     def teardown(self) -> None:
         self.backend.close()
@@ -74,9 +80,7 @@ class SequencesMachine(RuleBasedStateMachine):
         assert decoded.status is Status.OK
         assert decoded.sent == {run.seq: (run.start, len(run.tokens)) for run in runs}
         for run in runs:
-            for token in run.tokens.tolist():
-                self.oracle[run.seq].append((self.n_computed, token))
-                self.n_computed += 1
+            self.extend(run.seq, run.tokens.tolist())
         wanted = [run.seq for run in runs if run.output]
         draws = [(seq, self.backend.new_sampler(GREEDY, np.empty(0, dtype=np.int32))) for seq in wanted * 2]
         answers = self.backend.sample(draws)
@@ -96,7 +100,7 @@ class SequencesMachine(RuleBasedStateMachine):
     def copy(self, src: int, dst: int, share: float) -> None:
         source, target = self.oracle[src], self.oracle[dst]
         start, end = len(target), int(share * len(source))
-        assume(src != dst and start < end and self.common(src, dst) == start)
+        assume(src != dst and start < end and common(self.held(src), self.held(dst)) == start)
         self.backend.change(Copy(src, dst, start, end))
         target.extend(source[start:end])
 
@@ -105,7 +109,7 @@ class SequencesMachine(RuleBasedStateMachine):
     def share(self, data: st.DataObject) -> None:
         """A range anywhere in the middle: what the target holds in front and behind stays its own."""
         src, dst = data.draw(st.sampled_from(self.pairs))
-        end = data.draw(st.integers(1, self.common(src, dst)))
+        end = data.draw(st.integers(1, common(self.held(src), self.held(dst))))
         start = data.draw(st.integers(0, end - 1))
         self.backend.change(Share(src, dst, start, end))
         self.oracle[dst][start:end] = self.oracle[src][start:end]
@@ -116,11 +120,10 @@ class SequencesMachine(RuleBasedStateMachine):
         assume(src != dst and 2 * len(run) <= N_UBATCH)
         self.decode({src: (run, False), dst: (run, True)})
 
-    @precondition(lambda self: any(self.oracle.values()) and not all(self.oracle.values()))
+    @precondition(lambda self: any(self.oracle.values()))
     @rule(data=st.data())
     def move(self, data: st.DataObject) -> None:
         """Parts of sequences, with all who see them, to other cells: nobody can tell."""
-        scratch = next(seq for seq, held in self.oracle.items() if not held)
         chosen = data.draw(st.lists(st.sampled_from([s for s, held in self.oracle.items() if held]), min_size=1))
         pieces: list[Piece] = []
         seen: set[int] = set()
@@ -133,15 +136,78 @@ class SequencesMachine(RuleBasedStateMachine):
             if seen.isdisjoint(cells) and all(self.oracle[s][start:end] == part for s in holders):
                 pieces.append(Piece(tuple(holders), start, end))
                 seen |= cells
-        self.backend.change(Move(tuple(pieces), scratch))
+        self.backend.change(Move(tuple(pieces), SCRATCH))
         taken = next(seq for seq, held in self.oracle.items() if held)
         whole = Piece((taken,), 0, len(self.oracle[taken]))
         self.refuses(Move((whole,), taken))
-        self.refuses(Move((whole, whole), scratch))
-        self.refuses(Move((Piece((taken,), 0, whole.end + 1),), scratch))
-        self.refuses(Move((Piece((taken,), 1, 1),), scratch))
-        self.refuses(Move((Piece((), 0, 1),), scratch))
-        self.refuses(Move((Piece((taken, N_SEQS), 0, 1),), scratch))
+        self.refuses(Move((whole, whole), SCRATCH))
+        self.refuses(Move((Piece((taken,), 0, whole.end + 1),), SCRATCH))
+        self.refuses(Move((Piece((taken,), 1, 1),), SCRATCH))
+        self.refuses(Move((Piece((), 0, 1),), SCRATCH))
+        self.refuses(Move((Piece((taken, N_SEQS), 0, 1),), SCRATCH))
+
+    @precondition(lambda self: any(self.oracle.values()))
+    @rule(data=st.data())
+    def save(self, data: st.DataObject) -> None:
+        """A part of a sequence, or all of it; it stays what it is, and so does what is stored."""
+        src = data.draw(st.sampled_from([seq for seq, held in self.oracle.items() if held]))
+        n = len(self.oracle[src])
+        start = data.draw(st.sampled_from([0, n // 2, n - 1]))
+        end = data.draw(st.integers(start + 1, n))
+        number = next(i for i in range(100) if i not in self.segments)
+        self.refuses(Save(number, src, start, n + 1, SCRATCH))
+        self.refuses(Save(number, src, end, end, SCRATCH))
+        self.refuses(Save(number, src, -1, end, SCRATCH))
+        self.refuses(Save(number, src, start, end, src))
+        self.refuses(Save(number, N_SEQS, start, end, SCRATCH))
+        self.refuses(Save(number, src, start, end, N_SEQS))
+        self.backend.change(Save(number, src, start, end, SCRATCH))
+        self.segments[number] = (start, self.held(src)[:end])
+        self.refuses(Save(number, src, start, end, SCRATCH))
+
+    @precondition(lambda self: self.segments)
+    @rule(data=st.data(), is_crowded=st.booleans())
+    def load(self, data: st.DataObject, *, is_crowded: bool) -> None:
+        """A part of a segment behind a part of what is before it; llama.cpp needs room for the whole segment."""
+        shared = {
+            (number, dst): min(common(self.held(dst), history), len(history) - 1)
+            for number, (_, history) in self.segments.items()
+            for dst in range(SCRATCH)
+        }
+        fitting = [(number, dst) for (number, dst), n in shared.items() if n >= self.segments[number][0]]
+        number, dst = data.draw(st.sampled_from(fitting or sorted(shared)))
+        first, history = self.segments[number]
+        stop, most = len(history), shared[number, dst]
+        start = data.draw(st.sampled_from([most, *range(min(first, most), most)]))
+        self.backend.change(Remove(dst, start))
+        del self.oracle[dst][start:]
+        end = data.draw(st.sampled_from([stop, *range(start + 1, stop)]))
+        self.refuses(Load(number, dst, start, stop + 1, SCRATCH))
+        self.refuses(Load(number, dst, start, start, SCRATCH))
+        self.refuses(Load(number, dst, start + 1, stop, SCRATCH))
+        self.refuses(Load(number, dst, start - 1, end, SCRATCH))
+        self.refuses(Load(number, dst, start, end, dst))
+        self.refuses(Load(number, N_SEQS, start, end, SCRATCH))
+        self.refuses(Load(number, dst, start, end, N_SEQS))
+        self.refuses(Load(max(self.segments) + 1, dst, start, end, SCRATCH))
+        for taken in (seq for seq, held in self.oracle.items() if held):
+            self.refuses(Load(number, dst, start, end, taken))
+        load = Load(number, dst, start, end, SCRATCH)
+        if is_crowded:
+            self.refused_with_too_few_cells(load, stop - first - 1)
+        if start < first or self.cells_used + stop - first > N_CTX:
+            self.refuses(load)
+        else:
+            self.backend.change(load)
+            self.extend(dst, history[start:end])
+
+    @precondition(lambda self: self.segments)
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.segments)))
+        self.backend.change(Discard(number))
+        del self.segments[number]
+        self.refuses(Discard(number))
 
     @rule(seq=seqs, shift=st.sampled_from([-1, 1, 7]))
     def decode_elsewhere(self, seq: int, shift: int) -> None:
@@ -198,6 +264,14 @@ class SequencesMachine(RuleBasedStateMachine):
             assert self.backend.cells_used == self.cells_used
             for seq, held in self.oracle.items():
                 assert self.backend.seen(seq) == [(i, token) for i, (_, token) in enumerate(held)]
+            stored = {number: range(start, len(history)) for number, (start, history) in self.segments.items()}
+            assert self.backend.segments == stored
+            assert self.backend.bytes_stored == sum(100 + 10 * len(each) for each in stored.values())
+
+    def extend(self, seq: int, run: list[int]) -> None:
+        """A sequence holds more tokens, in cells of their own."""
+        self.oracle[seq] += [(self.n_computed + i, token) for i, token in enumerate(run)]
+        self.n_computed += len(run)
 
     @property
     def cells_used(self) -> int:
@@ -206,15 +280,20 @@ class SequencesMachine(RuleBasedStateMachine):
     def held(self, seq: int) -> list[int]:
         return [token for _, token in self.oracle[seq]]
 
-    def common(self, a: int, b: int) -> int:
-        """Tokens at the start of two sequences that are the same."""
-        pairs = zip(self.held(a), self.held(b), strict=False)
-        return next((i for i, (x, y) in enumerate(pairs) if x != y), min(map(len, (self.held(a), self.held(b)))))
-
     @property
     def pairs(self) -> list[tuple[int, int]]:
         """Sequences that start alike."""
-        return [(a, b) for a in self.oracle for b in self.oracle if a != b and self.common(a, b)]
+        return [(a, b) for a in self.oracle for b in self.oracle if a != b and common(self.held(a), self.held(b))]
+
+    def refused_with_too_few_cells(self, load: Load, n_free: int) -> None:
+        """Another sequence takes all but so many cells for a while."""
+        other = (load.dst + 1) % SCRATCH
+        n_missing = N_CTX - self.cells_used - n_free
+        for n in [N_UBATCH] * (n_missing // N_UBATCH) + [n_missing % N_UBATCH] * (n_missing % N_UBATCH > 0):
+            run = Run(other, self.backend.seq_len(other), np.full(n, 97, dtype=np.int32), False)
+            assert self.backend.decode([run]).status is Status.OK
+        self.refuses(load)
+        self.backend.change(Remove(other, len(self.oracle[other])))
 
     def run_of(self, seq: int, run: list[int], output: bool) -> Run:
         return Run(seq, len(self.oracle[seq]), np.array(run, dtype=np.int32), output)
@@ -227,6 +306,11 @@ class SequencesMachine(RuleBasedStateMachine):
         with pytest.raises(IllegalCallError):
             call()
         assert self.oracle == before
+
+
+def common(a: list[int], b: list[int]) -> int:
+    """Tokens at the start of two sequences that are the same."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def cold_answer(new_backend: Callable[[], Backend], history: list[int]) -> int:
@@ -252,7 +336,7 @@ class FakeMachine(SequencesMachine):
 
 
 def test_fake_backend() -> None:
-    run_state_machine_as_test(FakeMachine, settings=settings(stateful_step_count=50))
+    run_state_machine_as_test(FakeMachine, settings=settings(max_examples=1200 if LONG else 60))
 
 
 def test_llama_backend(tiny_model: Path) -> None:
@@ -269,6 +353,6 @@ def test_llama_backend(tiny_model: Path) -> None:
             return warm == cold or noise.explains(history, warm, cold)
 
     run_state_machine_as_test(
-        LlamaMachine, settings=settings(max_examples=60 if LONG else 3, stateful_step_count=20)
+        LlamaMachine, settings=settings(max_examples=200 if LONG else 10, stateful_step_count=40)
     )
     print(f"tokens that differed within noise: {noise.n_explained}")

@@ -72,14 +72,6 @@ async def test_flat_and_tree_cache_the_same_where_nothing_is_evicted(scenario: S
         assert flat.n_entries * BLOCK == flat.n_prefilled == tree.n_prefilled
 
 
-async def test_flat_and_tree_give_up_alike_what_was_not_used_for_long(bench: Bench) -> None:
-    groups, aging = BY_NAME["multi_prefix_groups"], Bench(bench.backend, bench._thread, idle_life=320)
-    flat, tree = [await aging.measure(groups, cache, length=4) for cache in (Cache.FLAT, Cache.TREE)]
-    assert flat.n_evicted > 0
-    assert tree.n_evicted > 0
-    assert flat.n_cached == tree.n_cached > 0
-
-
 @pytest.mark.parametrize("cache", [Cache.FLAT, Cache.TREE])
 @pytest.mark.parametrize("seed", range(3))
 async def test_nothing_is_hit_where_nothing_is_shared(cache: Cache, seed: int, bench: Bench) -> None:

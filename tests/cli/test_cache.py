@@ -64,22 +64,22 @@ def test_the_state_and_the_tree(server: Server) -> None:
     assert (status, errors) == (0, [])
     used, idle, free = (f"{told['cells'][name]:,}" for name in ("used", "idle", "free"))
     assert lines[0] == f"cells      {used} of 2,048 used: 0 by running requests, {idle} idle; {free} free"
-    assert lines[1] == f"sequences  {told['sequences']['used']} of 10 used (2 slots', 8 reserved)"
-    assert lines[2].startswith(f"tree       {told['tokens']} tokens in {told['nodes']} nodes, ")
-    assert lines[3].startswith("hits       1 of 2 requests (50.0%), ")
+    assert re.fullmatch(r"RAM        0 tokens in 0 segments, 0\.0 of [\d,]+ MiB", lines[1])
+    assert lines[2] == f"sequences  {told['sequences']['used']} of 10 used (2 slots', 8 reserved)"
+    assert lines[3].startswith(f"tree       {told['tokens']} tokens in {told['nodes']} nodes, ")
+    assert lines[4].startswith("hits       1 of 2 requests (50.0%), ")
     matched, total = told["prompt_tokens"]["matched"], told["prompt_tokens"]["total"]
-    assert lines[4] == f"reused     {matched} of {total} prompt tokens ({matched / total:.1%})"
-    assert (
-        lines[6] == "given up   0 tokens evicted, 0 expired; 0 paths lost for want of a sequence id; 0 preemptions"
-    )
-    assert lines[7] == f"prefixes   {told['nodes']} of {told['nodes']}, most hits first"
+    assert lines[5] == f"reused     {matched} of {total} prompt tokens ({matched / total:.1%})"
+    assert "tokens copied, 0 to RAM, 0 from RAM; " in lines[6]
+    assert lines[7] == "given up   0 tokens evicted; 0 paths lost for want of a sequence id; 0 preemptions"
+    assert lines[8] == f"prefixes   {told['nodes']} of {told['nodes']}, most hits first"
     head, *tails = told["prefixes"]
     held = ", ".join(map(str, head["holders"]))
-    assert lines[8].startswith(
+    assert lines[9].startswith(
         f"└── +{head['edge_tokens']} = {head['tokens']} tokens · 1 hit · held by {held} · used #"
     )
-    assert [line[:8] for line in lines[9:]] == ["    ├── ", "    └── "]
-    for line, prefix in zip(lines[9:], tails, strict=True):
+    assert [line[:8] for line in lines[10:]] == ["    ├── ", "    └── "]
+    for line, prefix in zip(lines[10:], tails, strict=True):
         assert f"+{prefix['edge_tokens']} = {prefix['tokens']} tokens" in line
     assert not any("head of all" in line for line in lines)
 
@@ -88,8 +88,8 @@ def test_top_and_clear(server: Server) -> None:
     fill(server)
     status, lines, _ = cache(server.url, "--top", "1")
     assert status == 0
-    assert re.fullmatch(r"prefixes   1 of \d+, most hits first", lines[7])
-    assert len(lines) == 9
+    assert re.fullmatch(r"prefixes   1 of \d+, most hits first", lines[8])
+    assert len(lines) == 10
     idle = server.get("/cache")["cells"]["idle"]
     assert idle > 0
     status, lines, _ = cache(server.url, "--clear")

@@ -8,7 +8,6 @@ what the machine knows of a request. Tokens are two letters, so that prefixes ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 from unittest import mock
@@ -20,12 +19,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from llamaslot.backend.fake import EOS, FakeBackend, FakeSampler
 from llamaslot.base.messages import Sampling, Submit
-from llamaslot.core import admission, repacking
+from llamaslot.core import admission, repacking, scheduler, segments
 from llamaslot.core.admission import PATIENCE
-from llamaslot.core.backend import Backend, CopyStream, Move, Remove, Run, Sampler, Status
+from llamaslot.core.backend import Backend, CopyStream, Load, Move, Remove, Run, Sampler, Save, Status
 from llamaslot.core.request import Request, RequestState
 from llamaslot.core.scheduler import Broke, Sampled, Scheduler
 from llamaslot.core.settings import SchedulerSettings
+from llamaslot.core.shared import SharedLedger
 from llamaslot.core.step import StepPlan, StepResult, apply, following
 from tests.conftest import LONG
 from tests.recorder import Failure, Recorder
@@ -51,6 +51,8 @@ class Shape:
     n_ubatch: int
     idle_cells: int | None
     idle_life: int | None
+    ram: float
+    """What may be stored, in tokens of the pool; 0 for nothing."""
     eos_every: int
 
     @property
@@ -73,7 +75,7 @@ class Asked:
     slot: int = -1
     """Where it runs."""
     n_start: int = 0
-    """Tokens that its slot held when it was admitted last."""
+    """Tokens that were known when it was admitted last."""
     promise: list[int] = field(default_factory=list)
     """The prefixes of what it knew then."""
     has_started: bool = False
@@ -119,6 +121,8 @@ class CacheMachine(RuleBasedStateMachine):
     ubatches: ClassVar[tuple[int, int]] = (4, 24)
     padding: ClassVar[int] = 4
     """Cells that a pool is repacked by."""
+    largest: ClassVar[int] = 8
+    """Tokens of a segment."""
     stretch: ClassVar[int] = 1
     """How much longer prompts are than the rules say."""
 
@@ -135,7 +139,9 @@ class CacheMachine(RuleBasedStateMachine):
         share=st.floats(0, 1),
         batch=st.floats(0, 1),
         idle_cells=st.sampled_from([None, None, 0, 16]),
-        idle_life=st.sampled_from([None, None, None, 0, 12, 40]),
+        idle_life=st.sampled_from([None, None, 1, 12, 40]),
+        ram=st.sampled_from([0, 0, 0.4, 1, 10, 10]),
+        load_us=st.sampled_from([0, 0, 2e4]),
         eos_every=st.sampled_from([6, 12, 10**9]),
         n_expected=st.sampled_from([1, 1, 2, 64]),
     )
@@ -149,6 +155,8 @@ class CacheMachine(RuleBasedStateMachine):
         batch: float,
         idle_cells: int | None,
         idle_life: int | None,
+        ram: float,
+        load_us: float,
         eos_every: int,
         n_expected: int,
     ) -> None:
@@ -159,6 +167,8 @@ class CacheMachine(RuleBasedStateMachine):
             mock.patch.object(repacking, "_BLOCK", self.padding),
             mock.patch.object(repacking, "_SCATTER", 1),
             mock.patch.object(repacking, "_PROMPT", 4 * self.padding),
+            mock.patch.object(segments, "LARGEST", self.largest),
+            mock.patch.object(scheduler, "LARGEST", self.largest),
         ]
         for patch in self.patches:
             patch.start()
@@ -167,11 +177,13 @@ class CacheMachine(RuleBasedStateMachine):
         n_ctx = int(low + share * (high - low)) // n_slots * n_slots
         n_ubatch = int(self.ubatches[0] + batch * (self.ubatches[1] - self.ubatches[0]))
         n_reserved = n_reserved if name in ("shared", "copied partitions") else 0
-        shape = Shape(name, n_slots, n_reserved, n_ctx, n_ubatch, idle_cells, idle_life, eos_every)
+        ram = ram if name == "shared" else 0
+        shape = Shape(name, n_slots, n_reserved, n_ctx, n_ubatch, idle_cells, idle_life, ram, eos_every)
         self.shape = shape
         self.backend = Recorder(self.new_backend(shape))
         info = self.backend.info
         self.n_ctx_slot = info.n_ctx_slot
+        self.ram_bytes = self.size_of(int(ram * n_ctx))
         self.scheduler = Scheduler(
             SchedulerSettings(
                 n_slots=info.n_slots,
@@ -181,6 +193,9 @@ class CacheMachine(RuleBasedStateMachine):
                 n_seqs=self.backend.n_seqs,
                 idle_cells=idle_cells,
                 idle_life=idle_life,
+                ram_bytes=self.ram_bytes,
+                segment_bytes=info.segment_bytes,
+                load_us=load_us,
                 min_shared=MIN_SHARED,
                 stream_copy_ms=1e-9 if shape.copies else 0.0,
                 repack_gain=self.padding,
@@ -197,7 +212,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.is_recovering = False
         """Whether the last step failed, so that the next plan may give up what it likes."""
         self.uses: dict[int, int] = {}
-        """When each prefix was last asked for or ran, on the ledger's clock."""
 
     # --- what is asked for ---
 
@@ -223,7 +237,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.scheduler.submit(request)
         space = f"salt {salt}" if cached and reuse else f"private {group or name}"
         self.asked.append(Asked(request, prompt, space))
-        self.note_uses(self.backend.named(space, prompt)[:-1])
         COUNTS["requests"] += 1
 
     def prompt(self, origin: int, share: float, tail: int, n_tail: int) -> list[int]:
@@ -331,12 +344,12 @@ class CacheMachine(RuleBasedStateMachine):
                 self.check_agreement()
         self.is_sound = True
 
-    def note_uses(self, prefixes: Iterable[int]) -> None:
-        """These are used now."""
-        self.uses.update(dict.fromkeys(prefixes, self.scheduler.ledger.clock))
+    def size_of(self, n_tokens: int) -> int:
+        """Bytes of a segment; nothing takes none."""
+        fixed, each = self.backend.info.segment_bytes
+        return fixed + n_tokens * each if n_tokens else 0
 
     def plan(self) -> StepPlan:
-        self.note_uses(self.backend.prefixes(asked.slot for asked in self.running))
         before = Before(self)
         was_suspected = [a for a in self.running if a.request.id in self.scheduler.suspects]
         plan = self.scheduler.plan(self.now)
@@ -351,12 +364,13 @@ class CacheMachine(RuleBasedStateMachine):
                 COUNTS["moves while idle"] += not self.living
         apply(replace(plan, work=[]), self.backend, lambda: self.now)
         for asked in admitted:
-            asked.n_start = len(self.backend.held[asked.slot])
+            asked.n_start = self.n_known(asked)
             asked.promise = self.backend.named(asked.space, asked.known)
         self.check_agreement()
         self.check_running(before, plan)
         self.check_restored(plan)
-        self.check_admissions(admitted)
+        self.check_fetched(plan)
+        self.check_admissions(plan, admitted)
         self.check_preempted(plan, admitted)
         if not was_suspected:
             self.check_waiting(before, plan, admitted)
@@ -453,10 +467,11 @@ class CacheMachine(RuleBasedStateMachine):
         backend.check()
         ledger.check(backend.seq_range)
         if self.shape.shares and isinstance(backend.inner, FakeBackend) and not backend.has_lost:
-            assert ledger.cells is not None
+            assert isinstance(ledger, SharedLedger)
             for seq in range(backend.n_seqs):
                 assert ledger.cells.cells(seq).tolist() == backend.inner.cells_of(seq), "cells lie elsewhere"
-            assert ledger.high_water == backend.inner.high_water
+            assert ledger.cells.high_water == backend.inner.high_water
+            assert len(ledger.segments) == len(backend.segments)
         for seq, held in enumerate(backend.held):
             assert ledger.tree.tokens(seq).tolist() == held.tokens, seq
             assert ledger.length(seq) == len(held)
@@ -466,6 +481,12 @@ class CacheMachine(RuleBasedStateMachine):
         wanted = {asked.space for asked in self.living}
         for held in backend.held:
             assert not held.cells or not held.space.startswith("private") or held.space in wanted, "left behind"
+        stored = [prefix for segment in backend.segments.values() for prefix in segment.prefixes]
+        assert len(stored) == len(set(stored)), "stored twice"
+        assert sum(self.size_of(len(segment.tokens)) for segment in backend.segments.values()) <= self.ram_bytes
+        for segment in backend.segments.values():
+            assert len(segment.tokens) <= self.largest
+            assert not segment.space.startswith("private") or segment.space in wanted, "left in RAM"
 
     def check_tree(self) -> None:
         """Cells, pins and holders are counted right."""
@@ -486,15 +507,18 @@ class CacheMachine(RuleBasedStateMachine):
         held = self.backend.held
         for asked, prefixes in before.running.items():
             if asked.slot not in self.shaken and asked.slot >= 0:
-                assert held[asked.slot].prefixes == prefixes, "taken from a running request"
+                assert held[asked.slot].prefixes[: len(prefixes)] == prefixes, "taken from a running request"
         if self.shape.shares:
             assert len(self.backend.cells) == len(self.backend.prefixes()), "computed twice and kept twice"
             budget, idle = self.shape.idle_cells, self.idle
             assert budget is None or len(idle) <= budget, "more idle cells than allowed"
-            if self.shape.idle_life is not None:
-                oldest = before.clock - self.shape.idle_life
+            pending = [len(asked.known) - len(held[asked.slot]) for asked in self.running]
+            n_pending = sum(n for n in pending if n > 1)
+            if self.shape.idle_life is not None and self.shape.ram and n_pending:
+                oldest = before.clock + min(n_pending - self.shape.idle_life, 1)
                 for node in self.scheduler.ledger.tree.nodes():
-                    assert not node.is_idle_leaf or node.last_used >= oldest, "kept for too long"
+                    assert not node.is_idle_leaf or node.last_used >= oldest, "in the way of prompts"
+                COUNTS["looked for what is in the way"] += 1
         n_granted = sum(len(work.run.tokens) for work in plan.work)
         if self.backend.info.unified:
             assert len(self.backend.cells) + n_granted <= self.backend.info.n_ctx
@@ -513,23 +537,43 @@ class CacheMachine(RuleBasedStateMachine):
                 assert len(self.backend.held[asked.slot]) == n_known, "not restored"
                 COUNTS["restored"] += 1
 
-    def check_admissions(self, admitted: list[Asked]) -> None:
-        """Who was admitted holds all that is known of its prompt, and did not run past one who computes it."""
+    def check_fetched(self, plan: StepPlan) -> None:
+        """Nothing is computed that is known, unless the pool is too full to load it."""
+        COUNTS["loads"] += sum(isinstance(each, Load) for each in plan.operations)
+        COUNTS["saves"] += sum(isinstance(each, Save) for each in plan.operations)
+        n_pinned = len(self.backend.prefixes(asked.slot for asked in self.running))
+        is_full = self.backend.info.n_ctx - n_pinned < self.largest
+        for work in plan.work:
+            asked = self.find(work.request)
+            if self.shape.shares and len(asked.known) - work.run.start > 1:
+                n_known = self.n_known(asked)
+                assert n_known == work.run.start or is_full or plan.preempted, "computes what is known"
+                COUNTS["looked for what is known"] += 1
+
+    def check_admissions(self, plan: StepPlan, admitted: list[Asked]) -> None:
+        """Who was admitted holds all that is known of its prompt, or is about to, and has not passed its leader."""
+        loading = {each.dst for each in plan.operations if isinstance(each, Load)}
         for asked in admitted:
             known = self.backend.named(asked.space, asked.known)[:-1]
             prefixes = self.backend.held[asked.slot].prefixes
-            assert prefixes == known[: asked.n_start], "not its own prefix"
+            assert prefixes == known[: len(prefixes)], "not its own prefix"
+            assert len(prefixes) <= asked.n_start
             COUNTS["reused tokens"] += asked.n_start
             if self.shape.shares:
                 others = [held.prefixes for seq, held in enumerate(self.backend.held) if seq != asked.slot]
-                assert asked.n_start >= max(common(known, other) for other in others), "a longer match was left"
+                longest = max(common(known, other) for other in others)
+                assert len(prefixes) >= longest or asked.slot in loading, "a longer match was left"
             if not self.backend.info.reuse:
                 assert asked.n_start == 0 or asked.submit.group
             running = [other for other in self.running if other not in admitted]
-            assert not self.waits(asked, asked.n_start, running), "computed side by side with its leader"
+            # A RAM that is too small may lose what was known when they were admitted.
+            is_lossy = 0 < self.shape.ram < 10
+            waits = self.waits(asked, asked.n_start, running)
+            assert not waits or is_lossy, "computed side by side with its leader"
             for other in admitted[: admitted.index(asked)]:
                 first = self.waits(asked, asked.n_start, [other])
-                assert not (first and self.waits(other, other.n_start, [asked])), "admitted side by side"
+                also = self.waits(other, other.n_start, [asked])
+                assert not (first and also) or is_lossy, "admitted side by side"
 
     def waits(self, asked: Asked, n_known: int, running: list[Asked], min_shared: int = MIN_SHARED) -> bool:
         """Whether one of these computes something that a request should wait for; `n_known` is there already."""
@@ -567,13 +611,14 @@ class CacheMachine(RuleBasedStateMachine):
         for asked in waiting:
             if asked.request in plan.preempted:
                 continue
-            known = self.backend.named(asked.space, asked.known)[:-1]
-            n_known = max(common(known, held.prefixes) for held in self.backend.held)
+            n_known = self.n_known(asked)
             waits = self.waits(asked, n_known, self.running)
             asked.has_waited |= waits
             may_wait = waits or (asked.has_waited and self.waits(asked, n_known, self.running, min_shared=0))
             # What a copy costs decides there; who could share nothing with anybody must not wait all the same.
             may_wait |= self.shape.copies and any(other.space == asked.space for other in self.asked)
+            # What is loaded in this plan takes room as if it were not shared yet.
+            may_wait |= any(isinstance(each, Load) for each in plan.operations)
             for other in admitted:
                 if (
                     other.request.arrival > asked.request.arrival
@@ -615,17 +660,15 @@ class CacheMachine(RuleBasedStateMachine):
     def check_losses(self, before: Before, plan: StepPlan) -> None:
         """What was known and may be wanted again is given up only where age, ids, cells or the budget say so."""
         spaces = {asked.space for asked in self.living}
-        lost = before.prefixes_in(spaces) - self.backend.prefixes()
-        if self.shape.idle_life is not None:
-            oldest = before.clock - self.shape.idle_life
-            waiting = [asked for asked in self.living if asked.slot < 0]
-            wanted = {each for asked in waiting for each in self.backend.named(asked.space, asked.known)[:-1]}
-            expired = {each for each in lost - wanted if self.uses.get(each, 0) < oldest}
-            COUNTS["expired"] += bool(expired)
-            lost -= expired
+        lost = before.prefixes_in(spaces) - self.backend.prefixes() - self.stored
         if not lost or self.is_recovering:
             return
         COUNTS["losses"] += 1
+        if self.shape.ram:
+            n_bytes = sum(self.size_of(len(segment.tokens)) for segment in self.backend.segments.values())
+            assert self.ram_bytes - n_bytes < 2 * self.size_of(self.largest), "lost while there is room in RAM"
+            COUNTS["losses for RAM"] += 1
+            return
         if self.shape.idle_cells is not None and len(self.idle) == self.shape.idle_cells:
             return
         n_free = self.backend.info.n_ctx - len(self.backend.cells) - sum(len(work.run.tokens) for work in plan.work)
@@ -635,7 +678,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         running = {asked.slot for asked in self.running}
         n_empty = sum(not held.cells and seq not in running for seq, held in enumerate(self.backend.held))
-        assert n_empty <= 1, "lost while ids and cells are free"
+        assert n_empty <= 2, "lost while ids and cells are free"
         COUNTS["losses for ids"] += 1
 
     def check_work(self, plan: StepPlan, was_suspected: list[Asked]) -> None:
@@ -649,7 +692,8 @@ class CacheMachine(RuleBasedStateMachine):
                 is_stream = len(asked.known) - len(self.backend.held[asked.slot]) == 1
                 assert not is_stream or asked in workers, "a stream was held up"
         assert sum(len(work.run.tokens) for work in plan.work) <= self.backend.info.n_ubatch
-        assert plan.work or plan.preempted or not self.living, "nothing is done"
+        is_loading = any(isinstance(each, Load) for each in plan.operations)
+        assert plan.work or plan.preempted or is_loading or not self.living, "nothing is done"
 
     def check_run(self, asked: Asked, run: Run) -> None:
         held = self.backend.held[run.seq]
@@ -673,10 +717,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Whoever is left comes to an end too."""
-        for patch in getattr(self, "patches", ()):
-            patch.stop()
-        if not getattr(self, "is_sound", False):
-            return
+        try:
+            if getattr(self, "is_sound", False):
+                self.finish()
+        finally:
+            for patch in getattr(self, "patches", ()):
+                patch.stop()
+
+    def finish(self) -> None:
         self.backend.failure = None
         for asked in self.living:
             if asked.submit.max_tokens < 0:
@@ -707,6 +755,18 @@ class CacheMachine(RuleBasedStateMachine):
         return [asked for asked in self.asked if asked.slot >= 0]
 
     @property
+    def stored(self) -> set[int]:
+        """Prefixes whose last token is stored."""
+        return {prefix for segment in self.backend.segments.values() for prefix in segment.prefixes}
+
+    def n_known(self, asked: Asked) -> int:
+        """Tokens of a request that need not be computed."""
+        prefixes = self.backend.named(asked.space, asked.known)[:-1]
+        n = max(common(prefixes, held.prefixes) for held in self.backend.held)
+        stored = self.stored
+        return next((i for i in range(n, len(prefixes)) if prefixes[i] not in stored), len(prefixes))
+
+    @property
     def idle(self) -> set[int]:
         """Prefixes that only idle sequences hold."""
         return self.backend.prefixes() - self.backend.prefixes(asked.slot for asked in self.running)
@@ -724,6 +784,7 @@ class Before:
         self.running = {asked: list(held[asked.slot].prefixes) for asked in machine.running}
         self.fresh = {asked for asked in machine.living if asked.slot < 0 and not asked.has_started}
         self.held = [(each.space, set(each.prefixes)) for each in held]
+        self.held += [(each.space, set(each.prefixes)) for each in machine.backend.segments.values()]
 
     def prefixes_in(self, spaces: set[str]) -> set[int]:
         """What was held, in these namespaces or for everybody."""
@@ -747,6 +808,7 @@ class FakeMachine(CacheMachine):
             reuse="whole" not in shape.layout,
             eos_every=shape.eos_every,
             stream_copy_ms=1e-9 if shape.copies else 0.0,
+            segment_bytes=(20, 10),
         )
 
     def check_token(self, history: list[int], sampling: Sampling, n_drawn: int, token: int) -> None:

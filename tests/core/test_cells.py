@@ -9,12 +9,27 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.core.backend import Copy, IllegalCallError, Move, Piece, Remove, Run, Share, Status
+from llamaslot.core.backend import (
+    Copy,
+    CopyStream,
+    Discard,
+    IllegalCallError,
+    Load,
+    Move,
+    Operation,
+    Piece,
+    Remove,
+    Run,
+    Save,
+    Share,
+    Status,
+)
 from llamaslot.core.cells import CellMap
 from tests.conftest import LONG
 
 N_SEQS = 4
 N_CTX = 64
+SCRATCH = N_SEQS + 1
 
 seqs = st.integers(0, N_SEQS - 1)
 
@@ -74,9 +89,39 @@ class CellsMachine(RuleBasedStateMachine):
             ):
                 pieces.append(Piece(tuple(holders), start, start + len(cells)))
                 seen.update(cells)
-        move = Move(tuple(pieces), N_SEQS)
-        self.fake.change(move)
-        self.map.follow(move)
+        self.change(Move(tuple(pieces), SCRATCH))
+
+    @rule(segment=st.integers(0, 3), src=seqs, first=st.floats(0, 1), n=st.integers(1, 30))
+    def save(self, segment: int, src: int, first: float, n: int) -> None:
+        held = self.fake.seq_len(src)
+        start = int(first * held)
+        if segment in self.fake.segments:
+            self.change(Discard(segment))
+        if start < held:
+            self.change(Save(segment, src, start, min(start + n, held), SCRATCH))
+
+    @rule(data=st.data(), dst=seqs)
+    def load(self, data: st.DataObject, dst: int) -> None:
+        n = self.fake.seq_len(dst)
+        fitting = [number for number, stored in self.fake.segments.items() if n in stored]
+        if fitting:
+            segment = data.draw(st.sampled_from(fitting))
+            end = data.draw(st.integers(n + 1, self.fake.segments[segment].stop))
+            load = Load(segment, dst, n, end, SCRATCH)
+            if len(self.fake.segments[segment]) > N_CTX - self.fake.cells_used:
+                self.refuses(load)
+            else:
+                self.change(load)
+
+    def change(self, operation: Operation) -> None:
+        self.fake.change(operation)
+        self.map.follow(operation)
+
+    def refuses(self, operation: Operation) -> None:
+        with pytest.raises(IllegalCallError):
+            self.fake.change(operation)
+        with pytest.raises(IllegalCallError):
+            self.map.follow(operation)
 
     @invariant()
     def every_cell_is_where_the_fake_has_it(self) -> None:
@@ -147,28 +192,65 @@ def test_sharing_frees_the_own_cells_of_a_range_in_the_middle() -> None:
             cells.share(src, dst, 0, 1)
 
 
-def test_a_state_is_saved_by_cell_and_loaded_into_the_lowest_free_cells_in_that_order() -> None:
+def test_a_segment_is_saved_by_cell_and_loaded_into_the_lowest_free_cells_in_that_order() -> None:
     cells = drawn()
     cells.remove(0, keep=2)
     cells.decode([(1, 1), (0, 2)])
-    order = cells.saved_order(1)
-    assert order.tolist() == [4, 0, 1, 2, 3]
+    assert cells.cells(1).tolist() == [3, 4, 5, 7, 2]
+    cells.save(0, 1, 0, 5)
     cells.remove(0, keep=1)
-    cells.load(3, order)
+    cells.load(0, 3, 0, 5)
     assert cells.cells(3).tolist() == [6, 8, 9, 10, 1]
     cells.remove(1)
-    cells.load(3, order)
-    assert cells.cells(3).tolist() == [2, 3, 4, 5, 1], "its own cells come free before"
-    assert (cells.n_used, cells.high_water) == (6, 6)
+    cells.load(0, 1, 0, 5)
+    assert cells.cells(1).tolist() == [3, 4, 5, 7, 2]
+    assert (cells.n_used, cells.high_water) == (11, 11)
 
 
-def test_a_state_that_does_not_fit_leaves_the_sequence_empty() -> None:
+def test_of_a_segment_loaded_in_part_the_other_cells_come_free() -> None:
+    cells = drawn()
+    cells.remove(0, keep=2)
+    cells.decode([(1, 1), (0, 2)])
+    cells.save(7, 1, 1, 5)
+    cells.remove(1, keep=2)
+    cells.load(7, 1, 2, 4)
+    assert cells.cells(1).tolist() == [3, 4, 7, 9]
+    assert (cells.n_used, cells.high_water) == (8, 10)
+    cells.decode([(2, 2)])
+    assert cells.cells(2).tolist() == [2, 5]
+
+
+def test_a_segment_that_does_not_fit_changes_nothing() -> None:
     cells = CellMap(8, 2)
-    cells.decode([(0, 5), (1, 2)])
+    cells.decode([(0, 5)])
+    cells.save(0, 0, 0, 5)
     with pytest.raises(IllegalCallError):
-        cells.load(1, cells.saved_order(0))
+        cells.load(0, 1, 0, 1)
     assert (cells.n_used, cells.high_water) == (5, 5)
     assert cells.held(1) == range(0)
+
+
+def test_only_what_is_stored_can_be_loaded_and_only_where_it_belongs() -> None:
+    cells = drawn()
+    cells.save(0, 0, 1, 4)
+    cells.copy(0, 2, 0, 2)
+    wrong: list[Operation] = [
+        Save(0, 1, 0, 1, 3),
+        Save(1, 1, 0, 5, 3),
+        Load(1, 2, 2, 3, 3),
+        Load(0, 2, 2, 5, 3),
+        Load(0, 2, 1, 3, 3),
+        Load(0, 3, 0, 3, 3),
+        Discard(1),
+        CopyStream(0, 3, 1),
+    ]
+    for operation in wrong:
+        with pytest.raises(IllegalCallError):
+            cells.follow(operation)
+    assert (cells.n_used, len(cells.held(2)), len(cells.held(3))) == (8, 2, 0)
+    cells.discard(0)
+    with pytest.raises(IllegalCallError):
+        cells.load(0, 2, 2, 3)
 
 
 def test_a_piece_moves_down_in_the_order_of_its_cells_and_stays_shared() -> None:

@@ -43,7 +43,7 @@ def lose_the_oldest(packed: Driver) -> None:
 def test_what_lies_high_moves_down_once_the_mark_is_far_above_what_is_used() -> None:
     packed = driver()
     fill(packed)
-    assert packed.scheduler.ledger.high_water == packed.backend.high_water == 540
+    assert packed.scheduler.ledger.cells.high_water == packed.backend.high_water == 540
     lose_the_oldest(packed)
     packed.step()
     while packed.step().operations:
@@ -84,7 +84,7 @@ def n_blocks(ledger: Ledger) -> int:
 def test_holes_are_gathered_once_nothing_runs() -> None:
     packed = driver(n_slots=3, n_ctx=4096)
     fill_with_holes(packed, 400)
-    assert packed.scheduler.ledger.high_water == packed.backend.high_water == 1200
+    assert packed.scheduler.ledger.cells.high_water == packed.backend.high_water == 1200
     ledger = packed.scheduler.ledger
     assert n_moved(packed.step()) == 512
     assert n_blocks(ledger) <= 12
@@ -101,7 +101,7 @@ def test_holes_that_one_prompt_does_not_need_stay() -> None:
     packed.scheduler.ledger.evict(700)
     packed.step()
     packed.step()
-    assert packed.scheduler.ledger.high_water == 7100
+    assert packed.scheduler.ledger.cells.high_water == 7100
     assert not moves(packed)
 
 

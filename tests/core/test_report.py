@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from llamaslot.base.messages import CacheFigures, CacheState, Sampling, Submit
 from llamaslot.core import report
-from llamaslot.core.ledger import Ledger
 from llamaslot.core.request import Request
+from llamaslot.core.separate import SeparateLedger
 from tests.core.test_scheduler import PROMPT_TOKEN_SECONDS, Driver, as_tokens
 
 PROMPTS = st.lists(st.text("ab", min_size=1, max_size=12), min_size=1, max_size=25)
@@ -199,7 +199,7 @@ def test_in_a_partitioned_pool_reserved_sequences_count_too() -> None:
 
 
 def test_clearing_frees_an_idle_slot_whose_path_a_running_one_has_too() -> None:
-    ledger = Ledger(n_slots=2, n_seqs=2, n_cells=64, shares=False, min_shared=64)
+    ledger = SeparateLedger(n_slots=2, n_seqs=2, n_cells=64)
     for seq in (0, 1):
         ledger.claim([seq], "", b"")
         ledger.append(seq, as_tokens("the same"))

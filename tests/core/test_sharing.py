@@ -251,40 +251,6 @@ def test_the_idle_budget_is_kept_and_does_not_cut_what_is_about_to_be_used() -> 
     assert bounded.holders("c" * 30)
 
 
-def test_what_was_not_used_for_too_long_goes_and_a_use_renews_it() -> None:
-    shared = driver(idle_life=100, n_ubatch=64)
-    for letter in "abc":
-        shared.run(letter * 30)
-    shared.run("a" * 30)
-    shared.run("d" * 30)
-    shared.step()
-    assert all(shared.holders(letter * 30) for letter in "abcd")
-    shared.run("e" * 30)
-    shared.step()
-    assert [letter for letter in "abcde" if shared.holders(letter * 30)] == ["a", "c", "d", "e"]
-
-
-def test_what_a_waiting_request_wants_is_not_given_up() -> None:
-    shared = driver(n_slots=1, idle_life=50, n_ubatch=64)
-    shared.run("a" * 30)
-    long = shared.submit("b" * 200)
-    shared.step()
-    waiting = shared.submit("a" * 30)
-    shared.finish(long, waiting)
-    assert waiting.n_cached == 29
-    shared.run("c" * 200)
-    shared.step()
-    assert not shared.holders("a" * 30)
-
-
-def test_streams_make_nothing_older() -> None:
-    shared = driver(idle_life=50, n_ubatch=64)
-    shared.run("a" * 30)
-    shared.run("b" * 30, max_tokens=60)
-    shared.step()
-    assert shared.holders("a" * 30)
-
-
 def apart(**shape: int | float | None) -> Driver:
     """Slots with cells of their own, where copying all of a slot's takes as long as computing 16 tokens."""
     cost = 1e3 * 16 * PROMPT_TOKEN_SECONDS

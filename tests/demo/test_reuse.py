@@ -19,7 +19,8 @@ from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.backend.llama import backend as llama_backend
 from llamaslot.base.messages import Finished
-from llamaslot.core.backend import Copy, Operation
+from llamaslot.core import segments
+from llamaslot.core.backend import Copy, Load, Operation
 from llamaslot.core.node import WIDTH, Node
 from llamaslot.core.tree import Match, Tree
 from llamaslot.text.template import ChatTemplate
@@ -66,11 +67,17 @@ async def generate(engine: Harness, name: str, prompt: str, **fields: object) ->
     return engine.text(name), end.progress.n_cached
 
 
-async def warm_texts(talks: list[list[str]], n_ctx: int) -> tuple[dict[tuple[int, int], str], int]:
+IN_RAM = {"ram_bytes": 2**30, "idle_life": 1}
+"""Idle prefixes leave the pool before any prompt is computed."""
+
+
+async def warm_texts(
+    talks: list[list[str]], n_ctx: int, storing: dict[str, int]
+) -> tuple[dict[tuple[int, int], str], int]:
     """The texts of all turns when conversations run side by side, and the tokens that were reused."""
     texts: dict[tuple[int, int], str] = {}
     n_cached = 0
-    async with running(open_backend(n_ctx), debug_invariants=True) as engine:
+    async with running(open_backend(n_ctx), debug_invariants=True, **storing) as engine:
         turn_taking = asyncio.Semaphore(N_TOGETHER)
 
         async def talk(i: int, turns: list[str]) -> None:
@@ -98,10 +105,12 @@ async def cold_texts(talks: list[list[str]]) -> dict[tuple[int, int], str]:
     return texts
 
 
-async def alternating_texts(talks: list[list[str]], n_slots: int) -> dict[tuple[int, int], str]:
+async def alternating_texts(
+    talks: list[list[str]], n_slots: int, storing: dict[str, int]
+) -> dict[tuple[int, int], str]:
     """The texts when twins take turns: in one slot each cuts away what the other left, in two each has its own."""
     texts = {}
-    async with running(open_backend(n_slots=n_slots), debug_invariants=True) as engine:
+    async with running(open_backend(n_slots=n_slots), debug_invariants=True, **storing) as engine:
         for first in range(0, len(talks) - 1, 2):
             for t in range(max(map(len, talks[first : first + 2]))):
                 for i in (first, first + 1):
@@ -117,12 +126,17 @@ def assert_sound(engine: Harness) -> None:
     assert not engine.stopped.reason
 
 
-def compare(talks: list[list[str]], cold: dict[tuple[int, int], str], n_ctx: int = 8192) -> int:
+def compare(
+    talks: list[list[str]],
+    cold: dict[tuple[int, int], str],
+    n_ctx: int = 8192,
+    storing: dict[str, int] | None = None,
+) -> int:
     """Assert that warm and cold agree; the tokens that were reused side by side."""
     for n_slots, some in ((1, talks), (2, talks[:20])):
-        alternating = asyncio.run(alternating_texts(some, n_slots))
+        alternating = asyncio.run(alternating_texts(some, n_slots, storing or {}))
         assert alternating == {turn: cold[turn] for turn in alternating}
-    warm, n_cached = asyncio.run(warm_texts(talks, n_ctx))
+    warm, n_cached = asyncio.run(warm_texts(talks, n_ctx, storing or {}))
     assert warm == {turn: cold[turn] for turn in warm}
     return n_cached
 
@@ -145,6 +159,13 @@ def test_they_are_the_same_when_the_pool_is_too_small_for_all(
     talks: list[list[str]], cold: dict[tuple[int, int], str]
 ) -> None:
     assert compare(talks if LONG else talks[:20], cold, n_ctx=1024) > 0
+
+
+@pytest.mark.parametrize("n_ctx", [8192, 1024])
+def test_they_are_the_same_when_idle_prefixes_are_in_ram(
+    n_ctx: int, talks: list[list[str]], cold: dict[tuple[int, int], str]
+) -> None:
+    assert compare(talks if LONG else talks[:20], cold, n_ctx, IN_RAM) > 0
 
 
 def test_two_requests_of_60_percent_of_the_pool_give_the_texts_they_give_alone() -> None:
@@ -233,6 +254,36 @@ def drop_the_pins_in_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
         return upper
 
     monkeypatch.setattr(Tree, "_end_at", forgetful)
+
+
+def load_another_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded is of the right positions, but of another conversation."""
+    change = LlamaBackend.change
+
+    def wrong(backend: LlamaBackend, operation: Operation) -> None:
+        if isinstance(operation, Load):
+            stored = backend._segments.positions.items()
+            others = [n for n, at in stored if at.start <= operation.start and operation.end <= at.stop]
+            operation = replace(operation, segment=max(others))
+        change(backend, operation)
+
+    monkeypatch.setattr(LlamaBackend, "change", wrong)
+
+
+def store_under_the_wrong_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked up begins like the prompt, and then is another one's."""
+    common = segments._n_common
+    monkeypatch.setattr(segments, "_n_common", lambda run, tokens, at: common(run, tokens, at) + (len(run) > 80))
+
+
+def test_the_comparison_notices_bugs_in_what_is_stored(
+    talks: list[list[str]], cold: dict[tuple[int, int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for plant in (load_another_segment, store_under_the_wrong_prefix):
+        with monkeypatch.context() as patch:
+            plant(patch)
+            with pytest.raises((AssertionError, ExceptionGroup)):
+                compare(talks[:16], cold, storing=IN_RAM)
 
 
 @pytest.mark.parametrize(

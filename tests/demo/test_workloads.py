@@ -120,10 +120,12 @@ def open_backend(workload: Workload, *, unified: bool) -> LlamaBackend:
     )
 
 
-async def run(workload: Workload, tally: Tally, *, unified: bool) -> list[tuple[Ask, list[int], bool]]:
+async def run(
+    workload: Workload, tally: Tally, *, unified: bool, storing: dict[str, int]
+) -> list[tuple[Ask, list[int], bool]]:
     """The tokens of every request, and whether it came to its end."""
     answers = []
-    async with running(open_backend(workload, unified=unified)) as engine:
+    async with running(open_backend(workload, unified=unified), **storing) as engine:
 
         async def ask(index: int, each: Ask) -> None:
             for _ in range(each.pause):
@@ -156,6 +158,7 @@ async def run(workload: Workload, tally: Tally, *, unified: bool) -> list[tuple[
         scheduler = engine.engine.scheduler
         tally.seen["evicted tokens"] += scheduler.ledger.counts.n_evicted_tokens
         tally.seen["copied tokens"] += scheduler.ledger.counts.n_copied_tokens
+        tally.seen["restored tokens"] += scheduler.ledger.counts.n_restored_tokens
         tally.seen["parked paths"] += scheduler.ledger.counts.n_parked
         tally.seen["waits"] += scheduler.admission.n_waits
         tally.seen["preemptions"] += scheduler.n_preempted
@@ -176,8 +179,15 @@ async def cold_tokens(prompts: set[str]) -> dict[str, list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("unified", [True, False], ids=["unified", "partitioned"])
-def test_every_text_is_the_cold_one(unified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+IN_RAM = {"ram_bytes": 2**30, "idle_life": 1}
+
+
+@pytest.mark.parametrize(
+    ("unified", "storing"), [(True, {}), (True, IN_RAM), (False, {})], ids=["unified", "in RAM", "partitioned"]
+)
+def test_every_text_is_the_cold_one(
+    unified: bool, storing: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Expecting too little makes requests outgrow the pool together, so that some are preempted.
     monkeypatch.setattr(admission, "_LEAST_EXPECTED", 2)
     families = prompts()
@@ -186,7 +196,7 @@ def test_every_text_is_the_cold_one(unified: bool, monkeypatch: pytest.MonkeyPat
     tally = Tally()
     noise = Noise(LlamaSettings(resolve_model("demo"), n_ctx=4096, n_ubatch=512, n_threads=1))
     for workload in workloads:
-        for each, tokens, is_whole in asyncio.run(run(workload, tally, unified=unified)):
+        for each, tokens, is_whole in asyncio.run(run(workload, tally, unified=unified, storing=storing)):
             expected = cold[each.prompt]
             tally.n_requests += 1
             tally.n_cancelled += not is_whole
@@ -199,5 +209,6 @@ def test_every_text_is_the_cold_one(unified: bool, monkeypatch: pytest.MonkeyPat
     assert tally.n_cancelled > 0
     if unified:
         assert tally.seen["copied tokens"]
-        assert tally.seen["evicted tokens"]
-        assert not LONG or all(tally.seen.values()), "something that was to be covered did not happen"
+        assert tally.seen["restored tokens" if storing else "evicted tokens"]
+        nothing = {"evicted tokens"} if storing else {"restored tokens"}
+        assert not LONG or {each for each, n in tally.seen.items() if n == 0} == nothing, "not all was covered"

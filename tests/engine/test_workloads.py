@@ -57,9 +57,9 @@ def cold(prompt: str, max_tokens: int) -> str:
 
 
 async def run_jobs(
-    todo: list[Job], faults: list[tuple[int, Status, int]], backend: FakeBackend
+    todo: list[Job], faults: list[tuple[int, Status, int]], backend: FakeBackend, **settings: int
 ) -> dict[int, tuple[object, str]]:
-    async with running(backend) as engine:
+    async with running(backend, **settings) as engine:
 
         async def run_job(i: int, job: Job) -> None:
             await turns(job.pause)
@@ -102,12 +102,15 @@ LAYOUTS = (
 )
 
 
-@given(st.lists(jobs, min_size=1, max_size=10), failures, st.sampled_from(LAYOUTS))
+STORING = ({}, {"ram_bytes": 10**6, "idle_life": 1}, {"ram_bytes": 10**6}, {"ram_bytes": 700, "idle_life": 1})
+
+
+@given(st.lists(jobs, min_size=1, max_size=10), failures, st.sampled_from(LAYOUTS), st.sampled_from(STORING))
 def test_every_answer_is_the_cold_one(
-    todo: list[Job], faults: list[tuple[int, Status, int]], layout: dict[str, float]
+    todo: list[Job], faults: list[tuple[int, Status, int]], layout: dict[str, float], storing: dict[str, int]
 ) -> None:
     backend = FakeBackend(n_slots=2, n_ubatch=16, **layout)
-    for i, (end, text) in asyncio.run(run_jobs(todo, faults, backend)).items():
+    for i, (end, text) in asyncio.run(run_jobs(todo, faults, backend, **storing)).items():
         job = todo[i]
         expected = cold(job.prompt, job.max_tokens)
         if isinstance(end, Finished):

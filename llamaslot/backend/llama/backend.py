@@ -12,9 +12,10 @@ import msgspec
 import numpy as np
 import psutil
 
-from llamaslot.backend.llama import idle, library, sizing
+from llamaslot.backend.llama import costs, library, sizing
 from llamaslot.backend.llama.loading import load_model, make_context, metadata, why_not_reusable
 from llamaslot.backend.llama.sampler import LlamaSampler, Logits
+from llamaslot.backend.llama.segments import Segments
 from llamaslot.backend.llama.settings import LlamaSettings, sequences
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.errors import ConfigError
@@ -24,13 +25,15 @@ from llamaslot.core.backend import (
     Copy,
     CopyStream,
     Decoded,
+    Discard,
     IllegalCallError,
+    Load,
     Move,
     Operation,
-    Piece,
     Remove,
     Run,
     Sampler,
+    Save,
     Share,
     Status,
     Tokens,
@@ -60,6 +63,7 @@ class LlamaBackend:
             llama_cpp.llama_model_free(self._model)
             raise
         self._memory = llama_cpp.llama_get_memory(self._context)
+        self._segments = Segments(self._context)
         self.vocab = LlamaVocab(self._model)
         self.n_seqs: int = llama_cpp.llama_n_seq_max(self._context)
         self.info = self._describe(settings, flash_attn, n_cache_seqs, size)
@@ -71,9 +75,9 @@ class LlamaBackend:
         self._views: dict[int, Logits] = {}
         """Arrays over the logits by address: llama.cpp keeps to a few, so they need not be made every step."""
         self._warm_up()
-        if settings.measure_idle_cost:
+        if settings.measure_kv_cost:
             try:
-                self.info = msgspec.structs.replace(self.info, idle_cost=idle.measure(self, self._context))
+                self.info = msgspec.structs.replace(self.info, kv_cost=costs.measure(self, self._context))
             except ConfigError:
                 self.close()
                 raise
@@ -81,7 +85,8 @@ class LlamaBackend:
     def change(self, operation: Operation) -> None:
         """See `Backend.change`."""
         shares = self.info.unified and self.info.reuse
-        check_operation(operation, length_of=self._recorded_length, shares=shares)
+        segments = self._segments.positions
+        check_operation(operation, length_of=self._recorded_length, segments=segments, shares=shares)
         match operation:
             case Remove(seq, keep):
                 self._remove(seq, keep)
@@ -92,9 +97,16 @@ class LlamaBackend:
                 llama_cpp.llama_memory_seq_rm(self._memory, dst, start, end)
                 llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
             case Move():
-                self._move(operation)
+                self._segments.move(operation)
             case CopyStream(src, dst, keep):
                 self._copy_stream(src, dst, keep)
+            case Save():
+                self._segments.save(operation)
+            case Load(dst=dst, end=end):
+                self._segments.load(operation)
+                self._lengths[dst] = end
+            case Discard(segment):
+                self._segments.discard(segment)
 
     def seq_len(self, seq: int) -> int:
         """See `Backend.seq_len`; asks llama.cpp, and corrects this room's record by the answer."""
@@ -207,6 +219,8 @@ class LlamaBackend:
             raise ConfigError(f"the model loads but cannot compute ({status.name})", param="--model")
         if not self.info.unified and self.info.reuse and self.n_seqs > 1:
             self.info = msgspec.structs.replace(self.info, stream_copy_ms=self._measure_stream_copy(token))
+        if self.info.unified and self.info.reuse and self.info.flash_attn and self.n_seqs > self.info.n_slots:
+            self.info = msgspec.structs.replace(self.info, segment_bytes=self._measure_segments(token))
         llama_cpp.llama_memory_clear(self._memory, True)
         self._lengths = [0] * self.n_seqs
         self._rows = {}
@@ -227,6 +241,13 @@ class LlamaBackend:
             copying.append(step())
         return max(min(copying[1:]) - plain, 0.01)
 
+    def _measure_segments(self, token: Tokens) -> tuple[int, int]:
+        """See `ModelInfo.segment_bytes`; sequence 0 holds one token."""
+        one = self._segments.n_bytes(0)
+        self.decode([Run(seq=0, start=1, tokens=token, output=False)])
+        two = self._segments.n_bytes(0)
+        return 2 * one - two, two - one
+
     def _remove(self, seq: int, keep: int) -> None:
         if keep >= self._lengths[seq]:
             return
@@ -234,28 +255,6 @@ class LlamaBackend:
             raise IllegalCallError("this model's sequences can only be cleared whole")
         llama_cpp.llama_memory_seq_rm(self._memory, seq, keep if keep else -1, -1)
         self._lengths[seq] = keep
-
-    def _move(self, move: Move) -> None:
-        saved = [self._saved(piece, move.scratch) for piece in move.pieces]
-        for piece in move.pieces:
-            for holder in piece.holders:
-                llama_cpp.llama_memory_seq_rm(self._memory, holder, piece.start, piece.end)
-        for piece, state in zip(move.pieces, saved, strict=True):
-            if llama_cpp.llama_state_seq_set_data(self._context, state, len(state), move.scratch) != len(state):
-                raise IllegalCallError(f"{piece}: llama.cpp could not load what it saved")
-            for holder in piece.holders:
-                llama_cpp.llama_memory_seq_cp(self._memory, move.scratch, holder, piece.start, piece.end)
-            llama_cpp.llama_memory_seq_rm(self._memory, move.scratch, -1, -1)
-
-    def _saved(self, piece: Piece, scratch: int) -> Any:
-        """The KV of a piece, as llama.cpp saves it for a sequence of its own."""
-        llama_cpp.llama_memory_seq_cp(self._memory, piece.holders[0], scratch, piece.start, piece.end)
-        state = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(self._context, scratch))()
-        n_bytes = llama_cpp.llama_state_seq_get_data(self._context, state, len(state), scratch)
-        llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
-        if n_bytes != len(state):
-            raise IllegalCallError(f"{piece}: llama.cpp could not save it")
-        return state
 
     def _copy_stream(self, src: int, dst: int, keep: int) -> None:
         if self.info.unified or not self.info.reuse or self._copying & {src, dst}:

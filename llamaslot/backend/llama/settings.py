@@ -49,21 +49,22 @@ class LlamaSettings:
     unified: bool = True
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
-    measure_idle_cost: bool = False
-    """Whether to take the two seconds that `ModelInfo.idle_cost` needs."""
+    measure_kv_cost: bool = False
+    """Whether to take the two seconds that `ModelInfo.kv_cost` needs."""
 
 
 def sequences(settings: LlamaSettings, *, reusable: bool) -> tuple[int, int]:
     """Reserved sequence ids, and how many the context has in all. Raises `ConfigError`.
 
-    The ids are those of the slots, then the reserved ones, then in a unified pool one for scratch, if 256 slots
-    leave one. Where KV cannot be trimmed there is no use for any but the slots'.
+    The ids are those of the slots, then the reserved ones, then in a unified pool a spare one to park by and one
+    for scratch: 255 slots leave only the last, 256 neither. Where KV cannot be trimmed there is no use for any but
+    the slots'.
     """
     n_slots, wanted = settings.n_slots, settings.n_cache_seqs
     if not 1 <= n_slots <= MAX_SEQS:
         raise ConfigError(f"--parallel must be between 1 and {MAX_SEQS}", param="--parallel")
-    n_scratch = min(MAX_SEQS - n_slots, 1) if settings.unified else 0
-    most = MAX_SEQS - n_slots - n_scratch
+    n_more = min(MAX_SEQS - n_slots, 2) if settings.unified else 0
+    most = MAX_SEQS - n_slots - n_more
     if wanted is not None and not 0 <= wanted <= most:
         raise ConfigError(
             f"--cache-seqs must be between 0 and {most} with {n_slots} slots: "
@@ -74,4 +75,4 @@ def sequences(settings: LlamaSettings, *, reusable: bool) -> tuple[int, int]:
         return 0, n_slots
     if wanted is None:
         wanted = min(4 * n_slots, most) if settings.unified else 0
-    return wanted, n_slots + wanted + n_scratch
+    return wanted, n_slots + wanted + n_more

@@ -1,0 +1,130 @@
+"""What keeping prefixes costs on this machine, measured: in the pool, and off it.
+
+In the pool they slow down prefill, for attention scans it up to its highest used cell. Computing as many idle
+tokens as the measurement wants would take long on a slow machine, but what they say does not matter: one short
+sequence is saved, and loaded again and again behind what another sequence holds already. That one has each position
+many times then; it is never decoded and is cleared at the end, like all else.
+
+Off the pool they cost the time to save and to load them, taken with the tokens that prefill is timed with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+from time import perf_counter
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from llamaslot.base.errors import ConfigError
+from llamaslot.base.model import KvCost
+from llamaslot.core.backend import Backend, Discard, Load, Operation, Remove, Run, Save, Status
+
+MOST = 8192
+"""Idle cells to measure beside."""
+LEAST = 2048
+"""Fewer say little, and cost little."""
+
+_SAVED = 64
+"""Tokens of the sequence that is loaded again and again."""
+_PROBE = 16
+"""Tokens computed first to see how many will take `_SECONDS`: the least that says something."""
+_SECONDS = 0.2
+_PAIRS = 5
+_SEGMENT = 512
+"""Tokens to save at most: nobody saves more at once."""
+
+
+def measure(backend: Backend, context: Any) -> KvCost | None:
+    """The cost on a backend with this context, empty before and after; takes about two seconds.
+
+    None where nothing can be saved, the pool has less than `LEAST` to spare, or the model is too slow to measure.
+    """
+    info = backend.info
+    n_idle = min(info.n_ctx - info.n_ubatch, MOST) // _SAVED * _SAVED
+    if info.segment_bytes == (0, 0) or info.n_ubatch < _SAVED or n_idle < LEAST:
+        return None
+    try:
+        return _measured(backend, context, n_idle)
+    finally:
+        backend.change(Remove(0, 0))
+
+
+def _measured(backend: Backend, context: Any, n_idle: int) -> KvCost | None:
+    """See `measure`; sequence 0 may hold something then."""
+    _prefill(backend, context, _PROBE)
+    fastest = min(_prefill(backend, context, _PROBE) for _ in range(3))
+    n_tokens = min(round(_PROBE * _SECONDS / fastest), backend.info.n_ubatch)
+    if n_tokens < _PROBE:
+        return None
+    n_saved = min(n_tokens, _SEGMENT)
+    ratios, prefill, saving, loading = [], [], [], []
+    for _ in range(_PAIRS):
+        alone = _prefill(backend, context, n_tokens)
+        save, load = _save_and_load(backend, n_saved)
+        is_full = _fill(backend, context, n_idle)
+        beside = _prefill(backend, context, n_tokens)
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 1, -1, -1)
+        if not is_full:
+            return None
+        ratios.append(beside / alone)
+        prefill.append(alone)
+        saving.append(save)
+        loading.append(load)
+    return KvCost(
+        n_cells=n_idle,
+        ratio=max(statistics.median(ratios), 1.0),
+        prefill_us=1e6 * statistics.median(prefill) / n_tokens,
+        save_us=1e6 * statistics.median(saving) / n_saved,
+        load_us=1e6 * statistics.median(loading) / n_saved,
+    )
+
+
+def _prefill(backend: Backend, context: Any, n_tokens: int) -> float:
+    """Seconds in which sequence 0 computes so many tokens."""
+    backend.change(Remove(0, 0))
+    started = perf_counter()
+    _compute(backend, n_tokens)
+    llama_cpp.llama_synchronize(context)
+    return perf_counter() - started
+
+
+def _save_and_load(backend: Backend, n_tokens: int) -> tuple[float, float]:
+    """Seconds to save so many tokens of sequence 0, and to load them again."""
+    scratch = backend.n_seqs - 1
+    save = _change(backend, Save(0, 0, 0, n_tokens, scratch))
+    backend.change(Remove(0, 0))
+    load = _change(backend, Load(0, 0, 0, n_tokens, scratch))
+    backend.change(Discard(0))
+    return save, load
+
+
+def _change(backend: Backend, operation: Operation) -> float:
+    started = perf_counter()
+    backend.change(operation)
+    return perf_counter() - started
+
+
+def _fill(backend: Backend, context: Any, n_cells: int) -> bool:
+    """Let sequence 1 hold so many cells that nobody computed; whether it does."""
+    memory = llama_cpp.llama_get_memory(context)
+    backend.change(Remove(0, 0))
+    _compute(backend, _SAVED)
+    state = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(context, 0))()
+    llama_cpp.llama_state_seq_get_data(context, state, len(state), 0)
+    n_loaded = 0
+    while n_loaded < n_cells and llama_cpp.llama_state_seq_set_data(context, state, len(state), 0):
+        llama_cpp.llama_memory_seq_cp(memory, 0, 1, -1, -1)
+        n_loaded += _SAVED
+    backend.change(Remove(0, 0))
+    return n_loaded == n_cells
+
+
+def _compute(backend: Backend, n_tokens: int) -> None:
+    tokens = np.arange(n_tokens, dtype=np.int32) % backend.info.n_vocab
+    status = backend.decode([Run(seq=0, start=0, tokens=tokens, output=True)]).status
+    if status is not Status.OK:
+        reason = f"the model cannot compute {n_tokens} tokens at once ({status.name})"
+        raise ConfigError(reason, param="--ubatch-size")

@@ -1,0 +1,82 @@
+"""KV that is taken off the pool and put back: what is stored in host memory, and what moves within the pool.
+
+llama.cpp saves and loads whole sequences, so both go by way of a scratch sequence, which holds nothing before and
+after: a part of a sequence is lent to it to be saved, and what is loaded into it is lent on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from llamaslot.core.backend import IllegalCallError, Load, Move, Save
+
+_State: TypeAlias = npt.NDArray[np.uint8]
+
+
+class Segments:
+    """The segments of one context by number; operations must have been checked."""
+
+    def __init__(self, context: Any) -> None:
+        self.positions: dict[int, range] = {}
+        """What is stored."""
+        self._context = context
+        self._memory = llama_cpp.llama_get_memory(context)
+        self._states: dict[int, _State] = {}
+
+    def n_bytes(self, seq: int) -> int:
+        """Size of what a sequence holds, once it is saved."""
+        n_bytes: int = llama_cpp.llama_state_seq_get_size(self._context, seq)
+        return n_bytes
+
+    def save(self, operation: Save) -> None:
+        """See `Save`."""
+        start, end = operation.start, operation.end
+        self._states[operation.segment] = self._saved(operation.src, start, end, operation.scratch)
+        self.positions[operation.segment] = range(start, end)
+
+    def load(self, operation: Load) -> None:
+        """See `Load`; raises `IllegalCallError` where the pool has no room for the whole segment."""
+        state = self._states[operation.segment]
+        self._load(state, operation.scratch, [operation.dst], operation.start, operation.end)
+
+    def discard(self, segment: int) -> None:
+        """See `Discard`."""
+        del self._states[segment], self.positions[segment]
+
+    def move(self, move: Move) -> None:
+        """See `Move`."""
+        saved = [self._saved(piece.holders[0], piece.start, piece.end, move.scratch) for piece in move.pieces]
+        for piece in move.pieces:
+            for holder in piece.holders:
+                llama_cpp.llama_memory_seq_rm(self._memory, holder, piece.start, piece.end)
+        for piece, state in zip(move.pieces, saved, strict=True):
+            self._load(state, move.scratch, piece.holders, piece.start, piece.end)
+
+    def _saved(self, src: int, start: int, end: int, scratch: int) -> _State:
+        llama_cpp.llama_memory_seq_cp(self._memory, src, scratch, start, end)
+        try:
+            state = np.empty(self.n_bytes(scratch), dtype=np.uint8)
+            n_bytes = llama_cpp.llama_state_seq_get_data(self._context, _bytes(state), len(state), scratch)
+        finally:
+            llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
+        if n_bytes != len(state):
+            raise IllegalCallError(f"[{start}, {end}) of sequence {src}: llama.cpp could not save it")
+        return state
+
+    def _load(self, state: _State, scratch: int, holders: Iterable[int], start: int, end: int) -> None:
+        """Let the holders see `[start, end)` of what was saved."""
+        if llama_cpp.llama_state_seq_set_data(self._context, _bytes(state), len(state), scratch) != len(state):
+            raise IllegalCallError(f"[{start}, {end}) for {holders}: llama.cpp could not load what it saved")
+        for holder in holders:
+            llama_cpp.llama_memory_seq_cp(self._memory, scratch, holder, start, end)
+        llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
+
+
+def _bytes(state: _State) -> Any:
+    return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -1,0 +1,86 @@
+"""Where idle prefixes live, by what was measured, by what the model can do and by what was asked for."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from llamaslot.app.config import Config
+from llamaslot.app.tiers import choose, idle_life
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.model import KvCost, ModelInfo
+
+MIB = 2**20
+COST = KvCost(n_cells=8192, ratio=2.0, prefill_us=100.0, save_us=0.4, load_us=0.6)
+
+
+def info(**changes: object) -> ModelInfo:
+    """A pool of 1,024 cells of 1,000 bytes."""
+    fake = FakeBackend(n_ctx=1024, segment_bytes=(100, 1000)).info
+    return msgspec.structs.replace(fake, **{"kv_cost": COST} | changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "n_free", "ram"),
+    [
+        ("auto", 100 * MIB, 50 * MIB),
+        ("auto", 100 * 2**30, 8192 * MIB),
+        (0, 100 * MIB, 0),
+        (7, 100 * MIB, 7 * MIB),
+        (70_000, 100 * MIB, 70_000 * MIB),
+        (-1, 100 * MIB, 100 * MIB),
+    ],
+)
+def test_ram_is_what_was_asked_for_or_half_of_what_is_free(given: int | str, n_free: int, ram: int) -> None:
+    assert choose(Config(cache_ram=given), info(), n_free).ram_bytes == ram
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reuse": False}, "no prefix of this model is reused"),
+        ({"unified": False}, "--kv-unified"),
+        ({"flash_attn": False}, "flash attention"),
+        ({"segment_bytes": (0, 0)}, "no sequence id is left"),
+        ({"kv_cost": msgspec.structs.replace(COST, load_us=101.0)}, "as long as computing it"),
+    ],
+)
+def test_nothing_is_stored_where_it_cannot_be_or_does_not_pay(changes: dict[str, object], words: str) -> None:
+    tiers = choose(Config(), info(**changes), 100 * MIB)
+    assert (tiers.ram_bytes, tiers.idle_life) == (0, None)
+    assert words in tiers.line
+
+
+def test_idle_prefixes_live_in_ram_where_that_is_cheaper() -> None:
+    tiers = choose(Config(), info(), 100 * MIB)
+    assert (tiers.idle_cells, tiers.idle_life) == (None, 82)
+    assert "leave the pool before a prompt of more than 82 tokens" in tiers.line
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "idle_cells", "words"),
+    [
+        (Config(cache_idle_cells="all"), {}, None, "stay in the pool until"),
+        (Config(cache_idle_cells=99), {}, 99, "keep 99 cells"),
+        (Config(), {"kv_cost": None}, None, "stay in the pool until"),
+        (Config(), {"kv_cost": msgspec.structs.replace(COST, ratio=1.0)}, None, "stay in the pool until"),
+        (Config(cache_ram=1), {}, None, "stay in the pool until"),
+    ],
+    ids=["all", "a number", "unmeasured", "idle cells cost nothing", "less RAM than twice the pool"],
+)
+def test_they_stay_in_the_pool_otherwise(
+    config: Config, changes: dict[str, object], idle_cells: int | None, words: str
+) -> None:
+    tiers = choose(config, info(**changes), 100 * MIB)
+    assert (tiers.idle_cells, tiers.idle_life) == (idle_cells, None)
+    assert tiers.ram_bytes > 0
+    assert words in tiers.line
+
+
+@pytest.mark.parametrize(
+    ("ratio", "life"), [(1.0, None), (1.02, None), (1.1, 8192), (1.5, 1638), (2.0, 819), (5.0, 205), (9e9, 1)]
+)
+def test_idle_cells_have_cost_what_saving_and_loading_does_after_so_many_tokens(
+    ratio: float, life: int | None
+) -> None:
+    assert idle_life(KvCost(n_cells=8192, ratio=ratio, prefill_us=100.0, save_us=4.0, load_us=6.0)) == life

@@ -1,0 +1,134 @@
+"""What idle prefixes cost, and saving and loading them, as the backend measures it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, costs
+from llamaslot.core.backend import Load, Operation, Run, Save, Status
+
+
+def settings(model: Path, **fields: object) -> LlamaSettings:
+    return LlamaSettings(model, n_slots=1, n_cache_seqs=0, measure_kv_cost=True, **fields)
+
+
+def state_bytes(backend: LlamaBackend, n_tokens: int) -> int:
+    fixed, for_each = backend.info.segment_bytes
+    return fixed + n_tokens * for_each
+
+
+def test_the_ratio_is_the_time_beside_so_many_cells_over_that_in_an_empty_pool(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill of n tokens takes n ms, and in a full pool 2.5 times as long."""
+    seen = []
+    prefill = costs._prefill
+
+    def timed(backend: LlamaBackend, context: object, n_tokens: int) -> float:
+        prefill(backend, context, n_tokens)
+        is_full = llama_cpp.llama_memory_seq_pos_max(backend._memory, 1) >= 0
+        seen.append((n_tokens, is_full))
+        return n_tokens * (2.5 if is_full else 1.0) / 1e3
+
+    loaded = []
+    load = llama_cpp.llama_state_seq_set_data
+
+    def counted(*args: object) -> int:
+        loaded.append(load(*args))
+        return loaded[-1]
+
+    monkeypatch.setattr(costs, "_prefill", timed)
+    monkeypatch.setattr(llama_cpp, "llama_state_seq_set_data", counted)
+    backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
+    cost = backend.info.kv_cost
+    assert cost is not None
+    assert (cost.n_cells, cost.ratio, cost.prefill_us) == (4096 - 512, 2.5, pytest.approx(1000.0))
+    assert seen == [(16, False)] * 4 + [(200, False), (200, True)] * 5
+    assert all(loaded)
+    assert sum(n != state_bytes(backend, 64) for n in loaded) == 5, "one of 200 tokens in each pair"
+    assert sum(n == state_bytes(backend, 64) for n in loaded) * 64 == 5 * (4096 - 512)
+    backend.close()
+
+
+@pytest.mark.parametrize(("seconds", "n_saved"), [(0.2 / 32, 512), (0.2 / 10, 160)])
+def test_saving_and_loading_are_timed_with_the_tokens_that_were_computed(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, n_saved: int
+) -> None:
+    """Prefill of 16 tokens takes so many seconds; saving n takes 3n ms, loading 2n ms."""
+    prefill, change = costs._prefill, costs._change
+
+    def paced(*args: Any) -> float:
+        prefill(*args)
+        return seconds
+
+    def timed(backend: LlamaBackend, operation: Operation) -> float:
+        change(backend, operation)
+        assert isinstance(operation, Save | Load)
+        assert operation.end == n_saved
+        return operation.end * (3e-3 if isinstance(operation, Save) else 2e-3)
+
+    monkeypatch.setattr(costs, "_prefill", paced)
+    monkeypatch.setattr(costs, "_change", timed)
+    backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=1024))
+    cost = backend.info.kv_cost
+    assert cost is not None
+    assert (cost.save_us, cost.load_us) == (pytest.approx(3000.0), pytest.approx(2000.0))
+    backend.close()
+
+
+def test_the_pool_is_empty_behind_it(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = costs._prefill
+
+    def fast(*args: Any) -> float:
+        prefill(*args)
+        return 0.01
+
+    monkeypatch.setattr(costs, "_prefill", fast)
+    backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
+    assert backend.info.kv_cost is not None
+    assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
+    # Only an empty pool has room for all of these.
+    for start in range(0, 4096, 512):
+        run = Run(0, start, np.full(512, 5, dtype=np.int32), output=False)
+        assert backend.decode([run]).status is Status.OK
+    backend.close()
+
+
+def test_a_slow_model_is_not_kept_from_serving(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "_prefill", lambda *_: 0.3)
+    backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
+    assert backend.info.kv_cost is None
+    backend.close()
+
+
+def test_a_pool_that_cannot_be_filled_is_not_measured(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = llama_cpp.llama_state_seq_set_data
+    monkeypatch.setattr(llama_cpp, "llama_state_seq_set_data", lambda *args: load(*args) if args[-1] else 0)
+    backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
+    assert backend.info.kv_cost is None
+    assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n_ctx": 2048},
+        {"n_ctx": 4096, "unified": False},
+        {"n_ctx": 4096, "n_slots": 256},
+        {"n_ctx": 4096, "measure_kv_cost": False},
+        {"n_ctx": 4096, "flash_attn": "off"},
+        {"n_ctx": 4096, "n_ubatch": 32},
+    ],
+)
+def test_where_it_does_not_matter_or_is_not_asked_for_nothing_is_measured(
+    tiny_model: Path, fields: dict[str, Any]
+) -> None:
+    backend = LlamaBackend(LlamaSettings(tiny_model, **{"measure_kv_cost": True} | fields))
+    assert backend.info.kv_cost is None
+    backend.close()

@@ -1,0 +1,168 @@
+"""Segments on llama.cpp: what was saved and loaded again answers as if it had never been away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from bench import synthetic
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.core.backend import Copy, Discard, IllegalCallError, Load, Remove, Run, Save, Status
+from tests.noise import Noise
+
+N_CTX = 512
+SCRATCH = 5
+PROMPT = np.random.default_rng(3).integers(300, 500, 200).astype(np.int32)
+
+
+def settings(model: Path, **fields: Any) -> LlamaSettings:
+    return LlamaSettings(model, **{"n_ctx": N_CTX, "n_cache_seqs": 0, "n_ubatch": N_CTX, "n_threads": 1} | fields)
+
+
+@contextmanager
+def loaded(model: Path, **fields: Any) -> Iterator[LlamaBackend]:
+    backend = LlamaBackend(settings(model, **fields))
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def feed(backend: LlamaBackend, seq: int, tokens: Any) -> Status:
+    run = Run(seq, backend.seq_len(seq), np.array(tokens, dtype=np.int32), output=True)
+    return backend.decode([run]).status
+
+
+def best(backend: LlamaBackend, seq: int, token: int) -> int:
+    """The greedy token after one more."""
+    assert feed(backend, seq, [token]) is Status.OK
+    row = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(backend._context, 0), (backend.info.n_vocab,))
+    return int(row.argmax())
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+def test_a_prefix_put_together_from_segments_answers_as_a_cold_one(tiny_model: Path, cache_type: str) -> None:
+    """Saved out of scattered cells, removed, and loaded into others: whole, in part, and behind what is left."""
+    fields = {"cache_type_k": cache_type, "cache_type_v": cache_type}
+    with loaded(tiny_model, **fields) as backend:
+        for at in range(0, 200, 50):
+            feed(backend, 1, PROMPT[at : at + 30])
+            feed(backend, 0, PROMPT[at : at + 50])
+        for number, (start, end) in enumerate([(0, 90), (90, 150), (140, 200)]):
+            backend.change(Save(number, 0, start, end, SCRATCH))
+        backend.change(Remove(0, 40))
+        backend.change(Remove(1, 40))
+        for load in (
+            Load(0, 0, 40, 90, SCRATCH),
+            Load(1, 0, 90, 150, SCRATCH),
+            Load(0, 2, 0, 90, SCRATCH),
+            Load(1, 2, 90, 145, SCRATCH),
+            Load(2, 0, 150, 199, SCRATCH),
+            Load(2, 2, 145, 200, SCRATCH),
+            Load(2, 0, 199, 200, SCRATCH),
+        ):
+            backend.change(load)
+        backend.change(Copy(2, 3, 0, 200))
+        assert [len(backend.seq_range(seq)) for seq in range(6)] == [200, 40, 200, 200, 0, 0]
+        noise = Noise(settings(tiny_model, **fields))
+        history = [*PROMPT.tolist(), 301]
+        cold = int(noise.logits(history, N_CTX, 0).argmax())
+        for seq in (0, 2, 3):
+            warm = best(backend, seq, 301)
+            assert warm == cold or noise.explains(history, warm, cold)
+        # 440 cells for the prefixes, and one more for each answer: exactly what is left can be filled.
+        assert feed(backend, 1, [301] * (N_CTX - 443)) is Status.OK
+        assert feed(backend, 1, [301]) is Status.NO_ROOM
+
+
+def test_a_wrong_segment_is_noticed_by_what_is_answered(tiny_model: Path) -> None:
+    """So the comparison above means something."""
+    with loaded(tiny_model) as backend:
+        feed(backend, 0, PROMPT)
+        other = PROMPT.copy()
+        other[100:110] = PROMPT[110:100:-1]
+        feed(backend, 1, other)
+        backend.change(Save(0, 1, 100, 150, SCRATCH))
+        backend.change(Copy(0, 2, 0, 100))
+        backend.change(Load(0, 2, 100, 150, SCRATCH))
+        backend.change(Copy(0, 2, 150, 200))
+        right, wrong = best(backend, 0, 301), best(backend, 2, 301)
+        assert not Noise(settings(tiny_model)).explains([*PROMPT.tolist(), 301], wrong, right)
+
+
+def test_a_pool_too_full_for_a_segment_stays_as_it_is(tiny_model: Path) -> None:
+    with loaded(tiny_model) as backend:
+        feed(backend, 0, PROMPT)
+        backend.change(Save(0, 0, 0, 200, SCRATCH))
+        feed(backend, 1, [301] * (N_CTX - 399))
+        with pytest.raises(IllegalCallError, match="could not load"):
+            backend.change(Load(0, 2, 0, 1, SCRATCH))
+        assert [len(backend.seq_range(seq)) for seq in range(6)] == [200, 113, 0, 0, 0, 0]
+        backend.change(Remove(1, 112))
+        backend.change(Load(0, 2, 0, 1, SCRATCH))
+        assert [len(backend.seq_range(seq)) for seq in range(6)] == [200, 112, 1, 0, 0, 0]
+        assert feed(backend, 1, [301] * 199) is Status.OK
+        assert feed(backend, 1, [301]) is Status.NO_ROOM
+
+
+def test_a_segment_that_llama_cpp_cannot_save_is_told(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with loaded(tiny_model) as backend:
+        feed(backend, 0, PROMPT)
+        with monkeypatch.context() as patch:
+            patch.setattr(llama_cpp, "llama_state_seq_get_data", lambda *_: 0)
+            with pytest.raises(IllegalCallError, match="could not save"):
+                backend.change(Save(0, 0, 0, 200, SCRATCH))
+        assert [len(backend.seq_range(seq)) for seq in range(6)] == [200, 0, 0, 0, 0, 0]
+        with pytest.raises(IllegalCallError, match="not stored"):
+            backend.change(Load(0, 1, 0, 200, SCRATCH))
+        backend.change(Save(0, 0, 0, 200, SCRATCH))
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+def test_the_size_of_a_segment_is_known_beforehand(tiny_model: Path, cache_type: str) -> None:
+    """However its cells lie."""
+    with loaded(tiny_model, cache_type_k=cache_type, cache_type_v=cache_type) as backend:
+        fixed, for_each = backend.info.segment_bytes
+        for i in range(40):
+            assert backend.decode([Run(seq, i, PROMPT[i : i + 1], False) for seq in (0, 1)]).status is Status.OK
+        feed(backend, 0, PROMPT[40:])
+        for number, (start, end) in enumerate([(0, 1), (0, 2), (0, 40), (7, 150), (0, 200), (199, 200)]):
+            backend.change(Save(number, 0, start, end, SCRATCH))
+            state = backend._segments._states[number]
+            assert len(state) == fixed + for_each * (end - start)
+            backend.change(Discard(number))
+        assert not backend._segments._states
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields"),
+    [
+        ("tiny", {"unified": False, "n_cache_seqs": 2}),
+        ("tiny", {"flash_attn": "off"}),
+        ("tiny", {"n_slots": 256}),
+        ("tiny-swa", {}),
+        ("tiny-mamba", {}),
+    ],
+)
+def test_where_segments_cannot_be_used_they_have_no_size(
+    tmp_path_factory: pytest.TempPathFactory, shape: str, fields: dict[str, Any]
+) -> None:
+    model = synthetic.ensure(shape, folder=tmp_path_factory.getbasetemp() / "models")
+    with loaded(model, **fields) as backend:
+        assert backend.info.segment_bytes == (0, 0)
+
+
+def test_with_255_slots_there_is_still_an_id_for_scratch(tiny_model: Path) -> None:
+    with loaded(tiny_model, n_slots=255) as backend:
+        assert backend.n_seqs == 256
+        assert backend.info.segment_bytes[1] > 0
+        feed(backend, 254, PROMPT)
+        backend.change(Save(0, 254, 0, 200, 255))
+        backend.change(Load(0, 3, 0, 200, 255))
+        assert len(backend.seq_range(3)) == 200

@@ -1,0 +1,130 @@
+"""What leaves the pool is stored, and comes back: when, how much at once, and what that costs the others."""
+
+from __future__ import annotations
+
+from llamaslot.core.backend import Load, Save
+from llamaslot.core.step import StepPlan
+from tests.core.test_scheduler import Driver, generated
+
+
+def driver(**shape: float | None) -> Driver:
+    """Plenty of RAM, and prefixes that are better stored beside prompts of more than 50 tokens."""
+    return Driver(
+        **{"n_slots": 4, "n_reserved": 4, "n_ctx": 1024, "n_ubatch": 64, "ram_bytes": 10**6, "idle_life": 50}
+        | shape
+    )
+
+
+def test_what_would_be_in_the_way_of_a_prompt_for_too_long_is_stored_first() -> None:
+    shared = driver()
+    shared.run("a" * 30)
+    shared.run("b" * 20)
+    shared.step()
+    assert shared.holders("a" * 30)
+    long = shared.submit("c" * 60)
+    assert len(saved(shared.step())) == 0, "it was stored while nothing ran"
+    assert not shared.holders("a" * 30)
+    assert not shared.holders("b" * 20)
+    shared.finish(long)
+    assert shared.run("a" * 30 + "!").n_prompt_computed == 1
+
+
+def test_what_is_idle_is_stored_while_nothing_runs() -> None:
+    shared = driver()
+    shared.run("a" * 30)
+    (save,) = saved(shared.step())
+    assert (save.start, save.end) == (0, 30)
+    assert shared.holders("a" * 30)
+    assert not shared.step()
+
+
+def test_what_a_waiting_request_wants_stays() -> None:
+    shared = driver(n_slots=1)
+    shared.run("a" * 30)
+    long = shared.submit("b" * 200)
+    waiting = shared.submit("a" * 30)
+    shared.step()
+    assert shared.holders("a" * 30)
+    shared.finish(long, waiting)
+    assert waiting.n_restored == 0
+
+
+def test_streams_are_in_nobodys_way() -> None:
+    shared = driver()
+    shared.run("a" * 30)
+    shared.run("b" * 30, max_tokens=60)
+    shared.step()
+    assert shared.holders("a" * 30)
+
+
+def test_a_shared_prefix_is_loaded_once_for_all_who_want_it() -> None:
+    shared = driver()
+    shared.run("a" * 40)
+    shared.run("b" * 200)
+    requests = [shared.submit("a" * 40 + tail) for tail in "xyz"]
+    shared.finish(*requests)
+    assert [request.n_prompt_computed for request in requests] == [1, 1, 1]
+    assert sum(request.n_restored for request in requests) == 40
+    assert sum(request.n_copied for request in requests) == 80
+
+
+def test_streams_go_on_while_a_long_prefix_is_loaded_bit_by_bit() -> None:
+    shared = driver(n_ctx=4096, load_us=250.0, n_ubatch=512)
+    shared.run("a" * 1500)
+    shared.run("b" * 1500)
+    assert not shared.holders("a" * 1500)
+    stream = shared.submit("c" * 5, max_tokens=40)
+    shared.step()
+    again = shared.submit("a" * 1500)
+    plans = []
+    while again.n_generated == 0:
+        plans.append(shared.step())
+    assert [len(loaded(plan)) for plan in plans] == [1, 1, 1]
+    assert all(stream in [work.request for work in plan.work] for plan in plans)
+    assert again.n_prompt_computed == 1
+
+
+def test_a_preempted_request_goes_on_from_what_was_stored() -> None:
+    shared = driver(n_slots=2, n_ctx=220, idle_life=None)
+    old, young = (shared.submit(letter * 40, max_tokens=100) for letter in "ab")
+    shared.finish(old, young)
+    assert young in shared.preempted
+    assert sum(len(work.run.tokens) for plan in shared.plans for work in plan.work) == 2 * (40 + 99)
+    alone = driver()
+    assert [generated(old), generated(young)] == [generated(alone.run(x * 40, max_tokens=100)) for x in "ab"]
+
+
+def test_a_prefix_larger_than_ram_is_not_stored_in_place_of_all_others() -> None:
+    fixed, each = driver().backend.info.segment_bytes
+    shared = driver(ram_bytes=4 * fixed + each * 110, idle_life=1)
+    shared.run("a" * 50)
+    shared.run("b" * 900)
+    shared.run("c" * 50)
+    assert shared.run("a" * 50).n_prompt_computed == 1
+
+
+def test_what_keeps_to_itself_is_not_stored() -> None:
+    shared = driver()
+    shared.finish(shared.submit("a" * 40, cache_prompt=False))
+    shared.run("b" * 200)
+    shared.step()
+    assert sum(map(len, shared.backend.segments.values())) == 200
+    assert shared.scheduler.ledger.counts.n_demoted_tokens == 0
+
+
+def test_clearing_the_cache_clears_what_is_stored() -> None:
+    shared = driver()
+    shared.run("a" * 40)
+    shared.run("b" * 200)
+    shared.scheduler.ledger.clear_idle()
+    shared.step()
+    assert not shared.backend.segments
+    assert shared.run("a" * 40).n_prompt_computed == 40
+
+
+def saved(plan: StepPlan) -> list[Save]:
+    return [each for each in plan.operations if isinstance(each, Save)]
+
+
+def loaded(plan: StepPlan) -> list[Load]:
+    return [each for each in plan.operations if isinstance(each, Load)]
