@@ -4,64 +4,57 @@ from __future__ import annotations
 
 import argparse
 import sys
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Any
 
 from bench import chat, compare, decode, idle, scenarios, tree
 from bench.client import BenchmarkError
 from bench.contenders import CONTENDERS
 from bench.report import default_threads, model_file, notes
 from bench.synthetic import SHAPES
-from bench.workloads import WORKLOADS
+from bench.workloads import FEW, MANY
 
 QUICK = ("llama-server -kvu", "llamaslot")
 """Contenders of a quick look."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """All options; each benchmark has the common ones and its own."""
-    results = argparse.ArgumentParser(add_help=False)
-    results.add_argument("--out", type=Path, default=Path("bench/results"), metavar="DIR", help="where results go")
-    results.add_argument(
-        "--quick", action="store_true", help="a small model, few repeats: a look, not a measurement"
-    )
-    common = argparse.ArgumentParser(add_help=False, parents=[results])
-    common.add_argument(
-        "--model", metavar="MODEL", help=f"a GGUF file, or a shape written with random weights: {', '.join(SHAPES)}"
-    )
-    common.add_argument(
-        "--server", default="", metavar="FLAGS", help='more flags for what is measured, such as --server="-ngl 99"'
-    )
-    result = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of llamaslot.")
+def parser() -> ArgumentParser:
+    """All options; each benchmark has the common ones and its own, and names who runs it."""
+    result = ArgumentParser(prog="python -m bench", description="Benchmarks of llamaslot.")
     commands = result.add_subparsers(dest="command", required=True)
-    chatting = commands.add_parser("chat", parents=[common], help="a four-turn chat with and without the cache")
-    chatting.add_argument("--repeats", type=_positive, metavar="N", help="conversations of each kind (default: 5)")
-    decoding = commands.add_parser("decode", parents=[common], help="decode rate against llama-batched-bench")
-    decoding.add_argument("--pairs", type=_positive, metavar="N", help="measurements of each side (default: 7)")
+
+    chatting = commands.add_parser("chat", help="a four-turn chat with and without the cache")
+    _common(chatting, run=_chat, repeats=(5, 2), of="conversations of each kind", shape="qwen3-0.6b")
+
+    decoding = commands.add_parser("decode", help="decode rate against llama-batched-bench")
+    _common(decoding, run=_decode, repeats=(7, 2), of="measurements of each side", flags=("--pairs", "--repeats"))
     decoding.add_argument("--tokens", type=_positive, default=128, metavar="N", help="tokens of each answer")
-    decoding.add_argument("--threads", type=_positive, default=default_threads(), metavar="N", help="of each side")
-    text = "six ways to share prompts: no cache, flat blocks, the tree"
-    sharing = commands.add_parser("scenarios", parents=[common], help=text)
-    sharing.add_argument("--repeats", type=_positive, metavar="N", help="runs of each scenario (default: 3)")
+    _threads(decoding)
+
+    sharing = commands.add_parser("scenarios", help="six ways to share prompts: no cache, flat blocks, the tree")
+    _common(sharing, run=_scenarios, repeats=(3, 1), of="runs of each scenario")
     names = sorted({scenario.name for scenario in scenarios.SCENARIOS})
     sharing.add_argument("--only", choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
-    idling = commands.add_parser("idle", parents=[common], help="what idle prefixes cost")
-    idling.add_argument("--repeats", type=_positive, metavar="N", help="prompts for each figure (default: 7)")
+
+    idling = commands.add_parser("idle", help="what idle prefixes cost")
+    _common(idling, run=_idle, repeats=(7, 2), of="prompts for each figure")
     idling.add_argument(
         "--requests", type=_count, default=1000, metavar="N", help="mixed requests before the second part; 0: none"
     )
-    idling.add_argument("--threads", type=_positive, default=default_threads(), metavar="N")
-    text = "against llama-server and llama-cpp-python's server"
-    comparing = commands.add_parser("peers", parents=[common], help=text)
-    comparing.add_argument("--repeats", type=_positive, metavar="N", help="of each workload (default: 5)")
-    comparing.add_argument(
-        "--threads", type=_positive, default=default_threads(), metavar="N", help="of each server"
-    )
-    names = [workload.name for workload in WORKLOADS]
+    _threads(idling)
+
+    comparing = commands.add_parser("peers", help="against llama-server and llama-cpp-python's server")
+    of = f"plays of each workload by each server, instead of {FEW} or {MANY}"
+    _common(comparing, run=_peers, repeats=(None, 1), of=of)
+    names = list(compare.NAMES)
     comparing.add_argument("--only", action="append", choices=names, metavar="WORKLOAD", help=", ".join(names))
     names = [contender.name for contender in CONTENDERS]
     comparing.add_argument("--against", action="append", choices=names, metavar="SERVER", help=", ".join(names))
-    growing = commands.add_parser("tree", parents=[results], help="what the radix tree's own work costs")
-    growing.add_argument("--repeats", type=_positive, metavar="N", help="trees to build (default: 9)")
+    _threads(comparing)
+
+    growing = commands.add_parser("tree", help="what the radix tree's own work costs")
+    _common(growing, run=_tree, repeats=(9, 2), of="trees to build", shape=None)
     return result
 
 
@@ -70,63 +63,11 @@ def main(arguments: list[str]) -> int:
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments = ["chat", *arguments]
     options = parser().parse_args(arguments)
+    usual, quick = options.default_repeats
+    options.repeats = options.repeats or (quick if options.quick else usual)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        if options.command == "chat":
-            model = options.model or ("60m" if options.quick else "qwen3-0.6b")
-            chat.run(
-                model=model_file(model),
-                title=_title(model),
-                repeats=options.repeats or (2 if options.quick else 5),
-                folder=options.out,
-                server_flags=options.server.split(),
-            )
-        elif options.command == "scenarios":
-            model = options.model or "60m"
-            scenarios.run(
-                model=model_file(model),
-                title=_title(model),
-                repeats=options.repeats or (1 if options.quick else 3),
-                folder=options.out,
-                server_flags=options.server.split(),
-                only=options.only,
-            )
-        elif options.command == "idle":
-            model = options.model or "60m"
-            idle.run(
-                model=model_file(model),
-                title=_title(model),
-                repeats=options.repeats or (2 if options.quick else 7),
-                n_requests=min(options.requests, 50) if options.quick else options.requests,
-                folder=options.out,
-                server_flags=["-t", str(options.threads), *options.server.split()],
-            )
-        elif options.command == "peers":
-            model = options.model or "60m"
-            compare.run(
-                model=model_file(model),
-                title=_title(model),
-                repeats=options.repeats or (1 if options.quick else 5),
-                scale=0.25 if options.quick else 1.0,
-                threads=options.threads,
-                only=options.only or (),
-                against=options.against or (QUICK if options.quick else ()),
-                folder=options.out,
-                more_flags=options.server.split(),
-            )
-        elif options.command == "tree":
-            tree.run(repeats=options.repeats or (2 if options.quick else 9), folder=options.out)
-        else:
-            model = options.model or "60m"
-            decode.run(
-                model=model_file(model),
-                title=_title(model),
-                pairs=options.pairs or (2 if options.quick else 7),
-                tokens=options.tokens,
-                threads=options.threads,
-                folder=options.out,
-                server_flags=options.server.split(),
-            )
+        options.run(options)
     except BenchmarkError as error:
         notes.print(f"bench: {error}")
         return 1
@@ -135,8 +76,73 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _title(model: str) -> str:
-    return f"{model} shape (random weights, Q8_0)" if model in SHAPES else Path(model).name
+def _common(
+    command: ArgumentParser,
+    *,
+    run: Any,
+    repeats: tuple[int | None, int],
+    of: str,
+    shape: str | None = "60m",
+    flags: tuple[str, ...] = ("--repeats",),
+) -> None:
+    """What every benchmark can be told; `repeats` are those of a measurement and of a quick look."""
+    usual = f" (default: {repeats[0]})" if repeats[0] else ""
+    command.set_defaults(run=run, default_repeats=repeats, shape=shape)
+    command.add_argument(*flags, dest="repeats", type=_positive, metavar="N", help=of + usual)
+    command.add_argument("--out", type=Path, default=Path("bench/results"), metavar="DIR", help="where results go")
+    command.add_argument(
+        "--quick", action="store_true", help="a small model, few repeats: a look, not a measurement"
+    )
+    if shape:
+        text = f"a GGUF file, or a shape written with random weights: {', '.join(SHAPES)} (default: {shape})"
+        command.add_argument("--model", metavar="MODEL", help=text)
+        text = 'more flags for what is measured, such as --server="-ngl 99"'
+        command.add_argument("--server", default="", metavar="FLAGS", help=text)
+
+
+def _threads(command: ArgumentParser) -> None:
+    text = "of whatever is measured"
+    command.add_argument("--threads", type=_positive, default=default_threads(), metavar="N", help=text)
+
+
+def _chat(options: Namespace) -> None:
+    chat.run(**_measured(options), repeats=options.repeats)
+
+
+def _decode(options: Namespace) -> None:
+    decode.run(**_measured(options), pairs=options.repeats, tokens=options.tokens, threads=options.threads)
+
+
+def _scenarios(options: Namespace) -> None:
+    scenarios.run(**_measured(options), repeats=options.repeats, only=options.only)
+
+
+def _idle(options: Namespace) -> None:
+    n_requests = min(options.requests, 50) if options.quick else options.requests
+    idle.run(**_measured(options, "-t", str(options.threads)), repeats=options.repeats, n_requests=n_requests)
+
+
+def _peers(options: Namespace) -> None:
+    compare.run(
+        **_measured(options),
+        repeats=options.repeats,
+        scale=0.25 if options.quick else 1.0,
+        threads=options.threads,
+        only=options.only or (),
+        against=options.against or (QUICK if options.quick else ()),
+    )
+
+
+def _tree(options: Namespace) -> None:
+    tree.run(repeats=options.repeats, folder=options.out)
+
+
+def _measured(options: Namespace, *flags: str) -> dict[str, Any]:
+    """What is measured, with which flags, and where results go; a quick look is one at a small shape."""
+    model = options.model or ("60m" if options.quick else options.shape)
+    title = f"{model} shape (random weights, Q8_0)" if model in SHAPES else Path(model).name
+    server_flags = [*flags, *options.server.split()]
+    return {"model": model_file(model), "title": title, "folder": options.out, "server_flags": server_flags}
 
 
 def _count(text: str) -> int:

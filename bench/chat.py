@@ -65,7 +65,8 @@ async def _measure(command: Sequence[str], tokens: Tokens, repeats: int, log: Pa
     turns: list[Turn] = []
     run_id = secrets.token_hex(8)
     with Progress(console=notes) as progress:
-        async with serving(command, log=log) as client:
+        async with serving(command, log=log) as server:
+            client = server.client
             await _converse(client, tokens, random.Random(f"{run_id} warm-up"), "", 100, cached=True, repeat=0)
             task = progress.add_task("chatting", total=repeats * len(SYSTEM_TOKENS) * 2)
             for repeat in range(1, repeats + 1):

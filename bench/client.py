@@ -30,7 +30,7 @@ class Answer:
     text: str
     started: float
     arrivals: tuple[float, ...]
-    """When each chunk with content came."""
+    """When each chunk with content came, be it thought or said."""
     ended: float
     finish_reason: str
     prompt_tokens: int
@@ -79,6 +79,18 @@ class Client:
         except aiohttp.ClientConnectionError:
             return False
 
+    async def get(self, path: str) -> Any:
+        """What the server has there, as JSON."""
+        async with self._session.get(path) as response:
+            await _check(response)
+            return await response.json()
+
+    async def post(self, path: str, **body: Any) -> Any:
+        """What the server answers to this, as JSON."""
+        async with self._session.post(path, json=body) as response:
+            await _check(response)
+            return await response.json()
+
     async def chat(self, messages: Sequence[Message], **parameters: Any) -> Answer:
         """Stream one chat completion; raises `BenchmarkError` when the server refuses or breaks off."""
         body = {
@@ -124,7 +136,8 @@ def parse_stream(started: float, received: Sequence[tuple[float, bytes]], *, end
             raise BenchmarkError(f"the server broke off: {chunk['error']['message']}")
         for choice in chunk["choices"]:
             finish_reason = choice.get("finish_reason") or finish_reason
-            if content := choice.get("delta", {}).get("content"):
+            delta = choice.get("delta", {})
+            if content := delta.get("content") or delta.get("reasoning_content"):
                 text += content
                 arrivals.append(came)
         usage = chunk.get("usage") or usage

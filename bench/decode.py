@@ -37,9 +37,33 @@ GOAL = 0.85
 class Commands:
     """How each side is started; the first two take the number of streams as their last words."""
 
+    flags: list[str]
+    """What all are told."""
     peer: list[str]
     engine: list[str]
     server: list[str]
+
+    @classmethod
+    def of(cls, model: Path, *, tokens: int, threads: int, more: Sequence[str]) -> Commands:
+        """The same file, threads and context for all, and `tokens` of each stream."""
+        flags = ["-c", str(CONTEXT), "-t", str(threads), "-tb", str(threads), "-fa", "on", "--kv-unified", *more]
+        lengths = ["-npp", str(PROMPT_TOKENS), "-ntg", str(tokens), "-npl"]
+        own = ["-np", str(max(STREAMS)), *flags]
+        engine = [sys.executable, "-m", "bench.engine", "-m", str(model), *own, "--tokens", str(tokens)]
+        return cls(
+            flags,
+            peer=[str(peers.batched_bench()), "-m", str(model), *flags, *lengths],
+            engine=[*engine, "--prompt-tokens", str(PROMPT_TOKENS), "--streams"],
+            server=llamaslot(model, *own),
+        )
+
+    def peer_rate(self, streams: int) -> float:
+        """Tokens per second of llama-batched-bench."""
+        return batched_bench_rate([*self.peer, str(streams)])
+
+    def engine_rate(self, streams: int) -> float:
+        """Tokens per second of the engine alone."""
+        return engine_rate([*self.engine, str(streams)])
 
 
 @dataclass(frozen=True)
@@ -67,27 +91,11 @@ def run(
 ) -> None:
     """Measure, print the table, write `decode.json` and the server's log."""
     facts = machine()
-    common = [
-        "-c",
-        str(CONTEXT),
-        "-t",
-        str(threads),
-        "-tb",
-        str(threads),
-        "-fa",
-        "on",
-        "--kv-unified",
-        *server_flags,
-    ]
-    peer = [str(peers.batched_bench()), "-m", str(model), *common, "-npp", str(PROMPT_TOKENS), "-ntg", str(tokens)]
-    flags = ["-np", str(max(STREAMS)), *common]
-    engine = [sys.executable, "-m", "bench.engine", "-m", str(model), *flags, "--tokens", str(tokens)]
-    engine += ["--prompt-tokens", str(PROMPT_TOKENS), "--streams"]
-    commands = Commands(peer, engine, llamaslot(model, *flags))
+    commands = Commands.of(model, tokens=tokens, threads=threads, more=server_flags)
     log = folder / "decode-server.log"
     measured = asyncio.run(_measure(commands, Tokens(model), pairs, tokens, log))
     console.print(table(measured))
-    settings = {"model": title, "flags": " ".join(common), "pairs": pairs, "tokens": tokens}
+    settings = {"model": title, "flags": " ".join(commands.flags), "pairs": pairs, "tokens": tokens}
     write_json(
         folder / "decode.json",
         {
@@ -107,20 +115,22 @@ async def _measure(commands: Commands, text: Tokens, pairs: int, tokens: int, lo
     words = random.Random(secrets.token_hex(8))
     measured: list[Comparison] = []
     with Progress(console=notes) as progress:
-        async with serving(commands.server, log=log) as client:
+        async with serving(commands.server, log=log) as server:
+            client = server.client
             task = progress.add_task("decoding", total=pairs * len(STREAMS))
             await _streams_rate(client, text, words, max(STREAMS), tokens)
             for _ in range(pairs):
                 for streams in STREAMS:
-                    peer = await asyncio.to_thread(_peer_rate, [*commands.peer, "-npl", str(streams)])
+                    peer = await asyncio.to_thread(commands.peer_rate, streams)
                     http = await _streams_rate(client, text, words, streams, tokens)
-                    engine = await asyncio.to_thread(engine_rate, [*commands.engine, str(streams)])
+                    engine = await asyncio.to_thread(commands.engine_rate, streams)
                     measured.append(Comparison(streams=streams, batched_bench=peer, engine=engine, http=http))
                     progress.advance(task)
     return measured
 
 
-def _peer_rate(command: Sequence[str]) -> float:
+def batched_bench_rate(command: Sequence[str]) -> float:
+    """What llama-batched-bench says of one number of streams; raises `BenchmarkError` with its words."""
     done = subprocess.run([*command, "--output-format", "jsonl"], capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or len(lines) != 1:

@@ -144,6 +144,10 @@ class FlatLedger(SharedLedger):
         self._running[seq] = _Running(space, blocks)
         return seq, n
 
+    def fetch(self, _seq: int, _tokens: bytes, _most: int | None = None) -> bool:
+        """Nothing is taken over but what `claim` took."""
+        return False
+
     def append(self, seq: int, tokens: Tokens) -> None:
         """A running sequence computed these tokens; each block that they fill can be reused at once."""
         super().append(seq, tokens)

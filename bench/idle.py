@@ -1,9 +1,9 @@
-"""What idle prefixes cost: prefill beside them, and whether their cells stay low as they come and go.
+"""What idle prefixes cost: prefill beside them, whether their cells stay low as they come and go, and holes.
 
 Attention scans the pool up to the highest used cell, so prompts are computed the slower the more idle prefixes lie
 below. Both questions are asked of the real engine, by the time that a prompt of `PROMPT` fresh tokens takes. Idle
 tokens that are reused need not be computed again: the last column says in how many fresh ones that has to happen
-for keeping them to cost nothing.
+for keeping them to cost nothing. What holes between them cost is in `bench.holes`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from bench import holes
 from bench.client import BenchmarkError
 from bench.report import Summary, console, machine, notes, write_json
 from llamaslot.app.config import Parser, add_flags, read_config
@@ -25,6 +26,7 @@ from llamaslot.app.server import llama_settings
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.messages import TERMINAL, Event, Finished, Sampling, Submit, TokensPart
+from llamaslot.core.shared import SharedLedger
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import model_thread
 
@@ -83,7 +85,9 @@ class Asking:
     @property
     def high_water(self) -> int:
         """The highest of them + 1."""
-        return self._engine.scheduler.ledger.high_water
+        ledger = self._engine.scheduler.ledger
+        assert isinstance(ledger, SharedLedger)
+        return ledger.cells.high_water
 
     async def close(self) -> None:
         """End the engine and free the model."""
@@ -147,7 +151,7 @@ async def after_mixed_use(settings: LlamaSettings, n_requests: int, repeats: int
 def run(
     *, model: Path, title: str, repeats: int, n_requests: int, folder: Path, server_flags: Sequence[str]
 ) -> None:
-    """Measure, print and write both; prefixes stay idle whatever they cost."""
+    """Measure, print and write all three; prefixes stay idle whatever they cost."""
     parser = Parser(prog="--server")
     add_flags(parser)
     flags = ["-c", str(LEVELS[-1] + 2048), "-np", "4", "-fa", "on", *server_flags, "--cache-idle-cells", "all"]
@@ -155,9 +159,10 @@ def run(
         settings = llama_settings(read_config(parser.parse(["-m", str(model), *flags]), {}), model)
     except ConfigError as error:
         raise BenchmarkError(str(error)) from None
-    settings = replace(settings, measure_idle_cost=False)
+    settings = replace(settings, measure_kv_cost=False)
     levels = asyncio.run(beside_idle(settings, repeats))
     mixed = asyncio.run(after_mixed_use(settings, n_requests, repeats)) if n_requests else {}
+    scattered = holes.among_holes(settings, repeats)
     table = Table(title=f"Prefill of {PROMPT} tokens beside idle prefixes, {title}")
     for column in ("idle cells", "median", "mean", "range (ms)", "to none", "pay if reused once in"):
         table.add_column(column, justify="right")
@@ -172,10 +177,12 @@ def run(
             f"After {n_requests:,} mixed requests ({used:,} cells used, the highest {mark:,}) prefill takes "
             f"{ratio['median']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f}) what it takes in a compact pool."
         )
+    console.print(holes.line(scattered))
     result = {
         "machine": machine(),
         "model": title,
         "beside_idle": {str(level): asdict(summary) for level, summary in levels.items()},
         "after_mixed_use": mixed,
+        "among_holes": scattered,
     }
     write_json(folder / "idle.json", result)

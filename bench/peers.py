@@ -47,7 +47,7 @@ def batched_bench() -> Path:
 @cache
 def llama_server() -> Path:
     """`llama-server` without its web UI, built unless the cache has it for exactly these libraries."""
-    return _built(
+    binary = _built(
         "llama-server",
         ("tools/server/*.cpp", "vendor/cpp-httplib/httplib.cpp"),
         includes=("tools/server", "tools/mtmd", "."),
@@ -55,6 +55,19 @@ def llama_server() -> Path:
         libraries=("llama-common", "mtmd"),
         has_ui=True,
     )
+    _check_same(binary)
+    return binary
+
+
+def _check_same(binary: Path) -> None:
+    """Refuse a server whose libraries are built in another way than those that llamaslot loads."""
+    own = llama_cpp.llama_print_system_info().decode().strip()
+    command = [str(binary), "-m", "no-such-file", "-lv", "4", "--host", "127.0.0.1", "--port", "0"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    [theirs] = re.findall(r"system_info: .*", said.stdout + said.stderr) or ["it does not say how"]
+    notes.print(f"{binary.name}: {theirs}")
+    if own not in theirs:
+        raise BenchmarkError(f"{binary.name} is built otherwise than what llamaslot loads: {theirs}; {own}")
 
 
 def _built(

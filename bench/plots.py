@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from bench.report import notes
 
 if TYPE_CHECKING:
-    from bench.compare import Run
+    from bench.figures import Run
 
 
 def draw(runs: Sequence[Run], folder: Path, title: str) -> None:

@@ -1,20 +1,27 @@
-"""The comparison with other servers: what it counts, what it compares, and one play against a real server."""
+"""The comparison with other servers: what it counts, who is told what, and plays against a real server."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
+import llama_cpp
 import pytest
 
-from bench.client import BenchmarkError
-from bench.compare import Run, _Bench, compared, goal_rows, markdown, rows
-from bench.contenders import CONTENDERS, Load
-from bench.plots import draw
+from bench import compare, contenders, peers
+from bench.client import Answer, BenchmarkError
+from bench.compare import Bench
+from bench.contenders import CONTENDERS, OWN, Contender, Load
+from bench.decode import Commands
+from bench.figures import Run
+from bench.server import Server
 from bench.tokens import Tokens, fewest
-from bench.workloads import WORKLOADS
+from bench.workloads import WORKLOADS, Play, Workload, user
+
+BY_NAME = {each.name: each for each in WORKLOADS}
 
 
 @pytest.mark.parametrize(
@@ -44,77 +51,90 @@ def test_text_is_drawn_to_the_token_and_rendered_as_servers_do(tiny_model: Path)
         Tokens(Path(__file__))
 
 
-def run(contender: str, repeat: int, seconds: float, workload: str = "groups") -> Run:
-    """A run in which everything took so long."""
-    return Run(
-        workload=workload,
-        contender=contender,
-        repeat=repeat,
-        ttft=[seconds, 2 * seconds, 3 * seconds],
-        gaps=[seconds] * 4,
-        wall=seconds,
-        decode_rate=1 / seconds,
-        n_output=10,
-        n_prompt=100,
-        n_computed=60,
-        n_fewest=50,
-    )
+def answer(started: float, *arrivals: float, finish_reason: str = "length") -> Answer:
+    return Answer("a", started, arrivals, arrivals[-1], finish_reason, 0, 0, {})
 
 
-RUNS = [
-    *(run("llamaslot", repeat, seconds) for repeat, seconds in enumerate((1, 2, 3))),
-    *(run("llama-server", repeat, seconds) for repeat, seconds in enumerate((10, 10, 10))),
-    *(run("llama-server -kvu", repeat, seconds) for repeat, seconds in enumerate((4, 4, 4))),
-    *(run("llama-cpp-python", repeat, seconds) for repeat, seconds in enumerate((0.1, 0.1, 0.1))),
-]
+@dataclass
+class StandIn:
+    """A server and its client, which note what they are asked."""
+
+    answers: list[Answer] = field(default_factory=list)
+    asked: list[Any] = field(default_factory=list)
+
+    @property
+    def client(self) -> StandIn:
+        return self
+
+    async def chat(self, messages: Any, **_parameters: Any) -> Answer:
+        self.asked.append(messages)
+        got = self.answers.pop(0)
+        await asyncio.sleep(got.ended / 1000)
+        return got
+
+    async def get(self, path: str) -> Any:
+        self.asked.append(path)
+        return [{"id": 0}, {"id": 1}]
+
+    async def post(self, path: str, **body: Any) -> Any:
+        self.asked.append((path, body["filename"]))
+        return {"n_saved": 7 if "/1?" in path else 0}
+
+    async def crash(self) -> None:
+        self.asked.append("crash")
+
+    async def start(self) -> None:
+        self.asked.append("start")
 
 
-def test_the_best_llama_server_is_the_one_to_beat_and_pairs_are_of_one_repeat() -> None:
-    [ratio] = compared("groups", RUNS)
-    assert (ratio.peer, ratio.n_pairs) == ("llama-server -kvu", 3)
-    assert (ratio.median, ratio.low, ratio.high) == (0.5, 0.25, 0.75)
-    assert ratio.is_met
-    assert 0.25 <= ratio.interval[0] <= 0.5 <= ratio.interval[1] <= 0.75
-    assert goal_rows([ratio])[0][-2:] == ["<= 0.60", "met"]
+def play_on(stand_in: StandIn, *, saves_slots: bool = False) -> Play:
+    return Play(cast("Server", stand_in), cast("Tokens", None), random.Random(1), saves_slots=saves_slots)
 
 
-def test_where_more_is_better_the_best_has_most() -> None:
-    runs = [replace(each, workload="decode 8") for each in RUNS]
-    [ratio] = compared("decode 8", runs)
-    assert (ratio.peer, ratio.median, ratio.is_met) == ("llama-server -kvu", 2.0, True)
-    slower = [
-        replace(each, decode_rate=each.decode_rate / 4) if each.contender == "llamaslot" else each for each in runs
+async def test_requests_are_kept_in_the_order_in_which_they_were_asked() -> None:
+    play = play_on(StandIn([answer(1.0, 9.0), answer(2.0, 2.5)]))
+    await asyncio.gather(play.ask(user("first")), play.ask(user("second"), measured=False))
+    assert [each.answer.started for each in play.answered] == [2.0, 1.0]
+    assert [each.answer.started for each in play.asked] == [1.0, 2.0]
+    assert [each.measured for each in play.asked] == [True, False]
+
+
+async def test_an_answer_that_was_cut_off_does_not_count() -> None:
+    play = play_on(StandIn([answer(1.0, 2.0, finish_reason="")]))
+    with pytest.raises(BenchmarkError, match="cut off"):
+        await play.ask(user("a"))
+
+
+async def test_what_can_be_saved_by_hand_is_restored_behind_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.workloads.PATIENCE", 0)
+    plain, saving = StandIn(), StandIn()
+    await play_on(plain).restart()
+    assert plain.asked == ["crash", "start"]
+    await play_on(saving, saves_slots=True).restart()
+    save, restore = "/slots/{}?action=save", "/slots/{}?action=restore"
+    assert saving.asked == [
+        "/slots",
+        *((save.format(slot), f"{slot}.bin") for slot in (0, 1)),
+        *("crash", "start"),
+        (restore.format(1), "1.bin"),
     ]
-    [ratio] = compared("decode 8", slower)
-    assert (ratio.median, ratio.is_met) == (0.5, False)
-    assert goal_rows([ratio])[0][-2:] == [">= 1.15", "short"]
 
 
-def test_without_a_peer_there_is_nothing_to_compare() -> None:
-    assert compared("groups", [each for each in RUNS if "server" not in each.contender]) == []
-    assert compared("groups", [each for each in RUNS if each.contender != "llamaslot"]) == []
-
-
-def test_tables_and_pictures_show_what_was_measured(tmp_path: Path) -> None:
-    assert rows("groups", RUNS)[0][:2] == ["llama-server", "20,000"]
-    assert rows("groups", RUNS)[-1][-3:] == ["60", "50", "1.20"]
-    silent = [replace(each, n_computed=None) for each in RUNS]
-    assert rows("groups", silent)[0][-3:] == ["", "50", ""]
-    text = markdown(RUNS, compared("groups", RUNS), "a model")
-    assert "| groups | TTFT mean | llama-server -kvu | 0.50 |" in text
-    assert "## groups" in text
-    draw(
-        [*RUNS, *(replace(each, workload=name) for each in RUNS for name in ("chat", "decode 1"))],
-        tmp_path,
-        "a model",
-    )
-    assert (tmp_path / "peers.png").stat().st_size > 10_000
+async def test_a_long_prompt_that_comes_too_late_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Play, "text", lambda *_: "a")
+    early = [answer(0.0, 0.1, 0.2) for _ in range(4)]
+    with pytest.raises(BenchmarkError, match="larger model"):
+        await BY_NAME["long prefill"].script(play_on(StandIn([*early, answer(0.5, 0.6)])))
+    await BY_NAME["long prefill"].script(play_on(StandIn([*early, answer(0.15, 0.6)])))
 
 
 def test_every_slot_has_room_for_the_longest_prompt_but_where_the_pool_is_short() -> None:
-    by_name = {workload.name: workload for workload in WORKLOADS}
-    assert by_name["agent"].n_ctx(8, 1.0) >= 8 * 10_600
-    assert by_name["pressure"].n_ctx(8, 1.0) < 8 * 1500 / 2
+    assert BY_NAME["agent"].n_ctx(8, 1.0) >= 8 * 10_600
+    for scale in (1.0, 0.25):
+        wanted = 8 * (1500 * scale + 60)
+        assert BY_NAME["pressure"].n_ctx(8, scale) < 0.35 * wanted
+    for n_slots in (1, 5, 8):
+        assert BY_NAME["chat"].n_ctx(n_slots, 0.3) % (256 * n_slots) == 0
 
 
 def test_all_contenders_are_told_the_same(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,16 +146,85 @@ def test_all_contenders_are_told_the_same(tiny_model: Path, monkeypatch: pytest.
         assert ("-np 8 -c 4096 -t 2 -tb 2 -fa on" in words) == (contender.kind != "llama-cpp-python")
 
 
+def test_a_workload_adds_flags_where_llamaslot_knows_them(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Load(tiny_model, n_slots=8, n_threads=2, n_ctx=4096)
+    own = Contender(OWN, "llamaslot")
+    disk = BY_NAME["restart"].flags["llamaslot"]
+    for known, expected in (({"-np"}, []), ({"--cache-disk"}, ["--cache-disk", str(tmp_path)])):
+        monkeypatch.setattr(contenders, "own_flags", lambda known=known: known)
+        plain = own.command(load)
+        assert own.command(load, disk, tmp_path)[len(plain) :] == expected
+
+
+def test_the_help_of_llamaslot_names_its_flags() -> None:
+    assert {"-np", "--cache-seqs"} <= contenders.own_flags()
+
+
+def test_slots_are_saved_only_where_the_server_dies() -> None:
+    [saving] = [each for each in CONTENDERS if each.saves_slots]
+    assert [each.name for each in WORKLOADS if saving.plays(each.name)] == ["restart"]
+    assert all(each.plays("restart") for each in CONTENDERS)
+
+
+def test_a_server_of_another_build_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    binary = tmp_path / "server"
+    own = llama_cpp.llama_print_system_info().decode()
+    for said, is_same in ((f"system_info: n_threads = 2 | {own}", True), ("system_info: ABACUS = 1", False)):
+        binary.write_text(f"#!/bin/sh\necho '{said}'\nexit 1\n")
+        binary.chmod(0o755)
+        if is_same:
+            peers._check_same(binary)
+        else:
+            with pytest.raises(BenchmarkError, match="built otherwise"):
+                peers._check_same(binary)
+
+
+def test_the_engine_and_its_peer_take_turns(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def rate(side: str) -> float:
+        order.append(side)
+        return {"engine": 90.0, "peer": 100.0}[side]
+
+    monkeypatch.setattr(Commands, "engine_rate", lambda _, streams: rate("engine"))
+    monkeypatch.setattr(Commands, "peer_rate", lambda _, streams: rate("peer"))
+    monkeypatch.setattr("bench.decode.peers.batched_bench", lambda: Path("llama-batched-bench"))
+    bench = Bench(Tokens(tiny_model), Load(tiny_model, 8, 1, 0), 1.0, tmp_path)
+    [ratio] = compare.engine_ratio(bench.measure_engine(4))
+    assert order == ["engine", "peer", "peer", "engine"] * 2
+    assert (ratio.median, ratio.n_pairs, ratio.verdict) == (0.9, 4, "few pairs")
+    assert compare.engine_ratio([]) == []
+
+
+def played(model: Path, folder: Path, *names: str) -> dict[str, Run]:
+    """What llamaslot makes of workloads, at a twentieth of their length."""
+    bench = Bench(Tokens(model), Load(model, 8, 1, 0), 0.05, folder)
+    own = [each for each in CONTENDERS if each.name == OWN]
+    workloads: list[Workload] = [BY_NAME[name] for name in names]
+    runs = {each.workload: each for each in asyncio.run(bench.measure(workloads, own, 1))}
+    assert bench.cannot == {}
+    return runs
+
+
 def test_a_play_against_a_real_server(tiny_model: Path, tmp_path: Path) -> None:
-    bench = _Bench(Tokens(tiny_model), Load(tiny_model, 8, 1, 0), 0.05, tmp_path)
-    workloads = [each for each in WORKLOADS if each.name in ("branching", "fan-out cold")]
-    contenders = [each for each in CONTENDERS if each.name == "llamaslot"]
-    branching, fan_out = sorted(
-        asyncio.run(bench.measure(workloads, contenders, 1)), key=lambda each: each.workload
-    )
-    assert (len(branching.ttft), len(fan_out.ttft)) == (1 + 8 * 2, 16)
-    for each in (branching, fan_out):
+    runs = played(tiny_model, tmp_path, "branching", "fan-out cold")
+    assert [len(runs[name].ttft) for name in ("branching", "fan-out cold")] == [1 + 8 * 2, 16]
+    for each in runs.values():
         assert each.n_computed is not None
         assert each.n_fewest <= each.n_computed <= 1.05 * each.n_fewest + 16
         assert each.n_prompt > 2 * each.n_computed
         assert each.n_output == 16 * len(each.ttft)
+
+
+def test_a_real_server_dies_and_another_is_weighed(tiny_model: Path, tmp_path: Path) -> None:
+    runs = played(tiny_model, tmp_path, "restart", "memory")
+    assert len(runs["restart"].ttft) == 1
+    weighed = runs["memory"].memory
+    assert weighed is not None
+    assert weighed.n_seqs == 8 + 4 * 8 + 1
+    assert weighed.pool == 3 * 2**20 // 4096 * BY_NAME["memory"].n_ctx(8, 0.05)
+    assert 2**20 < weighed.beyond < 2**30

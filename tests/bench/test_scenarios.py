@@ -113,7 +113,7 @@ def blocks(cache: BlockCache, *tokens: int) -> int:
     used = []
     for at in range(0, len(run) - 15, 16):
         used.append(cache.put("", used[-1] if used else None, run[at : at + 16]))
-    cache.let_go(used, now=0)
+    cache.let_go(used)
     return len(found)
 
 

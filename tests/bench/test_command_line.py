@@ -1,0 +1,62 @@
+"""`python -m bench`: every benchmark gets what it asks for."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import chat, compare, decode, idle, scenarios, tree
+from bench.__main__ import QUICK, main
+
+BENCHMARKS = {
+    "chat": chat,
+    "decode": decode,
+    "idle": idle,
+    "peers": compare,
+    "scenarios": scenarios,
+    "tree": tree,
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("bench.__main__.model_file", lambda _name: tiny_model)
+
+
+def called(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> dict[str, Any]:
+    """What the benchmark is called with."""
+    calls: list[dict[str, Any]] = []
+    signature = inspect.signature(BENCHMARKS[name].run)
+    monkeypatch.setattr(BENCHMARKS[name], "run", lambda **given: calls.append(signature.bind(**given).arguments))
+    assert main([name, *arguments]) == 0
+    [call] = calls
+    return call
+
+
+@pytest.mark.parametrize(
+    ("name", "usual", "quick"),
+    [("chat", 5, 2), ("decode", 7, 2), ("idle", 7, 2), ("peers", None, 1), ("scenarios", 3, 1), ("tree", 9, 2)],
+)
+def test_repeats_are_the_benchmarks_own_unless_told(
+    name: str, usual: int, quick: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "pairs" if name == "decode" else "repeats"
+    for arguments, expected in (((), usual), (("--quick",), quick), (("--quick", "--repeats", "30"), 30)):
+        with monkeypatch.context() as patch:
+            assert called(patch, name, *arguments)[key] == expected
+
+
+def test_flags_reach_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = called(monkeypatch, "idle", "--threads", "3", "--server=-ngl 9", "--out", "there")
+    assert (call["server_flags"], call["folder"]) == (["-t", "3", "-ngl", "9"], Path("there"))
+    assert Path("there").is_dir()
+
+
+def test_a_quick_comparison_has_two_contenders_and_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = called(monkeypatch, "peers", "--quick", "--only", "memory", "--only", "engine alone")
+    assert (call["against"], call["scale"], call["only"]) == (QUICK, 0.25, ["memory", "engine alone"])
+    assert call["title"].startswith("60m shape")
