@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,48 +23,71 @@ class NotReadyError(Exception):
     """The server did not become healthy."""
 
 
+class Server:
+    """A process that serves on a port of its own, and a client of it; made by `serving`."""
+
+    client: Client
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [*command, "--host", "127.0.0.1", "--port", str(port)]
+        self._log = log
+        log.write_bytes(b"")
+        self._process: Process | None = None
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        assert self._process is not None, "started"
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Run the command, its output behind what the log has, and wait until it is healthy."""
+        with self._log.open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(*self._command, stdout=output, stderr=output)
+        for _ in range(int(START_SECONDS / POLL_SECONDS)):
+            if await self.client.healthy():
+                return
+            if self._process.returncode is not None:
+                raise NotReadyError(f"the server ended with status {self._process.returncode} before it was ready")
+            await asyncio.sleep(POLL_SECONDS)
+        raise NotReadyError(f"the server was not ready after {START_SECONDS:.0f} seconds")
+
+    async def crash(self) -> None:
+        """End it as `kill -9` does."""
+        assert self._process is not None, "started"
+        self._process.kill()
+        await self._process.wait()
+
+    async def end(self) -> None:
+        """End it as its user would, and by force if that takes too long."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        self._process.terminate()
+        try:
+            await asyncio.wait_for(self._process.wait(), END_SECONDS)
+        except TimeoutError:
+            await self.crash()
+
+
 def llamaslot(model: Path, *flags: str) -> list[str]:
     """The command that serves `model` with this project's server."""
     return [sys.executable, "-m", "llamaslot.cli.main", "serve", "-m", str(model), *flags]
 
 
 @asynccontextmanager
-async def serving(command: Sequence[str], *, log: Path) -> AsyncIterator[Client]:
-    """Run a server's `command` on a free port, give a client once it is healthy; its output goes to `log`."""
-    port = _free_port()
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *command, "--host", "127.0.0.1", "--port", str(port), stdout=output, stderr=output
-        )
-        try:
-            async with connected(f"http://127.0.0.1:{port}") as client:
-                await _healthy(client, process)
-                yield client
-        except (NotReadyError, aiohttp.ClientError) as error:
-            raise BenchmarkError(f"{error}; the end of {log}:\n{_tail(log)}") from error
-        finally:
-            await _end(process)
-
-
-async def _healthy(client: Client, process: asyncio.subprocess.Process) -> None:
-    for _ in range(int(START_SECONDS / POLL_SECONDS)):
-        if await client.healthy():
-            return
-        if process.returncode is not None:
-            raise NotReadyError(f"the server ended with status {process.returncode} before it was ready")
-        await asyncio.sleep(POLL_SECONDS)
-    raise NotReadyError(f"the server was not ready after {START_SECONDS:.0f} seconds")
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is not None:
-        return
-    process.terminate()
+async def serving(command: Sequence[str], *, log: Path) -> AsyncIterator[Server]:
+    """Run a server's `command` on a free port, give it once it is healthy; its output goes to `log`."""
+    server = Server(command, log)
     try:
-        await asyncio.wait_for(process.wait(), END_SECONDS)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+        async with connected(server.url) as server.client:
+            await server.start()
+            yield server
+    except (NotReadyError, aiohttp.ClientError) as error:
+        raise BenchmarkError(f"{error}; the end of {log}:\n{_tail(log)}") from error
+    finally:
+        await server.end()
 
 
 def _tail(log: Path) -> str:

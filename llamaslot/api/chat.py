@@ -25,6 +25,7 @@ from llamaslot.api.replies import (
     Message,
     OpenAIReason,
     Timings,
+    encode,
     timings,
     usage,
 )
@@ -34,6 +35,7 @@ from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.messages import Finished, Output, TextPart
 from llamaslot.service.service import Service
 
+_MARK = "\0"
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
 _decoder = msgspec.json.Decoder(ChatBody)
@@ -110,16 +112,20 @@ class ChatDialect:
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._with_timings = bool(body.timings_per_token)
         self._choices = choices
-        self._begun: set[int] = set()
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        """What comes before and after the text in chunks of the choices that have begun."""
 
     def chunks(self, choice: Choice, output: Output | Finished) -> Iterator[bytes]:
         """The role once, then text, then the reason for the end."""
-        if choice.index not in self._begun:
-            self._begun.add(choice.index)
+        frame = self._frames.get(choice.index)
+        if frame is None:
+            before, _, after = self._chunk(choice, Delta(content=_MARK)).partition(encode(_MARK))
+            frame = self._frames[choice.index] = (before, after)
             yield self._chunk(choice, Delta(role="assistant", content=None))
-        if output.content:
-            shown = timings([output.progress]) if self._with_timings else UNSET
-            yield self._chunk(choice, Delta(content=output.content), timings=shown)
+        if output.content and self._with_timings:
+            yield self._chunk(choice, Delta(content=output.content), timings=timings([output.progress]))
+        elif output.content:
+            yield encode(output.content).join(frame)
         if isinstance(output, Finished):
             shown = UNSET if self._with_usage else timings([output.progress])
             yield self._chunk(choice, Delta(), finish_reason=REASONS[output.reason], timings=shown)

@@ -7,14 +7,13 @@ a refusal of the last of several all take this one way out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import groupby
 from types import TracebackType
 from typing import TypeAlias
 
-from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.messages import Accepted, Finished, Output, Submit
 from llamaslot.service.service import Outcome, Service
 
@@ -50,6 +49,7 @@ class Choice:
 
 
 Batch: TypeAlias = list[tuple[Choice, Output | Finished]]
+Sink: TypeAlias = Callable[[Choice, Output], bool]
 
 
 class Choices:
@@ -59,9 +59,10 @@ class Choices:
         self._service = service
         self._submits = submits
         self._stack = AsyncExitStack()
-        self._queue: asyncio.Queue[tuple[Choice, Outcome]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[Choice, Outcome | Exception]] = asyncio.Queue()
         self._batch: Batch = []
-        self._failure: LlamaslotError | None = None
+        self._failure: Exception | None = None
+        self._sink: Sink | None = None
         self._n_open = len(submits)
         self.all: list[Choice] = []
 
@@ -92,6 +93,13 @@ class Choices:
         """Whether all are finished."""
         return self._n_open == 0
 
+    def listen(self, sink: Sink) -> None:
+        """Offer each `Output` to `sink` the moment it comes, unless earlier ones still wait for `next_batch`.
+
+        Where the sink says False, and for all other events, `next_batch` gives it; it raises what the sink raises.
+        """
+        self._sink = sink
+
     async def next_batch(self) -> Batch:
         """Whatever has arrived since the last one, at least one event; empty when all choices are finished.
 
@@ -109,11 +117,19 @@ class Choices:
         return batch
 
     def _put(self, choice: Choice, event: Outcome) -> None:
+        if self._sink is not None and isinstance(event, Output) and self._queue.empty():
+            try:
+                if self._sink(choice, event):
+                    choice.take(event)
+                    return
+            except Exception as error:
+                self._queue.put_nowait((choice, error))
+                return
         self._queue.put_nowait((choice, event))
 
-    def _take(self, arrived: tuple[Choice, Outcome]) -> None:
+    def _take(self, arrived: tuple[Choice, Outcome | Exception]) -> None:
         choice, event = arrived
-        if isinstance(event, LlamaslotError):
+        if isinstance(event, Exception):
             self._failure = event
             return
         choice.take(event)

@@ -1,6 +1,8 @@
 """Server-sent events: one HTTP reply that grows.
 
-Headers go out with `open`, so whatever can be refused must be refused before. Each `send` is one write.
+Headers go out with `open`, so whatever can be refused must be refused before. Each `send` is one write, and so is
+each `send_now`, which costs no turn of the event loop: what a token's way to its client takes is taken from
+decoding where the model has all cores.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from llamaslot.api import errors
 from llamaslot.api.replies import encode
 
 DONE = b"data: [DONE]\n\n"
+_PING = b": ping\n\n"
+_MAX_BUFFERED = 2**16
+"""Bytes that a slow client leaves in the connection's buffer, from which on nothing is sent without waiting."""
 T = TypeVar("T")
 
 
@@ -29,6 +34,10 @@ class EventStream:
     def __init__(self, request: web.Request, ping_interval: int) -> None:
         self._request = request
         self._ping_interval = ping_interval if ping_interval > 0 else None
+        self._loop = asyncio.get_running_loop()
+        self._sent_at = self._loop.time()
+        self._transport: asyncio.Transport | None = None
+        """The connection, once chunks can be written to it past aiohttp."""
         self.response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
@@ -40,10 +49,25 @@ class EventStream:
     async def send(self, events: Iterable[bytes]) -> None:
         """Write events at once; raises `ConnectionError` when the client is gone."""
         if data := b"".join(events):
+            self._sent_at = self._loop.time()
             await self.response.write(data)
+            # Only now the headers are out; a client of HTTP/1.0 gets no chunks.
+            if self.response.headers.get("Transfer-Encoding") == "chunked":
+                self._transport = self._request.transport
+
+    def send_now(self, events: Iterable[bytes]) -> bool:
+        """Write events without waiting; False, and `events` untouched, where `send` has to do it."""
+        transport = self._transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size() > _MAX_BUFFERED:
+            return False
+        if data := b"".join(events):
+            self._sent_at = self._loop.time()
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     async def close(self, events: Iterable[bytes] = ()) -> None:
-        """Write the last events and end the reply."""
+        """Write the last events and end the reply; `send_now` writes nothing any more."""
+        self._transport = None
         await self.response.write_eof(b"".join(events))
 
     async def fail(self, error: Exception) -> None:
@@ -54,9 +78,13 @@ class EventStream:
         """Wait for `source`, which must lose nothing when cancelled, with a comment at each interval of silence."""
         while True:
             try:
-                async with asyncio.timeout(self._ping_interval) as silence:
+                async with asyncio.timeout_at(self._next_ping()) as silence:
                     return await source()
             except TimeoutError:
                 if not silence.expired():
                     raise
-                await self.send([b": ping\n\n"])
+                if (due := self._next_ping()) is not None and due <= self._loop.time():
+                    await self.send([_PING])
+
+    def _next_ping(self) -> float | None:
+        return None if self._ping_interval is None else self._sent_at + self._ping_interval

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
+
+import uvloop
 
 from llamaslot.app.config import add_flags, read_config
 from llamaslot.app.logs import configure_logging
@@ -22,4 +23,4 @@ def run(args: argparse.Namespace) -> int:
     # llama.cpp is loaded only now, so that wrong flags are answered at once.
     from llamaslot.app.server import serve  # noqa: PLC0415
 
-    return asyncio.run(serve(config))
+    return uvloop.run(serve(config))

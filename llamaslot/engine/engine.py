@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -188,10 +187,7 @@ class Engine:
             self._wake.clear()
             return
         self._is_checked = False
-        async with aclosing(self._worker.run(plan)) as steps:
-            async for step, result in steps:
-                self._commit(step, result)
-                self._flush()
+        await self._worker.run(plan, self._commit)
 
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
         now = result.started + result.seconds
@@ -204,6 +200,7 @@ class Engine:
             self._n_decode_calls += 1
             self._n_busy_slots += len(plan.work)
             self._n_decoded += sum(n for _, n in result.decoded.sent.values())
+        self._flush()
 
     async def _check_invariants(self) -> None:
         """Compare the ledger with itself and the pool, while nothing runs; raises `AssertionError`."""

@@ -9,14 +9,14 @@ The worker decides nothing and touches no state but the backend.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TypeAlias, TypeVar
 
 from llamaslot.core.backend import Backend
 from llamaslot.core.step import StepPlan, StepResult, apply, following
 
-Step: TypeAlias = tuple[StepPlan, StepResult]
+OnStep: TypeAlias = Callable[[StepPlan, StepResult], None]
 T = TypeVar("T")
 
 
@@ -43,27 +43,33 @@ class Worker:
         self._clock = clock
         self._is_wanted = is_wanted
 
-    async def run(self, plan: StepPlan) -> AsyncGenerator[Step, None]:
-        """Carry out `plan` and what follows from it; gives each step as soon as it is done.
+    async def run(self, plan: StepPlan, on_step: OnStep) -> None:
+        """Carry out `plan` and what follows from it; `on_step` is called on the loop as soon as each step is done.
 
-        Raises what `apply` raises, after the steps before it. Never to be called while it runs.
+        Raises what `on_step` raises, which is then not called again, or what `apply` raises, after the steps
+        before it. Never to be called while it runs.
         """
         loop = asyncio.get_running_loop()
-        steps: asyncio.Queue[Step | None] = asyncio.Queue()
+        errors: list[Exception] = []
+
+        def hand_over(step: StepPlan, result: StepResult) -> None:
+            if not errors:
+                try:
+                    on_step(step, result)
+                except Exception as error:
+                    errors.append(error)
 
         def compute() -> None:
             step: StepPlan | None = plan
             while step is not None:
                 result = apply(step, self._backend, self._clock)
-                loop.call_soon_threadsafe(steps.put_nowait, (step, result))
-                step = None if self._is_wanted() else following(step, result, self._backend.vocab.eog)
+                loop.call_soon_threadsafe(hand_over, step, result)
+                step = None if errors or self._is_wanted() else following(step, result, self._backend.vocab.eog)
 
-        computed = loop.run_in_executor(self._thread, compute)
         # The loop learns of the end through the same queue of callbacks, hence after every step.
-        computed.add_done_callback(lambda _: steps.put_nowait(None))
-        while (step := await steps.get()) is not None:
-            yield step
-        computed.result()
+        await loop.run_in_executor(self._thread, compute)
+        if errors:
+            raise errors[0]
 
     async def call(self, function: Callable[[], T]) -> T:
         """What `function` gives on the thread that computes. Never to be called while `run` runs."""

@@ -184,7 +184,10 @@ class Service:
     def receive(self, events: list[Event]) -> None:
         """Take a step's events from the engine."""
         for event in events:
-            if isinstance(event, Stopped):
+            if isinstance(event, Output):
+                if generation := self._generations.get(event.request_id):
+                    generation.put(event)
+            elif isinstance(event, Stopped):
                 self._engine_stopped(event)
             elif isinstance(event, Answer):
                 self._answer(event.request_id, event)
@@ -218,7 +221,7 @@ class Service:
         else:
             future.set_result(value)
 
-    def _pass_on(self, event: Accepted | Output | Finished | Failed | Cancelled) -> None:
+    def _pass_on(self, event: Accepted | Finished | Failed | Cancelled) -> None:
         generation = self._generations.get(event.request_id)
         if generation is None:
             return
@@ -290,6 +293,8 @@ class Generation:
             self._ended = True
         if self._sink is None:
             self._events.put_nowait(event)
+        elif isinstance(event, Output):
+            self._sink(event)
         elif not isinstance(event, Accepted):
             self._sink(_outcome(event))
 
@@ -310,8 +315,8 @@ class Generation:
             self.put(self._events.get_nowait())
 
 
-def _outcome(event: Output | Finished | Failed | Cancelled) -> Outcome:
-    return event if isinstance(event, Output | Finished) else _error_of(event)
+def _outcome(event: Finished | Failed | Cancelled) -> Outcome:
+    return event if isinstance(event, Finished) else _error_of(event)
 
 
 def _error_of(event: Event) -> LlamaslotError:

@@ -40,6 +40,8 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         """All text up to the first character of a stop string, complete or possible."""
+        if not self._matchers:
+            return text
         if self._stopped is not None:
             return ""
         pending = self._held + text

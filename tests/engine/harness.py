@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 from typing import Any
@@ -26,7 +26,7 @@ from llamaslot.base.messages import (
 from llamaslot.core.backend import Backend
 from llamaslot.core.step import StepPlan
 from llamaslot.engine.engine import Engine
-from llamaslot.engine.worker import Step, Worker
+from llamaslot.engine.worker import OnStep, Worker
 from tests.pool import check_pool
 
 GREEDY = Sampling(temperature=0.0)
@@ -106,13 +106,10 @@ class Harness:
         assert isinstance(self.backend, FakeBackend)
         check_pool(self.engine.scheduler, self.backend, computing=self.computing)
 
-    def _watched(
-        self, run: Callable[[StepPlan], AsyncGenerator[Step, None]]
-    ) -> Callable[[StepPlan], AsyncGenerator[Step, None]]:
-        async def watched(plan: StepPlan) -> AsyncGenerator[Step, None]:
+    def _watched(self, run: Callable[[StepPlan, OnStep], Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+        async def watched(plan: StepPlan, on_step: OnStep) -> None:
             self.computing = True
-            async for step in run(plan):
-                yield step
+            await run(plan, on_step)
             self.computing = False
             self.check_cells()
 

@@ -246,3 +246,22 @@ async def test_room_is_never_overrun(unified: bool, max_tokens: int) -> None:
         for prompt in prompts:
             expected = await alone(prompt, FakeBackend(**shape), max_tokens=max_tokens, sampling=ENDLESS)
             assert engine.texts[prompt] == expected
+
+
+async def test_an_error_on_the_loop_ends_the_engine_after_the_step_that_runs() -> None:
+    backend = GatedBackend()
+    backend.n_free = 5
+    engine = Threaded(backend)
+
+    def fail_once(_: list[Event]) -> None:
+        engine.engine._on_events = engine._receive
+        raise ZeroDivisionError
+
+    async with engine:
+        end = engine.submit("1", "hello")
+        await backend.reached(5)
+        engine.engine._on_events = fail_once
+        backend.gate.release(1000)
+        assert isinstance(await asyncio.wait_for(end, 10), Failed)
+    assert "ZeroDivisionError" in engine.stopped
+    assert backend.n_decodes < 200
