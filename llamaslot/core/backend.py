@@ -236,7 +236,8 @@ def check_runs(runs: Sequence[Run], *, length_of: Callable[[int], int], n_ubatch
     for run in runs:
         if run.start != length_of(run.seq) or not len(run.tokens):
             raise IllegalCallError(f"a run at {run.start} does not continue sequence {run.seq}")
-        if run.tokens.min() < 0 or run.tokens.max() >= n_vocab:
+        least, most = (run.tokens.min(), run.tokens.max()) if len(run.tokens) > 1 else (run.tokens[0],) * 2
+        if least < 0 or most >= n_vocab:
             raise IllegalCallError("a token outside of the vocabulary")
 
 

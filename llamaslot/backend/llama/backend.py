@@ -301,28 +301,26 @@ class _Batch:
         rows = {}
         at = 0
         for run in runs:
-            end = at + len(run.tokens)
-            self._tokens[at:end] = run.tokens
-            self._positions[at:end] = np.arange(run.start, run.start + len(run.tokens))
-            self._seqs[at:end] = run.seq
-            self._output[at:end] = 0
+            n = len(run.tokens)
+            self._tokens[at : at + n] = run.tokens
+            self._positions[at : at + n] = np.arange(run.start, run.start + n) if n > 1 else run.start
+            self._seqs[at : at + n] = run.seq
+            self._output[at : at + n] = 0
+            at += n
             if run.output:
-                self._output[end - 1] = 1
-                rows[run.seq] = end - 1
-            at = end
+                self._output[at - 1] = 1
+                rows[run.seq] = at - 1
         self.struct.n_tokens = at
         return rows
 
     def sent(self) -> dict[int, tuple[int, int]]:
         """First position and number of tokens per sequence id, counted in the arrays that llama.cpp was given."""
         n = self.struct.n_tokens
-        seqs = self._seqs[:n]
-        firsts = [0, *(np.flatnonzero(seqs[1:] != seqs[:-1]) + 1).tolist()]
-        ends = [*firsts[1:], n]
-        return {
-            int(seqs[first]): (int(self._positions[first]), end - first)
-            for first, end in zip(firsts, ends, strict=True)
-        }
+        sent: dict[int, tuple[int, int]] = {}
+        for seq, position in zip(self._seqs[:n].tolist(), self._positions[:n].tolist(), strict=True):
+            first, n_tokens = sent.get(seq, (position, 0))
+            sent[seq] = first, n_tokens + 1
+        return sent
 
 
 def _as(array: Any, kind: Any) -> Any:
