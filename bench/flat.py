@@ -178,7 +178,7 @@ class FlatLedger(SharedLedger):
             if not gone:
                 break
             self._cut_blocks(gone)
-            self.counts.n_evicted_tokens += len(gone) * BLOCK
+            self.counts.n_lost_tokens += len(gone) * BLOCK
         return n_freed
 
     def _cut_blocks(self, gone: Sequence[Block]) -> None:

@@ -2,7 +2,7 @@
 
 Resident, on Linux, is what `smaps` says: every page of the process and its children but those of the weights' file.
 macOS charges a process only for pages that cannot be read again from a file (`phys_footprint`), so the weights are
-out of it, and the libraries too. From both go the KV pool, by the model's shape, and the cells kept in host memory.
+out of it, and the libraries too. From both go the KV pool, by the model's shape, and what is stored off the pool.
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ async def weigh(server: Server, contender: Contender, load: Load, tokens: Tokens
     tier, n_seqs = 0, load.n_slots if contender.is_peer else None
     if contender.kind == "llamaslot":
         cache = await server.client.get("/cache")
-        tier = cache.get("ram", {}).get("bytes", 0)
-        n_scratch = 0 if "--no-kv-unified" in contender.flags else 1
-        n_seqs = cache["sequences"]["slots"] + cache["sequences"]["reserved"] + n_scratch
+        tier, n_seqs = cache["ram"]["used_bytes"], cache["sequences"]["total"]
     return Memory(
         resident=resident(server.pid, load.model),
         pool=pool_bytes(tokens.number, n_cells, *types),

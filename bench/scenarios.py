@@ -204,7 +204,7 @@ class Bench:
             n_prompt=sum(map(len, prompts)),
             n_cached=sum(end.n_cached for end in ends),
             n_prefilled=state.n_decoded_tokens,
-            n_evicted=ledger.counts.n_evicted_tokens,
+            n_evicted=ledger.counts.n_lost_tokens,
             n_entries=len(ledger.blocks) if isinstance(ledger, FlatLedger) else ledger.tree.n_nodes,
             seconds=seconds,
         )

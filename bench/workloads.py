@@ -163,30 +163,34 @@ async def interleaved(play: Play) -> None:
 
 
 async def twenty(play: Play) -> None:
-    """Twenty conversations in turn on one system prompt of 1,000 tokens."""
+    """Twenty conversations at once on one system prompt of 1,000 tokens, three turns each."""
     head = system(play.long(1000))
-    talks = [[head] for _ in range(20)]
-    for _ in range(3):
-        for history in talks:
+
+    async def talk() -> None:
+        history = [head]
+        for _ in range(3):
             await play.converse(history, 40)
+
+    await asyncio.gather(*(talk() for _ in range(20)))
 
 
 async def branching(play: Play) -> None:
-    """Eight branches of a conversation of 1,200 tokens, each gone on with once."""
+    """Eight branches of a conversation of 1,200 tokens at once, each gone on with once."""
     trunk = [user(play.long(1200))]
     trunk.append({"role": "assistant", "content": (await play.ask(*trunk)).text})
-    branches = [list(trunk) for _ in range(8)]
-    for _ in range(2):
-        for history in branches:
+
+    async def branch() -> None:
+        history = list(trunk)
+        for _ in range(2):
             await play.converse(history, 60)
+
+    await asyncio.gather(*(branch() for _ in range(8)))
 
 
 async def groups(play: Play) -> None:
-    """Four groups in turn, each of six prompts that share 800 tokens."""
+    """Four groups at once, each of six prompts that share 800 tokens."""
     heads = [system(play.long(800)) for _ in range(4)]
-    for _ in range(6):
-        for head in heads:
-            await play.ask(head, user(play.text(40)))
+    await asyncio.gather(*(play.ask(head, user(play.text(40))) for _ in range(6) for head in heads))
 
 
 async def agent(play: Play) -> None:

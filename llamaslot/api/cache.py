@@ -81,6 +81,7 @@ def _figures(figures: CacheFigures) -> dict[str, Any]:
             "slots": figures.seqs_slots,
             "reserved": figures.seqs_reserved,
             "used": figures.seqs_used,
+            "total": figures.seqs_total,
         },
         "requests": {
             "hits": figures.n_hits,
@@ -97,8 +98,8 @@ def _figures(figures: CacheFigures) -> dict[str, Any]:
         },
         "copied_tokens": figures.n_copied,
         "evicted_tokens": figures.n_evicted,
-        "demoted_tokens": figures.n_demoted,
-        "restored_tokens": figures.n_restored,
+        "stored_tokens": figures.n_stored,
+        "loaded_tokens": figures.n_loaded,
         "parked_paths": figures.n_parked,
         "lost_paths": figures.n_lost_paths,
         "preemptions": figures.n_preempted,

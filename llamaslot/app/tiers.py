@@ -61,7 +61,7 @@ def _why_not_stored(config: Config, info: ModelInfo) -> str:
         (not info.reuse, "no prefix of this model is reused"),
         (not info.unified, "that needs one pool for all slots (--kv-unified)"),
         (not info.flash_attn, "that needs flash attention"),
-        (not info.segment_bytes[1], "no sequence id is left for it, so lower --parallel"),
+        (info.segment_size is None, "no sequence id is left for it, so lower --parallel"),
         (
             cost is not None and cost.load_us >= cost.prefill_us,
             "loading a token takes as long as computing it",
@@ -77,11 +77,12 @@ def _ram_bytes(config: Config, n_free: int) -> int:
 
 
 def _pool_bytes(info: ModelInfo) -> int:
-    return info.n_ctx * info.segment_bytes[1]
+    return info.segment_size.of(info.n_ctx) if info.segment_size is not None else 0
 
 
 def _ram_line(info: ModelInfo, ram: int, life: int | None, idle_cells: int | None) -> str:
-    n_tokens = ram // info.segment_bytes[1]
+    assert info.segment_size is not None
+    n_tokens = ram // info.segment_size.per_token
     line = f"RAM stores {ram / _MIB:,.0f} MiB of prefixes, about {n_tokens:,} tokens"
     if info.kv_cost is not None:
         line += f"; 1,000 load in {info.kv_cost.load_us:,.1f} ms and compute in {info.kv_cost.prefill_us:,.0f} ms"

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from llamaslot.base.messages import Sampling
-from llamaslot.base.model import ModelInfo
+from llamaslot.base.model import ModelInfo, SegmentSize
 from llamaslot.core.backend import (
     Copy,
     CopyStream,
@@ -43,6 +43,7 @@ from llamaslot.core.backend import (
 _Saved: TypeAlias = list[tuple[int, int]]
 """Tokens and positions, by cell."""
 
+SEGMENT_SIZE = SegmentSize(100, 10)
 BOS, EOS = 256, 257
 N_VOCAB = 258
 
@@ -112,7 +113,7 @@ class FakeBackend:
         unified: bool = True,
         reuse: bool = True,
         stream_copy_ms: float = 0.0,
-        segment_bytes: tuple[int, int] = (100, 10),
+        segment_size: SegmentSize | None = SEGMENT_SIZE,
         eos_every: int = 40,
     ) -> None:
         self.n_seqs = n_seqs or n_slots + n_reserved + 2 * (unified and reuse)
@@ -124,7 +125,7 @@ class FakeBackend:
             n_ubatch=n_ubatch, unified=unified, flash_attn=True, cache_type_k="f16", cache_type_v="f16",
             device="none", reuse=reuse, reuse_reason="" if reuse else "told so", bos_token="<s>",
             eos_token="</s>", n_cache_seqs=n_reserved, stream_copy_ms=stream_copy_ms,
-            segment_bytes=segment_bytes if has_scratch else (0, 0),
+            segment_size=segment_size if has_scratch else None,
         )  # fmt: skip
         self.failures: deque[tuple[Status, int]] = deque()
         self.samplers: list[FakeSampler] = []
@@ -231,8 +232,8 @@ class FakeBackend:
     @property
     def bytes_stored(self) -> int:
         """What the segments take."""
-        fixed, for_each = self.info.segment_bytes
-        return sum(fixed + for_each * len(stored) for stored in self.segments.values())
+        size = self.info.segment_size
+        return sum(size.of(len(stored)) for stored in self.segments.values()) if size is not None else 0
 
     def _remove(self, seq: int, start: int, end: int) -> None:
         pool = self._pool(seq)

@@ -156,7 +156,7 @@ class Progress(msgspec.Struct, frozen=True):
     """The slot that the request runs in or ran in last, -1 before its first."""
     n_copied: int = 0
     """Of `n_cached`, those that its slot took over from another sequence."""
-    n_restored: int = 0
+    n_loaded: int = 0
     """Of `n_cached`, those that were loaded from RAM."""
 
 
@@ -250,6 +250,8 @@ class CacheFigures(msgspec.Struct, frozen=True):
     seqs_reserved: int = 0
     """Sequence ids for idle prefixes, beside the slots'."""
     seqs_used: int = 0
+    seqs_total: int = 0
+    """Sequence ids of the context, one to park by and one for scratch among them where cells are shared."""
     n_hits: int = 0
     """Requests that reused a part of their prompt."""
     n_misses: int = 0
@@ -266,9 +268,9 @@ class CacheFigures(msgspec.Struct, frozen=True):
     """Tokens that sequences took over from others."""
     n_evicted: int = 0
     """Tokens that were given up, and stored nowhere, because room was needed."""
-    n_demoted: int = 0
+    n_stored: int = 0
     """Tokens that left the pool and were stored."""
-    n_restored: int = 0
+    n_loaded: int = 0
     """Tokens that were loaded into the pool again."""
     n_parked: int = 0
     """Idle paths that moved from a slot to a reserved sequence."""

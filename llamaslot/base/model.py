@@ -20,6 +20,17 @@ class KvCost(msgspec.Struct, frozen=True):
     """Microseconds to load it again."""
 
 
+class SegmentSize(msgspec.Struct, frozen=True):
+    """Bytes that the KV of some tokens of one sequence takes off the pool."""
+
+    fixed: int
+    per_token: int
+
+    def of(self, n_tokens: int) -> int:
+        """Bytes of so many tokens."""
+        return self.fixed + n_tokens * self.per_token
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
     """What the loaded model and its context are; fixed once the engine runs."""
 
@@ -68,7 +79,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """What it takes to copy all cells of one sequence to another, where each has its own; 0 where it cannot be."""
     kv_cost: KvCost | None = None
     """What idle prefixes cost, and to save and load them; None where it was not measured."""
-    segment_bytes: tuple[int, int] = (0, 0)
-    """Bytes of a saved segment, and more for each of its tokens; 0 where nothing can be saved."""
+    segment_size: SegmentSize | None = None
+    """What KV takes that is saved off the pool; None where nothing can be saved."""
     sizing: str = ""
     """Where the pool's size comes from, for a person to read; empty where it was given."""

@@ -95,8 +95,8 @@ class State(msgspec.Struct):
     prompt_tokens: PromptTokens
     copied_tokens: int
     evicted_tokens: int
-    demoted_tokens: int
-    restored_tokens: int
+    stored_tokens: int
+    loaded_tokens: int
     parked_paths: int
     lost_paths: int
     preemptions: int
@@ -174,8 +174,8 @@ def figures(state: State) -> list[str]:
         f"hits       {requests.hits:,} of {_count(n_requests, 'request')} ({requests.hit_rate:.1%}), "
         f"{requests.cross_slot:,} across slots; {requests.waits:,} waited for another",
         f"reused     {prompt.matched:,} of {_count(prompt.total, 'prompt token')} ({prompt.hit_rate:.1%})",
-        f"moved      {state.copied_tokens:,} tokens copied, {state.demoted_tokens:,} to RAM, "
-        f"{state.restored_tokens:,} from RAM; {_count(state.parked_paths, 'path')} parked",
+        f"moved      {state.copied_tokens:,} tokens copied, {state.stored_tokens:,} to RAM, "
+        f"{state.loaded_tokens:,} from RAM; {_count(state.parked_paths, 'path')} parked",
         f"given up   {state.evicted_tokens:,} tokens evicted; "
         f"{_count(state.lost_paths, 'path')} lost for want of a sequence id; "
         f"{_count(state.preemptions, 'preemption')}",

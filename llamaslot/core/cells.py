@@ -75,8 +75,9 @@ class CellMap:
         self.n_cells = n_cells
         self.n_used = 0
         """Cells that some sequence holds."""
-        self.high_water = 0
-        """The highest used cell + 1; 0 when none is used."""
+        self._high_water = 0
+        self._computed: list[tuple[int, int]] = []
+        """Runs whose cells are looked for when somebody asks: one search for many steps that only decode."""
         self._rows = [_Row() for _ in range(n_seqs)]
         self._n_holders = np.zeros(n_cells, dtype=np.int16)
         self._lowest_free = 0
@@ -85,6 +86,12 @@ class CellMap:
         """By segment its first position, and from there the order in which its tokens were saved."""
 
     # --- reading ---
+
+    @property
+    def high_water(self) -> int:
+        """The highest used cell + 1; 0 when none is used."""
+        self._place()
+        return self._high_water
 
     def held(self, seq: int) -> range:
         """The positions that a sequence holds."""
@@ -97,10 +104,12 @@ class CellMap:
 
     def next_free(self, n: int) -> Cells:
         """The lowest free cells, at most `n` of them, ascending."""
+        self._place()
         return self._find_free(min(n, self.n_cells - self.n_used)).astype(np.int32)
 
     def n_free_below(self, cell: int) -> int:
         """Free cells with a lower index."""
+        self._place()
         return cell - int(np.count_nonzero(self._n_holders[:cell]))
 
     # --- what the backend does ---
@@ -127,12 +136,11 @@ class CellMap:
 
     def decode(self, runs: Iterable[tuple[int, int]]) -> None:
         """Tokens were computed: for each run of the batch, in its order, the sequence and how many."""
-        rows = [(self._row(seq), n_tokens) for seq, n_tokens in runs]
-        taken = self._take(sum(n_tokens for _, n_tokens in rows))
-        at = 0
-        for row, n_tokens in rows:
-            row.append(taken[at : at + n_tokens])
-            at += n_tokens
+        batch = list(runs)
+        for seq, _ in batch:
+            check_seq(seq, len(self._rows))
+        self._count(sum(n_tokens for _, n_tokens in batch))
+        self._computed += batch
 
     def remove(self, seq: int, keep: int = 0) -> None:
         """A sequence dropped its positions from `keep` on."""
@@ -212,8 +220,20 @@ class CellMap:
 
     # --- inside ---
 
+    def _place(self) -> None:
+        """Find the cells of what was computed."""
+        if not self._computed:
+            return
+        computed, self._computed = self._computed, []
+        taken = self._occupy(sum(n_tokens for _, n_tokens in computed))
+        at = 0
+        for seq, n_tokens in computed:
+            self._rows[seq].append(taken[at : at + n_tokens])
+            at += n_tokens
+
     def _row(self, seq: int) -> _Row:
         check_seq(seq, len(self._rows))
+        self._place()
         return self._rows[seq]
 
     def _part(self, seq: int, start: int | None, end: int | None) -> _Indices:
@@ -225,15 +245,21 @@ class CellMap:
         return row.buffer[start:end]
 
     def _take(self, n: int) -> _Indices:
+        self._count(n)
+        return self._occupy(n)
+
+    def _count(self, n: int) -> None:
         if n > self.n_cells - self.n_used:
             raise IllegalCallError(f"{n} tokens do not fit beside {self.n_used} in {self.n_cells} cells")
+        self.n_used += n
+
+    def _occupy(self, n: int) -> _Indices:
         if n == 0:
             return np.empty(0, dtype=np.intp)
         taken = self._find_free(n)
         self._n_holders[taken] = 1
-        self.n_used += n
         self._lowest_free = int(taken[-1]) + 1
-        self.high_water = max(self.high_water, self._lowest_free)
+        self._high_water = max(self._high_water, self._lowest_free)
         return taken
 
     def _find_free(self, n: int) -> _Indices:
@@ -255,6 +281,6 @@ class CellMap:
             return
         self.n_used -= len(freed)
         self._lowest_free = min(self._lowest_free, int(freed.min()))
-        if int(freed.max()) + 1 == self.high_water:
-            used = self._n_holders[: self.high_water] != 0
-            self.high_water = self.high_water - int(used[::-1].argmax()) if self.n_used else 0
+        if int(freed.max()) + 1 == self._high_water:
+            used = self._n_holders[: self._high_water] != 0
+            self._high_water = self._high_water - int(used[::-1].argmax()) if self.n_used else 0

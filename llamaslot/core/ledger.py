@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llamaslot.core.backend import Operation, Remove, Tokens
+from llamaslot.core.backend import Move, Operation, Remove, Tokens
 from llamaslot.core.eviction import Eviction
 from llamaslot.core.node import packed
 from llamaslot.core.tree import Match, Tree
@@ -25,12 +25,12 @@ class Counts:
 
     n_copied_tokens: int = 0
     """Tokens that a sequence took over from another one instead of computing them."""
-    n_evicted_tokens: int = 0
-    """Idle tokens given up, and stored nowhere, because cells or an id were needed."""
-    n_demoted_tokens: int = 0
+    n_lost_tokens: int = 0
+    """Idle tokens that left the pool and are stored nowhere."""
+    n_stored_tokens: int = 0
     """Idle tokens that left the pool and are stored."""
-    n_restored_tokens: int = 0
-    """Tokens loaded into the pool instead of being computed."""
+    n_loaded_tokens: int = 0
+    """Stored tokens that were loaded instead of computed."""
     n_parked: int = 0
     """Idle paths that moved from a slot to a reserved id."""
     n_lost_paths: int = 0
@@ -162,6 +162,22 @@ class Ledger(ABC):
         """Give up so many idle cells, or all there are; how many."""
         return self._carry_out(self.tree.plan_eviction(n_cells))
 
+    def is_in_the_way(self, _n_prefill: int, _life: int) -> bool:
+        """Whether something idle is better stored before so many prompt tokens are computed beside it.
+
+        Each of them takes longer for every idle cell, as did those computed since its last use. Once they are more
+        than `life` in all, that has cost more time than to store the cell and to load it again.
+        """
+        return False
+
+    def make_way(self, _n_prefill: int, _life: int, _most: int | None) -> None:
+        """Let what is in the way leave the pool, at most `most` tokens of it."""
+        return
+
+    def store_idle(self, _most: int) -> None:
+        """Store about so many tokens that are idle and stored nowhere yet; they stay in the pool."""
+        return
+
     def truncate(self, seq: int, keep: int) -> None:
         """Let a sequence drop all but its first `keep` tokens."""
         if keep >= self.length(seq):
@@ -191,6 +207,10 @@ class Ledger(ABC):
         for seq in self.tree.sequences(space):
             self.clear(seq)
 
+    def move(self, move: Move) -> None:
+        """Note a move within the pool, which changes nothing that anybody holds."""
+        self._operations.append(move)
+
     def take_operations(self) -> list[Operation]:
         """What the backend has to do before it decodes, in this order."""
         operations, self._operations = self._operations, []
@@ -213,7 +233,7 @@ class Ledger(ABC):
         for seq, keep in plan.keeps.items():
             self._cut(seq, keep)
         self.tree.evict(plan)
-        self.counts.n_evicted_tokens += plan.n_cells
+        self.counts.n_lost_tokens += plan.n_cells
         return plan.n_cells
 
     def _cut(self, seq: int, keep: int) -> None:

@@ -70,7 +70,7 @@ class Request:
         a choice may get its first token from another one's logits."""
         self.n_copied = 0
         """Of `n_found`, those taken over from another sequence."""
-        self.n_restored = 0
+        self.n_loaded = 0
         """Of `n_found`, those that were stored."""
         self.n_overtaken = 0
         """Later requests that were admitted while this one could have been."""
@@ -103,12 +103,12 @@ class Request:
         """Note that positions `[start, start + n)` went into the model."""
         self.n_prompt_computed += max(0, min(start + n, self.n_prompt) - start)
 
-    def note_found(self, n_copied: int, n_restored: int) -> None:
+    def note_found(self, n_copied: int, n_loaded: int) -> None:
         """Note tokens that need not be computed, unless it may have computed them itself before."""
         if not self._was_preempted:
-            self.n_found += n_copied + n_restored
+            self.n_found += n_copied + n_loaded
             self.n_copied += n_copied
-            self.n_restored += n_restored
+            self.n_loaded += n_loaded
 
     def add_token(self, token: int, now: float) -> None:
         """Append a sampled token to what is known."""
@@ -166,7 +166,7 @@ class Request:
             n_held=n_held,
             slot=self.slot_id,
             n_copied=min(self.n_copied, self.n_cached),
-            n_restored=min(self.n_restored, self.n_cached),
+            n_loaded=min(self.n_loaded, self.n_cached),
         )
 
     def _note_started(self, now: float) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llamaslot.base.messages import FinishReason
+from llamaslot.base.model import SegmentSize
 from llamaslot.core.admission import Admission
 from llamaslot.core.backend import Operation, Status
 from llamaslot.core.chunking import ChunkSizer
@@ -25,7 +26,7 @@ from llamaslot.core.planner import Planner
 from llamaslot.core.repacking import Repacker
 from llamaslot.core.report import Traffic
 from llamaslot.core.request import Request, RequestEvent, RequestState
-from llamaslot.core.segments import LARGEST, Segments
+from llamaslot.core.segments import SegmentTree
 from llamaslot.core.separate import SeparateLedger
 from llamaslot.core.settings import SchedulerSettings
 from llamaslot.core.shared import SharedLedger
@@ -67,6 +68,10 @@ class Scheduler:
         if isinstance(self.ledger, SharedLedger) and self.ledger.scratch is not None and settings.may_move:
             self._repacker = Repacker(self.ledger, self.ledger.scratch, settings.repack_gain)
         self.chunks = ChunkSizer(n_ubatch=settings.n_ubatch, gap_ms=settings.gap_ms)
+        self.tidies_at: float | None = None
+        """When to plan again although nothing is asked for; None where there is nothing to tidy up."""
+        self._has_worked = False
+        """Whether anything ran since idle prefixes were last tidied up."""
         self.suspects: list[str] = []
         """Requests of a failed step, to be retried one by one before anything else runs."""
         self.n_preempted = 0
@@ -104,14 +109,14 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """What the next step does; an empty plan means that nothing can be done now."""
         self.ledger.settle()
-        self._restore_spoiled()
+        self._reclaim_spoiled()
         running = self.running
         suspects = [r for r in running if r.id in self.suspects]
         if not suspects:
             self.admission.admit(running, now)
             running = self.running
         ready = self._fetch(running)
-        self._demote(running)
+        self._make_way(running)
         planner = Planner(
             self.settings,
             self.ledger,
@@ -125,7 +130,7 @@ class Scheduler:
         self._keep_to_idle_budget()
         operations = self.ledger.take_operations()
         if not n_ahead:
-            operations += self._tidy()
+            operations += self._tidy(now)
         return StepPlan(operations, work, planner.preempted, n_ahead)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Sampled | Broke]:
@@ -143,7 +148,7 @@ class Scheduler:
         self.suspects = [s for s in self.suspects if s not in requests]
         return [sampled for work in plan.work for sampled in self._advance(work, result, now)]
 
-    def _restore_spoiled(self) -> None:
+    def _reclaim_spoiled(self) -> None:
         """Let running requests whose sequence was cleared start from whatever the tree has of them."""
         for slot in self.slots:
             if slot.request is not None and not self.ledger.holds(slot.id):
@@ -152,29 +157,29 @@ class Scheduler:
     def _fetch(self, running: Sequence[Request]) -> list[Request]:
         """Let prompts take over what is known of them by now; the requests that have nothing more to load."""
         pending = [len(request.known) - self.ledger.length(request.slot_id) for request in running]
-        most = self.settings.most_loaded if 1 in pending else None
+        left = self.settings.at_once(self.settings.load_us) if 1 in pending else None
         ready = []
         for request, n in zip(running, pending, strict=True):
             counts = self.ledger.counts
-            n_copied, n_restored = counts.n_copied_tokens, counts.n_restored_tokens
-            if n == 1 or not self.ledger.fetch(request.slot_id, request.prefix, most):
+            n_copied, n_loaded = counts.n_copied_tokens, counts.n_loaded_tokens
+            if n == 1 or not self.ledger.fetch(request.slot_id, request.prefix, left):
                 ready.append(request)
-            request.note_found(counts.n_copied_tokens - n_copied, counts.n_restored_tokens - n_restored)
+            n_copied, n_loaded = counts.n_copied_tokens - n_copied, counts.n_loaded_tokens - n_loaded
+            request.note_found(n_copied, n_loaded)
+            left = None if left is None else max(0, left - n_loaded)
         return ready
 
-    def _demote(self, running: Sequence[Request]) -> None:
-        """Let what would not be used for too long leave the pool before prompts are computed beside it.
-
-        Whatever somebody waits for stays.
-        """
+    def _make_way(self, running: Sequence[Request]) -> None:
+        """Let idle prefixes leave that would slow down prompts for too long, but for what somebody waits for."""
         ledger, life = self.ledger, self.settings.idle_life
-        pending = sum(n for r in running if (n := len(r.known) - ledger.length(r.slot_id)) > 1)
-        if life is None or not pending or not isinstance(ledger, SharedLedger) or not self.settings.stores:
+        if life is None or not self.settings.stores:
             return
-        before = ledger.clock + min(pending - life, 1)
-        if ledger.has_idle(before):
+        pending = [len(request.known) - ledger.length(request.slot_id) for request in running]
+        n_prefill = sum(n for n in pending if n > 1)
+        if n_prefill and ledger.is_in_the_way(n_prefill, life):
             self.admission.renew()
-            ledger.demote(before)
+            most = self.settings.at_once(self.settings.save_us) if 1 in pending else None
+            ledger.make_way(n_prefill, life, most)
 
     def _keep_to_idle_budget(self) -> None:
         budget = self.settings.idle_cells
@@ -186,8 +191,8 @@ class Scheduler:
         n_slots, n_seqs, n_cells = settings.n_slots, settings.n_seqs, settings.n_ctx
         if not settings.shares:
             return SeparateLedger(n_slots=n_slots, n_seqs=n_seqs, n_cells=n_cells, copy_pays=self._copy_pays)
-        fixed, each = settings.segment_bytes
-        segments = Segments(settings.ram_bytes if settings.stores else 0, lambda n: max(1, fixed + n * each))
+        size = settings.segment_size or SegmentSize(0, 1)
+        segments = SegmentTree(settings.ram_bytes if settings.stores else 0, size, settings.segment_tokens)
         return SharedLedger(
             n_slots=n_slots, n_seqs=n_seqs, n_cells=n_cells, min_shared=settings.min_shared, segments=segments
         )
@@ -195,17 +200,22 @@ class Scheduler:
     def _copy_pays(self, n_tokens: int) -> bool:
         return self.settings.copies and self.chunks.seconds(n_tokens) > self.settings.stream_copy_ms / 1e3
 
-    def _tidy(self) -> list[Operation]:
-        """Move what is idle within the pool and, while nothing else is to do, store it ahead of need."""
-        ledger, is_idle = self.ledger, not self.running and not self.queue
-        if not isinstance(ledger, SharedLedger):
-            return []
-        move = self._repacker.move(is_idle=is_idle) if self._repacker is not None else None
+    def _tidy(self, now: float) -> list[Operation]:
+        """Move what is idle within the pool and, once nothing was to do for a while, store it ahead of need."""
+        if self.running or self.queue:
+            self._has_worked, self.tidies_at = True, None
+        elif self._has_worked:
+            self._has_worked, self.tidies_at = False, now + self.settings.rest_ms / 1e3
+        is_resting = self.tidies_at is not None and now >= self.tidies_at
+        move = self._repacker.move(is_idle=is_resting) if self._repacker is not None else None
         if move is not None:
-            ledger.move(move)
-        elif is_idle and self.settings.stores and self.settings.idle_life is not None:
-            ledger.store_idle(LARGEST)
-        return ledger.take_operations()
+            self.ledger.move(move)
+        elif is_resting and self.settings.stores and self.settings.idle_life is not None:
+            self.ledger.store_idle(self.settings.segment_tokens)
+        operations = self.ledger.take_operations()
+        if is_resting and not operations:
+            self.tidies_at = None
+        return operations
 
     def _preempt(self, request: Request, now: float) -> None:
         self.n_preempted += 1

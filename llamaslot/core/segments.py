@@ -10,22 +10,26 @@ A node whose KV is not stored (its cells are still in the pool) has no segment. 
 whole: both halves lie in it. The least recently used segment goes first, and a path is always used from its end to
 its start, so no segment goes before those behind it.
 
+It is a tree of its own, beside the one of what is in the pool: a node there lives as long as a sequence holds it
+and is cut to the token, one here as long as its bytes, which cannot be cut.
+
 Nothing here knows of cells, of sequences or of llama.cpp.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from llamaslot.base.model import SegmentSize
 from llamaslot.core.node import WIDTH
 
 LARGEST = 512
-"""Tokens of a segment at most, so that loading one for a part of it costs little."""
+"""Tokens of a segment at most, unless told otherwise: loading one for a part of it costs little."""
 
 
 class Segment:
@@ -47,9 +51,14 @@ class Segment:
         return self.end - self.start
 
     @property
-    def is_open(self) -> bool:
-        """Whether a longer segment could take its place: it is not full, and nothing goes on from it."""
-        return self.n_tokens < LARGEST and sum(len(node.children) for node in self.nodes) == len(self.nodes) - 1
+    def is_last(self) -> bool:
+        """Whether nothing goes on from it."""
+        return sum(len(node.children) for node in self.nodes) == len(self.nodes) - 1
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it was discarded."""
+        return not self.nodes
 
 
 class _Node:
@@ -76,15 +85,16 @@ class Stored:
     end: int
 
 
-class Segments:
-    """All segments of all namespaces, at most `capacity` bytes; `size_of` gives the bytes of so many tokens."""
+class SegmentTree:
+    """All segments of all namespaces, at most `capacity` bytes, each of at most `largest` tokens."""
 
-    def __init__(self, capacity: int, size_of: Callable[[int], int]) -> None:
+    def __init__(self, capacity: int, size: SegmentSize, largest: int = LARGEST) -> None:
         self.capacity = capacity
         self.n_bytes = 0
         self.n_tokens = 0
         """Tokens whose KV is stored."""
-        self._size_of = size_of
+        self._size = size
+        self._largest = largest
         self._roots: dict[str, _Node] = {}
         self._by_use: OrderedDict[Segment, None] = OrderedDict()
         """The least recently used first, each after all that lie behind it."""
@@ -114,9 +124,10 @@ class Segments:
         return found
 
     def missing(self, space: str, tokens: bytes, start: int) -> list[tuple[int, int]]:
-        """The ranges to store, each of at most `LARGEST` tokens, so that nothing from `start` on is missing.
+        """The ranges to store, each as large as may be, so that nothing from `start` on is missing.
 
-        Where the segment in front is open, the range starts with it, and takes its place.
+        Where the segment in front is not full and nothing goes on from it, the range starts with it, and takes its
+        place.
         """
         ranges: list[tuple[int, int]] = []
         at = start
@@ -126,25 +137,32 @@ class Segments:
                 continue
             until = end if node is None else node.start
             if at < until:
-                first = last.start if last is not None and last.is_open else at
-                ranges += [(a, min(a + LARGEST, until)) for a in range(first, until, LARGEST)]
+                is_open = last is not None and last.n_tokens < self._largest and last.is_last
+                first = last.start if last is not None and is_open else at
+                ranges += [(a, min(a + self._largest, until)) for a in range(first, until, self._largest)]
             at = max(at, end)
             last = node.segment if node is not None and node.segment and node.segment.end == end == at else None
         return ranges
 
+    def fits(self, space: str, tokens: bytes, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Whether these ranges of `tokens` would fit beside what is stored in front of them, if all else went."""
+        first = min(start for start, _ in ranges)
+        in_front = {node.segment for node, _ in self._walk(space, tokens) if node.segment and node.start < first}
+        n_bytes = sum(segment.n_bytes for segment in in_front)
+        return n_bytes + sum(self._size.of(end - start) for start, end in ranges) <= self.capacity
+
     # --- changing ---
 
-    def add(self, space: str, tokens: bytes, start: int) -> Segment | None:
-        """A new segment for the tokens from `start` to their end; None where there is no room for it.
+    def add(self, space: str, tokens: bytes, start: int) -> Segment:
+        """A new segment for the tokens from `start` to their end, which must fit.
 
         Segments within that range are discarded; others go for it, but none in front of it.
         """
         end = len(tokens) // WIDTH
-        n_bytes = self._size_of(end - start)
+        n_bytes = self._size.of(end - start)
+        if not self.fits(space, tokens, [(start, end)]):
+            raise AssertionError(f"there is no room for [{start}, {end})")
         self.touch(space, tokens)
-        in_front = {node.segment for node, _ in self._walk(space, tokens) if node.segment and node.start < start}
-        if sum(segment.n_bytes for segment in in_front) + n_bytes > self.capacity:
-            return None
         segment = Segment(self._n_made, start, end, n_bytes)
         self._n_made += 1
         segment.nodes = self._nodes_of(self._insert(space, tokens), start)

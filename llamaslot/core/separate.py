@@ -91,10 +91,10 @@ class SeparateLedger(Ledger):
         may_copy = not is_copying and seq not in self._copying and self.copy_pays(n_tokens)
         idle = [each for each in self._reserved if each not in self._copying] if may_copy else []
         if not idle:
-            self.counts.n_evicted_tokens += n_tokens
+            self.counts.n_lost_tokens += n_tokens
             return
         target = min(idle, key=lambda each: (self._tail(each), self._last_used(each)))
-        self.counts.n_evicted_tokens += self._tail(target)
+        self.counts.n_lost_tokens += self._tail(target)
         self.clear(target)
         tip = self.tree.tip(seq)
         assert tip is not None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llamaslot.base.model import SegmentSize
+from llamaslot.core.segments import LARGEST
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
@@ -29,12 +32,17 @@ class SchedulerSettings:
     """Prompt tokens computed beside an idle prefix from which on it is better stored; None for never."""
     ram_bytes: int = 0
     """What stored prefixes may take of the host's memory; 0 to store none."""
-    segment_bytes: tuple[int, int] = (0, 0)
-    """Bytes of a segment without tokens, and of each token in it; 0 for both where none can be stored."""
+    segment_size: SegmentSize | None = None
+    """What stored tokens take; None where none can be stored."""
+    segment_tokens: int = LARGEST
+    """Tokens of a segment at most."""
+    save_us: float = 0.0
     load_us: float = 0.0
-    """Microseconds in which a stored token is loaded; 0 where it is not known."""
+    """Microseconds in which a token is saved, and loaded; 0 where that is not known."""
     min_shared: int = 64
     """Tokens from which on a shared prefix is worth waiting for, and a tail worth a sequence id."""
+    rest_ms: float = 50.0
+    """Time without work after which idle prefixes are moved and stored; a client's next turn may come at once."""
     may_move: bool = True
     """Whether idle prefixes are moved at all: without flash attention llama.cpp saves them far too slowly."""
     repack_gain: int = 1024
@@ -59,12 +67,11 @@ class SchedulerSettings:
     @property
     def stores(self) -> bool:
         """Whether what leaves the pool is stored."""
-        return self.shares and self.ram_bytes > 0 and self.segment_bytes[1] > 0 and self.n_seqs > self.n_slots
+        return self.shares and self.ram_bytes > 0 and self.segment_size is not None and self.n_seqs > self.n_slots
 
-    @property
-    def most_loaded(self) -> int | None:
-        """Stored tokens to load in one step beside running streams; None for no such limit."""
-        return max(1, int(1e3 * self.gap_ms / self.load_us)) if self.load_us else None
+    def at_once(self, each_us: float) -> int | None:
+        """Tokens to save or load in one step beside running streams, which take so long each; None: any number."""
+        return max(1, int(1e3 * self.gap_ms / each_us)) if each_us else None
 
     @property
     def copies(self) -> bool:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from llamaslot.core.backend import Copy, Discard, Load, Move, Operation, Save, Tokens
+from llamaslot.core.backend import Copy, Discard, Load, Operation, Save, Tokens
 from llamaslot.core.cells import CellMap
 from llamaslot.core.doubles import Doubles
 from llamaslot.core.eviction import Eviction
 from llamaslot.core.ledger import Ledger
 from llamaslot.core.node import WIDTH, Node, packed
-from llamaslot.core.segments import Segments
+from llamaslot.core.segments import SegmentTree
 from llamaslot.core.tree import Match
 
 
@@ -28,7 +28,7 @@ class SharedLedger(Ledger):
     `n_seqs` counts the one for scratch; there is none where all are slots', and then nothing is stored or moved.
     """
 
-    def __init__(self, *, n_slots: int, n_seqs: int, n_cells: int, min_shared: int, segments: Segments) -> None:
+    def __init__(self, *, n_slots: int, n_seqs: int, n_cells: int, min_shared: int, segments: SegmentTree) -> None:
         super().__init__(n_slots=n_slots, n_seqs=max(n_slots, n_seqs - 1), n_cells=n_cells)
         self.scratch = n_seqs - 1 if n_seqs > n_slots else None
         """A sequence that holds nothing before and after each operation."""
@@ -38,6 +38,8 @@ class SharedLedger(Ledger):
         """What is stored."""
         self._min_shared = min_shared
         self._doubles = Doubles(self.tree)
+        self._all_stored_at = 0
+        """The clock when everything idle was stored, or did not fit."""
 
     # --- reading ---
 
@@ -104,11 +106,11 @@ class SharedLedger(Ledger):
         for each in self.segments.stored(self._tip(seq).space, tokens, n):
             if most is not None and n - start >= most:
                 return True
-            if not self._make_room(each.segment.n_tokens) or not each.segment.nodes:
+            if not self._make_room(each.segment.n_tokens) or each.segment.is_gone:
                 break
             self._operations.append(Load(each.segment.id, seq, n, each.end, self._scratch))
             self.tree.extend(seq, tokens[n * WIDTH : each.end * WIDTH])
-            self.counts.n_restored_tokens += each.end - n
+            self.counts.n_loaded_tokens += each.end - n
             n = each.end
         return False
 
@@ -137,40 +139,41 @@ class SharedLedger(Ledger):
             if self.holds(seq) and self.tree.is_covered(seq):
                 self.clear(seq)
 
-    def has_idle(self, before: int) -> bool:
-        """Whether something idle was last used before a time on the clock."""
-        return self.tree.plan_eviction(1, before).n_cells > 0
+    def is_in_the_way(self, n_prefill: int, life: int) -> bool:
+        """See `Ledger.is_in_the_way`."""
+        return self.tree.plan_eviction(1, self._used_before(n_prefill, life)).n_cells > 0
 
-    def demote(self, before: int) -> None:
-        """Let everything idle leave the pool that was last used before a time on the clock."""
-        self._carry_out(self.tree.plan_eviction(self.n_idle, before))
+    def make_way(self, n_prefill: int, life: int, most: int | None) -> None:
+        """See `Ledger.make_way`."""
+        n_cells = self.n_idle if most is None else most
+        self._carry_out(self.tree.plan_eviction(n_cells, self._used_before(n_prefill, life)))
 
-    def store_idle(self, n_tokens: int) -> None:
-        """Store about so many tokens that are idle and not stored yet; they stay in the pool."""
+    def _used_before(self, n_prefill: int, life: int) -> int:
+        """The clock runs by computed prompt tokens; what was used last of all is never in the way."""
+        return self.clock + min(n_prefill - life, 0)
+
+    def store_idle(self, most: int) -> None:
+        """See `Ledger.store_idle`."""
+        if self._all_stored_at == self.clock:
+            return
         for node in self.tree.nodes():
-            if node.n_pins:
-                continue
-            tokens = node.prefix()
-            for start, end in self.segments.missing(node.space, tokens, node.start):
-                if n_tokens <= 0 or not self._save(node, tokens, start, end):
-                    return
-                n_tokens -= end - start
+            if not node.n_pins:
+                most -= self._store(node, node.start, most)
+            if most <= 0:
+                return
+        self._all_stored_at = self.clock
 
     def clear_idle(self) -> int:
         """See `Ledger.clear_idle`; nothing is stored any more either."""
         self.segments.clear()
-        self._discard()
+        self._note_discarded()
         return super().clear_idle()
 
     def forget(self, space: str) -> None:
         """See `Ledger.forget`; nothing of it is stored any more either."""
         self.segments.forget(space)
-        self._discard()
+        self._note_discarded()
         super().forget(space)
-
-    def move(self, move: Move) -> None:
-        """Note a move within the pool, which changes nothing that anybody holds."""
-        self._operations.append(move)
 
     def take_operations(self) -> list[Operation]:
         """See `Ledger.take_operations`."""
@@ -211,28 +214,37 @@ class SharedLedger(Ledger):
         return plan.n_cells
 
     def _leave(self, node: Node, start: int) -> None:
-        """Store the tokens of a node from `start` on, which nobody will hold any more, as far as there is room."""
-        if not self.segments.capacity:
-            self.counts.n_evicted_tokens += node.end - start
-            return
-        tokens = node.prefix()
-        n_lost = 0
-        for first, end in self.segments.missing(node.space, tokens, node.start):
-            if end > start and not self._save(node, tokens, first, end):
-                n_lost += end - max(first, start)
-        self.counts.n_evicted_tokens += n_lost
-        self.counts.n_demoted_tokens += node.end - start - n_lost
+        """Store the tokens of a node from `start` on, which nobody will hold any more, unless RAM is too small."""
+        self._store(node, start)
+        n_lost = sum(end - max(first, start) for first, end in self._missing(node, start))
+        self.counts.n_lost_tokens += n_lost
+        self.counts.n_stored_tokens += node.end - start - n_lost
 
-    def _save(self, node: Node, tokens: bytes, start: int, end: int) -> bool:
-        """Store a range of the path to a node, which are `tokens`; whether there is room for it."""
-        segment = self.segments.add(node.space, tokens[: end * WIDTH], start)
-        self._discard()
-        if segment is not None:
-            source = next(self.tree.holders(node))
-            self._operations.append(Save(segment.id, source, start, end, self._scratch))
-        return segment is not None
+    def _missing(self, node: Node, start: int) -> list[tuple[int, int]]:
+        """The ranges of a node that are stored nowhere and reach beyond `start`.
 
-    def _discard(self) -> None:
+        They are cut from the start of the node, so that they stay the same when its end is given up bit by bit.
+        """
+        ranges = self.segments.missing(node.space, node.prefix(), node.start)
+        return [(first, end) for first, end in ranges if end > start]
+
+    def _store(self, node: Node, start: int, most: int | None = None) -> int:
+        """Store what is missing of a node, unless RAM is too small for all of it; about how many tokens."""
+        n_stored = 0
+        ranges = self._missing(node, start) if self.segments.capacity else []
+        if not ranges or not self.segments.fits(node.space, node.prefix(), ranges):
+            return 0
+        source = next(self.tree.holders(node))
+        for first, end in ranges:
+            if most is not None and n_stored >= most:
+                break
+            segment = self.segments.add(node.space, node.prefix()[: end * WIDTH], first)
+            self._note_discarded()
+            self._operations.append(Save(segment.id, source, first, end, self._scratch))
+            n_stored += end - first
+        return n_stored
+
+    def _note_discarded(self) -> None:
         self._operations += map(Discard, self.segments.take_discarded())
 
     def _cut(self, seq: int, keep: int) -> None:

@@ -61,16 +61,16 @@ class StepResult:
     lengths: dict[int, int]
     """After a failed decode, the tokens that each sequence of the batch holds now."""
     started: float
-    """When the step began, on the caller's clock."""
+    """When decoding began, on the caller's clock: behind the operations."""
     seconds: float
     """Time that decoding and sampling took."""
 
 
 def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepResult:
     """Carry out a plan. Raises only what is a bug or the end of the backend."""
-    started = clock()
     for operation in plan.operations:
         backend.change(operation)
+    started = clock()
     if not plan.work:
         return StepResult(Decoded(Status.OK, {}), {}, {}, {}, started, 0.0)
     decoded = backend.decode([work.run for work in plan.work])

@@ -7,6 +7,7 @@ until it has been committed. While the worker decodes a step, the loop is free t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -110,7 +111,8 @@ class Engine:
                 idle_cells=idle_cells,
                 idle_life=idle_life,
                 ram_bytes=ram_bytes,
-                segment_bytes=info.segment_bytes,
+                segment_size=info.segment_size,
+                save_us=info.kv_cost.save_us if info.kv_cost is not None else 0.0,
                 load_us=info.kv_cost.load_us if info.kv_cost is not None else 0.0,
                 unified=info.unified,
                 reuse=info.reuse,
@@ -183,11 +185,17 @@ class Engine:
             if self._debug_invariants and not self._is_checked:
                 await self._check_invariants()
             if not self._inbox and not self._stopping:
-                await self._wake.wait()
+                await self._sleep(self.scheduler.tidies_at)
             self._wake.clear()
             return
         self._is_checked = False
         await self._worker.run(plan, self._commit)
+
+    async def _sleep(self, until: float | None) -> None:
+        """Wait for a command, or for a time on the clock."""
+        seconds = None if until is None else max(0.0, until - self._clock())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), seconds)
 
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
         now = result.started + result.seconds

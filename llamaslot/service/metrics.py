@@ -50,8 +50,8 @@ class Metrics:
         )
         self._copied = counter("llamaslot_prefix_cache_copied_tokens", "Tokens taken over from another sequence.")
         self._evicted = counter("llamaslot_prefix_cache_evicted_tokens", "Tokens given up because room was needed.")
-        self._demoted = counter("llamaslot_prefix_cache_demoted_tokens", "Tokens that left the pool for RAM.")
-        self._restored = counter("llamaslot_prefix_cache_restored_tokens", "Tokens that came back from RAM.")
+        self._stored = counter("llamaslot_prefix_cache_stored_tokens", "Tokens that left the pool for RAM.")
+        self._loaded = counter("llamaslot_prefix_cache_loaded_tokens", "Tokens that came back from RAM.")
         self._lost = counter("llamaslot_prefix_cache_lost_paths", "Idle paths given up for want of a sequence id.")
         self._preemptions = counter("llamaslot_preemptions", "Times that a running request went back to the queue.")
         self._cells = gauge("llamaslot_cells", "Cells of the KV pool.")
@@ -123,8 +123,8 @@ class Metrics:
             (self._waits, cache.n_waits),
             (self._copied, cache.n_copied),
             (self._evicted, cache.n_evicted),
-            (self._demoted, cache.n_demoted),
-            (self._restored, cache.n_restored),
+            (self._stored, cache.n_stored),
+            (self._loaded, cache.n_loaded),
             (self._lost, cache.n_lost_paths),
             (self._preemptions, cache.n_preempted),
         ):

@@ -8,7 +8,7 @@ import pytest
 from llamaslot.app.config import Config
 from llamaslot.app.tiers import choose, idle_life
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.base.model import KvCost, ModelInfo
+from llamaslot.base.model import KvCost, ModelInfo, SegmentSize
 
 MIB = 2**20
 COST = KvCost(n_cells=8192, ratio=2.0, prefill_us=100.0, save_us=0.4, load_us=0.6)
@@ -16,7 +16,7 @@ COST = KvCost(n_cells=8192, ratio=2.0, prefill_us=100.0, save_us=0.4, load_us=0.
 
 def info(**changes: object) -> ModelInfo:
     """A pool of 1,024 cells of 1,000 bytes."""
-    fake = FakeBackend(n_ctx=1024, segment_bytes=(100, 1000)).info
+    fake = FakeBackend(n_ctx=1024, segment_size=SegmentSize(100, 1000)).info
     return msgspec.structs.replace(fake, **{"kv_cost": COST} | changes)
 
 
@@ -41,7 +41,7 @@ def test_ram_is_what_was_asked_for_or_half_of_what_is_free(given: int | str, n_f
         ({"reuse": False}, "no prefix of this model is reused"),
         ({"unified": False}, "--kv-unified"),
         ({"flash_attn": False}, "flash attention"),
-        ({"segment_bytes": (0, 0)}, "no sequence id is left"),
+        ({"segment_size": None}, "no sequence id is left"),
         ({"kv_cost": msgspec.structs.replace(COST, load_us=101.0)}, "as long as computing it"),
     ],
 )

@@ -308,7 +308,7 @@ async def test_where_idle_prefixes_live_is_said_and_kept_to(
     async with serving(tmp_path, backend, cache_ram=3):
         [settings] = [engine.scheduler.settings for engine in engines]
     assert (settings.ram_bytes, settings.idle_life, settings.idle_cells) == (3 * 2**20, 164, None)
-    assert (settings.segment_bytes, settings.load_us) == (backend.info.segment_bytes, 0.6)
+    assert (settings.segment_size, settings.save_us, settings.load_us) == (backend.info.segment_size, 0.4, 0.6)
     assert "RAM stores 3 MiB of prefixes" in capfd.readouterr().out
 
 

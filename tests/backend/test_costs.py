@@ -18,8 +18,8 @@ def settings(model: Path, **fields: object) -> LlamaSettings:
 
 
 def state_bytes(backend: LlamaBackend, n_tokens: int) -> int:
-    fixed, for_each = backend.info.segment_bytes
-    return fixed + n_tokens * for_each
+    assert backend.info.segment_size is not None
+    return backend.info.segment_size.of(n_tokens)
 
 
 def test_the_ratio_is_the_time_beside_so_many_cells_over_that_in_an_empty_pool(

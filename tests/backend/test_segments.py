@@ -128,14 +128,15 @@ def test_a_segment_that_llama_cpp_cannot_save_is_told(tiny_model: Path, monkeypa
 def test_the_size_of_a_segment_is_known_beforehand(tiny_model: Path, cache_type: str) -> None:
     """However its cells lie."""
     with loaded(tiny_model, cache_type_k=cache_type, cache_type_v=cache_type) as backend:
-        fixed, for_each = backend.info.segment_bytes
+        size = backend.info.segment_size
+        assert size is not None
         for i in range(40):
             assert backend.decode([Run(seq, i, PROMPT[i : i + 1], False) for seq in (0, 1)]).status is Status.OK
         feed(backend, 0, PROMPT[40:])
         for number, (start, end) in enumerate([(0, 1), (0, 2), (0, 40), (7, 150), (0, 200), (199, 200)]):
             backend.change(Save(number, 0, start, end, SCRATCH))
             state = backend._segments._states[number]
-            assert len(state) == fixed + for_each * (end - start)
+            assert len(state) == size.of(end - start)
             backend.change(Discard(number))
         assert not backend._segments._states
 
@@ -155,13 +156,13 @@ def test_where_segments_cannot_be_used_they_have_no_size(
 ) -> None:
     model = synthetic.ensure(shape, folder=tmp_path_factory.getbasetemp() / "models")
     with loaded(model, **fields) as backend:
-        assert backend.info.segment_bytes == (0, 0)
+        assert backend.info.segment_size is None
 
 
 def test_with_255_slots_there_is_still_an_id_for_scratch(tiny_model: Path) -> None:
     with loaded(tiny_model, n_slots=255) as backend:
         assert backend.n_seqs == 256
-        assert backend.info.segment_bytes[1] > 0
+        assert backend.info.segment_size is not None
         feed(backend, 254, PROMPT)
         backend.change(Save(0, 254, 0, 200, 255))
         backend.change(Load(0, 3, 0, 200, 255))

@@ -225,6 +225,6 @@ def test_a_real_server_dies_and_another_is_weighed(tiny_model: Path, tmp_path: P
     assert len(runs["restart"].ttft) == 1
     weighed = runs["memory"].memory
     assert weighed is not None
-    assert weighed.n_seqs == 8 + 4 * 8 + 1
+    assert weighed.n_seqs == 8 + 2 * 8 + 2
     assert weighed.pool == 3 * 2**20 // 4096 * BY_NAME["memory"].n_ctx(8, 0.05)
     assert 2**20 < weighed.beyond < 2**30

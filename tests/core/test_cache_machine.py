@@ -19,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from llamaslot.backend.fake import EOS, FakeBackend, FakeSampler
 from llamaslot.base.messages import Sampling, Submit
-from llamaslot.core import admission, repacking, scheduler, segments
+from llamaslot.base.model import SegmentSize
+from llamaslot.core import admission, repacking
 from llamaslot.core.admission import PATIENCE
 from llamaslot.core.backend import Backend, CopyStream, Load, Move, Remove, Run, Sampler, Save, Status
 from llamaslot.core.request import Request, RequestState
@@ -167,8 +168,6 @@ class CacheMachine(RuleBasedStateMachine):
             mock.patch.object(repacking, "_BLOCK", self.padding),
             mock.patch.object(repacking, "_SCATTER", 1),
             mock.patch.object(repacking, "_PROMPT", 4 * self.padding),
-            mock.patch.object(segments, "LARGEST", self.largest),
-            mock.patch.object(scheduler, "LARGEST", self.largest),
         ]
         for patch in self.patches:
             patch.start()
@@ -194,7 +193,9 @@ class CacheMachine(RuleBasedStateMachine):
                 idle_cells=idle_cells,
                 idle_life=idle_life,
                 ram_bytes=self.ram_bytes,
-                segment_bytes=info.segment_bytes,
+                segment_size=info.segment_size,
+                segment_tokens=self.largest,
+                rest_ms=0.0,
                 load_us=load_us,
                 min_shared=MIN_SHARED,
                 stream_copy_ms=1e-9 if shape.copies else 0.0,
@@ -346,8 +347,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def size_of(self, n_tokens: int) -> int:
         """Bytes of a segment; nothing takes none."""
-        fixed, each = self.backend.info.segment_bytes
-        return fixed + n_tokens * each if n_tokens else 0
+        size = self.backend.info.segment_size
+        return size.of(n_tokens) if n_tokens and size is not None else 0
 
     def plan(self) -> StepPlan:
         before = Before(self)
@@ -515,9 +516,10 @@ class CacheMachine(RuleBasedStateMachine):
             pending = [len(asked.known) - len(held[asked.slot]) for asked in self.running]
             n_pending = sum(n for n in pending if n > 1)
             if self.shape.idle_life is not None and self.shape.ram and n_pending:
-                oldest = before.clock + min(n_pending - self.shape.idle_life, 1)
                 for node in self.scheduler.ledger.tree.nodes():
-                    assert not node.is_idle_leaf or node.last_used >= oldest, "in the way of prompts"
+                    n_since = before.clock - node.last_used
+                    is_new = n_since <= 0 or n_since + n_pending <= self.shape.idle_life
+                    assert is_new or not node.is_idle_leaf, "in the way of prompts"
                 COUNTS["looked for what is in the way"] += 1
         n_granted = sum(len(work.run.tokens) for work in plan.work)
         if self.backend.info.unified:
@@ -808,7 +810,7 @@ class FakeMachine(CacheMachine):
             reuse="whole" not in shape.layout,
             eos_every=shape.eos_every,
             stream_copy_ms=1e-9 if shape.copies else 0.0,
-            segment_bytes=(20, 10),
+            segment_size=SegmentSize(20, 10),
         )
 
     def check_token(self, history: list[int], sampling: Sampling, n_drawn: int, token: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
@@ -11,9 +10,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llamaslot.core import segments
+from llamaslot.base.model import SegmentSize
 from llamaslot.core.node import packed
-from llamaslot.core.segments import Segment, Segments
+from llamaslot.core.segments import Segment, SegmentTree
 from tests.conftest import LONG
 
 SPACES = st.sampled_from(["", "salt"])
@@ -59,16 +58,10 @@ class SegmentsMachine(RuleBasedStateMachine):
 
     @initialize(capacity=st.sampled_from([12, 40, 100, 10_000]))
     def start(self, capacity: int) -> None:
-        self.patch = mock.patch.object(segments, "LARGEST", LARGEST)
-        self.patch.start()
         self.capacity = capacity
-        self.segments = Segments(capacity, lambda n: HEADER + n)
+        self.segments = SegmentTree(capacity, SegmentSize(HEADER, 1), LARGEST)
         self.known: dict[int, Known] = {}
         self.now = 0
-
-    def teardown(self) -> None:
-        if hasattr(self, "patch"):
-            self.patch.stop()
 
     def stored(self, space: str, tokens: Path, position: int) -> bool:
         return any(known.has(space, tokens, position) for known in self.known.values())
@@ -109,7 +102,13 @@ class SegmentsMachine(RuleBasedStateMachine):
             assert again.path == tokens[: len(again.path)], "a shared segment would be stored again"
             assert len(again.path) - again.start < LARGEST
             assert again.start in {a for a, _ in ranges}, "only a part of a segment is replaced"
-        for a, b in ranges:
+        if not ranges:
+            return
+        in_front = [known for known in self.known.values() if known.is_used_by(space, tokens[: ranges[0][0]])]
+        n_bytes = sum(known.segment.n_bytes for known in in_front) + sum(HEADER + b - a for a, b in ranges)
+        fits = self.segments.fits(space, run_of(tokens), ranges)
+        assert fits == (n_bytes <= self.capacity)
+        for a, b in ranges if fits else ():
             self.add(space, tokens[:b], a)
 
     def add(self, space: str, path: Path, start: int) -> None:
@@ -117,12 +116,6 @@ class SegmentsMachine(RuleBasedStateMachine):
         in_front = {known.segment.id for known in self.known.values() if known.is_used_by(space, path[:start])}
         segment = self.segments.add(space, run_of(path), start)
         gone = self.take_discarded()
-        size = HEADER + len(path) - start
-        n_in_front = sum(self.known[each].segment.n_bytes for each in in_front if each in self.known)
-        assert (segment is None) == (size + n_in_front > self.capacity)
-        if segment is None:
-            assert not gone
-            return
         assert in_front <= self.known.keys(), "what leads to it was given up for it"
         assert segment.id not in self.known
         replaced = [each for each in gone if each.space == space and each.path == path[: len(each.path)]]
@@ -170,7 +163,7 @@ TestSegments = SegmentsMachine.TestCase
 
 
 def test_a_shared_head_is_stored_once() -> None:
-    held = Segments(10**9, lambda n: 216 + 8204 * n)
+    held = SegmentTree(10**9, SegmentSize(216, 8204))
     head = tuple(range(8000))
     for i in range(50):
         path = (*head, *(10_000 + 100 * i + j for j in range(40)))
@@ -182,7 +175,7 @@ def test_a_shared_head_is_stored_once() -> None:
 
 
 def test_a_segment_that_is_not_full_gives_way_to_a_longer_one() -> None:
-    held = Segments(10**9, lambda n: n)
+    held = SegmentTree(10**9, SegmentSize(0, 1))
     held.add("", run_of(tuple(range(100))), 0)
     assert held.missing("", run_of(tuple(range(130))), 100) == [(0, 130)]
     held.add("", run_of(tuple(range(130))), 0)
@@ -190,7 +183,7 @@ def test_a_segment_that_is_not_full_gives_way_to_a_longer_one() -> None:
 
 
 def test_a_part_of_a_segment_cannot_be_replaced() -> None:
-    held = Segments(10**9, lambda n: n)
+    held = SegmentTree(10**9, SegmentSize(0, 1))
     held.add("", run_of(tuple(range(100))), 0)
     with pytest.raises(AssertionError, match="covers a part"):
         held.add("", run_of(tuple(range(120))), 50)

@@ -225,7 +225,7 @@ def test_a_single_slot_with_a_single_spare_id_parks_nothing_in_vain() -> None:
     for letter in "abc":
         shared.run(letter * 30)
     counts = shared.scheduler.ledger.counts
-    assert (counts.n_parked, counts.n_lost_paths, counts.n_evicted_tokens) == (0, 0, 60)
+    assert (counts.n_parked, counts.n_lost_paths, counts.n_lost_tokens) == (0, 0, 60)
     assert shared.holders("c" * 30) == [0]
 
 

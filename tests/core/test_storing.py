@@ -46,7 +46,7 @@ def test_what_a_waiting_request_wants_stays() -> None:
     shared.step()
     assert shared.holders("a" * 30)
     shared.finish(long, waiting)
-    assert waiting.n_restored == 0
+    assert waiting.n_loaded == 0
 
 
 def test_streams_are_in_nobodys_way() -> None:
@@ -64,7 +64,7 @@ def test_a_shared_prefix_is_loaded_once_for_all_who_want_it() -> None:
     requests = [shared.submit("a" * 40 + tail) for tail in "xyz"]
     shared.finish(*requests)
     assert [request.n_prompt_computed for request in requests] == [1, 1, 1]
-    assert sum(request.n_restored for request in requests) == 40
+    assert sum(request.n_loaded for request in requests) == 40
     assert sum(request.n_copied for request in requests) == 80
 
 
@@ -95,12 +95,13 @@ def test_a_preempted_request_goes_on_from_what_was_stored() -> None:
 
 
 def test_a_prefix_larger_than_ram_is_not_stored_in_place_of_all_others() -> None:
-    fixed, each = driver().backend.info.segment_bytes
-    shared = driver(ram_bytes=4 * fixed + each * 110, idle_life=1)
+    shared = driver(ram_bytes=driver().backend.info.segment_size.of(900), idle_life=1, n_ctx=4096)
     shared.run("a" * 50)
-    shared.run("b" * 900)
+    shared.run("b" * 2000)
     shared.run("c" * 50)
     assert shared.run("a" * 50).n_prompt_computed == 1
+    assert not shared.holders("b" * 2000)
+    assert shared.run("b" * 2000).n_prompt_computed == 2000
 
 
 def test_what_keeps_to_itself_is_not_stored() -> None:
@@ -109,7 +110,7 @@ def test_what_keeps_to_itself_is_not_stored() -> None:
     shared.run("b" * 200)
     shared.step()
     assert sum(map(len, shared.backend.segments.values())) == 200
-    assert shared.scheduler.ledger.counts.n_demoted_tokens == 0
+    assert shared.scheduler.ledger.counts.n_stored_tokens == 0
 
 
 def test_clearing_the_cache_clears_what_is_stored() -> None:

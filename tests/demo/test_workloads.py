@@ -156,9 +156,9 @@ async def run(
 
         await asyncio.gather(*(ask(i, each) for i, each in enumerate(workload.asks)))
         scheduler = engine.engine.scheduler
-        tally.seen["evicted tokens"] += scheduler.ledger.counts.n_evicted_tokens
+        tally.seen["evicted tokens"] += scheduler.ledger.counts.n_lost_tokens
         tally.seen["copied tokens"] += scheduler.ledger.counts.n_copied_tokens
-        tally.seen["restored tokens"] += scheduler.ledger.counts.n_restored_tokens
+        tally.seen["restored tokens"] += scheduler.ledger.counts.n_loaded_tokens
         tally.seen["parked paths"] += scheduler.ledger.counts.n_parked
         tally.seen["waits"] += scheduler.admission.n_waits
         tally.seen["preemptions"] += scheduler.n_preempted

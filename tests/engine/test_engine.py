@@ -397,3 +397,16 @@ def test_without_flash_attention_nothing_is_moved() -> None:
     assert Engine(backend, lambda _: None).scheduler.settings.may_move
     backend.info = msgspec.structs.replace(backend.info, flash_attn=False)
     assert not Engine(backend, lambda _: None).scheduler.settings.may_move
+
+
+async def test_what_is_idle_is_stored_once_nothing_is_asked_for() -> None:
+    backend = FakeBackend(n_slots=2, n_reserved=2)
+    async with running(backend, ram_bytes=10**6, idle_life=1) as engine:
+        await engine.submit("a", "a prompt that is worth keeping", max_tokens=3)
+        assert not backend.segments
+        async with asyncio.timeout(30):
+            while not backend.segments:
+                await asyncio.sleep(0.01)
+        n_calls = backend.n_decoded
+        await engine.submit("b", "a prompt that is worth keeping", max_tokens=3)
+        assert backend.n_decoded - n_calls <= 3

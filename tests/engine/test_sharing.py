@@ -194,7 +194,7 @@ async def test_fifty_conversations_on_one_prefix_are_stored_once(
             await asking.ask_all([system + words(40)])
         await asking.ask_all([words(100)])
         segments = asking.engine.engine.scheduler.ledger.segments
-        _, each = asking.engine.backend.info.segment_bytes
+        each = asking.engine.backend.info.segment_size.per_token
         print(f"{segments.n_bytes:,} bytes for {each * segments.n_tokens:,} of distinct tokens")
         assert segments.n_tokens >= 3500 + 50 * 40
         assert segments.n_bytes <= 1.05 * each * asking.n_distinct

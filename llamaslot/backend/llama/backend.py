@@ -15,12 +15,12 @@ import psutil
 from llamaslot.backend.llama import costs, library, sizing
 from llamaslot.backend.llama.loading import load_model, make_context, metadata, why_not_reusable
 from llamaslot.backend.llama.sampler import LlamaSampler, Logits
-from llamaslot.backend.llama.segments import Segments
+from llamaslot.backend.llama.segments import SegmentStore
 from llamaslot.backend.llama.settings import LlamaSettings, sequences
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.messages import Sampling
-from llamaslot.base.model import ModelInfo
+from llamaslot.base.model import ModelInfo, SegmentSize
 from llamaslot.core.backend import (
     Copy,
     CopyStream,
@@ -63,7 +63,7 @@ class LlamaBackend:
             llama_cpp.llama_model_free(self._model)
             raise
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._segments = Segments(self._context)
+        self._segments = SegmentStore(self._context)
         self.vocab = LlamaVocab(self._model)
         self.n_seqs: int = llama_cpp.llama_n_seq_max(self._context)
         self.info = self._describe(settings, flash_attn, n_cache_seqs, size)
@@ -220,7 +220,7 @@ class LlamaBackend:
         if not self.info.unified and self.info.reuse and self.n_seqs > 1:
             self.info = msgspec.structs.replace(self.info, stream_copy_ms=self._measure_stream_copy(token))
         if self.info.unified and self.info.reuse and self.info.flash_attn and self.n_seqs > self.info.n_slots:
-            self.info = msgspec.structs.replace(self.info, segment_bytes=self._measure_segments(token))
+            self.info = msgspec.structs.replace(self.info, segment_size=self._measure_segments(token))
         llama_cpp.llama_memory_clear(self._memory, True)
         self._lengths = [0] * self.n_seqs
         self._rows = {}
@@ -241,12 +241,12 @@ class LlamaBackend:
             copying.append(step())
         return max(min(copying[1:]) - plain, 0.01)
 
-    def _measure_segments(self, token: Tokens) -> tuple[int, int]:
-        """See `ModelInfo.segment_bytes`; sequence 0 holds one token."""
+    def _measure_segments(self, token: Tokens) -> SegmentSize:
+        """See `ModelInfo.segment_size`; sequence 0 holds one token."""
         one = self._segments.n_bytes(0)
         self.decode([Run(seq=0, start=1, tokens=token, output=False)])
         two = self._segments.n_bytes(0)
-        return 2 * one - two, two - one
+        return SegmentSize(2 * one - two, two - one)
 
     def _remove(self, seq: int, keep: int) -> None:
         if keep >= self._lengths[seq]:

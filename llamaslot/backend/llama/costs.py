@@ -21,6 +21,7 @@ import numpy as np
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import KvCost
 from llamaslot.core.backend import Backend, Discard, Load, Operation, Remove, Run, Save, Status
+from llamaslot.core.segments import LARGEST
 
 MOST = 8192
 """Idle cells to measure beside."""
@@ -33,8 +34,6 @@ _PROBE = 16
 """Tokens computed first to see how many will take `_SECONDS`: the least that says something."""
 _SECONDS = 0.2
 _PAIRS = 5
-_SEGMENT = 512
-"""Tokens to save at most: nobody saves more at once."""
 
 
 def measure(backend: Backend, context: Any) -> KvCost | None:
@@ -44,7 +43,7 @@ def measure(backend: Backend, context: Any) -> KvCost | None:
     """
     info = backend.info
     n_idle = min(info.n_ctx - info.n_ubatch, MOST) // _SAVED * _SAVED
-    if info.segment_bytes == (0, 0) or info.n_ubatch < _SAVED or n_idle < LEAST:
+    if info.segment_size is None or info.n_ubatch < _SAVED or n_idle < LEAST:
         return None
     try:
         return _measured(backend, context, n_idle)
@@ -59,7 +58,7 @@ def _measured(backend: Backend, context: Any, n_idle: int) -> KvCost | None:
     n_tokens = min(round(_PROBE * _SECONDS / fastest), backend.info.n_ubatch)
     if n_tokens < _PROBE:
         return None
-    n_saved = min(n_tokens, _SEGMENT)
+    n_saved = min(n_tokens, LARGEST)
     ratios, prefill, saving, loading = [], [], [], []
     for _ in range(_PAIRS):
         alone = _prefill(backend, context, n_tokens)

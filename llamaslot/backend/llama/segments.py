@@ -19,7 +19,7 @@ from llamaslot.core.backend import IllegalCallError, Load, Move, Save
 _State: TypeAlias = npt.NDArray[np.uint8]
 
 
-class Segments:
+class SegmentStore:
     """The segments of one context by number; operations must have been checked."""
 
     def __init__(self, context: Any) -> None:
