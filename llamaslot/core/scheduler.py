@@ -194,7 +194,12 @@ class Scheduler:
         size = settings.segment_size or SegmentSize(0, 1)
         segments = SegmentTree(settings.ram_bytes if settings.stores else 0, size, settings.segment_tokens)
         return SharedLedger(
-            n_slots=n_slots, n_seqs=n_seqs, n_cells=n_cells, min_shared=settings.min_shared, segments=segments
+            n_slots=n_slots,
+            n_seqs=n_seqs,
+            n_cells=n_cells,
+            min_shared=settings.min_shared,
+            segments=segments,
+            load_cost=settings.load_us / settings.prefill_us if settings.prefill_us else 0.0,
         )
 
     def _copy_pays(self, n_tokens: int) -> bool:

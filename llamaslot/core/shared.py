@@ -10,7 +10,7 @@ A token that several sequences hold occupies one cell. What two sequences comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from llamaslot.core.backend import Copy, Discard, Load, Operation, Save, Tokens
 from llamaslot.core.cells import CellMap
@@ -18,7 +18,7 @@ from llamaslot.core.doubles import Doubles
 from llamaslot.core.eviction import Eviction
 from llamaslot.core.ledger import Ledger
 from llamaslot.core.node import WIDTH, Node, packed
-from llamaslot.core.segments import SegmentTree
+from llamaslot.core.segments import SegmentTree, Stored
 from llamaslot.core.tree import Match
 
 
@@ -26,9 +26,19 @@ class SharedLedger(Ledger):
     """See `Ledger`. A tail shorter than `min_shared` tokens is the first to go when ids are short.
 
     `n_seqs` counts the one for scratch; there is none where all are slots', and then nothing is stored or moved.
+    `load_cost` is the time to load a token over the time to compute it.
     """
 
-    def __init__(self, *, n_slots: int, n_seqs: int, n_cells: int, min_shared: int, segments: SegmentTree) -> None:
+    def __init__(
+        self,
+        *,
+        n_slots: int,
+        n_seqs: int,
+        n_cells: int,
+        min_shared: int,
+        segments: SegmentTree,
+        load_cost: float = 0.0,
+    ) -> None:
         super().__init__(n_slots=n_slots, n_seqs=max(n_slots, n_seqs - 1), n_cells=n_cells)
         self.scratch = n_seqs - 1 if n_seqs > n_slots else None
         """A sequence that holds nothing before and after each operation."""
@@ -37,6 +47,7 @@ class SharedLedger(Ledger):
         self.segments = segments
         """What is stored."""
         self._min_shared = min_shared
+        self._load_cost = load_cost
         self._doubles = Doubles(self.tree)
         self._all_stored_at = 0
         """The clock when everything idle was stored, or did not fit."""
@@ -46,8 +57,14 @@ class SharedLedger(Ledger):
     def known(self, space: str, tokens: bytes) -> int:
         """See `Ledger.known`: what is in the pool, and what is stored behind it."""
         n = self.tree.match(space, tokens).n
-        stored = self.segments.stored(space, tokens, n)
-        return stored[-1].end if stored else n
+        return max((each.end for each in self._worth_loading(space, tokens, n)), default=n)
+
+    def _worth_loading(self, space: str, tokens: bytes, start: int) -> Iterator[Stored]:
+        """What is stored from `start` on, up to a segment of which too little is wanted: it is loaded whole."""
+        for each in self.segments.stored(space, tokens, start):
+            if each.end - each.start <= self._load_cost * each.segment.n_tokens:
+                return
+            yield each
 
     @property
     def n_used(self) -> int:
@@ -103,7 +120,7 @@ class SharedLedger(Ledger):
         if self._take_over(seq, tokens):
             self._release_covered()
         start = n = self.length(seq)
-        for each in self.segments.stored(self._tip(seq).space, tokens, n):
+        for each in self._worth_loading(self._tip(seq).space, tokens, n):
             if most is not None and n - start >= most:
                 return True
             if not self._make_room(each.segment.n_tokens) or each.segment.is_gone:

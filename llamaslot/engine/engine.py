@@ -96,7 +96,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         thread: Executor | None = None,
     ) -> None:
-        info = backend.info
+        info, cost = backend.info, backend.info.kv_cost
         self._backend = backend
         self._on_events = on_events
         self._clock = clock
@@ -112,8 +112,9 @@ class Engine:
                 idle_life=idle_life,
                 ram_bytes=ram_bytes,
                 segment_size=info.segment_size,
-                save_us=info.kv_cost.save_us if info.kv_cost is not None else 0.0,
-                load_us=info.kv_cost.load_us if info.kv_cost is not None else 0.0,
+                prefill_us=cost.prefill_us if cost is not None else 0.0,
+                save_us=cost.save_us if cost is not None else 0.0,
+                load_us=cost.load_us if cost is not None else 0.0,
                 unified=info.unified,
                 reuse=info.reuse,
                 stream_copy_ms=info.stream_copy_ms,

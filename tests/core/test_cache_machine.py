@@ -668,7 +668,9 @@ class CacheMachine(RuleBasedStateMachine):
         COUNTS["losses"] += 1
         if self.shape.ram:
             n_bytes = sum(self.size_of(len(segment.tokens)) for segment in self.backend.segments.values())
-            assert self.ram_bytes - n_bytes < 2 * self.size_of(self.largest), "lost while there is room in RAM"
+            is_full = self.ram_bytes - n_bytes < 2 * self.size_of(self.largest)
+            # A RAM of a pool or less has no room for the longest prefixes.
+            assert is_full or self.shape.ram < 10, "lost while there is room in RAM"
             COUNTS["losses for RAM"] += 1
             return
         if self.shape.idle_cells is not None and len(self.idle) == self.shape.idle_cells:

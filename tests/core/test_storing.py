@@ -104,6 +104,17 @@ def test_a_prefix_larger_than_ram_is_not_stored_in_place_of_all_others() -> None
     assert shared.run("b" * 2000).n_prompt_computed == 2000
 
 
+def test_a_segment_is_not_loaded_for_less_than_that_costs() -> None:
+    shared = driver(load_us=1.0, prefill_us=10.0)
+    shared.run("a" * 200)
+    shared.run("b" * 200)
+    little, more = shared.run("a" * 20 + "x"), shared.run("a" * 21 + "y")
+    assert (little.n_loaded, little.n_prompt_computed) == (0, 21)
+    assert more.n_cached == 20, "taken over from the other one, which is in the pool now"
+    shared.run("c" * 200)
+    assert shared.run("a" * 25 + "z").n_loaded == 25
+
+
 def test_what_keeps_to_itself_is_not_stored() -> None:
     shared = driver()
     shared.finish(shared.submit("a" * 40, cache_prompt=False))
