@@ -13,6 +13,7 @@ import sys
 from time import perf_counter
 
 import numpy as np
+import uvloop
 
 from bench.client import BenchmarkError
 from bench.report import decode_rate, notes
@@ -71,7 +72,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = read_config(options, os.environ)
         configure_logging(config.log_format, config.log_level)
-        print(asyncio.run(measure(config, **counts)))
+        print(uvloop.run(measure(config, **counts)))
     except (BenchmarkError, ConfigError) as error:
         notes.print(f"bench.engine: {error}")
         return 1

@@ -31,7 +31,8 @@ async def cache(request: web.Request) -> web.Response:
 
 async def clear(request: web.Request) -> web.Response:
     """Give up every idle prefix; the request's body does not matter."""
-    return json_response({"cleared_tokens": await _service(request).clear_cache()})
+    cleared = await _service(request).clear_cache()
+    return json_response({"cleared_tokens": cleared.n_tokens, "cleared_ram_tokens": cleared.n_ram_tokens})
 
 
 def _service(request: web.Request) -> Service:
@@ -87,8 +88,9 @@ def _figures(figures: CacheFigures) -> dict[str, Any]:
             "hits": figures.n_hits,
             "misses": figures.n_misses,
             "hit_rate": figures.n_hits / n_requests if n_requests else 0.0,
-            "same_slot": figures.n_hits - figures.n_cross_slot,
+            "same_slot": figures.n_hits - figures.n_cross_slot - figures.n_from_ram,
             "cross_slot": figures.n_cross_slot,
+            "from_ram": figures.n_from_ram,
             "waits": figures.n_waits,
         },
         "prompt_tokens": {

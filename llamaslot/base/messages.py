@@ -257,7 +257,9 @@ class CacheFigures(msgspec.Struct, frozen=True):
     n_misses: int = 0
     """Requests that reused nothing."""
     n_cross_slot: int = 0
-    """Hits of which the slot copied something from another sequence; the rest found it all in their slot."""
+    """Hits of which the slot copied something from another sequence, and loaded nothing."""
+    n_from_ram: int = 0
+    """Hits of which something was loaded; the rest found it all in their slot."""
     n_waits: int = 0
     """Requests that waited for a prefix that another one computed."""
     n_prompt: int = 0
@@ -343,7 +345,9 @@ class CacheCleared(msgspec.Struct, frozen=True, tag="cache_cleared"):
 
     request_id: str
     n_tokens: int
-    """Tokens that the tree had and has no more."""
+    """Tokens that the pool had and has no more."""
+    n_ram_tokens: int = 0
+    """Tokens that were stored in RAM."""
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):

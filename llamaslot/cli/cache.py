@@ -46,6 +46,7 @@ class Requests(msgspec.Struct):
     misses: int
     hit_rate: float
     cross_slot: int
+    from_ram: int
     waits: int
 
 
@@ -119,8 +120,9 @@ def run(args: argparse.Namespace) -> int:
     width = None if sys.stdout.isatty() else _WIDTH
     console = Console(highlight=False, markup=False, emoji=False, width=width)
     if args.clear:
-        n_cleared = _field(_asked(client, "POST", "/cache/clear"), "cleared_tokens", client)
-        console.print(f"cleared: {_count(n_cleared, 'idle token')}")
+        cleared = _asked(client, "POST", "/cache/clear")
+        n_idle, n_stored = (_field(cleared, name, client) for name in ("cleared_tokens", "cleared_ram_tokens"))
+        console.print(f"cleared: {_count(n_idle, 'idle token')}, {n_stored:,} in RAM")
     state = _understood(_asked(client, "GET", f"/cache?top={args.top}"), client)
     for line in figures(state):
         console.print(line, soft_wrap=True)
@@ -172,7 +174,8 @@ def figures(state: State) -> list[str]:
         f"{_count(state.leaves, 'leaf', 'leaves')}, {_count(state.namespaces, 'namespace')}; "
         f"{state.tokens_pinned:,} pinned",
         f"hits       {requests.hits:,} of {_count(n_requests, 'request')} ({requests.hit_rate:.1%}), "
-        f"{requests.cross_slot:,} across slots; {requests.waits:,} waited for another",
+        f"{requests.cross_slot:,} across slots, {requests.from_ram:,} from RAM; "
+        f"{requests.waits:,} waited for another",
         f"reused     {prompt.matched:,} of {_count(prompt.total, 'prompt token')} ({prompt.hit_rate:.1%})",
         f"moved      {state.copied_tokens:,} tokens copied, {state.stored_tokens:,} to RAM, "
         f"{state.loaded_tokens:,} from RAM; {_count(state.parked_paths, 'path')} parked",

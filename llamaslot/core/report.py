@@ -30,6 +30,7 @@ class Traffic:
     n_hits: int = 0
     n_misses: int = 0
     n_cross_slot: int = 0
+    n_from_ram: int = 0
     n_prompt: int = 0
     n_matched: int = 0
 
@@ -40,7 +41,8 @@ class Traffic:
         n_cached = request.n_cached
         self.n_hits += n_cached > 0
         self.n_misses += n_cached == 0
-        self.n_cross_slot += n_cached > 0 and request.n_copied > 0
+        self.n_cross_slot += n_cached > 0 and request.n_copied > 0 and not request.n_loaded
+        self.n_from_ram += n_cached > 0 and request.n_loaded > 0
         self.n_prompt += request.n_prompt
         self.n_matched += n_cached
 
@@ -90,6 +92,7 @@ def figures(
         n_hits=traffic.n_hits,
         n_misses=traffic.n_misses,
         n_cross_slot=traffic.n_cross_slot,
+        n_from_ram=traffic.n_from_ram,
         n_waits=admission.n_waits,
         n_prompt=traffic.n_prompt,
         n_matched=traffic.n_matched,

@@ -145,10 +145,10 @@ class SegmentTree:
         return ranges
 
     def fits(self, space: str, tokens: bytes, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Whether these ranges of `tokens` would fit beside what is stored in front of them, if all else went."""
-        first = min(start for start, _ in ranges)
-        in_front = {node.segment for node, _ in self._walk(space, tokens) if node.segment and node.start < first}
-        n_bytes = sum(segment.n_bytes for segment in in_front)
+        """Whether these ranges of `tokens` would fit beside what else is stored of them, if all others went."""
+        on_path = {node.segment for node, _ in self._walk(space, tokens) if node.segment is not None}
+        kept = [s for s in on_path if not any(start <= s.start and s.end <= end for start, end in ranges)]
+        n_bytes = sum(segment.n_bytes for segment in kept)
         return n_bytes + sum(self._size.of(end - start) for start, end in ranges) <= self.capacity
 
     # --- changing ---

@@ -403,6 +403,7 @@ class Engine:
         return report.state(question.request_id, self._cache_figures(), ledger, question.top, spell)
 
     def _clear_cache(self, command: ClearCache) -> None:
+        n_ram_tokens = self._cache_figures().ram_tokens
         n_tokens = self.scheduler.ledger.clear_idle()
-        _log.info("cache.cleared", tokens=n_tokens)
-        self._answer(CacheCleared(command.request_id, n_tokens))
+        _log.info("cache.cleared", tokens=n_tokens, ram_tokens=n_ram_tokens)
+        self._answer(CacheCleared(command.request_id, n_tokens, n_ram_tokens))

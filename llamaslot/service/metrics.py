@@ -39,11 +39,12 @@ class Metrics:
         self._hit_rate = gauge("llamaslot_prefix_cache_hit_rate", "Matched tokens / prompt tokens so far.")
         hits = Counter(
             "llamaslot_prefix_cache_hit_requests",
-            "Requests that found all they reused in their slot (same_slot), or copied some of it (cross_slot).",
+            "Requests that had all they reused in their slot (same_slot), copied (cross_slot) or loaded some of it.",
             ["reuse"],
             registry=self._registry,
         )
         self._same_slot, self._cross_slot = hits.labels("same_slot"), hits.labels("cross_slot")
+        self._from_ram = hits.labels("from_ram")
         self._misses = counter("llamaslot_prefix_cache_miss_requests", "Requests that reused nothing.")
         self._waits = counter(
             "llamaslot_prefix_cache_wait_requests", "Requests that waited for another one's prefix."
@@ -117,7 +118,8 @@ class Metrics:
 
     def _show(self, cache: CacheFigures) -> None:
         for counter, total in (
-            (self._same_slot, cache.n_hits - cache.n_cross_slot),
+            (self._same_slot, cache.n_hits - cache.n_cross_slot - cache.n_from_ram),
+            (self._from_ram, cache.n_from_ram),
             (self._cross_slot, cache.n_cross_slot),
             (self._misses, cache.n_misses),
             (self._waits, cache.n_waits),

@@ -167,9 +167,9 @@ class Service:
         """The prefix cache as of the next step, with its `top` prefixes, spelled out if `text` is true."""
         return await self._ask(InspectCache(self._question_id(), top, text), CacheState)
 
-    async def clear_cache(self) -> int:
-        """Give up all idle prefixes; their tokens."""
-        return (await self._ask(ClearCache(self._question_id()), CacheCleared)).n_tokens
+    async def clear_cache(self) -> CacheCleared:
+        """Give up all idle prefixes, and whatever is stored."""
+        return await self._ask(ClearCache(self._question_id()), CacheCleared)
 
     async def exposition(self) -> bytes:
         """The metrics in Prometheus' text format."""

@@ -46,7 +46,15 @@ async def test_an_empty_cache(start: Any) -> None:
         "cells": {"total": 4096, "used": 0, "idle": 0, "pinned": 0, "free": 4096},
         "ram": {"total_bytes": 0, "used_bytes": 0, "tokens": 0, "segments": 0},
         "sequences": {"slots": 4, "reserved": 8, "used": 0, "total": 14},
-        "requests": {"hits": 0, "misses": 0, "hit_rate": 0.0, "same_slot": 0, "cross_slot": 0, "waits": 0},
+        "requests": {
+            "hits": 0,
+            "misses": 0,
+            "hit_rate": 0.0,
+            "same_slot": 0,
+            "cross_slot": 0,
+            "from_ram": 0,
+            "waits": 0,
+        },
         "prompt_tokens": {"total": 0, "matched": 0, "hit_rate": 0.0},
         "copied_tokens": 0,
         "evicted_tokens": 0,
@@ -180,7 +188,7 @@ async def test_clearing_forgets_what_is_idle_and_leaves_what_runs(start: Any) ->
     await server.state_where(lambda state: any(slot.n_generated > 2 for slot in state.slots))
     idle = (await cache(server))["cells"]["idle"]
     assert idle > 0
-    assert await server.ok("/cache/clear", None) == {"cleared_tokens": idle}
+    assert await server.ok("/cache/clear", None) == {"cleared_tokens": idle, "cleared_ram_tokens": 0}
     state = await cache(server)
     assert not running.done()
     assert (state["cells"]["idle"], state["evicted_tokens"]) == (0, 0)

@@ -104,8 +104,9 @@ class SegmentsMachine(RuleBasedStateMachine):
             assert again.start in {a for a, _ in ranges}, "only a part of a segment is replaced"
         if not ranges:
             return
-        in_front = [known for known in self.known.values() if known.is_used_by(space, tokens[: ranges[0][0]])]
-        n_bytes = sum(known.segment.n_bytes for known in in_front) + sum(HEADER + b - a for a, b in ranges)
+        used = [known for known in self.known.values() if known.is_used_by(space, tokens)]
+        kept = [k for k in used if not any(a <= k.start and len(k.path) <= b for a, b in ranges)]
+        n_bytes = sum(known.segment.n_bytes for known in kept) + sum(HEADER + b - a for a, b in ranges)
         fits = self.segments.fits(space, run_of(tokens), ranges)
         assert fits == (n_bytes <= self.capacity)
         for a, b in ranges if fits else ():
