@@ -58,7 +58,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "commit": [(Scheduler, "commit")],
     "detokenize": [(Engine, "_deliver")],
     "pass on": [(Service, "receive")],
-    "send": [(EventStream, "send_now")],
+    "send": [(EventStream, "write_now")],
 }
 """What is measured by itself, in the order of a step. `sample` chooses the tokens, `follow` prepares the next step;
 `send` writes the chunk and hands it to the event loop, whose own work, the writes to sockets among it, is `turns`.

@@ -49,7 +49,7 @@ class Choice:
 
 
 Batch: TypeAlias = list[tuple[Choice, Output | Finished]]
-Sink: TypeAlias = Callable[[Choice, Output], bool]
+Sink: TypeAlias = Callable[[Choice, Output], None]
 
 
 class Choices:
@@ -63,6 +63,7 @@ class Choices:
         self._batch: Batch = []
         self._failure: Exception | None = None
         self._sink: Sink | None = None
+        self._is_ready: Callable[[], bool] = lambda: False
         self._n_open = len(submits)
         self.all: list[Choice] = []
 
@@ -93,12 +94,12 @@ class Choices:
         """Whether all are finished."""
         return self._n_open == 0
 
-    def listen(self, sink: Sink) -> None:
-        """Offer each `Output` to `sink` the moment it comes, unless earlier ones still wait for `next_batch`.
+    def listen(self, sink: Sink, is_ready: Callable[[], bool]) -> None:
+        """Pass each `Output` to `sink` the moment it comes, if that is ready and nothing waits for `next_batch`.
 
-        Where the sink says False, and for all other events, `next_batch` gives it; it raises what the sink raises.
+        All other events, and those that it was not ready for, `next_batch` gives, and raises what the sink raised.
         """
-        self._sink = sink
+        self._sink, self._is_ready = sink, is_ready
 
     async def next_batch(self) -> Batch:
         """Whatever has arrived since the last one, at least one event; empty when all choices are finished.
@@ -117,15 +118,14 @@ class Choices:
         return batch
 
     def _put(self, choice: Choice, event: Outcome) -> None:
-        if self._sink is not None and isinstance(event, Output) and self._queue.empty():
-            try:
-                if self._sink(choice, event):
-                    choice.take(event)
-                    return
-            except Exception as error:
-                self._queue.put_nowait((choice, error))
-                return
-        self._queue.put_nowait((choice, event))
+        if self._sink is None or not isinstance(event, Output) or not self._queue.empty() or not self._is_ready():
+            self._queue.put_nowait((choice, event))
+            return
+        choice.take(event)
+        try:
+            self._sink(choice, event)
+        except Exception as error:
+            self._queue.put_nowait((choice, error))
 
     def _take(self, arrived: tuple[Choice, Outcome | Exception]) -> None:
         choice, event = arrived

@@ -46,7 +46,7 @@ async def _stream(request: web.Request, options: Options, choices: Choices, dial
     interval = options.sse_ping_interval
     stream = EventStream(request, request.app[SETTINGS].sse_ping_interval if interval is None else interval)
     await stream.open()
-    choices.listen(lambda choice, output: stream.send_now(dialect.chunks(choice, output)))
+    choices.listen(lambda choice, output: stream.write_now(dialect.chunks(choice, output)), lambda: stream.is_ready)
     try:
         while batch := await stream.wait(choices.next_batch):
             events = [data for choice, output in batch for data in dialect.chunks(choice, output)]

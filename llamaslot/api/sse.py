@@ -1,8 +1,8 @@
 """Server-sent events: one HTTP reply that grows.
 
-Headers go out with `open`, so whatever can be refused must be refused before. Each `send` is one write, and so is
-each `send_now`, which costs no turn of the event loop: what a token's way to its client takes is taken from
-decoding where the model has all cores.
+Headers go out with `open`, so whatever can be refused must be refused before. Each `send` is one write. So is each
+`write_now`, which needs no turn of the event loop: where the model has all cores, each turn is taken from decoding.
+It writes past aiohttp, and so frames its data as aiohttp does, in chunks of HTTP/1.1.
 """
 
 from __future__ import annotations
@@ -55,18 +55,23 @@ class EventStream:
             if self.response.headers.get("Transfer-Encoding") == "chunked":
                 self._transport = self._request.transport
 
-    def send_now(self, events: Iterable[bytes]) -> bool:
-        """Write events without waiting; False, and `events` untouched, where `send` has to do it."""
+    @property
+    def is_ready(self) -> bool:
+        """Whether `write_now` may be called: the headers are out, and the client reads what it is sent."""
         transport = self._transport
-        if transport is None or transport.is_closing() or transport.get_write_buffer_size() > _MAX_BUFFERED:
+        if transport is None or transport.is_closing():
             return False
+        return transport.get_write_buffer_size() <= _MAX_BUFFERED
+
+    def write_now(self, events: Iterable[bytes]) -> None:
+        """Write events without waiting; only while `is_ready`."""
+        assert self._transport is not None
         if data := b"".join(events):
             self._sent_at = self._loop.time()
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def close(self, events: Iterable[bytes] = ()) -> None:
-        """Write the last events and end the reply; `send_now` writes nothing any more."""
+        """Write the last events and end the reply."""
         self._transport = None
         await self.response.write_eof(b"".join(events))
 

@@ -39,7 +39,7 @@ class Metrics:
         self._hit_rate = gauge("llamaslot_prefix_cache_hit_rate", "Matched tokens / prompt tokens so far.")
         hits = Counter(
             "llamaslot_prefix_cache_hit_requests",
-            "Requests that had all they reused in their slot (same_slot), copied (cross_slot) or loaded some of it.",
+            "Requests that had all they reused in their slot, copied (cross_slot) or loaded (from_ram) some.",
             ["reuse"],
             registry=self._registry,
         )
