@@ -11,6 +11,8 @@ _MOST = 8 * 2**30
 """Bytes of RAM to take at most where nothing else is said: llama-server's default for all it takes."""
 _SHARE = 0.5
 """Share of free memory to take at most where nothing else is said."""
+_POOLS = 2
+"""Pools that RAM must have room for to be the home of idle prefixes: else it would hold less than the pool can."""
 _NOISE = 1.02
 """Ratios up to this one are taken for 1."""
 _MIB = 2**20
@@ -25,7 +27,7 @@ class Tiers:
     idle_cells: int | None
     """Cells of the pool; None for all that nothing else needs."""
     idle_life: int | None
-    """Prompt tokens computed beside an idle prefix from which on it is better stored; None for never."""
+    """See `SchedulerSettings.idle_life`."""
     line: str
     """What follows from that, to print."""
 
@@ -36,7 +38,7 @@ def choose(config: Config, info: ModelInfo, n_free: int) -> Tiers:
     why_not = _why_not_stored(config, info)
     ram = 0 if why_not else _ram_bytes(config, n_free)
     life = None
-    if config.cache_idle_cells == "auto" and info.kv_cost is not None and ram and ram >= 2 * _pool_bytes(info):
+    if config.cache_idle_cells == "auto" and info.kv_cost is not None and ram and ram >= _POOLS * _pool_bytes(info):
         life = idle_life(info.kv_cost)
     line = why_not or _ram_line(info, ram, life, idle_cells)
     return Tiers(ram, idle_cells, life, _idle_line(info.kv_cost) + line)
@@ -87,7 +89,7 @@ def _ram_line(info: ModelInfo, ram: int, life: int | None, idle_cells: int | Non
     if info.kv_cost is not None:
         line += f"; 1,000 load in {info.kv_cost.load_us:,.1f} ms and compute in {info.kv_cost.prefill_us:,.0f} ms"
     if life is not None:
-        return f"{line}. Idle ones leave the pool before a prompt of more than {life:,} tokens"
+        return f"{line}. Idle ones leave the pool before more than {life:,} prompt tokens are computed beside them"
     if idle_cells is not None:
         return f"{line}. Idle ones keep {idle_cells:,} cells"
     return f"{line}. Idle ones stay in the pool until their cells are needed"

@@ -77,8 +77,8 @@ class Engine:
 
     Every method is called on the loop that `run` runs on; `run` ends the thread in the end. Prefill takes at most
     `gap_ms` milliseconds between two tokens of a stream. Idle prefixes keep at most `idle_cells` cells (None: all
-    that nothing else needs), each until `idle_life` prompt tokens were computed since its last use (None: as long
-    as there is room); what leaves the pool is stored in up to `ram_bytes` of the host's memory. With
+    that nothing else needs), and leave it once `idle_life` prompt tokens are computed beside them (None: when their
+    cells are needed); what leaves the pool is stored in up to `ram_bytes` of the host's memory. With
     `debug_invariants` the ledger is compared with the backend whenever nothing runs, and a difference ends the
     engine.
     """

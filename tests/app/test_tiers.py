@@ -54,7 +54,7 @@ def test_nothing_is_stored_where_it_cannot_be_or_does_not_pay(changes: dict[str,
 def test_idle_prefixes_live_in_ram_where_that_is_cheaper() -> None:
     tiers = choose(Config(), info(), 100 * MIB)
     assert (tiers.idle_cells, tiers.idle_life) == (None, 82)
-    assert "leave the pool before a prompt of more than 82 tokens" in tiers.line
+    assert "leave the pool before more than 82 prompt tokens" in tiers.line
 
 
 @pytest.mark.parametrize(
