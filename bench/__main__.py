@@ -1,4 +1,4 @@
-"""`python -m bench [chat|decode|idle|peers|scenarios|tree] [options]`: the command line of all benchmarks."""
+"""`python -m bench [BENCHMARK] [options]`: the command line of all benchmarks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from bench import chat, compare, decode, idle, scenarios, tree
+from bench import chat, compare, decode, idle, profile, scenarios, tree
 from bench.client import BenchmarkError
 from bench.contenders import CONTENDERS
 from bench.report import default_threads, model_file, notes
@@ -52,6 +52,10 @@ def parser() -> ArgumentParser:
     names = [contender.name for contender in CONTENDERS]
     comparing.add_argument("--against", action="append", choices=names, metavar="SERVER", help=", ".join(names))
     _threads(comparing)
+
+    profiling = commands.add_parser("profile", help="where a step's time goes")
+    _common(profiling, run=_profile, repeats=(256, 64), of="tokens of each answer", flags=("--tokens",))
+    _threads(profiling)
 
     growing = commands.add_parser("tree", help="what the radix tree's own work costs")
     _common(growing, run=_tree, repeats=(9, 2), of="trees to build", shape=None)
@@ -131,6 +135,10 @@ def _peers(options: Namespace) -> None:
         only=options.only or (),
         against=options.against or (QUICK if options.quick else ()),
     )
+
+
+def _profile(options: Namespace) -> None:
+    profile.run(**_measured(options), tokens=options.repeats, threads=options.threads)
 
 
 def _tree(options: Namespace) -> None:

@@ -1,13 +1,12 @@
 """Where a step's time goes: CPU microseconds for each generated token, by part, while answers stream over HTTP.
 
 The server runs in this process, its parts wrapped in clocks that count CPU time alone, so that other load on the
-machine matters little; the client has a process of its own. Where the model takes as many threads as there are
-cores, whatever is spent beside `decode` is taken from it.
+machine matters little; the client has a process of its own (`python -m bench.profile PORT MODEL`). Where the model
+takes as many threads as there are cores, whatever is spent beside `decode` is taken from it.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -30,8 +29,8 @@ import uvloop
 from rich.table import Table
 
 from bench.client import BenchmarkError, connected
-from bench.report import console, decode_rate, default_threads, machine, model_file, notes, write_json
-from bench.server import _free_port
+from bench.report import console, decode_rate, machine, write_json
+from bench.server import free_port
 from bench.tokens import Tokens
 from llamaslot.api.sse import EventStream
 from llamaslot.app.config import Config, Parser, add_flags, read_config
@@ -116,11 +115,14 @@ class Measurement:
 def run(*, model: Path, title: str, tokens: int, threads: int, folder: Path, server_flags: Sequence[str]) -> None:
     """Measure, print the table, write `profile.json`."""
     facts = machine()
-    port = _free_port()
+    port = free_port()
     flags = ["-c", str(CONTEXT), "-np", str(max(STREAMS)), "-t", str(threads), "-tb", str(threads), *server_flags]
     parser = Parser(prog="--server")
     add_flags(parser)
-    config = read_config(parser.parse(["-m", str(model), "--port", str(port), *flags]), {})
+    try:
+        config = read_config(parser.parse(["-m", str(model), "--port", str(port), *flags]), {})
+    except ConfigError as error:
+        raise BenchmarkError(str(error)) from None
     configure_logging("auto", "error")
     clocks = Clocks()
     clocks.install()
@@ -136,17 +138,18 @@ def run(*, model: Path, title: str, tokens: int, threads: int, folder: Path, ser
 async def _measure(config: Config, clocks: Clocks, client: list[str], tokens: int) -> list[Measurement]:
     serving = asyncio.create_task(serve(config))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.profile", "--client", *client), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        *(sys.executable, "-m", "bench.profile", *client), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
+    to_client, from_client = process.stdin, process.stdout
+    assert to_client is not None
+    assert from_client is not None
 
     async def spent(streams: int, tokens: int) -> tuple[Counter[str], float]:
         """CPU microseconds that answers of so many tokens take, by part, and their rate."""
         before = clocks.spent.copy()
         loop = thread_time_ns()
-        process.stdin.write(f"{streams} {tokens}\n".encode())
-        line = await process.stdout.readline()
+        to_client.write(f"{streams} {tokens}\n".encode())
+        line = await from_client.readline()
         client, rate = json.loads(line)
         taken = clocks.spent - before
         on_loop = sum(taken[part] for part in PARTS if part not in ON_MODEL_THREAD)
@@ -155,14 +158,14 @@ async def _measure(config: Config, clocks: Clocks, client: list[str], tokens: in
         return taken, rate
 
     measured = []
-    await process.stdout.readline()
+    await from_client.readline()
     for streams in STREAMS:
         few, _ = await spent(streams, FEW)
         many, rate = await spent(streams, FEW + tokens)
         n = streams * tokens
         parts = {part: (many[part] - few[part]) / 1e3 / n for part in (*PARTS, "turns", "client")}
         measured.append(Measurement(streams, rate, parts))
-    process.stdin.close()
+    to_client.close()
     await process.wait()
     os.kill(os.getpid(), signal.SIGTERM)
     await serving
@@ -211,33 +214,5 @@ def table(measured: Sequence[Measurement]) -> Table:
     return result
 
 
-def main(arguments: list[str]) -> int:
-    """Measure and print, or be the client; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench.profile", description=__doc__)
-    parser.add_argument("--model", default="60m", help="a GGUF file or the name of a shape (default: 60m)")
-    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="of each answer (default: 256)")
-    parser.add_argument("--threads", type=int, default=default_threads(), metavar="N")
-    parser.add_argument("--out", type=Path, default=Path("bench/results"), metavar="DIR", help="where results go")
-    parser.add_argument("--server", default="", metavar="FLAGS", help="more flags of `llamaslot serve`")
-    parser.add_argument("--client", nargs=2, metavar=("PORT", "MODEL"), help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.client:
-        asyncio.run(_ask(*options.client))
-        return 0
-    try:
-        run(
-            model=model_file(options.model),
-            title=options.model,
-            tokens=options.tokens,
-            threads=options.threads,
-            folder=options.out,
-            server_flags=options.server.split(),
-        )
-    except (BenchmarkError, ConfigError) as error:
-        notes.print(f"bench.profile: {error}")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    asyncio.run(_ask(*sys.argv[1:]))

@@ -29,7 +29,7 @@ class Server:
     client: Client
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
-        port = _free_port()
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._command = [*command, "--host", "127.0.0.1", "--port", str(port)]
         self._log = log
@@ -94,7 +94,7 @@ def _tail(log: Path) -> str:
     return log.read_text(errors="replace")[-2000:]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
