@@ -142,6 +142,7 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         kv_mem_fraction=config.kv_mem_fraction,
         n_slots=config.parallel,
         n_cache_seqs=config.cache_seqs if config.cache_seqs >= 0 else None,
+        n_cache_seqs_a_slot=2 if config.cache_ram else 4,
         n_batch=config.batch_size,
         n_ubatch=config.ubatch_size,
         n_threads=max(config.threads, 0),

@@ -246,16 +246,19 @@ class SharedLedger(Ledger):
         return [(first, end) for first, end in ranges if end > start]
 
     def _store(self, node: Node, start: int, most: int | None = None) -> int:
-        """Store what is missing of a node, unless RAM is too small for all of it; about how many tokens."""
+        """Store what is missing of a node, unless RAM is too small for the whole path to its end; about how many
+        tokens.
+        """
         n_stored = 0
         ranges = self._missing(node, start) if self.segments.capacity else []
-        if not ranges or not self.segments.fits(node.space, node.prefix(), ranges):
+        tokens = node.prefix()
+        if not ranges or not self.segments.fits(node.space, tokens, self.segments.missing(node.space, tokens, 0)):
             return 0
         source = next(self.tree.holders(node))
         for first, end in ranges:
             if most is not None and n_stored >= most:
                 break
-            segment = self.segments.add(node.space, node.prefix()[: end * WIDTH], first)
+            segment = self.segments.add(node.space, tokens[: end * WIDTH], first)
             self._note_discarded()
             self._operations.append(Save(segment.id, source, first, end, self._scratch))
             n_stored += end - first

@@ -63,8 +63,10 @@ class Worker:
             step: StepPlan | None = plan
             while step is not None:
                 result = apply(step, self._backend, self._clock)
+                after = None if errors or self._is_wanted() else following(step, result, self._backend.vocab.eog)
+                # Only now: the loop that it wakes should find the interpreter free, while the next step computes.
                 loop.call_soon_threadsafe(hand_over, step, result)
-                step = None if errors or self._is_wanted() else following(step, result, self._backend.vocab.eog)
+                step = after
 
         # The loop learns of the end through the same queue of callbacks, hence after every step.
         await loop.run_in_executor(self._thread, compute)

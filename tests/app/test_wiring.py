@@ -45,6 +45,7 @@ LLAMA: dict[str, tuple[str, object]] = {
     "--cache-seqs 9": ("n_cache_seqs", 9),
     "--cache-seqs 0": ("n_cache_seqs", 0),
     "--cache-seqs -1": ("n_cache_seqs", None),
+    "--cache-ram 0": ("n_cache_seqs_a_slot", 4),
     "-b 1000": ("n_batch", 1000),
     "-ub 300": ("n_ubatch", 300),
     "-t 3": ("n_threads", 3),
@@ -87,7 +88,7 @@ SAMPLING: dict[str, tuple[str, object]] = {
 ELSEWHERE = {
     *("model", "host", "port", "chat_template", "chat_template_file", "api_key_file"),
     *("max_queue", "prefill_gap_ms", "shutdown_timeout", "log_format", "log_level"),
-    *("cache_salt_from_api_key", "cache_idle_cells", "cache_ram", "debug_invariants"),
+    *("cache_salt_from_api_key", "cache_idle_cells", "debug_invariants"),
 }
 """Options that go neither to the backend nor to the HTTP layer as they are."""
 
@@ -130,7 +131,9 @@ def test_a_flag_reaches_the_sampling_defaults_and_nothing_else_changes(
 
 def test_the_defaults_of_every_layer_are_the_same() -> None:
     assert api_settings(Config()) == ApiSettings()
-    assert llama_settings(Config(), MODEL) == LlamaSettings(model=MODEL, measure_kv_cost=True)
+    assert llama_settings(Config(), MODEL) == LlamaSettings(
+        model=MODEL, n_cache_seqs_a_slot=2, measure_kv_cost=True
+    )
 
 
 def test_keys_come_from_the_flag_and_from_the_file(tmp_path: Path) -> None:

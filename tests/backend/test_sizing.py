@@ -45,10 +45,11 @@ def of(**settings: object) -> LlamaSettings:
 @pytest.mark.parametrize(
     ("settings", "n_cache_seqs", "n_seqs"),
     [
-        ({}, 8, 14),
-        ({"n_slots": 1}, 2, 5),
-        ({"n_slots": 84}, 168, 254),
-        ({"n_slots": 85}, 169, 256),
+        ({}, 16, 22),
+        ({"n_cache_seqs_a_slot": 2}, 8, 14),
+        ({"n_slots": 1}, 4, 7),
+        ({"n_slots": 50}, 200, 252),
+        ({"n_slots": 51}, 203, 256),
         ({"n_slots": 253}, 1, 256),
         ({"n_slots": 254}, 0, 256),
         ({"n_slots": 255}, 0, 256),
@@ -103,8 +104,8 @@ def test_a_context_has_its_reserved_spare_and_scratch_ids(models: dict[str, Path
 
 def test_a_step_may_be_smaller_than_the_number_of_ids(models: dict[str, Path]) -> None:
     with loaded(models["tiny"], n_slots=2, n_ubatch=2, n_batch=2) as backend:
-        assert backend.n_seqs == 8
-        for seq in (0, 7):
+        assert backend.n_seqs == 12
+        for seq in (0, 11):
             assert feed(backend, seq, [300, 301]).status is Status.OK
     with pytest.raises(ConfigError, match="2 slots"), loaded(models["tiny"], n_slots=2, n_ubatch=1, n_batch=1):
         pass

@@ -104,6 +104,16 @@ def test_a_prefix_larger_than_ram_is_not_stored_in_place_of_all_others() -> None
     assert shared.run("b" * 2000).n_prompt_computed == 2000
 
 
+def test_nor_is_it_stored_bit_by_bit() -> None:
+    """Nobody could load the end of a prefix whose start has no room."""
+    shared = driver(ram_bytes=driver().backend.info.segment_size.of(900), idle_life=None, n_slots=1, n_ctx=2048)
+    shared.run("a" * 50)
+    shared.run("b" * 1500)
+    shared.run("c" * 100, max_tokens=900)
+    assert shared.scheduler.ledger.counts.n_lost_tokens > 0
+    assert sum(map(len, shared.backend.segments.values())) <= 50
+
+
 def test_a_segment_is_not_loaded_for_less_than_that_costs() -> None:
     shared = driver(load_us=1.0, prefill_us=10.0)
     shared.run("a" * 200)

@@ -36,7 +36,9 @@ class LlamaSettings:
     """Share of the memory that a pool without `n_ctx` may fill, weights and all else included."""
     n_slots: int = 4
     n_cache_seqs: int | None = None
-    """Sequence ids beside the slots' that keep prefixes; None for 2 a slot, or none in a partitioned pool."""
+    """Sequence ids beside the slots' that keep prefixes; None for some a slot, or none in a partitioned pool."""
+    n_cache_seqs_a_slot: int = 4
+    """How many that are; fewer will do where prefixes are stored that find no id."""
     n_batch: int = 2048
     n_ubatch: int = 512
     n_threads: int = 0
@@ -74,5 +76,5 @@ def sequences(settings: LlamaSettings, *, reusable: bool) -> tuple[int, int]:
     if not reusable:
         return 0, n_slots
     if wanted is None:
-        wanted = min(2 * n_slots, most) if settings.unified else 0
+        wanted = min(settings.n_cache_seqs_a_slot * n_slots, most) if settings.unified else 0
     return wanted, n_slots + wanted + n_more
