@@ -93,8 +93,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         _row(
             "--cache-seqs",
             "LLAMASLOT_CACHE_SEQS",
-            "sequence ids that keep prefixes beside the slots'; -1 for 2 a slot, 4 with --cache-ram 0, none without "
-            "--kv-unified",
+            "sequence ids that keep prefixes beside the slots'; -1 for 2 a slot, 4 with --cache-ram 0, none "
+            "without --kv-unified",
             ge=-1,
             le=255,
         ),
