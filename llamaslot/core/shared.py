@@ -232,10 +232,12 @@ class SharedLedger(Ledger):
 
     def _leave(self, node: Node, start: int) -> None:
         """Store the tokens of a node from `start` on, which nobody will hold any more, unless RAM is too small."""
-        self._store(node, start)
-        n_lost = sum(end - max(first, start) for first, end in self._missing(node, start))
+        n_lost = n = node.end - start
+        if self.segments.capacity:
+            self._store(node, start)
+            n_lost = sum(end - max(first, start) for first, end in self._missing(node, start))
         self.counts.n_lost_tokens += n_lost
-        self.counts.n_stored_tokens += node.end - start - n_lost
+        self.counts.n_stored_tokens += n - n_lost
 
     def _missing(self, node: Node, start: int) -> list[tuple[int, int]]:
         """The ranges of a node that are stored nowhere and reach beyond `start`.
