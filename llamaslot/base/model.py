@@ -15,7 +15,9 @@ class KvCost(msgspec.Struct, frozen=True):
     prefill_us: float
     """Microseconds to compute a token in an empty pool."""
     save_us: float
-    """Microseconds to save a token to host memory."""
+    """Microseconds to save a token to host memory that was used before."""
+    first_save_us: float
+    """The same for memory that was not."""
     load_us: float
     """Microseconds to load it again."""
 

@@ -116,7 +116,7 @@ class Scheduler:
             self.admission.admit(running, now)
             running = self.running
         ready = self._fetch(running)
-        self._make_way(running)
+        self._make_way(ready)
         planner = Planner(
             self.settings,
             self.ledger,
@@ -126,8 +126,9 @@ class Scheduler:
             siblings=self.admission.siblings,
         )
         work = planner.grant([request for request in suspects[:1] or running if request in ready])
-        n_ahead = 0 if suspects else planner.n_ahead(work)
-        self._keep_to_idle_budget()
+        is_waited_for = bool(suspects) or len(ready) < len(running)
+        n_ahead = 0 if is_waited_for else planner.n_ahead(work)
+        self._keep_to_idle_budget(running)
         operations = self.ledger.take_operations()
         if not n_ahead:
             operations += self._tidy(now)
@@ -169,22 +170,27 @@ class Scheduler:
             left = None if left is None else max(0, left - n_loaded)
         return ready
 
-    def _make_way(self, running: Sequence[Request]) -> None:
+    def _make_way(self, ready: Sequence[Request]) -> None:
         """Let idle prefixes leave that would slow down prompts for too long, but for what somebody waits for."""
         ledger, life = self.ledger, self.settings.idle_life
         if life is None or not self.settings.stores:
             return
-        pending = [len(request.known) - ledger.length(request.slot_id) for request in running]
-        n_prefill = sum(n for n in pending if n > 1)
+        n_prefill = sum(n for request in ready if (n := len(request.known) - ledger.length(request.slot_id)) > 1)
         if n_prefill and ledger.is_in_the_way(n_prefill, life):
             self.admission.renew()
-            most = self.settings.at_once(self.settings.save_us) if 1 in pending else None
-            ledger.make_way(n_prefill, life, most)
+            ledger.make_way(n_prefill, life, self._most_saved(ready))
 
-    def _keep_to_idle_budget(self) -> None:
+    def _keep_to_idle_budget(self, running: Sequence[Request]) -> None:
         budget = self.settings.idle_cells
         if self.settings.shares and budget is not None and self.ledger.n_idle > budget:
-            self.ledger.evict(self.ledger.n_idle - budget)
+            n_over, most = self.ledger.n_idle - budget, self._most_saved(running)
+            self.ledger.evict(n_over if most is None else min(n_over, most))
+
+    def _most_saved(self, requests: Sequence[Request]) -> int | None:
+        """Tokens to save in this step at most; None where no stream would wait for it."""
+        if not any(len(request.known) - self.ledger.length(request.slot_id) == 1 for request in requests):
+            return None
+        return self.settings.at_once(self.settings.save_us)
 
     def _new_ledger(self) -> Ledger:
         settings = self.settings

@@ -39,7 +39,7 @@ class SchedulerSettings:
     prefill_us: float = 0.0
     save_us: float = 0.0
     load_us: float = 0.0
-    """Microseconds in which a token is computed, saved and loaded; 0 where that is not known."""
+    """Microseconds in which a token is computed, at worst saved, and loaded; 0 where that is not known."""
     min_shared: int = 64
     """Tokens from which on a shared prefix is worth waiting for, and a tail worth a sequence id."""
     rest_ms: float = 50.0

@@ -10,7 +10,7 @@ A token that several sequences hold occupies one cell. What two sequences comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from llamaslot.core.backend import Copy, Discard, Load, Operation, Save, Tokens
 from llamaslot.core.cells import CellMap
@@ -49,22 +49,31 @@ class SharedLedger(Ledger):
         self._min_shared = min_shared
         self._load_cost = load_cost
         self._doubles = Doubles(self.tree)
-        self._all_stored_at = 0
-        """The clock when everything idle was stored, or did not fit."""
+        self._stored_at = 0
+        self._n_stored = 0
+        """Tokens stored ahead of need since then: this ends where RAM holds less than the pool."""
 
     # --- reading ---
 
     def known(self, space: str, tokens: bytes) -> int:
         """See `Ledger.known`: what is in the pool, and what is stored behind it."""
         n = self.tree.match(space, tokens).n
-        return max((each.end for each in self._worth_loading(space, tokens, n)), default=n)
+        stored = self._worth_loading(space, tokens, n)
+        return stored[-1].end if stored else n
 
-    def _worth_loading(self, space: str, tokens: bytes, start: int) -> Iterator[Stored]:
-        """What is stored from `start` on, up to a segment of which too little is wanted: it is loaded whole."""
-        for each in self.segments.stored(space, tokens, start):
-            if each.end - each.start <= self._load_cost * each.segment.n_tokens:
-                return
-            yield each
+    def _worth_loading(self, space: str, tokens: bytes, start: int) -> list[Stored]:
+        """What is stored from `start` on, but for a last segment of which too little is wanted: it is loaded whole.
+
+        Nothing, if all of it together takes longer to load than to compute.
+        """
+        stored = self.segments.stored(space, tokens, start)
+        if stored and not self._pays(stored[-1:]):
+            stored.pop()
+        return stored if self._pays(stored) else []
+
+    def _pays(self, stored: Sequence[Stored]) -> bool:
+        n_wanted = sum(each.end - each.start for each in stored)
+        return n_wanted > self._load_cost * sum(each.segment.n_tokens for each in stored)
 
     @property
     def n_used(self) -> int:
@@ -132,7 +141,7 @@ class SharedLedger(Ledger):
         return False
 
     def _make_room(self, n_cells: int) -> bool:
-        if self.n_free < n_cells:
+        if self.n_free < n_cells <= self.n_free + self.n_idle:
             self.evict(n_cells - self.n_free)
         return self.n_free >= n_cells
 
@@ -171,14 +180,17 @@ class SharedLedger(Ledger):
 
     def store_idle(self, most: int) -> None:
         """See `Ledger.store_idle`."""
-        if self._all_stored_at == self.clock:
+        if self._stored_at != self.clock:
+            self._stored_at, self._n_stored = self.clock, 0
+        if self._n_stored >= self.n_idle:
             return
         for node in self.tree.nodes():
-            if not node.n_pins:
-                most -= self._store(node, node.start, most)
+            n = self._store(node, node.start, most) if not node.n_pins else 0
+            self._n_stored += n
+            most -= n
             if most <= 0:
                 return
-        self._all_stored_at = self.clock
+        self._n_stored = self.n_idle
 
     def clear_idle(self) -> int:
         """See `Ledger.clear_idle`; nothing is stored any more either."""

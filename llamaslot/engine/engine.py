@@ -113,7 +113,7 @@ class Engine:
                 ram_bytes=ram_bytes,
                 segment_size=info.segment_size,
                 prefill_us=cost.prefill_us if cost is not None else 0.0,
-                save_us=cost.save_us if cost is not None else 0.0,
+                save_us=cost.first_save_us if cost is not None else 0.0,
                 load_us=cost.load_us if cost is not None else 0.0,
                 unified=info.unified,
                 reuse=info.reuse,

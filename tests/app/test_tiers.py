@@ -11,7 +11,7 @@ from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.model import KvCost, ModelInfo, SegmentSize
 
 MIB = 2**20
-COST = KvCost(n_cells=8192, ratio=2.0, prefill_us=100.0, save_us=0.4, load_us=0.6)
+COST = KvCost(n_cells=8192, ratio=2.0, prefill_us=100.0, save_us=0.4, first_save_us=0.4, load_us=0.6)
 
 
 def info(**changes: object) -> ModelInfo:
@@ -33,6 +33,10 @@ def info(**changes: object) -> ModelInfo:
 )
 def test_ram_is_what_was_asked_for_or_half_of_what_is_free(given: int | str, n_free: int, ram: int) -> None:
     assert choose(Config(cache_ram=given), info(), n_free).ram_bytes == ram
+
+
+def test_weights_that_are_mapped_are_not_free() -> None:
+    assert choose(Config(), info(size_bytes=40 * MIB), 100 * MIB).ram_bytes == 30 * MIB
 
 
 @pytest.mark.parametrize(
@@ -83,4 +87,7 @@ def test_they_stay_in_the_pool_otherwise(
 def test_idle_cells_have_cost_what_saving_and_loading_does_after_so_many_tokens(
     ratio: float, life: int | None
 ) -> None:
-    assert idle_life(KvCost(n_cells=8192, ratio=ratio, prefill_us=100.0, save_us=4.0, load_us=6.0)) == life
+    assert (
+        idle_life(KvCost(n_cells=8192, ratio=ratio, prefill_us=100.0, save_us=4.0, first_save_us=4.0, load_us=6.0))
+        == life
+    )

@@ -305,7 +305,7 @@ async def test_where_idle_prefixes_live_is_said_and_kept_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     backend = FakeBackend()
-    cost = KvCost(n_cells=8192, ratio=1.5, prefill_us=100.0, save_us=0.4, load_us=0.6)
+    cost = KvCost(n_cells=8192, ratio=1.5, prefill_us=100.0, save_us=0.4, first_save_us=0.4, load_us=0.6)
     backend.info = msgspec.structs.replace(backend.info, kv_cost=cost)
     engines = kept_engines(monkeypatch)
     async with serving(tmp_path, backend, cache_ram=3):

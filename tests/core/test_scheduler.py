@@ -47,6 +47,8 @@ class Driver:
         idle_cells: int | None = None,
         idle_life: int | None = None,
         ram_bytes: int = 0,
+        segment_tokens: int = 512,
+        save_us: float = 0.0,
         load_us: float = 0.0,
         prefill_us: float = 0.0,
         rest_ms: float = 0.0,
@@ -68,6 +70,8 @@ class Driver:
                 idle_life=idle_life,
                 ram_bytes=ram_bytes,
                 segment_size=info.segment_size,
+                segment_tokens=segment_tokens,
+                save_us=save_us,
                 load_us=load_us,
                 prefill_us=prefill_us,
                 rest_ms=rest_ms,
@@ -127,6 +131,10 @@ class Driver:
         request = self.submit(prompt, max_tokens=max_tokens, id_slot=id_slot)
         self.finish(request)
         return request
+
+    def match(self, prompt: str) -> int:
+        """Tokens of a prompt that are in the pool."""
+        return self.scheduler.ledger.tree.match("salt ", packed(as_tokens(prompt))).n
 
     def holders(self, prompt: str) -> list[int]:
         """The sequences that hold all tokens of a prompt."""

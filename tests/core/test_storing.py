@@ -39,22 +39,36 @@ def test_what_is_idle_is_stored_while_nothing_runs() -> None:
 
 
 def test_what_a_waiting_request_wants_stays() -> None:
-    shared = driver(n_slots=1)
+    shared = driver(n_slots=2)
     shared.run("a" * 30)
-    long = shared.submit("b" * 200)
-    waiting = shared.submit("a" * 30)
+    stream = shared.submit("s" * 5, max_tokens=400, id_slot=0)
     shared.step()
+    waiting = shared.submit("a" * 30 + "!", id_slot=0)
+    long = shared.submit("b" * 200, id_slot=1)
+    shared.finish(long)
+    assert waiting.slot_id == -1
     assert shared.holders("a" * 30)
-    shared.finish(long, waiting)
+    shared.finish(stream, waiting)
     assert waiting.n_loaded == 0
 
 
-def test_streams_are_in_nobodys_way() -> None:
-    shared = driver()
+def test_what_was_used_lately_stays() -> None:
+    shared = driver(idle_life=150)
     shared.run("a" * 30)
-    shared.run("b" * 30, max_tokens=60)
+    shared.run("b" * 100)
+    shared.run("c" * 100)
+    assert not shared.holders("a" * 30)
+    assert shared.holders("b" * 100)
+
+
+def test_streams_are_in_nobodys_way() -> None:
+    shared = driver(idle_life=1)
+    stream = shared.submit("b" * 30, max_tokens=60)
     shared.step()
-    assert shared.holders("a" * 30)
+    shared.run("a", max_tokens=1)
+    shared.finish(stream)
+    assert not any(saved(plan) for plan in shared.plans if all(len(work.run.tokens) == 1 for work in plan.work))
+    assert shared.holders("a")
 
 
 def test_a_shared_prefix_is_loaded_once_for_all_who_want_it() -> None:
@@ -81,7 +95,41 @@ def test_streams_go_on_while_a_long_prefix_is_loaded_bit_by_bit() -> None:
         plans.append(shared.step())
     assert [len(loaded(plan)) for plan in plans] == [1, 1, 1]
     assert all(stream in [work.request for work in plan.work] for plan in plans)
+    assert [plan.n_ahead for plan in plans[:-1]] == [0, 0], "the worker would go on without it"
     assert again.n_prompt_computed == 1
+
+
+def test_without_streams_all_is_loaded_at_once() -> None:
+    shared = driver(n_ctx=4096, load_us=250.0, n_ubatch=512)
+    shared.run("a" * 1500)
+    shared.run("b" * 1500)
+    again = shared.submit("a" * 1500)
+    assert len(loaded(shared.step())) == 3
+    shared.finish(again)
+
+
+def test_what_is_yet_to_be_loaded_is_no_prompt_to_make_way_for() -> None:
+    shared = driver(n_ctx=4096, load_us=250.0, n_ubatch=512, idle_life=300)
+    shared.run("a" * 1500)
+    shared.run("b" * 1500)
+    shared.run("c" * 20)
+    stream = shared.submit("s" * 5, max_tokens=40)
+    shared.step()
+    again = shared.submit("a" * 1500)
+    shared.finish(again, stream)
+    assert shared.holders("c" * 20)
+
+
+def test_a_step_beside_streams_saves_no_more_than_fits_its_gap() -> None:
+    shared = driver(n_ctx=4096, save_us=250.0, n_ubatch=512, rest_ms=1e9)
+    shared.run("a" * 1500)
+    stream = shared.submit("s" * 5, max_tokens=100)
+    shared.step()
+    first = len(shared.plans)
+    shared.finish(shared.submit("b" * 1500), stream)
+    n_saved = [sum(each.end - each.start for each in saved(plan)) for plan in shared.plans[first:]]
+    assert sum(n_saved) >= 1500
+    assert max(n_saved) <= 500 + 512
 
 
 def test_a_preempted_request_goes_on_from_what_was_stored() -> None:
@@ -123,6 +171,25 @@ def test_a_segment_is_not_loaded_for_less_than_that_costs() -> None:
     assert more.n_cached == 20, "taken over from the other one, which is in the pool now"
     shared.run("c" * 200)
     assert shared.run("a" * 25 + "z").n_loaded == 25
+
+
+def test_a_little_of_a_segment_is_loaded_for_what_lies_behind_it() -> None:
+    shared = driver(load_us=1.0, prefill_us=10.0, n_slots=2, n_ctx=700, segment_tokens=64, idle_life=None)
+    shared.run("a" * 600)
+    shared.run("b" * 194)
+    assert 512 - 6 <= shared.match("a" * 600) < 512
+    more = shared.run("a" * 600)
+    assert more.n_prompt_computed == 1
+
+
+def test_storing_ahead_of_need_comes_to_an_end_where_ram_holds_less_than_the_pool() -> None:
+    size = driver().backend.info.segment_size
+    shared = driver(ram_bytes=size.of(300), idle_life=1)
+    shared.finish(*(shared.submit(letter * 200) for letter in "abc"))
+    for _ in range(20):
+        if not shared.step():
+            return
+    raise AssertionError("it goes on for ever")
 
 
 def test_what_keeps_to_itself_is_not_stored() -> None:

@@ -77,6 +77,7 @@ def _measured(backend: Backend, context: Any, n_idle: int) -> KvCost | None:
         ratio=max(statistics.median(ratios), 1.0),
         prefill_us=1e6 * statistics.median(prefill) / n_tokens,
         save_us=1e6 * statistics.median(saving) / n_saved,
+        first_save_us=1e6 * max(saving) / n_saved,
         load_us=1e6 * statistics.median(loading) / n_saved,
     )
 
