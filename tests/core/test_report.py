@@ -206,3 +206,38 @@ def test_clearing_frees_an_idle_slot_whose_path_a_running_one_has_too() -> None:
     ledger.unpin(0)
     assert ledger.clear_idle() == 0
     assert (ledger.length(0), ledger.length(1)) == (0, 8)
+
+
+def test_what_is_stored_is_told_as_the_backend_has_it() -> None:
+    driver = Driver(n_slots=2, n_reserved=2, n_ctx=512, n_ubatch=64, ram_bytes=9000, idle_life=1)
+    requests = [driver.run(prompt) for prompt in ("a" * 70, "b" * 90, "a" * 70 + "c" * 9, "d" * 40, "b" * 90)]
+    told = figures(driver)
+    stored = driver.backend.segments.values()
+    assert (told.ram_total, told.ram_used) == (9000, driver.backend.bytes_stored)
+    assert (told.ram_segments, told.ram_tokens) == (len(stored), sum(map(len, stored)))
+    assert told.ram_segments != told.ram_tokens
+    n_loaded = [request.n_loaded for request in requests]
+    assert n_loaded == [0, 0, 70, 0, 89]
+    assert told.n_loaded == sum(n_loaded)
+    assert (told.n_hits, told.n_from_ram, told.n_cross_slot) == (2, 2, 0)
+    left = [sum(each.n_tokens for each in driver.scheduler.ledger.tree.nodes()), told.n_loaded]
+    n_computed = sum(len(work.run.tokens) for plan in driver.plans for work in plan.work)
+    assert told.n_stored == n_computed + left[1] - left[0]
+    assert told.n_evicted == 0
+
+
+def test_room_is_made_in_ram_before_more_is_stored() -> None:
+    size = Driver().backend.info.segment_size
+    driver = Driver(n_slots=2, n_reserved=2, n_ctx=512, n_ubatch=64, ram_bytes=size.of(100), idle_life=1)
+    most = 0
+    change = driver.backend.change
+
+    def watched(operation: object) -> None:
+        nonlocal most
+        change(operation)
+        most = max(most, driver.backend.bytes_stored)
+
+    driver.backend.change = watched
+    for letter in "abcdef":
+        driver.run(letter * 60)
+    assert size.of(60) <= most <= size.of(100)
