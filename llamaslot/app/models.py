@@ -14,7 +14,6 @@ from typing import Literal, TypeAlias, cast
 
 import msgspec
 
-from llamaslot.app import hub
 from llamaslot.base.errors import ConfigError
 
 Checked: TypeAlias = Literal["shape", "weights", "nothing"]
@@ -97,6 +96,9 @@ def find_model(name: str) -> Model:
 def local_file(model: Model) -> Path | None:
     """Where `model` lies on this machine, or None."""
     if model.repo:
+        # Only here: who serves a file by its path should not carry the hub's library in memory.
+        from llamaslot.app import hub  # noqa: PLC0415
+
         return hub.cached(model.repo, model.file)
     path = Path(str(resources.files("llamaslot").joinpath("demo", model.file)))
     return path if path.is_file() else None

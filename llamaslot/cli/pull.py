@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -18,8 +19,10 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
-from llamaslot.app import hub
 from llamaslot.app.models import Model, find_model, known_models, resolve_model
+
+if TYPE_CHECKING:
+    from llamaslot.app import hub
 
 _INTERRUPTED = 130
 
@@ -65,6 +68,9 @@ def _listing() -> Table:
 
 
 def _pull(model: Model, console: Console) -> Path:
+    # Only here: `llamaslot serve` goes by this room and should not carry the hub's library in memory.
+    from llamaslot.app import hub  # noqa: PLC0415
+
     remote = hub.look_up(model.repo, model.file)
     held = hub.held_bytes(remote)
     facts = Table(box=None, show_header=False, pad_edge=False)
@@ -77,6 +83,8 @@ def _pull(model: Model, console: Console) -> Path:
 
 
 def _download(remote: hub.RemoteFile, console: Console) -> Path:
+    from llamaslot.app import hub  # noqa: PLC0415
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
