@@ -65,7 +65,8 @@ def test_streams_are_in_nobodys_way() -> None:
     shared = driver(idle_life=1)
     stream = shared.submit("b" * 30, max_tokens=60)
     shared.step()
-    shared.run("a", max_tokens=1)
+    shared.run("a")
+    shared.run("c")
     shared.finish(stream)
     assert not any(saved(plan) for plan in shared.plans if all(len(work.run.tokens) == 1 for work in plan.work))
     assert shared.holders("a")
@@ -162,6 +163,56 @@ def test_nor_is_it_stored_bit_by_bit() -> None:
     assert sum(map(len, shared.backend.segments.values())) <= 50
 
 
+def test_all_who_load_share_what_fits_a_streams_gap() -> None:
+    shared = driver(n_ctx=8192, load_us=250.0, n_ubatch=512)
+    for letter in "abcd":
+        shared.run(letter * 1500)
+    stream = shared.submit("s" * 5, max_tokens=100)
+    shared.step()
+    first = len(shared.plans)
+    shared.finish(*(shared.submit(letter * 1500) for letter in "abc"), stream)
+    n_loaded = [sum(each.end - each.start for each in loaded(plan)) for plan in shared.plans[first:]]
+    assert sum(n_loaded) == 3 * 1499
+    assert max(n_loaded) <= 500 + 512
+
+
+def test_what_is_over_the_budget_is_saved_bit_by_bit_beside_streams() -> None:
+    shared = driver(n_ctx=4096, save_us=250.0, n_ubatch=512, idle_cells=0, idle_life=None)
+    stream = shared.submit("s" * 5, max_tokens=100)
+    shared.run("a" * 1500)
+    shared.finish(stream)
+    n_saved = [sum(each.end - each.start for each in saved(plan)) for plan in shared.plans]
+    assert sum(n_saved) >= 1500
+    assert max(n_saved) <= 500 + 512
+
+
+def test_who_finds_most_in_ram_goes_first() -> None:
+    shared = driver(n_slots=1)
+    shared.run("a" * 200)
+    shared.run("b" * 200)
+    assert not shared.holders("a" * 200)
+    stream = shared.submit("s" * 5, max_tokens=5)
+    shared.step()
+    unknown, known = shared.submit("y" * 30), shared.submit("a" * 200 + "!")
+    shared.finish(stream, unknown, known)
+    assert shared.admitted[-2:] == [known, unknown]
+
+
+def test_nothing_is_stored_ahead_of_need_before_a_rest() -> None:
+    shared = driver(rest_ms=1e9)
+    shared.run("a" * 30)
+    assert not shared.step()
+    assert not shared.backend.segments
+
+
+def test_a_last_segment_is_left_of_which_little_is_wanted() -> None:
+    shared = driver(load_us=1.0, prefill_us=10.0, segment_tokens=64)
+    shared.run("a" * 128)
+    shared.run("b" * 200)
+    request = shared.run("a" * 67 + "z")
+    assert (request.n_loaded, request.n_prompt_computed) == (64, 4)
+
+
 def test_a_segment_is_not_loaded_for_less_than_that_costs() -> None:
     shared = driver(load_us=1.0, prefill_us=10.0)
     shared.run("a" * 200)
@@ -184,8 +235,9 @@ def test_a_little_of_a_segment_is_loaded_for_what_lies_behind_it() -> None:
 
 def test_storing_ahead_of_need_comes_to_an_end_where_ram_holds_less_than_the_pool() -> None:
     size = driver().backend.info.segment_size
-    shared = driver(ram_bytes=size.of(300), idle_life=1)
+    shared = driver(ram_bytes=size.of(300), idle_life=10**6)
     shared.finish(*(shared.submit(letter * 200) for letter in "abc"))
+    assert shared.scheduler.ledger.n_idle == 600
     for _ in range(20):
         if not shared.step():
             return
