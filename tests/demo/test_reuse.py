@@ -21,7 +21,6 @@ from llamaslot.backend.llama import backend as llama_backend
 from llamaslot.base.messages import Finished
 from llamaslot.core.backend import Copy, Load, Operation
 from llamaslot.core.node import WIDTH, Node
-from llamaslot.core.segments import SegmentTree, Stored
 from llamaslot.core.tree import Match, Tree
 from llamaslot.text.template import ChatTemplate
 from tests.conftest import LONG
@@ -271,19 +270,6 @@ def load_another_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LlamaBackend, "change", wrong)
 
 
-def load_one_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What agrees with a prompt up to the middle of a segment takes the next token along."""
-    stored = SegmentTree.stored
-
-    def too_long(tree: SegmentTree, space: str, tokens: bytes, start: int) -> list[Stored]:
-        found = stored(tree, space, tokens, start)
-        if found and found[-1].end < min(found[-1].segment.end, len(tokens) // WIDTH):
-            found[-1].end += 1
-        return found
-
-    monkeypatch.setattr(SegmentTree, "stored", too_long)
-
-
 @pytest.mark.parametrize(
     ("plant", "storing"),
     [
@@ -294,7 +280,6 @@ def load_one_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
         (shift_positions_by_one, {}),
         (drop_the_pins_in_a_split, {}),
         (load_another_segment, IN_RAM),
-        (load_one_token_too_many, IN_RAM),
     ],
 )
 def test_the_comparison_notices_planted_bugs(
