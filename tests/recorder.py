@@ -26,6 +26,7 @@ from llamaslot.core.backend import (
     Sampler,
     Save,
     Share,
+    State,
     Status,
     Tokens,
 )
@@ -84,6 +85,8 @@ class Recorder:
         self.samplers: list[Sampler] = []
         self.segments: dict[int, Stored] = {}
         """What is stored, by number."""
+        self.saved: dict[int, Stored] = {}
+        """What was ever stored."""
         self._is_copying = False
         """Whether a stream is copied with the next decode."""
         self._n_cells = 0
@@ -175,7 +178,8 @@ class Recorder:
         source, part = self.held[save.src], slice(save.start, save.end)
         assert save.end <= len(source)
         tokens, prefixes = source.tokens[part], source.prefixes[part]
-        self.segments[save.segment] = Stored(source.space, save.start, tokens, prefixes)
+        stored = Stored(source.space, save.start, tokens, prefixes)
+        self.segments[save.segment] = self.saved[save.segment] = stored
 
     def _load(self, load: Load) -> None:
         """It fits behind what the target holds, and gets cells of its own."""
@@ -230,6 +234,15 @@ class Recorder:
         n = len(held.tokens) - len(held.cells)
         held.cells += range(self._n_cells, self._n_cells + n)
         self._n_cells += n
+
+    def stored(self, segment: int) -> State | None:
+        return self.inner.stored(segment)
+
+    def put(self, segment: int, start: int, end: int, state: State) -> None:
+        assert segment not in self.segments
+        self.inner.put(segment, start, end, state)
+        stored = self.segments[segment] = self.saved[segment]
+        assert range(start, end) == range(stored.start, stored.start + len(stored.tokens))
 
     def seq_len(self, seq: int) -> int:
         return self.inner.seq_len(seq)

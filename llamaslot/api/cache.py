@@ -32,7 +32,13 @@ async def cache(request: web.Request) -> web.Response:
 async def clear(request: web.Request) -> web.Response:
     """Give up every idle prefix; the request's body does not matter."""
     cleared = await _service(request).clear_cache()
-    return json_response({"cleared_tokens": cleared.n_tokens, "cleared_ram_tokens": cleared.n_ram_tokens})
+    return json_response(
+        {
+            "cleared_tokens": cleared.n_tokens,
+            "cleared_ram_tokens": cleared.n_ram_tokens,
+            "cleared_disk_tokens": cleared.n_disk_tokens,
+        }
+    )
 
 
 def _service(request: web.Request) -> Service:
@@ -78,6 +84,13 @@ def _figures(figures: CacheFigures) -> dict[str, Any]:
             "tokens": figures.ram_tokens,
             "segments": figures.ram_segments,
         },
+        "disk": {
+            "total_bytes": figures.disk_total,
+            "used_bytes": figures.disk_used,
+            "tokens": figures.disk_tokens,
+            "segments": figures.disk_segments,
+            "bad_files": figures.n_bad,
+        },
         "sequences": {
             "slots": figures.seqs_slots,
             "reserved": figures.seqs_reserved,
@@ -102,6 +115,8 @@ def _figures(figures: CacheFigures) -> dict[str, Any]:
         "evicted_tokens": figures.n_evicted,
         "stored_tokens": figures.n_stored,
         "loaded_tokens": figures.n_loaded,
+        "written_tokens": figures.n_written,
+        "read_tokens": figures.n_read,
         "parked_paths": figures.n_parked,
         "lost_paths": figures.n_lost_paths,
         "preemptions": figures.n_preempted,

@@ -118,6 +118,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "that, at most 8192",
         ),
     ] = "auto"
+    cache_disk: Annotated[
+        str,
+        _row(
+            "--cache-disk",
+            "LLAMASLOT_CACHE_DISK",
+            "folder for prefixes, which are found again after a restart; empty for none",
+        ),
+    ] = ""
+    cache_disk_size: Annotated[
+        Annotated[int, msgspec.Meta(ge=1, le=_INT32)] | Literal["auto"],
+        _row(
+            "--cache-disk-size",
+            "LLAMASLOT_CACHE_DISK_SIZE",
+            "MiB that they may take there; auto for half of what is free, at most 65536",
+        ),
+    ] = "auto"
     batch_size: Annotated[int, _row("-b --batch-size", "LLAMA_ARG_BATCH", "logical batch size", ge=1)] = 2048
     ubatch_size: Annotated[
         int, _row("-ub --ubatch-size", "LLAMA_ARG_UBATCH", "tokens that one step may compute", ge=1)

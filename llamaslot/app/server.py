@@ -26,9 +26,11 @@ from llamaslot.api import server as http
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.settings import ApiSettings
 from llamaslot.app.config import Config
+from llamaslot.app.disk import disk_line, open_disk
 from llamaslot.app.models import resolve_model
-from llamaslot.app.tiers import Tiers
-from llamaslot.app.tiers import choose as choose_tiers
+from llamaslot.app.tiers import Budgets
+from llamaslot.app.tiers import choose as choose_budgets
+from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, LoadingStopped
 from llamaslot.backend.llama.sizing import host_memory
 from llamaslot.base.errors import ConfigError, ServerError, UnavailableError
@@ -68,7 +70,10 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         if backend is None:
             return 0
         stack.callback(backend.close)
-        tiers = choose_tiers(config, backend.info, host_memory()[0])
+        budgets = choose_budgets(config, backend.info, host_memory()[0])
+        disk = await asyncio.to_thread(open_disk, config, backend.info, budgets)
+        if disk is not None:
+            stack.callback(disk.close)
         service = Service(
             backend.info,
             chat_template(backend.info, template, flag),
@@ -79,9 +84,10 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             backend,
             service.receive,
             gap_ms=config.prefill_gap_ms,
-            idle_cells=tiers.idle_cells,
-            idle_life=tiers.idle_life,
-            ram_bytes=tiers.ram_bytes,
+            idle_cells=budgets.idle_cells,
+            idle_life=budgets.idle_life,
+            ram_bytes=budgets.ram_bytes,
+            disk=disk,
             debug_invariants=config.debug_invariants,
             thread=thread,
         )
@@ -89,7 +95,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         running = asyncio.create_task(engine.run(), name="engine")
         stack.push_async_callback(_ended, engine, running)
         app[READINESS].set(service)
-        announce(backend.info, tiers, _urls(listener), config)
+        announce(backend.info, budgets, disk, _urls(listener), config)
         await _first(service.stopped, stop.first)
         if service.stopped.done():
             app[READINESS].fail(ServerError("the engine stopped because of an internal error"))
@@ -183,7 +189,7 @@ def chat_template(info: ModelInfo, source: str, flag: str) -> ChatTemplate:
         raise ConfigError(f"{origin}: {error.message}", param="--chat-template") from None
 
 
-def announce(info: ModelInfo, tiers: Tiers, urls: list[str], config: Config) -> None:
+def announce(info: ModelInfo, budgets: Budgets, disk: DiskStore | None, urls: list[str], config: Config) -> None:
     """Tell the terminal what runs where, and how to talk to it."""
     kv = "one pool for all" if info.unified else "a part for each"
     size = f"{info.size_bytes / 2**20:.0f} MiB"
@@ -199,7 +205,11 @@ def announce(info: ModelInfo, tiers: Tiers, urls: list[str], config: Config) -> 
         _console.print(
             f"[yellow]No prefix reuse with this model ({info.reuse_reason}): every prompt is computed whole.[/]"
         )
-    _console.print(tiers.line)
+    _console.print(budgets.line)
+    if disk is not None:
+        _console.print(disk_line(disk, info), markup=False)
+    elif config.cache_disk:
+        _console.print("[yellow]Nothing is stored on disk either.[/]")
     if not info.flash_attn:
         _console.print("[yellow]Without flash attention, idle slots slow the running ones.[/]")
     _console.print(f"listening on {', '.join(urls)}")

@@ -19,7 +19,7 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Tiers:
+class Budgets:
     """What idle prefixes may keep where."""
 
     ram_bytes: int
@@ -32,7 +32,7 @@ class Tiers:
     """What follows from that, to print."""
 
 
-def choose(config: Config, info: ModelInfo, n_free: int) -> Tiers:
+def choose(config: Config, info: ModelInfo, n_free: int) -> Budgets:
     """The tiers for a model, with `n_free` bytes of the host's memory free, in which mapped weights are counted."""
     n_free = max(0, n_free - info.size_bytes)
     idle_cells = config.cache_idle_cells if isinstance(config.cache_idle_cells, int) else None
@@ -42,7 +42,7 @@ def choose(config: Config, info: ModelInfo, n_free: int) -> Tiers:
     if config.cache_idle_cells == "auto" and info.kv_cost is not None and ram and ram >= _POOLS * _pool_bytes(info):
         life = idle_life(info.kv_cost)
     line = why_not or _ram_line(info, ram, life, idle_cells)
-    return Tiers(ram, idle_cells, life, _idle_line(info.kv_cost) + line)
+    return Budgets(ram, idle_cells, life, _idle_line(info.kv_cost) + line)
 
 
 def idle_life(cost: KvCost) -> int | None:

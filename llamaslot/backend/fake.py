@@ -33,6 +33,7 @@ from llamaslot.core.backend import (
     Sampler,
     Save,
     Share,
+    State,
     Status,
     Tokens,
     check_operation,
@@ -167,6 +168,25 @@ class FakeBackend:
                 self._remove(scratch, 0, self.seq_len(scratch))
             case Discard(segment):
                 del self.segments[segment], self._states[segment]
+
+    def stored(self, segment: int) -> State | None:
+        """See `Backend.stored`; as long as `SegmentSize` says."""
+        saved, size = self._states.get(segment), self.info.segment_size
+        if saved is None or size is None:
+            return None
+        state = np.zeros(size.of(len(saved)), dtype=np.uint8)
+        pairs = np.array(saved, dtype=np.int32).view(np.uint8).ravel()
+        state[: len(pairs)] = pairs
+        return state
+
+    def put(self, segment: int, start: int, end: int, state: State) -> None:
+        """See `Backend.put`."""
+        size = self.info.segment_size
+        if size is None or len(state) != size.of(end - start):
+            raise ValueError(f"{len(state)} bytes are not {end - start} tokens")
+        pairs = state[: 8 * (end - start)].view(np.int32).reshape(-1, 2)
+        self._states[segment] = [(token, position) for token, position in pairs.tolist()]
+        self.segments[segment] = range(start, end)
 
     def seq_len(self, seq: int) -> int:
         """See `Backend.seq_len`."""

@@ -286,6 +286,18 @@ class CacheFigures(msgspec.Struct, frozen=True):
     ram_tokens: int = 0
     """Tokens that are stored there."""
     ram_segments: int = 0
+    disk_total: int = 0
+    """Bytes of the disk that stored prefixes may take; 0 where there is none."""
+    disk_used: int = 0
+    disk_tokens: int = 0
+    """Tokens that are stored there."""
+    disk_segments: int = 0
+    n_read: int = 0
+    """Tokens that were read from the disk."""
+    n_written: int = 0
+    """Tokens that were written to it."""
+    n_bad: int = 0
+    """Files that were not as they were written: moved aside, and computed again."""
 
 
 class State(msgspec.Struct, frozen=True, tag="state"):
@@ -348,6 +360,8 @@ class CacheCleared(msgspec.Struct, frozen=True, tag="cache_cleared"):
     """Tokens that the pool had and has no more."""
     n_ram_tokens: int = 0
     """Tokens that were stored in RAM."""
+    n_disk_tokens: int = 0
+    """Tokens that were stored on disk."""
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):

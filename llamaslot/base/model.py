@@ -83,5 +83,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """What idle prefixes cost, and to save and load them; None where it was not measured."""
     segment_size: SegmentSize | None = None
     """What KV takes that is saved off the pool; None where nothing can be saved."""
+    kv_facts: str = ""
+    """What else KV depends on than `kv_files`: that of a model that differs in either must not be loaded."""
+    kv_files: tuple[str, ...] = ()
+    """The files of the weights, and of what computes with them."""
     sizing: str = ""
     """Where the pool's size comes from, for a person to read; empty where it was given."""

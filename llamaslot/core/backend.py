@@ -19,6 +19,8 @@ from llamaslot.base.messages import Sampling
 from llamaslot.base.model import ModelInfo
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
+State: TypeAlias = npt.NDArray[np.uint8]
+"""The KV of a segment, as the backend saves and loads it; never changed."""
 
 
 class IllegalCallError(AssertionError):
@@ -305,6 +307,16 @@ class Backend(Protocol):
 
     def seq_range(self, seq: int) -> range:
         """From the lowest to the highest position that a sequence holds."""
+
+    def stored(self, segment: int) -> State | None:
+        """The KV of a segment, if it is stored; from any thread."""
+
+    def put(self, segment: int, start: int, end: int, state: State) -> None:
+        """Store KV that another process saved, of these positions, under a number that is not in use; from any
+        thread.
+
+        Raises `ValueError` where it has not the size of a segment of so many tokens.
+        """
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """Compute at most `info.n_ubatch` tokens; every run must continue its sequence."""

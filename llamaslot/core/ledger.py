@@ -12,8 +12,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from llamaslot.core.backend import Move, Operation, Remove, Tokens
+from llamaslot.core.disk import Job
 from llamaslot.core.eviction import Eviction
 from llamaslot.core.node import packed
 from llamaslot.core.tree import Match, Tree
@@ -35,6 +37,17 @@ class Counts:
     """Idle paths that moved from a slot to a reserved id."""
     n_lost_paths: int = 0
     """Idle paths given up because no sequence id was left."""
+
+
+class Fetched(Enum):
+    """What came of a `fetch`."""
+
+    ALL = "all"
+    """There is nothing more to be had."""
+    SOME = "some"
+    """There is more, for another step."""
+    WAITS = "waits"
+    """There is more once it is read from the disk: an answer will come."""
 
 
 class Ledger(ABC):
@@ -116,12 +129,12 @@ class Ledger(ABC):
         """Whether a prefix will be worth copying, but not before the next decode."""
         return False
 
-    def fetch(self, _seq: int, _tokens: bytes, _most: int | None = None) -> bool:
+    def fetch(self, _seq: int, _tokens: bytes, _most: int | None = None) -> Fetched:
         """Let a running sequence hold more of `tokens`, which begin with what it holds, without computing it.
 
-        About `most` of them are loaded at once; whether there are more.
+        About `most` of them are loaded at once.
         """
-        return False
+        return Fetched.ALL
 
     def touch(self, *matches: Match, hits: int = 0) -> None:
         """Note that prefixes are wanted now."""
@@ -174,8 +187,11 @@ class Ledger(ABC):
         """Let what is in the way leave the pool, at most `most` tokens of it."""
         return
 
-    def store_idle(self, _most: int) -> None:
-        """Store about so many tokens that are idle and stored nowhere yet; they stay in the pool."""
+    def store_ahead(self, _most: int, *, pinned: bool) -> None:
+        """Store about so many tokens that are stored nowhere yet; they stay in the pool.
+
+        With `pinned` also what running requests go through, but for the ends of their paths, which grow still.
+        """
         return
 
     def truncate(self, seq: int, keep: int) -> None:
@@ -201,6 +217,14 @@ class Ledger(ABC):
             if not self.tree.is_pinned(seq):
                 self.clear(seq)
         return n_before - self.tree.n_tokens
+
+    def tend(self, now: float) -> None:
+        """Let it be so late for what is stored; called once a plan, before anything is fetched."""
+        return
+
+    def take_jobs(self) -> list[Job]:
+        """What the disk has to do, once the operations are done that were taken before."""
+        return []
 
     def forget(self, space: str) -> None:
         """Let every sequence drop what it holds in a namespace."""

@@ -74,7 +74,7 @@ def figures(
 ) -> CacheFigures:
     """The numbers of `/cache` and `/metrics`; costs nothing to speak of."""
     n_idle, n_cells = ledger.n_idle, settings.n_ctx
-    segments = ledger.segments if isinstance(ledger, SharedLedger) and settings.stores else None
+    tiers = ledger.tiers if isinstance(ledger, SharedLedger) and settings.stores else None
     if not settings.shares:
         # Each sequence has cells of its own for what the tree has once.
         n_idle = sum(ledger.length(seq) for seq in range(settings.n_seqs) if not ledger.tree.is_pinned(seq))
@@ -103,10 +103,17 @@ def figures(
         n_parked=ledger.counts.n_parked,
         n_lost_paths=ledger.counts.n_lost_paths,
         n_preempted=n_preempted,
-        ram_total=settings.ram_bytes if segments is not None else 0,
-        ram_used=segments.n_bytes if segments is not None else 0,
-        ram_tokens=segments.n_tokens if segments is not None else 0,
-        ram_segments=len(segments) if segments is not None else 0,
+        ram_total=settings.ram_bytes if tiers is not None else 0,
+        ram_used=tiers.ram.n_bytes if tiers is not None else 0,
+        ram_tokens=tiers.ram.n_tokens if tiers is not None else 0,
+        ram_segments=len(tiers.ram) if tiers is not None else 0,
+        disk_total=tiers.disk.capacity if tiers is not None else 0,
+        disk_used=tiers.disk.n_bytes if tiers is not None else 0,
+        disk_tokens=tiers.disk.n_tokens if tiers is not None else 0,
+        disk_segments=len(tiers.disk) if tiers is not None else 0,
+        n_read=tiers.n_read if tiers is not None else 0,
+        n_written=tiers.n_written if tiers is not None else 0,
+        n_bad=tiers.n_bad if tiers is not None else 0,
     )
 
 

@@ -11,6 +11,7 @@ from enum import Enum
 from llamaslot.base.messages import Progress, Submit
 from llamaslot.core.backend import Sampler, Tokens
 from llamaslot.core.node import WIDTH, packed
+from llamaslot.core.spaces import private, salted
 from llamaslot.core.tokens import TokenBuffer
 
 
@@ -54,7 +55,7 @@ class Request:
         self.id = submit.request_id
         self.is_private = not (submit.cache_prompt and reuse)
         """Whether it neither uses nor feeds what other requests compute."""
-        self.space = f"request {submit.group or self.id}" if self.is_private else f"salt {submit.cache_salt}"
+        self.space = private(submit.group or self.id) if self.is_private else salted(submit.cache_salt)
         """The namespace that its tokens are looked for and kept in."""
         self.arrival = arrival
         """Order of submission; it survives preemption."""

@@ -21,17 +21,17 @@ from llamaslot.base.model import SegmentSize
 from llamaslot.core.admission import Admission
 from llamaslot.core.backend import Operation, Status
 from llamaslot.core.chunking import ChunkSizer
-from llamaslot.core.ledger import Ledger
+from llamaslot.core.ledger import Fetched, Ledger
 from llamaslot.core.planner import Planner
 from llamaslot.core.repacking import Repacker
 from llamaslot.core.report import Traffic
 from llamaslot.core.request import Request, RequestEvent, RequestState
-from llamaslot.core.segments import SegmentTree
 from llamaslot.core.separate import SeparateLedger
 from llamaslot.core.settings import SchedulerSettings
 from llamaslot.core.shared import SharedLedger
 from llamaslot.core.slots import Slot
 from llamaslot.core.step import StepPlan, StepResult, Work
+from llamaslot.core.tiers import Tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,25 @@ class Scheduler:
             self._repacker = Repacker(self.ledger, self.ledger.scratch, settings.repack_gain)
         self.chunks = ChunkSizer(n_ubatch=settings.n_ubatch, gap_ms=settings.gap_ms)
         self.tidies_at: float | None = None
-        """When to plan again although nothing is asked for; None where there is nothing to tidy up."""
+        """When to tidy up; None where there is nothing to."""
+        self._stores_at = 0.0
         self._has_worked = False
         """Whether anything ran since idle prefixes were last tidied up."""
         self.suspects: list[str] = []
         """Requests of a failed step, to be retried one by one before anything else runs."""
         self.n_preempted = 0
         """Times that a request was sent back to the queue."""
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """What is stored off the pool; None where nothing ever is."""
+        return self.ledger.tiers if isinstance(self.ledger, SharedLedger) and self.settings.stores else None
+
+    @property
+    def wakes_at(self) -> float | None:
+        """When to plan again although nothing is asked for; None for never."""
+        due_at = self.tiers.due_at if self.tiers is not None else None
+        return min((each for each in (self.tidies_at, due_at) if each is not None), default=None)
 
     @property
     def queue(self) -> list[Request]:
@@ -115,7 +127,8 @@ class Scheduler:
         if not suspects:
             self.admission.admit(running, now)
             running = self.running
-        ready = self._fetch(running)
+        self.ledger.tend(now)
+        ready, is_loading = self._fetch(running)
         self._make_way(ready)
         planner = Planner(
             self.settings,
@@ -126,13 +139,13 @@ class Scheduler:
             siblings=self.admission.siblings,
         )
         work = planner.grant([request for request in suspects[:1] or running if request in ready])
-        is_waited_for = bool(suspects) or len(ready) < len(running)
-        n_ahead = 0 if is_waited_for else planner.n_ahead(work)
+        n_ahead = 0 if suspects or is_loading else planner.n_ahead(work)
         self._keep_to_idle_budget(running)
+        self._store_for_disk(running, now)
         operations = self.ledger.take_operations()
         if not n_ahead:
             operations += self._tidy(now)
-        return StepPlan(operations, work, planner.preempted, n_ahead)
+        return StepPlan(operations, work, planner.preempted, n_ahead, self.ledger.take_jobs())
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Sampled | Broke]:
         """Let the state follow what the backend did for `plan`."""
@@ -155,20 +168,26 @@ class Scheduler:
             if slot.request is not None and not self.ledger.holds(slot.id):
                 self.ledger.claim([slot.id], slot.request.space, slot.request.prefix)
 
-    def _fetch(self, running: Sequence[Request]) -> list[Request]:
-        """Let prompts take over what is known of them by now; the requests that have nothing more to load."""
+    def _fetch(self, running: Sequence[Request]) -> tuple[list[Request], bool]:
+        """Let prompts take over what is known of them by now.
+
+        Returns the requests that have nothing more to load, and whether another one has something to load at once.
+        """
         pending = [len(request.known) - self.ledger.length(request.slot_id) for request in running]
         left = self.settings.at_once(self.settings.load_us) if 1 in pending else None
         ready = []
+        is_loading = False
         for request, n in zip(running, pending, strict=True):
             counts = self.ledger.counts
             n_copied, n_loaded = counts.n_copied_tokens, counts.n_loaded_tokens
-            if n == 1 or not self.ledger.fetch(request.slot_id, request.prefix, left):
+            fetched = self.ledger.fetch(request.slot_id, request.prefix, left) if n > 1 else Fetched.ALL
+            if fetched is Fetched.ALL:
                 ready.append(request)
+            is_loading |= fetched is Fetched.SOME
             n_copied, n_loaded = counts.n_copied_tokens - n_copied, counts.n_loaded_tokens - n_loaded
             request.note_found(n_copied, n_loaded)
             left = None if left is None else max(0, left - n_loaded)
-        return ready
+        return ready, is_loading
 
     def _make_way(self, ready: Sequence[Request]) -> None:
         """Let idle prefixes leave that would slow down prompts for too long, but for what somebody waits for."""
@@ -186,6 +205,14 @@ class Scheduler:
             n_over, most = self.ledger.n_idle - budget, self._most_saved(running)
             self.ledger.evict(n_over if most is None else min(n_over, most))
 
+    def _store_for_disk(self, running: Sequence[Request], now: float) -> None:
+        """Store what is not stored yet, little by little: only what is in RAM can be written."""
+        if self.settings.disk_bytes and self.settings.stores and running and now >= self._stores_at:
+            self._stores_at = now + self.settings.store_ms / 1e3
+            most = self._most_saved(running)
+            n_tokens = self.settings.segment_tokens
+            self.ledger.store_ahead(n_tokens if most is None else min(most, n_tokens), pinned=True)
+
     def _most_saved(self, requests: Sequence[Request]) -> int | None:
         """Tokens to save in this step at most; None where no stream would wait for it."""
         if not any(len(request.known) - self.ledger.length(request.slot_id) == 1 for request in requests):
@@ -198,14 +225,21 @@ class Scheduler:
         if not settings.shares:
             return SeparateLedger(n_slots=n_slots, n_seqs=n_seqs, n_cells=n_cells, copy_pays=self._copy_pays)
         size = settings.segment_size or SegmentSize(0, 1)
-        segments = SegmentTree(settings.ram_bytes if settings.stores else 0, size, settings.segment_tokens)
+        tiers = Tiers(
+            settings.ram_bytes if settings.stores else 0,
+            size,
+            settings.segment_tokens,
+            disk_bytes=settings.disk_bytes,
+            first=settings.disk_first,
+        )
         return SharedLedger(
             n_slots=n_slots,
             n_seqs=n_seqs,
             n_cells=n_cells,
             min_shared=settings.min_shared,
-            segments=segments,
+            tiers=tiers,
             load_cost=settings.load_us / settings.prefill_us if settings.prefill_us else 0.0,
+            prefill_us=settings.prefill_us,
         )
 
     def _copy_pays(self, n_tokens: int) -> bool:
@@ -221,8 +255,8 @@ class Scheduler:
         move = self._repacker.move(is_idle=is_resting) if self._repacker is not None else None
         if move is not None:
             self.ledger.move(move)
-        elif is_resting and self.settings.stores and self.settings.idle_life is not None:
-            self.ledger.store_idle(self.settings.segment_tokens)
+        elif is_resting and self.settings.stores_ahead:
+            self.ledger.store_ahead(self.settings.segment_tokens, pinned=False)
         operations = self.ledger.take_operations()
         if is_resting and not operations:
             self.tidies_at = None

@@ -32,6 +32,10 @@ class SchedulerSettings:
     """Prompt tokens computed beside an idle prefix from which on it is better stored; None for never."""
     ram_bytes: int = 0
     """What stored prefixes may take of the host's memory; 0 to store none."""
+    disk_bytes: int = 0
+    """What they may take on disk beside; 0 where there is none."""
+    disk_first: int = 0
+    """Number of the first segment to be made, above all that the disk ever had."""
     segment_size: SegmentSize | None = None
     """What stored tokens take; None where none can be stored."""
     segment_tokens: int = LARGEST
@@ -42,6 +46,8 @@ class SchedulerSettings:
     """Microseconds in which a token is computed, at worst saved, and loaded; 0 where that is not known."""
     min_shared: int = 64
     """Tokens from which on a shared prefix is worth waiting for, and a tail worth a sequence id."""
+    store_ms: float = 200.0
+    """How often, beside whatever runs, a segment is stored ahead of need where there is a disk."""
     rest_ms: float = 50.0
     """Time without work after which idle prefixes are moved and stored; a client's next turn may come at once."""
     may_move: bool = True
@@ -69,6 +75,11 @@ class SchedulerSettings:
     def stores(self) -> bool:
         """Whether what leaves the pool is stored."""
         return self.shares and self.ram_bytes > 0 and self.segment_size is not None and self.n_seqs > self.n_slots
+
+    @property
+    def stores_ahead(self) -> bool:
+        """Whether idle prefixes are stored before their cells are needed."""
+        return self.stores and (self.idle_life is not None or self.disk_bytes > 0)
 
     def at_once(self, each_us: float) -> int | None:
         """Tokens to save or load in one step beside running streams, which take so long each; None: any number."""

@@ -5,28 +5,35 @@ free, to move a path by. The last id of all is for scratch: whatever is saved, l
 
 A token that several sequences hold occupies one cell. What two sequences computed side by side is a *double* until
 `settle` lets the second take the cells of the first. What leaves the cells is stored first, each token once
-(`core/segments.py`), and loaded again when a request wants it.
+(`core/tiers.py`), and loaded again when a request wants it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from llamaslot.core.backend import Copy, Discard, Load, Operation, Save, Tokens
 from llamaslot.core.cells import CellMap
+from llamaslot.core.disk import Job, Write
 from llamaslot.core.doubles import Doubles
 from llamaslot.core.eviction import Eviction
-from llamaslot.core.ledger import Ledger
+from llamaslot.core.ledger import Fetched, Ledger
 from llamaslot.core.node import WIDTH, Node, packed
-from llamaslot.core.segments import SegmentTree, Stored
+from llamaslot.core.segments import Stored
+from llamaslot.core.spaces import is_private
+from llamaslot.core.tiers import Tiers
 from llamaslot.core.tree import Match
+
+_READ_COST = 1 / 8
+"""The time to read a token from disk over the time to compute it, as long as it is not known."""
 
 
 class SharedLedger(Ledger):
     """See `Ledger`. A tail shorter than `min_shared` tokens is the first to go when ids are short.
 
     `n_seqs` counts the one for scratch; there is none where all are slots', and then nothing is stored or moved.
-    `load_cost` is the time to load a token over the time to compute it.
+    `load_cost` is the time to load a token over the time to compute it, `prefill_us` the latter in microseconds.
     """
 
     def __init__(
@@ -36,18 +43,20 @@ class SharedLedger(Ledger):
         n_seqs: int,
         n_cells: int,
         min_shared: int,
-        segments: SegmentTree,
+        tiers: Tiers,
         load_cost: float = 0.0,
+        prefill_us: float = 0.0,
     ) -> None:
         super().__init__(n_slots=n_slots, n_seqs=max(n_slots, n_seqs - 1), n_cells=n_cells)
         self.scratch = n_seqs - 1 if n_seqs > n_slots else None
         """A sequence that holds nothing before and after each operation."""
         self.cells = CellMap(n_cells, n_seqs)
         """Where the tokens lie."""
-        self.segments = segments
+        self.tiers = tiers
         """What is stored."""
         self._min_shared = min_shared
         self._load_cost = load_cost
+        self._prefill_us = prefill_us
         self._doubles = Doubles(self.tree)
         self._stored_at = 0
         self._n_stored = 0
@@ -66,14 +75,22 @@ class SharedLedger(Ledger):
 
         Nothing, if all of it together takes longer to load than to compute.
         """
-        stored = self.segments.stored(space, tokens, start)
+        stored = self.tiers.stored(space, tokens, start)
         if stored and not self._pays(stored[-1:]):
             stored.pop()
         return stored if self._pays(stored) else []
 
     def _pays(self, stored: Sequence[Stored]) -> bool:
         n_wanted = sum(each.end - each.start for each in stored)
-        return n_wanted > self._load_cost * sum(each.segment.n_tokens for each in stored)
+        n_loaded = sum(each.segment.n_tokens for each in stored)
+        n_read = sum(each.segment.n_tokens for each in stored if not self.tiers.is_at_hand(each.segment))
+        return n_wanted > self._load_cost * n_loaded + self._read_cost * n_read
+
+    @property
+    def _read_cost(self) -> float:
+        """The time to read a token over the time to compute it."""
+        read_us = self.tiers.read_us
+        return read_us / self._prefill_us if read_us and self._prefill_us else _READ_COST
 
     @property
     def n_used(self) -> int:
@@ -101,7 +118,7 @@ class SharedLedger(Ledger):
         self.tree.pin(seq)
         n = own + self._take_over(seq, tokens)
         self.touch(self.tree.match(space, tokens[: n * WIDTH]), hits=1)
-        self.segments.touch(space, tokens)
+        self.tiers.touch(space, tokens)
         self._keep_an_id_free()
         return seq, n
 
@@ -124,21 +141,26 @@ class SharedLedger(Ledger):
         self.counts.n_copied_tokens += match.n - start
         return match.n - start
 
-    def fetch(self, seq: int, tokens: bytes, most: int | None = None) -> bool:
+    def fetch(self, seq: int, tokens: bytes, most: int | None = None) -> Fetched:
         """See `Ledger.fetch`: first what others hold by now, then what is stored."""
         if self._take_over(seq, tokens):
             self._release_covered()
         start = n = self.length(seq)
-        for each in self._worth_loading(self._tip(seq).space, tokens, n):
+        stored = self._worth_loading(self._tip(seq).space, tokens, n)
+        self.tiers.want([each.segment for each in stored])
+        self._note_discarded()
+        for each in stored:
             if most is not None and n - start >= most:
-                return True
-            if not self._make_room(each.segment.n_tokens) or each.segment.is_gone:
+                return Fetched.SOME
+            if each.segment in self.tiers.reading:
+                return Fetched.WAITS
+            if not self._make_room(each.segment.n_tokens) or not self.tiers.is_at_hand(each.segment):
                 break
             self._operations.append(Load(each.segment.id, seq, n, each.end, self._scratch))
             self.tree.extend(seq, tokens[n * WIDTH : each.end * WIDTH])
             self.counts.n_loaded_tokens += each.end - n
             n = each.end
-        return False
+        return Fetched.ALL
 
     def _make_room(self, n_cells: int) -> bool:
         if self.n_free < n_cells <= self.n_free + self.n_idle:
@@ -178,29 +200,60 @@ class SharedLedger(Ledger):
         """The clock runs by computed prompt tokens; what was used last of all is never in the way."""
         return self.clock + min(n_prefill - life, 0)
 
-    def store_idle(self, most: int) -> None:
-        """See `Ledger.store_idle`."""
+    def store_ahead(self, most: int, *, pinned: bool) -> None:
+        """See `Ledger.store_ahead`."""
         if self._stored_at != self.clock:
             self._stored_at, self._n_stored = self.clock, 0
-        if self._n_stored >= self.n_idle:
+
+        def may_be(node: Node) -> bool:
+            return not node.n_pins or (pinned and bool(node.children) and not is_private(node.space))
+
+        n_all = self.tree.n_tokens if pinned else self.n_idle
+        if self._n_stored >= n_all:
             return
         for node in self.tree.nodes():
-            n = self._store(node, node.start, most) if not node.n_pins else 0
+            if not may_be(node) or any(map(may_be, node.children.values())):
+                continue
+            n = self._store(node, self._missing(node, 0), most)
             self._n_stored += n
             most -= n
             if most <= 0:
                 return
-        self._n_stored = self.n_idle
+        self._n_stored = n_all
+
+    def tend(self, now: float) -> None:
+        """See `Ledger.tend`."""
+        self.tiers.tend(now)
+
+    def take_jobs(self) -> list[Job]:
+        """See `Ledger.take_jobs`."""
+        return [self._ordered(job) if isinstance(job, Write) else job for job in self.tiers.take_jobs()]
+
+    def _ordered(self, job: Write) -> Write:
+        """A segment's order is known once its `Save` was taken."""
+        segment = self.tiers.disk.get(job.record.number)
+        if segment is None:
+            return job
+        segment.order = self.cells.saved(segment.id)
+        return Write(replace(job.record, order=segment.order))
+
+    def was_read(self, number: int, seconds: float) -> range | None:
+        """The bytes for a `Read` are there: the positions that they are for, if they are still wanted."""
+        segment = self.tiers.was_read(number, seconds)
+        if segment is None:
+            return None
+        self.cells.put(number, segment.start, segment.n_tokens, segment.order)
+        return range(segment.start, segment.end)
 
     def clear_idle(self) -> int:
         """See `Ledger.clear_idle`; nothing is stored any more either."""
-        self.segments.clear()
+        self.tiers.clear()
         self._note_discarded()
         return super().clear_idle()
 
     def forget(self, space: str) -> None:
         """See `Ledger.forget`; nothing of it is stored any more either."""
-        self.segments.forget(space)
+        self.tiers.forget(space)
         self._note_discarded()
         super().forget(space)
 
@@ -220,7 +273,7 @@ class SharedLedger(Ledger):
         assert 0 <= self.n_used <= self._n_cells
         assert self.cells.n_used == self.n_used
         self._doubles.check()
-        self.segments.check()
+        self.tiers.check()
 
     # --- inside ---
 
@@ -245,41 +298,37 @@ class SharedLedger(Ledger):
     def _leave(self, node: Node, start: int) -> None:
         """Store the tokens of a node from `start` on, which nobody will hold any more, unless RAM is too small."""
         n_lost = n = node.end - start
-        if self.segments.capacity:
-            self._store(node, start)
-            n_lost = sum(end - max(first, start) for first, end in self._missing(node, start))
+        if self.tiers.ram.capacity:
+            # Cut from the start of the node, so that the ranges stay the same when its end is given up bit by bit.
+            self._store(node, self._missing(node, node.start, start))
+            n_lost = sum(end - max(first, start) for first, end in self._missing(node, node.start, start))
         self.counts.n_lost_tokens += n_lost
         self.counts.n_stored_tokens += n - n_lost
 
-    def _missing(self, node: Node, start: int) -> list[tuple[int, int]]:
-        """The ranges of a node that are stored nowhere and reach beyond `start`.
+    def _missing(self, node: Node, first: int, start: int = 0) -> list[tuple[int, int]]:
+        """The ranges on the path of a node from `first` on that are stored nowhere and reach beyond `start`."""
+        return [each for each in self.tiers.missing(node.space, node.prefix(), first) if each[1] > start]
 
-        They are cut from the start of the node, so that they stay the same when its end is given up bit by bit.
-        """
-        ranges = self.segments.missing(node.space, node.prefix(), node.start)
-        return [(first, end) for first, end in ranges if end > start]
-
-    def _store(self, node: Node, start: int, most: int | None = None) -> int:
-        """Store what is missing of a node, unless RAM is too small for the whole path to its end; about how many
+    def _store(self, node: Node, ranges: Sequence[tuple[int, int]], most: int | None = None) -> int:
+        """Store ranges of the path of a node, unless RAM is too small for the whole path to its end; about how many
         tokens.
         """
         n_stored = 0
-        ranges = self._missing(node, start) if self.segments.capacity else []
         tokens = node.prefix()
-        if not ranges or not self.segments.fits(node.space, tokens, self.segments.missing(node.space, tokens, 0)):
+        if not ranges or not self.tiers.fits(node.space, tokens, self.tiers.missing(node.space, tokens, 0)):
             return 0
         source = next(self.tree.holders(node))
         for first, end in ranges:
             if most is not None and n_stored >= most:
                 break
-            segment = self.segments.add(node.space, tokens[: end * WIDTH], first)
+            segment = self.tiers.add(node.space, tokens[: end * WIDTH], first)
             self._note_discarded()
             self._operations.append(Save(segment.id, source, first, end, self._scratch))
             n_stored += end - first
         return n_stored
 
     def _note_discarded(self) -> None:
-        self._operations += map(Discard, self.segments.take_discarded())
+        self._operations += map(Discard, self.tiers.take_discarded())
 
     def _cut(self, seq: int, keep: int) -> None:
         super()._cut(seq, keep)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llamaslot.core.backend import Backend, Decoded, Operation, Run, Sampler, Status
+from llamaslot.core.disk import Job
 from llamaslot.core.request import Request
 
 
@@ -43,10 +44,12 @@ class StepPlan:
     """Requests that were sent back to the queue for it."""
     n_ahead: int = 0
     """Steps that may follow without a decision, each computing the tokens that the one before sampled."""
+    jobs: list[Job] = field(default_factory=list)
+    """What the disk has to do once the operations are done."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to do, or was anything changed that another plan may go on from."""
-        return bool(self.operations or self.work or self.preempted)
+        return bool(self.operations or self.work or self.preempted or self.jobs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,10 +49,13 @@ from llamaslot.base.messages import (
 )
 from llamaslot.core import report
 from llamaslot.core.backend import Backend, Tokens
+from llamaslot.core.disk import Disk
 from llamaslot.core.request import Request, RequestEvent, RequestState
 from llamaslot.core.scheduler import Broke, Sampled, Scheduler
 from llamaslot.core.settings import SchedulerSettings
+from llamaslot.core.shared import SharedLedger
 from llamaslot.core.step import StepPlan, StepResult
+from llamaslot.engine.disk import DiskWorker
 from llamaslot.engine.tokenizing import Tokenizer
 from llamaslot.engine.worker import Worker, model_thread
 from llamaslot.text.stream import TextStream
@@ -78,9 +81,9 @@ class Engine:
     Every method is called on the loop that `run` runs on; `run` ends the thread in the end. Prefill takes at most
     `gap_ms` milliseconds between two tokens of a stream. Idle prefixes keep at most `idle_cells` cells (None: all
     that nothing else needs), and leave it once `idle_life` prompt tokens are computed beside them (None: when their
-    cells are needed); what leaves the pool is stored in up to `ram_bytes` of the host's memory. With
-    `debug_invariants` the ledger is compared with the backend whenever nothing runs, and a difference ends the
-    engine.
+    cells are needed); what leaves the pool is stored in up to `ram_bytes` of the host's memory, and from there on
+    `disk`, if there is one. With `debug_invariants` the ledger is compared with the backend whenever nothing runs,
+    and a difference ends the engine.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Engine:
         idle_cells: int | None = None,
         idle_life: int | None = None,
         ram_bytes: int = 0,
+        disk: Disk | None = None,
         debug_invariants: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         thread: Executor | None = None,
@@ -111,6 +115,8 @@ class Engine:
                 idle_cells=idle_cells,
                 idle_life=idle_life,
                 ram_bytes=ram_bytes,
+                disk_bytes=disk.capacity if disk is not None else 0,
+                disk_first=disk.first_number if disk is not None else 0,
                 segment_size=info.segment_size,
                 prefill_us=cost.prefill_us if cost is not None else 0.0,
                 save_us=cost.first_save_us if cost is not None else 0.0,
@@ -124,6 +130,11 @@ class Engine:
         )
         self._tokenizer = Tokenizer(backend.vocab, info.n_ctx_slot)
         self._worker = Worker(backend, thread or model_thread(), clock, self._is_wanted)
+        self._disk: DiskWorker | None = None
+        ledger = self.scheduler.ledger
+        if disk is not None and self.scheduler.settings.stores and isinstance(ledger, SharedLedger):
+            ledger.tiers.restore(disk.records)
+            self._disk = DiskWorker(disk, backend, ledger, self._post)
         self._live: dict[str, _Live] = {}
         self._tokenizing: dict[str, asyncio.Future[Any]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
@@ -174,6 +185,8 @@ class Engine:
         finally:
             self._stopping = True
             self._worker.close()
+            if self._disk is not None:
+                self._disk.close()
             self._end_all(reason)
             self._tokenizer.close()
 
@@ -186,7 +199,7 @@ class Engine:
             if self._debug_invariants and not self._is_checked:
                 await self._check_invariants()
             if not self._inbox and not self._stopping:
-                await self._sleep(self.scheduler.tidies_at)
+                await self._sleep(self.scheduler.wakes_at)
             self._wake.clear()
             return
         self._is_checked = False
@@ -199,6 +212,8 @@ class Engine:
             await asyncio.wait_for(self._wake.wait(), seconds)
 
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
+        if self._disk is not None:
+            self._disk.start(plan.jobs)
         now = result.started + result.seconds
         for outcome in self.scheduler.commit(plan, result, now):
             if isinstance(outcome, Sampled):
@@ -403,7 +418,12 @@ class Engine:
         return report.state(question.request_id, self._cache_figures(), ledger, question.top, spell)
 
     def _clear_cache(self, command: ClearCache) -> None:
-        n_ram_tokens = self._cache_figures().ram_tokens
+        before = self._cache_figures()
         n_tokens = self.scheduler.ledger.clear_idle()
-        _log.info("cache.cleared", tokens=n_tokens, ram_tokens=n_ram_tokens)
-        self._answer(CacheCleared(command.request_id, n_tokens, n_ram_tokens))
+        _log.info("cache.cleared", tokens=n_tokens, ram_tokens=before.ram_tokens, disk_tokens=before.disk_tokens)
+        answer = CacheCleared(command.request_id, n_tokens, before.ram_tokens, before.disk_tokens)
+        if self._disk is None:
+            self._answer(answer)
+            return
+        self._disk.start(self.scheduler.ledger.take_jobs())
+        self._disk.when_written(lambda: self._answer(answer))

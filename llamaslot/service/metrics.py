@@ -12,6 +12,36 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 _RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 _RATES = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 500, 1000)
 
+_COUNTERS = {
+    "n_misses": ("llamaslot_prefix_cache_miss_requests", "Requests that reused nothing."),
+    "n_waits": ("llamaslot_prefix_cache_wait_requests", "Requests that waited for another one's prefix."),
+    "n_copied": ("llamaslot_prefix_cache_copied_tokens", "Tokens taken over from another sequence."),
+    "n_evicted": ("llamaslot_prefix_cache_evicted_tokens", "Tokens given up because room was needed."),
+    "n_stored": ("llamaslot_prefix_cache_stored_tokens", "Tokens that left the pool for RAM."),
+    "n_loaded": ("llamaslot_prefix_cache_loaded_tokens", "Tokens that came back from RAM."),
+    "n_written": ("llamaslot_disk_written_tokens", "Tokens that were written to disk."),
+    "n_read": ("llamaslot_disk_read_tokens", "Tokens that were read from disk."),
+    "n_bad": ("llamaslot_disk_bad_files", "Files that were not as they were written."),
+    "n_lost_paths": ("llamaslot_prefix_cache_lost_paths", "Idle paths given up for want of a sequence id."),
+    "n_preempted": ("llamaslot_preemptions", "Times that a running request went back to the queue."),
+}
+_GAUGES = {
+    "cells_total": ("llamaslot_cells", "Cells of the KV pool."),
+    "cells_used": ("llamaslot_cells_used", "Cells of the KV pool that hold a token."),
+    "cells_idle": ("llamaslot_cells_idle", "Cells that only idle prefixes use."),
+    "cells_pinned": ("llamaslot_cells_pinned", "Cells that running requests use."),
+    "ram_total": ("llamaslot_ram_bytes", "Bytes of RAM that stored prefixes may take."),
+    "ram_used": ("llamaslot_ram_used_bytes", "Bytes of RAM that stored prefixes take."),
+    "ram_tokens": ("llamaslot_ram_tokens", "Tokens of the prefixes that are stored in RAM."),
+    "ram_segments": ("llamaslot_ram_segments", "Segments that are stored in RAM."),
+    "disk_total": ("llamaslot_disk_bytes", "Bytes of disk that stored prefixes may take."),
+    "disk_used": ("llamaslot_disk_used_bytes", "Bytes of disk that stored prefixes take."),
+    "disk_tokens": ("llamaslot_disk_tokens", "Tokens of the prefixes that are stored on disk."),
+    "disk_segments": ("llamaslot_disk_segments", "Segments that are stored on disk."),
+    "seqs_used": ("llamaslot_sequences_used", "Sequence ids that hold something."),
+}
+"""Names and texts of what is one of the `CacheFigures`."""
+
 
 class Metrics:
     """One server's metrics in a registry of their own."""
@@ -45,26 +75,9 @@ class Metrics:
         )
         self._same_slot, self._cross_slot = hits.labels("same_slot"), hits.labels("cross_slot")
         self._from_ram = hits.labels("from_ram")
-        self._misses = counter("llamaslot_prefix_cache_miss_requests", "Requests that reused nothing.")
-        self._waits = counter(
-            "llamaslot_prefix_cache_wait_requests", "Requests that waited for another one's prefix."
-        )
-        self._copied = counter("llamaslot_prefix_cache_copied_tokens", "Tokens taken over from another sequence.")
-        self._evicted = counter("llamaslot_prefix_cache_evicted_tokens", "Tokens given up because room was needed.")
-        self._stored = counter("llamaslot_prefix_cache_stored_tokens", "Tokens that left the pool for RAM.")
-        self._loaded = counter("llamaslot_prefix_cache_loaded_tokens", "Tokens that came back from RAM.")
-        self._lost = counter("llamaslot_prefix_cache_lost_paths", "Idle paths given up for want of a sequence id.")
-        self._preemptions = counter("llamaslot_preemptions", "Times that a running request went back to the queue.")
-        self._cells = gauge("llamaslot_cells", "Cells of the KV pool.")
-        self._cells_used = gauge("llamaslot_cells_used", "Cells of the KV pool that hold a token.")
-        self._cells_idle = gauge("llamaslot_cells_idle", "Cells that only idle prefixes use.")
-        self._cells_pinned = gauge("llamaslot_cells_pinned", "Cells that running requests use.")
-        self._ram = gauge("llamaslot_ram_bytes", "Bytes of RAM that stored prefixes may take.")
-        self._ram_used = gauge("llamaslot_ram_used_bytes", "Bytes of RAM that stored prefixes take.")
-        self._ram_tokens = gauge("llamaslot_ram_tokens", "Tokens of the prefixes that are stored in RAM.")
-        self._ram_segments = gauge("llamaslot_ram_segments", "Segments that are stored in RAM.")
         self._seqs = gauge("llamaslot_sequences", "Sequence ids, the slots' and the reserved ones.")
-        self._seqs_used = gauge("llamaslot_sequences_used", "Sequence ids that hold something.")
+        self._cache_counters = {field: counter(*words) for field, words in _COUNTERS.items()}
+        self._cache_gauges = {field: gauge(*words) for field, words in _GAUGES.items()}
         self._queue_time = self._histogram("llamaslot_queue_seconds", "Time until a request got a slot.", _SECONDS)
         self._ttft = self._histogram("llamaslot_ttft_seconds", "Time until a request's first token.", _SECONDS)
         self._duration = self._histogram("llamaslot_request_seconds", "Time until the last token.", _SECONDS)
@@ -117,31 +130,15 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _show(self, cache: CacheFigures) -> None:
-        for counter, total in (
-            (self._same_slot, cache.n_hits - cache.n_cross_slot - cache.n_from_ram),
-            (self._from_ram, cache.n_from_ram),
-            (self._cross_slot, cache.n_cross_slot),
-            (self._misses, cache.n_misses),
-            (self._waits, cache.n_waits),
-            (self._copied, cache.n_copied),
-            (self._evicted, cache.n_evicted),
-            (self._stored, cache.n_stored),
-            (self._loaded, cache.n_loaded),
-            (self._lost, cache.n_lost_paths),
-            (self._preemptions, cache.n_preempted),
-        ):
-            self._raise(counter, total)
+        self._raise(self._same_slot, cache.n_hits - cache.n_cross_slot - cache.n_from_ram)
+        self._raise(self._cross_slot, cache.n_cross_slot)
+        self._raise(self._from_ram, cache.n_from_ram)
+        for field, counter in self._cache_counters.items():
+            self._raise(counter, getattr(cache, field))
+        for field, gauge in self._cache_gauges.items():
+            gauge.set(getattr(cache, field))
         self._hit_rate.set(_ratio(cache.n_matched, cache.n_prompt))
-        self._cells.set(cache.cells_total)
-        self._cells_used.set(cache.cells_used)
-        self._cells_idle.set(cache.cells_idle)
-        self._cells_pinned.set(cache.cells_pinned)
-        self._ram.set(cache.ram_total)
-        self._ram_used.set(cache.ram_used)
-        self._ram_tokens.set(cache.ram_tokens)
-        self._ram_segments.set(cache.ram_segments)
         self._seqs.set(cache.seqs_slots + cache.seqs_reserved)
-        self._seqs_used.set(cache.seqs_used)
 
     def _raise(self, counter: Counter, total: int) -> None:
         """Bring a counter to what the engine has counted."""

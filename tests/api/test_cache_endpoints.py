@@ -45,6 +45,7 @@ async def test_an_empty_cache(start: Any) -> None:
         "tokens_pinned": 0,
         "cells": {"total": 4096, "used": 0, "idle": 0, "pinned": 0, "free": 4096},
         "ram": {"total_bytes": 0, "used_bytes": 0, "tokens": 0, "segments": 0},
+        "disk": {"total_bytes": 0, "used_bytes": 0, "tokens": 0, "segments": 0, "bad_files": 0},
         "sequences": {"slots": 4, "reserved": 8, "used": 0, "total": 14},
         "requests": {
             "hits": 0,
@@ -60,6 +61,8 @@ async def test_an_empty_cache(start: Any) -> None:
         "evicted_tokens": 0,
         "stored_tokens": 0,
         "loaded_tokens": 0,
+        "written_tokens": 0,
+        "read_tokens": 0,
         "parked_paths": 0,
         "lost_paths": 0,
         "preemptions": 0,
@@ -188,7 +191,11 @@ async def test_clearing_forgets_what_is_idle_and_leaves_what_runs(start: Any) ->
     await server.state_where(lambda state: any(slot.n_generated > 2 for slot in state.slots))
     idle = (await cache(server))["cells"]["idle"]
     assert idle > 0
-    assert await server.ok("/cache/clear", None) == {"cleared_tokens": idle, "cleared_ram_tokens": 0}
+    assert await server.ok("/cache/clear", None) == {
+        "cleared_tokens": idle,
+        "cleared_ram_tokens": 0,
+        "cleared_disk_tokens": 0,
+    }
     state = await cache(server)
     assert not running.done()
     assert (state["cells"]["idle"], state["evicted_tokens"]) == (0, 0)

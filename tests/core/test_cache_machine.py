@@ -21,14 +21,18 @@ from llamaslot.backend.fake import EOS, FakeBackend, FakeSampler
 from llamaslot.base.messages import Sampling, Submit
 from llamaslot.base.model import SegmentSize
 from llamaslot.core import admission, repacking
+from llamaslot.core import tiers as tiers_module
 from llamaslot.core.admission import PATIENCE
-from llamaslot.core.backend import Backend, CopyStream, Load, Move, Remove, Run, Sampler, Save, Status
+from llamaslot.core.backend import Backend, CopyStream, Load, Move, Remove, Run, Sampler, Save, State, Status
+from llamaslot.core.disk import Job, Read, Write
 from llamaslot.core.request import Request, RequestState
 from llamaslot.core.scheduler import Broke, Sampled, Scheduler
 from llamaslot.core.settings import SchedulerSettings
 from llamaslot.core.shared import SharedLedger
 from llamaslot.core.step import StepPlan, StepResult, apply, following
+from llamaslot.core.tiers import Tiers
 from tests.conftest import LONG
+from tests.fake_disk import Files
 from tests.recorder import Failure, Recorder
 
 LETTERS = 97, 98
@@ -53,7 +57,9 @@ class Shape:
     idle_cells: int | None
     idle_life: int | None
     ram: float
-    """What may be stored, in tokens of the pool; 0 for nothing."""
+    """What may be stored, in pools; 0 for nothing."""
+    disk: float
+    """What may be on disk, in pools; 0 without one."""
     eos_every: int
 
     @property
@@ -141,7 +147,8 @@ class CacheMachine(RuleBasedStateMachine):
         batch=st.floats(0, 1),
         idle_cells=st.sampled_from([None, None, 0, 16]),
         idle_life=st.sampled_from([None, None, 1, 12, 40]),
-        ram=st.sampled_from([0, 0, 0.4, 1, 10, 10]),
+        ram=st.sampled_from([0, 0.2, 0.4, 1, 10, 10]),
+        disk=st.sampled_from([0, 1, 10, 10]),
         load_us=st.sampled_from([0, 0, 2e4]),
         eos_every=st.sampled_from([6, 12, 10**9]),
         n_expected=st.sampled_from([1, 1, 2, 64]),
@@ -157,6 +164,7 @@ class CacheMachine(RuleBasedStateMachine):
         idle_cells: int | None,
         idle_life: int | None,
         ram: float,
+        disk: float,
         load_us: float,
         eos_every: int,
         n_expected: int,
@@ -164,6 +172,7 @@ class CacheMachine(RuleBasedStateMachine):
         # Small pools are outgrown only by requests of which less is expected, and repacked in smaller blocks.
         self.patches = [
             mock.patch.object(admission, "_LEAST_EXPECTED", n_expected),
+            mock.patch.object(tiers_module, "OPEN_SECONDS", 0.005),
             mock.patch.object(repacking, "_PADDING", self.padding),
             mock.patch.object(repacking, "_BLOCK", self.padding),
             mock.patch.object(repacking, "_SCATTER", 1),
@@ -177,12 +186,18 @@ class CacheMachine(RuleBasedStateMachine):
         n_ubatch = int(self.ubatches[0] + batch * (self.ubatches[1] - self.ubatches[0]))
         n_reserved = n_reserved if name in ("shared", "copied partitions") else 0
         ram = ram if name == "shared" else 0
-        shape = Shape(name, n_slots, n_reserved, n_ctx, n_ubatch, idle_cells, idle_life, ram, eos_every)
+        disk = disk if ram else 0
+        shape = Shape(name, n_slots, n_reserved, n_ctx, n_ubatch, idle_cells, idle_life, ram, disk, eos_every)
         self.shape = shape
         self.backend = Recorder(self.new_backend(shape))
         info = self.backend.info
         self.n_ctx_slot = info.n_ctx_slot
         self.ram_bytes = self.size_of(int(ram * n_ctx))
+        self.disk_bytes = self.size_of(int(disk * n_ctx))
+        self.files = Files()
+        self.states: dict[int, State] = {}
+        """What the files hold."""
+        self.unreadable: set[int] = set()
         self.scheduler = Scheduler(
             SchedulerSettings(
                 n_slots=info.n_slots,
@@ -193,6 +208,8 @@ class CacheMachine(RuleBasedStateMachine):
                 idle_cells=idle_cells,
                 idle_life=idle_life,
                 ram_bytes=self.ram_bytes,
+                disk_bytes=self.disk_bytes,
+                store_ms=0.0,
                 segment_size=info.segment_size,
                 segment_tokens=self.largest,
                 rest_ms=0.0,
@@ -320,16 +337,18 @@ class CacheMachine(RuleBasedStateMachine):
     def fail_next(self, status: Status, n_applied: int, loses: bool) -> None:
         self.backend.failure = Failure(status, n_applied * self.stretch, loses)
 
-    @rule(n=st.integers(5, 15), n_ahead=st.integers(0, 3))
-    def go_on(self, n: int, n_ahead: int) -> None:
-        self.step(n, n_ahead, is_late=False)
+    @rule(n=st.integers(5, 15), n_ahead=st.integers(0, 3), n_jobs=st.integers(0, 2))
+    def go_on(self, n: int, n_ahead: int, n_jobs: int) -> None:
+        self.step(n, n_ahead, is_late=False, n_jobs=n_jobs)
 
-    @rule(n=st.integers(1, 4), n_ahead=st.integers(0, 3), is_late=st.booleans())
-    def step(self, n: int, n_ahead: int, is_late: bool) -> None:
+    @rule(n=st.integers(1, 4), n_ahead=st.integers(0, 3), is_late=st.booleans(), n_jobs=st.integers(0, 2))
+    def step(self, n: int, n_ahead: int, is_late: bool, n_jobs: int) -> None:
         """So many plans, each with at most `n_ahead` steps ahead, committed as they come or all at the end."""
         self.is_sound = False
         for _ in range(n):
             plan = self.plan()
+            if self.shape.disk:
+                self.let_the_disk_work(n_jobs, n_jobs, True, "good")
             done = [(plan, self.apply(plan))]
             while len(done) <= n_ahead:
                 if not is_late:
@@ -344,6 +363,47 @@ class CacheMachine(RuleBasedStateMachine):
             if self.scheduler.ledger.is_settled:
                 self.check_agreement()
         self.is_sound = True
+
+    @precondition(lambda self: self.files.writes or self.files.reads)
+    @rule(
+        n_writes=st.integers(0, 9), n_reads=st.integers(0, 3), is_written=st.sampled_from([True] * 9 + [False]),
+        answer=st.sampled_from(["good"] * 9 + ["not now", "bad"]),
+    )  # fmt: skip
+    def let_the_disk_work(self, n_writes: int, n_reads: int, is_written: bool, answer: str) -> None:
+        tiers = self.tiers
+        for _ in range(min(n_writes, len(self.files.writes))):
+            job = self.files.next_change(is_good=is_written)
+            if job is not None:
+                tiers.was_written(job.record.number, is_good=is_written)
+                COUNTS["written"] += is_written
+        for _ in range(min(n_reads, len(self.files.reads))):
+            number = self.files.reads.pop(0)
+            if answer == "good" and number in self.files.records:
+                positions = self.scheduler.ledger.was_read(number, 1e-6)
+                if positions is not None:
+                    self.backend.put(number, positions.start, positions.stop, self.states[number])
+                    COUNTS["read"] += 1
+            elif answer == "not now":
+                self.unreadable |= {segment.id for segment in tiers.reading if segment.id == number}
+                tiers.was_not_read(number)
+            else:
+                tiers.was_bad(number)
+        self.take_jobs(self.scheduler.ledger.take_jobs())
+
+    def take_jobs(self, jobs: list[Job]) -> None:
+        self.files.take(jobs)
+        for job in jobs:
+            COUNTS["readings"] += isinstance(job, Read)
+            if isinstance(job, Write):
+                number = job.record.number
+                self.states[number] = self.backend.stored(number)
+                stored = self.backend.saved[number]
+                assert not stored.space.startswith("private"), "a private prefix is written"
+
+    @property
+    def tiers(self) -> Tiers:
+        assert isinstance(self.scheduler.ledger, SharedLedger)
+        return self.scheduler.ledger.tiers
 
     def size_of(self, n_tokens: int) -> int:
         """Bytes of a segment; nothing takes none."""
@@ -364,6 +424,7 @@ class CacheMachine(RuleBasedStateMachine):
                 COUNTS["moves"] += 1
                 COUNTS["moves while idle"] += not self.living
         apply(replace(plan, work=[]), self.backend, lambda: self.now)
+        self.take_jobs(plan.jobs)
         for asked in admitted:
             asked.n_start = self.n_known(asked)
             asked.promise = self.backend.named(asked.space, asked.known)
@@ -379,7 +440,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.check_losses(before, plan)
         self.check_work(plan, was_suspected)
         self.is_recovering, self.shaken = False, set()
-        return replace(plan, operations=[])
+        return replace(plan, operations=[], jobs=[])
 
     def note_places(self, plan: StepPlan) -> list[Asked]:
         """Who runs where from now on; those who came to run are returned."""
@@ -472,7 +533,8 @@ class CacheMachine(RuleBasedStateMachine):
             for seq in range(backend.n_seqs):
                 assert ledger.cells.cells(seq).tolist() == backend.inner.cells_of(seq), "cells lie elsewhere"
             assert ledger.cells.high_water == backend.inner.high_water
-            assert len(ledger.segments) == len(backend.segments)
+            at_hand = {segment.id for segment in ledger.tiers.ram if ledger.tiers.is_at_hand(segment)}
+            assert at_hand == backend.segments.keys()
         for seq, held in enumerate(backend.held):
             assert ledger.tree.tokens(seq).tolist() == held.tokens, seq
             assert ledger.length(seq) == len(held)
@@ -513,7 +575,8 @@ class CacheMachine(RuleBasedStateMachine):
             assert len(self.backend.cells) == len(self.backend.prefixes()), "computed twice and kept twice"
             budget, idle = self.shape.idle_cells, self.idle
             assert budget is None or len(idle) <= budget, "more idle cells than allowed"
-            pending = [len(asked.known) - len(held[asked.slot]) for asked in self.running]
+            ready = [self.find(work.request) for work in plan.work]
+            pending = [len(asked.known) - len(held[asked.slot]) for asked in ready]
             n_pending = sum(n for n in pending if n > 1)
             if self.shape.idle_life is not None and self.shape.ram and n_pending:
                 for node in self.scheduler.ledger.tree.nodes():
@@ -544,7 +607,7 @@ class CacheMachine(RuleBasedStateMachine):
         COUNTS["loads"] += sum(isinstance(each, Load) for each in plan.operations)
         COUNTS["saves"] += sum(isinstance(each, Save) for each in plan.operations)
         n_pinned = len(self.backend.prefixes(asked.slot for asked in self.running))
-        is_full = self.backend.info.n_ctx - n_pinned < self.largest
+        is_full = self.backend.info.n_ctx - n_pinned < self.largest or (self.shape.disk and self.shape.ram < 10)
         for work in plan.work:
             asked = self.find(work.request)
             if self.shape.shares and len(asked.known) - work.run.start > 1:
@@ -569,7 +632,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert asked.n_start == 0 or asked.submit.group
             running = [other for other in self.running if other not in admitted]
             # A RAM that is too small may lose what was known when they were admitted.
-            is_lossy = 0 < self.shape.ram < 10
+            is_lossy = 0 < self.shape.ram < 10 or self.unreadable or 0 < self.shape.disk < 10
             waits = self.waits(asked, asked.n_start, running)
             assert not waits or is_lossy, "computed side by side with its leader"
             for other in admitted[: admitted.index(asked)]:
@@ -668,7 +731,7 @@ class CacheMachine(RuleBasedStateMachine):
         COUNTS["losses"] += 1
         if self.shape.ram:
             n_bytes = sum(self.size_of(len(segment.tokens)) for segment in self.backend.segments.values())
-            is_full = self.ram_bytes - n_bytes < 2 * self.size_of(self.largest)
+            is_full = self.ram_bytes - n_bytes < 2 * self.size_of(self.largest) or 0 < self.shape.disk < 10
             # A RAM of a pool or less has no room for the longest prefixes.
             assert is_full or self.shape.ram < 10, "lost while there is room in RAM"
             COUNTS["losses for RAM"] += 1
@@ -697,7 +760,8 @@ class CacheMachine(RuleBasedStateMachine):
                 assert not is_stream or asked in workers, "a stream was held up"
         assert sum(len(work.run.tokens) for work in plan.work) <= self.backend.info.n_ubatch
         is_loading = any(isinstance(each, Load) for each in plan.operations)
-        assert plan.work or plan.preempted or is_loading or not self.living, "nothing is done"
+        is_reading = any(asked.slot >= 0 for asked in self.living) and self.files.reads
+        assert plan.work or plan.preempted or is_loading or is_reading or not self.living, "nothing is done"
 
     def check_run(self, asked: Asked, run: Run) -> None:
         held = self.backend.held[run.seq]
@@ -736,7 +800,7 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(4000):
             if not self.living:
                 break
-            self.step(1, 0, False)
+            self.step(1, 0, False, n_jobs=3)
         assert not self.living, "somebody never ended"
         self.check_samplers()
         self.backend.close()
@@ -760,8 +824,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @property
     def stored(self) -> set[int]:
-        """Prefixes whose last token is stored."""
-        return {prefix for segment in self.backend.segments.values() for prefix in segment.prefixes}
+        """Prefixes whose last token is stored, and can be loaded by and by."""
+        on_disk = [self.backend.saved[number] for number in self.files.kept - self.unreadable]
+        return {prefix for each in (*self.backend.segments.values(), *on_disk) for prefix in each.prefixes}
 
     def n_known(self, asked: Asked) -> int:
         """Tokens of a request that need not be computed."""
@@ -788,7 +853,8 @@ class Before:
         self.running = {asked: list(held[asked.slot].prefixes) for asked in machine.running}
         self.fresh = {asked for asked in machine.living if asked.slot < 0 and not asked.has_started}
         self.held = [(each.space, set(each.prefixes)) for each in held]
-        self.held += [(each.space, set(each.prefixes)) for each in machine.backend.segments.values()]
+        stored = [*machine.backend.segments.values(), *map(machine.backend.saved.get, machine.files.kept)]
+        self.held += [(each.space, set(each.prefixes)) for each in stored]
 
     def prefixes_in(self, spaces: set[str]) -> set[int]:
         """What was held, in these namespaces or for everybody."""

@@ -18,6 +18,7 @@ from llamaslot.core.node import packed
 from llamaslot.core.request import Request, RequestState
 from llamaslot.core.scheduler import Broke, Sampled, Scheduler
 from llamaslot.core.settings import SchedulerSettings
+from llamaslot.core.spaces import salted
 from llamaslot.core.step import StepPlan, apply
 from tests.pool import check_pool
 
@@ -134,12 +135,12 @@ class Driver:
 
     def match(self, prompt: str) -> int:
         """Tokens of a prompt that are in the pool."""
-        return self.scheduler.ledger.tree.match("salt ", packed(as_tokens(prompt))).n
+        return self.scheduler.ledger.tree.match(salted(""), packed(as_tokens(prompt))).n
 
     def holders(self, prompt: str) -> list[int]:
         """The sequences that hold all tokens of a prompt."""
         tokens = packed(as_tokens(prompt))
-        match = self.scheduler.ledger.tree.match("salt ", tokens)
+        match = self.scheduler.ledger.tree.match(salted(""), tokens)
         return list(self.scheduler.ledger.tree.holders(match.node)) if match.n == len(prompt) else []
 
     def held(self, request: Request) -> int:

@@ -28,6 +28,7 @@ from llamaslot.base.messages import (
     TokensPart,
 )
 from llamaslot.core.backend import Decoded, Run, Status
+from llamaslot.core.spaces import salted
 from llamaslot.core.tree import Tree
 from llamaslot.engine.engine import Engine
 from tests.engine.harness import GREEDY, Harness, alone, running
@@ -84,7 +85,7 @@ async def test_cache_prompt_off_neither_reads_nor_feeds() -> None:
         after = finished(await engine.submit("4", "one more private", add_special=False))
         assert after.progress.n_cached == 0
         tree = engine.engine.scheduler.ledger.tree
-        assert {node.space for node in tree.nodes()} == {"salt "}
+        assert {node.space for node in tree.nodes()} == {salted("")}
 
 
 async def test_an_empty_slot_is_taken_before_a_slot_is_cut_in_half() -> None:

@@ -193,11 +193,11 @@ async def test_fifty_conversations_on_one_prefix_are_stored_once(
         for _ in range(50):
             await asking.ask_all([system + words(40)])
         await asking.ask_all([words(100)])
-        segments = asking.engine.engine.scheduler.ledger.segments
+        segments = asking.engine.engine.scheduler.ledger.tiers
         each = asking.engine.backend.info.segment_size.per_token
-        print(f"{segments.n_bytes:,} bytes for {each * segments.n_tokens:,} of distinct tokens")
-        assert segments.n_tokens >= 3500 + 50 * 40
-        assert segments.n_bytes <= 1.05 * each * asking.n_distinct
+        print(f"{segments.ram.n_bytes:,} bytes for {each * segments.ram.n_tokens:,} of distinct tokens")
+        assert segments.ram.n_tokens >= 3500 + 50 * 40
+        assert segments.ram.n_bytes <= 1.05 * each * asking.n_distinct
 
 
 async def test_twenty_conversations_over_four_slots_and_sixteen_ids_find_their_whole_history(

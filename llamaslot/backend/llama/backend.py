@@ -13,7 +13,14 @@ import numpy as np
 import psutil
 
 from llamaslot.backend.llama import costs, library, sizing
-from llamaslot.backend.llama.loading import load_model, make_context, metadata, why_not_reusable
+from llamaslot.backend.llama.loading import (
+    kv_facts,
+    load_model,
+    make_context,
+    metadata,
+    parts,
+    why_not_reusable,
+)
 from llamaslot.backend.llama.sampler import LlamaSampler, Logits
 from llamaslot.backend.llama.segments import SegmentStore
 from llamaslot.backend.llama.settings import LlamaSettings, sequences
@@ -35,6 +42,7 @@ from llamaslot.core.backend import (
     Sampler,
     Save,
     Share,
+    State,
     Status,
     Tokens,
     check_operation,
@@ -107,6 +115,17 @@ class LlamaBackend:
                 self._lengths[dst] = end
             case Discard(segment):
                 self._segments.discard(segment)
+
+    def stored(self, segment: int) -> State | None:
+        """See `Backend.stored`."""
+        return self._segments.state(segment)
+
+    def put(self, segment: int, start: int, end: int, state: State) -> None:
+        """See `Backend.put`."""
+        size = self.info.segment_size
+        if size is None or len(state) != size.of(end - start):
+            raise ValueError(f"{len(state)} bytes are not {end - start} tokens")
+        self._segments.put(segment, range(start, end), state)
 
     def seq_len(self, seq: int) -> int:
         """See `Backend.seq_len`; asks llama.cpp, and corrects this room's record by the answer."""
@@ -194,6 +213,8 @@ class LlamaBackend:
             n_ubatch=llama_cpp.llama_n_ubatch(context),
             unified=settings.unified,
             flash_attn=flash_attn,
+            kv_facts=kv_facts(model, context, settings, flash_attn=flash_attn),
+            kv_files=tuple(map(str, (*parts(settings.model), library.path()))),
             sizing=size,
             cache_type_k=settings.cache_type_k,
             cache_type_v=settings.cache_type_v,

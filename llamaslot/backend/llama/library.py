@@ -58,6 +58,11 @@ def watched() -> Iterator[tuple[deque[str], deque[str]]]:
         _watching.pop()
 
 
+def path() -> str:
+    """The file that the library was loaded from."""
+    return str(llama_cpp.llama_cpp._lib._name)
+
+
 def devices() -> list[str]:
     """The GPUs that the library sees, by the names that their drivers give."""
     found = []

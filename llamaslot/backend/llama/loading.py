@@ -64,6 +64,30 @@ def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) ->
     return model, n_mapped
 
 
+def parts(path: Path) -> list[Path]:
+    """All files of a model, of which the first is given; llama.cpp finds the others by their names."""
+    found = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
+    if found is None:
+        return [path]
+    name, n_parts = found[1], int(found[2])
+    return [path.with_name(f"{name}-{i:05}-of-{n_parts:05}.gguf") for i in range(1, n_parts + 1)]
+
+
+def kv_facts(model: Any, context: Any, settings: LlamaSettings, *, flash_attn: bool) -> str:
+    """See `ModelInfo.kv_facts`. How positions are turned depends on the context where a model has two ways."""
+    architecture = metadata(model, "general.architecture")
+    n_short = metadata(model, f"{architecture}.rope.scaling.original_context_length")
+    n_ctx_short = int(n_short) if n_short.isdecimal() else llama_cpp.llama_model_n_ctx_train(model)
+    facts = {
+        "llama-cpp-python": llama_cpp.__version__,
+        "types": f"{settings.cache_type_k}/{settings.cache_type_v}",
+        "flash attention": flash_attn,
+        "one pool": settings.unified,
+        "long positions": llama_cpp.llama_n_ctx_seq(context) > n_ctx_short,
+    }
+    return "; ".join(f"{name}: {value}" for name, value in facts.items())
+
+
 def check_file(path: Path) -> None:
     """Refuse what is not a readable GGUF file."""
     try:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import llama_cpp
 import numpy as np
-import numpy.typing as npt
 
-from llamaslot.core.backend import IllegalCallError, Load, Move, Save
-
-_State: TypeAlias = npt.NDArray[np.uint8]
+from llamaslot.core.backend import IllegalCallError, Load, Move, Save, State
 
 
 class SegmentStore:
@@ -27,18 +24,27 @@ class SegmentStore:
         """What is stored."""
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
-        self._states: dict[int, _State] = {}
+        self._states: dict[int, State] = {}
 
     def n_bytes(self, seq: int) -> int:
         """Size of what a sequence holds, once it is saved."""
         n_bytes: int = llama_cpp.llama_state_seq_get_size(self._context, seq)
         return n_bytes
 
+    def state(self, segment: int) -> State | None:
+        """See `Backend.stored`."""
+        return self._states.get(segment)
+
+    def put(self, segment: int, positions: range, state: State) -> None:
+        """See `Backend.put`."""
+        self._states[segment] = state
+        self.positions[segment] = positions
+
     def save(self, operation: Save) -> None:
         """See `Save`."""
         start, end = operation.start, operation.end
-        self._states[operation.segment] = self._saved(operation.src, start, end, operation.scratch)
-        self.positions[operation.segment] = range(start, end)
+        state = self._saved(operation.src, start, end, operation.scratch)
+        self.put(operation.segment, range(start, end), state)
 
     def load(self, operation: Load) -> None:
         """See `Load`; raises `IllegalCallError` where the pool has no room for the whole segment."""
@@ -58,7 +64,7 @@ class SegmentStore:
         for piece, state in zip(move.pieces, saved, strict=True):
             self._load(state, move.scratch, piece.holders, piece.start, piece.end)
 
-    def _saved(self, src: int, start: int, end: int, scratch: int) -> _State:
+    def _saved(self, src: int, start: int, end: int, scratch: int) -> State:
         llama_cpp.llama_memory_seq_cp(self._memory, src, scratch, start, end)
         try:
             state = np.empty(self.n_bytes(scratch), dtype=np.uint8)
@@ -69,7 +75,7 @@ class SegmentStore:
             raise IllegalCallError(f"[{start}, {end}) of sequence {src}: llama.cpp could not save it")
         return state
 
-    def _load(self, state: _State, scratch: int, holders: Iterable[int], start: int, end: int) -> None:
+    def _load(self, state: State, scratch: int, holders: Iterable[int], start: int, end: int) -> None:
         """Let the holders see `[start, end)` of what was saved."""
         if llama_cpp.llama_state_seq_set_data(self._context, _bytes(state), len(state), scratch) != len(state):
             raise IllegalCallError(f"[{start}, {end}) for {holders}: llama.cpp could not load what it saved")
@@ -78,5 +84,5 @@ class SegmentStore:
         llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
 
 
-def _bytes(state: _State) -> Any:
+def _bytes(state: State) -> Any:
     return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

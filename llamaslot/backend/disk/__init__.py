@@ -1,0 +1,5 @@
+"""Segments on a disk: files with their checksums, an index, and the lock that keeps a second server out."""
+
+from llamaslot.backend.disk.store import DiskStore
+
+__all__ = ["DiskStore"]

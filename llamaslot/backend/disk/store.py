@@ -1,0 +1,247 @@
+"""A folder of segments that outlives the server: `Disk` on files.
+
+    lock            held by the one server that uses the folder
+    index.sqlite    which segments there are, on which paths
+    segments/       their KV, a file each
+    bad/            what was not as it was written, the last few of it
+
+A file comes before its row and goes after it, so a row without a file means that somebody took the file, and a file
+without a row is left over from a server that was killed: both are forgotten when the folder is opened. What was
+stored with another model, or another way to run it, stays as long as there is room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+import xxhash
+
+from llamaslot.backend.disk import files
+from llamaslot.backend.disk.files import BadFileError
+from llamaslot.backend.disk.index import Index, Row
+from llamaslot.base.errors import ConfigError
+from llamaslot.core.backend import State
+from llamaslot.core.disk import BadSegmentError, Record
+
+_FLAG = "--cache-disk"
+_MOST_BAD = 8
+"""Files to keep that were not as they were written."""
+_CHUNK = 2**24
+
+_log = structlog.get_logger(__name__)
+
+
+class DiskStore:
+    """See `Disk`. First `weigh` the model's files, then `open` with a key made of that."""
+
+    def __init__(self, folder: Path, capacity: int = 0) -> None:
+        """Raises `ConfigError` where the folder cannot be used, or another server uses it."""
+        self.folder = folder
+        self.capacity = capacity
+        self.records: list[Record] = []
+        self.first_number = 0
+        self.n_bad = 0
+        """Files that were not as they were written."""
+        self._segments = folder / "segments"
+        self._bad = folder / "bad"
+        self._rows: dict[int, Row] = {}
+        """What this model stored; the reading thread only looks single ones up."""
+        self._others: dict[int, Row] = {}
+        """What was stored with other keys, the least recently used first."""
+        self.n_bytes = 0
+        """Of all of them."""
+        self._key = b""
+        try:
+            for each in (folder, self._segments, self._bad):
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = _locked(folder / "lock")
+            try:
+                self._index = self._opened_index()
+            except BaseException:
+                os.close(self._lock)
+                raise
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"{_FLAG} {folder} cannot be used: {error}", param=_FLAG) from None
+
+    def weigh(self, paths: Sequence[Path]) -> bytes:
+        """A digest of these files, remembered until one of them changes; reads them whole the first time."""
+        digest = xxhash.xxh3_128()
+        for path in paths:
+            about = path.stat()
+            stat = f"{about.st_size} {about.st_mtime_ns} {about.st_ino}"
+            name = str(path.resolve())
+            known = self._index.digest(name, stat)
+            if known is None:
+                _log.info("disk.weighing", path=name, mib=round(about.st_size / 2**20))
+                known = _digest(path)
+                self._index.note_digest(name, stat, known)
+            digest.update(known)
+        return digest.digest()
+
+    def open(self, key: bytes) -> None:
+        """Find out what is stored under a key of `files.KEY_BYTES`, and drop what is not whole.
+
+        Raises `OSError`.
+        """
+        self._key = key
+        try:
+            rows = self._index.rows()
+        except sqlite3.Error as error:
+            self._index.close()
+            self._set_index_aside(error)
+            self._index = Index(self._index_path)
+            rows = []
+        sizes = {each.name: each.stat().st_size for each in self._segments.iterdir()}
+        lost = []
+        for row in rows:
+            record = row.record
+            self.first_number = max(self.first_number, record.number + 1)
+            if sizes.pop(_name(record.number), None) != files.size(record.n_bytes):
+                lost.append(record.number)
+            else:
+                self.n_bytes += record.n_bytes
+                (self._rows if row.key == key else self._others)[record.number] = row
+        self.records = [row.record for row in self._rows.values()]
+        self.erase(lost)
+        for name in sizes:
+            (self._segments / name).unlink()
+        if lost or sizes:
+            _log.info("disk.tidied", rows_without_file=len(lost), files_without_row=len(sizes))
+
+    def write(self, record: Record, state: State) -> bool:
+        """See `Disk.write`."""
+        path = self._path(record.number)
+        try:
+            self._make_room(record.n_bytes)
+            row = Row(record, self._key, files.write(path, self._key, record.path, state))
+            try:
+                self._index.add(row)
+            except sqlite3.Error:
+                path.unlink()
+                raise
+        except (OSError, sqlite3.Error) as error:
+            _log.warning("disk.write_failed", segment=record.number, error=str(error))
+            return False
+        self._rows[record.number] = row
+        self.n_bytes += record.n_bytes
+        return True
+
+    def read(self, number: int) -> State | None:
+        """See `Disk.read`; a file that is not as it was written is moved aside."""
+        row = self._rows.get(number)
+        if row is None:
+            raise BadSegmentError(f"segment {number} is not here")
+        record, path = row.record, self._path(number)
+        try:
+            return files.read(path, self._key, record.path, record.n_bytes, row.checksum)
+        except BadFileError as error:
+            self.n_bad += 1
+            _log.warning("disk.bad_file", segment=number, error=str(error), moved_to=str(self._bad))
+            with contextlib.suppress(OSError):
+                self._set_aside(path)
+            raise BadSegmentError(str(error)) from None
+        except FileNotFoundError:
+            self.n_bad += 1
+            _log.warning("disk.file_is_gone", segment=number)
+            raise BadSegmentError("the file is gone") from None
+        except (OSError, MemoryError) as error:
+            _log.warning("disk.read_failed", segment=number, error=str(error) or type(error).__name__)
+        return None
+
+    def erase(self, numbers: Sequence[int]) -> None:
+        """See `Disk.erase`."""
+        try:
+            self._index.remove(numbers)
+        except sqlite3.Error as error:
+            _log.warning("disk.erase_failed", error=str(error))
+        for number in numbers:
+            row = self._rows.pop(number, None) or self._others.pop(number, None)
+            self.n_bytes -= row.record.n_bytes if row is not None else 0
+            with contextlib.suppress(OSError):
+                self._path(number).unlink(missing_ok=True)
+
+    def use(self, numbers: Sequence[int]) -> None:
+        """See `Disk.use`."""
+        try:
+            self._index.use(numbers)
+        except sqlite3.Error as error:
+            _log.warning("disk.use_failed", error=str(error))
+
+    def close(self) -> None:
+        """See `Disk.close`."""
+        self._index.close()
+        os.close(self._lock)
+
+    def _make_room(self, n_bytes: int) -> None:
+        """Erase of what was stored with other keys what leaves no room for so many bytes; the core sees to the
+        rest.
+        """
+        gone = []
+        n_over = self.n_bytes + n_bytes - self.capacity
+        for number, row in self._others.items():
+            if n_over <= 0:
+                break
+            n_over -= row.record.n_bytes
+            gone.append(number)
+        if gone:
+            self.erase(gone)
+
+    @property
+    def _index_path(self) -> Path:
+        return self.folder / "index.sqlite"
+
+    def _opened_index(self) -> Index:
+        try:
+            return Index(self._index_path)
+        except sqlite3.Error as error:
+            self._set_index_aside(error)
+            return Index(self._index_path)
+
+    def _set_index_aside(self, error: sqlite3.Error) -> None:
+        """Start without an index that is damaged; raises `OSError` for what has another reason."""
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+        if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR):
+            raise OSError(f"{self._index_path}: {error}") from error
+        _log.warning("disk.bad_index", error=str(error), moved_to=str(self._bad))
+        for suffix in ("", "-wal", "-shm"):
+            path = self.folder / f"{self._index_path.name}{suffix}"
+            if path.exists():
+                self._set_aside(path)
+
+    def _set_aside(self, path: Path) -> None:
+        path.replace(self._bad / path.name)
+        kept = sorted(self._bad.iterdir(), key=lambda each: each.stat().st_mtime_ns)
+        for each in kept[:-_MOST_BAD]:
+            each.unlink()
+
+    def _path(self, number: int) -> Path:
+        return self._segments / _name(number)
+
+
+def _name(number: int) -> str:
+    return f"{number:012}.kv"
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the lock until it is closed, if only by the end of the process."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise ConfigError(f"another server uses {path.parent}; give each its own {_FLAG}", param=_FLAG) from None
+    return descriptor
+
+
+def _digest(path: Path) -> bytes:
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.digest()

@@ -1,0 +1,94 @@
+"""A tier: segments that are kept in one place, within a budget, and which of them goes next.
+
+Segments are ordered by `Segment.use`, which grows without a word to the tiers. So the heap has each by what it was
+when it was last looked at, which can only be too low: whoever comes up is looked at again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from llamaslot.core.segments import Segment
+
+_SLACK = 64
+"""Entries of segments that have left, beside as many as there are segments, before the heap is made anew."""
+
+
+class Use(NamedTuple):
+    """The place of a segment in the order of use: the lowest goes first."""
+
+    clock: int
+    """When it was used last."""
+    height: int
+    """Less than 0, and the less the further from the root: of what was used together, the end goes first."""
+    id: int
+
+
+class Tier:
+    """Segments of at most `capacity` bytes together."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.n_bytes = 0
+        self.n_tokens = 0
+        """Tokens whose KV is here."""
+        self._segments: dict[int, Segment] = {}
+        self._by_use: list[Use] = []
+
+    def __len__(self) -> int:
+        """Segments."""
+        return len(self._segments)
+
+    def __iter__(self) -> Iterator[Segment]:
+        """All of them."""
+        return iter(self._segments.values())
+
+    def __contains__(self, segment: Segment) -> bool:
+        """Whether it is here."""
+        return segment.id in self._segments
+
+    def get(self, number: int) -> Segment | None:
+        """The segment of this number, if it is here."""
+        return self._segments.get(number)
+
+    def has_room(self, n_bytes: int) -> bool:
+        """Whether so many bytes fit beside what is here."""
+        return self.n_bytes + n_bytes <= self.capacity
+
+    def put(self, segment: Segment) -> None:
+        """Take in a segment that is not here."""
+        self._segments[segment.id] = segment
+        self.n_bytes += segment.n_bytes
+        self.n_tokens += segment.n_tokens
+        heapq.heappush(self._by_use, segment.use)
+        if len(self._by_use) > 2 * len(self) + _SLACK:
+            self._by_use = [each.use for each in self]
+            heapq.heapify(self._by_use)
+
+    def drop(self, segment: Segment) -> None:
+        """Let go of a segment that is here."""
+        del self._segments[segment.id]
+        self.n_bytes -= segment.n_bytes
+        self.n_tokens -= segment.n_tokens
+
+    def oldest(self, may_go: Callable[[Segment], bool]) -> Segment | None:
+        """The least recently used of those that may go; None if there is none."""
+        passed: list[Use] = []
+        found = None
+        while self._by_use and found is None:
+            use = heapq.heappop(self._by_use)
+            segment = self._segments.get(use.id)
+            if segment is None:
+                continue
+            if use != segment.use:
+                heapq.heappush(self._by_use, segment.use)
+                continue
+            passed.append(use)
+            if may_go(segment):
+                found = segment
+        for each in passed:
+            heapq.heappush(self._by_use, each)
+        return found

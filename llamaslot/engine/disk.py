@@ -1,0 +1,111 @@
+"""Has the core's disk jobs done beside the steps: one thread writes and erases, another one reads.
+
+The answers come back between two steps, like commands. Bytes that were read are handed to the backend only if the
+core still wants them then, so nothing that was planned before can hit them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
+
+import structlog
+
+from llamaslot.core.backend import Backend, State
+from llamaslot.core.disk import BadSegmentError, Disk, Erase, Job, Read, Use, Write
+from llamaslot.core.shared import SharedLedger
+
+_log = structlog.get_logger(__name__)
+
+
+class DiskWorker:
+    """Carries out jobs on a disk for a ledger, whose bytes `backend` has. `post` runs an answer between steps.
+
+    Every method is called on the event loop.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        backend: Backend,
+        ledger: SharedLedger,
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._disk = disk
+        self._backend = backend
+        self._ledger = ledger
+        self._post = post
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-disk-writer")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-disk-reader")
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Begin with jobs of which the operations before them are done."""
+        for job in jobs:
+            match job:
+                case Write():
+                    self._write(job)
+                case Read():
+                    self._read(job)
+                case Erase(numbers):
+                    self._writer.submit(self._disk.erase, numbers).add_done_callback(_log_failure)
+                case Use(numbers):
+                    self._writer.submit(self._disk.use, numbers).add_done_callback(_log_failure)
+
+    def when_written(self, then: Callable[[], None]) -> None:
+        """Call `then` between two steps, once the jobs so far that change the disk are done."""
+        future = asyncio.get_running_loop().run_in_executor(self._writer, lambda: None)
+        future.add_done_callback(lambda _: self._post(then))
+
+    def close(self) -> None:
+        """Wait until what has begun is done, and end the threads."""
+        self._reader.shutdown(cancel_futures=True)
+        self._writer.shutdown()
+
+    def _write(self, job: Write) -> None:
+        number = job.record.number
+        state = self._backend.stored(number)
+        if state is None:
+            self._ledger.tiers.was_written(number, is_good=False)
+            return
+        future = asyncio.get_running_loop().run_in_executor(self._writer, self._disk.write, job.record, state)
+
+        def done() -> None:
+            if error := future.exception():
+                _log.error("disk.write_failed", segment=number, exc_info=error)
+            self._ledger.tiers.was_written(number, is_good=error is None and future.result())
+
+        future.add_done_callback(lambda _: self._post(done))
+
+    def _read(self, job: Read) -> None:
+        future = asyncio.get_running_loop().run_in_executor(self._reader, self._timed_read, job.number)
+
+        def done() -> None:
+            error = future.exception()
+            if isinstance(error, BadSegmentError):
+                self._ledger.tiers.was_bad(job.number)
+            elif error is not None:
+                _log.error("disk.read_failed", segment=job.number, exc_info=error)
+                self._ledger.tiers.was_not_read(job.number)
+            else:
+                self._put(job.number, *future.result())
+
+        future.add_done_callback(lambda _: self._post(done))
+
+    def _timed_read(self, number: int) -> tuple[State | None, float]:
+        started = perf_counter()
+        return self._disk.read(number), perf_counter() - started
+
+    def _put(self, number: int, state: State | None, seconds: float) -> None:
+        if state is None:
+            self._ledger.tiers.was_not_read(number)
+            return
+        positions = self._ledger.was_read(number, seconds)
+        if positions is not None:
+            self._backend.put(number, positions.start, positions.stop, state)
+
+
+def _log_failure(future: Future[None]) -> None:
+    if error := future.exception():
+        _log.error("disk.failed", exc_info=error)

@@ -1,0 +1,381 @@
+"""Segments on a disk: what comes back is what was written, or nothing; whatever happened to the files meanwhile."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamaslot.backend.disk import DiskStore, files
+from llamaslot.backend.disk.files import BadFileError
+from llamaslot.base.errors import ConfigError
+from llamaslot.base.model import SegmentSize
+from llamaslot.core.backend import State
+from llamaslot.core.disk import BadSegmentError, Record, path_digest
+from llamaslot.core.tiers import Tiers
+from tests.conftest import LONG
+
+KEY, OTHER = b"k" * files.KEY_BYTES, b"o" * files.KEY_BYTES
+PATH = b"p" * 16
+SIZE = SegmentSize(16, 10)
+CAPACITY = 10**6
+
+
+def state_of(number: int, n_bytes: int) -> State:
+    return np.frombuffer(random.Random(number).randbytes(n_bytes), dtype=np.uint8)
+
+
+def record(number: int, front: Record | None = None, *, n_tokens: int = 8, space: str = "") -> Record:
+    """A segment of tokens that nobody else has, behind another one or at the start."""
+    tokens = np.arange(1000 * number, 1000 * number + n_tokens, dtype="<i4").tobytes()
+    start = front.start + len(front.tokens) // 4 if front is not None else 0
+    path = path_digest(space, (paths[front.number] if front is not None else b"") + tokens)
+    paths[number] = (paths[front.number] if front is not None else b"") + tokens
+    return Record(number, front.number if front else None, space, start, tokens, SIZE.of(n_tokens), path)
+
+
+paths: dict[int, bytes] = {}
+
+
+def opened(folder: Path, key: bytes = KEY, capacity: int = CAPACITY) -> DiskStore:
+    store = DiskStore(folder, capacity)
+    store.open(key)
+    return store
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def write(store: DiskStore, *records: Record) -> None:
+    for each in records:
+        assert store.write(each, state_of(each.number, each.n_bytes))
+
+
+def file_of(folder: Path, number: int) -> Path:
+    (found,) = (each for each in (folder / "segments").iterdir() if int(each.stem) == number)
+    return found
+
+
+# --- files ---
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "1.kv"
+    state = state_of(1, 3_000_000)
+    digest = files.write(path, KEY, PATH, state)
+    assert np.array_equal(files.read(path, KEY, PATH, len(state), digest), state)
+    assert path.stat().st_mode & 0o077 == 0, "others may read it"
+    assert [each.name for each in tmp_path.iterdir()] == ["1.kv"]
+
+
+def test_no_changed_file_is_taken_for_what_was_written(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    path = tmp_path / "1.kv"
+    state = state_of(1, 500)
+    digest = files.write(path, KEY, PATH, state)
+    good = path.read_bytes()
+    files.write(path, OTHER, PATH, state)
+    other_model = path.read_bytes()
+    files.write(path, KEY, b"q" * 16, state)
+    other_path = path.read_bytes()
+    files.write(path, KEY, PATH, state_of(2, 500))
+    other_state = path.read_bytes()
+    kinds = {
+        "cut": lambda: good[: chance.randrange(len(good))],
+        "longer": lambda: good + chance.randbytes(chance.randrange(1, 100)),
+        "a bit flipped": lambda: flipped(good, 1),
+        "bits flipped": lambda: flipped(good, chance.randrange(2, 50)),
+        "a part of zeros": lambda: zeroed(good),
+        "two bytes swapped": lambda: swapped(good),
+        "noise": lambda: chance.randbytes(len(good)),
+        "another model": lambda: other_model,
+        "another path": lambda: other_path,
+        "another state": lambda: other_state,
+        "another version": lambda: good[:8] + chance.randbytes(8) + good[16:],
+    }
+
+    def flipped(data: bytes, n: int) -> bytes:
+        changed = bytearray(data)
+        for at in chance.sample(range(8 * len(data)), n):
+            changed[at // 8] ^= 1 << at % 8
+        return bytes(changed)
+
+    def zeroed(data: bytes) -> bytes:
+        start = chance.randrange(len(data))
+        end = min(len(data), start + chance.randrange(1, 200))
+        return data[:start] + bytes(end - start) + data[end:]
+
+    def swapped(data: bytes) -> bytes:
+        a, b = sorted(chance.sample(range(len(data)), 2))
+        return data[:a] + data[b : b + 1] + data[a + 1 : b] + data[a : a + 1] + data[b + 1 :]
+
+    n_refused = 0
+    for i in range(10_000):
+        changed = list(kinds.values())[i % len(kinds)]()
+        if changed == good:
+            continue
+        path.write_bytes(changed)
+        with pytest.raises(BadFileError):
+            files.read(path, KEY, PATH, len(state), digest)
+        n_refused += 1
+    assert n_refused > 9900
+
+
+# --- the folder ---
+
+
+def test_what_was_stored_is_there_again_in_the_order_of_use(folder: Path) -> None:
+    store = opened(folder)
+    a, c = record(5), record(9, space="salt")
+    b = record(7, a)
+    write(store, a, b, c)
+    store.use([7, 5])
+    store.close()
+    store = opened(folder)
+    assert store.records == [c, b, a]
+    assert store.first_number == 10
+    for each in (a, b, c):
+        assert np.array_equal(store.read(each.number), state_of(each.number, each.n_bytes))
+    store.erase([7])
+    with pytest.raises(BadSegmentError):
+        store.read(7)
+    store.close()
+    store = opened(folder)
+    assert store.records == [c, a]
+    assert len(list((folder / "segments").iterdir())) == 2
+    store.close()
+
+
+def test_a_bad_file_is_moved_aside(folder: Path) -> None:
+    store = opened(folder)
+    write(store, *map(record, range(20)))
+    for number in range(15):
+        path = file_of(folder, number)
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+        with pytest.raises(BadSegmentError):
+            store.read(number)
+        assert not path.exists()
+    file_of(folder, 15).unlink()
+    with pytest.raises(BadSegmentError):
+        store.read(15)
+    assert store.n_bad == 16
+    assert len(list((folder / "bad").iterdir())) == 8
+    assert np.array_equal(store.read(16), state_of(16, SIZE.of(8)))
+    store.close()
+
+
+def test_two_files_that_changed_places_are_noticed(folder: Path) -> None:
+    store = opened(folder)
+    write(store, record(1), record(2))
+    one, two = file_of(folder, 1), file_of(folder, 2)
+    one.rename(folder / "between")
+    two.rename(one)
+    (folder / "between").rename(two)
+    for number in (1, 2):
+        with pytest.raises(BadSegmentError):
+            store.read(number)
+    store.close()
+
+
+def test_what_does_not_belong_is_tidied_up(folder: Path) -> None:
+    store = opened(folder)
+    write(store, *map(record, range(4)))
+    store.close()
+    file_of(folder, 1).unlink()
+    file_of(folder, 2).write_bytes(b"short")
+    (folder / "segments" / "000000000099.kv").write_bytes(b"a killed server's")
+    (folder / "segments" / "000000000098.tmp").write_bytes(b"a killed server's")
+    store = opened(folder)
+    assert [each.number for each in store.records] == [0, 3]
+    assert sorted(int(each.stem) for each in (folder / "segments").iterdir()) == [0, 3]
+    store.close()
+
+
+def test_other_keys_stay_as_long_as_there_is_room(folder: Path) -> None:
+    size = SIZE.of(8)
+    store = opened(folder, OTHER, 4 * size)
+    write(store, *map(record, range(3)))
+    store.close()
+    store = opened(folder, KEY, 4 * size)
+    assert store.records == []
+    assert store.first_number == 3
+    write(store, record(3))
+    assert store.n_bytes == 4 * size
+    write(store, record(4), record(5))
+    assert store.n_bytes == 4 * size
+    store.close()
+    store = opened(folder, OTHER, 4 * size)
+    assert [each.number for each in store.records] == [2]
+    store.close()
+
+
+def test_a_second_server_is_refused(folder: Path) -> None:
+    store = opened(folder)
+    with pytest.raises(ConfigError, match="another server uses"):
+        DiskStore(folder)
+    store.close()
+    opened(folder).close()
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--cache-disk"):
+        DiskStore(tmp_path / "file")
+    with pytest.raises(ConfigError, match="--cache-disk"):
+        DiskStore(tmp_path / "file" / "below")
+
+
+def test_a_write_that_fails_leaves_nothing_behind(folder: Path) -> None:
+    store = opened(folder)
+    segments = folder / "segments"
+    segments.rmdir()
+    assert not store.write(record(1), state_of(1, SIZE.of(8)))
+    segments.mkdir()
+    assert not store.write(record(2), state_of(2, SIZE.of(8))) or store.records == []
+    store._index._database.execute("DROP TABLE segments")
+    assert not store.write(record(3), state_of(3, SIZE.of(8)))
+    assert [int(each.stem) for each in segments.iterdir()] == [2]
+    store.close()
+
+
+# --- the index ---
+
+
+@pytest.mark.parametrize("kind", ["noise", "empty schema", "newer"])
+def test_an_index_that_is_none_is_moved_aside(folder: Path, kind: str) -> None:
+    store = opened(folder)
+    write(store, record(1))
+    store.close()
+    index = folder / "index.sqlite"
+    if kind == "noise":
+        index.write_bytes(random.Random(1).randbytes(5000))
+    else:
+        database = sqlite3.connect(index)
+        database.execute("PRAGMA user_version = 99")
+        if kind == "empty schema":
+            database.execute("DROP TABLE segments")
+        database.commit()
+        database.close()
+    store = opened(folder)
+    assert store.records == []
+    assert list((folder / "segments").iterdir()) == []
+    assert [each.name for each in (folder / "bad").iterdir()] == ["index.sqlite"]
+    write(store, record(1))
+    store.close()
+    store = opened(folder)
+    assert len(store.records) == 1
+    store.close()
+
+
+def test_a_damaged_index_never_gives_a_segment_to_another_prefix(folder: Path) -> None:
+    chance = random.Random(3)
+    store = opened(folder)
+    records = []
+    for number in range(40):
+        front = records[number // 2] if number % 4 else None
+        records.append(record(number, front, space="salt" if front is None else front.space))
+        write(store, records[-1])
+    store.close()
+    index = folder / "index.sqlite"
+    good = index.read_bytes()
+    kept = {each.name: each.read_bytes() for each in (folder / "segments").iterdir()}
+    right = {(each.space, paths[each.number]): each.number for each in records}
+    n_taken = n_refused = 0
+    for _ in range(1000 if LONG else 100):
+        changed = bytearray(good)
+        for at in chance.sample(range(len(good)), chance.choice([1, 1, 3, 100])):
+            changed[at] ^= 1 << chance.randrange(8)
+        for left in folder.glob("index.sqlite*"):
+            left.unlink()
+        index.write_bytes(changed)
+        for name, data in kept.items():
+            (folder / "segments" / name).write_bytes(data)
+        store = opened(folder)
+        tiers = Tiers(10**9, SIZE, disk_bytes=10**9, first=store.first_number)
+        tiers.restore(store.records)
+        tiers.check()
+        for segment in tiers.disk:
+            path = segment.tokens
+            try:
+                state = store.read(segment.id)
+            except BadSegmentError:
+                n_refused += 1
+                continue
+            number = right[segment.space, path]
+            assert np.array_equal(state, state_of(number, SIZE.of(8)))
+            n_taken += 1
+        n_refused += 40 - len(tiers.disk)
+        store.close()
+    print(f"{n_taken} taken, {n_refused} refused")
+    assert n_taken
+    assert n_refused
+
+
+def test_weights_are_read_once_until_they_change(folder: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "1.gguf", tmp_path / "2.gguf"
+    one.write_bytes(b"one")
+    two.write_bytes(b"two")
+    store = DiskStore(folder)
+    both = store.weigh([one, two])
+    assert store.weigh([one]) != both != store.weigh([two, one])
+    store.close()
+    store = DiskStore(folder)
+    store._index.note_digest(str(one), "stale", b"wrong")
+    assert store.weigh([one, two]) == both
+    two.write_bytes(b"TWO")
+    assert store.weigh([one, two]) != both
+    store.close()
+
+
+# --- a process that ends at once ---
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.backend.test_disk import opened, record, state_of
+store = opened(Path(sys.argv[1]))
+print("open", flush=True)
+chain, number = None, store.first_number
+while True:
+    each = record(number, chain if number % 5 else None)
+    assert store.write(each, state_of(number, each.n_bytes))
+    if number % 7 == 6:
+        store.erase([number])
+        number += 1
+        chain = None
+        number += -number % 5
+        continue
+    store.use([number])
+    chain = each
+    number += 1
+"""
+
+
+def test_whatever_was_written_survives_a_kill(folder: Path) -> None:
+    chance = random.Random(2)
+    n_found = 0
+    for _ in range(200 if LONG else 5):
+        process = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"open\n"
+        time.sleep(chance.uniform(0.0, 0.05))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        store = opened(folder, capacity=10**9)
+        for each in store.records:
+            assert each.front is None or each.front in {other.number for other in store.records}
+            assert np.array_equal(store.read(each.number), state_of(each.number, each.n_bytes))
+        assert len(store.records) >= n_found
+        n_found = len(store.records)
+        store.close()
+    assert n_found

@@ -1,0 +1,309 @@
+"""The tree of segments against an oracle that knows no tree: segments, each with the tokens that lead to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from llamaslot.base.model import SegmentSize
+from llamaslot.core.disk import Read, Write
+from llamaslot.core.node import packed
+from llamaslot.core.segments import Segment
+from llamaslot.core.spaces import private
+from llamaslot.core.tiers import OPEN_SECONDS, PAUSE_SECONDS, Tiers
+from tests.conftest import LONG
+from tests.fake_disk import Files
+
+SPACES = st.sampled_from(["", "salt", private("r")])
+SOME = st.lists(st.integers(1, 2), min_size=1, max_size=14).map(tuple)
+HEADER = 3
+LARGEST = 4
+Path = tuple[int, ...]
+
+
+def run_of(tokens: Path) -> bytes:
+    return packed(np.array(tokens, dtype=np.int32))
+
+
+def common(a: Path, b: Path) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@dataclass(eq=False)
+class Known:
+    """What the oracle knows of a segment: the whole path to its end, and where its bytes are."""
+
+    segment: Segment
+    space: str
+    path: Path
+    start: int
+    last_used: int
+    in_ram: bool = True
+    on_disk: bool = False
+
+    @property
+    def n_bytes(self) -> int:
+        return HEADER + len(self.path) - self.start
+
+    def has(self, space: str, tokens: Path, position: int) -> bool:
+        """Whether it has the KV of this position of some tokens."""
+        return (
+            self.space == space
+            and self.start <= position < len(self.path)
+            and position < len(tokens)
+            and self.path[: position + 1] == tokens[: position + 1]
+        )
+
+    def is_used_by(self, space: str, tokens: Path) -> bool:
+        return self.has(space, tokens, self.start)
+
+
+class TiersMachine(RuleBasedStateMachine):
+    """Paths are stored, used, read and forgotten, and the server is killed; after every rule the tree says what the
+    oracle says.
+    """
+
+    @initialize(ram=st.sampled_from([12, 40, 100, 10_000]), disk=st.sampled_from([0, 0, 12, 40, 100, 10_000]))
+    def start(self, ram: int, disk: int) -> None:
+        self.ram, self.disk = ram, disk
+        self.files = Files()
+        self.known: dict[int, Known] = {}
+        self.now = 0
+        self.seconds = 0.0
+        self.tiers = self.new_tiers()
+
+    def new_tiers(self) -> Tiers:
+        size = SegmentSize(HEADER, 1)
+        return Tiers(self.ram, size, LARGEST, disk_bytes=self.disk, first=self.files.first)
+
+    def stored(self, space: str, tokens: Path, position: int) -> bool:
+        return any(known.has(space, tokens, position) for known in self.known.values())
+
+    def note_use(self, space: str, tokens: Path) -> None:
+        self.now += 1
+        for known in self.known.values():
+            if known.is_used_by(space, tokens):
+                known.last_used = self.now
+
+    def follow(self) -> list[Known]:
+        """Let the oracle follow what the tree let go of, and take its jobs; what left RAM."""
+        discarded = [self.known[number] for number in self.tiers.take_discarded()]
+        for known in discarded:
+            assert known.in_ram
+            known.in_ram = False
+        jobs = self.tiers.take_jobs()
+        for job in jobs:
+            if isinstance(job, Write):
+                known = self.known[job.record.number]
+                assert known.in_ram
+                known.on_disk = True
+            elif isinstance(job, Read):
+                assert self.known[job.number].on_disk
+                self.known[job.number].in_ram = True
+        self.files.take(jobs)
+        living = {segment.id for tier in (self.tiers.ram, self.tiers.disk) for segment in tier}
+        for known in self.known.values():
+            known.on_disk = known.segment in self.tiers.disk
+            known.in_ram = known.segment in self.tiers.ram
+        self.known = {number: known for number, known in self.known.items() if number in living}
+        return discarded
+
+    @rule(space=SPACES, tokens=SOME, share=st.floats(0, 1))
+    def look(self, space: str, tokens: Path, share: float) -> None:
+        start = int(share * len(tokens))
+        found = self.tiers.stored(space, run_of(tokens), start)
+        at = start
+        for each in found:
+            known = self.known[each.segment.id]
+            assert each.start == at < each.end
+            assert all(known.has(space, tokens, position) for position in range(each.start, each.end))
+            assert self.tiers.is_at_hand(each.segment) or known.on_disk
+            at = each.end
+        behind = [known for known in self.known.values() if known.has(space, tokens, at)]
+        assert all(known.segment.unreadable_until > self.seconds for known in behind)
+
+    @rule(space=SPACES, tokens=SOME, share=st.sampled_from([0, 0, 0.5]))
+    def store(self, space: str, tokens: Path, share: float) -> None:
+        """All that is missing from some position on, which must be no more than that, or open."""
+        start = int(share * len(tokens))
+        ranges = self.tiers.missing(space, run_of(tokens), start)
+        told = {position for a, b in ranges for position in range(a, b)}
+        missing = {i for i in range(start, len(tokens)) if not self.stored(space, tokens, i)}
+        assert missing <= told
+        assert sum(b - a for a, b in ranges) == len(told)
+        assert all(0 < b - a <= LARGEST for a, b in ranges)
+        for each in told - missing:
+            (again,) = (known for known in self.known.values() if known.has(space, tokens, each))
+            assert again.path == tokens[: len(again.path)], "a shared segment would be stored again"
+            assert len(again.path) - again.start < LARGEST
+            assert again.start in {a for a, _ in ranges}, "only a part of a segment is replaced"
+        if not ranges:
+            return
+        used = [known for known in self.known.values() if known.is_used_by(space, tokens)]
+        kept = [k for k in used if not any(a <= k.start and len(k.path) <= b for a, b in ranges)]
+        stuck = [k for k in self.known.values() if k not in used and not self.may_leave(k)]
+        n_bytes = sum(k.n_bytes for k in kept if k.in_ram and not (self.may_leave(k) and k.on_disk))
+        n_bytes += sum(k.n_bytes for k in stuck) + sum(HEADER + b - a for a, b in ranges)
+        fits = self.tiers.fits(space, run_of(tokens), ranges)
+        assert fits == (n_bytes <= self.ram)
+        for a, b in ranges if fits else ():
+            self.add(space, tokens[:b], a)
+
+    def may_leave(self, known: Known) -> bool:
+        busy = self.tiers.reading | self.tiers.writing | self.tiers.guarded
+        return not known.in_ram or known.segment not in busy
+
+    def add(self, space: str, path: Path, start: int) -> None:
+        self.note_use(space, path)
+        in_front = [known for known in self.known.values() if known.is_used_by(space, path[:start])]
+        segment = self.tiers.add(space, run_of(path), start)
+        assert segment.id not in self.known
+        self.known[segment.id] = Known(segment, space, path, start, self.now)
+        before = list(self.known.values())
+        gone = self.follow()
+        assert all(known.segment.id in self.known for known in in_front), "what leads to it was given up for it"
+        for each in gone:
+            is_replaced = each.space == space and each.start >= start and each.path == path[: len(each.path)]
+            if not is_replaced:
+                others = [k for k in before if k.in_ram and self.may_leave(k) and k not in in_front]
+                assert all(each.last_used <= other.last_used for other in others), "not the oldest"
+
+    @rule(space=SPACES, tokens=SOME)
+    def touch(self, space: str, tokens: Path) -> None:
+        self.tiers.touch(space, run_of(tokens))
+        self.note_use(space, tokens)
+        self.follow()
+
+    @rule(space=SPACES)
+    def forget(self, space: str) -> None:
+        self.tiers.forget(space)
+        self.follow()
+        assert all(known.space != space for known in self.known.values())
+
+    @rule()
+    def clear(self) -> None:
+        self.tiers.clear()
+        self.follow()
+        assert not self.known
+
+    # --- the disk ---
+
+    @rule(seconds=st.sampled_from([0.0, 0.0, OPEN_SECONDS, PAUSE_SECONDS]))
+    def wait(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.tiers.tend(self.seconds)
+        self.follow()
+        due_at = self.tiers.due_at
+        assert due_at is None or due_at > self.seconds
+
+    @rule(space=SPACES, tokens=SOME)
+    def want(self, space: str, tokens: Path) -> None:
+        stored = [each.segment for each in self.tiers.stored(space, run_of(tokens), 0)]
+        before = [k for k in self.known.values() if k.in_ram and self.may_leave(k) and k.segment not in stored]
+        self.tiers.want(stored)
+        self.follow()
+        first = next((s for s in stored if not self.tiers.is_at_hand(s)), None)
+        if first is not None and first not in self.tiers.reading:
+            assert first.n_bytes + self.tiers.ram.n_bytes > self.ram, "there was room"
+            assert not any(known.in_ram for known in before), "others could have left"
+
+    @precondition(lambda self: hasattr(self, "files") and self.files.writes)
+    @rule(n=st.integers(1, 4), is_good=st.sampled_from([True, True, True, False]))
+    def go_on_writing(self, n: int, is_good: bool) -> None:
+        for _ in range(min(n, len(self.files.writes))):
+            job = self.files.next_change(is_good=is_good)
+            if job is not None:
+                self.tiers.was_written(job.record.number, is_good=is_good)
+                self.follow()
+
+    @precondition(lambda self: hasattr(self, "files") and self.files.reads)
+    @rule(answer=st.sampled_from(["good", "good", "good", "not now", "bad"]))
+    def read(self, answer: str) -> None:
+        number = self.files.reads.pop(0)
+        known = self.known.get(number)
+        is_wanted = known is not None and known.segment in self.tiers.reading
+        if answer == "good" and number in self.files.records:
+            segment = self.tiers.was_read(number, 1e-3)
+            assert (segment is not None) == is_wanted
+            if known is not None and segment is not None:
+                assert self.files.path(number) == (known.space, known.path), "the bytes are another prefix's"
+                assert (segment, segment.start, segment.end) == (known.segment, known.start, len(known.path))
+        elif answer == "bad":
+            self.tiers.was_bad(number)
+        else:
+            self.tiers.was_not_read(number)
+        self.follow()
+        assert known is None or known.segment not in self.tiers.reading
+
+    @rule(ram=st.sampled_from([0.5, 1, 1, 1]))
+    def be_killed(self, ram: float) -> None:
+        """What was under way is lost; the rest is known again, to the token."""
+        self.ram = max(12, int(self.ram * ram))
+        self.files.writes, self.files.reads = [], []
+        for record in self.files.records.values():
+            assert record.front is None or record.front in self.files.records, "it hangs in the air"
+        was = {number: self.files.path(number) for number in self.files.records}
+        self.tiers = self.new_tiers()
+        self.tiers.restore(list(self.files.records.values()))
+        self.known = {
+            segment.id: Known(segment, *was[segment.id], segment.start, 0, in_ram=False, on_disk=True)
+            for segment in self.tiers.disk
+        }
+        for number, (space, path) in was.items():
+            record = self.files.records[number]
+            if record.n_bytes <= self.ram:
+                longer = any(known.has(space, path, len(path) - 1) for known in self.known.values())
+                assert longer, "it is forgotten"
+        self.follow()
+        self.tiers.check()
+
+    @precondition(lambda self: hasattr(self, "segments"))
+    @invariant()
+    def agree(self) -> None:
+        self.tiers.check()
+        ram, disk = self.tiers.ram, self.tiers.disk
+        known = self.known.values()
+        assert {segment.id for segment in ram} == {k.segment.id for k in known if k.in_ram}
+        assert {segment.id for segment in disk} == {k.segment.id for k in known if k.on_disk}
+        assert ram.n_bytes == sum(k.n_bytes for k in known if k.in_ram) <= ram.capacity
+        assert disk.n_bytes == sum(k.n_bytes for k in known if k.on_disk) <= disk.capacity
+        positions = [(k.space, k.path[: i + 1]) for k in known for i in range(k.start, len(k.path))]
+        assert len(positions) == len(set(positions)), "stored twice"
+        written = {segment.id for segment in disk if segment not in self.tiers.writing}
+        assert written <= self.files.records.keys()
+
+
+TiersMachine.TestCase.settings = settings(max_examples=2000 if LONG else 150, stateful_step_count=60, deadline=None)
+TestTiers = TiersMachine.TestCase
+
+
+def test_a_shared_head_is_stored_once() -> None:
+    held = Tiers(10**9, SegmentSize(216, 8204))
+    head = tuple(range(8000))
+    for i in range(50):
+        path = (*head, *(10_000 + 100 * i + j for j in range(40)))
+        for start, end in held.missing("", run_of(path), 0):
+            assert held.add("", run_of(path[:end]), start) is not None
+    n_distinct = 8000 + 50 * 40
+    assert held.ram.n_tokens == n_distinct
+    assert held.ram.n_bytes <= 1.05 * 8204 * n_distinct
+
+
+def test_a_segment_that_is_not_full_gives_way_to_a_longer_one() -> None:
+    held = Tiers(10**9, SegmentSize(0, 1))
+    held.add("", run_of(tuple(range(100))), 0)
+    assert held.missing("", run_of(tuple(range(130))), 100) == [(0, 130)]
+    held.add("", run_of(tuple(range(130))), 0)
+    assert (len(held.ram), held.take_discarded()) == (1, [0])
+
+
+def test_a_part_of_a_segment_cannot_be_replaced() -> None:
+    held = Tiers(10**9, SegmentSize(0, 1))
+    held.add("", run_of(tuple(range(100))), 0)
+    with pytest.raises(AssertionError, match="has a part"):
+        held.add("", run_of(tuple(range(120))), 50)

@@ -1,0 +1,186 @@
+"""The engine with a disk: what was known before the server ended is known after it started again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from llamaslot.backend.disk import DiskStore
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.messages import CacheCleared, ClearCache, Finished
+from llamaslot.core import tiers
+from llamaslot.core.backend import State
+from tests.engine.harness import Harness, alone, running
+
+KEY = b"k" * 32
+HEAD = "You are a helpful assistant. " * 8
+TURNS = [HEAD + "What is a slot? ", HEAD + "Who are you? ", "Something else entirely. " * 5]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "OPEN_SECONDS", 0.0)
+
+
+def backend() -> FakeBackend:
+    return FakeBackend(n_ctx=2048, n_reserved=4, n_ubatch=64)
+
+
+def contents(folder: Path) -> bytes:
+    """All that is in any file of a folder."""
+    return b"".join(each.read_bytes() for each in folder.rglob("*") if each.is_file())
+
+
+@asynccontextmanager
+async def served(folder: Path, **settings: object) -> AsyncIterator[Harness]:
+    store = DiskStore(folder, 10**7)
+    store.open(KEY)
+    try:
+        async with running(backend(), disk=store, ram_bytes=10**6, **settings) as harness:
+            yield harness
+    finally:
+        store.close()
+
+
+async def written(harness: Harness) -> int:
+    """Wait until everything is on disk; how many tokens are."""
+    held = harness.engine.scheduler.tiers
+    assert held is not None
+    async with asyncio.timeout(10):
+        while held.writing or held._to_write or held.disk.n_tokens < harness.engine.scheduler.ledger.tree.n_tokens:
+            await asyncio.sleep(0.005)
+    return held.disk.n_tokens
+
+
+async def test_what_was_written_is_read_after_a_restart(tmp_path: Path) -> None:
+    texts = {}
+    async with served(tmp_path) as harness:
+        for i, turn in enumerate(TURNS):
+            await harness.submit(str(i), turn)
+            texts[turn] = harness.text(str(i))
+        n_tokens = await written(harness)
+    async with served(tmp_path) as harness:
+        held = harness.engine.scheduler.tiers
+        assert held is not None
+        assert held.disk.n_tokens == n_tokens
+        for i, turn in enumerate(TURNS):
+            end = await harness.submit(str(i), turn)
+            assert isinstance(end, Finished)
+            assert end.progress.n_prompt_computed == 1
+            assert harness.text(str(i)) == texts[turn] == await alone(turn, backend())
+        assert held.n_read >= sum(map(len, TURNS)) - len(HEAD) - 3
+
+
+async def test_a_bad_file_is_computed_again(tmp_path: Path) -> None:
+    async with served(tmp_path) as harness:
+        await harness.submit("a", TURNS[0])
+        await written(harness)
+    for path in (tmp_path / "segments").iterdir():
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+    async with served(tmp_path) as harness:
+        end = await harness.submit("a", TURNS[0])
+        assert end.progress.n_cached == 0
+        assert harness.text("a") == await alone(TURNS[0], backend())
+        held = harness.engine.scheduler.tiers
+        assert held.n_bad == 1
+        await written(harness)
+    async with served(tmp_path) as harness:
+        end = await harness.submit("a", TURNS[0])
+        assert end.progress.n_prompt_computed == 1
+
+
+class Held(DiskStore):
+    """A disk that reads when it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, 10**7)
+        self.n_reads = 0
+        self.gate = asyncio.Event()
+
+    def read(self, number: int) -> State | None:
+        self.n_reads += 1
+        future = asyncio.run_coroutine_threadsafe(self.gate.wait(), self.loop)
+        future.result(10)
+        return super().read(number)
+
+
+async def test_others_go_on_while_one_waits_for_the_disk_and_two_wait_for_one_reading(tmp_path: Path) -> None:
+    async with served(tmp_path) as harness:
+        await harness.submit("a", HEAD)
+        await written(harness)
+    store = Held(tmp_path)
+    store.loop = asyncio.get_running_loop()
+    store.open(KEY)
+    async with running(backend(), disk=store, ram_bytes=10**6) as harness:
+        waiting = [harness.submit(name, HEAD + name) for name in "xy"]
+        end = await harness.submit("other", "Something else.", max_tokens=30)
+        assert isinstance(end, Finished)
+        assert store.n_reads == 1
+        assert not any(each.done() for each in waiting)
+        store.gate.set()
+        ends = await asyncio.gather(*waiting)
+        assert [each.progress.n_prompt_computed for each in ends] == [1, 1]
+        assert store.n_reads == 1
+        for name in "xy":
+            assert harness.text(name) == await alone(HEAD + name, backend())
+    store.close()
+
+
+async def test_who_waits_for_the_disk_can_be_cancelled_and_the_server_stopped(tmp_path: Path) -> None:
+    async with served(tmp_path) as harness:
+        await harness.submit("a", HEAD)
+        await written(harness)
+    store = Held(tmp_path)
+    store.loop = asyncio.get_running_loop()
+    store.open(KEY)
+    async with running(backend(), disk=store, ram_bytes=10**6) as harness:
+        first, second = harness.submit("x", HEAD + "x"), harness.submit("y", HEAD + "y")
+        await harness.submit("other", "Something else.")
+        harness.cancel("x")
+        await first
+        assert not second.done()
+        store.gate.set()
+        await second
+    store.close()
+
+
+async def test_what_is_cleared_is_off_the_disk_before_the_answer(tmp_path: Path) -> None:
+    async with served(tmp_path) as harness:
+        await harness.submit("a", HEAD)
+        n_tokens = await written(harness)
+        harness.engine.send(ClearCache("clear"))
+        await harness.wait_for("clear", CacheCleared)
+        (cleared,) = harness.events["clear"]
+        assert cleared.n_disk_tokens == n_tokens
+        assert list((tmp_path / "segments").iterdir()) == []
+
+
+async def test_what_must_not_be_shared_is_not_written(tmp_path: Path) -> None:
+    async with served(tmp_path) as harness:
+        await harness.submit("secret", "My word is Rumpelstiltskin.", cache_prompt=False)
+        await harness.submit("salted", HEAD, cache_salt="of one tenant")
+        await written(harness)
+    everything = contents(tmp_path)
+    assert "Rumpel".encode("utf-32-le") not in everything
+    assert b"of one tenant" not in everything
+    assert HEAD.encode("utf-32-le") in everything
+
+
+async def test_a_conversation_that_goes_on_is_written_once_more_and_not_twice(tmp_path: Path) -> None:
+    async with served(tmp_path) as harness:
+        prompt = HEAD
+        for turn in range(4):
+            await harness.submit(str(turn), prompt)
+            prompt += harness.text(str(turn)) + " and then?"
+            n_tokens = await written(harness)
+        held = harness.engine.scheduler.tiers
+        assert held.disk.n_tokens == n_tokens
+        async with asyncio.timeout(5):
+            while len(list((tmp_path / "segments").iterdir())) > len(held.disk):
+                await asyncio.sleep(0.01)
+    async with served(tmp_path) as harness:
+        assert harness.engine.scheduler.tiers.disk.n_tokens == n_tokens
