@@ -101,9 +101,10 @@ def _figures(figures: CacheFigures) -> dict[str, Any]:
             "hits": figures.n_hits,
             "misses": figures.n_misses,
             "hit_rate": figures.n_hits / n_requests if n_requests else 0.0,
-            "same_slot": figures.n_hits - figures.n_cross_slot - figures.n_from_ram,
+            "same_slot": figures.n_same_slot,
             "cross_slot": figures.n_cross_slot,
             "from_ram": figures.n_from_ram,
+            "from_disk": figures.n_from_disk,
             "waits": figures.n_waits,
         },
         "prompt_tokens": {

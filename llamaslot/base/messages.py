@@ -158,6 +158,8 @@ class Progress(msgspec.Struct, frozen=True):
     """Of `n_cached`, those that its slot took over from another sequence."""
     n_loaded: int = 0
     """Of `n_cached`, those that were loaded from RAM."""
+    n_read: int = 0
+    """Of `n_loaded`, those that were read from disk for it."""
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):
@@ -259,7 +261,9 @@ class CacheFigures(msgspec.Struct, frozen=True):
     n_cross_slot: int = 0
     """Hits of which the slot copied something from another sequence, and loaded nothing."""
     n_from_ram: int = 0
-    """Hits of which something was loaded; the rest found it all in their slot."""
+    """Hits of which something was loaded, and nothing read; those of no other kind found it all in their slot."""
+    n_from_disk: int = 0
+    """Hits for which something was read from disk."""
     n_waits: int = 0
     """Requests that waited for a prefix that another one computed."""
     n_prompt: int = 0
@@ -298,6 +302,11 @@ class CacheFigures(msgspec.Struct, frozen=True):
     """Tokens that were written to it."""
     n_bad: int = 0
     """Files that were not as they were written: moved aside, and computed again."""
+
+    @property
+    def n_same_slot(self) -> int:
+        """Hits that found all of it in their slot."""
+        return self.n_hits - self.n_cross_slot - self.n_from_ram - self.n_from_disk
 
 
 class State(msgspec.Struct, frozen=True, tag="state"):

@@ -47,6 +47,7 @@ class Requests(msgspec.Struct):
     hit_rate: float
     cross_slot: int
     from_ram: int
+    from_disk: int
     waits: int
 
 
@@ -72,8 +73,8 @@ class Prefix(msgspec.Struct):
     text: str | None = None
 
 
-class Ram(msgspec.Struct):
-    """What is stored off the pool."""
+class Tier(msgspec.Struct):
+    """What is stored off the pool, in RAM or on disk."""
 
     total_bytes: int
     used_bytes: int
@@ -90,7 +91,8 @@ class State(msgspec.Struct):
     tokens: int
     tokens_pinned: int
     cells: Cells
-    ram: Ram
+    ram: Tier
+    disk: Tier
     sequences: Sequences
     requests: Requests
     prompt_tokens: PromptTokens
@@ -121,8 +123,9 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False, markup=False, emoji=False, width=width)
     if args.clear:
         cleared = _asked(client, "POST", "/cache/clear")
-        n_idle, n_stored = (_field(cleared, name, client) for name in ("cleared_tokens", "cleared_ram_tokens"))
-        console.print(f"cleared: {_count(n_idle, 'idle token')}, {n_stored:,} in RAM")
+        names = "cleared_tokens", "cleared_ram_tokens", "cleared_disk_tokens"
+        n_idle, n_ram, n_disk = (_field(cleared, name, client) for name in names)
+        console.print(f"cleared: {_count(n_idle, 'idle token')}, {n_ram:,} in RAM, {n_disk:,} on disk")
     state = _understood(_asked(client, "GET", f"/cache?top={args.top}"), client)
     for line in figures(state):
         console.print(line, soft_wrap=True)
@@ -159,6 +162,13 @@ def _foreign(client: Client, reason: str) -> ConfigError:
     return ConfigError(f"the answer of {client.url} is of another version of llamaslot ({reason})")
 
 
+def _tier(name: str, tier: Tier) -> str:
+    return (
+        f"{name}       {_count(tier.tokens, 'token')} in {_count(tier.segments, 'segment')}, "
+        f"{tier.used_bytes / 2**20:,.1f} of {tier.total_bytes / 2**20:,.0f} MiB"
+    )
+
+
 def figures(state: State) -> list[str]:
     """The numbers, a line for each thing."""
     cells, seqs, requests, prompt = state.cells, state.sequences, state.requests, state.prompt_tokens
@@ -166,15 +176,15 @@ def figures(state: State) -> list[str]:
     return [
         f"cells      {cells.used:,} of {cells.total:,} used: {cells.pinned:,} by running requests, "
         f"{cells.idle:,} idle; {cells.free:,} free",
-        f"RAM        {_count(state.ram.tokens, 'token')} in {_count(state.ram.segments, 'segment')}, "
-        f"{state.ram.used_bytes / 2**20:,.1f} of {state.ram.total_bytes / 2**20:,.0f} MiB",
+        _tier("RAM ", state.ram),
+        *([_tier("disk", state.disk)] if state.disk.total_bytes else []),
         f"sequences  {seqs.used} of {seqs.slots + seqs.reserved} used ({seqs.slots} slots', "
         f"{seqs.reserved} reserved)",
         f"tree       {_count(state.tokens, 'token')} in {_count(state.nodes, 'node')}, "
         f"{_count(state.leaves, 'leaf', 'leaves')}, {_count(state.namespaces, 'namespace')}; "
         f"{state.tokens_pinned:,} pinned",
         f"hits       {requests.hits:,} of {_count(n_requests, 'request')} ({requests.hit_rate:.1%}), "
-        f"{requests.cross_slot:,} across slots, {requests.from_ram:,} from RAM; "
+        f"{requests.cross_slot:,} across slots, {requests.from_ram:,} from RAM, {requests.from_disk:,} from disk; "
         f"{requests.waits:,} waited for another",
         f"reused     {prompt.matched:,} of {_count(prompt.total, 'prompt token')} ({prompt.hit_rate:.1%})",
         f"moved      {state.copied_tokens:,} tokens copied, {state.stored_tokens:,} to RAM, "

@@ -33,6 +33,8 @@ class Counts:
     """Idle tokens that left the pool and are stored."""
     n_loaded_tokens: int = 0
     """Stored tokens that were loaded instead of computed."""
+    n_read_tokens: int = 0
+    """Those of them that were read from disk first."""
     n_parked: int = 0
     """Idle paths that moved from a slot to a reserved id."""
     n_lost_paths: int = 0

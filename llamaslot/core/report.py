@@ -31,6 +31,7 @@ class Traffic:
     n_misses: int = 0
     n_cross_slot: int = 0
     n_from_ram: int = 0
+    n_from_disk: int = 0
     n_prompt: int = 0
     n_matched: int = 0
 
@@ -42,7 +43,8 @@ class Traffic:
         self.n_hits += n_cached > 0
         self.n_misses += n_cached == 0
         self.n_cross_slot += n_cached > 0 and request.n_copied > 0 and not request.n_loaded
-        self.n_from_ram += n_cached > 0 and request.n_loaded > 0
+        self.n_from_ram += n_cached > 0 and request.n_loaded > 0 and not request.n_read
+        self.n_from_disk += n_cached > 0 and request.n_read > 0
         self.n_prompt += request.n_prompt
         self.n_matched += n_cached
 
@@ -75,6 +77,7 @@ def figures(
     """The numbers of `/cache` and `/metrics`; costs nothing to speak of."""
     n_idle, n_cells = ledger.n_idle, settings.n_ctx
     tiers = ledger.tiers if isinstance(ledger, SharedLedger) and settings.stores else None
+    on_disk = [each for each in tiers.disk if each not in tiers.writing] if tiers is not None else []
     if not settings.shares:
         # Each sequence has cells of its own for what the tree has once.
         n_idle = sum(ledger.length(seq) for seq in range(settings.n_seqs) if not ledger.tree.is_pinned(seq))
@@ -93,6 +96,7 @@ def figures(
         n_misses=traffic.n_misses,
         n_cross_slot=traffic.n_cross_slot,
         n_from_ram=traffic.n_from_ram,
+        n_from_disk=traffic.n_from_disk,
         n_waits=admission.n_waits,
         n_prompt=traffic.n_prompt,
         n_matched=traffic.n_matched,
@@ -108,9 +112,9 @@ def figures(
         ram_tokens=tiers.ram.n_tokens if tiers is not None else 0,
         ram_segments=len(tiers.ram) if tiers is not None else 0,
         disk_total=tiers.disk.capacity if tiers is not None else 0,
-        disk_used=tiers.disk.n_bytes if tiers is not None else 0,
-        disk_tokens=tiers.disk.n_tokens if tiers is not None else 0,
-        disk_segments=len(tiers.disk) if tiers is not None else 0,
+        disk_used=sum(each.n_bytes for each in on_disk),
+        disk_tokens=sum(each.n_tokens for each in on_disk),
+        disk_segments=len(on_disk),
         n_read=tiers.n_read if tiers is not None else 0,
         n_written=tiers.n_written if tiers is not None else 0,
         n_bad=tiers.n_bad if tiers is not None else 0,

@@ -73,6 +73,8 @@ class Request:
         """Of `n_found`, those taken over from another sequence."""
         self.n_loaded = 0
         """Of `n_found`, those that were stored."""
+        self.n_read = 0
+        """Of `n_loaded`, those that were read from disk for it."""
         self.n_overtaken = 0
         """Later requests that were admitted while this one could have been."""
         self.awaits = 0
@@ -104,12 +106,13 @@ class Request:
         """Note that positions `[start, start + n)` went into the model."""
         self.n_prompt_computed += max(0, min(start + n, self.n_prompt) - start)
 
-    def note_found(self, n_copied: int, n_loaded: int) -> None:
+    def note_found(self, n_copied: int, n_loaded: int, n_read: int) -> None:
         """Note tokens that need not be computed, unless it may have computed them itself before."""
         if not self._was_preempted:
             self.n_found += n_copied + n_loaded
             self.n_copied += n_copied
             self.n_loaded += n_loaded
+            self.n_read += n_read
 
     def add_token(self, token: int, now: float) -> None:
         """Append a sampled token to what is known."""
@@ -168,6 +171,7 @@ class Request:
             slot=self.slot_id,
             n_copied=min(self.n_copied, self.n_cached),
             n_loaded=min(self.n_loaded, self.n_cached),
+            n_read=min(self.n_read, self.n_cached),
         )
 
     def _note_started(self, now: float) -> None:

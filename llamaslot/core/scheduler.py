@@ -14,7 +14,7 @@ Rules that hold at every step:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llamaslot.base.messages import FinishReason
 from llamaslot.base.model import SegmentSize
@@ -118,6 +118,14 @@ class Scheduler:
         if request.is_private and all(other.space != request.space for other in (*self.queue, *self.running)):
             self.ledger.forget(request.space)
 
+    def wind_up(self, now: float) -> None:
+        """Plan nothing from now on but to have written what is known, as long as there is a disk."""
+        for request in [*self.queue, *self.running]:
+            self.end(request, now, cancelled=True)
+        self._has_worked, self.tidies_at = False, now
+        if self.tiers is not None:
+            self.tiers.end()
+
     def plan(self, now: float) -> StepPlan:
         """What the next step does; an empty plan means that nothing can be done now."""
         self.ledger.settle()
@@ -178,14 +186,17 @@ class Scheduler:
         ready = []
         is_loading = False
         for request, n in zip(running, pending, strict=True):
-            counts = self.ledger.counts
-            n_copied, n_loaded = counts.n_copied_tokens, counts.n_loaded_tokens
+            before = replace(self.ledger.counts)
             fetched = self.ledger.fetch(request.slot_id, request.prefix, left) if n > 1 else Fetched.ALL
             if fetched is Fetched.ALL:
                 ready.append(request)
             is_loading |= fetched is Fetched.SOME
-            n_copied, n_loaded = counts.n_copied_tokens - n_copied, counts.n_loaded_tokens - n_loaded
-            request.note_found(n_copied, n_loaded)
+            n_loaded = self.ledger.counts.n_loaded_tokens - before.n_loaded_tokens
+            request.note_found(
+                self.ledger.counts.n_copied_tokens - before.n_copied_tokens,
+                n_loaded,
+                self.ledger.counts.n_read_tokens - before.n_read_tokens,
+            )
             left = None if left is None else max(0, left - n_loaded)
         return ready, is_loading
 

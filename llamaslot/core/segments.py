@@ -32,7 +32,7 @@ class Segment:
     """The stored KV of positions `[start, end)` of some path."""
 
     __slots__ = (
-        *("clock", "end", "id", "n_bytes", "nodes", "order", "replaces", "start", "stored_at"),
+        *("clock", "end", "id", "is_fresh", "n_bytes", "nodes", "order", "replaces", "start", "stored_at"),
         "unreadable_until",
     )
 
@@ -48,6 +48,8 @@ class Segment:
         self.stored_at = now
         self.order = b""
         """See `Record.order`; known once it is written."""
+        self.is_fresh = False
+        """Whether it was read and not loaded since."""
         self.unreadable_until = 0.0
         self.replaces: list[int] = []
         """Segments on disk that it stands for once it is there itself."""

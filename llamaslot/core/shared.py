@@ -159,6 +159,8 @@ class SharedLedger(Ledger):
             self._operations.append(Load(each.segment.id, seq, n, each.end, self._scratch))
             self.tree.extend(seq, tokens[n * WIDTH : each.end * WIDTH])
             self.counts.n_loaded_tokens += each.end - n
+            self.counts.n_read_tokens += (each.end - n) * each.segment.is_fresh
+            each.segment.is_fresh = False
             n = each.end
         return Fetched.ALL
 

@@ -73,6 +73,7 @@ class Tiers:
         self._n_made = first
         self._to_write: dict[Segment, None] = {}
         """In the order in which they were stored; what is in front of them was on disk then."""
+        self._is_ending = False
         self._writes_again_at = 0.0
         self._read_us = 0.0
         self._read_at = 0.0
@@ -133,6 +134,10 @@ class Tiers:
                 del self._to_write[segment]
                 if self._can_be_written(segment):
                     self._write(segment)
+
+    def end(self) -> None:
+        """Write what is open at once from now on: no path goes on any more."""
+        self._is_ending = True
 
     def add(self, space: str, tokens: bytes, start: int) -> Segment:
         """A new segment for the tokens from `start` to their end, which must fit.
@@ -240,6 +245,7 @@ class Tiers:
         us = 1e6 * seconds / segment.n_tokens
         self._read_us = self.read_us + _WEIGHT * (us - self.read_us) if self.read_us else us
         self._read_at = self._now
+        segment.is_fresh = True
         return segment
 
     def was_not_read(self, number: int) -> None:
@@ -379,7 +385,8 @@ class Tiers:
         return segment.start == 0 or (front is not None and front in self.disk and front not in self.writing)
 
     def _written_at(self, segment: Segment) -> float:
-        return segment.stored_at + (OPEN_SECONDS if self.tree.is_open(segment) else 0.0)
+        is_lying = self.tree.is_open(segment) and not self._is_ending
+        return segment.stored_at + (OPEN_SECONDS if is_lying else 0.0)
 
     def _write(self, segment: Segment) -> None:
         """Start to write a segment, unless only what was used after it could make room."""

@@ -40,6 +40,11 @@ class DiskWorker:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-disk-writer")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-disk-reader")
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a segment is being written."""
+        return bool(self._ledger.tiers.writing)
+
     def start(self, jobs: Sequence[Job]) -> None:
         """Begin with jobs of which the operations before them are done."""
         for job in jobs:

@@ -62,6 +62,9 @@ from llamaslot.text.stream import TextStream
 
 T = TypeVar("T")
 
+_WIND_UP_SECONDS = 5.0
+"""How long the end may take for what is not on disk yet."""
+
 _log = structlog.get_logger(__name__)
 
 
@@ -179,6 +182,8 @@ class Engine:
         try:
             while not self._stopping:
                 await self._step()
+            if self._disk is not None:
+                await self._wind_up()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             _log.exception("engine.died")
@@ -187,7 +192,9 @@ class Engine:
             self._worker.close()
             if self._disk is not None:
                 self._disk.close()
-            self._end_all(reason)
+            self._fail_all(reason)
+            self._outbox.append(Stopped(reason))
+            self._flush()
             self._tokenizer.close()
 
     async def _step(self) -> None:
@@ -204,6 +211,24 @@ class Engine:
             return
         self._is_checked = False
         await self._worker.run(plan, self._commit)
+
+    async def _wind_up(self) -> None:
+        """Have written what is known, as far as that goes in `_WIND_UP_SECONDS`."""
+        assert self._disk is not None
+        until = self._clock() + _WIND_UP_SECONDS
+        self.scheduler.wind_up(self._clock())
+        self._fail_all("")
+        self._flush()
+        while (now := self._clock()) < until:
+            while self._inbox:
+                self._inbox.popleft()()
+            if plan := self.scheduler.plan(now):
+                await self._worker.run(plan, self._commit)
+            elif self._disk.is_writing:
+                self._wake.clear()
+                await self._sleep(until)
+            else:
+                return
 
     async def _sleep(self, until: float | None) -> None:
         """Wait for a command, or for a time on the clock."""
@@ -376,7 +401,8 @@ class Engine:
         progress = request.progress(self._clock(), self._held(request)) if request else None
         self._outbox.append(Failed(request_id, error.type, error.message, error.param, *sizes, progress))
 
-    def _end_all(self, reason: str) -> None:
+    def _fail_all(self, reason: str) -> None:
+        """Fail whatever is unfinished, because the engine was told to stop or for a reason of its own."""
         error: LlamaslotError = UnavailableError("the server is shutting down")
         if reason:
             error = ServerError("the engine stopped because of an internal error")
@@ -389,8 +415,6 @@ class Engine:
             self._fail(request_id, error, live.request)
         self._tokenizing.clear()
         self._live.clear()
-        self._outbox.append(Stopped(reason))
-        self._flush()
 
     def _held(self, request: Request) -> int:
         return self.scheduler.ledger.length(request.slot_id) if request.slot_id >= 0 else 0

@@ -69,12 +69,12 @@ class Metrics:
         self._hit_rate = gauge("llamaslot_prefix_cache_hit_rate", "Matched tokens / prompt tokens so far.")
         hits = Counter(
             "llamaslot_prefix_cache_hit_requests",
-            "Requests that had all they reused in their slot, copied (cross_slot) or loaded (from_ram) some.",
+            "Requests that reused something, by where the furthest of it was.",
             ["reuse"],
             registry=self._registry,
         )
         self._same_slot, self._cross_slot = hits.labels("same_slot"), hits.labels("cross_slot")
-        self._from_ram = hits.labels("from_ram")
+        self._from_ram, self._from_disk = hits.labels("from_ram"), hits.labels("from_disk")
         self._seqs = gauge("llamaslot_sequences", "Sequence ids, the slots' and the reserved ones.")
         self._cache_counters = {field: counter(*words) for field, words in _COUNTERS.items()}
         self._cache_gauges = {field: gauge(*words) for field, words in _GAUGES.items()}
@@ -130,9 +130,10 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _show(self, cache: CacheFigures) -> None:
-        self._raise(self._same_slot, cache.n_hits - cache.n_cross_slot - cache.n_from_ram)
+        self._raise(self._same_slot, cache.n_same_slot)
         self._raise(self._cross_slot, cache.n_cross_slot)
         self._raise(self._from_ram, cache.n_from_ram)
+        self._raise(self._from_disk, cache.n_from_disk)
         for field, counter in self._cache_counters.items():
             self._raise(counter, getattr(cache, field))
         for field, gauge in self._cache_gauges.items():

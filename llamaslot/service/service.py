@@ -343,6 +343,7 @@ def _figures(progress: Progress) -> dict[str, Any]:
         "prefix_cache_ratio": round(progress.n_cached / progress.n_prompt, 4),
         "prefix_copied_tokens": progress.n_copied,
         "prefix_loaded_tokens": progress.n_loaded,
+        "prefix_read_tokens": progress.n_read,
         "generated_tokens": progress.n_generated,
         "tokens_per_second": round(per_second(progress), 2),
     }

@@ -54,6 +54,7 @@ async def test_an_empty_cache(start: Any) -> None:
             "same_slot": 0,
             "cross_slot": 0,
             "from_ram": 0,
+            "from_disk": 0,
             "waits": 0,
         },
         "prompt_tokens": {"total": 0, "matched": 0, "hit_rate": 0.0},

@@ -94,7 +94,7 @@ def test_top_and_clear(server: Server) -> None:
     assert idle > 0
     status, lines, _ = cache(server.url, "--clear")
     assert status == 0
-    assert lines[0] == f"cleared: {idle} idle tokens, 0 in RAM"
+    assert lines[0] == f"cleared: {idle} idle tokens, 0 in RAM, 0 on disk"
     assert lines[1].startswith("cells      0 of 2,048 used")
     assert lines[-1] == "prefixes   none"
     assert server.get("/cache")["nodes"] == 0

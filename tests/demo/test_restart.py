@@ -98,12 +98,13 @@ def test_a_server_told_to_end_leaves_everything_on_disk(tmp_path: Path, cold: An
     folder = tmp_path / "cache"
     with serving(tmp_path, "--cache-disk", folder) as server:
         history = talk(server, OPENERS[0])
-        wait_until_written(server, 1)
         assert server.stop() == 0
     with serving(tmp_path, "--cache-disk", folder) as server:
         question = [*history, {"role": "user", "content": "What did I tell you?"}]
-        text, _ = ask(server, question)
+        text, timings = ask(server, question)
         assert text == cold(question)
+        assert timings["prompt_n"] <= 20, "more than what is new"
+        assert server.get("/cache")["requests"]["from_disk"] == 1
 
 
 def test_files_of_another_kind_of_kv_are_left_alone(tmp_path: Path, cold: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.base.messages import CacheCleared, ClearCache, Finished
+from llamaslot.base.messages import CacheCleared, ClearCache, Failed, Finished, Output
 from llamaslot.core import tiers
 from llamaslot.core.backend import State
 from tests.engine.harness import Harness, alone, running
@@ -72,6 +72,7 @@ async def test_what_was_written_is_read_after_a_restart(tmp_path: Path) -> None:
             assert isinstance(end, Finished)
             assert end.progress.n_prompt_computed == 1
             assert harness.text(str(i)) == texts[turn] == await alone(turn, backend())
+            assert end.progress.n_read >= len(HEAD) or i > 0
         assert held.n_read >= sum(map(len, TURNS)) - len(HEAD) - 3
 
 
@@ -146,6 +147,21 @@ async def test_who_waits_for_the_disk_can_be_cancelled_and_the_server_stopped(tm
         store.gate.set()
         await second
     store.close()
+
+
+async def test_what_is_not_on_disk_yet_is_written_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "OPEN_SECONDS", 1000.0)
+    async with served(tmp_path) as harness:
+        await harness.submit("a", HEAD)
+        endless = harness.submit("b", HEAD + "b", max_tokens=-1)
+        await harness.wait_for("b", Output, 3)
+        assert harness.engine.scheduler.tiers.disk.n_tokens == 0
+    assert isinstance(await endless, Failed)
+    async with served(tmp_path) as harness:
+        assert (await harness.submit("a", HEAD)).progress.n_prompt_computed == 1
+        assert (await harness.submit("b", HEAD + "b")).progress.n_prompt_computed == 1
 
 
 async def test_what_is_cleared_is_off_the_disk_before_the_answer(tmp_path: Path) -> None:

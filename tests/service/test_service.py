@@ -155,6 +155,7 @@ async def test_metrics_after_known_requests() -> None:
         "llamaslot_prefix_cache_hit_requests_total{reuse=same_slot}": 1,
         "llamaslot_prefix_cache_hit_requests_total{reuse=cross_slot}": 0,
         "llamaslot_prefix_cache_hit_requests_total{reuse=from_ram}": 0,
+        "llamaslot_prefix_cache_hit_requests_total{reuse=from_disk}": 0,
         "llamaslot_prefix_cache_miss_requests_total": 1,
         "llamaslot_prefix_cache_wait_requests_total": 0,
         "llamaslot_prefix_cache_copied_tokens_total": 0,
