@@ -18,6 +18,7 @@ from llamaslot.core.backend import (
     CopyStream,
     Decoded,
     Discard,
+    Kv,
     Load,
     Move,
     Operation,
@@ -26,7 +27,6 @@ from llamaslot.core.backend import (
     Sampler,
     Save,
     Share,
-    State,
     Status,
     Tokens,
 )
@@ -235,10 +235,10 @@ class Recorder:
         held.cells += range(self._n_cells, self._n_cells + n)
         self._n_cells += n
 
-    def stored(self, segment: int) -> State | None:
-        return self.inner.stored(segment)
+    def kv_of(self, segment: int) -> Kv | None:
+        return self.inner.kv_of(segment)
 
-    def put(self, segment: int, start: int, end: int, state: State) -> None:
+    def put(self, segment: int, start: int, end: int, state: Kv) -> None:
         assert segment not in self.segments
         self.inner.put(segment, start, end, state)
         stored = self.segments[segment] = self.saved[segment]

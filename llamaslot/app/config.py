@@ -123,7 +123,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         _row(
             "--cache-disk",
             "LLAMASLOT_CACHE_DISK",
-            "folder for prefixes, which are found again after a restart; empty for none",
+            "folder in which prefixes outlive the server; empty for none",
         ),
     ] = ""
     cache_disk_size: Annotated[

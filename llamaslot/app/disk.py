@@ -1,9 +1,10 @@
-"""The disk on which prefixes outlive the server: opened where it was asked for and can be used."""
+"""The disk on which prefixes outlive the server: claimed before the model is loaded, opened for it afterwards."""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from llamaslot.app.config import Config
@@ -11,6 +12,7 @@ from llamaslot.app.tiers import Budgets
 from llamaslot.backend.disk import DiskStore
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelInfo
+from llamaslot.core.segments import LARGEST
 
 _FLAG = "--cache-disk"
 _MIB = 2**20
@@ -19,41 +21,55 @@ _SHARE = 0.5
 """Bytes, and share of what is free, to take at most where nothing else is said."""
 
 
-def open_disk(config: Config, info: ModelInfo, budgets: Budgets) -> DiskStore | None:
-    """What the configuration names, with what this model stored there before; None where nothing can be stored.
-
-    Takes as long as it takes to read the model's files, the first time. Raises `ConfigError`.
-    """
+def claim_disk(config: Config) -> DiskStore | None:
+    """The folder that the configuration names, which no other server may use now. Raises `ConfigError`."""
     if not config.cache_disk:
         return None
     if config.cache_ram == 0:
-        raise ConfigError(f"{_FLAG} needs RAM to read into: raise --cache-ram", param=_FLAG)
-    if not budgets.ram_bytes:
-        return None
-    disk = DiskStore(Path(config.cache_disk).expanduser())
+        raise ConfigError(f"{_FLAG} needs RAM, which --cache-ram 0 turns off", param=_FLAG)
+    folder = Path(config.cache_disk).expanduser()
     try:
-        weights = disk.weigh([Path(each) for each in info.kv_files])
-        disk.open(hashlib.blake2b(info.kv_facts.encode() + weights, digest_size=32).digest())
-        n_free = shutil.disk_usage(disk.folder).free + disk.n_bytes
-        if config.cache_disk_size == "auto":
-            disk.capacity = min(int(n_free * _SHARE), _MOST)
-        else:
-            disk.capacity = config.cache_disk_size * _MIB
+        return DiskStore(folder)
     except OSError as error:
-        disk.close()
-        raise ConfigError(f"{_FLAG} {disk.folder} cannot be used: {error}", param=_FLAG) from None
-    except BaseException:
-        disk.close()
-        raise
-    return disk
+        raise ConfigError(f"{_FLAG}: {folder} cannot be used: {error.strerror or error}", param=_FLAG) from None
 
 
-def disk_line(disk: DiskStore, info: ModelInfo) -> str:
-    """What is stored where, to print."""
-    assert info.segment_size is not None
+def open_disk(
+    disk: DiskStore, config: Config, info: ModelInfo, budgets: Budgets, on_progress: Callable[[float], bool]
+) -> str:
+    """Find out what this model stored there before; the line that says so, empty where nothing can be stored.
+
+    The first time it reads the model's files whole, as long as `on_progress`, which gets the share read, says so.
+    Raises `ConfigError`.
+    """
+    if not budgets.ram_bytes or info.segment_size is None:
+        return ""
+    try:
+        weights = disk.weigh([Path(each) for each in info.kv_files], on_progress)
+        if weights is None:
+            return ""
+        key = hashlib.blake2b(info.kv_facts.encode() + weights, digest_size=32).digest()
+        disk.open(key, _capacity(disk, config, info.segment_size.of(LARGEST)))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"{_FLAG}: {disk.folder} cannot be used: {reason}", param=_FLAG) from None
     n_bytes = sum(record.n_bytes for record in disk.records)
+    others = f", {(disk.n_bytes - n_bytes) / _MIB:,.0f} MiB of other models" if disk.n_bytes > n_bytes else ""
     n_tokens = disk.capacity // info.segment_size.per_token
     return (
-        f"{disk.folder} stores {disk.capacity / _MIB:,.0f} MiB of prefixes, about {n_tokens:,} tokens; "
-        f"{n_bytes / _MIB:,.0f} MiB are there already"
+        f"Disk stores up to {disk.capacity / _MIB:,.0f} MiB of prefixes in {disk.folder}, about {n_tokens:,} "
+        f"tokens; {n_bytes / _MIB:,.1f} MiB are there already{others}"
     )
+
+
+def _capacity(disk: DiskStore, config: Config, n_least: int) -> int:
+    if config.cache_disk_size == "auto":
+        return min(int((shutil.disk_usage(disk.folder).free + disk.n_bytes) * _SHARE), _MOST)
+    n_bytes = config.cache_disk_size * _MIB
+    if n_bytes < n_least:
+        raise ConfigError(
+            f"--cache-disk-size {config.cache_disk_size} is less than one segment of this model, "
+            f"{n_least / _MIB:,.1f} MiB",
+            param="--cache-disk-size",
+        )
+    return n_bytes

@@ -1,6 +1,7 @@
 """The composition root of `llamaslot serve`: wires backend, engine, service and HTTP, and ends them in order.
 
-    listen (503), load the model, run; on a signal refuse and drain; stop the engine, free the model, close
+    claim the disk, listen (503), load the model, open the disk for it, run;
+    on a signal refuse and drain; stop the engine, free the model, close
 
 A second signal cuts the draining short.
 """
@@ -26,7 +27,7 @@ from llamaslot.api import server as http
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.settings import ApiSettings
 from llamaslot.app.config import Config
-from llamaslot.app.disk import disk_line, open_disk
+from llamaslot.app.disk import claim_disk, open_disk
 from llamaslot.app.models import resolve_model
 from llamaslot.app.tiers import Budgets
 from llamaslot.app.tiers import choose as choose_budgets
@@ -64,6 +65,9 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
     stop = _Signals()
     thread = model_thread()
     async with contextlib.AsyncExitStack() as stack:
+        disk = claim_disk(config)
+        if disk is not None:
+            stack.callback(disk.close)
         listener = await stack.enter_async_context(_listening(app, hosts, config))
         if backend is None:
             backend = await _load(llama_settings(config, path), thread, stop)
@@ -71,9 +75,9 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             return 0
         stack.callback(backend.close)
         budgets = choose_budgets(config, backend.info, host_memory()[0])
-        disk = await asyncio.to_thread(open_disk, config, backend.info, budgets)
-        if disk is not None:
-            stack.callback(disk.close)
+        disk_line = await _open(disk, config, backend.info, budgets, stop) if disk is not None else ""
+        if stop.first.done():
+            return 0
         service = Service(
             backend.info,
             chat_template(backend.info, template, flag),
@@ -87,7 +91,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             idle_cells=budgets.idle_cells,
             idle_life=budgets.idle_life,
             ram_bytes=budgets.ram_bytes,
-            disk=disk,
+            disk=disk if disk_line else None,
             debug_invariants=config.debug_invariants,
             thread=thread,
         )
@@ -95,7 +99,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         running = asyncio.create_task(engine.run(), name="engine")
         stack.push_async_callback(_ended, engine, running)
         app[READINESS].set(service)
-        announce(backend.info, budgets, disk, _urls(listener), config)
+        announce(backend.info, budgets, disk_line, _urls(listener), config)
         await _first(service.stopped, stop.first)
         if service.stopped.done():
             app[READINESS].fail(ServerError("the engine stopped because of an internal error"))
@@ -189,7 +193,7 @@ def chat_template(info: ModelInfo, source: str, flag: str) -> ChatTemplate:
         raise ConfigError(f"{origin}: {error.message}", param="--chat-template") from None
 
 
-def announce(info: ModelInfo, budgets: Budgets, disk: DiskStore | None, urls: list[str], config: Config) -> None:
+def announce(info: ModelInfo, budgets: Budgets, disk_line: str, urls: list[str], config: Config) -> None:
     """Tell the terminal what runs where, and how to talk to it."""
     kv = "one pool for all" if info.unified else "a part for each"
     size = f"{info.size_bytes / 2**20:.0f} MiB"
@@ -206,10 +210,10 @@ def announce(info: ModelInfo, budgets: Budgets, disk: DiskStore | None, urls: li
             f"[yellow]No prefix reuse with this model ({info.reuse_reason}): every prompt is computed whole.[/]"
         )
     _console.print(budgets.line)
-    if disk is not None:
-        _console.print(disk_line(disk, info), markup=False)
+    if disk_line:
+        _console.print(disk_line, markup=False)
     elif config.cache_disk:
-        _console.print("[yellow]Nothing is stored on disk either.[/]")
+        _console.print("[yellow]--cache-disk is not used: it keeps what RAM stores.[/]")
     if not info.flash_attn:
         _console.print("[yellow]Without flash attention, idle slots slow the running ones.[/]")
     _console.print(f"listening on {', '.join(urls)}")
@@ -230,6 +234,7 @@ def announce(info: ModelInfo, budgets: Budgets, disk: DiskStore | None, urls: li
         cache_seqs=info.n_cache_seqs,
         flash_attention=info.flash_attn,
         reuse=info.reuse_reason or "on",
+        disk=config.cache_disk if disk_line else "off",
     )
 
 
@@ -278,6 +283,19 @@ async def _load(settings: LlamaSettings, thread: Executor, stop: _Signals) -> Ll
         _log.info("server.stopped")
         return None
     return backend
+
+
+async def _open(disk: DiskStore, config: Config, info: ModelInfo, budgets: Budgets, stop: _Signals) -> str:
+    """See `open_disk`; a signal ends it."""
+    columns = (TextColumn("reading the model for its checksum"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, console=_console, transient=True, disable=not sys.stdout.isatty()) as progress:
+        task = progress.add_task("weigh", total=1.0)
+
+        def on_progress(share: float) -> bool:
+            progress.update(task, completed=share)
+            return not stop.first.done()
+
+        return await asyncio.to_thread(open_disk, disk, config, info, budgets, on_progress)
 
 
 async def _ended(engine: Engine, running: asyncio.Task[None]) -> None:

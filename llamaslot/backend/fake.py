@@ -24,6 +24,7 @@ from llamaslot.core.backend import (
     Decoded,
     Discard,
     IllegalCallError,
+    Kv,
     Load,
     Move,
     Operation,
@@ -33,7 +34,6 @@ from llamaslot.core.backend import (
     Sampler,
     Save,
     Share,
-    State,
     Status,
     Tokens,
     check_operation,
@@ -169,8 +169,8 @@ class FakeBackend:
             case Discard(segment):
                 del self.segments[segment], self._states[segment]
 
-    def stored(self, segment: int) -> State | None:
-        """See `Backend.stored`; as long as `SegmentSize` says."""
+    def kv_of(self, segment: int) -> Kv | None:
+        """See `Backend.kv_of`; as long as `SegmentSize` says."""
         saved, size = self._states.get(segment), self.info.segment_size
         if saved is None or size is None:
             return None
@@ -179,7 +179,7 @@ class FakeBackend:
         state[: len(pairs)] = pairs
         return state
 
-    def put(self, segment: int, start: int, end: int, state: State) -> None:
+    def put(self, segment: int, start: int, end: int, state: Kv) -> None:
         """See `Backend.put`."""
         size = self.info.segment_size
         if size is None or len(state) != size.of(end - start):

@@ -19,7 +19,7 @@ from llamaslot.base.messages import Sampling
 from llamaslot.base.model import ModelInfo
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
-State: TypeAlias = npt.NDArray[np.uint8]
+Kv: TypeAlias = npt.NDArray[np.uint8]
 """The KV of a segment, as the backend saves and loads it; never changed."""
 
 
@@ -308,10 +308,10 @@ class Backend(Protocol):
     def seq_range(self, seq: int) -> range:
         """From the lowest to the highest position that a sequence holds."""
 
-    def stored(self, segment: int) -> State | None:
+    def kv_of(self, segment: int) -> Kv | None:
         """The KV of a segment, if it is stored; from any thread."""
 
-    def put(self, segment: int, start: int, end: int, state: State) -> None:
+    def put(self, segment: int, start: int, end: int, state: Kv) -> None:
         """Store KV that another process saved, of these positions, under a number that is not in use; from any
         thread.
 

@@ -180,16 +180,16 @@ class CellMap:
         order = np.argsort(self._part(src, start, end), kind="stable")
         self._segments[segment] = start, order.astype(np.int32)
 
-    def saved(self, segment: int) -> bytes:
+    def cell_order(self, segment: int) -> bytes:
         """The positions of a segment's tokens in the order of their cells, int16; empty where they ascend."""
         order = self._segments[segment][1]
         return b"" if (order[1:] > order[:-1]).all() else order.astype("<i2").tobytes()
 
-    def put(self, segment: int, start: int, n_tokens: int, order: bytes) -> None:
-        """A segment was stored by another process, whose `saved` this is."""
+    def put(self, segment: int, start: int, n_tokens: int, cell_order: bytes) -> None:
+        """A segment was stored by another process, whose `cell_order` this is."""
         if segment in self._segments:
             raise IllegalCallError(f"there is a segment {segment}")
-        positions = np.frombuffer(order, "<i2") if order else np.arange(n_tokens)
+        positions = np.frombuffer(cell_order, "<i2") if cell_order else np.arange(n_tokens)
         self._segments[segment] = start, positions.astype(np.int32)
 
     def load(self, segment: int, dst: int, start: int, end: int) -> None:

@@ -12,7 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from llamaslot.core.backend import State
+import numpy as np
+
+from llamaslot.base.model import SegmentSize
+from llamaslot.core.backend import Kv
+from llamaslot.core.node import WIDTH
+from llamaslot.core.segments import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +33,10 @@ class Record:
     tokens: bytes
     """Its own, packed."""
     n_bytes: int
-    path: bytes
+    path_digest: bytes
     """`path_digest` of all tokens up to its end: that the index and the file speak of the same."""
-    order: bytes = b""
-    """See `CellMap.saved`."""
+    cell_order: bytes = b""
+    """See `CellMap.cell_order`."""
 
 
 def path_digest(space: str, tokens: bytes) -> bytes:
@@ -39,6 +44,27 @@ def path_digest(space: str, tokens: bytes) -> bytes:
     digest = hashlib.blake2b(space.encode(), digest_size=16)
     digest.update(b"\0" + tokens)
     return digest.digest()
+
+
+def path_of(record: Record, front: Segment | None, size: SegmentSize) -> bytes | None:
+    """All tokens up to the end of a record that continues `front`; None where it cannot have been written so."""
+    n_tokens, odd = divmod(len(record.tokens), WIDTH)
+    if odd or not n_tokens or record.n_bytes != size.of(n_tokens):
+        return None
+    if record.cell_order and not _is_permutation(record.cell_order, n_tokens):
+        return None
+    tokens = record.tokens
+    if front is not None:
+        if front.number != record.front or not front.start < record.start <= front.end:
+            return None
+        tokens = front.tokens[: record.start * WIDTH] + tokens
+    if len(tokens) != (record.start + n_tokens) * WIDTH:
+        return None
+    return tokens if record.path_digest == path_digest(record.space, tokens) else None
+
+
+def _is_permutation(cell_order: bytes, n: int) -> bool:
+    return len(cell_order) == 2 * n and sorted(np.frombuffer(cell_order, "<i2").tolist()) == list(range(n))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +113,17 @@ class Disk(Protocol):
     def capacity(self) -> int:
         """Bytes that segments may take, by their records."""
 
+    def leave(self, numbers: Sequence[int]) -> None:
+        """Keep these as long as nothing else needs their room."""
+
     @property
     def first_number(self) -> int:
         """A number from which on none was ever in use."""
 
-    def write(self, record: Record, state: State) -> bool:
+    def write(self, record: Record, kv: Kv) -> bool:
         """Store a segment so that it survives the process; whether it does."""
 
-    def read(self, number: int) -> State | None:
+    def read(self, number: int) -> Kv | None:
         """The KV of a segment exactly as it was stored; None where that cannot be had now.
 
         Raises `BadSegmentError` where it never can be.

@@ -192,7 +192,7 @@ class Ledger(ABC):
     def store_ahead(self, _most: int, *, pinned: bool) -> None:
         """Store about so many tokens that are stored nowhere yet; they stay in the pool.
 
-        With `pinned` also what running requests go through, but for the ends of their paths, which grow still.
+        With `pinned` also what running requests go through, but for the last tokens of those, which grow still.
         """
         return
 

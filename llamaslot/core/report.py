@@ -77,7 +77,7 @@ def figures(
     """The numbers of `/cache` and `/metrics`; costs nothing to speak of."""
     n_idle, n_cells = ledger.n_idle, settings.n_ctx
     tiers = ledger.tiers if isinstance(ledger, SharedLedger) and settings.stores else None
-    on_disk = [each for each in tiers.disk if each not in tiers.writing] if tiers is not None else []
+    writing = tiers.writing if tiers is not None else set()
     if not settings.shares:
         # Each sequence has cells of its own for what the tree has once.
         n_idle = sum(ledger.length(seq) for seq in range(settings.n_seqs) if not ledger.tree.is_pinned(seq))
@@ -112,9 +112,9 @@ def figures(
         ram_tokens=tiers.ram.n_tokens if tiers is not None else 0,
         ram_segments=len(tiers.ram) if tiers is not None else 0,
         disk_total=tiers.disk.capacity if tiers is not None else 0,
-        disk_used=sum(each.n_bytes for each in on_disk),
-        disk_tokens=sum(each.n_tokens for each in on_disk),
-        disk_segments=len(on_disk),
+        disk_used=tiers.disk.n_bytes - sum(each.n_bytes for each in writing) if tiers is not None else 0,
+        disk_tokens=tiers.disk.n_tokens - sum(each.n_tokens for each in writing) if tiers is not None else 0,
+        disk_segments=len(tiers.disk) - len(writing) if tiers is not None else 0,
         n_read=tiers.n_read if tiers is not None else 0,
         n_written=tiers.n_written if tiers is not None else 0,
         n_bad=tiers.n_bad if tiers is not None else 0,

@@ -218,7 +218,7 @@ class Scheduler:
 
     def _store_for_disk(self, running: Sequence[Request], now: float) -> None:
         """Store what is not stored yet, little by little: only what is in RAM can be written."""
-        if self.settings.disk_bytes and self.settings.stores and running and now >= self._stores_at:
+        if self.settings.writes and running and now >= self._stores_at:
             self._stores_at = now + self.settings.store_ms / 1e3
             most = self._most_saved(running)
             n_tokens = self.settings.segment_tokens
@@ -241,7 +241,6 @@ class Scheduler:
             size,
             settings.segment_tokens,
             disk_bytes=settings.disk_bytes,
-            first=settings.disk_first,
         )
         return SharedLedger(
             n_slots=n_slots,

@@ -18,36 +18,54 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from llamaslot.core.node import WIDTH
-from llamaslot.core.tier import Use
 
 LARGEST = 512
 """Tokens of a segment at most, unless told otherwise: loading one for a part of it costs little."""
+
+
+class Rank(NamedTuple):
+    """The place of a segment in the order of use: the lowest goes first."""
+
+    last_used: int
+    height: int
+    """Less than 0, and the less the further from the root: of what was used together, the end goes first."""
+    number: int
 
 
 class Segment:
     """The stored KV of positions `[start, end)` of some path."""
 
     __slots__ = (
-        *("clock", "end", "id", "is_fresh", "n_bytes", "nodes", "order", "replaces", "start", "stored_at"),
+        "cell_order",
+        "end",
+        "is_fresh",
+        "last_used",
+        "n_bytes",
+        "nodes",
+        "number",
+        "replaces",
+        "start",
+        "stored_at",
         "unreadable_until",
     )
 
     def __init__(self, number: int, start: int, end: int, n_bytes: int, now: float = 0.0) -> None:
-        self.id = number
+        self.number = number
         self.start = start
         self.end = end
         self.n_bytes = n_bytes
         self.nodes: list[_Node] = []
         """The nodes that lie in it, the first one first; none once it is gone."""
-        self.clock = 0
-        """When it was used last."""
+        self.last_used = 0
+        """A count of uses."""
         self.stored_at = now
-        self.order = b""
-        """See `Record.order`; known once it is written."""
+        self.cell_order = b""
+        """See `Record.cell_order`; known once it is written."""
         self.is_fresh = False
         """Whether it was read and not loaded since."""
         self.unreadable_until = 0.0
@@ -60,9 +78,9 @@ class Segment:
         return self.end - self.start
 
     @property
-    def use(self) -> Use:
+    def rank(self) -> Rank:
         """Its place in the order of use."""
-        return Use(self.clock, -self.start, self.id)
+        return Rank(self.last_used, -self.start, self.number)
 
     @property
     def front(self) -> Segment | None:
@@ -130,7 +148,7 @@ class SegmentTree:
     """All segments of all namespaces, each of at most `largest` tokens."""
 
     def __init__(self, largest: int = LARGEST) -> None:
-        self._largest = largest
+        self.largest = largest
         self._roots: dict[str, _Node] = {}
 
     # --- reading ---
@@ -173,14 +191,14 @@ class SegmentTree:
             if at < until:
                 is_open = last is not None and self.is_open(last)
                 first = last.start if last is not None and is_open else at
-                ranges += [(a, min(a + self._largest, until)) for a in range(first, until, self._largest)]
+                ranges += [(a, min(a + self.largest, until)) for a in range(first, until, self.largest)]
             at = max(at, end)
             last = node.segment if node is not None and node.segment and node.segment.end == end == at else None
         return ranges
 
     def is_open(self, segment: Segment) -> bool:
         """Whether a longer one takes its place when its path goes on."""
-        return segment.n_tokens < self._largest and segment.is_last
+        return segment.n_tokens < self.largest and segment.is_last
 
     def of_space(self, space: str) -> list[Segment]:
         """The segments of a namespace."""
@@ -240,7 +258,7 @@ class SegmentTree:
         for segment, nodes in found.items():
             assert nodes == segment.nodes
             assert (nodes[0].start, nodes[-1].end) == (segment.start, segment.end)
-            assert segment.n_tokens <= self._largest
+            assert segment.n_tokens <= self.largest
             assert all(b.parent is a for a, b in pairwise(nodes)), "a segment that branches"
         return set(found)
 

@@ -34,8 +34,6 @@ class SchedulerSettings:
     """What stored prefixes may take of the host's memory; 0 to store none."""
     disk_bytes: int = 0
     """What they may take on disk beside; 0 where there is none."""
-    disk_first: int = 0
-    """Number of the first segment to be made, above all that the disk ever had."""
     segment_size: SegmentSize | None = None
     """What stored tokens take; None where none can be stored."""
     segment_tokens: int = LARGEST
@@ -77,9 +75,14 @@ class SchedulerSettings:
         return self.shares and self.ram_bytes > 0 and self.segment_size is not None and self.n_seqs > self.n_slots
 
     @property
+    def writes(self) -> bool:
+        """Whether what is stored is written to disk."""
+        return self.stores and self.disk_bytes > 0
+
+    @property
     def stores_ahead(self) -> bool:
         """Whether idle prefixes are stored before their cells are needed."""
-        return self.stores and (self.idle_life is not None or self.disk_bytes > 0)
+        return self.stores and (self.idle_life is not None or self.writes)
 
     def at_once(self, each_us: float) -> int | None:
         """Tokens to save or load in one step beside running streams, which take so long each; None: any number."""

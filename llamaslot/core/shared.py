@@ -156,7 +156,7 @@ class SharedLedger(Ledger):
                 return Fetched.WAITS
             if not self._make_room(each.segment.n_tokens) or not self.tiers.is_at_hand(each.segment):
                 break
-            self._operations.append(Load(each.segment.id, seq, n, each.end, self._scratch))
+            self._operations.append(Load(each.segment.number, seq, n, each.end, self._scratch))
             self.tree.extend(seq, tokens[n * WIDTH : each.end * WIDTH])
             self.counts.n_loaded_tokens += each.end - n
             self.counts.n_read_tokens += (each.end - n) * each.segment.is_fresh
@@ -208,7 +208,7 @@ class SharedLedger(Ledger):
             self._stored_at, self._n_stored = self.clock, 0
 
         def may_be(node: Node) -> bool:
-            return not node.n_pins or (pinned and bool(node.children) and not is_private(node.space))
+            return not node.n_pins or (pinned and not is_private(node.space))
 
         n_all = self.tree.n_tokens if pinned else self.n_idle
         if self._n_stored >= n_all:
@@ -216,7 +216,11 @@ class SharedLedger(Ledger):
         for node in self.tree.nodes():
             if not may_be(node) or any(map(may_be, node.children.values())):
                 continue
-            n = self._store(node, self._missing(node, 0), most)
+            ranges = self._missing(node, 0)
+            if node.n_pins and not node.children:
+                # It grows still: what is not full would be replaced again and again.
+                ranges = [(first, end) for first, end in ranges if end - first == self.tiers.tree.largest]
+            n = self._store(node, ranges, most)
             self._n_stored += n
             most -= n
             if most <= 0:
@@ -236,15 +240,15 @@ class SharedLedger(Ledger):
         segment = self.tiers.disk.get(job.record.number)
         if segment is None:
             return job
-        segment.order = self.cells.saved(segment.id)
-        return Write(replace(job.record, order=segment.order))
+        segment.cell_order = self.cells.cell_order(segment.number)
+        return Write(replace(job.record, cell_order=segment.cell_order))
 
     def was_read(self, number: int, seconds: float) -> range | None:
         """The bytes for a `Read` are there: the positions that they are for, if they are still wanted."""
         segment = self.tiers.was_read(number, seconds)
         if segment is None:
             return None
-        self.cells.put(number, segment.start, segment.n_tokens, segment.order)
+        self.cells.put(number, segment.start, segment.n_tokens, segment.cell_order)
         return range(segment.start, segment.end)
 
     def clear_idle(self) -> int:
@@ -325,7 +329,7 @@ class SharedLedger(Ledger):
                 break
             segment = self.tiers.add(node.space, tokens[: end * WIDTH], first)
             self._note_discarded()
-            self._operations.append(Save(segment.id, source, first, end, self._scratch))
+            self._operations.append(Save(segment.number, source, first, end, self._scratch))
             n_stored += end - first
         return n_stored
 

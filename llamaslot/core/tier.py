@@ -1,6 +1,6 @@
 """A tier: segments that are kept in one place, within a budget, and which of them goes next.
 
-Segments are ordered by `Segment.use`, which grows without a word to the tiers. So the heap has each by what it was
+Segments are ordered by `Segment.rank`, which grows without a word to the tiers. So the heap has each by what it was
 when it was last looked at, which can only be too low: whoever comes up is looked at again.
 """
 
@@ -8,23 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:
-    from llamaslot.core.segments import Segment
+from llamaslot.core.segments import Rank, Segment
 
 _SLACK = 64
 """Entries of segments that have left, beside as many as there are segments, before the heap is made anew."""
-
-
-class Use(NamedTuple):
-    """The place of a segment in the order of use: the lowest goes first."""
-
-    clock: int
-    """When it was used last."""
-    height: int
-    """Less than 0, and the less the further from the root: of what was used together, the end goes first."""
-    id: int
 
 
 class Tier:
@@ -36,7 +24,7 @@ class Tier:
         self.n_tokens = 0
         """Tokens whose KV is here."""
         self._segments: dict[int, Segment] = {}
-        self._by_use: list[Use] = []
+        self._by_rank: list[Rank] = []
 
     def __len__(self) -> int:
         """Segments."""
@@ -48,7 +36,7 @@ class Tier:
 
     def __contains__(self, segment: Segment) -> bool:
         """Whether it is here."""
-        return segment.id in self._segments
+        return segment.number in self._segments
 
     def get(self, number: int) -> Segment | None:
         """The segment of this number, if it is here."""
@@ -60,35 +48,35 @@ class Tier:
 
     def put(self, segment: Segment) -> None:
         """Take in a segment that is not here."""
-        self._segments[segment.id] = segment
+        self._segments[segment.number] = segment
         self.n_bytes += segment.n_bytes
         self.n_tokens += segment.n_tokens
-        heapq.heappush(self._by_use, segment.use)
-        if len(self._by_use) > 2 * len(self) + _SLACK:
-            self._by_use = [each.use for each in self]
-            heapq.heapify(self._by_use)
+        heapq.heappush(self._by_rank, segment.rank)
+        if len(self._by_rank) > 2 * len(self) + _SLACK:
+            self._by_rank = [each.rank for each in self]
+            heapq.heapify(self._by_rank)
 
     def drop(self, segment: Segment) -> None:
         """Let go of a segment that is here."""
-        del self._segments[segment.id]
+        del self._segments[segment.number]
         self.n_bytes -= segment.n_bytes
         self.n_tokens -= segment.n_tokens
 
     def oldest(self, may_go: Callable[[Segment], bool]) -> Segment | None:
         """The least recently used of those that may go; None if there is none."""
-        passed: list[Use] = []
+        passed: list[Rank] = []
         found = None
-        while self._by_use and found is None:
-            use = heapq.heappop(self._by_use)
-            segment = self._segments.get(use.id)
+        while self._by_rank and found is None:
+            rank = heapq.heappop(self._by_rank)
+            segment = self._segments.get(rank.number)
             if segment is None:
                 continue
-            if use != segment.use:
-                heapq.heappush(self._by_use, segment.use)
+            if rank != segment.rank:
+                heapq.heappush(self._by_rank, segment.rank)
                 continue
-            passed.append(use)
+            passed.append(rank)
             if may_go(segment):
                 found = segment
         for each in passed:
-            heapq.heappush(self._by_use, each)
+            heapq.heappush(self._by_rank, each)
         return found

@@ -21,23 +21,16 @@ Nothing here knows of cells, of sequences or of llama.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from llamaslot.base.model import SegmentSize
-from llamaslot.core.disk import Erase, Job, Read, Record, Use, Write, path_digest
+from llamaslot.core.disk import Erase, Job, Read, Record, Use, Write, path_digest, path_of
 from llamaslot.core.node import WIDTH
+from llamaslot.core.pace import PAUSE_SECONDS, ReadRate, WriteQueue
 from llamaslot.core.segments import LARGEST, Segment, SegmentTree, Stored
 from llamaslot.core.spaces import is_private
 from llamaslot.core.tier import Tier
 
-OPEN_SECONDS = 2.0
-"""How long the last segment of a path lies before it is written."""
-PAUSE_SECONDS = 30.0
-"""How long nothing is written after a write failed, and a segment not read that could not be."""
-_WEIGHT = 0.2
-"""Share of the newest reading in the mean."""
 _MOST_WRITES = 2
 """Segments to write at a time: what waits for more is chosen as late as may be."""
 
@@ -48,10 +41,7 @@ class Tiers:
     What is stored is in RAM first, so without RAM nothing is. Times are seconds on the caller's clock, see `tend`.
     """
 
-    def __init__(
-        self, ram_bytes: int, size: SegmentSize, largest: int = LARGEST, *, disk_bytes: int = 0, first: int = 0
-    ) -> None:
-        """`first` is the number of the first segment that is made."""
+    def __init__(self, ram_bytes: int, size: SegmentSize, largest: int = LARGEST, *, disk_bytes: int = 0) -> None:
         self.tree = SegmentTree(largest)
         self.ram = Tier(ram_bytes)
         self.disk = Tier(disk_bytes if ram_bytes else 0)
@@ -69,14 +59,11 @@ class Tiers:
         """Files so far that were not as they were written."""
         self._size = size
         self._now = 0.0
-        self._clock = 0
-        self._n_made = first
-        self._to_write: dict[Segment, None] = {}
-        """In the order in which they were stored; what is in front of them was on disk then."""
-        self._is_ending = False
-        self._writes_again_at = 0.0
-        self._read_us = 0.0
-        self._read_at = 0.0
+        self._n_uses = 0
+        self._next_number = 0
+        self._to_write = WriteQueue(self.tree.is_open)
+        """What is in front of them was on disk when they came."""
+        self._reads = ReadRate()
         self._discarded: list[int] = []
         self._used: dict[int, None] = {}
         """Those on disk at the ends of the paths that were used, in that order."""
@@ -108,36 +95,30 @@ class Tiers:
         return n_bytes + sum(self._size.of(end - start) for start, end in ranges) <= self.ram.capacity
 
     @property
-    def read_us(self) -> float:
-        """Microseconds in which the disk reads a token, by what was read of late; 0 where nothing was."""
-        return self._read_us if self._now < self._read_at + PAUSE_SECONDS else 0.0
+    def read_us(self) -> float | None:
+        """See `ReadRate.us`."""
+        return self._reads.us(self._now)
 
     @property
     def due_at(self) -> float | None:
         """When something is to be written, if nothing happens before; None if nothing is."""
-        if not self._to_write or len(self.writing) >= _MOST_WRITES:
-            return None
-        return max(self._writes_again_at, min(map(self._written_at, self._to_write)))
+        return self._to_write.due_at if len(self.writing) < _MOST_WRITES else None
 
     # --- changing ---
 
     def tend(self, now: float) -> None:
-        """Let it be so late: nobody is about to load anything, and what has lain for long enough is written."""
+        """Begin a plan at this time: nobody is about to load anything yet, and what has lain for long enough is
+        written.
+        """
         self._now = now
         self.guarded.clear()
-        if now < self._writes_again_at:
-            return
-        for segment in list(self._to_write):
-            if len(self.writing) >= _MOST_WRITES:
-                return
-            if self._written_at(segment) <= now:
-                del self._to_write[segment]
-                if self._can_be_written(segment):
-                    self._write(segment)
+        while len(self.writing) < _MOST_WRITES and (segment := self._to_write.take(now)) is not None:
+            if self._can_be_written(segment):
+                self._write(segment)
 
     def end(self) -> None:
-        """Write what is open at once from now on: no path goes on any more."""
-        self._is_ending = True
+        """Let nothing lie any more before it is written."""
+        self._to_write.end()
 
     def add(self, space: str, tokens: bytes, start: int) -> Segment:
         """A new segment for the tokens from `start` to their end, which must fit.
@@ -148,8 +129,8 @@ class Tiers:
         end = len(tokens) // WIDTH
         if not self.fits(space, tokens, [(start, end)]):
             raise AssertionError(f"there is no room for [{start}, {end})")
-        segment = Segment(self._n_made, start, end, self._size.of(end - start), self._now)
-        self._n_made += 1
+        segment = Segment(self._next_number, start, end, self._size.of(end - start), self._now)
+        self._next_number += 1
         for each in self.tree.attach(segment, space, tokens):
             self._replace(each, segment)
         self.touch(space, tokens)
@@ -164,13 +145,13 @@ class Tiers:
 
     def touch(self, space: str, tokens: bytes) -> None:
         """Note that a path is used now."""
-        self._clock += 1
+        self._n_uses += 1
         path = self.tree.path(space, tokens)
         for segment in path:
-            segment.clock = self._clock
+            segment.last_used = self._n_uses
         last = next((segment for segment in reversed(path) if segment in self.disk), None)
         if last is not None:
-            self._used[last.id] = self._used.pop(last.id, None)
+            self._used[last.number] = self._used.pop(last.number, None)
 
     def want(self, segments: Sequence[Segment]) -> None:
         """Somebody is about to load these, one after another: those that are not in RAM are read, as far as there
@@ -187,7 +168,7 @@ class Tiers:
                 self._leave_ram(oldest)
             self.ram.put(segment)
             self.reading.add(segment)
-            self._jobs.append(Read(segment.id))
+            self._jobs.append(Read(segment.number))
 
     def forget(self, space: str) -> None:
         """Discard what is stored in a namespace."""
@@ -223,7 +204,7 @@ class Tiers:
             assert tier.n_tokens == sum(segment.n_tokens for segment in tier)
             for segment in tier:
                 front = segment.front
-                assert front is None or front.use > segment.use, "a segment would go before one behind it"
+                assert front is None or front.rank > segment.rank, "a segment would go before one behind it"
         for segment in self.disk:
             front = segment.front
             assert not is_private(segment.space)
@@ -242,9 +223,7 @@ class Tiers:
             return None
         self.reading.remove(segment)
         self.n_read += segment.n_tokens
-        us = 1e6 * seconds / segment.n_tokens
-        self._read_us = self.read_us + _WEIGHT * (us - self.read_us) if self.read_us else us
-        self._read_at = self._now
+        self._reads.note(segment.n_tokens, seconds, self._now)
         segment.is_fresh = True
         return segment
 
@@ -274,7 +253,7 @@ class Tiers:
         self.writing.remove(segment)
         if not is_good:
             self.disk.drop(segment)
-            self._writes_again_at = self._now + PAUSE_SECONDS
+            self._to_write.pause(self._now)
             self._queue(segment)
             return
         self.n_written += segment.n_tokens
@@ -282,69 +261,64 @@ class Tiers:
         for each in segment.behind():
             self._queue(each)
 
-    def restore(self, records: Iterable[Record]) -> None:
-        """Take in what is on disk, the least recently used first; what fits nowhere is erased."""
-        clocks = {record.number: i for i, record in enumerate(records, 1)}
-        self._clock = max(self._clock, len(clocks))
-        for record in sorted(records, key=lambda r: (r.start, -len(r.tokens))):
-            if not self._restore(record, clocks[record.number]):
+    def restore(self, records: Sequence[Record], first_number: int) -> list[int]:
+        """Take in what is on disk, the least recently used first; new segments have numbers from `first_number` on.
+
+        What fits nowhere is erased. Returns the numbers of what is too large for RAM, or behind that: it stays, and
+        is not known.
+        """
+        self._next_number = first_number
+        uses = {record.number: i for i, record in enumerate(records, 1)}
+        self._n_uses = len(uses)
+        left: set[int] = set()
+        for record in sorted(records, key=lambda record: (record.start, -len(record.tokens))):
+            if record.n_bytes > self.ram.capacity or record.front in left:
+                left.add(record.number)
+                continue
+            front = self.disk.get(record.front) if record.front is not None else None
+            tokens = path_of(record, front, self._size)
+            if tokens is None or self.tree.stored(record.space, tokens, record.start):
                 self._jobs.append(Erase((record.number,)))
-        for segment in sorted(self.disk, key=lambda s: -s.start):
+                continue
+            segment = Segment(record.number, record.start, len(tokens) // WIDTH, record.n_bytes)
+            segment.last_used = uses[record.number]
+            segment.cell_order = record.cell_order
+            self.tree.attach(segment, record.space, tokens)
+            self.disk.put(segment)
+        for segment in sorted(self.disk, key=lambda segment: -segment.start):
             if segment.front is not None:
-                segment.front.clock = max(segment.front.clock, segment.clock)
+                segment.front.last_used = max(segment.front.last_used, segment.last_used)
         while self.disk.n_bytes > self.disk.capacity:
             oldest = self.disk.oldest(self._may_leave_disk)
             assert oldest is not None
             self._leave_disk(oldest)
-
-    def _restore(self, record: Record, clock: int) -> bool:
-        """Take in one record; whether it fits behind what is there."""
-        n_tokens, odd = divmod(len(record.tokens), WIDTH)
-        if odd or not n_tokens or record.n_bytes != self._size.of(n_tokens) or record.n_bytes > self.ram.capacity:
-            return False
-        tokens = record.tokens
-        if record.front is not None:
-            front = self.disk.get(record.front)
-            if front is None or front.space != record.space or not front.start < record.start <= front.end:
-                return False
-            tokens = front.tokens[: record.start * WIDTH] + tokens
-        elif record.start != 0:
-            return False
-        if record.order and not _is_permutation(record.order, n_tokens):
-            return False
-        if record.path != path_digest(record.space, tokens) or self.tree.stored(record.space, tokens, record.start):
-            return False
-        segment = Segment(record.number, record.start, record.start + n_tokens, record.n_bytes)
-        segment.clock = clock
-        segment.order = record.order
-        self.tree.attach(segment, record.space, tokens)
-        self.disk.put(segment)
-        return True
+        return sorted(left)
 
     # --- leaving ---
 
     def _may_leave_ram(self, segment: Segment) -> bool:
         return not (segment in self.reading or segment in self.writing or segment in self.guarded)
 
-    def _may_leave_disk(self, segment: Segment) -> bool:
-        if segment in self.reading or segment in self.writing:
+    def _may_leave_disk(self, segment: Segment, gone: Sequence[Segment] = ()) -> bool:
+        """Whether it may, once those that are `gone` have."""
+        if segment in self.reading or segment in self.writing or segment in gone:
             return False
-        return not any(each in self.disk for each in segment.behind())
+        return all(each in gone for each in segment.behind() if each in self.disk)
 
     def _leave_ram(self, segment: Segment) -> None:
         self.ram.drop(segment)
         if segment in self.reading:
             self.reading.remove(segment)
         else:
-            self._discarded.append(segment.id)
-        self._to_write.pop(segment, None)
+            self._discarded.append(segment.number)
+        self._to_write.drop(segment)
         if segment not in self.disk:
             self._remove(segment)
 
     def _leave_disk(self, segment: Segment) -> None:
         self.disk.drop(segment)
         self.writing.discard(segment)
-        self._jobs.append(Erase((segment.id,)))
+        self._jobs.append(Erase((segment.number,)))
         if segment in self.reading:
             self._leave_ram(segment)
         elif segment not in self.ram:
@@ -355,7 +329,7 @@ class Tiers:
         new.replaces += old.replaces
         old.replaces = []
         if old in self.disk:
-            new.replaces.append(old.id)
+            new.replaces.append(old.number)
             self.disk.drop(old)
             self.writing.discard(old)
         if old in self.ram:
@@ -376,7 +350,7 @@ class Tiers:
     def _queue(self, segment: Segment) -> None:
         """Have a segment written, if it is not and what is in front of it is."""
         if self._can_be_written(segment):
-            self._to_write[segment] = None
+            self._to_write.put(segment)
 
     def _can_be_written(self, segment: Segment) -> bool:
         if not self.disk.capacity or segment in self.disk or is_private(segment.space):
@@ -384,31 +358,28 @@ class Tiers:
         front = segment.front
         return segment.start == 0 or (front is not None and front in self.disk and front not in self.writing)
 
-    def _written_at(self, segment: Segment) -> float:
-        is_lying = self.tree.is_open(segment) and not self._is_ending
-        return segment.stored_at + (OPEN_SECONDS if is_lying else 0.0)
-
     def _write(self, segment: Segment) -> None:
         """Start to write a segment, unless only what was used after it could make room."""
-        while not self.disk.has_room(segment.n_bytes):
-            oldest = self.disk.oldest(self._may_leave_disk)
-            if oldest is None or oldest.use > segment.use:
+        oldest: list[Segment] = []
+        n_missing = self.disk.n_bytes + segment.n_bytes - self.disk.capacity
+        while n_missing > 0:
+            found = self.disk.oldest(lambda each: self._may_leave_disk(each, oldest))
+            if found is None or found.rank > segment.rank:
                 return
-            self._leave_disk(oldest)
+            oldest.append(found)
+            n_missing -= found.n_bytes
+        for each in oldest:
+            self._leave_disk(each)
         self.disk.put(segment)
         self.writing.add(segment)
         front, tokens = segment.front, segment.tokens
         record = Record(
-            number=segment.id,
-            front=front.id if front is not None else None,
+            number=segment.number,
+            front=front.number if front is not None else None,
             space=segment.space,
             start=segment.start,
             tokens=tokens[segment.start * WIDTH :],
             n_bytes=segment.n_bytes,
-            path=path_digest(segment.space, tokens),
+            path_digest=path_digest(segment.space, tokens),
         )
         self._jobs.append(Write(record))
-
-
-def _is_permutation(order: bytes, n: int) -> bool:
-    return len(order) == 2 * n and sorted(np.frombuffer(order, "<i2").tolist()) == list(range(n))

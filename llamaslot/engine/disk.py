@@ -13,7 +13,7 @@ from time import perf_counter
 
 import structlog
 
-from llamaslot.core.backend import Backend, State
+from llamaslot.core.backend import Backend, Kv
 from llamaslot.core.disk import BadSegmentError, Disk, Erase, Job, Read, Use, Write
 from llamaslot.core.shared import SharedLedger
 
@@ -45,6 +45,14 @@ class DiskWorker:
         """Whether a segment is being written."""
         return bool(self._ledger.tiers.writing)
 
+    def restore(self) -> None:
+        """Let the core know what the disk has, before anything else."""
+        tiers, records = self._ledger.tiers, self._disk.records
+        too_large = tiers.restore(records, self._disk.first_number)
+        self._disk.leave(too_large)
+        n_erased = len(records) - len(tiers.disk) - len(too_large)
+        _log.info("disk.restored", segments=len(tiers.disk), erased=n_erased, larger_than_ram=len(too_large))
+
     def start(self, jobs: Sequence[Job]) -> None:
         """Begin with jobs of which the operations before them are done."""
         for job in jobs:
@@ -70,11 +78,11 @@ class DiskWorker:
 
     def _write(self, job: Write) -> None:
         number = job.record.number
-        state = self._backend.stored(number)
-        if state is None:
+        kv = self._backend.kv_of(number)
+        if kv is None:
             self._ledger.tiers.was_written(number, is_good=False)
             return
-        future = asyncio.get_running_loop().run_in_executor(self._writer, self._disk.write, job.record, state)
+        future = asyncio.get_running_loop().run_in_executor(self._writer, self._disk.write, job.record, kv)
 
         def done() -> None:
             if error := future.exception():
@@ -98,17 +106,17 @@ class DiskWorker:
 
         future.add_done_callback(lambda _: self._post(done))
 
-    def _timed_read(self, number: int) -> tuple[State | None, float]:
+    def _timed_read(self, number: int) -> tuple[Kv | None, float]:
         started = perf_counter()
         return self._disk.read(number), perf_counter() - started
 
-    def _put(self, number: int, state: State | None, seconds: float) -> None:
-        if state is None:
+    def _put(self, number: int, kv: Kv | None, seconds: float) -> None:
+        if kv is None:
             self._ledger.tiers.was_not_read(number)
             return
         positions = self._ledger.was_read(number, seconds)
         if positions is not None:
-            self._backend.put(number, positions.start, positions.stop, state)
+            self._backend.put(number, positions.start, positions.stop, kv)
 
 
 def _log_failure(future: Future[None]) -> None:

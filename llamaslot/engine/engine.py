@@ -119,7 +119,6 @@ class Engine:
                 idle_life=idle_life,
                 ram_bytes=ram_bytes,
                 disk_bytes=disk.capacity if disk is not None else 0,
-                disk_first=disk.first_number if disk is not None else 0,
                 segment_size=info.segment_size,
                 prefill_us=cost.prefill_us if cost is not None else 0.0,
                 save_us=cost.first_save_us if cost is not None else 0.0,
@@ -135,9 +134,9 @@ class Engine:
         self._worker = Worker(backend, thread or model_thread(), clock, self._is_wanted)
         self._disk: DiskWorker | None = None
         ledger = self.scheduler.ledger
-        if disk is not None and self.scheduler.settings.stores and isinstance(ledger, SharedLedger):
-            ledger.tiers.restore(disk.records)
+        if disk is not None and self.scheduler.settings.writes and isinstance(ledger, SharedLedger):
             self._disk = DiskWorker(disk, backend, ledger, self._post)
+            self._disk.restore()
         self._live: dict[str, _Live] = {}
         self._tokenizing: dict[str, asyncio.Future[Any]] = {}
         self._inbox: deque[Callable[[], None]] = deque()

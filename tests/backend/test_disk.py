@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llamaslot.app.config import Config
+from llamaslot.app.disk import claim_disk
 from llamaslot.backend.disk import DiskStore, files
 from llamaslot.backend.disk.files import BadFileError
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import SegmentSize
-from llamaslot.core.backend import State
+from llamaslot.core.backend import Kv
 from llamaslot.core.disk import BadSegmentError, Record, path_digest
 from llamaslot.core.tiers import Tiers
 from tests.conftest import LONG
@@ -28,7 +30,7 @@ SIZE = SegmentSize(16, 10)
 CAPACITY = 10**6
 
 
-def state_of(number: int, n_bytes: int) -> State:
+def state_of(number: int, n_bytes: int) -> Kv:
     return np.frombuffer(random.Random(number).randbytes(n_bytes), dtype=np.uint8)
 
 
@@ -45,8 +47,8 @@ paths: dict[int, bytes] = {}
 
 
 def opened(folder: Path, key: bytes = KEY, capacity: int = CAPACITY) -> DiskStore:
-    store = DiskStore(folder, capacity)
-    store.open(key)
+    store = DiskStore(folder)
+    store.open(key, capacity)
     return store
 
 
@@ -167,7 +169,6 @@ def test_a_bad_file_is_moved_aside(folder: Path) -> None:
     file_of(folder, 15).unlink()
     with pytest.raises(BadSegmentError):
         store.read(15)
-    assert store.n_bad == 16
     assert len(list((folder / "bad").iterdir())) == 8
     assert np.array_equal(store.read(16), state_of(16, SIZE.of(8)))
     store.close()
@@ -228,10 +229,11 @@ def test_a_second_server_is_refused(folder: Path) -> None:
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--cache-disk"):
-        DiskStore(tmp_path / "file")
-    with pytest.raises(ConfigError, match="--cache-disk"):
-        DiskStore(tmp_path / "file" / "below")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="cannot be used"):
+            claim_disk(Config(cache_disk=str(path)))
+    with pytest.raises(ConfigError, match="needs RAM"):
+        claim_disk(Config(cache_disk=str(tmp_path / "folder"), cache_ram=0))
 
 
 def test_a_write_that_fails_leaves_nothing_behind(folder: Path) -> None:
@@ -300,13 +302,13 @@ def test_a_damaged_index_never_gives_a_segment_to_another_prefix(folder: Path) -
         for name, data in kept.items():
             (folder / "segments" / name).write_bytes(data)
         store = opened(folder)
-        tiers = Tiers(10**9, SIZE, disk_bytes=10**9, first=store.first_number)
-        tiers.restore(store.records)
+        tiers = Tiers(10**9, SIZE, disk_bytes=10**9)
+        tiers.restore(store.records, store.first_number)
         tiers.check()
         for segment in tiers.disk:
             path = segment.tokens
             try:
-                state = store.read(segment.id)
+                state = store.read(segment.number)
             except BadSegmentError:
                 n_refused += 1
                 continue
@@ -325,14 +327,16 @@ def test_weights_are_read_once_until_they_change(folder: Path, tmp_path: Path) -
     one.write_bytes(b"one")
     two.write_bytes(b"two")
     store = DiskStore(folder)
-    both = store.weigh([one, two])
-    assert store.weigh([one]) != both != store.weigh([two, one])
+    told: list[float] = []
+    assert store.weigh([one], told.append) is None, "it was told to stop"
+    assert told == [1.0]
+    both = store.weigh([one, two], lambda _: True)
+    assert store.weigh([one], lambda _: True) != both != store.weigh([two, one], lambda _: True)
     store.close()
     store = DiskStore(folder)
-    store._index.note_digest(str(one), "stale", b"wrong")
-    assert store.weigh([one, two]) == both
+    assert store.weigh([one, two], lambda _: False) == both, "they were read again"
     two.write_bytes(b"TWO")
-    assert store.weigh([one, two]) != both
+    assert store.weigh([one, two], lambda _: True) != both
     store.close()
 
 

@@ -20,10 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from llamaslot.backend.fake import EOS, FakeBackend, FakeSampler
 from llamaslot.base.messages import Sampling, Submit
 from llamaslot.base.model import SegmentSize
-from llamaslot.core import admission, repacking
-from llamaslot.core import tiers as tiers_module
+from llamaslot.core import admission, pace, repacking
 from llamaslot.core.admission import PATIENCE
-from llamaslot.core.backend import Backend, CopyStream, Load, Move, Remove, Run, Sampler, Save, State, Status
+from llamaslot.core.backend import Backend, CopyStream, Kv, Load, Move, Remove, Run, Sampler, Save, Status
 from llamaslot.core.disk import Job, Read, Write
 from llamaslot.core.request import Request, RequestState
 from llamaslot.core.scheduler import Broke, Sampled, Scheduler
@@ -172,7 +171,7 @@ class CacheMachine(RuleBasedStateMachine):
         # Small pools are outgrown only by requests of which less is expected, and repacked in smaller blocks.
         self.patches = [
             mock.patch.object(admission, "_LEAST_EXPECTED", n_expected),
-            mock.patch.object(tiers_module, "OPEN_SECONDS", 0.005),
+            mock.patch.object(pace, "OPEN_SECONDS", 0.005),
             mock.patch.object(repacking, "_PADDING", self.padding),
             mock.patch.object(repacking, "_BLOCK", self.padding),
             mock.patch.object(repacking, "_SCATTER", 1),
@@ -195,7 +194,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.ram_bytes = self.size_of(int(ram * n_ctx))
         self.disk_bytes = self.size_of(int(disk * n_ctx))
         self.files = Files()
-        self.states: dict[int, State] = {}
+        self.states: dict[int, Kv] = {}
         """What the files hold."""
         self.unreadable: set[int] = set()
         self.scheduler = Scheduler(
@@ -384,7 +383,7 @@ class CacheMachine(RuleBasedStateMachine):
                     self.backend.put(number, positions.start, positions.stop, self.states[number])
                     COUNTS["read"] += 1
             elif answer == "not now":
-                self.unreadable |= {segment.id for segment in tiers.reading if segment.id == number}
+                self.unreadable |= {segment.number for segment in tiers.reading if segment.number == number}
                 tiers.was_not_read(number)
             else:
                 tiers.was_bad(number)
@@ -396,7 +395,7 @@ class CacheMachine(RuleBasedStateMachine):
             COUNTS["readings"] += isinstance(job, Read)
             if isinstance(job, Write):
                 number = job.record.number
-                self.states[number] = self.backend.stored(number)
+                self.states[number] = self.backend.kv_of(number)
                 stored = self.backend.saved[number]
                 assert not stored.space.startswith("private"), "a private prefix is written"
 
@@ -533,7 +532,7 @@ class CacheMachine(RuleBasedStateMachine):
             for seq in range(backend.n_seqs):
                 assert ledger.cells.cells(seq).tolist() == backend.inner.cells_of(seq), "cells lie elsewhere"
             assert ledger.cells.high_water == backend.inner.high_water
-            at_hand = {segment.id for segment in ledger.tiers.ram if ledger.tiers.is_at_hand(segment)}
+            at_hand = {segment.number for segment in ledger.tiers.ram if ledger.tiers.is_at_hand(segment)}
             assert at_hand == backend.segments.keys()
         for seq, held in enumerate(backend.held):
             assert ledger.tree.tokens(seq).tolist() == held.tokens, seq

@@ -13,9 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from llamaslot.base.model import SegmentSize
 from llamaslot.core.disk import Read, Write
 from llamaslot.core.node import packed
+from llamaslot.core.pace import OPEN_SECONDS, PAUSE_SECONDS
 from llamaslot.core.segments import Segment
 from llamaslot.core.spaces import private
-from llamaslot.core.tiers import OPEN_SECONDS, PAUSE_SECONDS, Tiers
+from llamaslot.core.tiers import Tiers
 from tests.conftest import LONG
 from tests.fake_disk import Files
 
@@ -79,7 +80,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def new_tiers(self) -> Tiers:
         size = SegmentSize(HEADER, 1)
-        return Tiers(self.ram, size, LARGEST, disk_bytes=self.disk, first=self.files.first)
+        return Tiers(self.ram, size, LARGEST, disk_bytes=self.disk)
 
     def stored(self, space: str, tokens: Path, position: int) -> bool:
         return any(known.has(space, tokens, position) for known in self.known.values())
@@ -106,7 +107,7 @@ class TiersMachine(RuleBasedStateMachine):
                 assert self.known[job.number].on_disk
                 self.known[job.number].in_ram = True
         self.files.take(jobs)
-        living = {segment.id for tier in (self.tiers.ram, self.tiers.disk) for segment in tier}
+        living = {segment.number for tier in (self.tiers.ram, self.tiers.disk) for segment in tier}
         for known in self.known.values():
             known.on_disk = known.segment in self.tiers.disk
             known.in_ram = known.segment in self.tiers.ram
@@ -119,7 +120,7 @@ class TiersMachine(RuleBasedStateMachine):
         found = self.tiers.stored(space, run_of(tokens), start)
         at = start
         for each in found:
-            known = self.known[each.segment.id]
+            known = self.known[each.segment.number]
             assert each.start == at < each.end
             assert all(known.has(space, tokens, position) for position in range(each.start, each.end))
             assert self.tiers.is_at_hand(each.segment) or known.on_disk
@@ -162,11 +163,11 @@ class TiersMachine(RuleBasedStateMachine):
         self.note_use(space, path)
         in_front = [known for known in self.known.values() if known.is_used_by(space, path[:start])]
         segment = self.tiers.add(space, run_of(path), start)
-        assert segment.id not in self.known
-        self.known[segment.id] = Known(segment, space, path, start, self.now)
+        assert segment.number not in self.known
+        self.known[segment.number] = Known(segment, space, path, start, self.now)
         before = list(self.known.values())
         gone = self.follow()
-        assert all(known.segment.id in self.known for known in in_front), "what leads to it was given up for it"
+        assert all(known.segment.number in self.known for known in in_front), "what leads to it was given up for it"
         for each in gone:
             is_replaced = each.space == space and each.start >= start and each.path == path[: len(each.path)]
             if not is_replaced:
@@ -249,32 +250,33 @@ class TiersMachine(RuleBasedStateMachine):
             assert record.front is None or record.front in self.files.records, "it hangs in the air"
         was = {number: self.files.path(number) for number in self.files.records}
         self.tiers = self.new_tiers()
-        self.tiers.restore(list(self.files.records.values()))
+        left = self.tiers.restore(list(self.files.records.values()), self.files.first)
         self.known = {
-            segment.id: Known(segment, *was[segment.id], segment.start, 0, in_ram=False, on_disk=True)
+            segment.number: Known(segment, *was[segment.number], segment.start, 0, in_ram=False, on_disk=True)
             for segment in self.tiers.disk
         }
         for number, (space, path) in was.items():
             record = self.files.records[number]
-            if record.n_bytes <= self.ram:
+            assert (number in left) == (record.n_bytes > self.ram or record.front in left)
+            if number not in left:
                 longer = any(known.has(space, path, len(path) - 1) for known in self.known.values())
                 assert longer, "it is forgotten"
         self.follow()
         self.tiers.check()
 
-    @precondition(lambda self: hasattr(self, "segments"))
+    @precondition(lambda self: hasattr(self, "tiers"))
     @invariant()
     def agree(self) -> None:
         self.tiers.check()
         ram, disk = self.tiers.ram, self.tiers.disk
         known = self.known.values()
-        assert {segment.id for segment in ram} == {k.segment.id for k in known if k.in_ram}
-        assert {segment.id for segment in disk} == {k.segment.id for k in known if k.on_disk}
+        assert {segment.number for segment in ram} == {k.segment.number for k in known if k.in_ram}
+        assert {segment.number for segment in disk} == {k.segment.number for k in known if k.on_disk}
         assert ram.n_bytes == sum(k.n_bytes for k in known if k.in_ram) <= ram.capacity
         assert disk.n_bytes == sum(k.n_bytes for k in known if k.on_disk) <= disk.capacity
         positions = [(k.space, k.path[: i + 1]) for k in known for i in range(k.start, len(k.path))]
         assert len(positions) == len(set(positions)), "stored twice"
-        written = {segment.id for segment in disk if segment not in self.tiers.writing}
+        written = {segment.number for segment in disk if segment not in self.tiers.writing}
         assert written <= self.files.records.keys()
 
 

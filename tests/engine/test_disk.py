@@ -12,8 +12,8 @@ import pytest
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.messages import CacheCleared, ClearCache, Failed, Finished, Output
-from llamaslot.core import tiers
-from llamaslot.core.backend import State
+from llamaslot.core import pace
+from llamaslot.core.backend import Kv
 from tests.engine.harness import Harness, alone, running
 
 KEY = b"k" * 32
@@ -23,7 +23,7 @@ TURNS = [HEAD + "What is a slot? ", HEAD + "Who are you? ", "Something else enti
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "OPEN_SECONDS", 0.0)
+    monkeypatch.setattr(pace, "OPEN_SECONDS", 0.0)
 
 
 def backend() -> FakeBackend:
@@ -37,8 +37,8 @@ def contents(folder: Path) -> bytes:
 
 @asynccontextmanager
 async def served(folder: Path, **settings: object) -> AsyncIterator[Harness]:
-    store = DiskStore(folder, 10**7)
-    store.open(KEY)
+    store = DiskStore(folder)
+    store.open(KEY, 10**7)
     try:
         async with running(backend(), disk=store, ram_bytes=10**6, **settings) as harness:
             yield harness
@@ -51,7 +51,7 @@ async def written(harness: Harness) -> int:
     held = harness.engine.scheduler.tiers
     assert held is not None
     async with asyncio.timeout(10):
-        while held.writing or held._to_write or held.disk.n_tokens < harness.engine.scheduler.ledger.tree.n_tokens:
+        while held.writing or held.disk.n_tokens < harness.engine.scheduler.ledger.tree.n_tokens:
             await asyncio.sleep(0.005)
     return held.disk.n_tokens
 
@@ -98,11 +98,11 @@ class Held(DiskStore):
     """A disk that reads when it is told to."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, 10**7)
+        super().__init__(folder)
         self.n_reads = 0
         self.gate = asyncio.Event()
 
-    def read(self, number: int) -> State | None:
+    def read(self, number: int) -> Kv | None:
         self.n_reads += 1
         future = asyncio.run_coroutine_threadsafe(self.gate.wait(), self.loop)
         future.result(10)
@@ -115,7 +115,7 @@ async def test_others_go_on_while_one_waits_for_the_disk_and_two_wait_for_one_re
         await written(harness)
     store = Held(tmp_path)
     store.loop = asyncio.get_running_loop()
-    store.open(KEY)
+    store.open(KEY, 10**7)
     async with running(backend(), disk=store, ram_bytes=10**6) as harness:
         waiting = [harness.submit(name, HEAD + name) for name in "xy"]
         end = await harness.submit("other", "Something else.", max_tokens=30)
@@ -137,7 +137,7 @@ async def test_who_waits_for_the_disk_can_be_cancelled_and_the_server_stopped(tm
         await written(harness)
     store = Held(tmp_path)
     store.loop = asyncio.get_running_loop()
-    store.open(KEY)
+    store.open(KEY, 10**7)
     async with running(backend(), disk=store, ram_bytes=10**6) as harness:
         first, second = harness.submit("x", HEAD + "x"), harness.submit("y", HEAD + "y")
         await harness.submit("other", "Something else.")
@@ -152,7 +152,7 @@ async def test_who_waits_for_the_disk_can_be_cancelled_and_the_server_stopped(tm
 async def test_what_is_not_on_disk_yet_is_written_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers, "OPEN_SECONDS", 1000.0)
+    monkeypatch.setattr(pace, "OPEN_SECONDS", 1000.0)
     async with served(tmp_path) as harness:
         await harness.submit("a", HEAD)
         endless = harness.submit("b", HEAD + "b", max_tokens=-1)

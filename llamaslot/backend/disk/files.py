@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from llamaslot.core.backend import State
+from llamaslot.core.backend import Kv
 
 VERSION = 1
 KEY_BYTES = 32
@@ -35,26 +35,26 @@ def size(n_bytes: int) -> int:
     return _HEADER.size + n_bytes
 
 
-def checksum(state: State) -> bytes:
+def checksum(kv: Kv) -> bytes:
     """16 bytes that tell it from any other KV but by an accident that nobody will see."""
     digest = xxhash.xxh3_128()
-    view = state.data
+    view = kv.data
     for at in range(0, len(view), _CHUNK):
         digest.update(view[at : at + _CHUNK])
     return digest.digest()
 
 
-def write(file_path: Path, key: bytes, path: bytes, state: State) -> bytes:
+def write(file_path: Path, key: bytes, path_digest: bytes, kv: Kv) -> bytes:
     """Write a file that is there whole or not at all, whatever ends the process or the machine; its checksum.
 
     Raises `OSError`.
     """
-    digest = checksum(state)
-    header = _HEADER.pack(_MAGIC, VERSION, len(state), key, path, digest)
+    digest = checksum(kv)
+    header = _HEADER.pack(_MAGIC, VERSION, len(kv), key, path_digest, digest)
     unfinished = file_path.with_suffix(".tmp")
     try:
         with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", 0) as file:
-            for part in (memoryview(header), state.data):
+            for part in (memoryview(header), kv.data):
                 at = 0
                 while at < len(part):
                     at += file.write(part[at:])
@@ -67,7 +67,7 @@ def write(file_path: Path, key: bytes, path: bytes, state: State) -> bytes:
     return digest
 
 
-def read(file_path: Path, key: bytes, path: bytes, n_bytes: int, digest: bytes) -> State:
+def read(file_path: Path, key: bytes, path_digest: bytes, n_bytes: int, digest: bytes) -> Kv:
     """The KV of a file that must have this key, digest of the path, length and checksum.
 
     Raises `BadFileError` where it does not, `OSError` where it cannot be read.
@@ -76,13 +76,13 @@ def read(file_path: Path, key: bytes, path: bytes, n_bytes: int, digest: bytes) 
         if os.fstat(file.fileno()).st_size != size(n_bytes):
             raise BadFileError("its length is not what was written")
         header = file.read(_HEADER.size)
-        if header != _HEADER.pack(_MAGIC, VERSION, n_bytes, key, path, digest):
+        if header != _HEADER.pack(_MAGIC, VERSION, n_bytes, key, path_digest, digest):
             raise BadFileError("its header is not what was written")
-        state = np.empty(n_bytes, dtype=np.uint8)
-        view = state.data
+        kv = np.empty(n_bytes, dtype=np.uint8)
+        view = kv.data
         at = 0
         while at < n_bytes and (n := file.readinto(view[at:])):
             at += n
-    if at < n_bytes or checksum(state) != digest:
+    if at < n_bytes or checksum(kv) != digest:
         raise BadFileError("its checksum is not what was written")
-    return state
+    return kv

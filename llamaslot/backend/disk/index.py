@@ -75,7 +75,7 @@ class Index:
             "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 *(record.number, row.key, record.front, record.space, record.start, record.tokens),
-                *(record.n_bytes, record.path, record.order, row.checksum, self._last_use),
+                *(record.n_bytes, record.path_digest, record.cell_order, row.checksum, self._last_use),
             ),
         )
 

@@ -16,7 +16,7 @@ import contextlib
 import fcntl
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
@@ -26,13 +26,13 @@ from llamaslot.backend.disk import files
 from llamaslot.backend.disk.files import BadFileError
 from llamaslot.backend.disk.index import Index, Row
 from llamaslot.base.errors import ConfigError
-from llamaslot.core.backend import State
+from llamaslot.core.backend import Kv
 from llamaslot.core.disk import BadSegmentError, Record
 
-_FLAG = "--cache-disk"
 _MOST_BAD = 8
 """Files to keep that were not as they were written."""
 _CHUNK = 2**24
+"""Bytes of weights to read at a time."""
 
 _log = structlog.get_logger(__name__)
 
@@ -40,37 +40,38 @@ _log = structlog.get_logger(__name__)
 class DiskStore:
     """See `Disk`. First `weigh` the model's files, then `open` with a key made of that."""
 
-    def __init__(self, folder: Path, capacity: int = 0) -> None:
-        """Raises `ConfigError` where the folder cannot be used, or another server uses it."""
+    def __init__(self, folder: Path) -> None:
+        """Raises `ConfigError` where another server uses the folder, `OSError` where it cannot be used."""
         self.folder = folder
-        self.capacity = capacity
+        self.capacity = 0
         self.records: list[Record] = []
         self.first_number = 0
-        self.n_bad = 0
-        """Files that were not as they were written."""
+        self.n_bytes = 0
+        """What all segments take, those of other keys too."""
         self._segments = folder / "segments"
         self._bad = folder / "bad"
         self._rows: dict[int, Row] = {}
         """What this model stored; the reading thread only looks single ones up."""
         self._others: dict[int, Row] = {}
         """What was stored with other keys, the least recently used first."""
-        self.n_bytes = 0
-        """Of all of them."""
         self._key = b""
+        for each in (folder, self._segments, self._bad):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = _locked(folder / "lock")
         try:
-            for each in (folder, self._segments, self._bad):
-                each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = _locked(folder / "lock")
-            try:
-                self._index = self._opened_index()
-            except BaseException:
-                os.close(self._lock)
-                raise
-        except (OSError, sqlite3.Error) as error:
-            raise ConfigError(f"{_FLAG} {folder} cannot be used: {error}", param=_FLAG) from None
+            self._index = self._opened_index()
+            for row in self._index_rows():
+                self._others[row.record.number] = row
+                self.n_bytes += row.record.n_bytes
+        except BaseException:
+            os.close(self._lock)
+            raise
 
-    def weigh(self, paths: Sequence[Path]) -> bytes:
-        """A digest of these files, remembered until one of them changes; reads them whole the first time."""
+    def weigh(self, paths: Sequence[Path], on_progress: Callable[[float], bool]) -> bytes | None:
+        """A digest of these files, remembered until one of them changes; reads them whole the first time.
+
+        None once `on_progress`, which gets the share read, has returned False. Raises `OSError`.
+        """
         digest = xxhash.xxh3_128()
         for path in paths:
             about = path.stat()
@@ -78,35 +79,27 @@ class DiskStore:
             name = str(path.resolve())
             known = self._index.digest(name, stat)
             if known is None:
-                _log.info("disk.weighing", path=name, mib=round(about.st_size / 2**20))
-                known = _digest(path)
+                known = _digest(path, about.st_size, on_progress)
+                if known is None:
+                    return None
                 self._index.note_digest(name, stat, known)
             digest.update(known)
         return digest.digest()
 
-    def open(self, key: bytes) -> None:
-        """Find out what is stored under a key of `files.KEY_BYTES`, and drop what is not whole.
+    def open(self, key: bytes, capacity: int) -> None:
+        """Find out what is stored under a key of `files.KEY_BYTES`, drop what is not whole, keep to so many bytes.
 
         Raises `OSError`.
         """
-        self._key = key
-        try:
-            rows = self._index.rows()
-        except sqlite3.Error as error:
-            self._index.close()
-            self._set_index_aside(error)
-            self._index = Index(self._index_path)
-            rows = []
+        self._key, self.capacity = key, capacity
         sizes = {each.name: each.stat().st_size for each in self._segments.iterdir()}
         lost = []
-        for row in rows:
-            record = row.record
-            self.first_number = max(self.first_number, record.number + 1)
-            if sizes.pop(_name(record.number), None) != files.size(record.n_bytes):
-                lost.append(record.number)
-            else:
-                self.n_bytes += record.n_bytes
-                (self._rows if row.key == key else self._others)[record.number] = row
+        for number, row in list(self._others.items()):
+            self.first_number = max(self.first_number, number + 1)
+            if sizes.pop(_name(number), None) != files.size(row.record.n_bytes):
+                lost.append(number)
+            elif row.key == key:
+                self._rows[number] = self._others.pop(number)
         self.records = [row.record for row in self._rows.values()]
         self.erase(lost)
         for name in sizes:
@@ -114,12 +107,12 @@ class DiskStore:
         if lost or sizes:
             _log.info("disk.tidied", rows_without_file=len(lost), files_without_row=len(sizes))
 
-    def write(self, record: Record, state: State) -> bool:
+    def write(self, record: Record, kv: Kv) -> bool:
         """See `Disk.write`."""
         path = self._path(record.number)
         try:
             self._make_room(record.n_bytes)
-            row = Row(record, self._key, files.write(path, self._key, record.path, state))
+            row = Row(record, self._key, files.write(path, self._key, record.path_digest, kv))
             try:
                 self._index.add(row)
             except sqlite3.Error:
@@ -132,22 +125,20 @@ class DiskStore:
         self.n_bytes += record.n_bytes
         return True
 
-    def read(self, number: int) -> State | None:
+    def read(self, number: int) -> Kv | None:
         """See `Disk.read`; a file that is not as it was written is moved aside."""
         row = self._rows.get(number)
         if row is None:
             raise BadSegmentError(f"segment {number} is not here")
         record, path = row.record, self._path(number)
         try:
-            return files.read(path, self._key, record.path, record.n_bytes, row.checksum)
+            return files.read(path, self._key, record.path_digest, record.n_bytes, row.checksum)
         except BadFileError as error:
-            self.n_bad += 1
             _log.warning("disk.bad_file", segment=number, error=str(error), moved_to=str(self._bad))
             with contextlib.suppress(OSError):
                 self._set_aside(path)
             raise BadSegmentError(str(error)) from None
         except FileNotFoundError:
-            self.n_bad += 1
             _log.warning("disk.file_is_gone", segment=number)
             raise BadSegmentError("the file is gone") from None
         except (OSError, MemoryError) as error:
@@ -165,6 +156,10 @@ class DiskStore:
             self.n_bytes -= row.record.n_bytes if row is not None else 0
             with contextlib.suppress(OSError):
                 self._path(number).unlink(missing_ok=True)
+
+    def leave(self, numbers: Sequence[int]) -> None:
+        """See `Disk.leave`."""
+        self._others |= {number: self._rows.pop(number) for number in numbers}
 
     def use(self, numbers: Sequence[int]) -> None:
         """See `Disk.use`."""
@@ -197,11 +192,22 @@ class DiskStore:
         return self.folder / "index.sqlite"
 
     def _opened_index(self) -> Index:
+        # SQLite gives the files beside it the same mode.
+        os.close(os.open(self._index_path, os.O_RDWR | os.O_CREAT, 0o600))
         try:
             return Index(self._index_path)
         except sqlite3.Error as error:
             self._set_index_aside(error)
-            return Index(self._index_path)
+            return self._opened_index()
+
+    def _index_rows(self) -> list[Row]:
+        try:
+            return self._index.rows()
+        except sqlite3.Error as error:
+            self._index.close()
+            self._set_index_aside(error)
+            self._index = self._opened_index()
+            return []
 
     def _set_index_aside(self, error: sqlite3.Error) -> None:
         """Start without an index that is damaged; raises `OSError` for what has another reason."""
@@ -233,15 +239,22 @@ def _locked(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         os.close(descriptor)
-        raise ConfigError(f"another server uses {path.parent}; give each its own {_FLAG}", param=_FLAG) from None
+        if not isinstance(error, BlockingIOError):
+            raise
+        reason = f"another server uses {path.parent}; give each its own --cache-disk"
+        raise ConfigError(reason, param="--cache-disk") from None
     return descriptor
 
 
-def _digest(path: Path) -> bytes:
+def _digest(path: Path, n_bytes: int, on_progress: Callable[[float], bool]) -> bytes | None:
     digest = xxhash.xxh3_128()
+    n_read = 0
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
+            n_read += len(chunk)
+            if not on_progress(n_read / n_bytes):
+                return None
     return digest.digest()

@@ -34,6 +34,7 @@ from llamaslot.core.backend import (
     Decoded,
     Discard,
     IllegalCallError,
+    Kv,
     Load,
     Move,
     Operation,
@@ -42,7 +43,6 @@ from llamaslot.core.backend import (
     Sampler,
     Save,
     Share,
-    State,
     Status,
     Tokens,
     check_operation,
@@ -116,11 +116,11 @@ class LlamaBackend:
             case Discard(segment):
                 self._segments.discard(segment)
 
-    def stored(self, segment: int) -> State | None:
-        """See `Backend.stored`."""
-        return self._segments.state(segment)
+    def kv_of(self, segment: int) -> Kv | None:
+        """See `Backend.kv_of`."""
+        return self._segments.kv_of(segment)
 
-    def put(self, segment: int, start: int, end: int, state: State) -> None:
+    def put(self, segment: int, start: int, end: int, state: Kv) -> None:
         """See `Backend.put`."""
         size = self.info.segment_size
         if size is None or len(state) != size.of(end - start):

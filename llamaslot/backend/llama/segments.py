@@ -13,7 +13,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from llamaslot.core.backend import IllegalCallError, Load, Move, Save, State
+from llamaslot.core.backend import IllegalCallError, Kv, Load, Move, Save
 
 
 class SegmentStore:
@@ -24,18 +24,18 @@ class SegmentStore:
         """What is stored."""
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
-        self._states: dict[int, State] = {}
+        self._states: dict[int, Kv] = {}
 
     def n_bytes(self, seq: int) -> int:
         """Size of what a sequence holds, once it is saved."""
         n_bytes: int = llama_cpp.llama_state_seq_get_size(self._context, seq)
         return n_bytes
 
-    def state(self, segment: int) -> State | None:
-        """See `Backend.stored`."""
+    def kv_of(self, segment: int) -> Kv | None:
+        """See `Backend.kv_of`."""
         return self._states.get(segment)
 
-    def put(self, segment: int, positions: range, state: State) -> None:
+    def put(self, segment: int, positions: range, state: Kv) -> None:
         """See `Backend.put`."""
         self._states[segment] = state
         self.positions[segment] = positions
@@ -64,7 +64,7 @@ class SegmentStore:
         for piece, state in zip(move.pieces, saved, strict=True):
             self._load(state, move.scratch, piece.holders, piece.start, piece.end)
 
-    def _saved(self, src: int, start: int, end: int, scratch: int) -> State:
+    def _saved(self, src: int, start: int, end: int, scratch: int) -> Kv:
         llama_cpp.llama_memory_seq_cp(self._memory, src, scratch, start, end)
         try:
             state = np.empty(self.n_bytes(scratch), dtype=np.uint8)
@@ -75,7 +75,7 @@ class SegmentStore:
             raise IllegalCallError(f"[{start}, {end}) of sequence {src}: llama.cpp could not save it")
         return state
 
-    def _load(self, state: State, scratch: int, holders: Iterable[int], start: int, end: int) -> None:
+    def _load(self, state: Kv, scratch: int, holders: Iterable[int], start: int, end: int) -> None:
         """Let the holders see `[start, end)` of what was saved."""
         if llama_cpp.llama_state_seq_set_data(self._context, _bytes(state), len(state), scratch) != len(state):
             raise IllegalCallError(f"[{start}, {end}) for {holders}: llama.cpp could not load what it saved")
@@ -84,5 +84,5 @@ class SegmentStore:
         llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
 
 
-def _bytes(state: State) -> Any:
+def _bytes(state: Kv) -> Any:
     return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

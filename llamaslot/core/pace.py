@@ -1,0 +1,84 @@
+"""When the disk is asked for what: which segments are to be written by now, and whether reading takes too long.
+
+Times are seconds on the caller's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from llamaslot.core.segments import Segment
+
+OPEN_SECONDS = 2.0
+"""How long the last segment of a path lies before it is written."""
+PAUSE_SECONDS = 30.0
+"""How long nothing is written after a write failed, and a segment not read that could not be."""
+_WEIGHT = 0.2
+"""Share of the newest reading in the mean."""
+
+
+class WriteQueue:
+    """Segments to write, in the order in which they came. `is_open` says which may be replaced soon."""
+
+    def __init__(self, is_open: Callable[[Segment], bool]) -> None:
+        self._is_open = is_open
+        self._segments: dict[Segment, None] = {}
+        self._goes_on_at = 0.0
+        self._is_ending = False
+
+    def __iter__(self) -> Iterator[Segment]:
+        """All of them."""
+        return iter(self._segments)
+
+    @property
+    def due_at(self) -> float | None:
+        """When the next one is to be written; None without any."""
+        times = map(self._written_at, self._segments)
+        return max(self._goes_on_at, min(times)) if self._segments else None
+
+    def put(self, segment: Segment) -> None:
+        """Have a segment written."""
+        self._segments[segment] = None
+
+    def drop(self, segment: Segment) -> None:
+        """Do not write a segment, should it be here."""
+        self._segments.pop(segment, None)
+
+    def take(self, now: float) -> Segment | None:
+        """One that is to be written by now; it is here no more."""
+        if now < self._goes_on_at:
+            return None
+        found = next((each for each in self._segments if self._written_at(each) <= now), None)
+        if found is not None:
+            self.drop(found)
+        return found
+
+    def pause(self, now: float) -> None:
+        """Write nothing for a while."""
+        self._goes_on_at = now + PAUSE_SECONDS
+
+    def end(self) -> None:
+        """Wait for nothing any more: no path goes on."""
+        self._is_ending = True
+
+    def _written_at(self, segment: Segment) -> float:
+        lies = self._is_open(segment) and not self._is_ending
+        return segment.stored_at + (OPEN_SECONDS if lies else 0.0)
+
+
+class ReadRate:
+    """How long the disk takes to read a token, by what was read of late."""
+
+    def __init__(self) -> None:
+        self._us = 0.0
+        self._until = 0.0
+
+    def note(self, n_tokens: int, seconds: float, now: float) -> None:
+        """So many tokens were read."""
+        us, known = 1e6 * seconds / n_tokens, self.us(now)
+        self._us = us if known is None else known + _WEIGHT * (us - known)
+        self._until = now + PAUSE_SECONDS
+
+    def us(self, now: float) -> float | None:
+        """Microseconds a token; None where nothing was read of late, so that a slow disk is tried again."""
+        return self._us if now < self._until else None
