@@ -143,6 +143,9 @@ def test_what_was_stored_is_there_again_in_the_order_of_use(folder: Path) -> Non
     store.use([7, 5])
     store.close()
     store = opened(folder)
+    files_of = [each for each in folder.rglob("*") if each.is_file()]
+    assert len(files_of) >= 5
+    assert not any(each.stat().st_mode & 0o077 for each in (folder, *files_of)), "others may read it"
     assert store.records == [c, b, a]
     assert store.first_number == 10
     for each in (a, b, c):

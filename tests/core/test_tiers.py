@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llamaslot.base.model import SegmentSize
-from llamaslot.core.disk import Read, Write
+from llamaslot.core.disk import Erase, Read, Write
 from llamaslot.core.node import packed
 from llamaslot.core.pace import OPEN_SECONDS, PAUSE_SECONDS
 from llamaslot.core.segments import Segment
@@ -309,3 +309,47 @@ def test_a_part_of_a_segment_cannot_be_replaced() -> None:
     held.add("", run_of(tuple(range(100))), 0)
     with pytest.raises(AssertionError, match="has a part"):
         held.add("", run_of(tuple(range(120))), 50)
+
+
+def written(tiers: Tiers, tokens: tuple[int, ...], start: int = 0) -> list[object]:
+    """Store something and have it written; all that the disk is told meanwhile."""
+    tiers.end()
+    tiers.add("", run_of(tokens), start)
+    tiers.tend(1000.0)
+    jobs = tiers.take_jobs()
+    for job in jobs:
+        if isinstance(job, Write):
+            tiers.was_written(job.record.number, is_good=True)
+    return jobs
+
+
+def test_nothing_is_erased_for_what_does_not_fit_all_the_same() -> None:
+    tiers = Tiers(1000, SegmentSize(0, 1), 400, disk_bytes=300)
+    for i in range(3):
+        written(tiers, tuple(range(1000 * i, 1000 * i + 100)))
+    assert written(tiers, tuple(range(9000, 9400))) == []
+    assert (len(tiers.disk), tiers.disk.n_bytes) == (3, 300)
+
+
+def test_the_disk_gives_up_the_oldest_end_first() -> None:
+    tiers = Tiers(1000, SegmentSize(0, 1), 100, disk_bytes=300)
+    path = tuple(range(200))
+    written(tiers, path[:100])
+    written(tiers, path, 100)
+    written(tiers, tuple(range(1000, 1100)))
+    erased, _ = written(tiers, tuple(range(2000, 2100)))
+    assert erased == Erase((1,))
+    assert {segment.number for segment in tiers.disk} == {0, 2, 3}
+
+
+def test_a_slow_disk_is_tried_again_by_and_by() -> None:
+    tiers = Tiers(200, SegmentSize(0, 1), 100, disk_bytes=1000)
+    for i in range(3):
+        written(tiers, tuple(range(1000 * i, 1000 * i + 100)))
+    gone = next(segment for segment in tiers.disk if segment not in tiers.ram)
+    tiers.want([gone])
+    assert tiers.read_us is None
+    assert tiers.was_read(gone.number, 0.5) is gone
+    assert tiers.read_us == pytest.approx(5000)
+    tiers.tend(1000.0 + PAUSE_SECONDS)
+    assert tiers.read_us is None

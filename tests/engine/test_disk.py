@@ -11,7 +11,7 @@ import pytest
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.base.messages import CacheCleared, ClearCache, Failed, Finished, Output
+from llamaslot.base.messages import CacheCleared, ClearCache, Failed, Finished, Output, Sampling
 from llamaslot.core import pace
 from llamaslot.core.backend import Kv
 from tests.engine.harness import Harness, alone, running
@@ -147,6 +147,20 @@ async def test_who_waits_for_the_disk_can_be_cancelled_and_the_server_stopped(tm
         store.gate.set()
         await second
     store.close()
+
+
+async def test_what_a_long_request_computed_is_on_disk_while_it_runs(tmp_path: Path) -> None:
+    prompt = "".join(f"{i} " for i in range(400))[:1100]
+    async with served(tmp_path) as harness:
+        endless = harness.submit("a", prompt, max_tokens=-1, sampling=Sampling(temperature=0.0, ignore_eos=True))
+        held = harness.engine.scheduler.tiers
+        async with asyncio.timeout(10):
+            while held.disk.n_tokens < 1024 or held.writing:
+                await asyncio.sleep(0.005)
+        assert {segment.n_tokens for segment in held.disk} == {512}
+        assert not endless.done()
+        harness.cancel("a")
+        await endless
 
 
 async def test_what_is_not_on_disk_yet_is_written_at_the_end(
