@@ -49,7 +49,7 @@ class Fetched(Enum):
     SOME = "some"
     """There is more, for another step."""
     WAITS = "waits"
-    """There is more once it is read from the disk: an answer will come."""
+    """There is more, and something is read from the disk: an answer will come."""
 
 
 class Ledger(ABC):

@@ -86,8 +86,18 @@ class Scheduler:
     @property
     def wakes_at(self) -> float | None:
         """When to plan again although nothing is asked for; None for never."""
-        due_at = self.tiers.due_at if self.tiers is not None else None
-        return min((each for each in (self.tidies_at, due_at) if each is not None), default=None)
+        if self.tiers is None:
+            return self.tidies_at
+        tidies_at = None if self.tiers.lags else self.tidies_at
+        return min((each for each in (tidies_at, self.tiers.due_at) if each is not None), default=None)
+
+    @property
+    def interrupts_at(self) -> float | None:
+        """When to plan again although the running requests need no decision; None for never."""
+        if not self.settings.writes or self.tiers is None:
+            return None
+        due_at = self.tiers.due_at
+        return self._stores_at if due_at is None else min(self._stores_at, due_at)
 
     @property
     def queue(self) -> list[Request]:
@@ -218,8 +228,10 @@ class Scheduler:
 
     def _store_for_disk(self, running: Sequence[Request], now: float) -> None:
         """Store what is not stored yet, little by little: only what is in RAM can be written."""
-        if self.settings.writes and running and now >= self._stores_at:
-            self._stores_at = now + self.settings.store_ms / 1e3
+        if self.tiers is None or not (self.settings.writes and running and now >= self._stores_at):
+            return
+        self._stores_at = now + self.settings.store_ms / 1e3
+        if not self.tiers.lags:
             most = self._most_saved(running)
             n_tokens = self.settings.segment_tokens
             self.ledger.store_ahead(n_tokens if most is None else min(most, n_tokens), pinned=True)
@@ -263,12 +275,13 @@ class Scheduler:
             self._has_worked, self.tidies_at = False, now + self.settings.rest_ms / 1e3
         is_resting = self.tidies_at is not None and now >= self.tidies_at
         move = self._repacker.move(is_idle=is_resting) if self._repacker is not None else None
+        lags = self.tiers is not None and self.tiers.lags
         if move is not None:
             self.ledger.move(move)
-        elif is_resting and self.settings.stores_ahead:
+        elif is_resting and self.settings.stores_ahead and not lags:
             self.ledger.store_ahead(self.settings.segment_tokens, pinned=False)
         operations = self.ledger.take_operations()
-        if is_resting and not operations:
+        if is_resting and not operations and not lags:
             self.tidies_at = None
         return operations
 

@@ -152,8 +152,8 @@ class SharedLedger(Ledger):
         for each in stored:
             if most is not None and n - start >= most:
                 return Fetched.SOME
-            if each.segment in self.tiers.reading:
-                return Fetched.WAITS
+            if not self.tiers.is_at_hand(each.segment):
+                return Fetched.WAITS if self.tiers.reading else Fetched.ALL
             if not self._make_room(each.segment.n_tokens) or not self.tiers.is_at_hand(each.segment):
                 break
             self._operations.append(Load(each.segment.number, seq, n, each.end, self._scratch))
@@ -243,9 +243,9 @@ class SharedLedger(Ledger):
         segment.cell_order = self.cells.cell_order(segment.number)
         return Write(replace(job.record, cell_order=segment.cell_order))
 
-    def was_read(self, number: int, seconds: float) -> range | None:
+    def was_read(self, number: int, seconds: float, now: float) -> range | None:
         """The bytes for a `Read` are there: the positions that they are for, if they are still wanted."""
-        segment = self.tiers.was_read(number, seconds)
+        segment = self.tiers.was_read(number, seconds, now)
         if segment is None:
             return None
         self.cells.put(number, segment.start, segment.n_tokens, segment.cell_order)

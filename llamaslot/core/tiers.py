@@ -21,7 +21,7 @@ Nothing here knows of cells, of sequences or of llama.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from llamaslot.base.model import SegmentSize
 from llamaslot.core.disk import Erase, Job, Read, Record, Use, Write, path_digest, path_of
@@ -32,7 +32,10 @@ from llamaslot.core.spaces import is_private
 from llamaslot.core.tier import Tier
 
 _MOST_WRITES = 2
-"""Segments to write at a time: what waits for more is chosen as late as may be."""
+_MOST_READS = 4
+"""Segments to write, and to read, at a time: what comes next is chosen as late as may be."""
+_LAG = 4
+"""The part of RAM, as one of so many, that may wait to be written before no more is stored ahead of need."""
 
 
 class Tiers:
@@ -60,6 +63,8 @@ class Tiers:
         self._size = size
         self._now = 0.0
         self._n_uses = 0
+        self._replaced: dict[int, int] = {}
+        """Bytes of the files that stay until what replaces them is there, by number."""
         self._next_number = 0
         self._to_write = WriteQueue(self.tree.is_open)
         """What is in front of them was on disk when they came."""
@@ -104,6 +109,12 @@ class Tiers:
         """When something is to be written, if nothing happens before; None if nothing is."""
         return self._to_write.due_at if len(self.writing) < _MOST_WRITES else None
 
+    @property
+    def lags(self) -> bool:
+        """Whether so much is to be written that more would push it out of RAM."""
+        n_bytes = sum(segment.n_bytes for segment in (*self._to_write, *self.writing))
+        return bool(n_bytes > self.ram.capacity // _LAG)
+
     # --- changing ---
 
     def tend(self, now: float) -> None:
@@ -135,10 +146,8 @@ class Tiers:
             self._replace(each, segment)
         self.touch(space, tokens)
         path = set(self.tree.path(space, tokens))
-        while not self.ram.has_room(segment.n_bytes):
-            oldest = self.ram.oldest(lambda s: self._may_leave_ram(s) and (s not in path or s in self.disk))
-            assert oldest is not None
-            self._leave_ram(oldest)
+        if not self._make_room_in_ram(segment.n_bytes, path):
+            raise AssertionError("there was room")
         self.ram.put(segment)
         self._queue(segment)
         return segment
@@ -149,30 +158,30 @@ class Tiers:
         path = self.tree.path(space, tokens)
         for segment in path:
             segment.last_used = self._n_uses
+        unwritten = next((segment for segment in path if segment not in self.disk), None)
+        if unwritten is not None and unwritten in self.ram:
+            self._queue(unwritten)
         last = next((segment for segment in reversed(path) if segment in self.disk), None)
         if last is not None:
             self._used[last.number] = self._used.pop(last.number, None)
 
     def want(self, segments: Sequence[Segment]) -> None:
-        """Somebody is about to load these, one after another: those that are not in RAM are read, as far as there
-        is room beside what was wanted before.
+        """Somebody is about to load these, one after another: the first that are not in RAM are read, as far as
+        there is room beside what was wanted before.
         """
         self.guarded.update(segments)
         for segment in segments:
             if segment in self.ram:
                 continue
-            while not self.ram.has_room(segment.n_bytes):
-                oldest = self.ram.oldest(self._may_leave_ram)
-                if oldest is None:
-                    return
-                self._leave_ram(oldest)
+            if len(self.reading) >= _MOST_READS or not self._make_room_in_ram(segment.n_bytes):
+                return
             self.ram.put(segment)
             self.reading.add(segment)
             self._jobs.append(Read(segment.number))
 
     def forget(self, space: str) -> None:
         """Discard what is stored in a namespace."""
-        for segment in self.tree.of_space(space):
+        for segment in reversed(self.tree.of_space(space)):
             if segment in self.disk:
                 self._leave_disk(segment)
             if segment in self.ram:
@@ -216,8 +225,9 @@ class Tiers:
 
     # --- what the disk answers ---
 
-    def was_read(self, number: int, seconds: float) -> Segment | None:
-        """The bytes for a `Read` are there: the segment, if they are still wanted."""
+    def was_read(self, number: int, seconds: float, now: float) -> Segment | None:
+        """The bytes for a `Read` are there, after so long: the segment, if they are still wanted."""
+        self._now = now
         segment = self.ram.get(number)
         if segment is None or segment not in self.reading:
             return None
@@ -227,8 +237,9 @@ class Tiers:
         segment.is_fresh = True
         return segment
 
-    def was_not_read(self, number: int) -> None:
+    def was_not_read(self, number: int, now: float) -> None:
         """There are no bytes for a `Read` now: nor is what is stored behind them loaded for a while."""
+        self._now = now
         segment = self.ram.get(number)
         if segment is not None and segment in self.reading:
             self.reading.remove(segment)
@@ -245,8 +256,9 @@ class Tiers:
         for each in reversed(gone):
             self._leave_disk(each)
 
-    def was_written(self, number: int, *, is_good: bool) -> None:
+    def was_written(self, number: int, now: float, *, is_good: bool) -> None:
         """The answer to a `Write`."""
+        self._now = now
         segment = self.disk.get(number)
         if segment is None or segment not in self.writing:
             return
@@ -299,11 +311,20 @@ class Tiers:
     def _may_leave_ram(self, segment: Segment) -> bool:
         return not (segment in self.reading or segment in self.writing or segment in self.guarded)
 
+    def _make_room_in_ram(self, n_bytes: int, path: Container[Segment] = ()) -> bool:
+        """Let segments leave RAM, but none of `path` that is nowhere else; whether there is room then."""
+        while not self.ram.has_room(n_bytes):
+            oldest = self.ram.oldest(lambda s: self._may_leave_ram(s) and (s not in path or s in self.disk))
+            if oldest is None:
+                return False
+            self._leave_ram(oldest)
+        return True
+
     def _may_leave_disk(self, segment: Segment, gone: Sequence[Segment] = ()) -> bool:
         """Whether it may, once those that are `gone` have."""
         if segment in self.reading or segment in self.writing or segment in gone:
             return False
-        return all(each in gone for each in segment.behind() if each in self.disk)
+        return all(each in gone for each in segment.behind() if each in self.disk or each.replaces)
 
     def _leave_ram(self, segment: Segment) -> None:
         self.ram.drop(segment)
@@ -330,6 +351,7 @@ class Tiers:
         old.replaces = []
         if old in self.disk:
             new.replaces.append(old.number)
+            self._replaced[old.number] = old.n_bytes
             self.disk.drop(old)
             self.writing.discard(old)
         if old in self.ram:
@@ -343,6 +365,8 @@ class Tiers:
     def _erase_replaced(self, segment: Segment) -> None:
         if segment.replaces:
             self._jobs.append(Erase(tuple(segment.replaces)))
+            for number in segment.replaces:
+                del self._replaced[number]
             segment.replaces = []
 
     # --- writing ---
@@ -361,7 +385,7 @@ class Tiers:
     def _write(self, segment: Segment) -> None:
         """Start to write a segment, unless only what was used after it could make room."""
         oldest: list[Segment] = []
-        n_missing = self.disk.n_bytes + segment.n_bytes - self.disk.capacity
+        n_missing = self.disk.n_bytes + sum(self._replaced.values()) + segment.n_bytes - self.disk.capacity
         while n_missing > 0:
             found = self.disk.oldest(lambda each: self._may_leave_disk(each, oldest))
             if found is None or found.rank > segment.rank:

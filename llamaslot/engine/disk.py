@@ -32,11 +32,13 @@ class DiskWorker:
         backend: Backend,
         ledger: SharedLedger,
         post: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float],
     ) -> None:
         self._disk = disk
         self._backend = backend
         self._ledger = ledger
         self._post = post
+        self._clock = clock
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-disk-writer")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-disk-reader")
 
@@ -72,22 +74,22 @@ class DiskWorker:
         future.add_done_callback(lambda _: self._post(then))
 
     def close(self) -> None:
-        """Wait until what has begun is done, and end the threads."""
-        self._reader.shutdown(cancel_futures=True)
+        """Wait until everything is written, and end the threads; what is read is not wanted any more."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown()
 
     def _write(self, job: Write) -> None:
         number = job.record.number
         kv = self._backend.kv_of(number)
         if kv is None:
-            self._ledger.tiers.was_written(number, is_good=False)
+            self._ledger.tiers.was_written(number, self._clock(), is_good=False)
             return
         future = asyncio.get_running_loop().run_in_executor(self._writer, self._disk.write, job.record, kv)
 
         def done() -> None:
             if error := future.exception():
                 _log.error("disk.write_failed", segment=number, exc_info=error)
-            self._ledger.tiers.was_written(number, is_good=error is None and future.result())
+            self._ledger.tiers.was_written(number, self._clock(), is_good=error is None and future.result())
 
         future.add_done_callback(lambda _: self._post(done))
 
@@ -100,7 +102,7 @@ class DiskWorker:
                 self._ledger.tiers.was_bad(job.number)
             elif error is not None:
                 _log.error("disk.read_failed", segment=job.number, exc_info=error)
-                self._ledger.tiers.was_not_read(job.number)
+                self._ledger.tiers.was_not_read(job.number, self._clock())
             else:
                 self._put(job.number, *future.result())
 
@@ -112,9 +114,9 @@ class DiskWorker:
 
     def _put(self, number: int, kv: Kv | None, seconds: float) -> None:
         if kv is None:
-            self._ledger.tiers.was_not_read(number)
+            self._ledger.tiers.was_not_read(number, self._clock())
             return
-        positions = self._ledger.was_read(number, seconds)
+        positions = self._ledger.was_read(number, seconds, self._clock())
         if positions is not None:
             self._backend.put(number, positions.start, positions.stop, kv)
 

@@ -135,7 +135,7 @@ class Engine:
         self._disk: DiskWorker | None = None
         ledger = self.scheduler.ledger
         if disk is not None and self.scheduler.settings.writes and isinstance(ledger, SharedLedger):
-            self._disk = DiskWorker(disk, backend, ledger, self._post)
+            self._disk = DiskWorker(disk, backend, ledger, self._post, clock)
             self._disk.restore()
         self._live: dict[str, _Live] = {}
         self._tokenizing: dict[str, asyncio.Future[Any]] = {}
@@ -143,6 +143,7 @@ class Engine:
         self._outbox: list[Event] = []
         self._wake = asyncio.Event()
         self._stopping = False
+        self._interrupts_at: float | None = None
         self._debug_invariants = debug_invariants
         self._is_checked = False
         self._n_arrived = 0
@@ -201,6 +202,7 @@ class Engine:
             self._inbox.popleft()()
         self._flush()
         plan = self.scheduler.plan(self._clock())
+        self._interrupts_at = self.scheduler.interrupts_at
         if not plan:
             if self._debug_invariants and not self._is_checked:
                 await self._check_invariants()
@@ -259,7 +261,8 @@ class Engine:
 
     def _is_wanted(self) -> bool:
         """Whether the next step has to wait for a plan; called on the worker's thread."""
-        return self._stopping or bool(self._inbox)
+        until = self._interrupts_at
+        return self._stopping or bool(self._inbox) or (until is not None and self._clock() >= until)
 
     def _answer(self, event: Event) -> None:
         self._outbox.append(event)

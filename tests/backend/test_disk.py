@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import sqlite3
@@ -77,6 +78,15 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     assert np.array_equal(files.read(path, KEY, PATH, len(state), digest), state)
     assert path.stat().st_mode & 0o077 == 0, "others may read it"
     assert [each.name for each in tmp_path.iterdir()] == ["1.kv"]
+
+
+def test_a_file_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "1.kv"
+    seen: list[tuple[int, bool]] = []
+    monkeypatch.setattr(os, "fsync", lambda file: seen.append((os.fstat(file).st_size, path.exists())))
+    files.write(path, KEY, PATH, state_of(1, 1000))
+    assert seen == [(files.size(1000), False)]
+    assert path.exists()
 
 
 def test_no_changed_file_is_taken_for_what_was_written(tmp_path: Path) -> None:
@@ -198,9 +208,11 @@ def test_what_does_not_belong_is_tidied_up(folder: Path) -> None:
     file_of(folder, 2).write_bytes(b"short")
     (folder / "segments" / "000000000099.kv").write_bytes(b"a killed server's")
     (folder / "segments" / "000000000098.tmp").write_bytes(b"a killed server's")
+    (folder / "segments" / "thesis.txt").write_text("mine")
     store = opened(folder)
     assert [each.number for each in store.records] == [0, 3]
-    assert sorted(int(each.stem) for each in (folder / "segments").iterdir()) == [0, 3]
+    left = {each.name for each in (folder / "segments").iterdir()}
+    assert left == {"000000000000.kv", "000000000003.kv", "thesis.txt"}
     store.close()
 
 
@@ -219,6 +231,45 @@ def test_other_keys_stay_as_long_as_there_is_room(folder: Path) -> None:
     store.close()
     store = opened(folder, OTHER, 4 * size)
     assert [each.number for each in store.records] == [2]
+    store.close()
+
+
+def test_of_other_keys_the_ends_of_paths_go_first(folder: Path) -> None:
+    size = SIZE.of(8)
+    store = opened(folder, OTHER)
+    a = record(0)
+    b = record(1, a)
+    write(store, a, b, record(2, b), record(3, b))
+    store.use([2, 3])
+    store.close()
+    store = opened(folder, KEY, 4 * size)
+    write(store, record(4))
+    store.close()
+    store = opened(folder, OTHER)
+    assert {each.number for each in store.records} == {0, 1, 3}
+    store.close()
+
+
+@pytest.mark.parametrize("used", ["'text'", "x'00ff'", 2**63 - 1, -1])
+def test_an_order_of_use_that_is_none_costs_the_index_and_nothing_else(folder: Path, used: object) -> None:
+    store = opened(folder)
+    write(store, record(1))
+    store._index._database.execute(f"UPDATE segments SET used = {used}")
+    store.close()
+    store = opened(folder)
+    assert store.records == []
+    write(store, record(2))
+    store.close()
+
+
+@pytest.mark.parametrize("damage", ["DROP TABLE weights", "UPDATE weights SET digest = 'text'"])
+def test_a_digest_that_is_lost_is_made_again(folder: Path, tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "1.gguf"
+    path.write_bytes(b"one")
+    store = DiskStore(folder)
+    digest = store.weigh([path], lambda _: True)
+    store._index._database.execute(damage)
+    assert store.weigh([path], lambda _: True) == digest
     store.close()
 
 
@@ -245,7 +296,7 @@ def test_a_write_that_fails_leaves_nothing_behind(folder: Path) -> None:
     segments.rmdir()
     assert not store.write(record(1), state_of(1, SIZE.of(8)))
     segments.mkdir()
-    assert not store.write(record(2), state_of(2, SIZE.of(8))) or store.records == []
+    write(store, record(2))
     store._index._database.execute("DROP TABLE segments")
     assert not store.write(record(3), state_of(3, SIZE.of(8)))
     assert [int(each.stem) for each in segments.iterdir()] == [2]

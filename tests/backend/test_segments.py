@@ -13,6 +13,7 @@ import pytest
 
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama.loading import parts
 from llamaslot.core.backend import Copy, Discard, IllegalCallError, Load, Remove, Run, Save, Status
 from tests.noise import Noise
 
@@ -167,3 +168,28 @@ def test_with_255_slots_there_is_still_an_id_for_scratch(tiny_model: Path) -> No
         backend.change(Save(0, 254, 0, 200, 255))
         backend.change(Load(0, 3, 0, 200, 255))
         assert len(backend.seq_range(3)) == 200
+
+
+def test_what_kv_depends_on_is_told(tiny_model: Path) -> None:
+    plain = {"n_ctx": 512, "n_slots": 2, "n_threads": 1}
+    kinds = {}
+    for name, more in {
+        "plain": {},
+        "types": {"cache_type_k": "q8_0", "cache_type_v": "q8_0"},
+        "flash attention": {"flash_attn": "off"},
+        "one pool": {"unified": False},
+        "long positions": {"n_ctx": 8192},
+    }.items():
+        backend = LlamaBackend(LlamaSettings(tiny_model, **plain | more))
+        kinds[name] = backend.info.kv_facts
+        files = [Path(each) for each in backend.info.kv_files]
+        backend.close()
+    assert len(set(kinds.values())) == len(kinds)
+    assert llama_cpp.__version__ in kinds["plain"]
+    assert files[0] == tiny_model
+    assert {each.name.split(".")[0] for each in files[1:]} >= {"libllama", "libggml-base"}
+
+
+def test_a_model_in_parts_has_several_files() -> None:
+    assert parts(Path("/m/a-00001-of-00003.gguf")) == [Path(f"/m/a-0000{i}-of-00003.gguf") for i in (1, 2, 3)]
+    assert parts(Path("/m/a.gguf")) == [Path("/m/a.gguf")]

@@ -373,18 +373,18 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(min(n_writes, len(self.files.writes))):
             job = self.files.next_change(is_good=is_written)
             if job is not None:
-                tiers.was_written(job.record.number, is_good=is_written)
+                tiers.was_written(job.record.number, self.now, is_good=is_written)
                 COUNTS["written"] += is_written
         for _ in range(min(n_reads, len(self.files.reads))):
             number = self.files.reads.pop(0)
             if answer == "good" and number in self.files.records:
-                positions = self.scheduler.ledger.was_read(number, 1e-6)
+                positions = self.scheduler.ledger.was_read(number, 1e-6, self.now)
                 if positions is not None:
                     self.backend.put(number, positions.start, positions.stop, self.states[number])
                     COUNTS["read"] += 1
             elif answer == "not now":
                 self.unreadable |= {segment.number for segment in tiers.reading if segment.number == number}
-                tiers.was_not_read(number)
+                tiers.was_not_read(number, self.now)
             else:
                 tiers.was_bad(number)
         self.take_jobs(self.scheduler.ledger.take_jobs())

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llamaslot.base.model import SegmentSize
-from llamaslot.core.disk import Erase, Read, Write
+from llamaslot.core.disk import Erase, Read, Use, Write
 from llamaslot.core.node import packed
 from llamaslot.core.pace import OPEN_SECONDS, PAUSE_SECONDS
 from llamaslot.core.segments import Segment
@@ -209,7 +209,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.tiers.want(stored)
         self.follow()
         first = next((s for s in stored if not self.tiers.is_at_hand(s)), None)
-        if first is not None and first not in self.tiers.reading:
+        if first is not None and len(self.tiers.reading) < 4 and first not in self.tiers.reading:
             assert first.n_bytes + self.tiers.ram.n_bytes > self.ram, "there was room"
             assert not any(known.in_ram for known in before), "others could have left"
 
@@ -219,7 +219,7 @@ class TiersMachine(RuleBasedStateMachine):
         for _ in range(min(n, len(self.files.writes))):
             job = self.files.next_change(is_good=is_good)
             if job is not None:
-                self.tiers.was_written(job.record.number, is_good=is_good)
+                self.tiers.was_written(job.record.number, self.seconds, is_good=is_good)
                 self.follow()
 
     @precondition(lambda self: hasattr(self, "files") and self.files.reads)
@@ -229,7 +229,7 @@ class TiersMachine(RuleBasedStateMachine):
         known = self.known.get(number)
         is_wanted = known is not None and known.segment in self.tiers.reading
         if answer == "good" and number in self.files.records:
-            segment = self.tiers.was_read(number, 1e-3)
+            segment = self.tiers.was_read(number, 1e-3, self.seconds)
             assert (segment is not None) == is_wanted
             if known is not None and segment is not None:
                 assert self.files.path(number) == (known.space, known.path), "the bytes are another prefix's"
@@ -237,7 +237,7 @@ class TiersMachine(RuleBasedStateMachine):
         elif answer == "bad":
             self.tiers.was_bad(number)
         else:
-            self.tiers.was_not_read(number)
+            self.tiers.was_not_read(number, self.seconds)
         self.follow()
         assert known is None or known.segment not in self.tiers.reading
 
@@ -319,7 +319,7 @@ def written(tiers: Tiers, tokens: tuple[int, ...], start: int = 0) -> list[objec
     jobs = tiers.take_jobs()
     for job in jobs:
         if isinstance(job, Write):
-            tiers.was_written(job.record.number, is_good=True)
+            tiers.was_written(job.record.number, 1000.0, is_good=True)
     return jobs
 
 
@@ -349,7 +349,120 @@ def test_a_slow_disk_is_tried_again_by_and_by() -> None:
     gone = next(segment for segment in tiers.disk if segment not in tiers.ram)
     tiers.want([gone])
     assert tiers.read_us is None
-    assert tiers.was_read(gone.number, 0.5) is gone
+    assert tiers.was_read(gone.number, 0.5, 1000.0) is gone
     assert tiers.read_us == pytest.approx(5000)
     tiers.tend(1000.0 + PAUSE_SECONDS)
     assert tiers.read_us is None
+
+
+def chain(tiers: Tiers, n: int, *, first: int = 0) -> list[Segment]:
+    """So many segments of 100 tokens on one path, all on disk."""
+    path = tuple(range(first, first + 100 * n))
+    for i in range(n):
+        written(tiers, path[: 100 * (i + 1)], 100 * i)
+    return tiers.tree.path("", run_of(path))
+
+
+def test_what_one_is_about_to_load_does_not_leave_for_another() -> None:
+    tiers = Tiers(200, SegmentSize(0, 1), 100, disk_bytes=1000)
+    first, second = chain(tiers, 2, first=1000), chain(tiers, 2)
+    tiers.tend(1000.0)
+    tiers.want(first)
+    for each in first:
+        assert tiers.was_read(each.number, 1e-3, 1000.0)
+    tiers.take_jobs()
+    tiers.want(second)
+    assert tiers.take_jobs() == []
+    tiers.tend(1000.0)
+    tiers.want(second)
+    assert tiers.take_jobs() == [Read(each.number) for each in second]
+
+
+def test_no_more_than_four_are_read_and_two_written_at_a_time() -> None:
+    tiers = Tiers(600, SegmentSize(0, 1), 100, disk_bytes=10_000)
+    path = chain(tiers, 6, first=1000)
+    chain(tiers, 6)
+    tiers.tend(1000.0)
+    tiers.want(path)
+    assert [type(job) for job in tiers.take_jobs()] == [Read] * 4
+    for i in range(4):
+        tiers = tiers if i else Tiers(1000, SegmentSize(0, 1), 100, disk_bytes=10_000)
+        tiers.add("", run_of(tuple(range(1000 * i, 1000 * i + 100))), 0)
+    tiers.tend(1000.0)
+    assert [type(job) for job in tiers.take_jobs()] == [Write] * 2
+
+
+def test_a_write_that_failed_is_tried_again_after_a_pause_and_then_what_is_behind_it() -> None:
+    tiers = Tiers(1000, SegmentSize(0, 1), 100, disk_bytes=1000)
+    path = run_of(tuple(range(200)))
+    tiers.add("", path[: 4 * 100], 0)
+    tiers.add("", path, 100)
+    tiers.tend(0.0)
+    (write,) = tiers.take_jobs()
+    tiers.was_written(write.record.number, 10.0, is_good=False)
+    assert tiers.disk.n_bytes == 0
+    assert tiers.due_at == 10.0 + PAUSE_SECONDS
+    tiers.tend(10.0 + PAUSE_SECONDS - 1)
+    assert tiers.take_jobs() == []
+    tiers.tend(10.0 + PAUSE_SECONDS)
+    (again,) = tiers.take_jobs()
+    assert again == write
+    tiers.was_written(write.record.number, 50.0, is_good=True)
+    tiers.tend(50.0)
+    (behind,) = tiers.take_jobs()
+    assert (behind.record.front, behind.record.start) == (write.record.number, 100)
+
+
+def test_what_cannot_be_read_is_left_alone_for_a_while() -> None:
+    tiers = Tiers(100, SegmentSize(0, 1), 100, disk_bytes=1000)
+    (gone,) = chain(tiers, 1)
+    chain(tiers, 1, first=1000)
+    path = run_of(tuple(range(100)))
+    tiers.want([gone])
+    tiers.was_not_read(gone.number, 2000.0)
+    tiers.tend(2000.0 + PAUSE_SECONDS - 1)
+    assert tiers.stored("", path, 0) == []
+    tiers.tend(2000.0 + PAUSE_SECONDS)
+    assert [each.segment for each in tiers.stored("", path, 0)] == [gone]
+
+
+def test_what_lies_behind_a_bad_file_leaves_the_disk_with_it() -> None:
+    tiers = Tiers(100, SegmentSize(0, 1), 100, disk_bytes=1000)
+    path = chain(tiers, 3)
+    other = chain(tiers, 1, first=1000)
+    tiers.take_jobs()
+    tiers.was_bad(path[0].number)
+    assert list(tiers.disk) == other
+    assert tiers.take_jobs() == [Erase((each.number,)) for each in reversed(path)]
+
+
+def test_an_open_end_stays_on_disk_until_what_replaces_it_is_there() -> None:
+    tiers = Tiers(1000, SegmentSize(0, 1), 100, disk_bytes=160)
+    path = run_of(tuple(range(80)))
+    written(tiers, tuple(range(60)))
+    tiers.add("", path, 0)
+    tiers.tend(2000.0)
+    (write,) = tiers.take_jobs()
+    assert isinstance(write, Write)
+    assert tiers.disk.n_bytes == 80
+    tiers.was_written(write.record.number, 2000.0, is_good=True)
+    assert tiers.take_jobs() == [Erase((0,))]
+
+
+def test_what_was_not_written_in_its_turn_is_when_it_is_used_again() -> None:
+    tiers = Tiers(1000, SegmentSize(0, 1), 100, disk_bytes=100)
+    chain(tiers, 1)
+    chain(tiers, 1, first=1000)
+    assert [segment.number for segment in tiers.disk] == [1]
+    tiers.touch("", run_of(tuple(range(100))))
+    tiers.tend(2000.0)
+    assert [segment.number for segment in tiers.disk] == [0]
+
+
+def test_the_use_of_a_path_is_told_by_its_end() -> None:
+    tiers = Tiers(1000, SegmentSize(0, 1), 100, disk_bytes=1000)
+    chain(tiers, 3)
+    tiers.take_jobs()
+    tiers.touch("", run_of(tuple(range(250))))
+    tiers.touch("", run_of(tuple(range(150))))
+    assert tiers.take_jobs() == [Use((2, 1))]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from llamaslot.backend.disk import DiskStore
-from llamaslot.backend.fake import FakeBackend
+from llamaslot.backend.fake import SEGMENT_SIZE, FakeBackend
 from llamaslot.base.messages import CacheCleared, ClearCache, Failed, Finished, Output, Sampling
-from llamaslot.core import pace
+from llamaslot.core import pace, tiers
 from llamaslot.core.backend import Kv
 from tests.engine.harness import Harness, alone, running
 
@@ -40,7 +42,7 @@ async def served(folder: Path, **settings: object) -> AsyncIterator[Harness]:
     store = DiskStore(folder)
     store.open(KEY, 10**7)
     try:
-        async with running(backend(), disk=store, ram_bytes=10**6, **settings) as harness:
+        async with running(backend(), disk=store, **{"ram_bytes": 10**6} | settings) as harness:
             yield harness
     finally:
         store.close()
@@ -100,12 +102,11 @@ class Held(DiskStore):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.n_reads = 0
-        self.gate = asyncio.Event()
+        self.gate = threading.Event()
 
     def read(self, number: int) -> Kv | None:
         self.n_reads += 1
-        future = asyncio.run_coroutine_threadsafe(self.gate.wait(), self.loop)
-        future.result(10)
+        self.gate.wait(10)
         return super().read(number)
 
 
@@ -114,7 +115,6 @@ async def test_others_go_on_while_one_waits_for_the_disk_and_two_wait_for_one_re
         await harness.submit("a", HEAD)
         await written(harness)
     store = Held(tmp_path)
-    store.loop = asyncio.get_running_loop()
     store.open(KEY, 10**7)
     async with running(backend(), disk=store, ram_bytes=10**6) as harness:
         waiting = [harness.submit(name, HEAD + name) for name in "xy"]
@@ -136,7 +136,6 @@ async def test_who_waits_for_the_disk_can_be_cancelled_and_the_server_stopped(tm
         await harness.submit("a", HEAD)
         await written(harness)
     store = Held(tmp_path)
-    store.loop = asyncio.get_running_loop()
     store.open(KEY, 10**7)
     async with running(backend(), disk=store, ram_bytes=10**6) as harness:
         first, second = harness.submit("x", HEAD + "x"), harness.submit("y", HEAD + "y")
@@ -147,6 +146,78 @@ async def test_who_waits_for_the_disk_can_be_cancelled_and_the_server_stopped(tm
         store.gate.set()
         await second
     store.close()
+
+
+async def test_the_server_ends_while_somebody_waits_for_the_disk(tmp_path: Path) -> None:
+    async with served(tmp_path) as harness:
+        await harness.submit("a", HEAD)
+        await written(harness)
+    store = Held(tmp_path)
+    store.open(KEY, 10**7)
+    async with running(backend(), disk=store, ram_bytes=10**6) as harness:
+        waiting = harness.submit("x", HEAD + "x")
+        await harness.submit("other", "Something else.")
+        started = time.monotonic()
+    assert time.monotonic() - started < 8
+    assert isinstance(waiting.result(), Failed)
+    store.gate.set()
+    store.close()
+
+
+async def test_what_takes_long_to_be_unreadable_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(DiskStore):
+        def read(self, number: int) -> Kv | None:
+            time.sleep(0.1)
+            return None
+
+    async with served(tmp_path) as harness:
+        await harness.submit("a", HEAD)
+        await written(harness)
+    monkeypatch.setattr(tiers, "PAUSE_SECONDS", 0.05)
+    store = Broken(tmp_path)
+    store.open(KEY, 10**7)
+    async with running(backend(), disk=store, ram_bytes=10**6) as harness:
+        end = await harness.submit("x", HEAD + "x")
+        assert end.progress.n_cached == 0
+    store.close()
+
+
+async def test_prefixes_that_do_not_fit_into_ram_together_come_from_the_disk_in_turn(tmp_path: Path) -> None:
+    prompts = ["".join(f"{name}{i} " for i in range(600))[:1500] for name in "xyz"]
+    n_bytes = 4 * SEGMENT_SIZE.of(512)
+    texts = {}
+    async with served(tmp_path, ram_bytes=n_bytes) as harness:
+        held = harness.engine.scheduler.tiers
+        for i, prompt in enumerate(prompts):
+            await harness.submit(prompt, prompt)
+            texts[prompt] = harness.text(prompt)
+            async with asyncio.timeout(10):
+                while held.disk.n_tokens < 1500 * (i + 1) or held.writing:
+                    await asyncio.sleep(0.01)
+    async with served(tmp_path, ram_bytes=n_bytes) as harness:
+        for i in range(2):
+            for prompt in prompts:
+                end = await harness.submit(f"{i} {prompt}", prompt)
+                assert harness.text(f"{i} {prompt}") == texts[prompt]
+                assert end.progress.n_prompt_computed == 1
+                assert end.progress.n_read >= 500 or i > 0
+
+
+async def test_what_ended_is_written_beside_a_long_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "OPEN_SECONDS", 0.1)
+    async with served(tmp_path) as harness:
+        endless = harness.submit("b", "Go on.", max_tokens=-1, sampling=Sampling(temperature=0.0, ignore_eos=True))
+        await harness.wait_for("b", Output, 1)
+        await harness.submit("a", HEAD)
+        held = harness.engine.scheduler.tiers
+        async with asyncio.timeout(5):
+            while held.disk.n_tokens < len(HEAD) or held.writing:
+                await asyncio.sleep(0.01)
+        assert not endless.done()
+        harness.cancel("b")
+        await endless
 
 
 async def test_what_a_long_request_computed_is_on_disk_while_it_runs(tmp_path: Path) -> None:

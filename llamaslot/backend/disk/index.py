@@ -16,6 +16,7 @@ from typing import Any
 from llamaslot.core.disk import Record
 
 _SCHEMA_VERSION = 1
+_MOST = 2**62
 _SCHEMA = """
     CREATE TABLE segments (
         number INTEGER PRIMARY KEY,
@@ -59,13 +60,16 @@ class Index:
         except sqlite3.Error:
             self._database.close()
             raise
-        self._last_use: int = self._database.execute("SELECT coalesce(max(used), 0) FROM segments").fetchone()[0]
+        self._last_use = 0
 
     def rows(self) -> list[Row]:
-        """All segments, the least recently used first."""
-        columns = "number, front, space, start, tokens, n_bytes, path, cell_order, key, checksum"
+        """All segments, the least recently used first; to be called before any is added or used."""
+        columns = "number, front, space, start, tokens, n_bytes, path, cell_order, key, checksum, used"
         with _named_errors():
-            return [_row(row) for row in self._database.execute(f"SELECT {columns} FROM segments ORDER BY used")]
+            found = list(self._database.execute(f"SELECT {columns} FROM segments ORDER BY used"))
+        rows = [_row(row) for row in found]
+        self._last_use = found[-1][-1] if found else 0
+        return rows
 
     def add(self, row: Row) -> None:
         """Note a segment, as the last used."""
@@ -91,9 +95,10 @@ class Index:
 
     def digest(self, path: str, stat: str) -> bytes | None:
         """What was noted for a file of weights, if it is still the same file."""
-        found = self._database.execute("SELECT digest FROM weights WHERE (path, stat) = (?, ?)", (path, stat))
-        row = found.fetchone()
-        return row[0] if row else None
+        with _named_errors():
+            found = self._database.execute("SELECT digest FROM weights WHERE (path, stat) = (?, ?)", (path, stat))
+            row = found.fetchone()
+        return row[0] if row and isinstance(row[0], bytes) else None
 
     def note_digest(self, path: str, stat: str, digest: bytes) -> None:
         """Remember the digest of a file of weights."""
@@ -134,10 +139,10 @@ def _named_errors() -> Iterator[None]:
 
 def _row(columns: tuple[Any, ...]) -> Row:
     """Raises `sqlite3.DatabaseError` for what cannot have been written."""
-    number, front, space, start, tokens, n_bytes, path, order, key, checksum = columns
-    ints = (number, start, n_bytes, *(() if front is None else (front,)))
+    number, front, space, start, tokens, n_bytes, path, order, key, checksum, used = columns
+    ints = (number, start, n_bytes, used, *(() if front is None else (front,)))
     if not (
-        all(isinstance(each, int) and each >= 0 for each in ints)
+        all(isinstance(each, int) and 0 <= each < _MOST for each in ints)
         and isinstance(space, str)
         and all(isinstance(each, bytes) for each in (tokens, path, order, key, checksum))
     ):

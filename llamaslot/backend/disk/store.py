@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from llamaslot.core.disk import BadSegmentError, Record
 
 _MOST_BAD = 8
 """Files to keep that were not as they were written."""
+_IS_OURS = re.compile(r"\d{12}\.(kv|tmp)|index\.sqlite.*").fullmatch
 _CHUNK = 2**24
 """Bytes of weights to read at a time."""
 
@@ -60,7 +62,7 @@ class DiskStore:
         self._lock = _locked(folder / "lock")
         try:
             self._index = self._opened_index()
-            for row in self._index_rows():
+            for row in _ends_first(self._index_rows()):
                 self._others[row.record.number] = row
                 self.n_bytes += row.record.n_bytes
         except BaseException:
@@ -77,14 +79,22 @@ class DiskStore:
             about = path.stat()
             stat = f"{about.st_size} {about.st_mtime_ns} {about.st_ino}"
             name = str(path.resolve())
-            known = self._index.digest(name, stat)
+            known = self._known_digest(name, stat)
             if known is None:
                 known = _digest(path, about.st_size, on_progress)
                 if known is None:
                     return None
-                self._index.note_digest(name, stat, known)
+                with contextlib.suppress(sqlite3.Error):
+                    self._index.note_digest(name, stat, known)
             digest.update(known)
         return digest.digest()
+
+    def _known_digest(self, name: str, stat: str) -> bytes | None:
+        try:
+            return self._index.digest(name, stat)
+        except sqlite3.Error as error:
+            _log.warning("disk.digest_lost", path=name, error=str(error))
+            return None
 
     def open(self, key: bytes, capacity: int) -> None:
         """Find out what is stored under a key of `files.KEY_BYTES`, drop what is not whole, keep to so many bytes.
@@ -92,7 +102,7 @@ class DiskStore:
         Raises `OSError`.
         """
         self._key, self.capacity = key, capacity
-        sizes = {each.name: each.stat().st_size for each in self._segments.iterdir()}
+        sizes = {each.name: each.stat().st_size for each in self._segments.iterdir() if _IS_OURS(each.name)}
         lost = []
         for number, row in list(self._others.items()):
             self.first_number = max(self.first_number, number + 1)
@@ -115,7 +125,7 @@ class DiskStore:
             row = Row(record, self._key, files.write(path, self._key, record.path_digest, kv))
             try:
                 self._index.add(row)
-            except sqlite3.Error:
+            except BaseException:
                 path.unlink()
                 raise
         except (OSError, sqlite3.Error) as error:
@@ -222,7 +232,8 @@ class DiskStore:
 
     def _set_aside(self, path: Path) -> None:
         path.replace(self._bad / path.name)
-        kept = sorted(self._bad.iterdir(), key=lambda each: each.stat().st_mtime_ns)
+        ours = [each for each in self._bad.iterdir() if _IS_OURS(each.name)]
+        kept = sorted(ours, key=lambda each: each.stat().st_mtime_ns)
         for each in kept[:-_MOST_BAD]:
             each.unlink()
 
@@ -232,6 +243,16 @@ class DiskStore:
 
 def _name(number: int) -> str:
     return f"{number:012}.kv"
+
+
+def _ends_first(rows: Sequence[Row]) -> list[Row]:
+    """Rows by their last use, none before those behind it: only the use of a path's end is noted."""
+    uses = {row.record.number: i for i, row in enumerate(rows)}
+    for row in sorted(rows, key=lambda row: -row.record.start):
+        front = row.record.front
+        if front in uses:
+            uses[front] = max(uses[front], uses[row.record.number])
+    return sorted(rows, key=lambda row: (uses[row.record.number], -row.record.start))
 
 
 def _locked(path: Path) -> int:

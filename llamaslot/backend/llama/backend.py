@@ -214,7 +214,7 @@ class LlamaBackend:
             unified=settings.unified,
             flash_attn=flash_attn,
             kv_facts=kv_facts(model, context, settings, flash_attn=flash_attn),
-            kv_files=tuple(map(str, (*parts(settings.model), library.path()))),
+            kv_files=tuple(map(str, (*parts(settings.model), *library.paths()))),
             sizing=size,
             cache_type_k=settings.cache_type_k,
             cache_type_v=settings.cache_type_v,

@@ -6,6 +6,7 @@ import ctypes
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import llama_cpp
@@ -58,9 +59,10 @@ def watched() -> Iterator[tuple[deque[str], deque[str]]]:
         _watching.pop()
 
 
-def path() -> str:
-    """The file that the library was loaded from."""
-    return str(llama_cpp.llama_cpp._lib._name)
+def paths() -> list[Path]:
+    """The files of the library: llama.cpp's own, and those that compute for it."""
+    own = Path(llama_cpp.llama_cpp._lib._name)
+    return sorted(each for each in own.parent.iterdir() if each.suffix == own.suffix)
 
 
 def devices() -> list[str]:

@@ -1,0 +1,81 @@
+"""Which folder there is, and what has to be the same for what is in it to be used again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from llamaslot.app.config import Config
+from llamaslot.app.disk import claim_disk, open_disk
+from llamaslot.app.tiers import Budgets
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.errors import ConfigError
+from llamaslot.base.model import ModelInfo, SegmentSize
+from llamaslot.core.disk import Record, path_digest
+from tests.backend.test_disk import state_of
+
+MIB = 2**20
+SIZE = SegmentSize(100, 10)
+RAM = Budgets(10**6, None, None, "")
+
+
+@pytest.fixture
+def info(tmp_path: Path) -> ModelInfo:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"weights")
+    return msgspec.structs.replace(FakeBackend(segment_size=SIZE).info, kv_facts="f16", kv_files=(str(path),))
+
+
+def found(tmp_path: Path, info: ModelInfo, **config: object) -> tuple[int, str]:
+    """How many segments a server with this model finds, and its line; it leaves one more."""
+    disk = claim_disk(Config(cache_disk=str(tmp_path / "cache"), **config))
+    assert disk is not None
+    try:
+        line = open_disk(disk, Config(**config), info, RAM, lambda _: True)
+        n_found = len(disk.records)
+        tokens = bytes(4 * (n_found + 1))
+        record = Record(disk.first_number, None, "", 0, tokens, SIZE.of(n_found + 1), path_digest("", tokens))
+        assert disk.write(record, state_of(1, record.n_bytes))
+        return n_found, line
+    finally:
+        disk.close()
+
+
+def test_the_same_model_finds_what_it_left(tmp_path: Path, info: ModelInfo) -> None:
+    assert [found(tmp_path, info)[0] for _ in range(3)] == [0, 1, 2]
+
+
+def test_another_way_to_run_it_finds_nothing_and_leaves_it(tmp_path: Path, info: ModelInfo) -> None:
+    found(tmp_path, info)
+    n_found, line = found(tmp_path, msgspec.structs.replace(info, kv_facts="q8_0"))
+    assert n_found == 0
+    assert "of other models" in line
+    assert found(tmp_path, info)[0] == 1
+
+
+def test_other_weights_find_nothing(tmp_path: Path, info: ModelInfo) -> None:
+    found(tmp_path, info)
+    Path(info.kv_files[0]).write_bytes(b"WEIGHTS")
+    assert found(tmp_path, info)[0] == 0
+    Path(info.kv_files[0]).write_bytes(b"weights")
+    assert found(tmp_path, info)[0] == 1, "it goes by what is in the file"
+
+
+def test_the_size(tmp_path: Path, info: ModelInfo) -> None:
+    assert "up to 3 MiB of prefixes in" in found(tmp_path, info, cache_disk_size=3)[1]
+    large = msgspec.structs.replace(info, segment_size=SegmentSize(0, 10_000))
+    with pytest.raises(ConfigError, match=r"less than one segment of this model, 4\.9 MiB"):
+        found(tmp_path, large, cache_disk_size=4)
+
+
+def test_nothing_is_read_where_nothing_is_stored(tmp_path: Path, info: ModelInfo) -> None:
+    disk = claim_disk(Config(cache_disk=str(tmp_path / "cache")))
+    assert disk is not None
+    missing = msgspec.structs.replace(info, kv_files=("/nowhere",))
+    assert open_disk(disk, Config(), missing, Budgets(0, None, None, ""), lambda _: True) == ""
+    assert open_disk(disk, Config(), info, RAM, lambda _: False) == ""
+    with pytest.raises(ConfigError, match="cannot be used: No such file"):
+        open_disk(disk, Config(), missing, RAM, lambda _: True)
+    disk.close()
