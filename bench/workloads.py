@@ -25,7 +25,7 @@ PADDING = 256
 """Cells that a pool, or a slot's part of it, grows by."""
 FEW, MANY = 4, 20
 """Pairs that it takes to judge a bound far from 1, and one near it."""
-PATIENCE = 1.0
+PATIENCE = 3.0
 """Seconds after which a server may have written what it keeps over a restart."""
 
 

@@ -53,12 +53,12 @@ def open_disk(
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"{_FLAG}: {disk.folder} cannot be used: {reason}", param=_FLAG) from None
-    n_bytes = sum(record.n_bytes for record in disk.records)
-    others = f", {(disk.n_bytes - n_bytes) / _MIB:,.0f} MiB of other models" if disk.n_bytes > n_bytes else ""
+    n_others = disk.n_bytes - disk.n_own_bytes
+    others = f", {n_others / _MIB:,.1f} MiB of other models" if n_others else ""
     n_tokens = disk.capacity // info.segment_size.per_token
     return (
         f"Disk stores up to {disk.capacity / _MIB:,.0f} MiB of prefixes in {disk.folder}, about {n_tokens:,} "
-        f"tokens; {n_bytes / _MIB:,.1f} MiB are there already{others}"
+        f"tokens; {disk.n_own_bytes / _MIB:,.1f} MiB are there already{others}"
     )
 
 

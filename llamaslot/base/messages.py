@@ -160,6 +160,8 @@ class Progress(msgspec.Struct, frozen=True):
     """Of `n_cached`, those that were loaded from RAM."""
     n_read: int = 0
     """Of `n_loaded`, those that were read from disk for it."""
+    load_ms: float = 0.0
+    """Of `prompt_ms`, what passed until they were loaded and computing began; 0 where nothing was loaded."""
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):

@@ -106,10 +106,6 @@ class Disk(Protocol):
     """Segments on a disk. `read` may be called on one thread while all else is called on another one."""
 
     @property
-    def records(self) -> Sequence[Record]:
-        """What was there when it was opened, the least recently used first."""
-
-    @property
     def capacity(self) -> int:
         """Bytes that segments may take, by their records."""
 
@@ -119,6 +115,9 @@ class Disk(Protocol):
     @property
     def first_number(self) -> int:
         """A number from which on none was ever in use."""
+
+    def take_records(self) -> Sequence[Record]:
+        """What was there when it was opened, the least recently used first; it forgets them."""
 
     def write(self, record: Record, kv: Kv) -> bool:
         """Store a segment so that it survives the process; whether it does."""

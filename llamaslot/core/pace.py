@@ -36,6 +36,10 @@ class WriteQueue:
         times = map(self._written_at, self._segments)
         return max(self._goes_on_at, min(times)) if self._segments else None
 
+    def is_paused(self, now: float) -> bool:
+        """Whether nothing is written for a while."""
+        return now < self._goes_on_at
+
     def put(self, segment: Segment) -> None:
         """Have a segment written."""
         self._segments[segment] = None
@@ -46,7 +50,7 @@ class WriteQueue:
 
     def take(self, now: float) -> Segment | None:
         """One that is to be written by now; it is here no more."""
-        if now < self._goes_on_at:
+        if self.is_paused(now):
             return None
         found = next((each for each in self._segments if self._written_at(each) <= now), None)
         if found is not None:

@@ -18,6 +18,7 @@ from llamaslot.core.request import Request
 from llamaslot.core.settings import SchedulerSettings
 from llamaslot.core.shared import SharedLedger
 from llamaslot.core.slots import Slot
+from llamaslot.core.tiers import Tiers
 
 _SPELLED = 256
 """Tokens of an edge that are spelled out at most."""
@@ -76,8 +77,6 @@ def figures(
 ) -> CacheFigures:
     """The numbers of `/cache` and `/metrics`; costs nothing to speak of."""
     n_idle, n_cells = ledger.n_idle, settings.n_ctx
-    tiers = ledger.tiers if isinstance(ledger, SharedLedger) and settings.stores else None
-    writing = tiers.writing if tiers is not None else set()
     if not settings.shares:
         # Each sequence has cells of its own for what the tree has once.
         n_idle = sum(ledger.length(seq) for seq in range(settings.n_seqs) if not ledger.tree.is_pinned(seq))
@@ -107,18 +106,25 @@ def figures(
         n_parked=ledger.counts.n_parked,
         n_lost_paths=ledger.counts.n_lost_paths,
         n_preempted=n_preempted,
-        ram_total=settings.ram_bytes if tiers is not None else 0,
-        ram_used=tiers.ram.n_bytes if tiers is not None else 0,
-        ram_tokens=tiers.ram.n_tokens if tiers is not None else 0,
-        ram_segments=len(tiers.ram) if tiers is not None else 0,
-        disk_total=tiers.disk.capacity if tiers is not None else 0,
-        disk_used=tiers.disk.n_bytes - sum(each.n_bytes for each in writing) if tiers is not None else 0,
-        disk_tokens=tiers.disk.n_tokens - sum(each.n_tokens for each in writing) if tiers is not None else 0,
-        disk_segments=len(tiers.disk) - len(writing) if tiers is not None else 0,
-        n_read=tiers.n_read if tiers is not None else 0,
-        n_written=tiers.n_written if tiers is not None else 0,
-        n_bad=tiers.n_bad if tiers is not None else 0,
+        **(_stored(ledger.tiers) if isinstance(ledger, SharedLedger) and settings.stores else {}),
     )
+
+
+def _stored(tiers: Tiers) -> dict[str, int]:
+    ram, disk, writing = tiers.ram, tiers.disk, tiers.writing
+    return {
+        "ram_total": ram.capacity,
+        "ram_used": ram.n_bytes,
+        "ram_tokens": ram.n_tokens,
+        "ram_segments": len(ram),
+        "disk_total": disk.capacity,
+        "disk_used": disk.n_bytes - sum(segment.n_bytes for segment in writing),
+        "disk_tokens": disk.n_tokens - sum(segment.n_tokens for segment in writing),
+        "disk_segments": len(disk) - len(writing),
+        "n_read": tiers.n_read,
+        "n_written": tiers.n_written,
+        "n_bad": tiers.n_bad,
+    }
 
 
 def state(

@@ -84,6 +84,7 @@ class Request:
         """The slot it runs in or ran in last, -1 before the first."""
         self._submitted = now
         self._admitted: float | None = None
+        self._computing: float | None = None
         self._first_token: float | None = None
         self._last_token: float | None = None
         self._was_preempted = False
@@ -102,8 +103,10 @@ class Request:
             self.sampler.close()
             self.sampler = None
 
-    def count_computed(self, start: int, n: int) -> None:
-        """Note that positions `[start, start + n)` went into the model."""
+    def count_computed(self, start: int, n: int, now: float) -> None:
+        """Note that positions `[start, start + n)` went into the model, from now on."""
+        if self._computing is None:
+            self._computing = now
         self.n_prompt_computed += max(0, min(start + n, self.n_prompt) - start)
 
     def note_found(self, n_copied: int, n_loaded: int, n_read: int) -> None:
@@ -157,6 +160,7 @@ class Request:
     def progress(self, now: float, n_held: int = 0) -> Progress:
         """The figures that users see; `n_held` is what the slot holds."""
         admitted = self._admitted if self._admitted is not None else now
+        computing = self._computing if self._computing is not None else now
         first = self._first_token if self._first_token is not None else now
         last = self._last_token if self._last_token is not None else first
         return Progress(
@@ -167,6 +171,7 @@ class Request:
             queue_ms=(admitted - self._submitted) * 1e3,
             prompt_ms=max(0.0, first - admitted) * 1e3,
             predicted_ms=(last - first) * 1e3,
+            load_ms=max(0.0, computing - admitted) * 1e3 if self.n_loaded else 0.0,
             n_held=n_held,
             slot=self.slot_id,
             n_copied=min(self.n_copied, self.n_cached),

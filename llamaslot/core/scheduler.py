@@ -171,7 +171,7 @@ class Scheduler:
             return []
         requests = {request.id: request for work in plan.work for request in (work.request, *work.siblings)}
         for work in plan.work:
-            work.request.count_computed(*result.decoded.sent[work.run.seq])
+            work.request.count_computed(*result.decoded.sent[work.run.seq], result.started)
         for request_id, sampler in result.samplers.items():
             requests[request_id].sampler = sampler
         if result.decoded.status is not Status.OK:

@@ -111,9 +111,9 @@ class Tiers:
 
     @property
     def lags(self) -> bool:
-        """Whether so much is to be written that more would push it out of RAM."""
+        """Whether so much is to be written by and by that more would push it out of RAM."""
         n_bytes = sum(segment.n_bytes for segment in (*self._to_write, *self.writing))
-        return bool(n_bytes > self.ram.capacity // _LAG)
+        return n_bytes > self.ram.capacity // _LAG and not self._to_write.is_paused(self._now)
 
     # --- changing ---
 

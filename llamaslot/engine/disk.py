@@ -49,7 +49,7 @@ class DiskWorker:
 
     def restore(self) -> None:
         """Let the core know what the disk has, before anything else."""
-        tiers, records = self._ledger.tiers, self._disk.records
+        tiers, records = self._ledger.tiers, self._disk.take_records()
         too_large = tiers.restore(records, self._disk.first_number)
         self._disk.leave(too_large)
         n_erased = len(records) - len(tiers.disk) - len(too_large)

@@ -80,6 +80,9 @@ class Metrics:
         self._cache_gauges = {field: gauge(*words) for field, words in _GAUGES.items()}
         self._queue_time = self._histogram("llamaslot_queue_seconds", "Time until a request got a slot.", _SECONDS)
         self._ttft = self._histogram("llamaslot_ttft_seconds", "Time until a request's first token.", _SECONDS)
+        self._load = self._histogram(
+            "llamaslot_load_seconds", "Time in which stored prefixes were read and loaded for a request.", _SECONDS
+        )
         self._duration = self._histogram("llamaslot_request_seconds", "Time until the last token.", _SECONDS)
         self._ratio = self._histogram(
             "llamaslot_prefix_cache_ratio", "Share of a request's prompt that was reused.", _RATIOS
@@ -115,6 +118,8 @@ class Metrics:
         self._queue_time.observe(progress.queue_ms / 1e3)
         if progress.n_generated:
             self._ttft.observe((progress.queue_ms + progress.prompt_ms) / 1e3)
+        if progress.n_loaded:
+            self._load.observe(progress.load_ms / 1e3)
         self._duration.observe((progress.queue_ms + progress.prompt_ms + progress.predicted_ms) / 1e3)
         self._ratio.observe(_ratio(progress.n_cached, progress.n_prompt))
         if progress.n_generated > 1:

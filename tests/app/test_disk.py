@@ -34,7 +34,7 @@ def found(tmp_path: Path, info: ModelInfo, **config: object) -> tuple[int, str]:
     assert disk is not None
     try:
         line = open_disk(disk, Config(**config), info, RAM, lambda _: True)
-        n_found = len(disk.records)
+        n_found = len(disk.take_records())
         tokens = bytes(4 * (n_found + 1))
         record = Record(disk.first_number, None, "", 0, tokens, SIZE.of(n_found + 1), path_digest("", tokens))
         assert disk.write(record, state_of(1, record.n_bytes))

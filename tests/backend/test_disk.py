@@ -156,7 +156,7 @@ def test_what_was_stored_is_there_again_in_the_order_of_use(folder: Path) -> Non
     files_of = [each for each in folder.rglob("*") if each.is_file()]
     assert len(files_of) >= 5
     assert not any(each.stat().st_mode & 0o077 for each in (folder, *files_of)), "others may read it"
-    assert store.records == [c, b, a]
+    assert store.take_records() == [c, b, a]
     assert store.first_number == 10
     for each in (a, b, c):
         assert np.array_equal(store.read(each.number), state_of(each.number, each.n_bytes))
@@ -165,7 +165,7 @@ def test_what_was_stored_is_there_again_in_the_order_of_use(folder: Path) -> Non
         store.read(7)
     store.close()
     store = opened(folder)
-    assert store.records == [c, a]
+    assert store.take_records() == [c, a]
     assert len(list((folder / "segments").iterdir())) == 2
     store.close()
 
@@ -210,7 +210,7 @@ def test_what_does_not_belong_is_tidied_up(folder: Path) -> None:
     (folder / "segments" / "000000000098.tmp").write_bytes(b"a killed server's")
     (folder / "segments" / "thesis.txt").write_text("mine")
     store = opened(folder)
-    assert [each.number for each in store.records] == [0, 3]
+    assert [each.number for each in store.take_records()] == [0, 3]
     left = {each.name for each in (folder / "segments").iterdir()}
     assert left == {"000000000000.kv", "000000000003.kv", "thesis.txt"}
     store.close()
@@ -222,7 +222,7 @@ def test_other_keys_stay_as_long_as_there_is_room(folder: Path) -> None:
     write(store, *map(record, range(3)))
     store.close()
     store = opened(folder, KEY, 4 * size)
-    assert store.records == []
+    assert store.take_records() == []
     assert store.first_number == 3
     write(store, record(3))
     assert store.n_bytes == 4 * size
@@ -230,7 +230,7 @@ def test_other_keys_stay_as_long_as_there_is_room(folder: Path) -> None:
     assert store.n_bytes == 4 * size
     store.close()
     store = opened(folder, OTHER, 4 * size)
-    assert [each.number for each in store.records] == [2]
+    assert [each.number for each in store.take_records()] == [2]
     store.close()
 
 
@@ -246,7 +246,7 @@ def test_of_other_keys_the_ends_of_paths_go_first(folder: Path) -> None:
     write(store, record(4))
     store.close()
     store = opened(folder, OTHER)
-    assert {each.number for each in store.records} == {0, 1, 3}
+    assert {each.number for each in store.take_records()} == {0, 1, 3}
     store.close()
 
 
@@ -257,7 +257,7 @@ def test_an_order_of_use_that_is_none_costs_the_index_and_nothing_else(folder: P
     store._index._database.execute(f"UPDATE segments SET used = {used}")
     store.close()
     store = opened(folder)
-    assert store.records == []
+    assert store.take_records() == []
     write(store, record(2))
     store.close()
 
@@ -322,13 +322,13 @@ def test_an_index_that_is_none_is_moved_aside(folder: Path, kind: str) -> None:
         database.commit()
         database.close()
     store = opened(folder)
-    assert store.records == []
+    assert store.take_records() == []
     assert list((folder / "segments").iterdir()) == []
     assert [each.name for each in (folder / "bad").iterdir()] == ["index.sqlite"]
     write(store, record(1))
     store.close()
     store = opened(folder)
-    assert len(store.records) == 1
+    assert len(store.take_records()) == 1
     store.close()
 
 
@@ -357,7 +357,7 @@ def test_a_damaged_index_never_gives_a_segment_to_another_prefix(folder: Path) -
             (folder / "segments" / name).write_bytes(data)
         store = opened(folder)
         tiers = Tiers(10**9, SIZE, disk_bytes=10**9)
-        tiers.restore(store.records, store.first_number)
+        tiers.restore(store.take_records(), store.first_number)
         tiers.check()
         for segment in tiers.disk:
             path = segment.tokens
@@ -430,10 +430,11 @@ def test_whatever_was_written_survives_a_kill(folder: Path) -> None:
         process.wait()
         process.stdout.close()
         store = opened(folder, capacity=10**9)
-        for each in store.records:
-            assert each.front is None or each.front in {other.number for other in store.records}
+        found = store.take_records()
+        for each in found:
+            assert each.front is None or each.front in {other.number for other in found}
             assert np.array_equal(store.read(each.number), state_of(each.number, each.n_bytes))
-        assert len(store.records) >= n_found
-        n_found = len(store.records)
+        assert len(found) >= n_found
+        n_found = len(found)
         store.close()
     assert n_found

@@ -35,7 +35,7 @@ def size(n_bytes: int) -> int:
     return _HEADER.size + n_bytes
 
 
-def checksum(kv: Kv) -> bytes:
+def checksum_of(kv: Kv) -> bytes:
     """16 bytes that tell it from any other KV but by an accident that nobody will see."""
     digest = xxhash.xxh3_128()
     view = kv.data
@@ -49,8 +49,8 @@ def write(file_path: Path, key: bytes, path_digest: bytes, kv: Kv) -> bytes:
 
     Raises `OSError`.
     """
-    digest = checksum(kv)
-    header = _HEADER.pack(_MAGIC, VERSION, len(kv), key, path_digest, digest)
+    checksum = checksum_of(kv)
+    header = _HEADER.pack(_MAGIC, VERSION, len(kv), key, path_digest, checksum)
     unfinished = file_path.with_suffix(".tmp")
     try:
         with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", 0) as file:
@@ -64,10 +64,10 @@ def write(file_path: Path, key: bytes, path_digest: bytes, kv: Kv) -> bytes:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
-    return digest
+    return checksum
 
 
-def read(file_path: Path, key: bytes, path_digest: bytes, n_bytes: int, digest: bytes) -> Kv:
+def read(file_path: Path, key: bytes, path_digest: bytes, n_bytes: int, checksum: bytes) -> Kv:
     """The KV of a file that must have this key, digest of the path, length and checksum.
 
     Raises `BadFileError` where it does not, `OSError` where it cannot be read.
@@ -76,13 +76,13 @@ def read(file_path: Path, key: bytes, path_digest: bytes, n_bytes: int, digest: 
         if os.fstat(file.fileno()).st_size != size(n_bytes):
             raise BadFileError("its length is not what was written")
         header = file.read(_HEADER.size)
-        if header != _HEADER.pack(_MAGIC, VERSION, n_bytes, key, path_digest, digest):
+        if header != _HEADER.pack(_MAGIC, VERSION, n_bytes, key, path_digest, checksum):
             raise BadFileError("its header is not what was written")
         kv = np.empty(n_bytes, dtype=np.uint8)
         view = kv.data
         at = 0
         while at < n_bytes and (n := file.readinto(view[at:])):
             at += n
-    if at < n_bytes or checksum(kv) != digest:
+    if at < n_bytes or checksum_of(kv) != checksum:
         raise BadFileError("its checksum is not what was written")
     return kv

@@ -19,6 +19,7 @@ import re
 import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 import xxhash
@@ -39,6 +40,14 @@ _CHUNK = 2**24
 _log = structlog.get_logger(__name__)
 
 
+class _File(NamedTuple):
+    """What a file must have."""
+
+    n_bytes: int
+    path_digest: bytes
+    checksum: bytes
+
+
 class DiskStore:
     """See `Disk`. First `weigh` the model's files, then `open` with a key made of that."""
 
@@ -46,25 +55,27 @@ class DiskStore:
         """Raises `ConfigError` where another server uses the folder, `OSError` where it cannot be used."""
         self.folder = folder
         self.capacity = 0
-        self.records: list[Record] = []
         self.first_number = 0
         self.n_bytes = 0
         """What all segments take, those of other keys too."""
+        self.n_own_bytes = 0
+        """Of them, those of this key."""
         self._segments = folder / "segments"
         self._bad = folder / "bad"
-        self._rows: dict[int, Row] = {}
-        """What this model stored; the reading thread only looks single ones up."""
-        self._others: dict[int, Row] = {}
-        """What was stored with other keys, the least recently used first."""
+        self._own: dict[int, _File] = {}
+        """What was stored with this key; the reading thread only looks single ones up."""
+        self._others: dict[int, int] = {}
+        """Bytes of what was stored with other keys, the least recently used first."""
+        self._found: list[Row] = []
+        """What the index had."""
         self._key = b""
         for each in (folder, self._segments, self._bad):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = _locked(folder / "lock")
         try:
             self._index = self._opened_index()
-            for row in _ends_first(self._index_rows()):
-                self._others[row.record.number] = row
-                self.n_bytes += row.record.n_bytes
+            self._found = _ends_first(self._index_rows())
+            self.n_bytes = sum(row.record.n_bytes for row in self._found)
         except BaseException:
             os.close(self._lock)
             raise
@@ -104,18 +115,26 @@ class DiskStore:
         self._key, self.capacity = key, capacity
         sizes = {each.name: each.stat().st_size for each in self._segments.iterdir() if _IS_OURS(each.name)}
         lost = []
-        for number, row in list(self._others.items()):
+        for row in self._found:
+            number, n_bytes = row.record.number, row.record.n_bytes
             self.first_number = max(self.first_number, number + 1)
-            if sizes.pop(_name(number), None) != files.size(row.record.n_bytes):
+            self._others[number] = n_bytes
+            if sizes.pop(_name(number), None) != files.size(n_bytes):
                 lost.append(number)
             elif row.key == key:
-                self._rows[number] = self._others.pop(number)
-        self.records = [row.record for row in self._rows.values()]
+                del self._others[number]
+                self._note(row)
+        self._found = [row for row in self._found if row.record.number in self._own]
         self.erase(lost)
         for name in sizes:
             (self._segments / name).unlink()
         if lost or sizes:
             _log.info("disk.tidied", rows_without_file=len(lost), files_without_row=len(sizes))
+
+    def take_records(self) -> list[Record]:
+        """See `Disk.take_records`."""
+        found, self._found = self._found, []
+        return [row.record for row in found]
 
     def write(self, record: Record, kv: Kv) -> bool:
         """See `Disk.write`."""
@@ -131,18 +150,18 @@ class DiskStore:
         except (OSError, sqlite3.Error) as error:
             _log.warning("disk.write_failed", segment=record.number, error=str(error))
             return False
-        self._rows[record.number] = row
+        self._note(row)
         self.n_bytes += record.n_bytes
         return True
 
     def read(self, number: int) -> Kv | None:
         """See `Disk.read`; a file that is not as it was written is moved aside."""
-        row = self._rows.get(number)
-        if row is None:
+        file = self._own.get(number)
+        if file is None:
             raise BadSegmentError(f"segment {number} is not here")
-        record, path = row.record, self._path(number)
+        path = self._path(number)
         try:
-            return files.read(path, self._key, record.path_digest, record.n_bytes, row.checksum)
+            return files.read(path, self._key, file.path_digest, file.n_bytes, file.checksum)
         except BadFileError as error:
             _log.warning("disk.bad_file", segment=number, error=str(error), moved_to=str(self._bad))
             with contextlib.suppress(OSError):
@@ -162,14 +181,17 @@ class DiskStore:
         except sqlite3.Error as error:
             _log.warning("disk.erase_failed", error=str(error))
         for number in numbers:
-            row = self._rows.pop(number, None) or self._others.pop(number, None)
-            self.n_bytes -= row.record.n_bytes if row is not None else 0
+            file = self._own.pop(number, None)
+            self.n_own_bytes -= file.n_bytes if file is not None else 0
+            self.n_bytes -= file.n_bytes if file is not None else self._others.pop(number, 0)
             with contextlib.suppress(OSError):
                 self._path(number).unlink(missing_ok=True)
 
     def leave(self, numbers: Sequence[int]) -> None:
         """See `Disk.leave`."""
-        self._others |= {number: self._rows.pop(number) for number in numbers}
+        for number in numbers:
+            self._others[number] = self._own.pop(number).n_bytes
+            self.n_own_bytes -= self._others[number]
 
     def use(self, numbers: Sequence[int]) -> None:
         """See `Disk.use`."""
@@ -183,16 +205,21 @@ class DiskStore:
         self._index.close()
         os.close(self._lock)
 
+    def _note(self, row: Row) -> None:
+        record = row.record
+        self._own[record.number] = _File(record.n_bytes, record.path_digest, row.checksum)
+        self.n_own_bytes += record.n_bytes
+
     def _make_room(self, n_bytes: int) -> None:
         """Erase of what was stored with other keys what leaves no room for so many bytes; the core sees to the
         rest.
         """
         gone = []
         n_over = self.n_bytes + n_bytes - self.capacity
-        for number, row in self._others.items():
+        for number, n_other in self._others.items():
             if n_over <= 0:
                 break
-            n_over -= row.record.n_bytes
+            n_over -= n_other
             gone.append(number)
         if gone:
             self.erase(gone)
