@@ -25,6 +25,7 @@ from hashlib import blake2b
 from typing import Any
 
 from llamaslot.core.backend import Tokens
+from llamaslot.core.ledger import Fetched
 from llamaslot.core.node import WIDTH, packed
 from llamaslot.core.shared import SharedLedger
 
@@ -144,9 +145,9 @@ class FlatLedger(SharedLedger):
         self._running[seq] = _Running(space, blocks)
         return seq, n
 
-    def fetch(self, _seq: int, _tokens: bytes, _most: int | None = None) -> bool:
+    def fetch(self, _seq: int, _tokens: bytes, _most: int | None = None) -> Fetched:
         """Nothing is taken over but what `claim` took."""
-        return False
+        return Fetched.ALL
 
     def append(self, seq: int, tokens: Tokens) -> None:
         """A running sequence computed these tokens; each block that they fill can be reused at once."""
