@@ -77,6 +77,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         budgets = choose_budgets(config, backend.info, host_memory()[0])
         disk_line = await _open(disk, config, backend.info, budgets, stop) if disk is not None else ""
         if stop.first.done():
+            _log.info("server.stopped")
             return 0
         service = Service(
             backend.info,

@@ -149,6 +149,7 @@ class SegmentTree:
 
     def __init__(self, largest: int = LARGEST) -> None:
         self.largest = largest
+        """Tokens of a segment at most."""
         self._roots: dict[str, _Node] = {}
 
     # --- reading ---

@@ -385,8 +385,8 @@ def test_no_more_than_four_are_read_and_two_written_at_a_time() -> None:
     tiers.tend(1000.0)
     tiers.want(path)
     assert [type(job) for job in tiers.take_jobs()] == [Read] * 4
+    tiers = Tiers(1000, SegmentSize(0, 1), 100, disk_bytes=10_000)
     for i in range(4):
-        tiers = tiers if i else Tiers(1000, SegmentSize(0, 1), 100, disk_bytes=10_000)
         tiers.add("", run_of(tuple(range(1000 * i, 1000 * i + 100))), 0)
     tiers.tend(1000.0)
     assert [type(job) for job in tiers.take_jobs()] == [Write] * 2

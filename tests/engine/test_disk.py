@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -19,6 +20,7 @@ from llamaslot.core.backend import Kv
 from tests.engine.harness import Harness, alone, running
 
 KEY = b"k" * 32
+Store = TypeVar("Store", bound=DiskStore)
 HEAD = "You are a helpful assistant. " * 8
 TURNS = [HEAD + "What is a slot? ", HEAD + "Who are you? ", "Something else entirely. " * 5]
 
@@ -110,13 +112,21 @@ class Held(DiskStore):
         return super().read(number)
 
 
-async def test_others_go_on_while_one_waits_for_the_disk_and_two_wait_for_one_reading(tmp_path: Path) -> None:
-    async with served(tmp_path) as harness:
+@asynccontextmanager
+async def restarted(folder: Path, kind: type[Store]) -> AsyncIterator[tuple[Harness, Store]]:
+    """A server that finds `HEAD` on a disk of this kind."""
+    async with served(folder) as harness:
         await harness.submit("a", HEAD)
         await written(harness)
-    store = Held(tmp_path)
+    store = kind(folder)
     store.open(KEY, 10**7)
     async with running(backend(), disk=store, ram_bytes=10**6) as harness:
+        yield harness, store
+    store.close()
+
+
+async def test_others_go_on_while_one_waits_for_the_disk_and_two_wait_for_one_reading(tmp_path: Path) -> None:
+    async with restarted(tmp_path, Held) as (harness, store):
         waiting = [harness.submit(name, HEAD + name) for name in "xy"]
         end = await harness.submit("other", "Something else.", max_tokens=30)
         assert isinstance(end, Finished)
@@ -128,16 +138,10 @@ async def test_others_go_on_while_one_waits_for_the_disk_and_two_wait_for_one_re
         assert store.n_reads == 1
         for name in "xy":
             assert harness.text(name) == await alone(HEAD + name, backend())
-    store.close()
 
 
 async def test_who_waits_for_the_disk_can_be_cancelled_and_the_server_stopped(tmp_path: Path) -> None:
-    async with served(tmp_path) as harness:
-        await harness.submit("a", HEAD)
-        await written(harness)
-    store = Held(tmp_path)
-    store.open(KEY, 10**7)
-    async with running(backend(), disk=store, ram_bytes=10**6) as harness:
+    async with restarted(tmp_path, Held) as (harness, store):
         first, second = harness.submit("x", HEAD + "x"), harness.submit("y", HEAD + "y")
         await harness.submit("other", "Something else.")
         harness.cancel("x")
@@ -145,43 +149,28 @@ async def test_who_waits_for_the_disk_can_be_cancelled_and_the_server_stopped(tm
         assert not second.done()
         store.gate.set()
         await second
-    store.close()
 
 
 async def test_the_server_ends_while_somebody_waits_for_the_disk(tmp_path: Path) -> None:
-    async with served(tmp_path) as harness:
-        await harness.submit("a", HEAD)
-        await written(harness)
-    store = Held(tmp_path)
-    store.open(KEY, 10**7)
-    async with running(backend(), disk=store, ram_bytes=10**6) as harness:
+    async with restarted(tmp_path, Held) as (harness, store):
         waiting = harness.submit("x", HEAD + "x")
         await harness.submit("other", "Something else.")
         started = time.monotonic()
     assert time.monotonic() - started < 8
     assert isinstance(waiting.result(), Failed)
     store.gate.set()
-    store.close()
 
 
-async def test_what_takes_long_to_be_unreadable_is_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_disk_that_takes_long_to_fail_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(DiskStore):
         def read(self, number: int) -> Kv | None:
             time.sleep(0.1)
             return None
 
-    async with served(tmp_path) as harness:
-        await harness.submit("a", HEAD)
-        await written(harness)
     monkeypatch.setattr(tiers, "PAUSE_SECONDS", 0.05)
-    store = Broken(tmp_path)
-    store.open(KEY, 10**7)
-    async with running(backend(), disk=store, ram_bytes=10**6) as harness:
+    async with restarted(tmp_path, Broken) as (harness, _):
         end = await harness.submit("x", HEAD + "x")
         assert end.progress.n_cached == 0
-    store.close()
 
 
 async def test_prefixes_that_do_not_fit_into_ram_together_come_from_the_disk_in_turn(tmp_path: Path) -> None:
