@@ -22,6 +22,27 @@ class KvCost(msgspec.Struct, frozen=True):
     """Microseconds to load it again."""
 
 
+class BatchCost(msgspec.Struct, frozen=True):
+    """What a token costs in small steps, and a step of `TILE` tokens, by the cells that they attend to; measured.
+
+    On a CPU llama.cpp's attention takes `TILE` tokens at once; in smaller steps it goes token by token, and each of
+    them costs several times as much.
+    """
+
+    row_us: float
+    """Microseconds for a token in a smaller step."""
+    row_cell_us: float
+    """The same for each cell that it attends to."""
+    tile_us: float
+    """Microseconds for a step of `TILE` tokens."""
+    tile_cell_us: float
+    """The same for each cell that any of them attends to."""
+
+
+TILE = 64
+"""Tokens of a step from which on llama.cpp's attention takes them together; see `BatchCost`."""
+
+
 class SegmentSize(msgspec.Struct, frozen=True):
     """Bytes that the KV of some tokens of one sequence takes off the pool."""
 
@@ -81,6 +102,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """What it takes to copy all cells of one sequence to another, where each has its own; 0 where it cannot be."""
     kv_cost: KvCost | None = None
     """What idle prefixes cost, and to save and load them; None where it was not measured."""
+    batch_cost: BatchCost | None = None
+    """What small steps cost; None where it was not measured."""
     segment_size: SegmentSize | None = None
     """What KV takes that is saved off the pool; None where nothing can be saved."""
     kv_facts: str = ""

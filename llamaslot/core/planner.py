@@ -1,21 +1,28 @@
 """Handing out the tokens of one step: the oldest request first, and room for each before it is sent.
 
 1. Where the free cells do not do, idle ones are evicted, then the youngest request is preempted.
-2. Prompts share what streams leave of the step, so that no stream waits longer than one bounded chunk.
+2. Prompts share what streams leave of the step, so that no stream waits longer than one bounded chunk: a quarter of
+   that is the oldest's, which so always comes on; the rest goes to those that have least left, since each first
+   token is somebody's wait.
 3. Where all that runs is decoding, say for how many steps nothing will have to be decided, and make room for some.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 
 from llamaslot.core.backend import Run
 from llamaslot.core.chunking import ChunkSizer
 from llamaslot.core.ledger import Ledger
+from llamaslot.core.padding import Padding
 from llamaslot.core.request import Request
 from llamaslot.core.settings import SchedulerSettings
 from llamaslot.core.step import Work
 
+_OLDEST = 0.25
+"""Share of a step's prompt tokens that is the oldest prompt's."""
 _ROOM_AHEAD = 32
 """Idle cells taken at once for steps ahead: more lose prefixes early, fewer ask for a plan more often."""
 
@@ -40,6 +47,7 @@ class Planner:
         self._preempt = preempt
         self._siblings = siblings
         self._n_granted = 0
+        self._n_padding = 0
         self.preempted: list[Request] = []
         """Requests that were sent back to the queue."""
         self._served: set[str] = set()
@@ -48,22 +56,32 @@ class Planner:
     def grant(self, requests: Sequence[Request]) -> list[Work]:
         """This step's work for `requests`, which are among the running ones, oldest first; by sequence id."""
         pending = {r.id: len(r.known) - self._ledger.length(r.slot_id) for r in requests}
-        n_decoding = sum(n == 1 for n in pending.values())
-        chunk = self._chunks.limit(n_decoding)
+        shares = self._shares(pending)
         granted: list[Work] = []
         for request in requests:
             if request not in self._running:
                 continue
-            rest = pending[request.id]
-            n = self._make_room(min(rest, chunk) if rest > 1 else rest, request)
+            n = self._make_room(shares[request.id], request)
             if n == 0:
                 continue
-            if rest > 1:
-                chunk -= n
-            granted.append(self._work(request, n, is_last=n == rest))
+            granted.append(self._work(request, n, is_last=n == pending[request.id]))
             self._n_granted += n
         granted.sort(key=lambda work: work.run.seq)
         return granted
+
+    def _shares(self, pending: dict[str, int]) -> dict[str, int]:
+        """The tokens of each request in this step, by what it has left, oldest first."""
+        prompts = {name: n for name, n in pending.items() if n > 1}
+        left = self._chunks.limit(len(pending) - len(prompts))
+        shares = {name: min(n, 1) for name, n in pending.items()} | dict.fromkeys(prompts, 0)
+        for name in itertools.islice(prompts, 1):
+            shares[name] = min(prompts[name], math.ceil(left * _OLDEST))
+            left -= shares[name]
+        for name in sorted(prompts, key=lambda name: prompts[name]):
+            n = min(prompts[name] - shares[name], left)
+            shares[name] += n
+            left -= n
+        return shares
 
     def _work(self, request: Request, n: int, *, is_last: bool) -> Work:
         start = self._ledger.length(request.slot_id)
@@ -91,6 +109,19 @@ class Planner:
             if youngest is request:
                 return 0
 
+    def pad(self, work: Sequence[Work], padding: Padding) -> Run | None:
+        """What to compute beside this step's work only to have it done sooner; idle cells make room for it."""
+        run = padding.run([each.run for each in work], self._ledger.n_used)
+        if run is None:
+            return None
+        free = self._ledger.n_free - self._n_granted
+        if not self.preempted and free < len(run.tokens) <= free + self._ledger.n_idle:
+            free += self._ledger.evict(len(run.tokens) - free)
+        if free < len(run.tokens):
+            return None
+        self._n_padding = len(run.tokens)
+        return run
+
     def n_ahead(self, work: Sequence[Work]) -> int:
         """How many steps may follow unasked: each computes what the one before sampled, and only the last may reach
         a limit. Takes up to `_ROOM_AHEAD` idle cells for them.
@@ -107,7 +138,7 @@ class Planner:
         left += [n for request in requests if (n := request.n_remaining) is not None]
         n_ahead = min(left) - 1
         if self._settings.unified:
-            free = self._ledger.n_free - self._n_granted
+            free = self._ledger.n_free - self._n_granted - self._n_padding
             wanted = min(n_ahead * len(work), max(len(work), _ROOM_AHEAD))
             if not self.preempted and free < wanted:
                 free += self._ledger.evict(wanted - free)

@@ -22,6 +22,7 @@ from llamaslot.core.admission import Admission
 from llamaslot.core.backend import Operation, Status
 from llamaslot.core.chunking import ChunkSizer
 from llamaslot.core.ledger import Fetched, Ledger
+from llamaslot.core.padding import Padding
 from llamaslot.core.planner import Planner
 from llamaslot.core.repacking import Repacker
 from llamaslot.core.report import Traffic
@@ -67,6 +68,8 @@ class Scheduler:
         self._repacker: Repacker | None = None
         if isinstance(self.ledger, SharedLedger) and self.ledger.scratch is not None and settings.may_move:
             self._repacker = Repacker(self.ledger, self.ledger.scratch, settings.repack_gain)
+        scratch = self.ledger.scratch if isinstance(self.ledger, SharedLedger) else None
+        self._padding = Padding(settings.batch_cost, scratch, settings.n_ubatch)
         self.chunks = ChunkSizer(n_ubatch=settings.n_ubatch, gap_ms=settings.gap_ms)
         self.tidies_at: float | None = None
         """When to tidy up; None where there is nothing to."""
@@ -157,13 +160,14 @@ class Scheduler:
             siblings=self.admission.siblings,
         )
         work = planner.grant([request for request in suspects[:1] or running if request in ready])
+        padding = planner.pad(work, self._padding)
         n_ahead = 0 if suspects or is_loading else planner.n_ahead(work)
         self._keep_to_idle_budget(running)
         self._store_for_disk(running, now)
         operations = self.ledger.take_operations()
         if not n_ahead:
             operations += self._tidy(now)
-        return StepPlan(operations, work, planner.preempted, n_ahead, self.ledger.take_jobs())
+        return StepPlan(operations, work, planner.preempted, padding, n_ahead, self.ledger.take_jobs())
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Sampled | Broke]:
         """Let the state follow what the backend did for `plan`."""
@@ -352,5 +356,6 @@ class Scheduler:
     def _observe(self, plan: StepPlan, result: StepResult) -> None:
         n_prefill = sum(len(w.run.tokens) for w in plan.work if len(w.run.tokens) > 1)
         n_decoding = sum(1 for w in plan.work if len(w.run.tokens) == 1)
+        n_padding = len(plan.padding.tokens) if plan.padding and n_prefill else 0
         self.ledger.grow_older(n_prefill)
-        self.chunks.observe(n_prefill, n_decoding, result.seconds)
+        self.chunks.observe(n_prefill + n_padding, n_decoding, result.seconds)

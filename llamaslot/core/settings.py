@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamaslot.base.model import SegmentSize
+from llamaslot.base.model import BatchCost, SegmentSize
 from llamaslot.core.segments import LARGEST
 
 
@@ -42,6 +42,8 @@ class SchedulerSettings:
     save_us: float = 0.0
     load_us: float = 0.0
     """Microseconds in which a token is computed, at worst saved, and loaded; 0 where that is not known."""
+    batch_cost: BatchCost | None = None
+    """What small steps cost; None where that is not known."""
     min_shared: int = 64
     """Tokens from which on a shared prefix is worth waiting for, and a tail worth a sequence id."""
     store_ms: float = 200.0

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llamaslot.core.backend import Backend, Decoded, Operation, Run, Sampler, Status
+from llamaslot.core.backend import Backend, Decoded, Operation, Remove, Run, Sampler, Status
 from llamaslot.core.disk import Job
 from llamaslot.core.request import Request
 
@@ -42,6 +42,8 @@ class StepPlan:
     work: list[Work] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     """Requests that were sent back to the queue for it."""
+    padding: Run | None = None
+    """What is computed beside the work only to have it done sooner; its sequence is empty before and after."""
     n_ahead: int = 0
     """Steps that may follow without a decision, each computing the tokens that the one before sampled."""
     jobs: list[Job] = field(default_factory=list)
@@ -76,7 +78,7 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
     started = clock()
     if not plan.work:
         return StepResult(Decoded(Status.OK, {}), {}, {}, {}, started, 0.0)
-    decoded = backend.decode([work.run for work in plan.work])
+    decoded = _decode(plan, backend)
     tokens: dict[str, int] = {}
     made: dict[str, Sampler] = {}
     lengths: dict[int, int] = {}
@@ -97,6 +99,17 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
     return StepResult(decoded, tokens, made, lengths, started, clock() - started)
 
 
+def _decode(plan: StepPlan, backend: Backend) -> Decoded:
+    runs = [work.run for work in plan.work]
+    if plan.padding is None:
+        return backend.decode(runs)
+    decoded = backend.decode([*runs, plan.padding])
+    if decoded.status is not Status.OK:
+        backend.seq_len(plan.padding.seq)
+    backend.change(Remove(plan.padding.seq, 0))
+    return Decoded(decoded.status, {run.seq: decoded.sent[run.seq] for run in runs})
+
+
 def following(plan: StepPlan, result: StepResult, eog: frozenset[int]) -> StepPlan | None:
     """The step that computes what this one sampled; None where the scheduler has to decide."""
     if plan.n_ahead == 0 or result.decoded.status is not Status.OK or not eog.isdisjoint(result.tokens.values()):
@@ -106,4 +119,4 @@ def following(plan: StepPlan, result: StepResult, eog: frozenset[int]) -> StepPl
         run, token = each.run, result.tokens[each.request.id]
         start = run.start + len(run.tokens)
         work.append(Work(each.request, Run(run.seq, start, np.array([token], dtype=np.int32), output=True)))
-    return StepPlan(work=work, n_ahead=plan.n_ahead - 1)
+    return StepPlan(work=work, padding=plan.padding, n_ahead=plan.n_ahead - 1)

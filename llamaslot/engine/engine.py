@@ -123,6 +123,7 @@ class Engine:
                 prefill_us=cost.prefill_us if cost is not None else 0.0,
                 save_us=cost.first_save_us if cost is not None else 0.0,
                 load_us=cost.load_us if cost is not None else 0.0,
+                batch_cost=info.batch_cost,
                 unified=info.unified,
                 reuse=info.reuse,
                 stream_copy_ms=info.stream_copy_ms,

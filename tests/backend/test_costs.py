@@ -9,7 +9,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, costs
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, batches, costs
 from llamaslot.core.backend import Load, Operation, Run, Save, Status
 
 
@@ -43,6 +43,7 @@ def test_the_ratio_is_the_time_beside_so_many_cells_over_that_in_an_empty_pool(
         return loaded[-1]
 
     monkeypatch.setattr(costs, "_prefill", timed)
+    monkeypatch.setattr(batches, "measure", lambda *_: None)
     monkeypatch.setattr(llama_cpp, "llama_state_seq_set_data", counted)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
     cost = backend.info.kv_cost

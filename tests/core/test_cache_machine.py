@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from llamaslot.backend.fake import EOS, FakeBackend, FakeSampler
 from llamaslot.base.messages import Sampling, Submit
-from llamaslot.base.model import SegmentSize
-from llamaslot.core import admission, pace, repacking
+from llamaslot.base.model import BatchCost, SegmentSize
+from llamaslot.core import admission, pace, padding, repacking
 from llamaslot.core.admission import PATIENCE
 from llamaslot.core.backend import Backend, CopyStream, Kv, Load, Move, Remove, Run, Sampler, Save, Status
 from llamaslot.core.disk import Job, Read, Write
@@ -36,6 +36,8 @@ from tests.recorder import Failure, Recorder
 
 LETTERS = 97, 98
 MIN_SHARED = 4
+
+ALWAYS_PADDED = BatchCost(row_us=1.0, row_cell_us=0.0, tile_us=0.0, tile_cell_us=0.0)
 
 COUNTS: Counter[str] = Counter()
 """What the runs went through, to see that nothing here is vacuous."""
@@ -151,6 +153,7 @@ class CacheMachine(RuleBasedStateMachine):
         load_us=st.sampled_from([0, 0, 2e4]),
         eos_every=st.sampled_from([6, 12, 10**9]),
         n_expected=st.sampled_from([1, 1, 2, 64]),
+        tile=st.sampled_from([None, 4, 12]),
     )
     def start(
         self,
@@ -167,11 +170,13 @@ class CacheMachine(RuleBasedStateMachine):
         load_us: float,
         eos_every: int,
         n_expected: int,
+        tile: int | None,
     ) -> None:
         # Small pools are outgrown only by requests of which less is expected, and repacked in smaller blocks.
         self.patches = [
             mock.patch.object(admission, "_LEAST_EXPECTED", n_expected),
             mock.patch.object(pace, "OPEN_SECONDS", 0.005),
+            mock.patch.object(padding, "TILE", (tile or 64) * self.stretch),
             mock.patch.object(repacking, "_PADDING", self.padding),
             mock.patch.object(repacking, "_BLOCK", self.padding),
             mock.patch.object(repacking, "_SCATTER", 1),
@@ -213,6 +218,7 @@ class CacheMachine(RuleBasedStateMachine):
                 segment_tokens=self.largest,
                 rest_ms=0.0,
                 load_us=load_us,
+                batch_cost=ALWAYS_PADDED if tile else None,
                 min_shared=MIN_SHARED,
                 stream_copy_ms=1e-9 if shape.copies else 0.0,
                 repack_gain=self.padding,
@@ -469,6 +475,10 @@ class CacheMachine(RuleBasedStateMachine):
                 0, min(work.run.start + len(work.run.tokens), len(asked.prompt)) - work.run.start
             )
         COUNTS["steps"] += 1
+        if plan.padding is not None:
+            self.backend.spaces[plan.padding.seq] = "padding"
+            COUNTS["padded steps"] += 1
+            COUNTS["padded steps ahead"] += plan.n_ahead > 0
         result = apply(plan, self.backend, lambda: self.now)
         if result.decoded.status is Status.OK:
             for work in plan.work:
@@ -738,6 +748,7 @@ class CacheMachine(RuleBasedStateMachine):
         if self.shape.idle_cells is not None and len(self.idle) == self.shape.idle_cells:
             return
         n_free = self.backend.info.n_ctx - len(self.backend.cells) - sum(len(work.run.tokens) for work in plan.work)
+        n_free -= len(plan.padding.tokens) if plan.padding is not None else 0
         are_decoding = bool(plan.work) and all(work.run.output and len(work.run.tokens) == 1 for work in plan.work)
         if n_free <= ((plan.n_ahead + 1) * len(plan.work) - 1 if are_decoding else 0):
             COUNTS["losses for cells"] += 1

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import psutil
 
-from llamaslot.backend.llama import costs, library, sizing
+from llamaslot.backend.llama import batches, costs, library, sizing
 from llamaslot.backend.llama.loading import (
     kv_facts,
     load_model,
@@ -85,7 +85,8 @@ class LlamaBackend:
         self._warm_up()
         if settings.measure_kv_cost:
             try:
-                self.info = msgspec.structs.replace(self.info, kv_cost=costs.measure(self, self._context))
+                kv, batch = costs.measure(self, self._context), batches.measure(self, self._context)
+                self.info = msgspec.structs.replace(self.info, kv_cost=kv, batch_cost=batch)
             except ConfigError:
                 self.close()
                 raise

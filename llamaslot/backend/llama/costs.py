@@ -63,7 +63,7 @@ def _measured(backend: Backend, context: Any, n_idle: int) -> KvCost | None:
     for _ in range(_PAIRS):
         alone = _prefill(backend, context, n_tokens)
         save, load = _save_and_load(backend, n_saved)
-        is_full = _fill(backend, context, n_idle)
+        is_full = fill(backend, context, n_idle)
         beside = _prefill(backend, context, n_tokens)
         llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 1, -1, -1)
         if not is_full:
@@ -86,7 +86,7 @@ def _prefill(backend: Backend, context: Any, n_tokens: int) -> float:
     """Seconds in which sequence 0 computes so many tokens."""
     backend.change(Remove(0, 0))
     started = perf_counter()
-    _compute(backend, n_tokens)
+    compute(backend, n_tokens)
     llama_cpp.llama_synchronize(context)
     return perf_counter() - started
 
@@ -107,11 +107,11 @@ def _change(backend: Backend, operation: Operation) -> float:
     return perf_counter() - started
 
 
-def _fill(backend: Backend, context: Any, n_cells: int) -> bool:
+def fill(backend: Backend, context: Any, n_cells: int) -> bool:
     """Let sequence 1 hold so many cells that nobody computed; whether it does."""
     memory = llama_cpp.llama_get_memory(context)
     backend.change(Remove(0, 0))
-    _compute(backend, _SAVED)
+    compute(backend, _SAVED)
     state = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(context, 0))()
     llama_cpp.llama_state_seq_get_data(context, state, len(state), 0)
     n_loaded = 0
@@ -122,9 +122,10 @@ def _fill(backend: Backend, context: Any, n_cells: int) -> bool:
     return n_loaded == n_cells
 
 
-def _compute(backend: Backend, n_tokens: int) -> None:
+def compute(backend: Backend, n_tokens: int, *, seq: int = 0, start: int = 0) -> None:
+    """Let a sequence that holds `start` tokens compute so many; raises `ConfigError` where the model cannot."""
     tokens = np.arange(n_tokens, dtype=np.int32) % backend.info.n_vocab
-    status = backend.decode([Run(seq=0, start=0, tokens=tokens, output=True)]).status
+    status = backend.decode([Run(seq=seq, start=start, tokens=tokens, output=True)]).status
     if status is not Status.OK:
         reason = f"the model cannot compute {n_tokens} tokens at once ({status.name})"
         raise ConfigError(reason, param="--ubatch-size")

@@ -1,0 +1,69 @@
+"""What small steps cost on this machine, measured: see `BatchCost`.
+
+A few tokens and `TILE` of them are computed, behind nothing and behind many cells, which `costs.fill` puts there.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import llama_cpp
+
+from llamaslot.backend.llama.costs import compute, fill
+from llamaslot.base.model import TILE, BatchCost
+from llamaslot.core.backend import Backend, Remove
+
+_FEW = 8
+"""Tokens of a small step."""
+_CELLS = 1024
+"""Cells that a step attends to, where it attends to many."""
+_SECONDS = 0.2
+"""What a small step takes at most where the rest is measured at all, and what each measurement takes about."""
+_MOST = 5
+"""Times that a step is computed."""
+
+
+def measure(backend: Backend, context: Any) -> BatchCost | None:
+    """The cost on a backend with this context, empty before and after; takes half a second, slow models some.
+
+    None where steps are never padded, the pool is too small, or the model is too slow to measure.
+    """
+    info = backend.info
+    if info.segment_size is None or info.n_ubatch < TILE or info.n_ctx < _CELLS + 2 * TILE:
+        return None
+    try:
+        return _measured(backend, context)
+    finally:
+        for seq in (0, 1):
+            backend.seq_len(seq)
+            backend.change(Remove(seq, 0))
+
+
+def _measured(backend: Backend, context: Any) -> BatchCost | None:
+    """See `measure`; sequence 1 may hold something then."""
+    if (few := _seconds(backend, context, _FEW)) > _SECONDS:
+        return None
+    tile = _seconds(backend, context, TILE)
+    if not fill(backend, context, _CELLS):
+        return None
+    few_far, tile_far = _seconds(backend, context, _FEW), _seconds(backend, context, TILE)
+    return BatchCost(
+        row_us=1e6 * few / _FEW,
+        row_cell_us=1e6 * max(few_far - few, 0.0) / _FEW / _CELLS,
+        tile_us=1e6 * tile,
+        tile_cell_us=1e6 * max(tile_far - tile, 0.0) / _CELLS,
+    )
+
+
+def _seconds(backend: Backend, context: Any, n_tokens: int) -> float:
+    """Time in which sequence 1 computes so many tokens behind what it holds: the least of some."""
+    start = backend.seq_len(1)
+    taken: list[float] = []
+    while not taken or (sum(taken) < _SECONDS and len(taken) < _MOST):
+        started = perf_counter()
+        compute(backend, n_tokens, seq=1, start=start)
+        llama_cpp.llama_synchronize(context)
+        taken.append(perf_counter() - started)
+        backend.change(Remove(1, start))
+    return min(taken)
