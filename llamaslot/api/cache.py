@@ -91,6 +91,7 @@ def _figures(figures: CacheFigures) -> dict[str, Any]:
             "segments": figures.disk_segments,
             "bad_files": figures.n_bad,
         },
+        "anchors": {"replies": figures.n_anchors, "bytes": figures.anchor_bytes},
         "sequences": {
             "slots": figures.seqs_slots,
             "reserved": figures.seqs_reserved,
@@ -105,6 +106,7 @@ def _figures(figures: CacheFigures) -> dict[str, Any]:
             "cross_slot": figures.n_cross_slot,
             "from_ram": figures.n_from_ram,
             "from_disk": figures.n_from_disk,
+            "anchored": figures.n_anchored,
             "waits": figures.n_waits,
         },
         "prompt_tokens": {

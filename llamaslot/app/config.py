@@ -225,6 +225,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         int, _row("--max-queue", "LLAMASLOT_MAX_QUEUE", "requests that may wait for a slot; more get a 429", ge=0)
     ] = 256
     max_body_mb: Annotated[int, _row("--max-body-mb", "LLAMASLOT_MAX_BODY_MB", "largest request body", ge=1)] = 64
+    text_anchors: Annotated[
+        bool,
+        _row(
+            "--text-anchors",
+            "LLAMASLOT_TEXT_ANCHORS",
+            "let a conversation that comes back as text continue from the tokens that were generated for it",
+        ),
+    ] = True
     prefill_gap_ms: Annotated[
         float,
         _row(

@@ -93,6 +93,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             idle_life=budgets.idle_life,
             ram_bytes=budgets.ram_bytes,
             disk=disk if disk_line else None,
+            anchors=config.text_anchors,
             debug_invariants=config.debug_invariants,
             thread=thread,
         )

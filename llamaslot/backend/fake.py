@@ -55,6 +55,8 @@ class FakeVocab:
     n_tokens = N_VOCAB
     longest_piece = len("</s>")
     eog = frozenset({EOS})
+    controls = frozenset({BOS, EOS})
+    boundaries = ("</s>",)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
         """The UTF-8 bytes of `text`."""

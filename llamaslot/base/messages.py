@@ -160,6 +160,9 @@ class Progress(msgspec.Struct, frozen=True):
     """Of `n_cached`, those that were loaded from RAM."""
     n_read: int = 0
     """Of `n_loaded`, those that were read from disk for it."""
+    n_anchored: int = 0
+    """Tokens of the prompt that were taken over from an earlier request and its reply because their text was, where
+    tokenizing it again would have given others."""
     load_ms: float = 0.0
     """Of `prompt_ms`, what passed until they were loaded and computing began; 0 where nothing was loaded."""
 
@@ -266,6 +269,8 @@ class CacheFigures(msgspec.Struct, frozen=True):
     """Hits of which something was loaded, and nothing read; those of no other kind found it all in their slot."""
     n_from_disk: int = 0
     """Hits for which something was read from disk."""
+    n_anchored: int = 0
+    """Hits of which the text came back and gave its own tokens, not those that it would be tokenized to."""
     n_waits: int = 0
     """Requests that waited for a prefix that another one computed."""
     n_prompt: int = 0
@@ -298,6 +303,9 @@ class CacheFigures(msgspec.Struct, frozen=True):
     disk_tokens: int = 0
     """Tokens that are stored there."""
     disk_segments: int = 0
+    n_anchors: int = 0
+    """Replies whose tokens are remembered, since their text would give others."""
+    anchor_bytes: int = 0
     n_read: int = 0
     """Tokens that were read from the disk."""
     n_written: int = 0

@@ -274,6 +274,14 @@ class Vocab(Protocol):
     def eog(self) -> frozenset[int]:
         """Tokens that end a generation."""
 
+    @property
+    def controls(self) -> frozenset[int]:
+        """Control tokens: what they stand for is no text."""
+
+    @property
+    def boundaries(self) -> tuple[str, ...]:
+        """The texts of control tokens that leave the text in front of them as it is, when they are parsed."""
+
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
         """Token ids of `text`; `add_special` adds BOS/EOS where the model wants them."""
 

@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from llamaslot.base.model import SegmentSize
+from llamaslot.core.anchors import Anchor
 from llamaslot.core.backend import Kv
 from llamaslot.core.node import WIDTH
 from llamaslot.core.segments import Segment
@@ -133,6 +134,15 @@ class Disk(Protocol):
 
     def use(self, numbers: Sequence[int]) -> None:
         """See `Use`."""
+
+    def take_anchors(self) -> Sequence[Anchor]:
+        """The anchors that are there, none before what it continues."""
+
+    def write_anchor(self, anchor: Anchor) -> None:
+        """Keep an anchor."""
+
+    def forget_anchors(self) -> None:
+        """Keep none of those so far."""
 
     def close(self) -> None:
         """Let others have it."""

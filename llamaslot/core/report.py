@@ -33,6 +33,7 @@ class Traffic:
     n_cross_slot: int = 0
     n_from_ram: int = 0
     n_from_disk: int = 0
+    n_anchored: int = 0
     n_prompt: int = 0
     n_matched: int = 0
 
@@ -46,6 +47,7 @@ class Traffic:
         self.n_cross_slot += n_cached > 0 and request.n_copied > 0 and not request.n_loaded
         self.n_from_ram += n_cached > 0 and request.n_loaded > 0 and not request.n_read
         self.n_from_disk += n_cached > 0 and request.n_read > 0
+        self.n_anchored += n_cached > 0 and request.n_anchored > 0
         self.n_prompt += request.n_prompt
         self.n_matched += n_cached
 
@@ -73,9 +75,15 @@ def _slot(slot: Slot, n_ctx: int, n_held: int) -> SlotReport:
 
 
 def figures(
-    settings: SchedulerSettings, ledger: Ledger, admission: Admission, traffic: Traffic, n_preempted: int
+    settings: SchedulerSettings,
+    ledger: Ledger,
+    admission: Admission,
+    traffic: Traffic,
+    n_preempted: int,
+    *,
+    anchors: tuple[int, int] = (0, 0),
 ) -> CacheFigures:
-    """The numbers of `/cache` and `/metrics`; costs nothing to speak of."""
+    """The numbers of `/cache` and `/metrics`; costs nothing to speak of. `anchors` are their number and bytes."""
     n_idle, n_cells = ledger.n_idle, settings.n_ctx
     if not settings.shares:
         # Each sequence has cells of its own for what the tree has once.
@@ -96,6 +104,9 @@ def figures(
         n_cross_slot=traffic.n_cross_slot,
         n_from_ram=traffic.n_from_ram,
         n_from_disk=traffic.n_from_disk,
+        n_anchored=traffic.n_anchored,
+        n_anchors=anchors[0],
+        anchor_bytes=anchors[1],
         n_waits=admission.n_waits,
         n_prompt=traffic.n_prompt,
         n_matched=traffic.n_matched,

@@ -50,7 +50,9 @@ class Request:
     `reuse` says whether this model's KV can be trimmed and continued.
     """
 
-    def __init__(self, submit: Submit, prompt: Tokens, *, arrival: int, now: float, reuse: bool = True) -> None:
+    def __init__(
+        self, submit: Submit, prompt: Tokens, *, arrival: int, now: float, reuse: bool = True, n_anchored: int = 0
+    ) -> None:
         self.submit = submit
         self.id = submit.request_id
         self.is_private = not (submit.cache_prompt and reuse)
@@ -61,6 +63,8 @@ class Request:
         """Order of submission; it survives preemption."""
         self.known = TokenBuffer(prompt)
         self.n_prompt = len(prompt)
+        self.n_anchored = n_anchored
+        """Prompt tokens that are those which were generated for its text, and not what it would be tokenized to."""
         self.n_generated = 0
         self.n_prompt_computed = 0
         self.state = RequestState.QUEUED
@@ -177,6 +181,7 @@ class Request:
             n_copied=min(self.n_copied, self.n_cached),
             n_loaded=min(self.n_loaded, self.n_cached),
             n_read=min(self.n_read, self.n_cached),
+            n_anchored=self.n_anchored,
         )
 
     def _note_started(self, now: float) -> None:

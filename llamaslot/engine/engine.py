@@ -27,8 +27,6 @@ from llamaslot.base.errors import (
 from llamaslot.base.messages import (
     Accepted,
     CacheCleared,
-    CacheFigures,
-    CacheState,
     Cancel,
     Cancelled,
     ClearCache,
@@ -41,21 +39,21 @@ from llamaslot.base.messages import (
     Inspect,
     InspectCache,
     Output,
-    State,
     Stopped,
     Submit,
     SubmitAll,
     Tokenize,
 )
-from llamaslot.core import report
-from llamaslot.core.backend import Backend, Tokens
+from llamaslot.core.backend import Backend
 from llamaslot.core.disk import Disk
 from llamaslot.core.request import Request, RequestEvent, RequestState
 from llamaslot.core.scheduler import Broke, Sampled, Scheduler
 from llamaslot.core.settings import SchedulerSettings
 from llamaslot.core.shared import SharedLedger
 from llamaslot.core.step import StepPlan, StepResult
+from llamaslot.engine.anchoring import Prompt
 from llamaslot.engine.disk import DiskWorker
+from llamaslot.engine.reports import Reports
 from llamaslot.engine.tokenizing import Tokenizer
 from llamaslot.engine.worker import Worker, model_thread
 from llamaslot.text.stream import TextStream
@@ -73,7 +71,10 @@ class _Live:
     """A request between `Accepted` and its terminal event."""
 
     request: Request
+    prompt: Prompt
     text: TextStream
+    n_sent: int = 0
+    """Characters that were sent."""
     unsent: list[int] = field(default_factory=list)
     """Tokens whose text is still held back."""
 
@@ -85,7 +86,8 @@ class Engine:
     `gap_ms` milliseconds between two tokens of a stream. Idle prefixes keep at most `idle_cells` cells (None: all
     that nothing else needs), and leave it once `idle_life` prompt tokens are computed beside them (None: when their
     cells are needed); what leaves the pool is stored in up to `ram_bytes` of the host's memory, and from there on
-    `disk`, if there is one. With `debug_invariants` the ledger is compared with the backend whenever nothing runs,
+    `disk`, if there is one. With `anchors` a conversation that comes back as text continues from the tokens that
+    were generated for it. With `debug_invariants` the ledger is compared with the backend whenever nothing runs,
     and a difference ends the engine.
     """
 
@@ -99,6 +101,7 @@ class Engine:
         idle_life: int | None = None,
         ram_bytes: int = 0,
         disk: Disk | None = None,
+        anchors: bool = True,
         debug_invariants: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         thread: Executor | None = None,
@@ -131,13 +134,16 @@ class Engine:
                 eog=backend.vocab.eog,
             )
         )
-        self._tokenizer = Tokenizer(backend.vocab, info.n_ctx_slot)
+        self._tokenizer = Tokenizer(
+            backend.vocab, info.n_ctx_slot, anchors=anchors and info.reuse and not info.adds_eos
+        )
+        self._reports = Reports(self.scheduler, self._tokenizer, backend.vocab)
         self._worker = Worker(backend, thread or model_thread(), clock, self._is_wanted)
         self._disk: DiskWorker | None = None
         ledger = self.scheduler.ledger
         if disk is not None and self.scheduler.settings.writes and isinstance(ledger, SharedLedger):
             self._disk = DiskWorker(disk, backend, ledger, self._post, clock)
-            self._disk.restore()
+            self._disk.restore(self._tokenizer)
         self._live: dict[str, _Live] = {}
         self._tokenizing: dict[str, asyncio.Future[Any]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
@@ -148,9 +154,6 @@ class Engine:
         self._debug_invariants = debug_invariants
         self._is_checked = False
         self._n_arrived = 0
-        self._n_decode_calls = 0
-        self._n_decoded = 0
-        self._n_busy_slots = 0
 
     def send(self, command: Command) -> None:
         """Hand in a command; it takes effect between two steps."""
@@ -166,9 +169,9 @@ class Engine:
             case Cancel():
                 self._post(lambda: self._cancel(command.request_id))
             case Inspect():
-                self._post(lambda: self._answer(self._state(command.request_id)))
+                self._post(lambda: self._answer(self._reports.state(command.request_id)))
             case InspectCache():
-                self._post(lambda: self._answer(self._cache_state(command)))
+                self._post(lambda: self._answer(self._reports.cache_state(command)))
             case ClearCache():
                 self._post(lambda: self._clear_cache(command))
 
@@ -247,10 +250,7 @@ class Engine:
                 self._deliver(outcome, now)
             else:
                 self._report_broken(outcome)
-        if plan.work:
-            self._n_decode_calls += 1
-            self._n_busy_slots += len(plan.work)
-            self._n_decoded += sum(n for _, n in result.decoded.sent.values())
+        self._reports.count(plan, result)
         self._flush()
 
     async def _check_invariants(self) -> None:
@@ -281,7 +281,7 @@ class Engine:
         """Tokenize the prompt of the first, and accept whichever were not cancelled meanwhile."""
         now = self._clock()
 
-        def accept(prompt: Tokens, waiting: list[str]) -> None:
+        def accept(prompt: Prompt, waiting: list[str]) -> None:
             for submit in submits:
                 if submit.request_id in waiting:
                     self._accept(submit, prompt, now)
@@ -320,25 +320,29 @@ class Engine:
 
         future.add_done_callback(lambda _: self._post(done))
 
-    def _accept(self, submit: Submit, prompt: Tokens, now: float) -> None:
+    def _accept(self, submit: Submit, prompt: Prompt, now: float) -> None:
+        tokens = prompt.tokens
         try:
-            self._check(submit, prompt)
+            self._check(submit, len(tokens))
         except LlamaslotError as error:
             self._fail(submit.request_id, error)
             return
         self._n_arrived += 1
-        request = Request(submit, prompt, arrival=self._n_arrived, now=now, reuse=self._backend.info.reuse)
+        reuse = self._backend.info.reuse
+        request = Request(
+            submit, tokens, arrival=self._n_arrived, now=now, reuse=reuse, n_anchored=prompt.n_anchored
+        )
         self.scheduler.submit(request)
-        self._live[request.id] = _Live(request, TextStream(submit.stop))
-        tokens = tuple(prompt.tolist()) if submit.return_tokens else ()
-        self._outbox.append(Accepted(request.id, len(prompt), tokens))
+        self._live[request.id] = _Live(request, prompt, TextStream(submit.stop))
+        shown = tuple(tokens.tolist()) if submit.return_tokens else ()
+        self._outbox.append(Accepted(request.id, len(tokens), shown))
 
-    def _check(self, submit: Submit, prompt: Tokens) -> None:
+    def _check(self, submit: Submit, n_prompt: int) -> None:
         info = self._backend.info
-        if not len(prompt):
+        if not n_prompt:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        if len(prompt) >= info.n_ctx_slot:
-            raise ContextSizeError.of(len(prompt), info.n_ctx_slot)
+        if n_prompt >= info.n_ctx_slot:
+            raise ContextSizeError.of(n_prompt, info.n_ctx_slot)
         if not -1 <= submit.id_slot < info.n_slots:
             raise InvalidRequestError(f"id_slot must be between -1 and {info.n_slots - 1}", param="id_slot")
         for token in submit.sampling.logit_bias:
@@ -359,6 +363,7 @@ class Engine:
             return
         now = self._clock()
         self.scheduler.end(live.request, now, cancelled=True)
+        self._name_reply(live)
         progress = live.request.progress(now, self._held(live.request))
         self._outbox.append(Cancelled(request_id, progress))
 
@@ -377,21 +382,41 @@ class Engine:
             reason = "word"
         progress = live.request.progress(now, self._held(live.request))
         if reason is not None:
+            text += live.text.flush()
+            live.n_sent += len(text)
+            self._name_reply(live)
             del self._live[live.request.id]
             self._outbox.append(
                 Finished(
                     request_id=live.request.id,
                     reason=reason,
                     progress=progress,
-                    content=text + live.text.flush(),
+                    content=text,
                     tokens=tuple(live.unsent),
                     stopping_word=live.text.stopped or "",
                     truncated=sampled.truncated,
                 )
             )
         elif text:
+            live.n_sent += len(text)
             self._outbox.append(Output(live.request.id, text, tuple(live.unsent), progress))
             live.unsent.clear()
+
+    def _name_reply(self, live: _Live) -> None:
+        """Have remembered which tokens the reply was made of, before anybody knows that it has ended."""
+        request = live.request
+        if live.prompt.behind is None or not request.n_generated:
+            return
+        generated = request.known.view(request.n_prompt)
+        future = self._tokenizer.run(self._tokenizer.replied, live.prompt, generated, live.n_sent)
+
+        def done() -> None:
+            if error := future.exception():
+                _log.error("anchor.failed", request_id=request.id, exc_info=error)
+            elif (anchor := future.result()) is not None and self._disk is not None:
+                self._disk.note_anchor(anchor)
+
+        future.add_done_callback(lambda _: self._post(done))
 
     def _report_broken(self, broke: Broke) -> None:
         _log.error("decode.failed", request_id=broke.request.id, status=broke.status.name)
@@ -422,35 +447,15 @@ class Engine:
     def _held(self, request: Request) -> int:
         return self.scheduler.ledger.length(request.slot_id) if request.slot_id >= 0 else 0
 
-    def _state(self, request_id: str) -> State:
-        scheduler = self.scheduler
-        return State(
-            request_id=request_id,
-            slots=report.slots(scheduler.settings, scheduler.ledger, scheduler.slots),
-            n_queued=len(scheduler.queue),
-            n_decode_calls=self._n_decode_calls,
-            n_decoded_tokens=self._n_decoded,
-            n_busy_slots_total=self._n_busy_slots,
-            cache=self._cache_figures(),
-        )
-
-    def _cache_figures(self) -> CacheFigures:
-        scheduler = self.scheduler
-        ledger, admission = scheduler.ledger, scheduler.admission
-        return report.figures(scheduler.settings, ledger, admission, scheduler.traffic, scheduler.n_preempted)
-
-    def _cache_state(self, question: InspectCache) -> CacheState:
-        spell = self._backend.vocab.detokenize if question.text else None
-        ledger = self.scheduler.ledger
-        return report.state(question.request_id, self._cache_figures(), ledger, question.top, spell)
-
     def _clear_cache(self, command: ClearCache) -> None:
-        before = self._cache_figures()
+        before = self._reports.cache_figures()
         n_tokens = self.scheduler.ledger.clear_idle()
+        self._tokenizer.run(self._tokenizer.forget)
         _log.info("cache.cleared", tokens=n_tokens, ram_tokens=before.ram_tokens, disk_tokens=before.disk_tokens)
         answer = CacheCleared(command.request_id, n_tokens, before.ram_tokens, before.disk_tokens)
         if self._disk is None:
             self._answer(answer)
             return
+        self._disk.forget_anchors()
         self._disk.start(self.scheduler.ledger.take_jobs())
         self._disk.when_written(lambda: self._answer(answer))

@@ -14,6 +14,10 @@ _RATES = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 500, 1000)
 
 _COUNTERS = {
     "n_misses": ("llamaslot_prefix_cache_miss_requests", "Requests that reused nothing."),
+    "n_anchored": (
+        "llamaslot_anchored_requests",
+        "Requests whose text came back and gave its own tokens.",
+    ),
     "n_waits": ("llamaslot_prefix_cache_wait_requests", "Requests that waited for another one's prefix."),
     "n_copied": ("llamaslot_prefix_cache_copied_tokens", "Tokens taken over from another sequence."),
     "n_evicted": ("llamaslot_prefix_cache_evicted_tokens", "Tokens given up because room was needed."),
@@ -38,6 +42,7 @@ _GAUGES = {
     "disk_used": ("llamaslot_disk_used_bytes", "Bytes of disk that stored prefixes take."),
     "disk_tokens": ("llamaslot_disk_tokens", "Tokens of the prefixes that are stored on disk."),
     "disk_segments": ("llamaslot_disk_segments", "Segments that are stored on disk."),
+    "n_anchors": ("llamaslot_anchors", "Replies whose tokens are remembered, since their text would give others."),
     "seqs_used": ("llamaslot_sequences_used", "Sequence ids that hold something."),
 }
 """Names and texts of what is one of the `CacheFigures`."""

@@ -344,6 +344,7 @@ def _figures(progress: Progress) -> dict[str, Any]:
         "prefix_copied_tokens": progress.n_copied,
         "prefix_loaded_tokens": progress.n_loaded,
         "prefix_read_tokens": progress.n_read,
+        "prefix_anchored_tokens": progress.n_anchored,
         "load_ms": round(progress.load_ms, 2),
         "generated_tokens": progress.n_generated,
         "tokens_per_second": round(per_second(progress), 2),

@@ -46,6 +46,7 @@ async def test_an_empty_cache(start: Any) -> None:
         "cells": {"total": 4096, "used": 0, "idle": 0, "pinned": 0, "free": 4096},
         "ram": {"total_bytes": 0, "used_bytes": 0, "tokens": 0, "segments": 0},
         "disk": {"total_bytes": 0, "used_bytes": 0, "tokens": 0, "segments": 0, "bad_files": 0},
+        "anchors": {"replies": 0, "bytes": 0},
         "sequences": {"slots": 4, "reserved": 8, "used": 0, "total": 14},
         "requests": {
             "hits": 0,
@@ -55,6 +56,7 @@ async def test_an_empty_cache(start: Any) -> None:
             "cross_slot": 0,
             "from_ram": 0,
             "from_disk": 0,
+            "anchored": 0,
             "waits": 0,
         },
         "prompt_tokens": {"total": 0, "matched": 0, "hit_rate": 0.0},

@@ -89,7 +89,7 @@ ELSEWHERE = {
     *("cache_disk", "cache_disk_size"),
     *("model", "host", "port", "chat_template", "chat_template_file", "api_key_file"),
     *("max_queue", "prefill_gap_ms", "shutdown_timeout", "log_format", "log_level"),
-    *("cache_salt_from_api_key", "cache_idle_cells", "debug_invariants"),
+    *("cache_salt_from_api_key", "cache_idle_cells", "debug_invariants", "text_anchors"),
 }
 """Options that go neither to the backend nor to the HTTP layer as they are."""
 

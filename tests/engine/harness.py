@@ -70,9 +70,13 @@ class Harness:
         """Send a request; the future holds its terminal event."""
         fields.setdefault("sampling", GREEDY)
         fields.setdefault("max_tokens", 8)
-        self.ends[request_id] = asyncio.get_running_loop().create_future()
-        self.engine.send(Submit(request_id, (TextPart(prompt),), **fields))
-        return self.ends[request_id]
+        return self.send(Submit(request_id, (TextPart(prompt),), **fields))
+
+    def send(self, submit: Submit) -> asyncio.Future[Event]:
+        """Send a request as it is; the future holds its terminal event."""
+        self.ends[submit.request_id] = asyncio.get_running_loop().create_future()
+        self.engine.send(submit)
+        return self.ends[submit.request_id]
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request."""
@@ -87,6 +91,10 @@ class Harness:
     def text(self, request_id: str) -> str:
         """All text that a request produced."""
         return "".join(e.content for e in self.events[request_id] if isinstance(e, Output | Finished))
+
+    def tokens(self, request_id: str) -> list[int]:
+        """All tokens that a request produced."""
+        return [token for e in self.events[request_id] if isinstance(e, Output | Finished) for token in e.tokens]
 
     def check_events(self) -> None:
         """Every request that ended did so once, after at most one `Accepted`, which came first."""

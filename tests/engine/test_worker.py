@@ -195,7 +195,7 @@ async def test_samplers_outlive_the_step_that_runs_when_the_engine_dies() -> Non
         await engine.first.wait()
         await backend.reached(5)
         engine.on_state = die
-        engine.engine._outbox.append(engine.engine._state("state"))
+        engine.engine._outbox.append(engine.engine._reports.state("state"))
         backend.gate.release()
         assert isinstance(await end, Failed)
     assert "ZeroDivisionError" in engine.stopped

@@ -13,9 +13,9 @@ import os
 import struct
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
+from llamaslot.backend.memory import new_kv
 from llamaslot.core.backend import Kv
 
 VERSION = 1
@@ -78,7 +78,7 @@ def read(file_path: Path, key: bytes, path_digest: bytes, n_bytes: int, checksum
         header = file.read(_HEADER.size)
         if header != _HEADER.pack(_MAGIC, VERSION, n_bytes, key, path_digest, checksum):
             raise BadFileError("its header is not what was written")
-        kv = np.empty(n_bytes, dtype=np.uint8)
+        kv = new_kv(n_bytes)
         view = kv.data
         at = 0
         while at < n_bytes and (n := file.readinto(view[at:])):

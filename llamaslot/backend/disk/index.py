@@ -1,11 +1,13 @@
-"""The index of a disk tier: which segments there are, on which paths, in which order they were used.
+"""The index of a disk tier: which segments there are, on which paths, in which order they were used; and anchors.
 
 An SQLite file in WAL mode, so that it is whole whenever the process ends. Each row has its own tokens alone: those
-in front of it are with the row that it names as its front, which is there as long as it is.
+in front of it are with the row that it names as its front, which is there as long as it is. Anchors have a
+checksum, for nothing else would show that one of them was changed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llamaslot.core.anchors import Anchor
 from llamaslot.core.disk import Record
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
+_MOST_ANCHORS = 100_000
 _MOST = 2**62
 _SCHEMA = """
     CREATE TABLE segments (
@@ -32,6 +36,16 @@ _SCHEMA = """
         used INTEGER NOT NULL
     );
     CREATE INDEX segments_by_use ON segments (used);
+    CREATE TABLE anchors (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        key BLOB NOT NULL,
+        name BLOB NOT NULL,
+        front BLOB NOT NULL,
+        start INTEGER NOT NULL,
+        tokens BLOB NOT NULL,
+        checksum BLOB NOT NULL,
+        UNIQUE (key, name)
+    );
     CREATE TABLE weights (
         path TEXT PRIMARY KEY,
         stat TEXT NOT NULL,
@@ -93,6 +107,31 @@ class Index:
         self._last_use += len(uses)
         self._change("UPDATE segments SET used = ? WHERE number = ?", uses)
 
+    def anchors(self, key: bytes) -> list[Anchor]:
+        """Those of a key that are as they were added, in that order."""
+        with _named_errors():
+            found = list(
+                self._database.execute(
+                    "SELECT name, front, start, tokens, checksum FROM anchors WHERE key = ? ORDER BY number", (key,)
+                )
+            )
+        return [Anchor(*row[:4]) for row in found if _is_whole(row)]
+
+    def add_anchor(self, key: bytes, anchor: Anchor) -> None:
+        """Note an anchor, unless one of that name is there; the oldest of all goes where there are too many."""
+        row = anchor.name, anchor.front, anchor.start, anchor.tokens
+        self._database.execute(
+            "INSERT OR IGNORE INTO anchors (key, name, front, start, tokens, checksum) VALUES (?, ?, ?, ?, ?, ?)",
+            (key, *row, _checksum(*row)),
+        )
+        self._database.execute(
+            "DELETE FROM anchors WHERE number <= (SELECT max(number) FROM anchors) - ?", (_MOST_ANCHORS,)
+        )
+
+    def remove_anchors(self, key: bytes) -> None:
+        """Forget those of a key."""
+        self._database.execute("DELETE FROM anchors WHERE key = ?", (key,))
+
     def digest(self, path: str, stat: str) -> bytes | None:
         """What was noted for a file of weights, if it is still the same file."""
         with _named_errors():
@@ -135,6 +174,20 @@ def _named_errors() -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise sqlite3.DatabaseError(str(error)) from None
+
+
+def _checksum(name: bytes, front: bytes, start: int, tokens: bytes) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for field in (name, front, b"%d" % start, tokens):
+        digest.update(b"%d " % len(field) + field)
+    return digest.digest()
+
+
+def _is_whole(row: tuple[Any, ...]) -> bool:
+    name, front, start, tokens, checksum = row
+    if not (isinstance(start, int) and all(isinstance(each, bytes) for each in (name, front, tokens))):
+        return False
+    return bool(checksum == _checksum(name, front, start, tokens))
 
 
 def _row(columns: tuple[Any, ...]) -> Row:

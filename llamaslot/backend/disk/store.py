@@ -28,6 +28,7 @@ from llamaslot.backend.disk import files
 from llamaslot.backend.disk.files import BadFileError
 from llamaslot.backend.disk.index import Index, Row
 from llamaslot.base.errors import ConfigError
+from llamaslot.core.anchors import Anchor
 from llamaslot.core.backend import Kv
 from llamaslot.core.disk import BadSegmentError, Record
 
@@ -199,6 +200,28 @@ class DiskStore:
             self._index.use(numbers)
         except sqlite3.Error as error:
             _log.warning("disk.use_failed", error=str(error))
+
+    def take_anchors(self) -> list[Anchor]:
+        """See `Disk.take_anchors`."""
+        try:
+            return self._index.anchors(self._key)
+        except sqlite3.Error as error:
+            _log.warning("disk.anchors_lost", error=str(error))
+            return []
+
+    def write_anchor(self, anchor: Anchor) -> None:
+        """See `Disk.write_anchor`."""
+        try:
+            self._index.add_anchor(self._key, anchor)
+        except sqlite3.Error as error:
+            _log.warning("disk.anchor_failed", error=str(error))
+
+    def forget_anchors(self) -> None:
+        """See `Disk.forget_anchors`."""
+        try:
+            self._index.remove_anchors(self._key)
+        except sqlite3.Error as error:
+            _log.warning("disk.erase_failed", error=str(error))
 
     def close(self) -> None:
         """See `Disk.close`."""

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import llama_cpp
-import numpy as np
 
+from llamaslot.backend.memory import new_kv
 from llamaslot.core.backend import IllegalCallError, Kv, Load, Move, Save
 
 
@@ -67,7 +67,7 @@ class SegmentStore:
     def _saved(self, src: int, start: int, end: int, scratch: int) -> Kv:
         llama_cpp.llama_memory_seq_cp(self._memory, src, scratch, start, end)
         try:
-            state = np.empty(self.n_bytes(scratch), dtype=np.uint8)
+            state = new_kv(self.n_bytes(scratch))
             n_bytes = llama_cpp.llama_state_seq_get_data(self._context, _bytes(state), len(state), scratch)
         finally:
             llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)

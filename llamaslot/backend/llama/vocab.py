@@ -29,8 +29,13 @@ class LlamaVocab:
         self.eog = frozenset(
             token for token in range(self.n_tokens) if llama_cpp.llama_vocab_is_eog(self._vocab, token)
         )
-        controls = (t for t in range(self.n_tokens) if llama_cpp.llama_vocab_is_control(self._vocab, t))
-        self.control_tokens = tuple(text for token in controls if (text := self.text(token)))
+        self.controls = frozenset(
+            token for token in range(self.n_tokens) if llama_cpp.llama_vocab_is_control(self._vocab, token)
+        )
+        self.control_tokens = tuple(text for token in sorted(self.controls) if (text := self.text(token)))
+        strips = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP
+        plain = (t for t in sorted(self.controls) if not llama_cpp.llama_vocab_get_attr(self._vocab, t) & strips)
+        self.boundaries = tuple(text for token in plain if (text := self.text(token)))
         # A token's raw text is at least as long as what it stands for. Tokenizers of other types may drop spaces.
         keeps_text = self.type in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE)
         texts = (llama_cpp.llama_vocab_get_text(self._vocab, token) for token in range(self.n_tokens))

@@ -1,0 +1,60 @@
+"""What the engine tells of itself: slots, queue, prefix cache. It only looks."""
+
+from __future__ import annotations
+
+from llamaslot.base.messages import CacheFigures, CacheState, InspectCache, State
+from llamaslot.core import report
+from llamaslot.core.backend import Vocab
+from llamaslot.core.scheduler import Scheduler
+from llamaslot.core.step import StepPlan, StepResult
+from llamaslot.engine.tokenizing import Tokenizer
+
+
+class Reports:
+    """Answers questions between two steps, and counts what was decoded."""
+
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, vocab: Vocab) -> None:
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._vocab = vocab
+        self._n_decode_calls = 0
+        self._n_decoded = 0
+        self._n_busy_slots = 0
+
+    def count(self, plan: StepPlan, result: StepResult) -> None:
+        """Note a step that was carried out."""
+        if plan.work:
+            self._n_decode_calls += 1
+            self._n_busy_slots += len(plan.work)
+            self._n_decoded += sum(n for _, n in result.decoded.sent.values())
+
+    def state(self, request_id: str) -> State:
+        """The answer to `Inspect`."""
+        scheduler = self._scheduler
+        return State(
+            request_id=request_id,
+            slots=report.slots(scheduler.settings, scheduler.ledger, scheduler.slots),
+            n_queued=len(scheduler.queue),
+            n_decode_calls=self._n_decode_calls,
+            n_decoded_tokens=self._n_decoded,
+            n_busy_slots_total=self._n_busy_slots,
+            cache=self.cache_figures(),
+        )
+
+    def cache_figures(self) -> CacheFigures:
+        """What the cache holds, and what came of it so far."""
+        scheduler = self._scheduler
+        return report.figures(
+            scheduler.settings,
+            scheduler.ledger,
+            scheduler.admission,
+            scheduler.traffic,
+            scheduler.n_preempted,
+            anchors=self._tokenizer.anchor_figures,
+        )
+
+    def cache_state(self, question: InspectCache) -> CacheState:
+        """The answer to `InspectCache`."""
+        spell = self._vocab.detokenize if question.text else None
+        ledger = self._scheduler.ledger
+        return report.state(question.request_id, self.cache_figures(), ledger, question.top, spell)
