@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from bench import chat, compare, decode, idle, profile, scenarios, tree
+from bench import chat, compare, decode, idle, profile, scenarios, steps, tree
 from bench.client import BenchmarkError
 from bench.contenders import CONTENDERS
 from bench.report import default_threads, model_file, notes
@@ -56,6 +56,10 @@ def parser() -> ArgumentParser:
     profiling = commands.add_parser("profile", help="where a step's time goes")
     _common(profiling, run=_profile, repeats=(256, 64), of="tokens of each answer", flags=("--tokens",))
     _threads(profiling)
+
+    stepping = commands.add_parser("steps", help="what steps of few tokens take, plain and padded")
+    _common(stepping, run=_steps, repeats=(7, 2), of="computations of each step")
+    _threads(stepping)
 
     growing = commands.add_parser("tree", help="what the radix tree's own work costs")
     _common(growing, run=_tree, repeats=(9, 2), of="trees to build", shape=None)
@@ -139,6 +143,10 @@ def _peers(options: Namespace) -> None:
 
 def _profile(options: Namespace) -> None:
     profile.run(**_measured(options), tokens=options.repeats, threads=options.threads)
+
+
+def _steps(options: Namespace) -> None:
+    steps.run(**_measured(options, "-t", str(options.threads)), repeats=options.repeats)
 
 
 def _tree(options: Namespace) -> None:

@@ -225,6 +225,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         int, _row("--max-queue", "LLAMASLOT_MAX_QUEUE", "requests that may wait for a slot; more get a 429", ge=0)
     ] = 256
     max_body_mb: Annotated[int, _row("--max-body-mb", "LLAMASLOT_MAX_BODY_MB", "largest request body", ge=1)] = 64
+    drop_volatile: Annotated[
+        str,
+        _row(
+            "--drop-volatile",
+            "LLAMASLOT_DROP_VOLATILE",
+            "what to leave out where a system message begins with it, as it is new in each request: claude-code, "
+            "or a regular expression",
+        ),
+    ] = ""
     text_anchors: Annotated[
         bool,
         _row(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -44,6 +45,7 @@ from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service, ServiceSettings
 from llamaslot.text.builtin_templates import resolve
 from llamaslot.text.template import ChatTemplate
+from llamaslot.text.volatile import pattern
 
 _log = structlog.get_logger(__name__)
 _console = Console(highlight=False, soft_wrap=True)
@@ -60,6 +62,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
     settings = api_settings(config)
     path = resolve_model(config.model)
     template, flag = read_template(config)
+    volatile = read_volatile(config)
     app = http.create_app(settings)
     hosts = [host.strip() for host in config.host.split(",")]
     stop = _Signals()
@@ -81,7 +84,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             return 0
         service = Service(
             backend.info,
-            chat_template(backend.info, template, flag),
+            chat_template(backend.info, template, flag, volatile),
             ServiceSettings(max_queue=config.max_queue),
             Metrics(),
         )
@@ -175,7 +178,15 @@ def read_template(config: Config) -> tuple[str, str]:
     return (resolve(config.chat_template), "--chat-template") if config.chat_template else ("", "")
 
 
-def chat_template(info: ModelInfo, source: str, flag: str) -> ChatTemplate:
+def read_volatile(config: Config) -> re.Pattern[str] | None:
+    """What to leave out of system messages, None for nothing. Raises `ConfigError` for no such pattern."""
+    try:
+        return pattern(config.drop_volatile)
+    except ConfigError as error:
+        raise ConfigError(error.message, param="--drop-volatile") from None
+
+
+def chat_template(info: ModelInfo, source: str, flag: str, volatile: re.Pattern[str] | None = None) -> ChatTemplate:
     """The template to render conversations by: the configured one, the model's own, or ChatML."""
     origin = flag or "the model's own template (--chat-template takes another)"
     source = source or info.chat_template
@@ -190,6 +201,7 @@ def chat_template(info: ModelInfo, source: str, flag: str) -> ChatTemplate:
             adds_bos=info.adds_bos,
             adds_eos=info.adds_eos,
             control_tokens=info.control_tokens,
+            volatile=volatile,
         )
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error.message}", param="--chat-template") from None

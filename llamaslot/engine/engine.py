@@ -137,6 +137,8 @@ class Engine:
         self._tokenizer = Tokenizer(
             backend.vocab, info.n_ctx_slot, anchors=anchors and info.reuse and not info.adds_eos
         )
+        if anchors and info.reuse and not self._tokenizer.has_anchors:
+            _log.warning("anchors.off", reason="text of this vocabulary cannot be cut before its control tokens")
         self._reports = Reports(self.scheduler, self._tokenizer, backend.vocab)
         self._worker = Worker(backend, thread or model_thread(), clock, self._is_wanted)
         self._disk: DiskWorker | None = None

@@ -68,6 +68,11 @@ class Tokenizer:
         return self._anchoring.replied(prompt, generated, n_sent)
 
     @property
+    def has_anchors(self) -> bool:
+        """Whether replies are ever remembered."""
+        return self._anchoring.is_on
+
+    @property
     def anchor_figures(self) -> tuple[int, int]:
         """How many replies are remembered, and about how many bytes that takes; from any thread."""
         anchors = self._anchoring.anchors

@@ -8,6 +8,7 @@ without access to Python's attributes, files or modules. How long it runs is not
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -22,6 +23,7 @@ from llamaslot.base.errors import ConfigError, InvalidRequestError
 from llamaslot.base.messages import TextPart
 from llamaslot.text.conversation import Conversation, Message, clean_message, clean_tool, joined
 from llamaslot.text.spans import ControlTokens, Marks, unmarked
+from llamaslot.text.volatile import without
 
 
 class ChatTemplate:
@@ -30,8 +32,9 @@ class ChatTemplate:
     `bos_token` and `eos_token` are the texts of the model's tokens. Where the tokenizer adds them by itself
     (`adds_bos`, `adds_eos`), a leading BOS or trailing EOS that the template writes is left out. `control_tokens`
     are the texts of the vocabulary's control tokens; with `mark_control_tokens`, `render_parts` tells those that a
-    caller spelled from those that the template wrote. `now` is the clock for templates that print the date. Raises
-    `ConfigError` with the line if `source` does not parse.
+    caller spelled from those that the template wrote. `volatile` is left out where the system message begins with
+    it (`text/volatile.py`). `now` is the clock for templates that print the date. Raises `ConfigError` with the
+    line if `source` does not parse.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class ChatTemplate:
         adds_eos: bool = False,
         control_tokens: Sequence[str] = (),
         mark_control_tokens: bool = True,
+        volatile: re.Pattern[str] | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self.source = source
@@ -51,6 +55,7 @@ class ChatTemplate:
         self._dropped_head = bos_token if adds_bos else ""
         self._dropped_tail = eos_token if adds_eos else ""
         self._now = now
+        self._volatile = volatile
         try:
             self._template = _ENVIRONMENT.from_string(source)
             self._control = ControlTokens(control_tokens if mark_control_tokens else (), _ENVIRONMENT.parse(source))
@@ -118,6 +123,8 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None,
     ) -> _Asked:
         conversation = [clean_message(message, index) for index, message in enumerate(messages)]
+        if self._volatile is not None:
+            conversation = without(self._volatile, conversation)
         if not conversation:
             raise InvalidRequestError("'messages' must not be empty", param="messages")
         beginning = _take_beginning(conversation) if add_generation_prompt else []

@@ -56,6 +56,8 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path:
         (["--cache-debug-text"], "cache_debug_text", True),
         (["--no-cache-debug-text"], "cache_debug_text", False),
         (["--debug-invariants"], "debug_invariants", True),
+        (["--drop-volatile", "claude-code"], "drop_volatile", "claude-code"),
+        (["--no-text-anchors"], "text_anchors", False),
         (["-n", "-1"], "n_predict", -1),
         (["-ngl", "99"], "gpu_layers", 99),
         (["-ngl", "all"], "gpu_layers", "all"),

@@ -89,7 +89,7 @@ ELSEWHERE = {
     *("cache_disk", "cache_disk_size"),
     *("model", "host", "port", "chat_template", "chat_template_file", "api_key_file"),
     *("max_queue", "prefill_gap_ms", "shutdown_timeout", "log_format", "log_level"),
-    *("cache_salt_from_api_key", "cache_idle_cells", "debug_invariants", "text_anchors"),
+    *("cache_salt_from_api_key", "cache_idle_cells", "debug_invariants", "text_anchors", "drop_volatile"),
 }
 """Options that go neither to the backend nor to the HTTP layer as they are."""
 
@@ -324,6 +324,17 @@ async def test_a_cache_that_is_not_what_the_pool_holds_ends_the_server(tmp_path:
     async with serving(tmp_path, Wrong(), debug_invariants=True) as server:
         await server.post("/completion", {"prompt": "x", "n_predict": 1})
         assert await server.status == 1
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+async def test_replies_are_remembered_unless_it_is_turned_off(tmp_path: Path, is_on: bool) -> None:
+    """The fake's replies are bytes that are no text, which come back as others."""
+    async with serving(tmp_path, FakeBackend(), text_anchors=is_on) as server:
+        status, reply = await server.post("/completion", {"prompt": "x", "n_predict": 30, "ignore_eos": True})
+        assert status == 200
+        assert "\ufffd" in reply["content"]
+        again = {"prompt": f"x{reply['content']}</s>", "n_predict": 1}
+        assert (await server.post("/completion", again))[1]["timings"]["cache_n"] == (30 if is_on else 1)
 
 
 async def test_the_queue_of_a_server_is_as_long_as_configured(tmp_path: Path) -> None:

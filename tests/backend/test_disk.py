@@ -16,10 +16,11 @@ import pytest
 
 from llamaslot.app.config import Config
 from llamaslot.app.disk import claim_disk
-from llamaslot.backend.disk import DiskStore, files
+from llamaslot.backend.disk import DiskStore, files, index
 from llamaslot.backend.disk.files import BadFileError
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import SegmentSize
+from llamaslot.core.anchors import Anchor
 from llamaslot.core.backend import Kv
 from llamaslot.core.disk import BadSegmentError, Record, path_digest
 from llamaslot.core.tiers import Tiers
@@ -270,6 +271,65 @@ def test_a_digest_that_is_lost_is_made_again(folder: Path, tmp_path: Path, damag
     digest = store.weigh([path], lambda _: True)
     store._index._database.execute(damage)
     assert store.weigh([path], lambda _: True) == digest
+    store.close()
+
+
+def anchor(n: int, front: int | None = None) -> Anchor:
+    return Anchor(
+        b"name %d" % n, b"name %d" % front if front is not None else b"", 3 if front is not None else 0, b"abcd"
+    )
+
+
+def test_anchors_are_there_again_in_their_order_and_only_for_their_key(folder: Path) -> None:
+    store = opened(folder)
+    for each in (anchor(2), anchor(1), anchor(3, 2), anchor(1)):
+        store.write_anchor(each)
+    store.close()
+    other = opened(folder, OTHER)
+    assert other.take_anchors() == []
+    other.write_anchor(anchor(2))
+    other.forget_anchors()
+    other.close()
+    again = opened(folder)
+    assert again.take_anchors() == [anchor(2), anchor(1), anchor(3, 2)]
+    again.forget_anchors()
+    assert again.take_anchors() == []
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("tokens", b"abce"),
+        ("name", b"name 9"),
+        ("front", b"name 1"),
+        ("start", 4),
+        ("start", "x"),
+        ("tokens", None),
+    ],
+)
+def test_an_anchor_that_was_changed_is_none(folder: Path, column: str, value: object) -> None:
+    store = opened(folder)
+    store.write_anchor(anchor(1))
+    store.write_anchor(anchor(2))
+    store.close()
+    with sqlite3.connect(folder / "index.sqlite") as database:
+        if value is None:
+            database.execute(f"UPDATE anchors SET {column} = x'' WHERE name = ?", (b"name 2",))
+        else:
+            database.execute(f"UPDATE anchors SET {column} = ? WHERE name = ?", (value, b"name 2"))
+    database.close()
+    again = opened(folder)
+    assert again.take_anchors() == [anchor(1)]
+    again.close()
+
+
+def test_the_oldest_anchors_go_where_there_are_too_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "_MOST_ANCHORS", 3)
+    store = opened(folder)
+    for n in range(5):
+        store.write_anchor(anchor(n))
+    assert store.take_anchors() == [anchor(2), anchor(3), anchor(4)]
     store.close()
 
 

@@ -1,0 +1,138 @@
+"""What steps of few tokens take, plain and padded: the time that a user waits whose prefix is known.
+
+Asked of the backend alone, in turn (A B B A): some tokens behind a prefix, and streams side by side on one prefix.
+The last column is what the server would do, by what it measures at its start (`BatchCost`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from bench.client import BenchmarkError
+from bench.report import Summary, console, machine, write_json
+from llamaslot.app.config import Parser, add_flags, read_config
+from llamaslot.app.server import llama_settings
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.base.errors import ConfigError
+from llamaslot.base.messages import Sampling
+from llamaslot.base.model import TILE
+from llamaslot.core.backend import Copy, Remove, Run, Status
+from llamaslot.core.padding import Padding
+
+PREFIXES = (0, 1024, 4096)
+NEW = (8, 16, 32, 48)
+"""Tokens behind a prefix."""
+STREAMS = 8
+"""Of one token each, all on one prefix."""
+_CHUNK = 512
+
+
+class Steps:
+    """A backend whose first sequence grows from prefix to prefix."""
+
+    def __init__(self, settings: LlamaSettings) -> None:
+        self._backend = LlamaBackend(settings)
+        info = self._backend.info
+        self._scratch = self._backend.n_seqs - 1
+        self._padding = Padding(info.batch_cost, self._scratch, info.n_ubatch)
+        self._sampler = self._backend.new_sampler(Sampling(temperature=0.0), np.empty(0, np.int32))
+        self._random = np.random.default_rng(1)
+
+    def grow(self, n_tokens: int) -> None:
+        """Let all streams see a prefix of so many tokens."""
+        backend = self._backend
+        while (start := backend.seq_len(0)) < n_tokens:
+            self._decode([self._fresh(0, start, min(_CHUNK, n_tokens - start))])
+        for seq in range(1, STREAMS):
+            if (start := backend.seq_len(seq)) < n_tokens:
+                backend.change(Copy(0, seq, start, n_tokens))
+
+    def measured(self, runs_of: Callable[[], list[Run]], repeats: int) -> dict[str, Any]:
+        """Seconds plain and padded, and whether the server pads."""
+        runs = runs_of()
+        n = sum(len(run.tokens) for run in runs)
+        padding = Run(self._scratch, 0, np.zeros(TILE - n, dtype=np.int32), output=False)
+        kinds: dict[str, list[Run]] = {"plain": [], "padded": [padding]}
+        seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for repeat in range(repeats + 1):
+            for kind in list(kinds) if repeat % 2 else list(kinds)[::-1]:
+                seconds[kind].append(self._seconds([*runs_of(), *kinds[kind]]))
+        timed = {kind: Summary.of(times[1:]) for kind, times in seconds.items()}
+        chosen = self._padding.run(runs, n_used=self._backend.seq_len(0))
+        return {"seconds": timed, "is_padded": chosen is not None}
+
+    def new(self, n_tokens: int) -> list[Run]:
+        """So many tokens behind the prefix."""
+        return [self._fresh(0, self._backend.seq_len(0), n_tokens)]
+
+    def streams(self) -> list[Run]:
+        """A token for each stream."""
+        return [self._fresh(seq, self._backend.seq_len(seq), 1) for seq in range(STREAMS)]
+
+    def close(self) -> None:
+        """Free the model."""
+        self._sampler.close()
+        self._backend.close()
+
+    def _seconds(self, runs: Sequence[Run]) -> float:
+        started = perf_counter()
+        self._decode(runs)
+        self._backend.sample([(runs[0].seq, self._sampler)])
+        seconds = perf_counter() - started
+        for run in runs:
+            self._backend.change(Remove(run.seq, run.start))
+        return seconds
+
+    def _decode(self, runs: Sequence[Run]) -> None:
+        if (status := self._backend.decode(runs).status) is not Status.OK:
+            raise BenchmarkError(f"llama.cpp could not compute a step: {status.name}")
+
+    def _fresh(self, seq: int, start: int, n_tokens: int) -> Run:
+        tokens = self._random.integers(0, self._backend.info.n_vocab, n_tokens, dtype=np.int32)
+        return Run(seq, start, tokens, output=True)
+
+
+def run(*, model: Path, title: str, repeats: int, folder: Path, server_flags: Sequence[str]) -> None:
+    """Measure, print, write `steps.json`."""
+    parser = Parser(prog="--server")
+    add_flags(parser)
+    flags = ["-c", str(PREFIXES[-1] + 2 * _CHUNK), "-np", str(STREAMS), "-fa", "on", *server_flags]
+    try:
+        settings = llama_settings(read_config(parser.parse(["-m", str(model), *flags]), {}), model)
+    except ConfigError as error:
+        raise BenchmarkError(str(error)) from None
+    steps = Steps(replace(settings, measure_kv_cost=True))
+    results = []
+    for n_prefix in PREFIXES:
+        steps.grow(n_prefix)
+        for n_new in NEW:
+            found = steps.measured(lambda n=n_new: steps.new(n), repeats)  # type: ignore[misc]
+            results.append({"prefix": n_prefix, "tokens": f"{n_new} new", **found})
+        found = steps.measured(steps.streams, repeats)
+        results.append({"prefix": n_prefix, "tokens": f"{STREAMS} streams", **found})
+    steps.close()
+    console.print(_table(title, results))
+    for result in results:
+        result["seconds"] = {kind: asdict(summary) for kind, summary in result["seconds"].items()}
+    write_json(folder / "steps.json", {"machine": machine(), "model": title, "steps": results})
+
+
+def _table(title: str, results: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title=f"Steps of few tokens, {title}", caption=f"padded: up to {TILE} tokens; medians and ranges")
+    for column in ("prefix", "tokens", "plain", "range (ms)", "padded", "range (ms)", "x", "server pads"):
+        table.add_column(column, justify="right")
+    for result in results:
+        plain, padded = result["seconds"]["plain"], result["seconds"]["padded"]
+        cells = [cell for each in (plain, padded) for cell in (each.milliseconds()[0], each.milliseconds()[2])]
+        ratio = f"{plain.median / padded.median:.2f}"
+        table.add_row(
+            f"{result['prefix']:,}", result["tokens"], *cells, ratio, "yes" if result["is_padded"] else ""
+        )
+    return table

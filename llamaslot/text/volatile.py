@@ -1,0 +1,66 @@
+"""What changes with every request at the very start of a prompt, and is better left out of it.
+
+Some agents put a line there that is meant for somebody's billing, with a number drawn anew each time. No two
+prompts have a common prefix then, and everything behind that line is computed again. Nothing is left out unless the
+server is told to: it is a part of what the client sent.
+"""
+
+from __future__ import annotations
+
+import re
+
+from llamaslot.base.errors import ConfigError
+from llamaslot.text.conversation import Conversation, Message
+
+KNOWN = {"claude-code": r"x-anthropic-billing-header:[^\n]*(?:\n+|$)"}
+"""Patterns by the agent that they are for."""
+
+_INSTRUCTIONS = ("system", "developer")
+
+
+def pattern(words: str) -> re.Pattern[str] | None:
+    """What to leave out: names of `KNOWN` with commas between, or one regular expression; None for nothing.
+
+    Raises `ConfigError` for what is neither, and for an expression that matches an empty text.
+    """
+    names = [word.strip() for word in words.split(",")]
+    source = "|".join(KNOWN[name] for name in names) if all(name in KNOWN for name in names) else words
+    if not source:
+        return None
+    try:
+        found = re.compile(source)
+    except re.error as error:
+        known = ", ".join(KNOWN)
+        raise ConfigError(
+            f"{words!r} is no regular expression ({error}), and the known names are: {known}"
+        ) from None
+    if found.match(""):
+        raise ConfigError(f"{words!r} matches an empty text: it would leave out nothing, or anything")
+    return found
+
+
+def without(volatile: re.Pattern[str], conversation: Conversation) -> Conversation:
+    """A conversation without what `volatile` matches at the start of its system message, and without that message
+    where it holds nothing else.
+    """
+    if not conversation or conversation[0]["role"] not in _INSTRUCTIONS:
+        return conversation
+    first, *rest = conversation
+    kept = _kept(volatile, first)
+    return [kept, *rest] if kept["content"] or kept == first else rest
+
+
+def _kept(volatile: re.Pattern[str], message: Message) -> Message:
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": _cut(volatile, content)}
+    if not content:
+        return message
+    part, *others = content
+    text = _cut(volatile, part["text"])
+    return {**message, "content": [{**part, "text": text}, *others] if text else others}
+
+
+def _cut(volatile: re.Pattern[str], text: str) -> str:
+    found = volatile.match(text)
+    return text[found.end() :] if found else text
