@@ -159,7 +159,7 @@ def run(
         settings = llama_settings(read_config(parser.parse(["-m", str(model), *flags]), {}), model)
     except ConfigError as error:
         raise BenchmarkError(str(error)) from None
-    settings = replace(settings, measure_kv_cost=False)
+    settings = replace(settings, measure_costs=False)
     levels = asyncio.run(beside_idle(settings, repeats))
     mixed = asyncio.run(after_mixed_use(settings, n_requests, repeats)) if n_requests else {}
     scattered = holes.among_holes(settings, repeats)

@@ -1,7 +1,7 @@
 """What steps of few tokens take, plain and padded: the time that a user waits whose prefix is known.
 
 Asked of the backend alone, in turn (A B B A): some tokens behind a prefix, and streams side by side on one prefix.
-The last column is what the server would do, by what it measures at its start (`BatchCost`).
+The last column is what the server would do, by what it measures at its start (`StepCost`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Steps:
         self._backend = LlamaBackend(settings)
         info = self._backend.info
         self._scratch = self._backend.n_seqs - 1
-        self._padding = Padding(info.batch_cost, self._scratch, info.n_ubatch)
+        self._padding = Padding(info.step_cost, self._scratch, info.n_ubatch)
         self._sampler = self._backend.new_sampler(Sampling(temperature=0.0), np.empty(0, np.int32))
         self._random = np.random.default_rng(1)
 
@@ -65,8 +65,9 @@ class Steps:
             for kind in list(kinds) if repeat % 2 else list(kinds)[::-1]:
                 seconds[kind].append(self._seconds([*runs_of(), *kinds[kind]]))
         timed = {kind: Summary.of(times[1:]) for kind, times in seconds.items()}
-        chosen = self._padding.run(runs, n_used=self._backend.seq_len(0))
-        return {"seconds": timed, "is_padded": chosen is not None}
+        spans = [(run.start, len(run.tokens)) for run in runs]
+        gain = self._padding.gain_ms(spans, n_used=self._backend.seq_len(0))
+        return {"seconds": timed, "is_padded": gain > 0}
 
     def new(self, n_tokens: int) -> list[Run]:
         """So many tokens behind the prefix."""
@@ -108,7 +109,7 @@ def run(*, model: Path, title: str, repeats: int, folder: Path, server_flags: Se
         settings = llama_settings(read_config(parser.parse(["-m", str(model), *flags]), {}), model)
     except ConfigError as error:
         raise BenchmarkError(str(error)) from None
-    steps = Steps(replace(settings, measure_kv_cost=True))
+    steps = Steps(replace(settings, measure_costs=True))
     results = []
     for n_prefix in PREFIXES:
         steps.grow(n_prefix)

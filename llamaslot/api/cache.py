@@ -106,7 +106,7 @@ def _figures(figures: CacheFigures) -> dict[str, Any]:
             "cross_slot": figures.n_cross_slot,
             "from_ram": figures.n_from_ram,
             "from_disk": figures.n_from_disk,
-            "anchored": figures.n_anchored,
+            "anchored": figures.n_anchored_hits,
             "waits": figures.n_waits,
         },
         "prompt_tokens": {

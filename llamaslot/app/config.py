@@ -247,7 +247,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         _row(
             "--prefill-gap-ms",
             "LLAMASLOT_PREFILL_GAP_MS",
-            "time between two tokens of a stream that other requests' prefill may take",
+            "about how long the time between two tokens of a stream may become by other requests' prompts, in ms",
             ge=1,
             le=60000,
         ),

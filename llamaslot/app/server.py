@@ -37,7 +37,7 @@ from llamaslot.backend.llama import LlamaBackend, LlamaSettings, LoadingStopped
 from llamaslot.backend.llama.sizing import host_memory
 from llamaslot.base.errors import ConfigError, ServerError, UnavailableError
 from llamaslot.base.messages import Sampling
-from llamaslot.base.model import ModelInfo
+from llamaslot.base.model import TILE, ModelInfo, StepCost
 from llamaslot.core.backend import Backend
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import model_thread
@@ -167,7 +167,7 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         unified=config.kv_unified,
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
-        measure_kv_cost=True,
+        measure_costs=True,
     )
 
 
@@ -224,6 +224,8 @@ def announce(info: ModelInfo, budgets: Budgets, disk_line: str, urls: list[str],
             f"[yellow]No prefix reuse with this model ({info.reuse_reason}): every prompt is computed whole.[/]"
         )
     _console.print(budgets.line)
+    if info.step_cost is not None:
+        _console.print(_small_steps_line(info.step_cost))
     if disk_line:
         _console.print(disk_line, markup=False)
     elif config.cache_disk:
@@ -250,6 +252,14 @@ def announce(info: ModelInfo, budgets: Budgets, disk_line: str, urls: list[str],
         reuse=info.reuse_reason or "on",
         disk=config.cache_disk if disk_line else "off",
     )
+
+
+def _small_steps_line(cost: StepCost) -> str:
+    """What small steps cost behind a prefix of some length, and whether they are padded there."""
+    n_cells, n = 1024, 16
+    few, tile = cost.few_ms(n, n * n_cells), cost.tile_ms(n_cells)
+    padded = "small steps are padded" if tile < few else "they are not padded"
+    return f"Behind {n_cells:,} cells {n} tokens take {few:,.0f} ms and {TILE} take {tile:,.0f}: {padded}"
 
 
 @contextlib.asynccontextmanager

@@ -55,7 +55,7 @@ class FakeVocab:
     n_tokens = N_VOCAB
     longest_piece = len("</s>")
     eog = frozenset({EOS})
-    controls = frozenset({BOS, EOS})
+    special_tokens = ("<s>", "</s>")
     boundaries = ("</s>",)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:

@@ -161,8 +161,7 @@ class Progress(msgspec.Struct, frozen=True):
     n_read: int = 0
     """Of `n_loaded`, those that were read from disk for it."""
     n_anchored: int = 0
-    """Tokens of the prompt that were taken over from an earlier request and its reply because their text was, where
-    tokenizing it again would have given others."""
+    """Tokens of the prompt that an anchor gave; whether their KV was still there `n_cached` says."""
     load_ms: float = 0.0
     """Of `prompt_ms`, what passed until they were loaded and computing began; 0 where nothing was loaded."""
 
@@ -269,8 +268,8 @@ class CacheFigures(msgspec.Struct, frozen=True):
     """Hits of which something was loaded, and nothing read; those of no other kind found it all in their slot."""
     n_from_disk: int = 0
     """Hits for which something was read from disk."""
-    n_anchored: int = 0
-    """Hits of which the text came back and gave its own tokens, not those that it would be tokenized to."""
+    n_anchored_hits: int = 0
+    """Hits whose prompt began with the tokens of an anchor, wherever their KV was."""
     n_waits: int = 0
     """Requests that waited for a prefix that another one computed."""
     n_prompt: int = 0

@@ -22,25 +22,35 @@ class KvCost(msgspec.Struct, frozen=True):
     """Microseconds to load it again."""
 
 
-class BatchCost(msgspec.Struct, frozen=True):
+class StepCost(msgspec.Struct, frozen=True):
     """What a token costs in small steps, and a step of `TILE` tokens, by the cells that they attend to; measured.
 
     On a CPU llama.cpp's attention takes `TILE` tokens at once; in smaller steps it goes token by token, and each of
     them costs several times as much.
     """
 
-    row_us: float
-    """Microseconds for a token in a smaller step."""
-    row_cell_us: float
+    step_us: float
+    """Microseconds for a smaller step, whatever is in it."""
+    token_us: float
+    """The same for each of its tokens."""
+    token_cell_us: float
     """The same for each cell that it attends to."""
     tile_us: float
     """Microseconds for a step of `TILE` tokens."""
     tile_cell_us: float
     """The same for each cell that any of them attends to."""
 
+    def few_ms(self, n_tokens: int, n_attended: float) -> float:
+        """Milliseconds for fewer than `TILE` tokens that attend to so many cells, each counted for each of them."""
+        return (self.step_us + n_tokens * self.token_us + n_attended * self.token_cell_us) / 1e3
+
+    def tile_ms(self, n_cells: int) -> float:
+        """Milliseconds for `TILE` tokens that attend to so many cells between them."""
+        return (self.tile_us + n_cells * self.tile_cell_us) / 1e3
+
 
 TILE = 64
-"""Tokens of a step from which on llama.cpp's attention takes them together; see `BatchCost`."""
+"""Tokens of a step from which on llama.cpp's attention takes them together; see `StepCost`."""
 
 
 class SegmentSize(msgspec.Struct, frozen=True):
@@ -102,7 +112,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """What it takes to copy all cells of one sequence to another, where each has its own; 0 where it cannot be."""
     kv_cost: KvCost | None = None
     """What idle prefixes cost, and to save and load them; None where it was not measured."""
-    batch_cost: BatchCost | None = None
+    step_cost: StepCost | None = None
     """What small steps cost; None where it was not measured."""
     segment_size: SegmentSize | None = None
     """What KV takes that is saved off the pool; None where nothing can be saved."""

@@ -48,6 +48,7 @@ class Requests(msgspec.Struct):
     cross_slot: int
     from_ram: int
     from_disk: int
+    anchored: int
     waits: int
 
 
@@ -82,6 +83,13 @@ class Tier(msgspec.Struct):
     segments: int
 
 
+class Anchors(msgspec.Struct):
+    """Replies whose tokens are remembered."""
+
+    replies: int
+    bytes: int
+
+
 class State(msgspec.Struct):
     """The answer to `GET /cache`, as far as it is shown."""
 
@@ -93,6 +101,7 @@ class State(msgspec.Struct):
     cells: Cells
     ram: Tier
     disk: Tier
+    anchors: Anchors
     sequences: Sequences
     requests: Requests
     prompt_tokens: PromptTokens
@@ -186,6 +195,8 @@ def figures(state: State) -> list[str]:
         f"hits       {requests.hits:,} of {_count(n_requests, 'request')} ({requests.hit_rate:.1%}), "
         f"{requests.cross_slot:,} across slots, {requests.from_ram:,} from RAM, {requests.from_disk:,} from disk; "
         f"{requests.waits:,} waited for another",
+        f"anchors    {_count(state.anchors.replies, 'reply', 'replies')}, {state.anchors.bytes / 2**20:,.1f} MiB; "
+        f"{_count(requests.anchored, 'request')} went on from one",
         f"reused     {prompt.matched:,} of {_count(prompt.total, 'prompt token')} ({prompt.hit_rate:.1%})",
         f"moved      {state.copied_tokens:,} tokens copied, {state.stored_tokens:,} to RAM, "
         f"{state.loaded_tokens:,} from RAM; {_count(state.parked_paths, 'path')} parked",

@@ -5,8 +5,8 @@ token match would end at the reply and all behind it be computed again. An *anch
 its reply (`text/cuts.py`), and holds their tokens. It continues an earlier one where its prompt did, so that each
 token of a conversation is kept once.
 
-Anchors never decide anything about KV: whether the tokens that they give are in a tier is the tree's to say.
-Used by one thread at a time.
+Anchors never decide anything about KV: whether the tokens that they give are in a tier is the tree's to say. They
+belong to one thread, once the server serves; others may ask how many there are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from llamaslot.core.backend import Tokens
 from llamaslot.core.node import WIDTH, packed, unpacked
 
 MOST_BYTES = 32 * 2**20
-_OVERHEAD = 200
+"""About what all anchors may take, in memory and again on disk."""
+OVERHEAD = 200
 """Bytes that an anchor takes about, beside its tokens."""
 
 
@@ -43,7 +44,7 @@ class Anchor:
     @property
     def n_bytes(self) -> int:
         """About what it takes of memory."""
-        return len(self.tokens) + _OVERHEAD
+        return len(self.tokens) + OVERHEAD
 
 
 class Anchors:
@@ -73,13 +74,17 @@ class Anchors:
         return unpacked(b"".join(anchor.tokens for anchor in reversed(chain)))
 
     def add(self, name: bytes, tokens: Tokens, front: bytes) -> Anchor | None:
-        """Let a name stand for tokens, which begin with those of `front`, if that is not empty.
+        """Let a name stand for tokens; those that an anchor called `front` has, if they begin with it, are its own.
 
-        None where it does already, or where they alone are too many.
+        None where the name stands for something already, where nothing is left of the tokens, or where the anchor
+        and those that it continues are too large.
         """
-        known = self._anchors.get(front)
-        start = known.end if known is not None else 0
-        anchor = Anchor(name, front if known is not None else b"", start, packed(tokens[start:]))
+        run = packed(tokens)
+        begun = b"".join(anchor.tokens for anchor in reversed(list(self._chain(front))))
+        # Meanwhile the name may have been forgotten, and given to other tokens.
+        if not begun or not run.startswith(begun):
+            front, begun = b"", b""
+        anchor = Anchor(name, front, len(begun) // WIDTH, run[len(begun) :])
         return anchor if self.put(anchor) else None
 
     def put(self, anchor: Anchor) -> bool:
@@ -87,10 +92,8 @@ class Anchors:
         front = self._anchors.get(anchor.front)
         if anchor.name in self._anchors or anchor.start != (front.end if front is not None else 0):
             return False
-        if (
-            not anchor.tokens
-            or sum(each.n_bytes for each in (anchor, *self._chain(anchor.front))) > self._most_bytes
-        ):
+        n_bytes = anchor.n_bytes + sum(each.n_bytes for each in self._chain(anchor.front))
+        if not anchor.tokens or n_bytes > self._most_bytes:
             return False
         self._anchors[anchor.name] = anchor
         self.n_bytes += anchor.n_bytes

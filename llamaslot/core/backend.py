@@ -275,12 +275,12 @@ class Vocab(Protocol):
         """Tokens that end a generation."""
 
     @property
-    def controls(self) -> frozenset[int]:
-        """Control tokens: what they stand for is no text."""
+    def special_tokens(self) -> tuple[str, ...]:
+        """The texts that become one token each where special tokens are parsed, and several where they are not."""
 
     @property
     def boundaries(self) -> tuple[str, ...]:
-        """The texts of control tokens that leave the text in front of them as it is, when they are parsed."""
+        """Those of control tokens that do not strip the text in front of them; ends of generation come first."""
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
         """Token ids of `text`; `add_special` adds BOS/EOS where the model wants them."""

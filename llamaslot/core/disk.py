@@ -2,7 +2,7 @@
 
 Jobs are carried out beside the steps, each kind in order, and those of a plan only once its operations are done.
 Where the core waits for an answer, it comes between two steps. A disk never fails loudly: whatever is wrong there
-is a segment that is not stored.
+is a segment or an anchor that is not stored.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class BadSegmentError(Exception):
 
 
 class Disk(Protocol):
-    """Segments on a disk. `read` may be called on one thread while all else is called on another one."""
+    """Segments and anchors on a disk. `read` may be called on one thread while all else is on another one."""
 
     @property
     def capacity(self) -> int:
@@ -135,11 +135,11 @@ class Disk(Protocol):
     def use(self, numbers: Sequence[int]) -> None:
         """See `Use`."""
 
-    def take_anchors(self) -> Sequence[Anchor]:
+    def anchors(self) -> Sequence[Anchor]:
         """The anchors that are there, none before what it continues."""
 
     def write_anchor(self, anchor: Anchor) -> None:
-        """Keep an anchor."""
+        """Keep an anchor, so that it survives the process; the oldest go where they are too many."""
 
     def forget_anchors(self) -> None:
         """Keep none of those so far."""

@@ -1,4 +1,4 @@
-"""Handing out the tokens of one step: the oldest request first, and room for each before it is sent.
+"""Handing out the tokens of one step: streams first, then what has least left; room goes to the oldest first.
 
 1. Where the free cells do not do, idle ones are evicted, then the youngest request is preempted.
 2. Prompts share what streams leave of the step, so that no stream waits longer than one bounded chunk: a quarter of
@@ -9,10 +9,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
+from llamaslot.base.model import TILE
 from llamaslot.core.backend import Run
 from llamaslot.core.chunking import ChunkSizer
 from llamaslot.core.ledger import Ledger
@@ -28,13 +28,17 @@ _ROOM_AHEAD = 32
 
 
 class Planner:
-    """Plans the work of one step for the running requests, oldest first; `preempt` sends one back to the queue."""
+    """Plans the work of one step for the running requests, oldest first; `preempt` sends one back to the queue.
+
+    To be asked in this order: `grant`, `pad`, `n_ahead`.
+    """
 
     def __init__(
         self,
         settings: SchedulerSettings,
         ledger: Ledger,
         chunks: ChunkSizer,
+        padding: Padding,
         running: Sequence[Request],
         *,
         preempt: Callable[[Request], None],
@@ -43,11 +47,13 @@ class Planner:
         self._settings = settings
         self._ledger = ledger
         self._chunks = chunks
+        self._padding = padding
         self._running = list(running)
         self._preempt = preempt
         self._siblings = siblings
         self._n_granted = 0
         self._n_padding = 0
+        self._has_cut = False
         self.preempted: list[Request] = []
         """Requests that were sent back to the queue."""
         self._served: set[str] = set()
@@ -56,7 +62,14 @@ class Planner:
     def grant(self, requests: Sequence[Request]) -> list[Work]:
         """This step's work for `requests`, which are among the running ones, oldest first; by sequence id."""
         pending = {r.id: len(r.known) - self._ledger.length(r.slot_id) for r in requests}
-        shares = self._shares(pending)
+        n_decoding = sum(n == 1 for n in pending.values())
+        shares = self._shares(pending, self._chunks.limit(n_decoding))
+        if self._cuts(pending, shares) and self._padding.gain_ms(
+            self._spans(requests, shares), self._ledger.n_used
+        ):
+            # What would be padded takes tokens of the prompts that were cut instead.
+            shares = self._shares(pending, TILE - n_decoding)
+        self._has_cut = self._cuts(pending, shares)
         granted: list[Work] = []
         for request in requests:
             if request not in self._running:
@@ -69,16 +82,26 @@ class Planner:
         granted.sort(key=lambda work: work.run.seq)
         return granted
 
-    def _shares(self, pending: dict[str, int]) -> dict[str, int]:
-        """The tokens of each request in this step, by what it has left, oldest first."""
+    @staticmethod
+    def _cuts(pending: dict[str, int], shares: dict[str, int]) -> bool:
+        """Whether any request gets less than it has left."""
+        return any(shares[name] < n for name, n in pending.items())
+
+    def _spans(self, requests: Sequence[Request], shares: dict[str, int]) -> list[tuple[int, int]]:
+        """What each request holds, and what it gets."""
+        return [(self._ledger.length(request.slot_id), shares[request.id]) for request in requests]
+
+    @staticmethod
+    def _shares(pending: dict[str, int], left: int) -> dict[str, int]:
+        """The tokens of each request in this step, with so many for prompts, by what it has left, oldest first."""
         prompts = {name: n for name, n in pending.items() if n > 1}
-        left = self._chunks.limit(len(pending) - len(prompts))
         shares = {name: min(n, 1) for name, n in pending.items()} | dict.fromkeys(prompts, 0)
-        for name in itertools.islice(prompts, 1):
-            shares[name] = min(prompts[name], math.ceil(left * _OLDEST))
-            left -= shares[name]
-        for name in sorted(prompts, key=lambda name: prompts[name]):
-            n = min(prompts[name] - shares[name], left)
+        turns = [(name, left) for name in sorted(prompts, key=lambda name: prompts[name])]
+        if prompts:
+            oldest = next(iter(prompts))
+            turns.insert(0, (oldest, math.ceil(left * _OLDEST)))
+        for name, most in turns:
+            n = min(prompts[name] - shares[name], most, left)
             shares[name] += n
             left -= n
         return shares
@@ -109,17 +132,24 @@ class Planner:
             if youngest is request:
                 return 0
 
-    def pad(self, work: Sequence[Work], padding: Padding) -> Run | None:
-        """What to compute beside this step's work only to have it done sooner; idle cells make room for it."""
-        run = padding.run([each.run for each in work], self._ledger.n_used)
-        if run is None:
+    def pad(self, work: Sequence[Work]) -> Run | None:
+        """What to compute beside this step's work only to have it done sooner.
+
+        Nothing where a prompt was cut, whose tokens are better. Idle cells make room if it gains more than to
+        compute them again would take.
+        """
+        spans = [(each.run.start, len(each.run.tokens)) for each in work]
+        gain = 0.0 if self._has_cut else self._padding.gain_ms(spans, self._ledger.n_used)
+        if not gain:
             return None
-        free = self._ledger.n_free - self._n_granted
-        if not self.preempted and free < len(run.tokens) <= free + self._ledger.n_idle:
-            free += self._ledger.evict(len(run.tokens) - free)
-        if free < len(run.tokens):
+        run = self._padding.run(self._n_granted)
+        n, free = len(run.tokens), self._ledger.n_free - self._n_granted
+        may_evict = not self.preempted and gain > self._padding.price_ms
+        if free < n <= free + self._ledger.n_idle and may_evict:
+            free += self._ledger.evict(n - free)
+        if free < n:
             return None
-        self._n_padding = len(run.tokens)
+        self._n_padding = n
         return run
 
     def n_ahead(self, work: Sequence[Work]) -> int:

@@ -33,7 +33,7 @@ class Traffic:
     n_cross_slot: int = 0
     n_from_ram: int = 0
     n_from_disk: int = 0
-    n_anchored: int = 0
+    n_anchored_hits: int = 0
     n_prompt: int = 0
     n_matched: int = 0
 
@@ -47,7 +47,7 @@ class Traffic:
         self.n_cross_slot += n_cached > 0 and request.n_copied > 0 and not request.n_loaded
         self.n_from_ram += n_cached > 0 and request.n_loaded > 0 and not request.n_read
         self.n_from_disk += n_cached > 0 and request.n_read > 0
-        self.n_anchored += n_cached > 0 and request.n_anchored > 0
+        self.n_anchored_hits += n_cached > 0 and request.n_anchored > 0
         self.n_prompt += request.n_prompt
         self.n_matched += n_cached
 
@@ -104,7 +104,7 @@ def figures(
         n_cross_slot=traffic.n_cross_slot,
         n_from_ram=traffic.n_from_ram,
         n_from_disk=traffic.n_from_disk,
-        n_anchored=traffic.n_anchored,
+        n_anchored_hits=traffic.n_anchored_hits,
         n_anchors=anchors[0],
         anchor_bytes=anchors[1],
         n_waits=admission.n_waits,

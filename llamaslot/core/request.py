@@ -64,7 +64,7 @@ class Request:
         self.known = TokenBuffer(prompt)
         self.n_prompt = len(prompt)
         self.n_anchored = n_anchored
-        """Prompt tokens that are those which were generated for its text, and not what it would be tokenized to."""
+        """Prompt tokens that an anchor gave."""
         self.n_generated = 0
         self.n_prompt_computed = 0
         self.state = RequestState.QUEUED

@@ -69,7 +69,7 @@ class Scheduler:
         if isinstance(self.ledger, SharedLedger) and self.ledger.scratch is not None and settings.may_move:
             self._repacker = Repacker(self.ledger, self.ledger.scratch, settings.repack_gain)
         scratch = self.ledger.scratch if isinstance(self.ledger, SharedLedger) else None
-        self._padding = Padding(settings.batch_cost, scratch, settings.n_ubatch)
+        self._padding = Padding(settings.step_cost, scratch, settings.n_ubatch)
         self.chunks = ChunkSizer(n_ubatch=settings.n_ubatch, gap_ms=settings.gap_ms)
         self.tidies_at: float | None = None
         """When to tidy up; None where there is nothing to."""
@@ -155,19 +155,27 @@ class Scheduler:
             self.settings,
             self.ledger,
             self.chunks,
+            self._padding,
             running,
             preempt=lambda request: self._preempt(request, now),
             siblings=self.admission.siblings,
         )
         work = planner.grant([request for request in suspects[:1] or running if request in ready])
-        padding = planner.pad(work, self._padding)
+        padding = None if suspects else planner.pad(work)
         n_ahead = 0 if suspects or is_loading else planner.n_ahead(work)
         self._keep_to_idle_budget(running)
         self._store_for_disk(running, now)
         operations = self.ledger.take_operations()
         if not n_ahead:
             operations += self._tidy(now)
-        return StepPlan(operations, work, planner.preempted, padding, n_ahead, self.ledger.take_jobs())
+        return StepPlan(
+            operations,
+            work,
+            preempted=planner.preempted,
+            padding=padding,
+            n_ahead=n_ahead,
+            jobs=self.ledger.take_jobs(),
+        )
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Sampled | Broke]:
         """Let the state follow what the backend did for `plan`."""
@@ -337,7 +345,7 @@ class Scheduler:
         if result.decoded.status is Status.NO_ROOM and self.ledger.n_idle:
             self.ledger.evict(self.ledger.n_idle)
             return []
-        if len(plan.work) > 1:
+        if len(plan.work) > 1 or plan.padding is not None:
             self.suspects = [work.request.id for work in plan.work]
             return []
         request = plan.work[0].request

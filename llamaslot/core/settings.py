@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamaslot.base.model import BatchCost, SegmentSize
+from llamaslot.base.model import SegmentSize, StepCost
 from llamaslot.core.segments import LARGEST
 
 
@@ -42,7 +42,7 @@ class SchedulerSettings:
     save_us: float = 0.0
     load_us: float = 0.0
     """Microseconds in which a token is computed, at worst saved, and loaded; 0 where that is not known."""
-    batch_cost: BatchCost | None = None
+    step_cost: StepCost | None = None
     """What small steps cost; None where that is not known."""
     min_shared: int = 64
     """Tokens from which on a shared prefix is worth waiting for, and a tail worth a sequence id."""
@@ -57,7 +57,7 @@ class SchedulerSettings:
     stream_copy_ms: float = 0.0
     """What it takes to copy all cells of one sequence to another, where each has its own; 0 where it cannot be."""
     gap_ms: float = 100.0
-    """Time between two tokens of a stream that prefill beside it may use."""
+    """About how long the time between two tokens of a stream may become by prefill beside it; see `ChunkSizer`."""
     eog: frozenset[int] = frozenset()
     """Tokens that end a generation."""
 

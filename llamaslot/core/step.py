@@ -105,6 +105,7 @@ def _decode(plan: StepPlan, backend: Backend) -> Decoded:
         return backend.decode(runs)
     decoded = backend.decode([*runs, plan.padding])
     if decoded.status is not Status.OK:
+        # What stayed applied only the backend can say, and asking it sets its own record right.
         backend.seq_len(plan.padding.seq)
     backend.change(Remove(plan.padding.seq, 0))
     return Decoded(decoded.status, {run.seq: decoded.sent[run.seq] for run in runs})

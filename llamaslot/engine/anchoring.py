@@ -1,13 +1,17 @@
 """Prompts as token ids, with what an earlier reply was made of where its text comes back.
 
-    submitted    text -> the longest known name in front of a cut -> its tokens, and the rest tokenized
-    replied      a reply whose text would give other tokens gets a name, together with its prompt
+    text      |---- 1 known ----|---- 2 between ----|---- 3 tail ----|---- 4 reply ----|
+    tokens    |  the anchor's   |     tokenized     |    tokenized   |    generated    |
+                longest known cut ^          last cut ^                        named here ^
+
+A prompt is cut twice: 1 is the longest front that has a name, and its tokens are the anchor's; what follows is
+tokenized, and apart from the last cut on, so that behind a reply only 3 and 4 have to be tokenized again to see
+whether their text would give other tokens. Only then the whole gets a name: other replies the token match finds
+anyway.
 
 A prompt's tokens are so always tokens of its text, and those that were generated wherever this server generated
-them. What is tokenized canonically needs no anchor: the token match finds it.
-
-Only text that this server tokenized may stand for tokens: never prompts of token ids, nor a reply in which control
-tokens are spelled or hidden. Everything here runs on the tokenizer's thread.
+them. Only text that this server tokenized may stand for tokens: never prompts of token ids, nor a reply in which
+control tokens are spelled or hidden. Once the server serves, all of this belongs to the tokenizer's thread.
 """
 
 from __future__ import annotations
@@ -25,24 +29,27 @@ from llamaslot.text.cuts import Cutter, TextName, parts_between, parts_from
 
 _MOST_BOUNDARIES = 128
 """Control tokens that are looked at; some vocabularies have thousands that nobody uses."""
+_LONGEST_TAIL = 2**14
+"""Characters behind the last cut up to which replies are named: all of them are tokenized again then."""
 _FRONTS = ("x", "x ", "x\n", "x\n\n", "\n", "é", " ", "   ", ".", "0", "\t")
 _BEHIND = ("", "x", " x", "\nx", "  x")
 """What texts end and begin with around a cut that is tried out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
-    """What it takes to name a reply behind a prompt."""
+class Ending:
+    """What it takes to name a reply to a prompt."""
 
     name: TextName
+    """Of the whole prompt."""
     front: bytes
-    """The anchor that the prompt continues, empty for none."""
+    """The name of 1; empty where nothing was known."""
     tail: tuple[TextPart, ...]
-    """The prompt's text from its last cut on."""
+    """The text of 3."""
     n_head: int
-    """Tokens in front of that."""
+    """Tokens of 1 and 2."""
     add_special: bool
-    """Whether that is the whole prompt, with the special tokens that the model wants in front."""
+    """Whether the special tokens that the model wants in front of a prompt are in front of 3, since it is all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,102 +58,118 @@ class Prompt:
 
     tokens: Tokens
     n_anchored: int = 0
-    """Of its tokens, those that an anchor gave."""
-    behind: Behind | None = field(default=None, compare=False)
+    """Of its tokens, those of 1."""
+    ending: Ending | None = field(default=None, compare=False)
     """None where replies to it get no name."""
 
 
+def tokenized(vocab: Vocab, parts: Sequence[PromptPart], *, add_special: bool) -> Tokens:
+    """The token ids of a prompt whose own ids exist."""
+    runs = [
+        vocab.tokenize(part.text, add_special=add_special and i == 0, parse_special=part.special)
+        if isinstance(part, TextPart)
+        else np.array(part.tokens, dtype=np.int32)
+        for i, part in enumerate(parts)
+    ]
+    return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
+
+
 class Anchoring:
-    """Tokenizes for a vocabulary; with `is_on` false as if every text were new."""
+    """Tokenizes for a vocabulary, as if every text were new unless `is_wanted`; `template` is the model's own."""
 
-    def __init__(self, vocab: Vocab, *, is_on: bool) -> None:
-        self._vocab = vocab
+    def __init__(self, vocab: Vocab, *, is_wanted: bool = True, template: str = "") -> None:
+        self.is_wanted = is_wanted
         self.anchors = Anchors()
-        boundaries = exact_boundaries(vocab) if is_on else ()
-        self._cutter = Cutter(boundaries) if boundaries else None
+        self._vocab = vocab
+        self._template = template
+        self._is_prepared = False
+        self._cutter: Cutter | None = None
 
-    @property
-    def is_on(self) -> bool:
-        """Whether there is any control token before which texts of this vocabulary can be cut."""
+    def prepare(self) -> bool:
+        """Try out before which control tokens texts can be cut; whether there is any. The first prompt has it done,
+        if nobody did before.
+        """
+        if self.is_wanted and not self._is_prepared:
+            boundaries = exact_boundaries(self._vocab, self._template)
+            self._cutter = Cutter(boundaries, self._vocab.special_tokens) if boundaries else None
+        self._is_prepared = True
         return self._cutter is not None
 
-    def tokens(self, parts: Sequence[PromptPart], *, add_special: bool) -> Tokens:
-        """The token ids of a prompt whose parts are checked."""
-        runs = [
-            self._vocab.tokenize(part.text, add_special=add_special and i == 0, parse_special=part.special)
-            if isinstance(part, TextPart)
-            else np.array(part.tokens, dtype=np.int32)
-            for i, part in enumerate(parts)
-        ]
-        return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
-
     def submitted(self, submit: Submit) -> Prompt:
-        """A request's prompt, whose parts are checked."""
+        """A request's prompt, whose own ids exist."""
+        self.prepare()
         texts = [part for part in submit.prompt if isinstance(part, TextPart)]
         if self._cutter is None or not submit.cache_prompt or len(texts) < len(submit.prompt):
-            return Prompt(self.tokens(submit.prompt, add_special=submit.add_special))
+            return Prompt(tokenized(self._vocab, submit.prompt, add_special=submit.add_special))
         cuts, name = self._cutter.cuts(texts, f"{salted(submit.cache_salt)} {submit.add_special}")
         known = next((cut for cut in reversed(cuts) if cut.name in self.anchors), None)
         last = cuts[-1] if cuts else None
         anchored = self.anchors.find(known.name) if known is not None else None
-        runs = [anchored] if anchored is not None else []
-        if last is not None:
-            is_first = submit.add_special and known is None
-            runs.append(self.tokens(parts_between(texts, known, last), add_special=is_first))
-        n_head = sum(map(len, runs))
-        tail = parts_from(texts, last)
-        is_whole = submit.add_special and last is None
-        runs.append(self.tokens(tail, add_special=is_whole))
-        behind = Behind(name, known.name if known is not None else b"", tuple(tail), n_head, is_whole)
-        return Prompt(np.concatenate(runs), len(anchored) if anchored is not None else 0, behind)
+        between, tail = parts_between(texts, known, last), parts_from(texts, last)
+        runs = [] if anchored is None else [anchored]
+        for parts in (between, tail) if last is not None else (tail,):
+            runs.append(tokenized(self._vocab, parts, add_special=submit.add_special and not runs))
+        if sum(len(part.text) for part in tail) > _LONGEST_TAIL:
+            return Prompt(np.concatenate(runs), 0 if anchored is None else len(anchored))
+        ending = Ending(
+            name=name,
+            front=known.name if known is not None else b"",
+            tail=tuple(tail),
+            n_head=sum(map(len, runs[:-1])),
+            add_special=submit.add_special and last is None,
+        )
+        return Prompt(np.concatenate(runs), 0 if anchored is None else len(anchored), ending)
 
     def replied(self, prompt: Prompt, generated: Tokens, n_sent: int) -> Anchor | None:
         """Name a reply of which `n_sent` characters were sent, if its text would give other tokens."""
-        behind = prompt.behind
-        if behind is None or self._cutter is None:
-            return None
+        ending = prompt.ending
         reply = self._as_sent(generated.tolist(), n_sent)
-        if reply is None:
+        if ending is None or reply is None or self._cutter is None:
             return None
-        text, tokens = reply
-        *front, last = behind.tail or (TextPart(""),)
+        text, ids = reply
+        *others, last = ending.tail or (TextPart(""),)
         end = [TextPart(last.text + text)] if last.special else [last, TextPart(text)]
         if self._cutter.spells_control(end[-1].text, len(end[-1].text) - len(text)):
             return None
-        own = np.concatenate([prompt.tokens[behind.n_head :], np.array(tokens, dtype=np.int32)])
-        if np.array_equal(self.tokens([*front, *end], add_special=behind.add_special), own):
+        own = np.concatenate([prompt.tokens[ending.n_head :], np.array(ids, dtype=np.int32)])
+        if np.array_equal(tokenized(self._vocab, [*others, *end], add_special=ending.add_special), own):
             return None
-        known = np.concatenate([prompt.tokens[: behind.n_head], own])
-        return self.anchors.add(behind.name.extended(text), known, behind.front)
+        tokens = np.concatenate([prompt.tokens[: ending.n_head], own])
+        return self.anchors.add(ending.name.extended(text), tokens, ending.front)
 
     def _as_sent(self, generated: list[int], n_sent: int) -> tuple[str, list[int]] | None:
-        """The text that was sent of a reply, and its tokens; None where no tokens are exactly that text."""
+        """The text that was sent of a reply, and its tokens.
+
+        None where nothing was sent, a token that gives no text is among them, or the sending ended within one.
+        """
         if generated and generated[-1] in self._vocab.eog:
             generated.pop()
-        if not self._vocab.controls.isdisjoint(generated):
-            return None
         pieces = [self._vocab.piece(token) for token in generated]
-        while True:
-            text = b"".join(pieces).decode(errors="replace")
-            if len(text) <= n_sent:
-                break
+        if not all(pieces):
+            return None
+        text = b"".join(pieces).decode(errors="replace")
+        while pieces and len(text) > n_sent:
             pieces.pop()
-        # An incomplete character at the end is sent only once the reply ends.
+            text = b"".join(pieces).decode(errors="replace")
         return (text, generated[: len(pieces)]) if pieces and len(text) == n_sent else None
 
 
-def exact_boundaries(vocab: Vocab) -> tuple[str, ...]:
-    """The control tokens before which a text can be cut without changing its tokens, as far as trying shows."""
+def exact_boundaries(vocab: Vocab, template: str = "") -> tuple[str, ...]:
+    """The control tokens before which a text can be cut without changing its tokens, as far as trying shows.
+
+    Those that the template names are tried first.
+    """
+    candidates = sorted(vocab.boundaries, key=lambda text: text not in template)
 
     def ids(text: str) -> list[int]:
         return list(map(int, vocab.tokenize(text, add_special=False, parse_special=True)))
 
     fronts = {front: ids(front) for front in _FRONTS}
 
-    def is_exact(control: str) -> bool:
-        rests = {rest: ids(control + rest) for rest in _BEHIND}
+    def is_exact(boundary: str) -> bool:
+        rests = {rest: ids(boundary + rest) for rest in _BEHIND}
         return len(rests[""]) == 1 and all(
-            ids(front + control + rest) == fronts[front] + rests[rest] for front in fronts for rest in rests
+            ids(front + boundary + rest) == fronts[front] + rests[rest] for front in fronts for rest in rests
         )
 
-    return tuple(filter(is_exact, vocab.boundaries[:_MOST_BOUNDARIES]))
+    return tuple(filter(is_exact, candidates[:_MOST_BOUNDARIES]))

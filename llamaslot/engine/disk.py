@@ -17,7 +17,6 @@ from llamaslot.core.anchors import Anchor
 from llamaslot.core.backend import Backend, Kv
 from llamaslot.core.disk import BadSegmentError, Disk, Erase, Job, Read, Use, Write
 from llamaslot.core.shared import SharedLedger
-from llamaslot.engine.tokenizing import Tokenizer
 
 _log = structlog.get_logger(__name__)
 
@@ -49,20 +48,13 @@ class DiskWorker:
         """Whether a segment is being written."""
         return bool(self._ledger.tiers.writing)
 
-    def restore(self, tokenizer: Tokenizer) -> None:
-        """Let the core and the tokenizer know what the disk has, before anything else."""
+    def restore(self) -> None:
+        """Let the core know what the disk has, before anything else."""
         tiers, records = self._ledger.tiers, self._disk.take_records()
         too_large = tiers.restore(records, self._disk.first_number)
         self._disk.leave(too_large)
         n_erased = len(records) - len(tiers.disk) - len(too_large)
-        n_anchors = tokenizer.restore(self._disk.take_anchors())
-        _log.info(
-            "disk.restored",
-            segments=len(tiers.disk),
-            erased=n_erased,
-            larger_than_ram=len(too_large),
-            anchors=n_anchors,
-        )
+        _log.info("disk.restored", segments=len(tiers.disk), erased=n_erased, larger_than_ram=len(too_large))
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Begin with jobs of which the operations before them are done."""
@@ -77,12 +69,16 @@ class DiskWorker:
                 case Use(numbers):
                     self._writer.submit(self._disk.use, numbers).add_done_callback(_log_failure)
 
-    def note_anchor(self, anchor: Anchor) -> None:
-        """Keep an anchor over a restart."""
+    def anchors(self) -> Sequence[Anchor]:
+        """See `Disk.anchors`; to be called before anything is written."""
+        return self._disk.anchors()
+
+    def write_anchor(self, anchor: Anchor) -> None:
+        """See `Disk.write_anchor`."""
         self._writer.submit(self._disk.write_anchor, anchor).add_done_callback(_log_failure)
 
     def forget_anchors(self) -> None:
-        """Keep none of those so far."""
+        """See `Disk.forget_anchors`."""
         self._writer.submit(self._disk.forget_anchors).add_done_callback(_log_failure)
 
     def when_written(self, then: Callable[[], None]) -> None:

@@ -82,13 +82,13 @@ class _Live:
 class Engine:
     """Runs requests on a backend, whose calls are made on `thread` alone.
 
-    Every method is called on the loop that `run` runs on; `run` ends the thread in the end. Prefill takes at most
-    `gap_ms` milliseconds between two tokens of a stream. Idle prefixes keep at most `idle_cells` cells (None: all
-    that nothing else needs), and leave it once `idle_life` prompt tokens are computed beside them (None: when their
-    cells are needed); what leaves the pool is stored in up to `ram_bytes` of the host's memory, and from there on
-    `disk`, if there is one. With `anchors` a conversation that comes back as text continues from the tokens that
-    were generated for it. With `debug_invariants` the ledger is compared with the backend whenever nothing runs,
-    and a difference ends the engine.
+    Every method is called on the loop that `run` runs on; `run` ends the thread in the end. Prefill makes the time
+    between two tokens of a stream about `gap_ms` milliseconds long. Idle prefixes keep at most `idle_cells` cells
+    (None: all that nothing else needs), and leave it once `idle_life` prompt tokens are computed beside them (None:
+    when their cells are needed); what leaves the pool is stored in up to `ram_bytes` of the host's memory, and from
+    there on `disk`, if there is one. With `anchors` a conversation that comes back as text continues from the
+    tokens that were generated for it. With `debug_invariants` the ledger is compared with the backend whenever
+    nothing runs, and a difference ends the engine.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Engine:
                 prefill_us=cost.prefill_us if cost is not None else 0.0,
                 save_us=cost.first_save_us if cost is not None else 0.0,
                 load_us=cost.load_us if cost is not None else 0.0,
-                batch_cost=info.batch_cost,
+                step_cost=info.step_cost,
                 unified=info.unified,
                 reuse=info.reuse,
                 stream_copy_ms=info.stream_copy_ms,
@@ -134,18 +134,17 @@ class Engine:
                 eog=backend.vocab.eog,
             )
         )
-        self._tokenizer = Tokenizer(
-            backend.vocab, info.n_ctx_slot, anchors=anchors and info.reuse and not info.adds_eos
-        )
-        if anchors and info.reuse and not self._tokenizer.has_anchors:
-            _log.warning("anchors.off", reason="text of this vocabulary cannot be cut before its control tokens")
+        # A token behind every prompt would be behind what comes before a cut, too.
+        wanted = anchors and info.reuse and not info.adds_eos
+        self._tokenizer = Tokenizer(backend.vocab, info.n_ctx_slot, anchors=wanted, template=info.chat_template)
         self._reports = Reports(self.scheduler, self._tokenizer, backend.vocab)
         self._worker = Worker(backend, thread or model_thread(), clock, self._is_wanted)
         self._disk: DiskWorker | None = None
         ledger = self.scheduler.ledger
         if disk is not None and self.scheduler.settings.writes and isinstance(ledger, SharedLedger):
             self._disk = DiskWorker(disk, backend, ledger, self._post, clock)
-            self._disk.restore(self._tokenizer)
+            self._disk.restore()
+            self._tokenizer.restore(self._disk.anchors())
         self._live: dict[str, _Live] = {}
         self._tokenizing: dict[str, asyncio.Future[Any]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
@@ -156,6 +155,8 @@ class Engine:
         self._debug_invariants = debug_invariants
         self._is_checked = False
         self._n_arrived = 0
+        self._n_naming = 0
+        """Replies that are being named."""
 
     def send(self, command: Command) -> None:
         """Hand in a command; it takes effect between two steps."""
@@ -185,6 +186,7 @@ class Engine:
     async def run(self) -> None:
         """Run steps until `stop`, or until something breaks that no request is to blame for."""
         reason = ""
+        self._tokenizer.run(self._tokenizer.prepare).add_done_callback(self._note_anchors)
         try:
             while not self._stopping:
                 await self._step()
@@ -231,7 +233,7 @@ class Engine:
                 self._inbox.popleft()()
             if plan := self.scheduler.plan(now):
                 await self._worker.run(plan, self._commit)
-            elif self._disk.is_writing:
+            elif self._disk.is_writing or self._n_naming:
                 self._wake.clear()
                 await self._sleep(until)
             else:
@@ -404,19 +406,31 @@ class Engine:
             self._outbox.append(Output(live.request.id, text, tuple(live.unsent), progress))
             live.unsent.clear()
 
+    def _note_anchors(self, prepared: asyncio.Future[bool]) -> None:
+        if prepared.cancelled():
+            return
+        if error := prepared.exception():
+            _log.error("anchors.failed", exc_info=error)
+        else:
+            _log.info("anchors.ready" if prepared.result() else "anchors.off")
+
     def _name_reply(self, live: _Live) -> None:
-        """Have remembered which tokens the reply was made of, before anybody knows that it has ended."""
+        """Have remembered which tokens the reply was made of: asked for before its end is told, so that the next
+        turn finds it.
+        """
         request = live.request
-        if live.prompt.behind is None or not request.n_generated:
+        if live.prompt.ending is None or not request.n_generated:
             return
         generated = request.known.view(request.n_prompt)
         future = self._tokenizer.run(self._tokenizer.replied, live.prompt, generated, live.n_sent)
+        self._n_naming += 1
 
         def done() -> None:
+            self._n_naming -= 1
             if error := future.exception():
                 _log.error("anchor.failed", request_id=request.id, exc_info=error)
             elif (anchor := future.result()) is not None and self._disk is not None:
-                self._disk.note_anchor(anchor)
+                self._disk.write_anchor(anchor)
 
         future.add_done_callback(lambda _: self._post(done))
 
@@ -452,12 +466,18 @@ class Engine:
     def _clear_cache(self, command: ClearCache) -> None:
         before = self._reports.cache_figures()
         n_tokens = self.scheduler.ledger.clear_idle()
-        self._tokenizer.run(self._tokenizer.forget)
         _log.info("cache.cleared", tokens=n_tokens, ram_tokens=before.ram_tokens, disk_tokens=before.disk_tokens)
         answer = CacheCleared(command.request_id, n_tokens, before.ram_tokens, before.disk_tokens)
-        if self._disk is None:
-            self._answer(answer)
-            return
-        self._disk.forget_anchors()
-        self._disk.start(self.scheduler.ledger.take_jobs())
-        self._disk.when_written(lambda: self._answer(answer))
+        if self._disk is not None:
+            self._disk.start(self.scheduler.ledger.take_jobs())
+
+        def forgotten() -> None:
+            """Replies that were being remembered have been written by now, and are erased with the others."""
+            if self._disk is None:
+                self._answer(answer)
+                return
+            self._disk.forget_anchors()
+            self._disk.when_written(lambda: self._answer(answer))
+
+        forgetting = self._tokenizer.run(self._tokenizer.forget)
+        forgetting.add_done_callback(lambda _: self._post(forgotten))

@@ -23,7 +23,7 @@ from llamaslot.base.messages import (
 )
 from llamaslot.core.anchors import Anchor
 from llamaslot.core.backend import Tokens, Vocab
-from llamaslot.engine.anchoring import Anchoring, Prompt
+from llamaslot.engine.anchoring import Anchoring, Prompt, tokenized
 
 T = TypeVar("T")
 
@@ -31,10 +31,10 @@ T = TypeVar("T")
 class Tokenizer:
     """Answers what needs the vocabulary only; `run` puts one of its methods on the thread."""
 
-    def __init__(self, vocab: Vocab, n_ctx: int, *, anchors: bool = True) -> None:
+    def __init__(self, vocab: Vocab, n_ctx: int, *, anchors: bool = True, template: str = "") -> None:
         self._vocab = vocab
         self._n_ctx = n_ctx
-        self._anchoring = Anchoring(vocab, is_on=anchors)
+        self._anchoring = Anchoring(vocab, is_wanted=anchors, template=template)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-tokenizer")
 
     def run(self, method: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
@@ -42,8 +42,8 @@ class Tokenizer:
         return asyncio.get_running_loop().run_in_executor(self._thread, method, *arguments)
 
     def close(self) -> None:
-        """End the thread once it is done with what it is at; nothing waits for that."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the thread once it is done with what it is at: it must not outlive the vocabulary."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
     def submitted(self, command: Submit) -> Prompt:
         """A request's prompt; `ContextSizeError` without tokenizing if it cannot fit a slot."""
@@ -54,12 +54,16 @@ class Tokenizer:
         if at_least >= self._n_ctx:
             raise ContextSizeError.of(at_least, self._n_ctx, at_least=True)
         self._check_parts(command.prompt)
-        return self._anchoring.submitted(command)
+        prompt = self._anchoring.submitted(command)
+        if prompt.n_anchored and len(prompt.tokens) >= self._n_ctx:
+            # The text's own tokens may be fewer.
+            return Prompt(tokenized(self._vocab, command.prompt, add_special=command.add_special))
+        return prompt
 
     def tokenized(self, command: Tokenize) -> Tokenized:
         """A prompt's token ids, each with its bytes if they are wanted."""
         self._check_parts(command.prompt)
-        tokens = tuple(self._anchoring.tokens(command.prompt, add_special=command.add_special).tolist())
+        tokens = tuple(tokenized(self._vocab, command.prompt, add_special=command.add_special).tolist())
         pieces = tuple(self._vocab.detokenize([token]) for token in tokens) if command.with_pieces else ()
         return Tokenized(command.request_id, tokens, pieces)
 
@@ -67,10 +71,9 @@ class Tokenizer:
         """See `Anchoring.replied`."""
         return self._anchoring.replied(prompt, generated, n_sent)
 
-    @property
-    def has_anchors(self) -> bool:
-        """Whether replies are ever remembered."""
-        return self._anchoring.is_on
+    def prepare(self) -> bool:
+        """Try out what else the first prompt would wait for; whether replies are ever remembered."""
+        return self._anchoring.prepare()
 
     @property
     def anchor_figures(self) -> tuple[int, int]:
@@ -80,7 +83,13 @@ class Tokenizer:
 
     def restore(self, anchors: Sequence[Anchor]) -> int:
         """Remember what an earlier server did; how many of these."""
-        return sum(map(self._anchoring.anchors.put, anchors))
+        left = list(anchors) if self._anchoring.is_wanted else []
+        n_put = 0
+        # One that took the place of another may come behind what continues it.
+        while left and len(rest := [each for each in left if not self._anchoring.anchors.put(each)]) < len(left):
+            n_put += len(left) - len(rest)
+            left = rest
+        return n_put
 
     def forget(self) -> None:
         """Forget all replies."""

@@ -14,10 +14,7 @@ _RATES = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 500, 1000)
 
 _COUNTERS = {
     "n_misses": ("llamaslot_prefix_cache_miss_requests", "Requests that reused nothing."),
-    "n_anchored": (
-        "llamaslot_anchored_requests",
-        "Requests whose text came back and gave its own tokens.",
-    ),
+    "n_anchored_hits": ("llamaslot_prefix_cache_anchored_requests", "Hits that went on from an anchor's tokens."),
     "n_waits": ("llamaslot_prefix_cache_wait_requests", "Requests that waited for another one's prefix."),
     "n_copied": ("llamaslot_prefix_cache_copied_tokens", "Tokens taken over from another sequence."),
     "n_evicted": ("llamaslot_prefix_cache_evicted_tokens", "Tokens given up because room was needed."),

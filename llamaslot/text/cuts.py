@@ -1,14 +1,15 @@
 """Where a prompt's text may be cut in two, and names for all the text in front of such a place.
 
-Tokenizing is exact across a cut just before a control token: the tokens of both sides are those of the whole. So
-text that is known up to there may stand for whatever tokens it came from, and only the rest is tokenized.
+Just before some control tokens, the *boundaries*, tokenizing is exact across a cut: the tokens of both sides are
+those of the whole. So text that is known up to there may stand for whatever tokens it came from, and only the rest
+is tokenized.
 
-A name is a digest of the text and of how it is cut into parts, since a control token that is only spelled becomes
-other tokens than a real one:
+A name is a digest of the text and of how it is divided into parts, since a control token that is only spelled
+becomes other tokens than a real one:
 
     parts    "<|im_start|>user\\nsay " "<|im_end|>"(spelled) "<|im_end|>\\n<|im_start|>assistant\\n"
     cuts                                                     ^             ^
-    digests  of the salt, then of each part a mark of its kind and its bytes, up to the cut
+    digests  of the namespace, then of each part a mark of its kind and its bytes, up to the cut
 
 This must never look at tokens.
 """
@@ -28,9 +29,10 @@ _SPECIAL, _PLAIN = b"\xfd", b"\xfe"
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A place just before a control token."""
+    """A place just before a boundary."""
 
     part: int
+    """The index of the part that it is in."""
     at: int
     """Characters of that part in front of it."""
     name: bytes
@@ -40,9 +42,9 @@ class Cut:
 class TextName:
     """The name of a growing text."""
 
-    def __init__(self, salt: str) -> None:
-        """Texts of different salts have different names."""
-        self._digest = hashlib.blake2b(salt.encode(), digest_size=16)
+    def __init__(self, space: str) -> None:
+        """Texts of different namespaces have different names."""
+        self._digest = hashlib.blake2b(space.encode(), digest_size=16)
         self._is_special = False
         """Whether more of a special part would belong to the last one."""
 
@@ -70,20 +72,22 @@ class TextName:
 
 
 class Cutter:
-    """Finds the cuts of prompts; `controls` are the texts of the control tokens before which it is exact."""
+    """Finds the cuts of prompts; `boundaries` are some of all `special_tokens`, by their texts."""
 
-    def __init__(self, controls: Iterable[str]) -> None:
-        longest_first = sorted(filter(None, controls), key=lambda text: (-len(text), text))
+    def __init__(self, boundaries: Iterable[str], special_tokens: Iterable[str]) -> None:
+        self._boundaries = frozenset(boundaries)
+        longest_first = sorted(filter(None, special_tokens), key=lambda text: (-len(text), text))
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def cuts(self, parts: Sequence[TextPart], salt: str) -> tuple[list[Cut], TextName]:
+    def cuts(self, parts: Sequence[TextPart], space: str) -> tuple[list[Cut], TextName]:
         """All cuts of a prompt but the one in front of all its text, and the name of the whole."""
-        name, found = TextName(salt), []
+        name, found = TextName(space), []
         has_begun = False
         for i, part in enumerate(parts):
             if not part.text:
                 continue
-            places = [match.start() for match in self._controls.finditer(part.text)] if part.special else []
+            controls = self._controls.finditer(part.text) if part.special else ()
+            places = [control.start() for control in controls if control[0] in self._boundaries]
             if has_begun and places[:1] == [0]:
                 found.append(Cut(i, 0, name.value))
             name.begin(part)
@@ -110,10 +114,10 @@ def parts_from(parts: Sequence[TextPart], cut: Cut | None) -> list[TextPart]:
 
 
 def parts_between(parts: Sequence[TextPart], start: Cut | None, end: Cut | None) -> list[TextPart]:
-    """The prompt from one cut to a later one, or to its end; without `start` from its beginning on."""
-    rest = parts_from(parts, start)
+    """The prompt from one cut, or from its beginning on, to that or a later one; nothing without one."""
     if end is None:
-        return rest
+        return []
+    rest = parts_from(parts, start)
     skipped = 0 if start is None else start.part
     n_front = start.at if start is not None and start.part == end.part else 0
     last = parts[end.part]

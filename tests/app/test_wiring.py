@@ -132,9 +132,7 @@ def test_a_flag_reaches_the_sampling_defaults_and_nothing_else_changes(
 
 def test_the_defaults_of_every_layer_are_the_same() -> None:
     assert api_settings(Config()) == ApiSettings()
-    assert llama_settings(Config(), MODEL) == LlamaSettings(
-        model=MODEL, n_cache_seqs_a_slot=2, measure_kv_cost=True
-    )
+    assert llama_settings(Config(), MODEL) == LlamaSettings(model=MODEL, n_cache_seqs_a_slot=2, measure_costs=True)
 
 
 def test_keys_come_from_the_flag_and_from_the_file(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, batches, costs
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, costs, small_steps
 from llamaslot.core.backend import Load, Operation, Run, Save, Status
 
 
 def settings(model: Path, **fields: object) -> LlamaSettings:
-    return LlamaSettings(model, n_slots=1, n_cache_seqs=0, measure_kv_cost=True, **fields)
+    return LlamaSettings(model, n_slots=1, n_cache_seqs=0, measure_costs=True, **fields)
 
 
 def state_bytes(backend: LlamaBackend, n_tokens: int) -> int:
@@ -43,7 +43,7 @@ def test_the_ratio_is_the_time_beside_so_many_cells_over_that_in_an_empty_pool(
         return loaded[-1]
 
     monkeypatch.setattr(costs, "_prefill", timed)
-    monkeypatch.setattr(batches, "measure", lambda *_: None)
+    monkeypatch.setattr(small_steps, "measure", lambda *_: None)
     monkeypatch.setattr(llama_cpp, "llama_state_seq_set_data", counted)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
     cost = backend.info.kv_cost
@@ -122,7 +122,7 @@ def test_a_pool_that_cannot_be_filled_is_not_measured(tiny_model: Path, monkeypa
         {"n_ctx": 2048},
         {"n_ctx": 4096, "unified": False},
         {"n_ctx": 4096, "n_slots": 256},
-        {"n_ctx": 4096, "measure_kv_cost": False},
+        {"n_ctx": 4096, "measure_costs": False},
         {"n_ctx": 4096, "flash_attn": "off"},
         {"n_ctx": 4096, "n_ubatch": 32},
     ],
@@ -130,6 +130,6 @@ def test_a_pool_that_cannot_be_filled_is_not_measured(tiny_model: Path, monkeypa
 def test_where_it_does_not_matter_or_is_not_asked_for_nothing_is_measured(
     tiny_model: Path, fields: dict[str, Any]
 ) -> None:
-    backend = LlamaBackend(LlamaSettings(tiny_model, **{"measure_kv_cost": True} | fields))
+    backend = LlamaBackend(LlamaSettings(tiny_model, **{"measure_costs": True} | fields))
     assert backend.info.kv_cost is None
     backend.close()

@@ -286,15 +286,47 @@ def test_anchors_are_there_again_in_their_order_and_only_for_their_key(folder: P
         store.write_anchor(each)
     store.close()
     other = opened(folder, OTHER)
-    assert other.take_anchors() == []
+    assert other.anchors() == []
     other.write_anchor(anchor(2))
     other.forget_anchors()
     other.close()
     again = opened(folder)
-    assert again.take_anchors() == [anchor(2), anchor(1), anchor(3, 2)]
+    assert again.anchors() == [anchor(2), anchor(1), anchor(3, 2)]
     again.forget_anchors()
-    assert again.take_anchors() == []
+    assert again.anchors() == []
     again.close()
+
+
+def test_an_index_from_before_there_were_anchors_keeps_its_segments(folder: Path) -> None:
+    store = opened(folder)
+    write(store, record(1))
+    store.close()
+    with sqlite3.connect(folder / "index.sqlite") as database:
+        database.executescript("DROP TABLE anchors; PRAGMA user_version = 1;")
+    database.close()
+    again = opened(folder)
+    assert [each.number for each in again.take_records()] == [1]
+    again.write_anchor(anchor(1))
+    assert again.anchors() == [anchor(1)]
+    again.close()
+
+
+def test_what_continues_an_anchor_that_went_goes_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "MOST_BYTES", 3 * (200 + 4))
+    store = opened(folder)
+    for each in (anchor(1), anchor(2, 1), anchor(3, 2), anchor(4)):
+        store.write_anchor(each)
+    assert store.anchors() == [anchor(4)]
+    store.close()
+
+
+def test_an_anchor_takes_the_place_of_another_one_of_its_name(folder: Path) -> None:
+    store = opened(folder)
+    store.write_anchor(anchor(1))
+    other = Anchor(b"name 1", b"", 0, b"efghijkl")
+    store.write_anchor(other)
+    assert store.anchors() == [other]
+    store.close()
 
 
 @pytest.mark.parametrize(
@@ -320,17 +352,23 @@ def test_an_anchor_that_was_changed_is_none(folder: Path, column: str, value: ob
             database.execute(f"UPDATE anchors SET {column} = ? WHERE name = ?", (value, b"name 2"))
     database.close()
     again = opened(folder)
-    assert again.take_anchors() == [anchor(1)]
+    assert again.anchors() == [anchor(1)]
     again.close()
 
 
 def test_the_oldest_anchors_go_where_there_are_too_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "_MOST_ANCHORS", 3)
+    monkeypatch.setattr(index, "MOST_BYTES", 3 * (200 + 4))
+    monkeypatch.setattr(index, "_TRIMMED_EVERY", 4)
     store = opened(folder)
-    for n in range(5):
+    for n in range(7):
         store.write_anchor(anchor(n))
-    assert store.take_anchors() == [anchor(2), anchor(3), anchor(4)]
     store.close()
+    with sqlite3.connect(folder / "index.sqlite") as database:
+        assert database.execute("SELECT count(*) FROM anchors").fetchone() == (6,)
+    database.close()
+    again = opened(folder)
+    assert again.anchors() == [anchor(4), anchor(5), anchor(6)]
+    again.close()
 
 
 def test_a_second_server_is_refused(folder: Path) -> None:

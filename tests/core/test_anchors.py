@@ -33,6 +33,12 @@ def test_where_the_front_is_gone_an_anchor_keeps_all_tokens_itself() -> None:
     assert anchors.add(name(2), tokens(1, 2, 3), name(1)) == Anchor(name(2), b"", 0, packed(tokens(1, 2, 3)))
 
 
+def test_a_front_that_was_named_again_for_other_tokens_is_not_continued() -> None:
+    anchors = Anchors()
+    anchors.add(name(1), tokens(7, 8), b"")
+    assert anchors.add(name(2), tokens(1, 2, 3, 4), name(1)) == Anchor(name(2), b"", 0, packed(tokens(1, 2, 3, 4)))
+
+
 def test_what_was_kept_over_a_restart_is_taken_only_behind_what_it_continues() -> None:
     anchors = Anchors()
     first, second = Anchor(name(1), b"", 0, packed(tokens(1))), Anchor(name(2), name(1), 1, packed(tokens(2)))

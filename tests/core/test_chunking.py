@@ -30,8 +30,18 @@ def test_beside_streams_the_step_ends_about_when_the_gap_does(decode_ms: float, 
 
 
 def test_chunks_fill_whole_tiles_together_with_the_streams() -> None:
-    for n_decoding in range(1, 9):
+    for n_decoding in (*range(1, 9), 64, 65, 130):
         assert (taught(decode_ms=10, token_ms=0.5).limit(n_decoding) + n_decoding) % TILE == 0
+
+
+def test_what_a_step_takes_at_all_is_told_from_what_its_tokens_take() -> None:
+    # 40 ms for any prompt at all and 0.2 ms for each of its tokens: of 90 ms allowed, 50 are left for 250 of them.
+    sizer = ChunkSizer(n_ubatch=512, gap_ms=100)
+    for _ in range(100):
+        sizer.observe(0, 4, 0.01)
+        for n in (64, 380):
+            sizer.observe(n, 4, (10 + 40 + 0.2 * n) / 1e3)
+    assert sizer.limit(4) == 4 * TILE - 4
 
 
 def test_dear_small_steps_do_not_make_the_next_ones_smaller_still() -> None:
@@ -40,6 +50,35 @@ def test_dear_small_steps_do_not_make_the_next_ones_smaller_still() -> None:
     for n in (40, 30, 17, 16, 16, 16, 16, 16):
         sizer.observe(n, 4, (40 + 3 * n) / 1e3)
     assert sizer.limit(4) == 2 * TILE - 4
+
+
+def test_a_slow_spell_does_not_keep_large_chunks_away_for_good() -> None:
+    """A machine where small steps cost 2 ms a token and large ones 0.6, which took six times as long for a while."""
+    sizer = taught(decode_ms=40, token_ms=0.6)
+    for _ in range(5):
+        sizer.observe(30, 4, (40 + 2 * 30) / 1e3)
+
+    def step(slower: float) -> int:
+        n = sizer.limit(4)
+        added = (0.6 * slower if n + 4 >= TILE else 2.0) * n
+        sizer.observe(n, 4, (40 + added) / 1e3)
+        return n
+
+    for _ in range(30):
+        step(6.0)
+    assert step(1.0) < TILE - 4
+    assert max(step(1.0) for _ in range(300)) >= TILE - 4
+    assert step(1.0) == 2 * TILE - 4
+
+
+def test_steps_with_hardly_a_prompt_token_teach_nothing() -> None:
+    sizer = taught(decode_ms=10, token_ms=0.5)
+    before = sizer.limit(4)
+    for _ in range(50):
+        sizer.observe(2, 4, 0.5)
+        sizer.observe(2, 0, 0.5)
+    assert sizer.limit(4) == before
+    assert sizer.seconds(100) == pytest.approx(0.05)
 
 
 def test_where_a_tile_takes_far_too_long_chunks_stay_small() -> None:

@@ -45,8 +45,8 @@ async def converse(harness: Harness, name: str, seed: int, counts: Counter[str])
             # The last token of a reply is sampled and never computed.
             n_new = len(vocab.tokenize(new, add_special=False, parse_special=True)) + 1
             tokens = harness.tokens(f"{name} {i - 1}")
-            has_control = any(control in reply for control in vocab.control_tokens)
-            has_control |= not vocab.controls.isdisjoint(tokens[:-1])
+            has_control = any(control in reply for control in vocab.special_tokens)
+            has_control |= not all(map(vocab.piece, tokens[:-1]))
             known = "only new text" if end.progress.n_prompt_computed <= n_new else "more"
             counts["a control token in the reply" if has_control and known == "more" else known] += 1
             counts["anchored"] += end.progress.n_anchored > 0

@@ -19,6 +19,7 @@ from llamaslot.backend.llama import library
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.messages import Submit, TextPart, TokensPart
 from llamaslot.core.backend import Tokens
+from llamaslot.engine import anchoring as anchoring_module
 from llamaslot.engine.anchoring import Anchoring, Prompt, exact_boundaries
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -37,7 +38,7 @@ def vocab() -> Iterator[LlamaVocab]:
 
 @pytest.fixture
 def anchoring(vocab: LlamaVocab) -> Anchoring:
-    return Anchoring(vocab, is_on=True)
+    return Anchoring(vocab)
 
 
 def submit(*parts: TextPart | TokensPart | str, **fields: object) -> Submit:
@@ -230,9 +231,10 @@ def test_a_reply_with_a_broken_character_comes_back_as_it_was_sent(anchoring: An
 
 
 def test_off_means_as_if_every_text_were_new(vocab: LlamaVocab) -> None:
-    anchoring = Anchoring(vocab, is_on=False)
-    assert not anchoring.is_on
+    anchoring = Anchoring(vocab, is_wanted=False)
+    assert not anchoring.prepare()
     prompt = anchoring.submitted(submit(turn("Hi")))
+    assert prompt.ending is None
     assert anchoring.replied(prompt, spelled_otherwise(vocab, random.Random(1), "Hello"), 5) is None
     assert prompt.tokens.tolist() == canonical(vocab, turn("Hi"))
 
@@ -240,7 +242,7 @@ def test_off_means_as_if_every_text_were_new(vocab: LlamaVocab) -> None:
 class Greedy:
     """A vocabulary in which `<cut>` swallows the spaces to its left, and `<fine>` does not."""
 
-    boundaries = ("<cut>", "<fine>")
+    boundaries = special_tokens = ("<cut>", "<fine>")
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
         text = text.replace(" <cut>", "<cut>").replace("<cut>", "\1").replace("<fine>", "\2")
@@ -249,6 +251,40 @@ class Greedy:
 
 def test_only_control_tokens_are_cut_at_before_which_that_changes_nothing() -> None:
     assert exact_boundaries(Greedy()) == ("<fine>",)  # type: ignore[arg-type]
+
+
+def test_a_front_that_came_to_stand_for_other_tokens_is_not_cut_at_its_old_length(
+    anchoring: Anchoring, vocab: LlamaVocab
+) -> None:
+    """Between a prompt and its reply the anchor that the prompt goes on from is forgotten and made anew, longer."""
+    first = anchoring.submitted(submit(turn("Hi")))
+    short = spelled_otherwise(vocab, random.Random(1), "Hello there")
+    anchoring.replied(first, short, len("Hello there"))
+    text = turn("Hi") + f"Hello there{END}\n" + turn("More")
+    second = anchoring.submitted(submit(text))
+    assert second.n_anchored
+    anchoring.anchors.clear()
+    letters = [vocab.tokenize(c, add_special=False, parse_special=False).tolist() for c in "Hello there"]
+    longer = np.array([token for each in letters for token in each], dtype=np.int32)
+    assert len(longer) > len(short)
+    anchoring.replied(first, longer, len("Hello there"))
+    reply = spelled_otherwise(vocab, random.Random(2), "Fine, thanks.")
+    anchoring.replied(second, reply, len("Fine, thanks."))
+    again = anchoring.submitted(submit(text + f"Fine, thanks.{END}\n" + turn("Bye")))
+    assert again.tokens[: again.n_anchored].tolist() == [*second.tokens.tolist(), *reply.tolist()]
+    assert vocab.detokenize(again.tokens.tolist()).decode() == text + f"Fine, thanks.{END}\n" + turn("Bye")
+
+
+def test_replies_behind_a_long_text_without_a_cut_get_no_name(anchoring: Anchoring) -> None:
+    assert anchoring.submitted(submit("word " * 3000)).ending is not None
+    assert anchoring.submitted(submit("word " * 4000)).ending is None
+    assert anchoring.submitted(submit("word " * 4000 + turn("Hi"))).ending is not None
+
+
+def test_the_boundaries_that_the_template_names_are_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anchoring_module, "_MOST_BOUNDARIES", 1)
+    assert exact_boundaries(Greedy(), "x <fine> y") == ("<fine>",)  # type: ignore[arg-type]
+    assert exact_boundaries(Greedy()) == ()  # type: ignore[arg-type]
 
 
 def test_the_embedded_vocabulary_can_be_cut_at_all_of_its_control_tokens(vocab: LlamaVocab) -> None:

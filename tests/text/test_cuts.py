@@ -9,7 +9,7 @@ from llamaslot.base.messages import TextPart
 from llamaslot.text.cuts import Cutter, parts_between, parts_from
 
 START, END = "<|im_start|>", "<|im_end|>"
-CUTTER = Cutter((START, END, "<|im"))
+CUTTER = Cutter((START, END, "<|im"), (START, END, "<|im", "<|strips|>"))
 
 pieces = st.lists(st.sampled_from([START, END, "<|im", "a", "b\n", " ", "é", "<|", "\ud800"]), max_size=8)
 parts = st.lists(st.builds(TextPart, pieces.map("".join), special=st.booleans()), min_size=1, max_size=4).map(tuple)
@@ -27,6 +27,12 @@ def test_cuts_are_before_control_tokens_that_are_parsed_and_never_before_all_tex
     prompt = (TextPart(f"{START}user\nsay "), TextPart(END, special=False), TextPart(f"{END}\n{START}x{END}"))
     cuts, _ = CUTTER.cuts(prompt, "")
     assert [(cut.part, cut.at) for cut in cuts] == [(2, 0), (2, len(END) + 1), (2, len(END + START) + 2)]
+
+
+def test_there_is_no_cut_before_a_control_token_that_is_no_boundary() -> None:
+    cuts, _ = CUTTER.cuts((TextPart(f"a<|strips|>b{END}"),), "")
+    assert [cut.at for cut in cuts] == [len("a<|strips|>b")]
+    assert CUTTER.spells_control("a<|strips|>")
 
 
 def test_the_longest_control_token_counts() -> None:

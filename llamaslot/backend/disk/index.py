@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llamaslot.core.anchors import Anchor
+from llamaslot.core.anchors import MOST_BYTES, OVERHEAD, Anchor
 from llamaslot.core.disk import Record
 
 _SCHEMA_VERSION = 2
-_MOST_ANCHORS = 100_000
+_TRIMMED_EVERY = 256
+"""Anchors added until it is looked whether they are too many."""
 _MOST = 2**62
 _SCHEMA = """
     CREATE TABLE segments (
@@ -36,6 +37,13 @@ _SCHEMA = """
         used INTEGER NOT NULL
     );
     CREATE INDEX segments_by_use ON segments (used);
+    CREATE TABLE weights (
+        path TEXT PRIMARY KEY,
+        stat TEXT NOT NULL,
+        digest BLOB NOT NULL
+    );
+"""
+_ANCHORS_SCHEMA = """
     CREATE TABLE anchors (
         number INTEGER PRIMARY KEY AUTOINCREMENT,
         key BLOB NOT NULL,
@@ -46,12 +54,9 @@ _SCHEMA = """
         checksum BLOB NOT NULL,
         UNIQUE (key, name)
     );
-    CREATE TABLE weights (
-        path TEXT PRIMARY KEY,
-        stat TEXT NOT NULL,
-        digest BLOB NOT NULL
-    );
 """
+_CHANGES = {0: _SCHEMA + _ANCHORS_SCHEMA, 1: _ANCHORS_SCHEMA}
+"""What to do to an index of an earlier version; 0 is an empty file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,7 @@ class Index:
             self._database.close()
             raise
         self._last_use = 0
+        self._n_anchors_added = 0
 
     def rows(self) -> list[Row]:
         """All segments, the least recently used first; to be called before any is added or used."""
@@ -109,6 +115,7 @@ class Index:
 
     def anchors(self, key: bytes) -> list[Anchor]:
         """Those of a key that are as they were added, in that order."""
+        self._trim_anchors()
         with _named_errors():
             found = list(
                 self._database.execute(
@@ -118,17 +125,19 @@ class Index:
         return [Anchor(*row[:4]) for row in found if _is_whole(row)]
 
     def add_anchor(self, key: bytes, anchor: Anchor) -> None:
-        """Note an anchor, unless one of that name is there; the oldest of all goes where there are too many."""
+        """Note an anchor, in place of another one of that name."""
         row = anchor.name, anchor.front, anchor.start, anchor.tokens
         self._database.execute(
-            "INSERT OR IGNORE INTO anchors (key, name, front, start, tokens, checksum) VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT INTO anchors (key, name, front, start, tokens, checksum) VALUES (?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (key, name) DO UPDATE SET (front, start, tokens, checksum) = "
+            "(excluded.front, excluded.start, excluded.tokens, excluded.checksum)",
             (key, *row, _checksum(*row)),
         )
-        self._database.execute(
-            "DELETE FROM anchors WHERE number <= (SELECT max(number) FROM anchors) - ?", (_MOST_ANCHORS,)
-        )
+        self._n_anchors_added += 1
+        if self._n_anchors_added % _TRIMMED_EVERY == 0:
+            self._trim_anchors()
 
-    def remove_anchors(self, key: bytes) -> None:
+    def forget_anchors(self, key: bytes) -> None:
         """Forget those of a key."""
         self._database.execute("DELETE FROM anchors WHERE key = ?", (key,))
 
@@ -147,13 +156,29 @@ class Index:
         """Close the file."""
         self._database.close()
 
+    def _trim_anchors(self) -> None:
+        """Forget the oldest anchors of all keys where they take more than `MOST_BYTES`, and what continues them."""
+        execute = self._database.execute
+        n_gone = execute(
+            "DELETE FROM anchors WHERE number IN (SELECT number FROM (SELECT number, sum(length(tokens) + ?) "
+            "OVER (ORDER BY number DESC) AS n_bytes FROM anchors) WHERE n_bytes > ?)",
+            (OVERHEAD, MOST_BYTES),
+        ).rowcount
+        while n_gone:
+            n_gone = execute(
+                "DELETE FROM anchors WHERE front != x'' AND NOT EXISTS (SELECT 1 FROM anchors AS other "
+                "WHERE (other.key, other.name) = (anchors.key, anchors.front))"
+            ).rowcount
+
     def _prepare(self) -> None:
         execute = self._database.execute
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA synchronous = NORMAL")
         version: int = execute("PRAGMA user_version").fetchone()[0]
-        if version == 0 and not execute("SELECT 1 FROM sqlite_master").fetchone():
-            self._database.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;")
+        is_new = not execute("SELECT 1 FROM sqlite_master").fetchone()
+        if version in _CHANGES and is_new == (version == 0):
+            change = f"BEGIN; {_CHANGES[version]} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;"
+            self._database.executescript(change)
         elif version != _SCHEMA_VERSION:
             raise sqlite3.DatabaseError(f"its version is {version}, not {_SCHEMA_VERSION}")
 
@@ -184,6 +209,7 @@ def _checksum(name: bytes, front: bytes, start: int, tokens: bytes) -> bytes:
 
 
 def _is_whole(row: tuple[Any, ...]) -> bool:
+    """Whether an anchor's row is what was added."""
     name, front, start, tokens, checksum = row
     if not (isinstance(start, int) and all(isinstance(each, bytes) for each in (name, front, tokens))):
         return False

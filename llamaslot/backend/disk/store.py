@@ -201,12 +201,12 @@ class DiskStore:
         except sqlite3.Error as error:
             _log.warning("disk.use_failed", error=str(error))
 
-    def take_anchors(self) -> list[Anchor]:
-        """See `Disk.take_anchors`."""
+    def anchors(self) -> list[Anchor]:
+        """See `Disk.anchors`."""
         try:
             return self._index.anchors(self._key)
         except sqlite3.Error as error:
-            _log.warning("disk.anchors_lost", error=str(error))
+            _log.warning("disk.anchors_failed", error=str(error))
             return []
 
     def write_anchor(self, anchor: Anchor) -> None:
@@ -214,14 +214,14 @@ class DiskStore:
         try:
             self._index.add_anchor(self._key, anchor)
         except sqlite3.Error as error:
-            _log.warning("disk.anchor_failed", error=str(error))
+            _log.warning("disk.anchors_failed", error=str(error))
 
     def forget_anchors(self) -> None:
         """See `Disk.forget_anchors`."""
         try:
-            self._index.remove_anchors(self._key)
+            self._index.forget_anchors(self._key)
         except sqlite3.Error as error:
-            _log.warning("disk.erase_failed", error=str(error))
+            _log.warning("disk.anchors_failed", error=str(error))
 
     def close(self) -> None:
         """See `Disk.close`."""

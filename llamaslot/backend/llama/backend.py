@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import psutil
 
-from llamaslot.backend.llama import batches, costs, library, sizing
+from llamaslot.backend.llama import costs, library, sizing, small_steps
 from llamaslot.backend.llama.loading import (
     kv_facts,
     load_model,
@@ -83,10 +83,10 @@ class LlamaBackend:
         self._views: dict[int, Logits] = {}
         """Arrays over the logits by address: llama.cpp keeps to a few, so they need not be made every step."""
         self._warm_up()
-        if settings.measure_kv_cost:
+        if settings.measure_costs:
             try:
-                kv, batch = costs.measure(self, self._context), batches.measure(self, self._context)
-                self.info = msgspec.structs.replace(self.info, kv_cost=kv, batch_cost=batch)
+                kv, batch = costs.measure(self, self._context), small_steps.measure(self, self._context)
+                self.info = msgspec.structs.replace(self.info, kv_cost=kv, step_cost=batch)
             except ConfigError:
                 self.close()
                 raise

@@ -3,7 +3,8 @@
 In the pool they slow down prefill, for attention scans it up to its highest used cell. Computing as many idle
 tokens as the measurement wants would take long on a slow machine, but what they say does not matter: one short
 sequence is saved, and loaded again and again behind what another sequence holds already. That one has each position
-many times then; it is never decoded and is cleared at the end, like all else.
+many times then: what is computed behind it attends to all of them, and says only how long that takes. It is cleared
+at the end, like all else.
 
 Off the pool they cost the time to save and to load them, taken with the tokens that prefill is timed with.
 """

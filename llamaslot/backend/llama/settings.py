@@ -51,7 +51,7 @@ class LlamaSettings:
     unified: bool = True
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
-    measure_kv_cost: bool = False
+    measure_costs: bool = False
     """Whether to take the two seconds that `ModelInfo.kv_cost` needs."""
 
 

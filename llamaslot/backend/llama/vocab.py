@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import llama_cpp
@@ -29,13 +29,13 @@ class LlamaVocab:
         self.eog = frozenset(
             token for token in range(self.n_tokens) if llama_cpp.llama_vocab_is_eog(self._vocab, token)
         )
-        self.controls = frozenset(
-            token for token in range(self.n_tokens) if llama_cpp.llama_vocab_is_control(self._vocab, token)
-        )
-        self.control_tokens = tuple(text for token in sorted(self.controls) if (text := self.text(token)))
-        strips = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP
-        plain = (t for t in sorted(self.controls) if not llama_cpp.llama_vocab_get_attr(self._vocab, t) & strips)
-        self.boundaries = tuple(text for token in plain if (text := self.text(token)))
+        controls = [t for t in range(self.n_tokens) if llama_cpp.llama_vocab_is_control(self._vocab, t)]
+        unknown = llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+        unknowns = [t for t in range(self.n_tokens) if self._attributes(t) & unknown]
+        plain = [t for t in controls if not self._attributes(t) & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP]
+        self.control_tokens = self._texts(controls)
+        self.special_tokens = self._texts({*controls, *unknowns})
+        self.boundaries = self._texts(sorted(plain, key=lambda token: token not in self.eog))
         # A token's raw text is at least as long as what it stands for. Tokenizers of other types may drop spaces.
         keeps_text = self.type in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE)
         texts = (llama_cpp.llama_vocab_get_text(self._vocab, token) for token in range(self.n_tokens))
@@ -69,7 +69,7 @@ class LlamaVocab:
         cuts = [0]
         for at in range(_PART, len(text), _PART):
             near = range(at, min(at + _SEARCHED, len(text)))
-            cut = next((i for i in near if text.startswith(self.control_tokens, i)), None)
+            cut = next((i for i in near if text.startswith(self.boundaries, i)), None)
             if cut is not None:
                 cuts.append(cut)
         parts = (text[a:b] for a, b in pairwise([*cuts, len(text)]))
@@ -99,6 +99,12 @@ class LlamaVocab:
     def eos(self) -> int:
         """The end-of-sequence token, or -1."""
         return int(llama_cpp.llama_vocab_eos(self._vocab))
+
+    def _texts(self, tokens: Iterable[int]) -> tuple[str, ...]:
+        return tuple(text for token in tokens if (text := self.text(token)))
+
+    def _attributes(self, token: int) -> int:
+        return int(llama_cpp.llama_vocab_get_attr(self._vocab, token))
 
     def _piece(self, token: int, *, special: bool) -> bytes:
         if not 0 <= token < self.n_tokens:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, batches
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, small_steps
 from llamaslot.base.model import TILE
 from llamaslot.core.backend import Run, Status
 
@@ -20,9 +20,9 @@ def settings(model: Path, **fields: object) -> LlamaSettings:
 def test_the_cost_is_that_of_a_few_tokens_and_of_a_tile_behind_nothing_and_behind_many_cells(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A token of a small step takes 1 ms, and 2 us for each cell; a tile 20 ms, and 10 us."""
+    """Small steps take 3 ms, 1 ms a token, and 2 us for each of its cells; a tile 20 ms, and 10 us a cell."""
     seen = []
-    compute = batches.compute
+    compute = small_steps.compute
     now = 0.0
 
     def timed(backend: LlamaBackend, n_tokens: int, *, seq: int, start: int) -> None:
@@ -30,22 +30,22 @@ def test_the_cost_is_that_of_a_few_tokens_and_of_a_tile_behind_nothing_and_behin
         compute(backend, n_tokens, seq=seq, start=start)
         n_cells = 0 if start == 0 else 1024
         seen.append((n_tokens, n_cells))
-        now += 20e-3 + n_cells * 10e-6 if n_tokens == TILE else n_tokens * (1e-3 + n_cells * 2e-6)
+        now += 20e-3 + n_cells * 10e-6 if n_tokens == TILE else 3e-3 + n_tokens * (1e-3 + n_cells * 2e-6)
 
-    monkeypatch.setattr(batches, "compute", timed)
-    monkeypatch.setattr(batches, "perf_counter", lambda: now)
+    monkeypatch.setattr(small_steps, "compute", timed)
+    monkeypatch.setattr(small_steps, "perf_counter", lambda: now)
     backend = LlamaBackend(settings(tiny_model))
-    cost = batches.measure(backend, backend._context)
+    cost = small_steps.measure(backend, backend._context)
     assert cost is not None
-    assert (cost.row_us, cost.row_cell_us) == (pytest.approx(1000), pytest.approx(2))
+    assert (cost.step_us, cost.token_us, cost.token_cell_us) == pytest.approx((3000, 1000, 2))
     assert (cost.tile_us, cost.tile_cell_us) == (pytest.approx(20_000), pytest.approx(10))
-    assert set(seen) == {(8, 0), (TILE, 0), (8, 1024), (TILE, 1024)}
+    assert set(seen) == {(8, 0), (32, 0), (TILE, 0), (8, 1024), (TILE, 1024)}
     backend.close()
 
 
 def test_the_pool_is_empty_behind_it(tiny_model: Path) -> None:
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096))
-    assert batches.measure(backend, backend._context) is not None
+    assert small_steps.measure(backend, backend._context) is not None
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
     for start in range(0, 4096, 512):
         assert backend.decode([Run(0, start, np.full(512, 5, dtype=np.int32), output=False)]).status is Status.OK
@@ -61,14 +61,14 @@ def test_a_slow_model_is_not_kept_from_serving(tiny_model: Path, monkeypatch: py
         return 0.3
 
     backend = LlamaBackend(settings(tiny_model))
-    monkeypatch.setattr(batches, "_seconds", slow)
-    assert batches.measure(backend, backend._context) is None
+    monkeypatch.setattr(small_steps, "_seconds", slow)
+    assert small_steps.measure(backend, backend._context) is None
     assert n_computed == 1
     backend.close()
 
 
 @pytest.mark.parametrize("fields", [{"n_ctx": 1024}, {"unified": False}, {"n_ubatch": 32}])
 def test_where_no_step_is_ever_padded_nothing_is_measured(tiny_model: Path, fields: dict[str, Any]) -> None:
-    backend = LlamaBackend(settings(tiny_model, measure_kv_cost=True, **fields))
-    assert backend.info.batch_cost is None
+    backend = LlamaBackend(settings(tiny_model, measure_costs=True, **fields))
+    assert backend.info.step_cost is None
     backend.close()

@@ -1,4 +1,4 @@
-"""What small steps cost on this machine, measured: see `BatchCost`.
+"""What small steps cost on this machine, measured: see `StepCost`.
 
 A few tokens and `TILE` of them are computed, behind nothing and behind many cells, which `costs.fill` puts there.
 """
@@ -11,11 +11,11 @@ from typing import Any
 import llama_cpp
 
 from llamaslot.backend.llama.costs import compute, fill
-from llamaslot.base.model import TILE, BatchCost
+from llamaslot.base.model import TILE, StepCost
 from llamaslot.core.backend import Backend, Remove
 
-_FEW = 8
-"""Tokens of a small step."""
+_FEW, _MORE = 8, 32
+"""Tokens of small steps."""
 _CELLS = 1024
 """Cells that a step attends to, where it attends to many."""
 _SECONDS = 0.2
@@ -24,10 +24,10 @@ _MOST = 5
 """Times that a step is computed."""
 
 
-def measure(backend: Backend, context: Any) -> BatchCost | None:
+def measure(backend: Backend, context: Any) -> StepCost | None:
     """The cost on a backend with this context, empty before and after; takes half a second, slow models some.
 
-    None where steps are never padded, the pool is too small, or the model is too slow to measure.
+    None where there is no scratch sequence to pad with, the pool is too small, or the model is too slow to measure.
     """
     info = backend.info
     if info.segment_size is None or info.n_ubatch < TILE or info.n_ctx < _CELLS + 2 * TILE:
@@ -36,21 +36,24 @@ def measure(backend: Backend, context: Any) -> BatchCost | None:
         return _measured(backend, context)
     finally:
         for seq in (0, 1):
+            # What `fill` did is not in the backend's record; asking sets that right.
             backend.seq_len(seq)
             backend.change(Remove(seq, 0))
 
 
-def _measured(backend: Backend, context: Any) -> BatchCost | None:
+def _measured(backend: Backend, context: Any) -> StepCost | None:
     """See `measure`; sequence 1 may hold something then."""
     if (few := _seconds(backend, context, _FEW)) > _SECONDS:
         return None
-    tile = _seconds(backend, context, TILE)
+    more, tile = _seconds(backend, context, _MORE), _seconds(backend, context, TILE)
     if not fill(backend, context, _CELLS):
         return None
     few_far, tile_far = _seconds(backend, context, _FEW), _seconds(backend, context, TILE)
-    return BatchCost(
-        row_us=1e6 * few / _FEW,
-        row_cell_us=1e6 * max(few_far - few, 0.0) / _FEW / _CELLS,
+    token = max(more - few, 0.0) / (_MORE - _FEW)
+    return StepCost(
+        step_us=1e6 * max(few - _FEW * token, 0.0),
+        token_us=1e6 * token,
+        token_cell_us=1e6 * max(few_far - few, 0.0) / _FEW / _CELLS,
         tile_us=1e6 * tile,
         tile_cell_us=1e6 * max(tile_far - tile, 0.0) / _CELLS,
     )
