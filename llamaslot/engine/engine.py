@@ -135,8 +135,10 @@ class Engine:
             )
         )
         # A token behind every prompt would be behind what comes before a cut, too.
-        wanted = anchors and info.reuse and not info.adds_eos
-        self._tokenizer = Tokenizer(backend.vocab, info.n_ctx_slot, anchors=wanted, template=info.chat_template)
+        self._wants_anchors = anchors and info.reuse and not info.adds_eos
+        self._tokenizer = Tokenizer(
+            backend.vocab, info.n_ctx_slot, anchors=self._wants_anchors, template=info.chat_template
+        )
         self._reports = Reports(self.scheduler, self._tokenizer, backend.vocab)
         self._worker = Worker(backend, thread or model_thread(), clock, self._is_wanted)
         self._disk: DiskWorker | None = None
@@ -411,8 +413,8 @@ class Engine:
             return
         if error := prepared.exception():
             _log.error("anchors.failed", exc_info=error)
-        else:
-            _log.info("anchors.ready" if prepared.result() else "anchors.off")
+        elif not prepared.result() and self._wants_anchors:
+            _log.warning("anchors.off", reason="text of this vocabulary cannot be cut before its control tokens")
 
     def _name_reply(self, live: _Live) -> None:
         """Have remembered which tokens the reply was made of: asked for before its end is told, so that the next

@@ -24,7 +24,7 @@ from llamaslot.backend.fake import FakeBackend
 from llamaslot.backend.llama import LlamaSettings
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import KvCost
-from llamaslot.core.backend import Decoded, Run
+from llamaslot.core.backend import Decoded, Run, Sampler
 from llamaslot.engine.engine import Engine
 from llamaslot.text.builtin_templates import resolve
 
@@ -326,13 +326,18 @@ async def test_a_cache_that_is_not_what_the_pool_holds_ends_the_server(tmp_path:
 
 @pytest.mark.parametrize("is_on", [True, False])
 async def test_replies_are_remembered_unless_it_is_turned_off(tmp_path: Path, is_on: bool) -> None:
-    """The fake's replies are bytes that are no text, which come back as others."""
-    async with serving(tmp_path, FakeBackend(), text_anchors=is_on) as server:
+    """Bytes that are no text come back as others."""
+
+    class Garbled(FakeBackend):
+        def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
+            return [0x80 for _ in super().sample(draws)]
+
+    async with serving(tmp_path, Garbled(), text_anchors=is_on) as server:
         status, reply = await server.post("/completion", {"prompt": "x", "n_predict": 30, "ignore_eos": True})
         assert status == 200
         assert "\ufffd" in reply["content"]
         again = {"prompt": f"x{reply['content']}</s>", "n_predict": 1}
-        assert (await server.post("/completion", again))[1]["timings"]["cache_n"] == (30 if is_on else 1)
+        assert (await server.post("/completion", again))[1]["timings"]["cache_n"] == (31 if is_on else 2)
 
 
 async def test_the_queue_of_a_server_is_as_long_as_configured(tmp_path: Path) -> None:

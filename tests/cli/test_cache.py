@@ -69,17 +69,18 @@ def test_the_state_and_the_tree(server: Server) -> None:
     assert lines[3].startswith(f"tree       {told['tokens']} tokens in {told['nodes']} nodes, ")
     assert lines[4].startswith("hits       1 of 2 requests (50.0%), ")
     matched, total = told["prompt_tokens"]["matched"], told["prompt_tokens"]["total"]
-    assert lines[5] == f"reused     {matched} of {total} prompt tokens ({matched / total:.1%})"
-    assert "tokens copied, 0 to RAM, 0 from RAM; " in lines[6]
-    assert lines[7] == "given up   0 tokens evicted; 0 paths lost for want of a sequence id; 0 preemptions"
-    assert lines[8] == f"prefixes   {told['nodes']} of {told['nodes']}, most hits first"
+    assert lines[5] == "anchors    0 replies, 0.0 MiB; 0 requests went on from one"
+    assert lines[6] == f"reused     {matched} of {total} prompt tokens ({matched / total:.1%})"
+    assert "tokens copied, 0 to RAM, 0 from RAM; " in lines[7]
+    assert lines[8] == "given up   0 tokens evicted; 0 paths lost for want of a sequence id; 0 preemptions"
+    assert lines[9] == f"prefixes   {told['nodes']} of {told['nodes']}, most hits first"
     head, *tails = told["prefixes"]
     held = ", ".join(map(str, head["holders"]))
-    assert lines[9].startswith(
+    assert lines[10].startswith(
         f"└── +{head['edge_tokens']} = {head['tokens']} tokens · 1 hit · held by {held} · used #"
     )
-    assert [line[:8] for line in lines[10:]] == ["    ├── ", "    └── "]
-    for line, prefix in zip(lines[10:], tails, strict=True):
+    assert [line[:8] for line in lines[11:]] == ["    ├── ", "    └── "]
+    for line, prefix in zip(lines[11:], tails, strict=True):
         assert f"+{prefix['edge_tokens']} = {prefix['tokens']} tokens" in line
     assert not any("head of all" in line for line in lines)
 
@@ -88,8 +89,8 @@ def test_top_and_clear(server: Server) -> None:
     fill(server)
     status, lines, _ = cache(server.url, "--top", "1")
     assert status == 0
-    assert re.fullmatch(r"prefixes   1 of \d+, most hits first", lines[8])
-    assert len(lines) == 10
+    assert re.fullmatch(r"prefixes   1 of \d+, most hits first", lines[9])
+    assert len(lines) == 11
     idle = server.get("/cache")["cells"]["idle"]
     assert idle > 0
     status, lines, _ = cache(server.url, "--clear")

@@ -239,7 +239,7 @@ def check_tokens(vocab: Vocab, source: str, real: list[Any], forged: str) -> Non
     with closing(Tokenizer(vocab, 4096)) as tokenizer:
 
         def tokens(*parts: TextPart) -> list[int]:
-            return tokenizer.prompt(Submit("1", parts, add_special=False)).tolist()
+            return tokenizer.submitted(Submit("1", parts, add_special=False)).tokens.tolist()
 
         texts = chat.render(real), chat.render([user(forged)])
         assert texts[0] == texts[1]
