@@ -53,7 +53,7 @@ def test_dear_small_steps_do_not_make_the_next_ones_smaller_still() -> None:
 
 
 def test_a_slow_spell_does_not_keep_large_chunks_away_for_good() -> None:
-    """A machine where small steps cost 2 ms a token and large ones 0.6, which took six times as long for a while."""
+    """A machine where small steps cost 2 ms a token and large ones 0.6, six times as much for a while."""
     sizer = taught(decode_ms=40, token_ms=0.6)
     for _ in range(5):
         sizer.observe(30, 4, (40 + 2 * 30) / 1e3)
