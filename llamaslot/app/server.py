@@ -255,11 +255,11 @@ def announce(info: ModelInfo, budgets: Budgets, disk_line: str, urls: list[str],
 
 
 def _small_steps_line(cost: StepCost) -> str:
-    """What small steps cost behind a prefix of some length, and whether they are padded there."""
+    """What small steps cost behind a prefix of some length, and what is done about it."""
     n_cells, n = 1024, 16
     few, tile = cost.few_ms(n, n * n_cells), cost.tile_ms(n_cells)
-    padded = "small steps are padded" if tile < few else "they are not padded"
-    return f"Behind {n_cells:,} cells {n} tokens take {few:,.0f} ms and {TILE} take {tile:,.0f}: {padded}"
+    costs = f"Behind {n_cells:,} cells {n} tokens take {few:,.0f} ms and {TILE} take {tile:,.0f}"
+    return f"{costs}. Steps are filled up to {TILE} where that makes them faster"
 
 
 @contextlib.asynccontextmanager
