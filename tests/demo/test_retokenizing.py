@@ -57,8 +57,11 @@ async def converse(harness: Harness, name: str, seed: int, counts: Counter[str])
 
 async def counted(*, anchors: bool) -> tuple[Counter[str], list[str]]:
     counts: Counter[str] = Counter()
-    async with running(LlamaBackend(SETTINGS), anchors=anchors) as harness:
-        texts = [await converse(harness, f"talk {i}", i, counts) for i in range(N_CONVERSATIONS)]
+    texts: list[str] = []
+    for first in range(0, N_CONVERSATIONS, 25):
+        async with running(LlamaBackend(SETTINGS), anchors=anchors) as harness:
+            some = range(first, min(first + 25, N_CONVERSATIONS))
+            texts += [await converse(harness, f"talk {i}", i, counts) for i in some]
     return counts, texts
 
 
