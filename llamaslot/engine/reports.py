@@ -1,4 +1,4 @@
-"""What the engine tells of itself: slots, queue, prefix cache. It only looks."""
+"""What the engine tells of itself: slots, queue, prefix cache. It counts steps and changes nothing else."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class LlamaSettings:
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     measure_costs: bool = False
-    """Whether to take the two seconds that `ModelInfo.kv_cost` needs."""
+    """Whether to take the seconds that `ModelInfo.kv_cost` and `step_cost` need."""
 
 
 def sequences(settings: LlamaSettings, *, reusable: bool) -> tuple[int, int]:

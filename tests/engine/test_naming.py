@@ -1,0 +1,107 @@
+"""What the engine has remembered of replies: whole ones, those that were cut short, until the cache is cleared.
+
+The model's replies are bytes that are no text, so that tokenizing them again gives other tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from llamaslot.backend.disk import DiskStore
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.messages import CacheCleared, Cancelled, ClearCache, Finished, Output
+from llamaslot.core.backend import Sampler
+from tests.engine.harness import Harness, running
+
+BROKEN = "\ufffd"
+
+
+class Garbled(FakeBackend):
+    """Every reply is two broken characters, `ab`, and so on."""
+
+    n_sampled = 0
+
+    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
+        tokens = []
+        for _ in super().sample(draws):
+            tokens.append((0x80, 0x80, ord("a"), ord("b"))[self.n_sampled % 4])
+            self.n_sampled += 1
+        return tokens
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Harness]:
+    async with running(Garbled(n_slots=2)) as harness:
+        yield harness
+
+
+async def n_anchored(engine: Harness, prompt: str) -> int:
+    end = await engine.submit(f"again {len(engine.ends)}", prompt, max_tokens=1)
+    assert isinstance(end, Finished)
+    return end.progress.n_anchored
+
+
+async def test_a_whole_reply(engine: Harness) -> None:
+    await engine.submit("1", "hello", max_tokens=8)
+    assert engine.text("1") == 2 * f"{BROKEN}{BROKEN}ab"
+    assert await n_anchored(engine, f"hello{engine.text('1')}</s>and") == len("<hello") + 8
+    assert await n_anchored(engine, f"other{engine.text('1')}</s>and") == 0
+
+
+async def test_a_reply_up_to_its_stop_string(engine: Harness) -> None:
+    end = await engine.submit("1", "hello", max_tokens=20, stop=("ab",))
+    assert isinstance(end, Finished)
+    assert (end.reason, engine.text("1")) == ("word", BROKEN + BROKEN)
+    assert await n_anchored(engine, f"hello{BROKEN}{BROKEN}</s>and") == len("<hello") + 2
+    assert await n_anchored(engine, f"hello{BROKEN}{BROKEN}ab</s>and") == 0
+
+
+async def test_a_reply_that_was_cancelled_up_to_what_was_sent(engine: Harness) -> None:
+    end = engine.submit("1", "hello", max_tokens=-1)
+    await engine.wait_for("1", Output, 3)
+    engine.cancel("1")
+    assert isinstance(await end, Cancelled)
+    n_tokens = len(engine.tokens("1"))
+    assert n_tokens >= 3
+    assert await n_anchored(engine, f"hello{engine.text('1')}</s>and") == len("<hello") + n_tokens
+
+
+async def test_what_is_cleared_is_forgotten(engine: Harness) -> None:
+    await engine.submit("1", "hello", max_tokens=8)
+    engine.engine.send(ClearCache("clear"))
+    await engine.wait_for("clear", CacheCleared)
+    assert await n_anchored(engine, f"hello{engine.text('1')}</s>and") == 0
+
+
+@asynccontextmanager
+async def served(folder: Path, **settings: bool) -> AsyncIterator[Harness]:
+    store = DiskStore(folder)
+    store.open(b"k" * 32, 10**7)
+    try:
+        async with running(
+            Garbled(n_slots=2, n_ctx=1024, n_reserved=2), disk=store, ram_bytes=10**6, **settings
+        ) as harness:
+            yield harness
+    finally:
+        store.close()
+
+
+async def test_two_turns_are_remembered_over_a_restart_and_forgotten_when_cleared(tmp_path: Path) -> None:
+    async with served(tmp_path) as engine:
+        await engine.submit("1", "hello", max_tokens=8)
+        second = f"hello{engine.text('1')}</s>and"
+        await engine.submit("2", second, max_tokens=8)
+        third = f"{second}{engine.text('2')}</s>then"
+    n_known = len("<hello") + 8 + len("xand") + 8
+    async with served(tmp_path, anchors=False) as engine:
+        assert await n_anchored(engine, third) == 0
+    async with served(tmp_path) as engine:
+        assert await n_anchored(engine, third) == n_known
+        engine.engine.send(ClearCache("clear"))
+        await engine.wait_for("clear", CacheCleared)
+    async with served(tmp_path) as engine:
+        assert await n_anchored(engine, third) == 0
