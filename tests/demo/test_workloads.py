@@ -9,15 +9,19 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from bench.demo.corpus import held_out
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.messages import Cancelled, Finished, Sampling, Submit, SubmitAll, TextPart
+from llamaslot.base.model import StepCost
 from llamaslot.core import admission
+from llamaslot.core.backend import Decoded, Run
 from llamaslot.text.template import ChatTemplate
 from tests.conftest import LONG
 from tests.engine.harness import Harness, running
@@ -120,12 +124,28 @@ def open_backend(workload: Workload, *, unified: bool) -> LlamaBackend:
     )
 
 
+def pad(backend: LlamaBackend, tally: Tally) -> None:
+    """Let every step of fewer than `TILE` tokens seem slower than one of `TILE`; counts those that are padded."""
+    cost = StepCost(step_us=1e6, token_us=0.0, token_cell_us=0.0, tile_us=0.0, tile_cell_us=0.0)
+    backend.info = msgspec.structs.replace(backend.info, step_cost=cost)
+    decode = backend.decode
+
+    def counted(runs: Sequence[Run]) -> Decoded:
+        tally.seen["padded steps"] += any(run.seq == backend.n_seqs - 1 for run in runs)
+        return decode(runs)
+
+    backend.decode = counted  # type: ignore[method-assign]
+
+
 async def run(
-    workload: Workload, tally: Tally, *, unified: bool, storing: dict[str, int]
+    workload: Workload, tally: Tally, *, unified: bool, storing: dict[str, int], padded: bool
 ) -> list[tuple[Ask, list[int], bool]]:
     """The tokens of every request, and whether it came to its end."""
     answers = []
-    async with running(open_backend(workload, unified=unified), **storing) as engine:
+    backend = open_backend(workload, unified=unified)
+    if padded:
+        pad(backend, tally)
+    async with running(backend, **storing) as engine:
 
         async def ask(index: int, each: Ask) -> None:
             for _ in range(each.pause):
@@ -183,10 +203,12 @@ IN_RAM = {"ram_bytes": 2**30, "idle_life": 1}
 
 
 @pytest.mark.parametrize(
-    ("unified", "storing"), [(True, {}), (True, IN_RAM), (False, {})], ids=["unified", "in RAM", "partitioned"]
+    ("unified", "storing", "padded"),
+    [(True, {}, False), (True, {}, True), (True, IN_RAM, False), (False, {}, False)],
+    ids=["unified", "padded", "in RAM", "partitioned"],
 )
 def test_every_text_is_the_cold_one(
-    unified: bool, storing: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    unified: bool, storing: dict[str, int], padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Expecting too little makes requests outgrow the pool together, so that some are preempted.
     monkeypatch.setattr(admission, "_LEAST_EXPECTED", 2)
@@ -196,7 +218,9 @@ def test_every_text_is_the_cold_one(
     tally = Tally()
     noise = Noise(LlamaSettings(resolve_model("demo"), n_ctx=4096, n_ubatch=512, n_threads=1))
     for workload in workloads:
-        for each, tokens, is_whole in asyncio.run(run(workload, tally, unified=unified, storing=storing)):
+        for each, tokens, is_whole in asyncio.run(
+            run(workload, tally, unified=unified, storing=storing, padded=padded)
+        ):
             expected = cold[each.prompt]
             tally.n_requests += 1
             tally.n_cancelled += not is_whole
@@ -207,6 +231,7 @@ def test_every_text_is_the_cold_one(
             tally.n_differing += 1
     print(f"{N_WORKLOADS} workloads, {tally}")
     assert tally.n_cancelled > 0
+    assert padded == (tally.seen["padded steps"] > 0)
     if unified:
         assert tally.seen["copied tokens"]
         assert tally.seen["restored tokens" if storing else "evicted tokens"]
