@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
 import pytest
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, small_steps
+from llamaslot.base.messages import Submit
 from llamaslot.base.model import TILE
 from llamaslot.core.backend import Run, Status
+from llamaslot.core.request import Request
+from llamaslot.core.step import StepPlan, Work, apply
 
 
 def settings(model: Path, **fields: object) -> LlamaSettings:
@@ -71,4 +75,27 @@ def test_a_slow_model_is_not_kept_from_serving(tiny_model: Path, monkeypatch: py
 def test_where_no_step_is_ever_padded_nothing_is_measured(tiny_model: Path, fields: dict[str, Any]) -> None:
     backend = LlamaBackend(settings(tiny_model, measure_costs=True, **fields))
     assert backend.info.step_cost is None
+    backend.close()
+
+
+def test_what_a_failed_decode_left_of_padding_is_removed(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode that fails behind its first micro-batches leaves tokens of which the backend has no record."""
+    backend = LlamaBackend(settings(tiny_model))
+    scratch = backend.n_seqs - 1
+    decode = llama_cpp.llama_decode
+
+    def failing(*args: Any) -> int:
+        decode(*args)
+        return -3
+
+    monkeypatch.setattr(llama_cpp, "llama_decode", failing)
+    submit = Submit("r", (), max_tokens=1)
+    tokens = np.full(10, 5, dtype=np.int32)
+    request = Request(submit, tokens, arrival=1, now=0.0)
+    padding = Run(scratch, 0, np.zeros(TILE - 10, dtype=np.int32), output=False)
+    plan = StepPlan(work=[Work(request, Run(0, 0, tokens, output=True))], padding=padding)
+    result = apply(plan, backend, lambda: 0.0)
+    assert result.decoded.status is Status.FATAL
+    assert result.lengths == {0: 10}
+    assert backend.seq_range(scratch) == range(0)
     backend.close()
