@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from bench import chat, compare, decode, idle, profile, scenarios, steps, tree
+from bench import chat, compare, decode, idle, profile, retokenizing, scenarios, steps, tree
 from bench.client import BenchmarkError
 from bench.contenders import CONTENDERS
 from bench.report import default_threads, model_file, notes
@@ -60,6 +60,9 @@ def parser() -> ArgumentParser:
     stepping = commands.add_parser("steps", help="what steps of few tokens take, plain and padded")
     _common(stepping, run=_steps, repeats=(7, 2), of="computations of each step")
     _threads(stepping)
+
+    telling = commands.add_parser("retokenizing", help="sampled conversations that come back as text")
+    _common(telling, run=_retokenizing, repeats=(200, 10), of="conversations", shape="tiny-qwen2")
 
     growing = commands.add_parser("tree", help="what the radix tree's own work costs")
     _common(growing, run=_tree, repeats=(9, 2), of="trees to build", shape=None)
@@ -147,6 +150,14 @@ def _profile(options: Namespace) -> None:
 
 def _steps(options: Namespace) -> None:
     steps.run(**_measured(options, "-t", str(options.threads)), repeats=options.repeats)
+
+
+def _retokenizing(options: Namespace) -> None:
+    measured = (
+        _measured(options) if options.model else {"folder": options.out, "server_flags": options.server.split()}
+    )
+    title = "random weights with Qwen2's vocabulary"
+    retokenizing.run(**{"model": None, "title": title} | measured, conversations=options.repeats)
 
 
 def _tree(options: Namespace) -> None:

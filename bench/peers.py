@@ -59,6 +59,11 @@ def llama_server() -> Path:
     return binary
 
 
+def vocabulary(name: str) -> Path:
+    """A GGUF of llama.cpp's source that has a vocabulary and no weights."""
+    return _source() / "models" / f"ggml-vocab-{name}.gguf"
+
+
 def _check_same(binary: Path) -> None:
     """Refuse a server whose libraries are built in another way than those that llamaslot loads."""
     own = llama_cpp.llama_print_system_info().decode().strip()

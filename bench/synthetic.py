@@ -82,6 +82,10 @@ SHAPES = {
 }
 
 
+BORROWING = {"tiny-qwen2": Shape("llama", 151_936, 3, 128, 256, 2, 1, 64, 4096)}
+"""Shapes that get the tokenizer of another file."""
+
+
 @dataclass(frozen=True)
 class Drawn:
     """A matrix of random Q8_0 weights; its first `quiet` rows are `QUIET` times smaller than the rest."""
@@ -110,10 +114,13 @@ class Drawn:
 Tensors: TypeAlias = dict[str, "Drawn | npt.NDArray[np.float32]"]
 
 
-def ensure(shape: str, *, folder: Path | None = None) -> Path:
-    """The GGUF file of a shape in `SHAPES`, written to `folder` (default: the user's cache) unless it is there."""
+def ensure(shape: str, *, folder: Path | None = None, vocabulary: Path | None = None) -> Path:
+    """The GGUF file of a shape in `SHAPES`, written to `folder` (default: the user's cache) unless it is there.
+
+    One in `BORROWING` gets its tokenizer from the GGUF `vocabulary`, which has as many tokens as the shape.
+    """
     folder = folder or platformdirs.user_cache_path("llamaslot") / "models"
-    dimensions = SHAPES[shape]
+    dimensions = SHAPES[shape] if vocabulary is None else BORROWING[shape]
     mark = hashlib.sha256(repr((RECIPE, astuple(dimensions))).encode()).hexdigest()[:12]
     path = folder / f"{shape}-{mark}.gguf"
     tensors = _tensors(dimensions)
@@ -121,7 +128,7 @@ def ensure(shape: str, *, folder: Path | None = None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / f".{path.name}.{os.getpid()}"
         try:
-            _write(unfinished, shape, mark, tensors)
+            _write(unfinished, f"{shape} {mark}", dimensions, tensors, vocabulary)
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -176,10 +183,14 @@ def _n_bytes(tensors: Tensors) -> int:
     return sum(t.n_bytes if isinstance(t, Drawn) else t.nbytes for t in tensors.values())
 
 
-def _write(path: Path, name: str, mark: str, tensors: Tensors) -> None:
-    writer = gguf.GGUFWriter(path, SHAPES[name].arch)
-    _add_metadata(writer, name, mark)
-    _add_tokenizer(writer, SHAPES[name].vocab)
+def _write(path: Path, title: str, shape: Shape, tensors: Tensors, vocabulary: Path | None) -> None:
+    name, _ = title.split()
+    writer = gguf.GGUFWriter(path, shape.arch)
+    _add_metadata(writer, title, shape)
+    if vocabulary is None:
+        _add_tokenizer(writer, shape.vocab)
+    else:
+        _copy_tokenizer(writer, vocabulary)
     for tensor_name, tensor in tensors.items():
         if isinstance(tensor, Drawn):
             writer.add_tensor_info(
@@ -214,9 +225,8 @@ def _progress(title: str, total: int) -> Progress:
     return progress
 
 
-def _add_metadata(writer: gguf.GGUFWriter, name: str, mark: str) -> None:
-    shape = SHAPES[name]
-    writer.add_name(f"llamaslot random weights {name} {mark}")
+def _add_metadata(writer: gguf.GGUFWriter, title: str, shape: Shape) -> None:
+    writer.add_name(f"llamaslot random weights {title}")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.width)
@@ -256,6 +266,15 @@ def _add_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_eos_token_id(tokens.index("<|im_end|>"))
     writer.add_pad_token_id(tokens.index("<|endoftext|>"))
     writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _copy_tokenizer(writer: gguf.GGUFWriter, vocabulary: Path) -> None:
+    """Everything that a file says of its tokenizer, and this module's chat template."""
+    for key, field in gguf.GGUFReader(vocabulary).fields.items():
+        if key.startswith("tokenizer.") and key != "tokenizer.chat_template":
+            kind, *inner = field.types
+            writer.add_key_value(key, field.contents(), kind, inner[0] if inner else None)
     writer.add_chat_template(CHAT_TEMPLATE)
 
 

@@ -1,4 +1,5 @@
-"""`GET /cache`: what the prefix cache holds and what came of it; `POST /cache/clear`: give up what is idle.
+"""`GET /cache`: what the prefix cache holds and what came of it; `POST /cache/clear`: give up what is idle;
+`DELETE /sessions/{id}`: forget a conversation.
 
 Prefixes are other users' prompts: of their contents nothing is shown, neither text nor token ids nor the salt of
 their namespace, unless the server was started with --cache-debug-text, and then the text only.
@@ -11,10 +12,11 @@ from typing import Any
 
 from aiohttp import web
 
+from llamaslot.api import submits
 from llamaslot.api.deliver import json_response
-from llamaslot.api.gate import SETTINGS
+from llamaslot.api.gate import SETTINGS, given_key
 from llamaslot.api.readiness import READINESS
-from llamaslot.base.errors import InvalidRequestError, NotSupportedError
+from llamaslot.base.errors import InvalidRequestError, NotFoundError, NotSupportedError
 from llamaslot.base.messages import CacheFigures, CachePrefix, CacheState
 from llamaslot.service.service import Service
 
@@ -37,6 +39,28 @@ async def clear(request: web.Request) -> web.Response:
             "cleared_tokens": cleared.n_tokens,
             "cleared_ram_tokens": cleared.n_ram_tokens,
             "cleared_disk_tokens": cleared.n_disk_tokens,
+        }
+    )
+
+
+async def drop_session(request: web.Request) -> web.Response:
+    """Forget a session of the caller's namespace, and give up what only it has of the cache."""
+    service, settings = request.app[READINESS].check(), request.app[SETTINGS]
+    salts = request.query.getall("cache_salt", [""])
+    if len(salts) > 1:
+        raise InvalidRequestError("'cache_salt' may be given once", param="cache_salt")
+    session_id = request.match_info["session_id"]
+    salt = submits.salt(settings, salts[0], given_key(request))
+    dropped = await service.drop_session(session_id, salt)
+    if not dropped.is_known:
+        raise NotFoundError(f"there is no session {session_id!r}")
+    return json_response(
+        {
+            "id": session_id,
+            "deleted": True,
+            "dropped_tokens": dropped.n_tokens,
+            "dropped_ram_tokens": dropped.n_ram_tokens,
+            "dropped_disk_tokens": dropped.n_disk_tokens,
         }
     )
 
@@ -92,6 +116,7 @@ def _figures(figures: CacheFigures) -> dict[str, Any]:
             "bad_files": figures.n_bad,
         },
         "anchors": {"replies": figures.n_anchors, "bytes": figures.anchor_bytes},
+        "sessions": {"known": figures.n_sessions, "bytes": figures.session_bytes},
         "sequences": {
             "slots": figures.seqs_slots,
             "reserved": figures.seqs_reserved,
@@ -107,6 +132,7 @@ def _figures(figures: CacheFigures) -> dict[str, Any]:
             "from_ram": figures.n_from_ram,
             "from_disk": figures.n_from_disk,
             "anchored": figures.n_anchored_hits,
+            "in_session": figures.n_session_hits,
             "waits": figures.n_waits,
         },
         "prompt_tokens": {
@@ -114,6 +140,7 @@ def _figures(figures: CacheFigures) -> dict[str, Any]:
             "matched": figures.n_matched,
             "hit_rate": figures.n_matched / figures.n_prompt if figures.n_prompt else 0.0,
         },
+        "miss_reasons": figures.misses,
         "copied_tokens": figures.n_copied,
         "evicted_tokens": figures.n_evicted,
         "stored_tokens": figures.n_stored,

@@ -9,12 +9,11 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET, UnsetType
 
 from llamaslot.api import submits, unsupported
 from llamaslot.api.choices import Choice, Choices
 from llamaslot.api.deliver import deliver, json_response
-from llamaslot.api.gate import CLIENT_ID, SETTINGS, UNIQUE_ID, given_key
+from llamaslot.api.gate import SETTINGS, UNIQUE_ID, caller_of
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.replies import (
     REASONS,
@@ -24,7 +23,7 @@ from llamaslot.api.replies import (
     Envelope,
     Message,
     OpenAIReason,
-    Timings,
+    cache_use,
     encode,
     timings,
     usage,
@@ -32,7 +31,7 @@ from llamaslot.api.replies import (
 from llamaslot.api.sse import DONE, event
 from llamaslot.api.wire import ChatBody, read
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.base.messages import Finished, Output, TextPart
+from llamaslot.base.messages import Finished, Output, Progress, TextPart
 from llamaslot.service.service import Service
 
 _MARK = "\0"
@@ -54,8 +53,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         body,
         [prompt],
         reply_id,
-        client_id=request[CLIENT_ID],
-        api_key=given_key(request),
+        caller=caller_of(request),
     )
     async with Choices(service, asked) as choices:
         dialect = ChatDialect(reply_id, settings.model_names(service.info)[0], body, choices.all)
@@ -127,8 +125,8 @@ class ChatDialect:
         elif output.content:
             yield encode(output.content).join(frame)
         if isinstance(output, Finished):
-            shown = UNSET if self._with_usage else timings([output.progress])
-            yield self._chunk(choice, Delta(), finish_reason=REASONS[output.reason], timings=shown)
+            shown = {} if self._with_usage else _figures([output.progress])
+            yield self._chunk(choice, Delta(), finish_reason=REASONS[output.reason], **shown)
 
     def closing(self) -> Iterator[bytes]:
         """The usage, if it was asked for, and the mark of the end."""
@@ -146,7 +144,7 @@ class ChatDialect:
     def _figures(self) -> dict[str, Any]:
         return {
             "usage": usage(self._choices, n=len(self._choices)),
-            "timings": timings(choice.end.progress for choice in self._choices),
+            **_figures([choice.end.progress for choice in self._choices]),
         }
 
     def _chunk(
@@ -155,7 +153,12 @@ class ChatDialect:
         delta: Delta,
         *,
         finish_reason: OpenAIReason | None = None,
-        timings: Timings | UnsetType = UNSET,
+        **figures: Any,
     ) -> bytes:
         choices = [ChatChunkChoice(choice.index, delta, finish_reason)]
-        return event(self._envelope(object="chat.completion.chunk", choices=choices, timings=timings))
+        return event(self._envelope(object="chat.completion.chunk", choices=choices, **figures))
+
+
+def _figures(progress: Sequence[Progress]) -> dict[str, Any]:
+    """The figures of choices: their sums, and what the first of them found in the cache."""
+    return {"timings": timings(progress), "cache": cache_use(progress[0])}

@@ -13,9 +13,9 @@ from msgspec import UNSET
 from llamaslot.api import submits, unsupported
 from llamaslot.api.choices import Choice, Choices
 from llamaslot.api.deliver import deliver
-from llamaslot.api.gate import CLIENT_ID, SETTINGS, UNIQUE_ID, given_key
+from llamaslot.api.gate import SETTINGS, UNIQUE_ID, caller_of
 from llamaslot.api.readiness import READINESS
-from llamaslot.api.replies import REASONS, Envelope, TextChoice, timings, usage
+from llamaslot.api.replies import REASONS, Envelope, TextChoice, cache_use, timings, usage
 from llamaslot.api.sse import DONE, event
 from llamaslot.api.wire import CompletionBody, read
 from llamaslot.base.messages import Finished, Output
@@ -36,8 +36,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         body,
         prompts,
         reply_id,
-        client_id=request[CLIENT_ID],
-        api_key=given_key(request),
+        caller=caller_of(request),
     )
     async with Choices(service, asked) as choices:
         model = settings.model_names(service.info)[0]
@@ -71,7 +70,8 @@ class TextDialect:
             self._n_ended += 1
             total = usage(self._choices, self._n) if self._n_ended == len(self._choices) else UNSET
             end = TextChoice(choice.index, "", REASONS[output.reason])
-            yield event(self._envelope(choices=[end], usage=total, timings=timings([output.progress])))
+            figures = timings([output.progress]), cache_use(output.progress)
+            yield event(self._envelope(choices=[end], usage=total, timings=figures[0], cache=figures[1]))
 
     def closing(self) -> Iterator[bytes]:
         """The mark of the end."""
@@ -84,4 +84,5 @@ class TextDialect:
             choices=answers,
             usage=usage(self._choices, self._n),
             timings=timings(choice.end.progress for choice in self._choices),
+            cache=cache_use(self._choices[0].end.progress),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -17,13 +18,16 @@ from aiohttp import web
 from llamaslot.api.errors import Handler
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.settings import ApiSettings
-from llamaslot.base.errors import AuthenticationError
+from llamaslot.base.errors import AuthenticationError, InvalidRequestError
 
 SETTINGS = web.AppKey("SETTINGS", ApiSettings)
 UNIQUE_ID = web.RequestKey("UNIQUE_ID", str)
 """Our own name for a request; the engine's ids and those in replies are made from it."""
 CLIENT_ID = web.RequestKey("CLIENT_ID", str)
 """The client's name for a request in its `X-Request-Id`, empty where it gave no sane one."""
+
+_MOST_ID = 256
+"""Characters of a session's id."""
 
 _log = structlog.get_logger(__name__)
 _PUBLIC = frozenset({"/health", "/v1/health"})
@@ -34,6 +38,24 @@ _PREFLIGHT_HEADERS = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
     "Access-Control-Allow-Headers": "*",
 }
+
+
+class Caller(NamedTuple):
+    """What a request's headers say of who asks."""
+
+    client_id: str
+    """The client's name for the request; empty where it gave no sane one."""
+    api_key: str
+    session_id: str
+    """The client's name for the conversation; empty for none."""
+
+
+def caller_of(request: web.Request) -> Caller:
+    """Raises `InvalidRequestError` for an `X-Session-ID` that is too long."""
+    session_id = request.headers.get("X-Session-ID", "")
+    if len(session_id) > _MOST_ID:
+        raise InvalidRequestError(f"X-Session-ID is limited to {_MOST_ID} characters", param="X-Session-ID")
+    return Caller(request[CLIENT_ID], given_key(request), session_id)
 
 
 @web.middleware

@@ -11,9 +11,9 @@ from aiohttp import web
 from llamaslot.api import submits, unsupported
 from llamaslot.api.choices import Choice, Choices
 from llamaslot.api.deliver import deliver
-from llamaslot.api.gate import CLIENT_ID, SETTINGS, UNIQUE_ID, given_key
+from llamaslot.api.gate import SETTINGS, UNIQUE_ID, caller_of
 from llamaslot.api.readiness import READINESS
-from llamaslot.api.replies import pick, timings
+from llamaslot.api.replies import cache_use, pick, timings
 from llamaslot.api.sse import event
 from llamaslot.api.wire import CompletionBody, read
 from llamaslot.base.messages import Finished, Output, Sampling, Submit
@@ -58,8 +58,7 @@ async def completion(request: web.Request) -> web.StreamResponse:
         body,
         prompts,
         reply_id,
-        client_id=request[CLIENT_ID],
-        api_key=given_key(request),
+        caller=caller_of(request),
         return_tokens=True,
     )
     async with Choices(service, asked) as choices:
@@ -132,6 +131,7 @@ class NativeDialect:
             "stopping_word": end.stopping_word,
             "tokens_cached": end.progress.n_held,
             "timings": timings([end.progress]),
+            "cache": cache_use(end.progress),
         }
         return pick(body, self._body.response_fields) if self._body.response_fields else body
 

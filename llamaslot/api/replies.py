@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from llamaslot import __version__
 from llamaslot.api.choices import Choice
-from llamaslot.base.messages import FinishReason, Progress
+from llamaslot.base.messages import FinishReason, Miss, Progress, SessionMatch
 
 FINGERPRINT = f"b{__version__}-llamaslot"
 """Clients of llama-server expect a build number: a `b` in front."""
@@ -33,6 +33,24 @@ class Timings(msgspec.Struct):
     predicted_ms: float
     predicted_per_token_ms: float
     predicted_per_second: float
+
+
+class CacheUse(msgspec.Struct):
+    """Where the tokens of a prompt came from, and why no more of them were reused."""
+
+    cells: int
+    """Prompt tokens whose KV was in the pool."""
+    ram: int
+    disk: int
+    computed: int
+    miss: Miss | None
+    """See `Miss`; null where nothing that is known was missed."""
+    diverged_at: int | None = None
+    """The character of the prompt, as `/apply-template` shows it, where it leaves what is known."""
+    session: SessionMatch | None = None
+    """See `SessionMatch`; null without a session."""
+    approximate_tokens: int = 0
+    """Tokens that the session gave, where those of the text alone are others."""
 
 
 class PromptDetails(msgspec.Struct):
@@ -100,6 +118,21 @@ class Envelope(msgspec.Struct):
     system_fingerprint: str = FINGERPRINT
     usage: Usage | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
+    cache: CacheUse | UnsetType = UNSET
+
+
+def cache_use(progress: Progress) -> CacheUse:
+    """What a request found in the cache."""
+    return CacheUse(
+        cells=progress.n_cached - progress.n_loaded,
+        ram=progress.n_loaded - progress.n_read,
+        disk=progress.n_read,
+        computed=progress.n_prompt_computed,
+        miss=progress.miss or None,
+        diverged_at=progress.diverged_at if progress.diverged_at >= 0 else None,
+        session=progress.session or None,
+        approximate_tokens=progress.n_approximate,
+    )
 
 
 def timings(progress: Iterable[Progress]) -> Timings:

@@ -42,10 +42,12 @@ def create_app(settings: ApiSettings) -> web.Application:
         ("/completions", native.completion),
         ("/apply-template", chat.apply_template),
         ("/cache/clear", cache.clear),
+        ("/slots/{id_slot}", info.act_on_slot),
         ("/tokenize", tokens.tokenize),
         ("/detokenize", tokens.detokenize),
     ):
         app.router.add_post(path, post)
+    app.router.add_delete("/sessions/{session_id:.+}", cache.drop_session)
     return app
 
 

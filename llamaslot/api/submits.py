@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
+from llamaslot.api.gate import Caller
 from llamaslot.api.settings import ApiSettings
 from llamaslot.api.wire import Options, PromptObject
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
@@ -44,8 +45,7 @@ async def make(
     prompts: Sequence[Prompt],
     request_id: str,
     *,
-    client_id: str,
-    api_key: str,
+    caller: Caller,
     return_tokens: bool = False,
 ) -> list[Submit]:
     """One submission for each choice: `n` of the first prompt, then `n` of the next.
@@ -70,11 +70,12 @@ async def make(
             ),
             stop=_stop(options),
             cache_prompt=_first(options.cache_prompt, settings.cache_prompt),
-            cache_salt=_salt(settings, options, api_key),
+            cache_salt=salt(settings, options.cache_salt or "", caller.api_key),
             group=f"{request_id}/{index // n}" if n > 1 else "",
             id_slot=id_slot,
             return_tokens=return_tokens,
-            client_id=client_id,
+            client_id=caller.client_id,
+            session_id=_session(options, caller) if len(prompts) == 1 else "",
         )
         for index, prompt in enumerate(prompt for prompt in prompts for _ in range(n))
     ]
@@ -130,12 +131,18 @@ def checked(tokens: Iterable[int], n_vocab: int, param: str) -> tuple[int, ...]:
     return ids
 
 
-def _salt(settings: ApiSettings, options: Options, api_key: str) -> str:
-    """The salt of the request's namespace; where the key is to count, nothing in it tells the key."""
-    own = options.cache_salt or ""
+def salt(settings: ApiSettings, own: str, api_key: str) -> str:
+    """The salt of a request's namespace, of which `own` is what it says itself; where the key is to count, nothing
+    in it tells the key.
+    """
     if not settings.cache_salt_from_api_key:
         return own
     return hmac.digest(api_key.encode("utf-8", "surrogateescape"), own.encode(), "sha256").hex()
+
+
+def _session(options: Options, caller: Caller) -> str:
+    """The session's id: this server's own field counts before the header, and that before OpenAI's field."""
+    return options.session_id or caller.session_id or options.prompt_cache_key or ""
 
 
 async def _sampling(service: Service, settings: ApiSettings, options: Options) -> Sampling:

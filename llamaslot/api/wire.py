@@ -24,6 +24,7 @@ Penalty: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 Bias: TypeAlias = Annotated[float, Meta(ge=-1e6, le=1e6)] | bool
 StopWord: TypeAlias = Annotated[str, Meta(max_length=4096)]
 Parts: TypeAlias = list[str | Token]
+SessionId: TypeAlias = Annotated[str, Meta(max_length=256)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -72,6 +73,8 @@ class Options(msgspec.Struct, kw_only=True):
 
     cache_prompt: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    session_id: SessionId | None = None
+    prompt_cache_key: SessionId | None = None
     id_slot: Count | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
@@ -131,6 +134,12 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_special: bool | None = None
     parse_special: bool | None = None
     with_pieces: bool | None = None
+
+
+class SlotBody(msgspec.Struct, kw_only=True):
+    """`POST /slots/{id}?action=save` and `restore`."""
+
+    filename: str
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):

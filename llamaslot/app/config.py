@@ -134,6 +134,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "MiB that they may take there; auto for half of what is free, at most 65536",
         ),
     ] = "auto"
+    slot_save_path: Annotated[
+        str,
+        _row(
+            "--slot-save-path",
+            "LLAMA_ARG_SLOT_SAVE_PATH",
+            "folder for what POST /slots/N?action=save writes; empty for none",
+        ),
+    ] = ""
     batch_size: Annotated[int, _row("-b --batch-size", "LLAMA_ARG_BATCH", "logical batch size", ge=1)] = 2048
     ubatch_size: Annotated[
         int, _row("-ub --ubatch-size", "LLAMA_ARG_UBATCH", "tokens that one step may compute", ge=1)
@@ -242,6 +250,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "let a conversation that comes back as text continue from the tokens that were generated for it",
         ),
     ] = True
+    session_min_match: Annotated[
+        float,
+        _row(
+            "--session-min-match",
+            "LLAMASLOT_SESSION_MIN_MATCH",
+            "the share of a session's text that must be kept for its tokens to be taken over where the prompt "
+            "leaves it before its end",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.8
     prefill_gap_ms: Annotated[
         float,
         _row(

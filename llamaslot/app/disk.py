@@ -1,4 +1,7 @@
-"""The disk on which prefixes outlive the server: claimed before the model is loaded, opened for it afterwards."""
+"""The disk on which prefixes outlive the server: claimed before the model is loaded, opened for it afterwards.
+
+And the folder for what single slots hold.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 
 from llamaslot.app.config import Config
 from llamaslot.app.tiers import Budgets
-from llamaslot.backend.disk import DiskStore
+from llamaslot.backend.disk import DiskStore, SlotFolder, weighed
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelInfo
 from llamaslot.core.segments import LARGEST
@@ -48,8 +51,7 @@ def open_disk(
         weights = disk.weigh([Path(each) for each in info.kv_files], on_progress)
         if weights is None:
             return ""
-        key = hashlib.blake2b(info.kv_facts.encode() + weights, digest_size=32).digest()
-        disk.open(key, _capacity(disk, config, info.segment_size.of(LARGEST)))
+        disk.open(_key(info, weights), _capacity(disk, config, info.segment_size.of(LARGEST)))
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"{_FLAG}: {disk.folder} cannot be used: {reason}", param=_FLAG) from None
@@ -60,6 +62,34 @@ def open_disk(
         f"Disk stores up to {disk.capacity / _MIB:,.0f} MiB of prefixes in {disk.folder}, about {n_tokens:,} "
         f"tokens; {disk.n_own_bytes / _MIB:,.1f} MiB are there already{others}"
     )
+
+
+def slot_folder(config: Config) -> Path | None:
+    """The folder for what single slots hold; None without one. Raises `ConfigError`."""
+    if not config.slot_save_path:
+        return None
+    folder = Path(config.slot_save_path).expanduser()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        flag = "--slot-save-path"
+        raise ConfigError(f"{flag}: {folder} cannot be used: {error.strerror or error}", param=flag) from None
+    return folder
+
+
+def slot_store(folder: Path | None, info: ModelInfo) -> SlotFolder | None:
+    """The files in that folder, whose key the model's files are read for when one is used first; None where slots
+    cannot be saved.
+    """
+    if folder is None or info.segment_size is None:
+        return None
+    paths = [Path(each) for each in info.kv_files]
+    return SlotFolder(folder, lambda: _key(info, weighed(paths)), info.segment_size)
+
+
+def _key(info: ModelInfo, weights: bytes) -> bytes:
+    """What KV depends on."""
+    return hashlib.blake2b(info.kv_facts.encode() + weights, digest_size=32).digest()
 
 
 def _capacity(disk: DiskStore, config: Config, n_least: int) -> int:

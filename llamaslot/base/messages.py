@@ -12,6 +12,16 @@ from typing import Literal, TypeAlias
 import msgspec
 
 FinishReason: TypeAlias = Literal["eos", "limit", "word"]
+SessionMatch: TypeAlias = Literal["", "new", "exact", "extend", "diverge", "tokens"]
+"""What came of holding a prompt against the text of its session's last sequence: there was none; it is the whole
+text, or begins with it; it begins with a part of it, whose tokens were taken over; its own tokens were taken. Empty
+without a session.
+"""
+Miss: TypeAlias = Literal["", "cold", "diverged", "changed", "evicted", "salted", "off", "unsupported"]
+"""Why no more of a prompt was reused. Empty: all that is known of it was, what follows is new. Nothing of it was
+known, neither in the namespace of its salt; it goes on in another way than what was known, within the last reply of
+its session; more of it had been known once; `cache_prompt` was false; the model's KV cannot be trimmed.
+"""
 
 
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
@@ -70,6 +80,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Whether `Accepted` carries the prompt's token ids."""
     client_id: str = ""
     """The client's own name for the request, for the log only."""
+    session_id: str = ""
+    """The client's own name for the conversation; empty for none."""
 
 
 class SubmitAll(msgspec.Struct, frozen=True, tag="submit_all"):
@@ -116,13 +128,43 @@ class InspectCache(msgspec.Struct, frozen=True, tag="inspect_cache"):
     """Whether to spell them out: they are what users wrote."""
 
 
+class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):
+    """Forget a session, and give up what only it has of the cache; answered by `SessionDropped`."""
+
+    request_id: str
+    session_id: str
+    cache_salt: str = ""
+
+
+class SlotAction(msgspec.Struct, frozen=True, tag="slot_action"):
+    """Write what a slot holds to a file, let it hold what a file has, or let it drop everything; answered by
+    `SlotActed`, once no request runs in it.
+    """
+
+    request_id: str
+    slot: int
+    action: Literal["save", "restore", "erase"]
+    filename: str = ""
+
+
 class ClearCache(msgspec.Struct, frozen=True, tag="clear_cache"):
     """Give up every idle prefix, and nothing that runs; answered by `CacheCleared`."""
 
     request_id: str
 
 
-Command: TypeAlias = Submit | SubmitAll | Cancel | Tokenize | Detokenize | Inspect | InspectCache | ClearCache
+Command: TypeAlias = (
+    Submit
+    | SubmitAll
+    | Cancel
+    | Tokenize
+    | Detokenize
+    | Inspect
+    | InspectCache
+    | DropSession
+    | SlotAction
+    | ClearCache
+)
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
@@ -164,6 +206,14 @@ class Progress(msgspec.Struct, frozen=True):
     """Tokens of the prompt that an anchor gave; whether their KV was still there `n_cached` says."""
     load_ms: float = 0.0
     """Of `prompt_ms`, what passed until they were loaded and computing began; 0 where nothing was loaded."""
+    session: SessionMatch = ""
+    n_approximate: int = 0
+    """Tokens of the prompt that its session gave, where those of the text alone are others."""
+    miss: Miss = ""
+    diverged_at: int = -1
+    """The character of the prompt as the model sees it at which what was known goes on in another way; -1 where it
+    does not, or that is not known yet.
+    """
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):
@@ -270,6 +320,10 @@ class CacheFigures(msgspec.Struct, frozen=True):
     """Hits for which something was read from disk."""
     n_anchored_hits: int = 0
     """Hits whose prompt began with the tokens of an anchor, wherever their KV was."""
+    n_session_hits: int = 0
+    """Hits whose prompt began with the tokens of its session, found by their text."""
+    misses: dict[str, int] = {}
+    """Requests by the reason why no more of their prompt was reused."""
     n_waits: int = 0
     """Requests that waited for a prefix that another one computed."""
     n_prompt: int = 0
@@ -305,6 +359,9 @@ class CacheFigures(msgspec.Struct, frozen=True):
     n_anchors: int = 0
     """Replies whose tokens are remembered, since their text would give others."""
     anchor_bytes: int = 0
+    n_sessions: int = 0
+    """Conversations with a name whose last sequence is remembered."""
+    session_bytes: int = 0
     n_read: int = 0
     """Tokens that were read from the disk."""
     n_written: int = 0
@@ -382,13 +439,39 @@ class CacheCleared(msgspec.Struct, frozen=True, tag="cache_cleared"):
     """Tokens that were stored on disk."""
 
 
+class SessionDropped(msgspec.Struct, frozen=True, tag="session_dropped"):
+    """The answer to `DropSession`."""
+
+    request_id: str
+    is_known: bool
+    """Whether there was one."""
+    n_tokens: int = 0
+    """Tokens that the pool had and has no more."""
+    n_ram_tokens: int = 0
+    """Tokens that were stored in RAM."""
+    n_disk_tokens: int = 0
+    """Tokens that were stored on disk."""
+
+
+class SlotActed(msgspec.Struct, frozen=True, tag="slot_acted"):
+    """The answer to `SlotAction`."""
+
+    request_id: str
+    n_tokens: int
+    """Tokens that were saved, restored or erased."""
+    n_bytes: int = 0
+    """Bytes of the file."""
+    ms: float = 0.0
+    """From when the slot was idle until it was done; for a file that is restored, from the reading on."""
+
+
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """The engine ended and answers nothing more; `reason` is empty when it was told to."""
 
     reason: str
 
 
-Answer: TypeAlias = Tokenized | Detokenized | State | CacheState | CacheCleared
+Answer: TypeAlias = Tokenized | Detokenized | State | CacheState | SessionDropped | SlotActed | CacheCleared
 """What answers a question rather than a request."""
 Event: TypeAlias = Accepted | Output | Finished | Failed | Cancelled | Answer | Stopped
 TERMINAL = (Finished, Failed, Cancelled)

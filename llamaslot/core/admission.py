@@ -15,9 +15,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from llamaslot.base.messages import Miss
 from llamaslot.core.ledger import Ledger
-from llamaslot.core.node import packed
+from llamaslot.core.node import WIDTH, packed
 from llamaslot.core.request import Request, RequestEvent
+from llamaslot.core.seen import Seen
 from llamaslot.core.settings import SchedulerSettings
 from llamaslot.core.slots import Slot
 from llamaslot.core.tree import Match, Tree
@@ -43,6 +45,8 @@ class Admission:
         self._promised = Tree()
         """What the running requests hold or are about to compute, by slot."""
         self._mean_generated = 0.0
+        self.seen = Seen()
+        """What was computed so far."""
         self.queue: list[Request] = []
         """Waiting requests by arrival."""
         self.n_waits = 0
@@ -139,6 +143,9 @@ class Admission:
         is_first = request.slot_id < 0
         n_copied = self._ledger.counts.n_copied_tokens
         request.n_reused = self._ledger.known(request.space, request.prefix)
+        if is_first and not request.is_private:
+            request.n_known = request.n_reused
+            request.miss = self._miss(request)
         request.slot_id, n_held = self._ledger.claim(choices, request.space, request.prefix)
         if is_first:
             request.n_found = n_held
@@ -147,6 +154,19 @@ class Admission:
         request.handle(RequestEvent.ADMIT, now)
         self._promised.hold(request.slot_id, self._promised.match(request.space, b""))
         self._promised.extend(request.slot_id, packed(request.known.view()))
+
+    def _miss(self, request: Request) -> Miss:
+        """Why no more of a prompt is known."""
+        n = request.n_known
+        if n * WIDTH == len(request.prefix):
+            return ""
+        if self.seen.goes_on(request.space, request.prefix, n):
+            return "evicted"
+        if n < self._settings.min_shared:
+            return "salted" if request.space else "cold"
+        if not self._ledger.branches(request.space, request.prefix, n):
+            return ""
+        return "changed" if request.is_changed else "diverged"
 
     def _wait_for_leader(self, request: Request, running: Sequence[Request], choices: Sequence[int]) -> bool:
         """Let a request wait while a running one is about to compute a part of its prompt; whether it does.

@@ -2,7 +2,7 @@
 
 Jobs are carried out beside the steps, each kind in order, and those of a plan only once its operations are done.
 Where the core waits for an answer, it comes between two steps. A disk never fails loudly: whatever is wrong there
-is a segment or an anchor that is not stored.
+is a segment, an anchor or a session that is not stored.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from llamaslot.core.anchors import Anchor
 from llamaslot.core.backend import Kv
 from llamaslot.core.node import WIDTH
 from llamaslot.core.segments import Segment
+from llamaslot.core.sessions import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +100,48 @@ class Use:
 Job: TypeAlias = Write | Read | Erase | Use
 
 
+@dataclass(frozen=True, slots=True)
+class SavedPart:
+    """The KV of positions `[start, end)`."""
+
+    start: int
+    end: int
+    cell_order: bytes
+    """See `CellMap.cell_order`."""
+    kv: Kv
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSlot:
+    """What a slot held: in a file of its user's own, that only this model can load."""
+
+    space: str
+    """The namespace."""
+    tokens: bytes
+    """All of them, packed."""
+    parts: tuple[SavedPart, ...]
+    """From the first token to the last, without a gap."""
+
+
+class SlotStore(Protocol):
+    """Files for what slots held; used by one thread. Raises `OSError` where a file cannot be written or read."""
+
+    def write(self, name: str, saved: SavedSlot) -> int:
+        """Write a file, in place of another one of that name; its bytes."""
+
+    def read(self, name: str) -> tuple[SavedSlot, int]:
+        """What was written, and the file's bytes. Raises `BadSegmentError` where that was something else."""
+
+
 class BadSegmentError(Exception):
     """What a disk has of a segment is not what was written."""
 
 
 class Disk(Protocol):
-    """Segments and anchors on a disk. `read` may be called on one thread while all else is on another one."""
+    """Segments, anchors and sessions on a disk.
+
+    `read` may be called on one thread while all else is on another one.
+    """
 
     @property
     def capacity(self) -> int:
@@ -141,8 +178,17 @@ class Disk(Protocol):
     def write_anchor(self, anchor: Anchor) -> None:
         """Keep an anchor, so that it survives the process; the oldest go where they are too many."""
 
-    def forget_anchors(self) -> None:
-        """Keep none of those so far."""
+    def sessions(self) -> Sequence[tuple[bytes, Session]]:
+        """The sessions that are there by name, the oldest first."""
+
+    def write_session(self, name: bytes, session: Session) -> None:
+        """Keep a session, in place of another one of that name; the oldest go where they are too many."""
+
+    def drop_session(self, name: bytes) -> None:
+        """Keep the session of that name no more."""
+
+    def forget_texts(self) -> None:
+        """Keep none of the anchors and sessions so far."""
 
     def close(self) -> None:
         """Let others have it."""

@@ -17,7 +17,7 @@ from enum import Enum
 from llamaslot.core.backend import Move, Operation, Remove, Tokens
 from llamaslot.core.disk import Job
 from llamaslot.core.eviction import Eviction
-from llamaslot.core.node import packed
+from llamaslot.core.node import WIDTH, packed
 from llamaslot.core.tree import Match, Tree
 
 
@@ -78,6 +78,11 @@ class Ledger(ABC):
     def known(self, space: str, tokens: bytes) -> int:
         """How many of some tokens need not be computed, counted from the first."""
         return self.tree.match(space, tokens).n
+
+    def branches(self, space: str, tokens: bytes, n: int) -> bool:
+        """Whether something goes on in another way behind the first `n` of these tokens, which are known."""
+        match = self.tree.match(space, tokens[: n * WIDTH])
+        return match.n == n and (n < match.node.end or bool(match.node.children))
 
     @property
     def n_seqs(self) -> int:
@@ -219,6 +224,23 @@ class Ledger(ABC):
             if not self.tree.is_pinned(seq):
                 self.clear(seq)
         return n_before - self.tree.n_tokens
+
+    def drop(self, space: str, tokens: bytes) -> int:
+        """Give up what is idle on the path of some tokens and leads nowhere else; the tokens that the tree has no
+        more.
+
+        It ends where another path branches off, or where a sequence that is no longer ends.
+        """
+        n_before = self.tree.n_tokens
+        ours: set[int] = set()
+        while True:
+            match = self.tree.match(space, tokens)
+            node = match.node
+            if match.n < node.end or not node.is_idle_leaf or (ours and not node.tips <= ours):
+                return n_before - self.tree.n_tokens
+            ours |= node.tips
+            for seq in list(node.tips):
+                self.truncate(seq, node.start)
 
     def tend(self, now: float) -> None:
         """Let it be so late for what is stored; called once a plan, before anything is fetched."""

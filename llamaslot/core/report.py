@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llamaslot.base.messages import CacheFigures, CachePrefix, CacheState, SlotReport
 from llamaslot.core.admission import Admission
@@ -34,11 +34,15 @@ class Traffic:
     n_from_ram: int = 0
     n_from_disk: int = 0
     n_anchored_hits: int = 0
+    n_session_hits: int = 0
     n_prompt: int = 0
     n_matched: int = 0
+    misses: dict[str, int] = field(default_factory=dict)
 
     def count(self, request: Request) -> None:
         """Note a request that has ended."""
+        if request.miss and request.has_started:
+            self.misses[request.miss] = self.misses.get(request.miss, 0) + 1
         if request.is_private or not request.has_started:
             return
         n_cached = request.n_cached
@@ -48,6 +52,7 @@ class Traffic:
         self.n_from_ram += n_cached > 0 and request.n_loaded > 0 and not request.n_read
         self.n_from_disk += n_cached > 0 and request.n_read > 0
         self.n_anchored_hits += n_cached > 0 and request.n_anchored > 0
+        self.n_session_hits += n_cached > 0 and request.session in ("exact", "extend", "diverge")
         self.n_prompt += request.n_prompt
         self.n_matched += n_cached
 
@@ -82,8 +87,11 @@ def figures(
     n_preempted: int,
     *,
     anchors: tuple[int, int] = (0, 0),
+    sessions: tuple[int, int] = (0, 0),
 ) -> CacheFigures:
-    """The numbers of `/cache` and `/metrics`; costs nothing to speak of. `anchors` are their number and bytes."""
+    """The numbers of `/cache` and `/metrics`; costs nothing to speak of. `anchors` and `sessions` are their number
+    and bytes.
+    """
     n_idle, n_cells = ledger.n_idle, settings.n_ctx
     if not settings.shares:
         # Each sequence has cells of its own for what the tree has once.
@@ -105,8 +113,12 @@ def figures(
         n_from_ram=traffic.n_from_ram,
         n_from_disk=traffic.n_from_disk,
         n_anchored_hits=traffic.n_anchored_hits,
+        n_session_hits=traffic.n_session_hits,
+        misses=dict(traffic.misses),
         n_anchors=anchors[0],
         anchor_bytes=anchors[1],
+        n_sessions=sessions[0],
+        session_bytes=sessions[1],
         n_waits=admission.n_waits,
         n_prompt=traffic.n_prompt,
         n_matched=traffic.n_matched,

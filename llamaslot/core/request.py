@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from llamaslot.base.messages import Progress, Submit
+from llamaslot.base.messages import Miss, Progress, SessionMatch, Submit
 from llamaslot.core.backend import Sampler, Tokens
 from llamaslot.core.node import WIDTH, packed
 from llamaslot.core.spaces import private, salted
@@ -51,7 +51,17 @@ class Request:
     """
 
     def __init__(
-        self, submit: Submit, prompt: Tokens, *, arrival: int, now: float, reuse: bool = True, n_anchored: int = 0
+        self,
+        submit: Submit,
+        prompt: Tokens,
+        *,
+        arrival: int,
+        now: float,
+        reuse: bool = True,
+        n_anchored: int = 0,
+        session: SessionMatch = "",
+        n_approximate: int = 0,
+        is_changed: bool = False,
     ) -> None:
         self.submit = submit
         self.id = submit.request_id
@@ -65,6 +75,11 @@ class Request:
         self.n_prompt = len(prompt)
         self.n_anchored = n_anchored
         """Prompt tokens that an anchor gave."""
+        self.session: SessionMatch = session
+        self.n_approximate = n_approximate
+        """Prompt tokens that its session gave, where those of the text alone are others."""
+        self.is_changed = is_changed
+        """Whether its text leaves that of its session within the last reply."""
         self.n_generated = 0
         self.n_prompt_computed = 0
         self.state = RequestState.QUEUED
@@ -79,6 +94,12 @@ class Request:
         """Of `n_found`, those that were stored."""
         self.n_read = 0
         """Of `n_loaded`, those that were read from disk for it."""
+        self.miss: Miss = "off" if reuse else "unsupported"
+        """Why no more of its prompt was known when it was first admitted."""
+        self.n_known = 0
+        """Prompt tokens that were known then."""
+        self.diverged_at = -1
+        """The character where they end, once somebody has found out; -1 before."""
         self.n_overtaken = 0
         """Later requests that were admitted while this one could have been."""
         self.awaits = 0
@@ -182,6 +203,10 @@ class Request:
             n_loaded=min(self.n_loaded, self.n_cached),
             n_read=min(self.n_read, self.n_cached),
             n_anchored=self.n_anchored,
+            session=self.session,
+            n_approximate=self.n_approximate,
+            miss=self.miss if self.has_started else "",
+            diverged_at=self.diverged_at,
         )
 
     def _note_started(self, now: float) -> None:

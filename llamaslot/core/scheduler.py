@@ -22,6 +22,7 @@ from llamaslot.core.admission import Admission
 from llamaslot.core.backend import Operation, Status
 from llamaslot.core.chunking import ChunkSizer
 from llamaslot.core.ledger import Fetched, Ledger
+from llamaslot.core.node import packed
 from llamaslot.core.padding import Padding
 from llamaslot.core.planner import Planner
 from llamaslot.core.repacking import Repacker
@@ -78,6 +79,8 @@ class Scheduler:
         """Whether anything ran since idle prefixes were last tidied up."""
         self.suspects: list[str] = []
         """Requests of a failed step, to be retried one by one before anything else runs."""
+        self.admitted: list[Request] = []
+        """Requests that the last plan admitted."""
         self.n_preempted = 0
         """Times that a request was sent back to the queue."""
 
@@ -123,6 +126,7 @@ class Scheduler:
         if request.state is RequestState.QUEUED:
             self.admission.withdraw(request)
         else:
+            self._note_seen(request)
             self._leave_slot(request)
         request.handle(RequestEvent.END, now)
         self.traffic.count(request)
@@ -145,9 +149,8 @@ class Scheduler:
         self._reclaim_spoiled()
         running = self.running
         suspects = [r for r in running if r.id in self.suspects]
-        if not suspects:
-            self.admission.admit(running, now)
-            running = self.running
+        self.admitted = self.admission.admit(running, now) if not suspects else []
+        running = self.running
         self.ledger.tend(now)
         ready, is_loading = self._fetch(running)
         self._make_way(ready)
@@ -302,6 +305,11 @@ class Scheduler:
         self._leave_slot(request)
         request.handle(RequestEvent.PREEMPT, now)
         self.admission.enqueue(request)
+
+    def _note_seen(self, request: Request) -> None:
+        if not request.is_private:
+            tokens = packed(request.known.view(0, self.ledger.length(request.slot_id)))
+            self.admission.seen.note(request.space, tokens, request.n_known)
 
     def _leave_slot(self, request: Request) -> None:
         self.admission.release(request)

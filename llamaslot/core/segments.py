@@ -197,6 +197,12 @@ class SegmentTree:
             last = node.segment if node is not None and node.segment and node.segment.end == end == at else None
         return ranges
 
+    def branches(self, space: str, tokens: bytes) -> bool:
+        """Whether something goes on behind all of these tokens, which are stored."""
+        *_, last = [(None, 0), *self._walk(space, tokens)]
+        node, end = last
+        return node is not None and end * WIDTH == len(tokens) and (end < node.end or bool(node.children))
+
     def is_open(self, segment: Segment) -> bool:
         """Whether a longer one takes its place when its path goes on."""
         return segment.n_tokens < self.largest and segment.is_last

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from llamaslot.core.backend import Copy, Discard, Load, Operation, Save, Tokens
 from llamaslot.core.cells import CellMap
@@ -25,6 +26,8 @@ from llamaslot.core.spaces import is_private
 from llamaslot.core.tiers import Tiers
 from llamaslot.core.tree import Match
 
+Part: TypeAlias = tuple[int, int, int]
+"""A number that nothing else has, and the positions `[start, end)` that are stored under it."""
 _READ_COST = 1 / 8
 """The time to read a token from disk over the time to compute it, as long as it is not known."""
 
@@ -69,6 +72,10 @@ class SharedLedger(Ledger):
         n = self.tree.match(space, tokens).n
         stored = self._worth_loading(space, tokens, n)
         return stored[-1].end if stored else n
+
+    def branches(self, space: str, tokens: bytes, n: int) -> bool:
+        """See `Ledger.branches`: in the pool, or in what is stored."""
+        return super().branches(space, tokens, n) or self.tiers.tree.branches(space, tokens[: n * WIDTH])
 
     def _worth_loading(self, space: str, tokens: bytes, start: int) -> list[Stored]:
         """What is stored from `start` on, but for a last segment of which too little is wanted: it is loaded whole.
@@ -251,11 +258,50 @@ class SharedLedger(Ledger):
         self.cells.put(number, segment.start, segment.n_tokens, segment.cell_order)
         return range(segment.start, segment.end)
 
+    def save(self, seq: int, parts: Sequence[Part]) -> None:
+        """Have stored what an idle sequence holds, for whoever takes it."""
+        for number, start, end in parts:
+            self._operations.append(Save(number, seq, start, end, self._scratch))
+
+    def discard(self, parts: Sequence[Part]) -> None:
+        """Have forgotten what was stored so."""
+        self._operations += [Discard(number) for number, _, _ in parts]
+
+    def restore(self, seq: int, space: str, tokens: bytes, parts: Sequence[Part]) -> bool:
+        """Let an idle slot hold these tokens, of which all parts are stored; whether there was room for all.
+
+        What it held before is parked. What the pool has of them is taken over, and the parts are forgotten.
+        """
+        if self.holds(seq):
+            if not self.tree.is_covered(seq):
+                self._park(seq, 0)
+            self.clear(seq)
+        self.tree.hold(seq, self.tree.match(space, b""))
+        self.tree.pin(seq)
+        self._take_over(seq, tokens)
+        for number, start, end in parts:
+            n = self.length(seq)
+            if start <= n < end and self._make_room(end - start):
+                self._operations.append(Load(number, seq, n, end, self._scratch))
+                self.tree.extend(seq, tokens[n * WIDTH : end * WIDTH])
+        self.discard(parts)
+        is_whole = self.length(seq) * WIDTH == len(tokens)
+        self.unpin(seq)
+        self._keep_an_id_free()
+        return is_whole
+
     def clear_idle(self) -> int:
         """See `Ledger.clear_idle`; nothing is stored any more either."""
         self.tiers.clear()
         self._note_discarded()
         return super().clear_idle()
+
+    def drop(self, space: str, tokens: bytes) -> int:
+        """See `Ledger.drop`; nor is any of that stored any more."""
+        n_tokens = super().drop(space, tokens)
+        self.tiers.drop(space, tokens)
+        self._note_discarded()
+        return n_tokens
 
     def forget(self, space: str) -> None:
         """See `Ledger.forget`; nothing of it is stored any more either."""

@@ -179,13 +179,17 @@ class Tiers:
             self.reading.add(segment)
             self._jobs.append(Read(segment.number))
 
+    def drop(self, space: str, tokens: bytes) -> None:
+        """Discard what is stored on the path of some tokens, from its end to where another path branches off."""
+        for segment in reversed(self.tree.path(space, tokens)):
+            if segment.end * WIDTH > len(tokens) or not segment.is_last:
+                return
+            self._discard(segment)
+
     def forget(self, space: str) -> None:
         """Discard what is stored in a namespace."""
         for segment in reversed(self.tree.of_space(space)):
-            if segment in self.disk:
-                self._leave_disk(segment)
-            if segment in self.ram:
-                self._leave_ram(segment)
+            self._discard(segment)
 
     def clear(self) -> None:
         """Discard everything."""
@@ -307,6 +311,12 @@ class Tiers:
         return sorted(left)
 
     # --- leaving ---
+
+    def _discard(self, segment: Segment) -> None:
+        if segment in self.disk:
+            self._leave_disk(segment)
+        if segment in self.ram:
+            self._leave_ram(segment)
 
     def _may_leave_ram(self, segment: Segment) -> bool:
         return not (segment in self.reading or segment in self.writing or segment in self.guarded)

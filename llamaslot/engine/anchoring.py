@@ -20,12 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from llamaslot.base.messages import PromptPart, Submit, TextPart
+from llamaslot.base.messages import PromptPart, SessionMatch, Submit, TextPart
 from llamaslot.core.anchors import Anchor, Anchors
 from llamaslot.core.backend import Tokens, Vocab
 from llamaslot.core.spaces import salted
-from llamaslot.text.cuts import Cutter, TextName, parts_between, parts_from
+from llamaslot.text.cuts import Cut, Cutter, TextName, parts_between, parts_from
 
 _MOST_BOUNDARIES = 128
 """Control tokens that are looked at; some vocabularies have thousands that nobody uses."""
@@ -61,6 +62,12 @@ class Prompt:
     """Of its tokens, those of 1."""
     ending: Ending | None = field(default=None, compare=False)
     """None where replies to it get no name."""
+    session: SessionMatch = ""
+    """What came of holding it against its session's last sequence."""
+    n_approximate: int = 0
+    """Of its tokens, those of the session that the text's own tokens would not have begun with."""
+    is_changed: bool = False
+    """Whether it leaves its session's text within the last reply."""
 
 
 def tokenized(vocab: Vocab, parts: Sequence[PromptPart], *, add_special: bool) -> Tokens:
@@ -95,35 +102,54 @@ class Anchoring:
         self._is_prepared = True
         return self._cutter is not None
 
+    @property
+    def cutter(self) -> Cutter | None:
+        """What finds the places where texts can be cut; None where there are none, or nobody wants them."""
+        self.prepare()
+        return self._cutter
+
     def submitted(self, submit: Submit) -> Prompt:
         """A request's prompt, whose own ids exist."""
-        self.prepare()
         texts = [part for part in submit.prompt if isinstance(part, TextPart)]
-        if self._cutter is None or not submit.cache_prompt or len(texts) < len(submit.prompt):
+        cutter = self.cutter
+        if cutter is None or not submit.cache_prompt or len(texts) < len(submit.prompt):
             return Prompt(tokenized(self._vocab, submit.prompt, add_special=submit.add_special))
-        cuts, name = self._cutter.cuts(texts, f"{salted(submit.cache_salt)} {submit.add_special}")
-        known = next((cut for cut in reversed(cuts) if cut.name in self.anchors), None)
+        cuts, name = cutter.cuts(texts, _namespace(submit))
+        known = self._known(cuts)
         last = cuts[-1] if cuts else None
         anchored = self.anchors.find(known.name) if known is not None else None
         between, tail = parts_between(texts, known, last), parts_from(texts, last)
         runs = [] if anchored is None else [anchored]
         for parts in (between, tail) if last is not None else (tail,):
             runs.append(tokenized(self._vocab, parts, add_special=submit.add_special and not runs))
-        if sum(len(part.text) for part in tail) > _LONGEST_TAIL:
-            return Prompt(np.concatenate(runs), 0 if anchored is None else len(anchored))
-        ending = Ending(
-            name=name,
-            front=known.name if known is not None else b"",
-            tail=tuple(tail),
-            n_head=sum(map(len, runs[:-1])),
-            add_special=submit.add_special and last is None,
-        )
+        n_head = sum(map(len, runs[:-1]))
+        ending = _ending(name, known, tail, n_head, add_special=submit.add_special and last is None)
         return Prompt(np.concatenate(runs), 0 if anchored is None else len(anchored), ending)
+
+    def ending(
+        self, submit: Submit, texts: Sequence[TextPart], n_front: int, ends: npt.NDArray[np.int64]
+    ) -> Ending | None:
+        """What it takes to name a reply to a prompt whose tokens behind the first `n_front` end so in its marked
+        text, see `Cutter.marked`.
+        """
+        cutter = self.cutter
+        if cutter is None:
+            return None
+        cuts, name = cutter.cuts(texts, _namespace(submit))
+        last = cuts[-1] if cuts else None
+        tail = parts_from(texts, last)
+        at = int(ends[-1]) - len(cutter.marked(tail))
+        n = int(np.searchsorted(ends, at, side="right"))
+        if last is None:
+            return _ending(name, None, tail, 0, add_special=submit.add_special)
+        if not n or ends[n - 1] != at:
+            return None
+        return _ending(name, self._known(cuts), tail, n_front + n, add_special=False)
 
     def replied(self, prompt: Prompt, generated: Tokens, n_sent: int) -> Anchor | None:
         """Name a reply of which `n_sent` characters were sent, if its text would give other tokens."""
         ending = prompt.ending
-        reply = self._as_sent(generated.tolist(), n_sent)
+        reply = self.as_sent(generated.tolist(), n_sent)
         if ending is None or reply is None or self._cutter is None:
             return None
         text, ids = reply
@@ -137,7 +163,7 @@ class Anchoring:
         tokens = np.concatenate([prompt.tokens[: ending.n_head], own])
         return self.anchors.add(ending.name.extended(text), tokens, ending.front)
 
-    def _as_sent(self, generated: list[int], n_sent: int) -> tuple[str, list[int]] | None:
+    def as_sent(self, generated: list[int], n_sent: int) -> tuple[str, list[int]] | None:
         """The text that was sent of a reply, and its tokens.
 
         None where nothing was sent, a token that gives no text is among them, or the sending ended within one.
@@ -152,6 +178,24 @@ class Anchoring:
             pieces.pop()
             text = b"".join(pieces).decode(errors="replace")
         return (text, generated[: len(pieces)]) if pieces and len(text) == n_sent else None
+
+    def _known(self, cuts: Sequence[Cut]) -> Cut | None:
+        """The last cut whose text has a name."""
+        return next((cut for cut in reversed(cuts) if cut.name in self.anchors), None)
+
+
+def _namespace(submit: Submit) -> str:
+    """What texts must have in common to have the same name."""
+    return f"{salted(submit.cache_salt)} {submit.add_special}"
+
+
+def _ending(
+    name: TextName, known: Cut | None, tail: Sequence[TextPart], n_head: int, *, add_special: bool
+) -> Ending | None:
+    """None where the tail is too long to be tokenized again."""
+    if sum(len(part.text) for part in tail) > _LONGEST_TAIL:
+        return None
+    return Ending(name, known.name if known is not None else b"", tuple(tail), n_head, add_special)
 
 
 def exact_boundaries(vocab: Vocab, template: str = "") -> tuple[str, ...]:

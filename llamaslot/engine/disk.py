@@ -16,6 +16,7 @@ import structlog
 from llamaslot.core.anchors import Anchor
 from llamaslot.core.backend import Backend, Kv
 from llamaslot.core.disk import BadSegmentError, Disk, Erase, Job, Read, Use, Write
+from llamaslot.core.sessions import Session
 from llamaslot.core.shared import SharedLedger
 
 _log = structlog.get_logger(__name__)
@@ -77,9 +78,21 @@ class DiskWorker:
         """See `Disk.write_anchor`."""
         self._writer.submit(self._disk.write_anchor, anchor).add_done_callback(_log_failure)
 
-    def forget_anchors(self) -> None:
-        """See `Disk.forget_anchors`."""
-        self._writer.submit(self._disk.forget_anchors).add_done_callback(_log_failure)
+    def sessions(self) -> Sequence[tuple[bytes, Session]]:
+        """See `Disk.sessions`; to be called before anything is written."""
+        return self._disk.sessions()
+
+    def write_session(self, name: bytes, session: Session) -> None:
+        """See `Disk.write_session`."""
+        self._writer.submit(self._disk.write_session, name, session).add_done_callback(_log_failure)
+
+    def drop_session(self, name: bytes) -> None:
+        """See `Disk.drop_session`."""
+        self._writer.submit(self._disk.drop_session, name).add_done_callback(_log_failure)
+
+    def forget_texts(self) -> None:
+        """See `Disk.forget_texts`."""
+        self._writer.submit(self._disk.forget_texts).add_done_callback(_log_failure)
 
     def when_written(self, then: Callable[[], None]) -> None:
         """Call `then` between two steps, once the jobs so far that change the disk are done."""

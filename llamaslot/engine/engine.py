@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
 
 import structlog
 
@@ -32,6 +32,7 @@ from llamaslot.base.messages import (
     ClearCache,
     Command,
     Detokenize,
+    DropSession,
     Event,
     Failed,
     Finished,
@@ -39,26 +40,30 @@ from llamaslot.base.messages import (
     Inspect,
     InspectCache,
     Output,
+    SessionDropped,
+    SlotAction,
     Stopped,
     Submit,
     SubmitAll,
     Tokenize,
 )
 from llamaslot.core.backend import Backend
-from llamaslot.core.disk import Disk
+from llamaslot.core.disk import Disk, SlotStore
+from llamaslot.core.node import packed
 from llamaslot.core.request import Request, RequestEvent, RequestState
 from llamaslot.core.scheduler import Broke, Sampled, Scheduler
+from llamaslot.core.sessions import Session
 from llamaslot.core.settings import SchedulerSettings
 from llamaslot.core.shared import SharedLedger
 from llamaslot.core.step import StepPlan, StepResult
 from llamaslot.engine.anchoring import Prompt
 from llamaslot.engine.disk import DiskWorker
+from llamaslot.engine.intake import Intake
 from llamaslot.engine.reports import Reports
+from llamaslot.engine.slots import SlotFiles
 from llamaslot.engine.tokenizing import Tokenizer
 from llamaslot.engine.worker import Worker, model_thread
 from llamaslot.text.stream import TextStream
-
-T = TypeVar("T")
 
 _WIND_UP_SECONDS = 5.0
 """How long the end may take for what is not on disk yet."""
@@ -86,9 +91,10 @@ class Engine:
     between two tokens of a stream about `gap_ms` milliseconds long. Idle prefixes keep at most `idle_cells` cells
     (None: all that nothing else needs), and leave it once `idle_life` prompt tokens are computed beside them (None:
     when their cells are needed); what leaves the pool is stored in up to `ram_bytes` of the host's memory, and from
-    there on `disk`, if there is one. With `anchors` a conversation that comes back as text continues from the
-    tokens that were generated for it. With `debug_invariants` the ledger is compared with the backend whenever
-    nothing runs, and a difference ends the engine.
+    there on `disk`, if there is one. `slot_store` has files for what single slots hold. With `anchors` a
+    conversation that comes back as text continues from the tokens that were generated for it; where it has a
+    session, of whose text `session_min_match` is kept, even if it goes on in another way. With `debug_invariants`
+    the ledger is compared with the backend whenever nothing runs, and a difference ends the engine.
     """
 
     def __init__(
@@ -101,7 +107,9 @@ class Engine:
         idle_life: int | None = None,
         ram_bytes: int = 0,
         disk: Disk | None = None,
+        slot_store: SlotStore | None = None,
         anchors: bool = True,
+        session_min_match: float = 0.8,
         debug_invariants: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         thread: Executor | None = None,
@@ -134,10 +142,13 @@ class Engine:
                 eog=backend.vocab.eog,
             )
         )
-        # A token behind every prompt would be behind what comes before a cut, too.
-        self._wants_anchors = anchors and info.reuse and not info.adds_eos
         self._tokenizer = Tokenizer(
-            backend.vocab, info.n_ctx_slot, anchors=self._wants_anchors, template=info.chat_template
+            backend.vocab,
+            info.n_ctx_slot,
+            # A token behind every prompt would be behind what comes before a cut, too.
+            anchors=anchors and info.reuse and not info.adds_eos,
+            min_match=session_min_match,
+            template=info.chat_template,
         )
         self._reports = Reports(self.scheduler, self._tokenizer, backend.vocab)
         self._worker = Worker(backend, thread or model_thread(), clock, self._is_wanted)
@@ -146,9 +157,11 @@ class Engine:
         if disk is not None and self.scheduler.settings.writes and isinstance(ledger, SharedLedger):
             self._disk = DiskWorker(disk, backend, ledger, self._post, clock)
             self._disk.restore()
-            self._tokenizer.restore(self._disk.anchors())
+        self._intake = Intake(self._tokenizer, self._post, self._fail, self._disk)
+        self._slot_files = SlotFiles(
+            slot_store, backend, self.scheduler, post=self._post, answer=self._answer, fail=self._fail, clock=clock
+        )
         self._live: dict[str, _Live] = {}
-        self._tokenizing: dict[str, asyncio.Future[Any]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
         self._outbox: list[Event] = []
         self._wake = asyncio.Event()
@@ -157,8 +170,6 @@ class Engine:
         self._debug_invariants = debug_invariants
         self._is_checked = False
         self._n_arrived = 0
-        self._n_naming = 0
-        """Replies that are being named."""
 
     def send(self, command: Command) -> None:
         """Hand in a command; it takes effect between two steps."""
@@ -168,15 +179,19 @@ class Engine:
             case SubmitAll(submits):
                 self._submit(submits)
             case Tokenize():
-                self._tokenize(command, self._tokenizer.tokenized, lambda event, _: self._answer(event))
+                self._intake.tokenize(command, self._tokenizer.tokenized, lambda event, _: self._answer(event))
             case Detokenize():
-                self._tokenize(command, self._tokenizer.detokenized, lambda event, _: self._answer(event))
+                self._intake.tokenize(command, self._tokenizer.detokenized, lambda event, _: self._answer(event))
             case Cancel():
                 self._post(lambda: self._cancel(command.request_id))
             case Inspect():
                 self._post(lambda: self._answer(self._reports.state(command.request_id)))
             case InspectCache():
                 self._post(lambda: self._answer(self._reports.cache_state(command)))
+            case DropSession():
+                self._intake.drop_session(command, partial(self._drop_session, command))
+            case SlotAction():
+                self._post(lambda: self._slot_files.handle(command))
             case ClearCache():
                 self._post(lambda: self._clear_cache(command))
 
@@ -188,7 +203,7 @@ class Engine:
     async def run(self) -> None:
         """Run steps until `stop`, or until something breaks that no request is to blame for."""
         reason = ""
-        self._tokenizer.run(self._tokenizer.prepare).add_done_callback(self._note_anchors)
+        self._intake.begin()
         try:
             while not self._stopping:
                 await self._step()
@@ -205,13 +220,18 @@ class Engine:
             self._fail_all(reason)
             self._outbox.append(Stopped(reason))
             self._flush()
-            self._tokenizer.close()
+            self._slot_files.close()
+            self._intake.close()
 
     async def _step(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
         self._flush()
+        self._slot_files.begin()
         plan = self.scheduler.plan(self._clock())
+        for request in self.scheduler.admitted:
+            if request.miss in ("diverged", "changed") and request.diverged_at < 0:
+                self._intake.locate(request)
         self._interrupts_at = self.scheduler.interrupts_at
         if not plan:
             if self._debug_invariants and not self._is_checked:
@@ -235,7 +255,7 @@ class Engine:
                 self._inbox.popleft()()
             if plan := self.scheduler.plan(now):
                 await self._worker.run(plan, self._commit)
-            elif self._disk.is_writing or self._n_naming:
+            elif self._disk.is_writing or self._intake.is_remembering:
                 self._wake.clear()
                 await self._sleep(until)
             else:
@@ -250,6 +270,7 @@ class Engine:
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
         if self._disk is not None:
             self._disk.start(plan.jobs)
+        self._slot_files.done()
         now = result.started + result.seconds
         for outcome in self.scheduler.commit(plan, result, now):
             if isinstance(outcome, Sampled):
@@ -293,38 +314,7 @@ class Engine:
                     self._accept(submit, prompt, now)
 
         ids = [submit.request_id for submit in submits]
-        self._tokenize(submits[0], self._tokenizer.submitted, accept, ids)
-
-    def _tokenize(
-        self,
-        command: Submit | Tokenize | Detokenize,
-        method: Callable[..., T],
-        then: Callable[[T, list[str]], None],
-        ids: Sequence[str] = (),
-    ) -> None:
-        """Work out `method(command)` on the tokenizer's thread, and pass the answer on between two steps.
-
-        `ids` are those that wait for it, if it is not `command` alone; `then` is told which of them still do.
-        """
-        future = self._tokenizer.run(method, command)
-        ids = ids or [command.request_id]
-        self._tokenizing |= dict.fromkeys(ids, future)
-
-        def done() -> None:
-            waiting = [each for each in ids if self._tokenizing.pop(each, None)]
-            if not waiting:
-                return
-            error = future.exception()
-            if error is None:
-                then(future.result(), waiting)
-                return
-            if not isinstance(error, LlamaslotError):
-                _log.error("tokenizer.failed", request_id=command.request_id, exc_info=error)
-                error = ServerError("the prompt could not be tokenized")
-            for each in waiting:
-                self._fail(each, error)
-
-        future.add_done_callback(lambda _: self._post(done))
+        self._intake.tokenize(submits[0], self._tokenizer.submitted, accept, ids)
 
     def _accept(self, submit: Submit, prompt: Prompt, now: float) -> None:
         tokens = prompt.tokens
@@ -336,7 +326,15 @@ class Engine:
         self._n_arrived += 1
         reuse = self._backend.info.reuse
         request = Request(
-            submit, tokens, arrival=self._n_arrived, now=now, reuse=reuse, n_anchored=prompt.n_anchored
+            submit,
+            tokens,
+            arrival=self._n_arrived,
+            now=now,
+            reuse=reuse,
+            n_anchored=prompt.n_anchored,
+            session=prompt.session,
+            n_approximate=prompt.n_approximate,
+            is_changed=prompt.is_changed,
         )
         self.scheduler.submit(request)
         self._live[request.id] = _Live(request, prompt, TextStream(submit.stop))
@@ -358,10 +356,7 @@ class Engine:
                 )
 
     def _cancel(self, request_id: str) -> None:
-        if request_id in self._tokenizing:
-            future = self._tokenizing.pop(request_id)
-            if future not in self._tokenizing.values():
-                future.cancel()
+        if self._intake.cancel(request_id):
             self._outbox.append(Cancelled(request_id))
             return
         live = self._live.pop(request_id, None)
@@ -369,7 +364,7 @@ class Engine:
             return
         now = self._clock()
         self.scheduler.end(live.request, now, cancelled=True)
-        self._name_reply(live)
+        self._intake.remember(live.request, live.prompt, live.n_sent)
         progress = live.request.progress(now, self._held(live.request))
         self._outbox.append(Cancelled(request_id, progress))
 
@@ -390,7 +385,7 @@ class Engine:
         if reason is not None:
             text += live.text.flush()
             live.n_sent += len(text)
-            self._name_reply(live)
+            self._intake.remember(live.request, live.prompt, live.n_sent)
             del self._live[live.request.id]
             self._outbox.append(
                 Finished(
@@ -408,34 +403,6 @@ class Engine:
             self._outbox.append(Output(live.request.id, text, tuple(live.unsent), progress))
             live.unsent.clear()
 
-    def _note_anchors(self, prepared: asyncio.Future[bool]) -> None:
-        if prepared.cancelled():
-            return
-        if error := prepared.exception():
-            _log.error("anchors.failed", exc_info=error)
-        elif not prepared.result() and self._wants_anchors:
-            _log.warning("anchors.off", reason="text of this vocabulary cannot be cut before its control tokens")
-
-    def _name_reply(self, live: _Live) -> None:
-        """Have remembered which tokens the reply was made of: asked for before its end is told, so that the next
-        turn finds it.
-        """
-        request = live.request
-        if live.prompt.ending is None or not request.n_generated:
-            return
-        generated = request.known.view(request.n_prompt)
-        future = self._tokenizer.run(self._tokenizer.replied, live.prompt, generated, live.n_sent)
-        self._n_naming += 1
-
-        def done() -> None:
-            self._n_naming -= 1
-            if error := future.exception():
-                _log.error("anchor.failed", request_id=request.id, exc_info=error)
-            elif (anchor := future.result()) is not None and self._disk is not None:
-                self._disk.write_anchor(anchor)
-
-        future.add_done_callback(lambda _: self._post(done))
-
     def _report_broken(self, broke: Broke) -> None:
         _log.error("decode.failed", request_id=broke.request.id, status=broke.status.name)
         del self._live[broke.request.id]
@@ -452,14 +419,14 @@ class Engine:
         error: LlamaslotError = UnavailableError("the server is shutting down")
         if reason:
             error = ServerError("the engine stopped because of an internal error")
-        for request_id in self._tokenizing:
+        for request_id in self._intake.waiting:
             self._fail(request_id, error)
         for request_id, live in self._live.items():
             # The scheduler may be what broke: it is not asked for anything any more.
             if live.request.state is not RequestState.DONE:
                 live.request.handle(RequestEvent.END, self._clock())
             self._fail(request_id, error, live.request)
-        self._tokenizing.clear()
+        self._intake.forget_waiting()
         self._live.clear()
 
     def _held(self, request: Request) -> int:
@@ -474,12 +441,25 @@ class Engine:
             self._disk.start(self.scheduler.ledger.take_jobs())
 
         def forgotten() -> None:
-            """Replies that were being remembered have been written by now, and are erased with the others."""
             if self._disk is None:
                 self._answer(answer)
-                return
-            self._disk.forget_anchors()
-            self._disk.when_written(lambda: self._answer(answer))
+            else:
+                self._disk.when_written(lambda: self._answer(answer))
 
-        forgetting = self._tokenizer.run(self._tokenizer.forget)
-        forgetting.add_done_callback(lambda _: self._post(forgotten))
+        self._intake.forget_all(forgotten)
+
+    def _drop_session(self, command: DropSession, space: str, session: Session | None) -> None:
+        if session is None:
+            self._answer(SessionDropped(command.request_id, is_known=False))
+            return
+        before = self._reports.cache_figures()
+        n_tokens = self.scheduler.ledger.drop(space, packed(session.tokens))
+        after = self._reports.cache_figures()
+        n_ram, n_disk = before.ram_tokens - after.ram_tokens, before.disk_tokens - after.disk_tokens
+        _log.info("session.dropped", tokens=n_tokens, ram_tokens=n_ram, disk_tokens=n_disk)
+        answer = SessionDropped(command.request_id, True, n_tokens, n_ram, n_disk)
+        if self._disk is None:
+            self._answer(answer)
+            return
+        self._disk.start(self.scheduler.ledger.take_jobs())
+        self._disk.when_written(lambda: self._answer(answer))

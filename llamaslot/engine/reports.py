@@ -51,6 +51,7 @@ class Reports:
             scheduler.traffic,
             scheduler.n_preempted,
             anchors=self._tokenizer.anchor_figures,
+            sessions=self._tokenizer.session_figures,
         )
 
     def cache_state(self, question: InspectCache) -> CacheState:

@@ -1,6 +1,6 @@
 """Tokenizing on a thread of its own, in the order of arrival, so that long prompts never hold up a step.
 
-What `engine/anchoring.py` remembers of replies belongs to that thread alone.
+What `engine/anchoring.py` and `engine/continuing.py` remember of replies belongs to that thread alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from llamaslot.base.errors import ContextSizeError, InvalidRequestError
 from llamaslot.base.messages import (
     Detokenize,
     Detokenized,
+    DropSession,
     PromptPart,
     Submit,
     TextPart,
@@ -23,7 +24,10 @@ from llamaslot.base.messages import (
 )
 from llamaslot.core.anchors import Anchor
 from llamaslot.core.backend import Tokens, Vocab
+from llamaslot.core.sessions import Session, name_of
+from llamaslot.core.spaces import salted
 from llamaslot.engine.anchoring import Anchoring, Prompt, tokenized
+from llamaslot.engine.continuing import Continuing
 
 T = TypeVar("T")
 
@@ -31,10 +35,13 @@ T = TypeVar("T")
 class Tokenizer:
     """Answers what needs the vocabulary only; `run` puts one of its methods on the thread."""
 
-    def __init__(self, vocab: Vocab, n_ctx: int, *, anchors: bool = True, template: str = "") -> None:
+    def __init__(
+        self, vocab: Vocab, n_ctx: int, *, anchors: bool = True, min_match: float = 0.8, template: str = ""
+    ) -> None:
         self._vocab = vocab
         self._n_ctx = n_ctx
         self._anchoring = Anchoring(vocab, is_wanted=anchors, template=template)
+        self._continuing = Continuing(vocab, self._anchoring, min_match=min_match)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-tokenizer")
 
     def run(self, method: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
@@ -54,10 +61,11 @@ class Tokenizer:
         if at_least >= self._n_ctx:
             raise ContextSizeError.of(at_least, self._n_ctx, at_least=True)
         self._check_parts(command.prompt)
-        prompt = self._anchoring.submitted(command)
-        if prompt.n_anchored and len(prompt.tokens) >= self._n_ctx:
+        prompt = self._continuing.submitted(command)
+        if len(prompt.tokens) >= self._n_ctx and (prompt.n_anchored or prompt.session):
             # The text's own tokens may be fewer.
-            return Prompt(tokenized(self._vocab, command.prompt, add_special=command.add_special))
+            own = tokenized(self._vocab, command.prompt, add_special=command.add_special)
+            return Prompt(own, session="tokens" if prompt.session else "")
         return prompt
 
     def tokenized(self, command: Tokenize) -> Tokenized:
@@ -71,9 +79,23 @@ class Tokenizer:
         """See `Anchoring.replied`."""
         return self._anchoring.replied(prompt, generated, n_sent)
 
+    def ended(self, command: Submit, prompt: Prompt, generated: Tokens, n_sent: int) -> tuple[bytes, Session]:
+        """See `Continuing.ended`."""
+        return self._continuing.ended(command, prompt, generated, n_sent)
+
+    def drop_session(self, command: DropSession) -> tuple[str, bytes, Session | None]:
+        """Forget a session: its namespace, its name, and what it was."""
+        space = salted(command.cache_salt)
+        name = name_of(space, command.session_id)
+        return space, name, self._continuing.drop(name)
+
+    def n_characters(self, tokens: Tokens) -> int:
+        """Characters that tokens spell, control tokens written out."""
+        return len(self._vocab.detokenize(tokens.tolist()).decode(errors="replace"))
+
     def prepare(self) -> bool:
-        """Try out what else the first prompt would wait for; whether replies are ever remembered."""
-        return self._anchoring.prepare()
+        """Try out what else the first prompt would wait for; whether texts can be cut, if that is wanted at all."""
+        return self._anchoring.prepare() or not self._anchoring.is_wanted
 
     @property
     def anchor_figures(self) -> tuple[int, int]:
@@ -81,19 +103,25 @@ class Tokenizer:
         anchors = self._anchoring.anchors
         return len(anchors), anchors.n_bytes
 
-    def restore(self, anchors: Sequence[Anchor]) -> int:
-        """Remember what an earlier server did; how many of these."""
+    @property
+    def session_figures(self) -> tuple[int, int]:
+        """How many sessions are remembered, and about how many bytes that takes; from any thread."""
+        sessions = self._continuing.sessions
+        return len(sessions), sessions.n_bytes
+
+    def restore(self, anchors: Sequence[Anchor], sessions: Sequence[tuple[bytes, Session]]) -> None:
+        """Remember what an earlier server did, the oldest first."""
         left = list(anchors) if self._anchoring.is_wanted else []
-        n_put = 0
         # One that took the place of another may come behind what continues it.
         while left and len(rest := [each for each in left if not self._anchoring.anchors.put(each)]) < len(left):
-            n_put += len(left) - len(rest)
             left = rest
-        return n_put
+        for name, session in sessions:
+            self._continuing.put(name, session)
 
     def forget(self) -> None:
-        """Forget all replies."""
+        """Forget all replies and sessions."""
         self._anchoring.anchors.clear()
+        self._continuing.clear()
 
     def detokenized(self, command: Detokenize) -> Detokenized:
         """The text of token ids; `InvalidRequestError` for ids that do not exist."""

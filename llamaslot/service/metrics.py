@@ -15,6 +15,7 @@ _RATES = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 500, 1000)
 _COUNTERS = {
     "n_misses": ("llamaslot_prefix_cache_miss_requests", "Requests that reused nothing."),
     "n_anchored_hits": ("llamaslot_prefix_cache_anchored_requests", "Hits that went on from an anchor's tokens."),
+    "n_session_hits": ("llamaslot_prefix_cache_session_requests", "Hits that went on from their session's tokens."),
     "n_waits": ("llamaslot_prefix_cache_wait_requests", "Requests that waited for another one's prefix."),
     "n_copied": ("llamaslot_prefix_cache_copied_tokens", "Tokens taken over from another sequence."),
     "n_evicted": ("llamaslot_prefix_cache_evicted_tokens", "Tokens given up because room was needed."),
@@ -40,6 +41,7 @@ _GAUGES = {
     "disk_tokens": ("llamaslot_disk_tokens", "Tokens of the prefixes that are stored on disk."),
     "disk_segments": ("llamaslot_disk_segments", "Segments that are stored on disk."),
     "n_anchors": ("llamaslot_anchors", "Replies whose tokens are remembered, since their text would give others."),
+    "n_sessions": ("llamaslot_sessions", "Conversations with a name whose last sequence is remembered."),
     "seqs_used": ("llamaslot_sequences_used", "Sequence ids that hold something."),
 }
 """Names and texts of what is one of the `CacheFigures`."""
@@ -77,6 +79,12 @@ class Metrics:
         )
         self._same_slot, self._cross_slot = hits.labels("same_slot"), hits.labels("cross_slot")
         self._from_ram, self._from_disk = hits.labels("from_ram"), hits.labels("from_disk")
+        self._misses = Counter(
+            "llamaslot_prefix_cache_misses",
+            "Requests of which no more was reused, by why.",
+            ["reason"],
+            registry=self._registry,
+        )
         self._seqs = gauge("llamaslot_sequences", "Sequence ids, the slots' and the reserved ones.")
         self._cache_counters = {field: counter(*words) for field, words in _COUNTERS.items()}
         self._cache_gauges = {field: gauge(*words) for field, words in _GAUGES.items()}
@@ -113,6 +121,8 @@ class Metrics:
             counter.inc(value)
             totals[name] += value
         self._cached.inc(progress.n_cached)
+        if progress.miss:
+            self._misses.labels(progress.miss).inc()
         self._prompt_rate.set(_ratio(totals["computed"], totals["prompt_s"]))
         self._predicted_rate.set(_ratio(totals["generated"], totals["generated_s"]))
         self._most_held = max(self._most_held, progress.n_held)

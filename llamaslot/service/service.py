@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import structlog
 
@@ -35,6 +35,7 @@ from llamaslot.base.messages import (
     Command,
     Detokenize,
     Detokenized,
+    DropSession,
     Event,
     Failed,
     Finished,
@@ -43,6 +44,9 @@ from llamaslot.base.messages import (
     Output,
     Progress,
     PromptPart,
+    SessionDropped,
+    SlotActed,
+    SlotAction,
     State,
     Stopped,
     Submit,
@@ -56,7 +60,7 @@ from llamaslot.service.metrics import Metrics, per_second
 from llamaslot.text.template import ChatTemplate
 
 _log = structlog.get_logger(__name__)
-_T = TypeVar("_T", Tokenized, Detokenized, State, CacheState, CacheCleared)
+_T = TypeVar("_T", Tokenized, Detokenized, State, CacheState, SessionDropped, SlotActed, CacheCleared)
 
 _MAX_RETRY_AFTER = 60
 
@@ -167,6 +171,16 @@ class Service:
         """The prefix cache as of the next step, with its `top` prefixes, spelled out if `text` is true."""
         return await self._ask(InspectCache(self._question_id(), top, text), CacheState)
 
+    async def drop_session(self, session_id: str, cache_salt: str) -> SessionDropped:
+        """Forget a conversation, and give up what only it has of the cache."""
+        return await self._ask(DropSession(self._question_id(), session_id, cache_salt), SessionDropped)
+
+    async def act_on_slot(
+        self, slot: int, action: Literal["save", "restore", "erase"], filename: str = ""
+    ) -> SlotActed:
+        """Save what a slot holds to a file, restore it from there, or erase it, once the slot is idle."""
+        return await self._ask(SlotAction(self._question_id(), slot, action, filename), SlotActed)
+
     async def clear_cache(self) -> CacheCleared:
         """Give up all idle prefixes, and whatever is stored."""
         return await self._ask(ClearCache(self._question_id()), CacheCleared)
@@ -197,7 +211,9 @@ class Service:
                 self._pass_on(event)
 
     async def _ask(
-        self, question: Tokenize | Detokenize | Inspect | InspectCache | ClearCache, kind: type[_T]
+        self,
+        question: Tokenize | Detokenize | Inspect | InspectCache | DropSession | SlotAction | ClearCache,
+        kind: type[_T],
     ) -> _T:
         if self.stopped.done():
             raise self._refusal or UnavailableError("the engine is not running")
@@ -345,6 +361,10 @@ def _figures(progress: Progress) -> dict[str, Any]:
         "prefix_loaded_tokens": progress.n_loaded,
         "prefix_read_tokens": progress.n_read,
         "prefix_anchored_tokens": progress.n_anchored,
+        "prefix_miss": progress.miss or None,
+        **({"diverged_at": progress.diverged_at} if progress.diverged_at >= 0 else {}),
+        **({"session": progress.session} if progress.session else {}),
+        **({"approximate_tokens": progress.n_approximate} if progress.n_approximate else {}),
         "load_ms": round(progress.load_ms, 2),
         "generated_tokens": progress.n_generated,
         "tokens_per_second": round(per_second(progress), 2),

@@ -20,11 +20,17 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from llamaslot.base.messages import TextPart
 
 _SPECIAL, _PLAIN = b"\xfd", b"\xfe"
 """Marks of parts; no UTF-8 has these bytes."""
+CONTROL = b"\xff"
+"""The mark in front of each control token of a *marked* text: the bytes of a prompt in which a real control token
+cannot be mistaken for one that is only spelled.
+"""
+_SPACES = b" \t\n\r\v\f"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,7 @@ class Cutter:
 
     def __init__(self, boundaries: Iterable[str], special_tokens: Iterable[str]) -> None:
         self._boundaries = frozenset(boundaries)
+        self._marked_boundaries = tuple(CONTROL + boundary.encode() for boundary in self._boundaries)
         longest_first = sorted(filter(None, special_tokens), key=lambda text: (-len(text), text))
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -99,6 +106,35 @@ class Cutter:
                 done = at
             name.add(part.text[done:])
         return found, name
+
+    def marked(self, parts: Iterable[TextPart]) -> bytes:
+        """The text of parts, marked."""
+        return b"".join(self._marked(part) for part in parts)
+
+    def parts_behind(self, parts: Sequence[TextPart], at: int) -> list[TextPart]:
+        """What lies behind the first `at` bytes of the marked text, which end between two characters."""
+        rest: list[TextPart] = []
+        for part in parts:
+            own = self._marked(part)
+            text = own[max(0, at) :].replace(CONTROL, b"").decode()
+            at -= len(own)
+            if text:
+                rest.append(TextPart(text, special=part.special))
+        return rest
+
+    def is_seam(self, marked: bytes, at: int) -> bool:
+        """Whether the tokens of a marked text are those of its parts before and behind a place.
+
+        Before a boundary they are; before the space that begins a word they are with every known pre-tokenizer.
+        """
+        if at in (0, len(marked)) or marked.startswith(self._marked_boundaries, at):
+            return True
+        return marked[at] == _SPACES[0] and marked[at - 1] not in _SPACES
+
+    def _marked(self, part: TextPart) -> bytes:
+        starts = [control.start() for control in self._controls.finditer(part.text)] if part.special else []
+        runs = (part.text[a:b] for a, b in pairwise([0, *starts, len(part.text)]))
+        return CONTROL.join(run.encode(errors="replace") for run in runs)
 
     def spells_control(self, text: str, start: int = 0) -> bool:
         """Whether a control token is spelled in a text so that it ends behind `start`."""

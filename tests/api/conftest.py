@@ -79,22 +79,27 @@ Start = Callable[..., Awaitable[Server]]
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    """Start a server; `backend` and `max_queue` are the engine's, everything else is `ApiSettings`."""
+    """Start a server; `backend`, `max_queue` and `engine` are the engine's, everything else is `ApiSettings`."""
     async with AsyncExitStack() as stack:
 
         async def started(
-            *, backend: FakeBackend | None = None, max_queue: int = 256, template: str = TEMPLATE, **settings: Any
+            *,
+            backend: FakeBackend | None = None,
+            max_queue: int = 256,
+            template: str = TEMPLATE,
+            engine: dict[str, Any] | None = None,
+            **settings: Any,
         ) -> Server:
             backend = backend or FakeBackend(n_ctx=1024)
             info = backend.info
             chat_template = ChatTemplate(template, bos_token=info.bos_token, eos_token=info.eos_token)
             service = Service(info, chat_template, ServiceSettings(max_queue=max_queue), Metrics())
-            engine = Engine(backend, service.receive)
-            service.connect(engine.send)
-            run = asyncio.create_task(engine.run())
+            own = Engine(backend, service.receive, **(engine or {}))
+            service.connect(own.send)
+            run = asyncio.create_task(own.run())
 
             async def stop() -> None:
-                engine.stop()
+                own.stop()
                 await run
 
             stack.push_async_callback(stop)

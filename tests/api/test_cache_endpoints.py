@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from llamaslot.api import submits
+from llamaslot.api.gate import Caller
 from llamaslot.api.settings import ApiSettings
 from llamaslot.api.wire import CompletionBody
 from llamaslot.backend.fake import FakeBackend
@@ -47,6 +48,7 @@ async def test_an_empty_cache(start: Any) -> None:
         "ram": {"total_bytes": 0, "used_bytes": 0, "tokens": 0, "segments": 0},
         "disk": {"total_bytes": 0, "used_bytes": 0, "tokens": 0, "segments": 0, "bad_files": 0},
         "anchors": {"replies": 0, "bytes": 0},
+        "sessions": {"known": 0, "bytes": 0},
         "sequences": {"slots": 4, "reserved": 8, "used": 0, "total": 14},
         "requests": {
             "hits": 0,
@@ -57,9 +59,11 @@ async def test_an_empty_cache(start: Any) -> None:
             "from_ram": 0,
             "from_disk": 0,
             "anchored": 0,
+            "in_session": 0,
             "waits": 0,
         },
         "prompt_tokens": {"total": 0, "matched": 0, "hit_rate": 0.0},
+        "miss_reasons": {},
         "copied_tokens": 0,
         "evicted_tokens": 0,
         "stored_tokens": 0,
@@ -139,7 +143,7 @@ async def test_nothing_that_was_written_or_salted_is_shown(start: Any) -> None:
         await complete(server, SECRET + tail, cache_salt="pepper")
     async with server.session.get(server.url + "/cache?top=1000&text=true") as response:
         raw = await response.text()
-    for word in ("xylophone", "secret", "pepper", "salt", "text"):
+    for word in ("xylophone", "secret", "pepper", "text"):
         assert word not in raw
     fields = {"parent", "namespace", "tokens", "edge_tokens", "hits", "holders", "pinned", "last_used"}
     prefixes = msgspec.json.decode(raw)["prefixes"]
@@ -277,8 +281,7 @@ async def made(
         CompletionBody(prompt="x", n=n),
         submits.parse_prompts(["p"] * n_prompts, 258),
         "request",
-        client_id="",
-        api_key=api_key,
+        caller=Caller("", api_key, ""),
     )
 
 

@@ -90,6 +90,7 @@ ELSEWHERE = {
     *("model", "host", "port", "chat_template", "chat_template_file", "api_key_file"),
     *("max_queue", "prefill_gap_ms", "shutdown_timeout", "log_format", "log_level"),
     *("cache_salt_from_api_key", "cache_idle_cells", "debug_invariants", "text_anchors", "drop_volatile"),
+    *("session_min_match", "slot_save_path"),
 }
 """Options that go neither to the backend nor to the HTTP layer as they are."""
 

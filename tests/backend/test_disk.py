@@ -16,13 +16,14 @@ import pytest
 
 from llamaslot.app.config import Config
 from llamaslot.app.disk import claim_disk
-from llamaslot.backend.disk import DiskStore, files, index
+from llamaslot.backend.disk import DiskStore, files, texts
 from llamaslot.backend.disk.files import BadFileError
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import SegmentSize
 from llamaslot.core.anchors import Anchor
 from llamaslot.core.backend import Kv
 from llamaslot.core.disk import BadSegmentError, Record, path_digest
+from llamaslot.core.sessions import Session
 from llamaslot.core.tiers import Tiers
 from tests.conftest import LONG
 
@@ -288,11 +289,11 @@ def test_anchors_are_there_again_in_their_order_and_only_for_their_key(folder: P
     other = opened(folder, OTHER)
     assert other.anchors() == []
     other.write_anchor(anchor(2))
-    other.forget_anchors()
+    other.forget_texts()
     other.close()
     again = opened(folder)
     assert again.anchors() == [anchor(2), anchor(1), anchor(3, 2)]
-    again.forget_anchors()
+    again.forget_texts()
     assert again.anchors() == []
     again.close()
 
@@ -302,7 +303,7 @@ def test_an_index_from_before_there_were_anchors_keeps_its_segments(folder: Path
     write(store, record(1))
     store.close()
     with sqlite3.connect(folder / "index.sqlite") as database:
-        database.executescript("DROP TABLE anchors; PRAGMA user_version = 1;")
+        database.executescript("DROP TABLE anchors; DROP TABLE sessions; PRAGMA user_version = 1;")
     database.close()
     again = opened(folder)
     assert [each.number for each in again.take_records()] == [1]
@@ -312,7 +313,7 @@ def test_an_index_from_before_there_were_anchors_keeps_its_segments(folder: Path
 
 
 def test_what_continues_an_anchor_that_went_goes_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "MOST_BYTES", 3 * (200 + 4))
+    monkeypatch.setattr(texts, "MOST_BYTES", 3 * (200 + 4))
     store = opened(folder)
     for each in (anchor(1), anchor(2, 1), anchor(3, 2), anchor(4)):
         store.write_anchor(each)
@@ -357,8 +358,8 @@ def test_an_anchor_that_was_changed_is_none(folder: Path, column: str, value: ob
 
 
 def test_the_oldest_anchors_go_where_there_are_too_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "MOST_BYTES", 3 * (200 + 4))
-    monkeypatch.setattr(index, "_TRIMMED_EVERY", 4)
+    monkeypatch.setattr(texts, "MOST_BYTES", 3 * (200 + 4))
+    monkeypatch.setattr(texts, "_TRIMMED_EVERY", 4)
     store = opened(folder)
     for n in range(7):
         store.write_anchor(anchor(n))
@@ -536,3 +537,78 @@ def test_whatever_was_written_survives_a_kill(folder: Path) -> None:
         n_found = len(found)
         store.close()
     assert n_found
+
+
+def session(n: int) -> Session:
+    return Session(np.arange(n, n + 3, dtype=np.int32), 1, 2, n % 2 == 0)
+
+
+def facts(store: DiskStore) -> list[tuple[bytes, list[int], int, int, bool]]:
+    return [
+        (name, each.tokens.tolist(), each.n_front, each.n_prompt, each.is_text) for name, each in store.sessions()
+    ]
+
+
+def test_sessions_are_there_again_and_only_for_their_key(folder: Path) -> None:
+    store = opened(folder)
+    for name, n in ((b"a", 1), (b"b", 2), (b"a", 3)):
+        store.write_session(name, session(n))
+    store.close()
+    other = opened(folder, OTHER)
+    assert facts(other) == []
+    other.write_session(b"b", session(4))
+    other.forget_texts()
+    other.close()
+    again = opened(folder)
+    assert facts(again) == [(b"b", [2, 3, 4], 1, 2, True), (b"a", [3, 4, 5], 1, 2, False)]
+    again.drop_session(b"b")
+    assert [name for name, *_ in facts(again)] == [b"a"]
+    again.forget_texts()
+    assert facts(again) == []
+    again.close()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("tokens", b"abcdefgh"),
+        ("tokens", b"abc"),
+        ("name", b"x"),
+        ("n_prompt", 3),
+        ("n_front", "x"),
+        ("is_text", 0),
+    ],
+)
+def test_a_session_that_was_changed_is_none(folder: Path, column: str, value: object) -> None:
+    store = opened(folder)
+    store.write_session(b"a", session(1))
+    store.write_session(b"b", session(2))
+    store.close()
+    with sqlite3.connect(folder / "index.sqlite") as database:
+        database.execute(f"UPDATE sessions SET {column} = ? WHERE name = ?", (value, b"b"))
+    database.close()
+    again = opened(folder)
+    assert [name for name, *_ in facts(again)] == [b"a"]
+    again.close()
+
+
+def test_the_oldest_sessions_go_where_there_are_too_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "MOST_BYTES", 2 * (200 + 12))
+    store = opened(folder)
+    for n in range(4):
+        store.write_session(b"%d" % n, session(n))
+    assert [name for name, *_ in facts(store)] == [b"2", b"3"]
+    store.close()
+
+
+def test_an_index_from_before_there_were_sessions_keeps_its_anchors(folder: Path) -> None:
+    store = opened(folder)
+    store.write_anchor(anchor(1))
+    store.close()
+    with sqlite3.connect(folder / "index.sqlite") as database:
+        database.executescript("DROP TABLE sessions; PRAGMA user_version = 2;")
+    database.close()
+    again = opened(folder)
+    again.write_session(b"a", session(1))
+    assert (again.anchors(), len(facts(again))) == ([anchor(1)], 1)
+    again.close()

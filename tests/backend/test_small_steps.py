@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def test_the_cost_is_that_of_a_few_tokens_and_of_a_tile_behind_nothing_and_behin
     backend.close()
 
 
-def test_the_pool_is_empty_behind_it(tiny_model: Path) -> None:
+def test_the_pool_is_empty_behind_it(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_steps, "_SECONDS", math.inf)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096))
     assert small_steps.measure(backend, backend._context) is not None
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs

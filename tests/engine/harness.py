@@ -51,7 +51,7 @@ class Harness:
     On the fake backend its worker goes on alone for a random number of steps: none half of the time.
     """
 
-    def __init__(self, backend: Backend, **settings: float) -> None:
+    def __init__(self, backend: Backend, **settings: Any) -> None:
         self.backend = backend
         self.engine = Engine(backend, self._receive, **settings)
         if isinstance(backend, FakeBackend):
@@ -140,9 +140,9 @@ class Harness:
 
 
 @asynccontextmanager
-async def running(backend: Backend, **settings: float) -> AsyncIterator[Harness]:
+async def running(backend: Backend, *, kind: type[Harness] = Harness, **settings: Any) -> AsyncIterator[Harness]:
     """A harness whose engine runs inside the block; the backend is closed behind it."""
-    harness = Harness(backend, **settings)
+    harness = kind(backend, **settings)
     task = asyncio.create_task(harness.engine.run())
     try:
         async with asyncio.timeout(60):

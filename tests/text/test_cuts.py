@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import hypothesis.strategies as st
+import pytest
 from hypothesis import assume, given
 
 from llamaslot.base.messages import TextPart
-from llamaslot.text.cuts import Cutter, parts_between, parts_from
+from llamaslot.text.cuts import CONTROL, Cutter, parts_between, parts_from
 
 START, END = "<|im_start|>", "<|im_end|>"
 CUTTER = Cutter((START, END, "<|im"), (START, END, "<|im", "<|strips|>"))
@@ -91,3 +94,52 @@ def test_a_prompt_falls_apart_at_its_cuts_and_nowhere_else(prompt: tuple[TextPar
 def test_a_control_token_is_noticed_also_where_the_reply_only_ends_it() -> None:
     assert CUTTER.spells_control("<|im_end" + "|>", len("<|im_end"))
     assert not CUTTER.spells_control(user("x") + "fine", len(user("x")))
+
+
+@given(parts)
+def test_a_marked_text_has_a_mark_before_each_control_token_that_is_parsed(prompt: tuple[TextPart, ...]) -> None:
+    marked = CUTTER.marked(prompt)
+    assert marked.replace(CONTROL, b"") == text(prompt).encode(errors="replace")
+    assert marked.count(CONTROL) == sum(
+        len(re.findall(r"<\|im_start\|>|<\|im_end\|>|<\|strips\|>|<\|im", part.text))
+        for part in prompt
+        if part.special
+    )
+
+
+@given(parts, st.data())
+def test_what_lies_behind_a_place_is_the_rest_with_its_kinds(
+    prompt: tuple[TextPart, ...], data: st.DataObject
+) -> None:
+    marked = CUTTER.marked(prompt)
+    at = data.draw(st.integers(0, len(marked)))
+    assume(at == len(marked) or marked[at] & 0xC0 != 0x80)
+    rest = CUTTER.parts_behind(prompt, at)
+    assert all(part.text for part in rest)
+    assert "".join(part.text for part in rest).encode() == marked[at:].replace(CONTROL, b"")
+    kinds = [part.special for part in prompt if part.text]
+    assert [part.special for part in rest] == kinds[len(kinds) - len(rest) :]
+
+
+@pytest.mark.parametrize(
+    ("front", "rest", "is_seam"),
+    [
+        ("a", START, True),
+        ("a", "<|strips|>", False),
+        ("a", " b", True),
+        ("a.", "  b", True),
+        ("a ", " b", False),
+        ("a\n", " b", False),
+        ("a", "\n", False),
+        ("a", "b", False),
+        ("", "b", True),
+        ("b", "", True),
+    ],
+)
+def test_seams_are_before_boundaries_and_words(front: str, rest: str, is_seam: bool) -> None:
+    marked = CUTTER.marked([TextPart(front), TextPart(rest)])
+    assert CUTTER.is_seam(marked, len(front)) is is_seam
+
+
+def test_a_boundary_that_is_only_spelled_is_no_seam() -> None:
+    assert not CUTTER.is_seam(CUTTER.marked([TextPart("a"), TextPart(START, special=False)]), 1)

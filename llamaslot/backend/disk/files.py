@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import xxhash
@@ -22,7 +23,7 @@ VERSION = 1
 KEY_BYTES = 32
 _MAGIC = b"llamslot"
 _HEADER = struct.Struct(f"<8sQQ{KEY_BYTES}s16s16s")
-_CHUNK = 2**20
+CHUNK = 2**20
 """Bytes to hash at a time, lest other threads wait."""
 
 
@@ -39,8 +40,8 @@ def checksum_of(kv: Kv) -> bytes:
     """16 bytes that tell it from any other KV but by an accident that nobody will see."""
     digest = xxhash.xxh3_128()
     view = kv.data
-    for at in range(0, len(view), _CHUNK):
-        digest.update(view[at : at + _CHUNK])
+    for at in range(0, len(view), CHUNK):
+        digest.update(view[at : at + CHUNK])
     return digest.digest()
 
 
@@ -51,10 +52,16 @@ def write(file_path: Path, key: bytes, path_digest: bytes, kv: Kv) -> bytes:
     """
     checksum = checksum_of(kv)
     header = _HEADER.pack(_MAGIC, VERSION, len(kv), key, path_digest, checksum)
+    write_whole(file_path, [memoryview(header), kv.data])
+    return checksum
+
+
+def write_whole(file_path: Path, parts: Sequence[memoryview]) -> None:
+    """Write these bytes to a file that has all of them or stays what it was. Raises `OSError`."""
     unfinished = file_path.with_suffix(".tmp")
     try:
         with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", 0) as file:
-            for part in (memoryview(header), kv.data):
+            for part in parts:
                 at = 0
                 while at < len(part):
                     at += file.write(part[at:])
@@ -64,7 +71,6 @@ def write(file_path: Path, key: bytes, path_digest: bytes, kv: Kv) -> bytes:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
-    return checksum
 
 
 def read(file_path: Path, key: bytes, path_digest: bytes, n_bytes: int, checksum: bytes) -> Kv:

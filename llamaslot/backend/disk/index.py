@@ -1,13 +1,11 @@
-"""The index of a disk tier: which segments there are, on which paths, in which order they were used; and anchors.
+"""The index of a disk tier: which segments there are, on which paths, in which order they were used.
 
 An SQLite file in WAL mode, so that it is whole whenever the process ends. Each row has its own tokens alone: those
-in front of it are with the row that it names as its front, which is there as long as it is. Anchors have a
-checksum, for nothing else would show that one of them was changed.
+in front of it are with the row that it names as its front, which is there as long as it is.
 """
 
 from __future__ import annotations
 
-import hashlib
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llamaslot.core.anchors import MOST_BYTES, OVERHEAD, Anchor
+from llamaslot.backend.disk.texts import ANCHORS_SCHEMA, SESSIONS_SCHEMA, Texts
 from llamaslot.core.disk import Record
 
-_SCHEMA_VERSION = 2
-_TRIMMED_EVERY = 256
-"""Anchors added until it is looked whether they are too many."""
+_SCHEMA_VERSION = 3
 _MOST = 2**62
 _SCHEMA = """
     CREATE TABLE segments (
@@ -43,19 +39,11 @@ _SCHEMA = """
         digest BLOB NOT NULL
     );
 """
-_ANCHORS_SCHEMA = """
-    CREATE TABLE anchors (
-        number INTEGER PRIMARY KEY AUTOINCREMENT,
-        key BLOB NOT NULL,
-        name BLOB NOT NULL,
-        front BLOB NOT NULL,
-        start INTEGER NOT NULL,
-        tokens BLOB NOT NULL,
-        checksum BLOB NOT NULL,
-        UNIQUE (key, name)
-    );
-"""
-_CHANGES = {0: _SCHEMA + _ANCHORS_SCHEMA, 1: _ANCHORS_SCHEMA}
+_CHANGES = {
+    0: _SCHEMA + ANCHORS_SCHEMA + SESSIONS_SCHEMA,
+    1: ANCHORS_SCHEMA + SESSIONS_SCHEMA,
+    2: SESSIONS_SCHEMA,
+}
 """What to do to an index of an earlier version; 0 is an empty file."""
 
 
@@ -74,18 +62,19 @@ class Index:
     def __init__(self, path: Path) -> None:
         self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
-            with _named_errors():
+            with named_errors():
                 self._prepare()
         except sqlite3.Error:
             self._database.close()
             raise
         self._last_use = 0
-        self._n_anchors_added = 0
+        self.texts = Texts(self._database)
+        """What is kept of texts; its errors may be Python's too, see `named_errors`."""
 
     def rows(self) -> list[Row]:
         """All segments, the least recently used first; to be called before any is added or used."""
         columns = "number, front, space, start, tokens, n_bytes, path, cell_order, key, checksum, used"
-        with _named_errors():
+        with named_errors():
             found = list(self._database.execute(f"SELECT {columns} FROM segments ORDER BY used"))
         rows = [_row(row) for row in found]
         self._last_use = found[-1][-1] if found else 0
@@ -113,37 +102,9 @@ class Index:
         self._last_use += len(uses)
         self._change("UPDATE segments SET used = ? WHERE number = ?", uses)
 
-    def anchors(self, key: bytes) -> list[Anchor]:
-        """Those of a key that are as they were added, in that order."""
-        self._trim_anchors()
-        with _named_errors():
-            found = list(
-                self._database.execute(
-                    "SELECT name, front, start, tokens, checksum FROM anchors WHERE key = ? ORDER BY number", (key,)
-                )
-            )
-        return [Anchor(*row[:4]) for row in found if _is_whole(row)]
-
-    def add_anchor(self, key: bytes, anchor: Anchor) -> None:
-        """Note an anchor, in place of another one of that name."""
-        row = anchor.name, anchor.front, anchor.start, anchor.tokens
-        self._database.execute(
-            "INSERT INTO anchors (key, name, front, start, tokens, checksum) VALUES (?, ?, ?, ?, ?, ?) "
-            "ON CONFLICT (key, name) DO UPDATE SET (front, start, tokens, checksum) = "
-            "(excluded.front, excluded.start, excluded.tokens, excluded.checksum)",
-            (key, *row, _checksum(*row)),
-        )
-        self._n_anchors_added += 1
-        if self._n_anchors_added % _TRIMMED_EVERY == 0:
-            self._trim_anchors()
-
-    def forget_anchors(self, key: bytes) -> None:
-        """Forget those of a key."""
-        self._database.execute("DELETE FROM anchors WHERE key = ?", (key,))
-
     def digest(self, path: str, stat: str) -> bytes | None:
         """What was noted for a file of weights, if it is still the same file."""
-        with _named_errors():
+        with named_errors():
             found = self._database.execute("SELECT digest FROM weights WHERE (path, stat) = (?, ?)", (path, stat))
             row = found.fetchone()
         return row[0] if row and isinstance(row[0], bytes) else None
@@ -155,20 +116,6 @@ class Index:
     def close(self) -> None:
         """Close the file."""
         self._database.close()
-
-    def _trim_anchors(self) -> None:
-        """Forget the oldest anchors of all keys where they take more than `MOST_BYTES`, and what continues them."""
-        execute = self._database.execute
-        n_gone = execute(
-            "DELETE FROM anchors WHERE number IN (SELECT number FROM (SELECT number, sum(length(tokens) + ?) "
-            "OVER (ORDER BY number DESC) AS n_bytes FROM anchors) WHERE n_bytes > ?)",
-            (OVERHEAD, MOST_BYTES),
-        ).rowcount
-        while n_gone:
-            n_gone = execute(
-                "DELETE FROM anchors WHERE front != x'' AND NOT EXISTS (SELECT 1 FROM anchors AS other "
-                "WHERE (other.key, other.name) = (anchors.key, anchors.front))"
-            ).rowcount
 
     def _prepare(self) -> None:
         execute = self._database.execute
@@ -193,27 +140,12 @@ class Index:
 
 
 @contextmanager
-def _named_errors() -> Iterator[None]:
+def named_errors() -> Iterator[None]:
     """Python trips over what a damaged file makes SQLite say."""
     try:
         yield
     except UnicodeDecodeError as error:
         raise sqlite3.DatabaseError(str(error)) from None
-
-
-def _checksum(name: bytes, front: bytes, start: int, tokens: bytes) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for field in (name, front, b"%d" % start, tokens):
-        digest.update(b"%d " % len(field) + field)
-    return digest.digest()
-
-
-def _is_whole(row: tuple[Any, ...]) -> bool:
-    """Whether an anchor's row is what was added."""
-    name, front, start, tokens, checksum = row
-    if not (isinstance(start, int) and all(isinstance(each, bytes) for each in (name, front, tokens))):
-        return False
-    return bool(checksum == _checksum(name, front, start, tokens))
 
 
 def _row(columns: tuple[Any, ...]) -> Row:

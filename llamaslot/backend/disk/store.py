@@ -1,7 +1,7 @@
 """A folder of segments that outlives the server: `Disk` on files.
 
     lock            held by the one server that uses the folder
-    index.sqlite    which segments there are, on which paths
+    index.sqlite    which segments there are, on which paths; what is remembered of texts
     segments/       their KV, a file each
     bad/            what was not as it was written, the last few of it
 
@@ -17,7 +17,8 @@ import fcntl
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,11 +27,13 @@ import xxhash
 
 from llamaslot.backend.disk import files
 from llamaslot.backend.disk.files import BadFileError
-from llamaslot.backend.disk.index import Index, Row
+from llamaslot.backend.disk.index import Index, Row, named_errors
+from llamaslot.backend.disk.texts import Texts
 from llamaslot.base.errors import ConfigError
 from llamaslot.core.anchors import Anchor
 from llamaslot.core.backend import Kv
 from llamaslot.core.disk import BadSegmentError, Record
+from llamaslot.core.sessions import Session
 
 _MOST_BAD = 8
 """Files to keep that were not as they were written."""
@@ -203,30 +206,49 @@ class DiskStore:
 
     def anchors(self) -> list[Anchor]:
         """See `Disk.anchors`."""
-        try:
-            return self._index.anchors(self._key)
-        except sqlite3.Error as error:
-            _log.warning("disk.anchors_failed", error=str(error))
-            return []
+        with self._texts() as texts:
+            return texts.anchors(self._key)
+        return []
 
     def write_anchor(self, anchor: Anchor) -> None:
         """See `Disk.write_anchor`."""
-        try:
-            self._index.add_anchor(self._key, anchor)
-        except sqlite3.Error as error:
-            _log.warning("disk.anchors_failed", error=str(error))
+        with self._texts() as texts:
+            texts.add_anchor(self._key, anchor)
 
-    def forget_anchors(self) -> None:
-        """See `Disk.forget_anchors`."""
-        try:
-            self._index.forget_anchors(self._key)
-        except sqlite3.Error as error:
-            _log.warning("disk.anchors_failed", error=str(error))
+    def sessions(self) -> list[tuple[bytes, Session]]:
+        """See `Disk.sessions`."""
+        with self._texts() as texts:
+            return texts.sessions(self._key)
+        return []
+
+    def write_session(self, name: bytes, session: Session) -> None:
+        """See `Disk.write_session`."""
+        with self._texts() as texts:
+            texts.put_session(self._key, name, session)
+
+    def drop_session(self, name: bytes) -> None:
+        """See `Disk.drop_session`."""
+        with self._texts() as texts:
+            texts.drop_session(self._key, name)
+
+    def forget_texts(self) -> None:
+        """See `Disk.forget_texts`."""
+        with self._texts() as texts:
+            texts.forget(self._key)
 
     def close(self) -> None:
         """See `Disk.close`."""
         self._index.close()
         os.close(self._lock)
+
+    @contextmanager
+    def _texts(self) -> Iterator[Texts]:
+        """What is kept of texts: where the index is unusable, it is as if there were nothing."""
+        try:
+            with named_errors():
+                yield self._index.texts
+        except sqlite3.Error as error:
+            _log.warning("disk.texts_failed", error=str(error))
 
     def _note(self, row: Row) -> None:
         record = row.record
@@ -317,6 +339,14 @@ def _locked(path: Path) -> int:
         reason = f"another server uses {path.parent}; give each its own --cache-disk"
         raise ConfigError(reason, param="--cache-disk") from None
     return descriptor
+
+
+def weighed(paths: Sequence[Path]) -> bytes:
+    """A digest of these files, which are read whole: what `DiskStore.weigh` gives. Raises `OSError`."""
+    digest = xxhash.xxh3_128()
+    for path in paths:
+        digest.update(_digest(path, path.stat().st_size, lambda _: True) or b"")
+    return digest.digest()
 
 
 def _digest(path: Path, n_bytes: int, on_progress: Callable[[float], bool]) -> bytes | None:

@@ -1,0 +1,141 @@
+"""What the index of a disk tier keeps of texts: anchors, and the last sequences of sessions.
+
+Each row has a checksum, for nothing else would show that it was changed. Rows of both tables belong to a key: other
+models have other tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from typing import Any
+
+from llamaslot.core.anchors import MOST_BYTES, OVERHEAD, Anchor
+from llamaslot.core.node import WIDTH, packed, unpacked
+from llamaslot.core.sessions import Session
+
+_TRIMMED_EVERY = 256
+"""Rows added until it is looked whether they are too many."""
+ANCHORS_SCHEMA = """
+    CREATE TABLE anchors (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        key BLOB NOT NULL,
+        name BLOB NOT NULL,
+        front BLOB NOT NULL,
+        start INTEGER NOT NULL,
+        tokens BLOB NOT NULL,
+        checksum BLOB NOT NULL,
+        UNIQUE (key, name)
+    );
+"""
+SESSIONS_SCHEMA = """
+    CREATE TABLE sessions (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        key BLOB NOT NULL,
+        name BLOB NOT NULL,
+        n_front INTEGER NOT NULL,
+        n_prompt INTEGER NOT NULL,
+        is_text INTEGER NOT NULL,
+        tokens BLOB NOT NULL,
+        checksum BLOB NOT NULL,
+        UNIQUE (key, name)
+    );
+"""
+
+
+class Texts:
+    """Two tables of an open index, used by one thread at a time. Methods raise `sqlite3.Error`."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+        self._n_added = 0
+
+    def anchors(self, key: bytes) -> list[Anchor]:
+        """Those of a key that are as they were added, in that order."""
+        self._trim()
+        columns = "name, front, start, tokens, checksum"
+        found = self._database.execute(f"SELECT {columns} FROM anchors WHERE key = ? ORDER BY number", (key,))
+        return [Anchor(*row[:4]) for row in found if _is_whole(row, (bytes, bytes, int, bytes))]
+
+    def add_anchor(self, key: bytes, anchor: Anchor) -> None:
+        """Note an anchor, in place of another one of that name."""
+        row = anchor.name, anchor.front, anchor.start, anchor.tokens
+        self._database.execute(
+            "INSERT INTO anchors (key, name, front, start, tokens, checksum) VALUES (?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (key, name) DO UPDATE SET (front, start, tokens, checksum) = "
+            "(excluded.front, excluded.start, excluded.tokens, excluded.checksum)",
+            (key, *row, _checksum(row)),
+        )
+        self._note_added()
+
+    def sessions(self, key: bytes) -> list[tuple[bytes, Session]]:
+        """Those of a key that are as they were put, in that order, with their names."""
+        self._trim()
+        columns = "name, n_front, n_prompt, is_text, tokens, checksum"
+        found = self._database.execute(f"SELECT {columns} FROM sessions WHERE key = ? ORDER BY number", (key,))
+        return [
+            (name, Session(unpacked(tokens), n_front, n_prompt, bool(is_text)))
+            for name, n_front, n_prompt, is_text, tokens, _ in (
+                row for row in found if _is_whole(row, (bytes, int, int, int, bytes))
+            )
+        ]
+
+    def put_session(self, key: bytes, name: bytes, session: Session) -> None:
+        """Note a session, as the latest, in place of another one of that name."""
+        row = name, session.n_front, session.n_prompt, int(session.is_text), packed(session.tokens)
+        self._database.execute(
+            "INSERT OR REPLACE INTO sessions (key, name, n_front, n_prompt, is_text, tokens, checksum) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (key, *row, _checksum(row)),
+        )
+        self._note_added()
+
+    def drop_session(self, key: bytes, name: bytes) -> None:
+        """Forget a session."""
+        self._database.execute("DELETE FROM sessions WHERE (key, name) = (?, ?)", (key, name))
+
+    def forget(self, key: bytes) -> None:
+        """Forget all of a key."""
+        self._database.execute("DELETE FROM anchors WHERE key = ?", (key,))
+        self._database.execute("DELETE FROM sessions WHERE key = ?", (key,))
+
+    def _note_added(self) -> None:
+        self._n_added += 1
+        if self._n_added % _TRIMMED_EVERY == 0:
+            self._trim()
+
+    def _trim(self) -> None:
+        """Forget the oldest rows of all keys where a table's take more than `MOST_BYTES`, and the anchors that
+        continue one that went.
+        """
+        n_gone = self._trimmed("anchors")
+        self._trimmed("sessions")
+        while n_gone:
+            n_gone = self._database.execute(
+                "DELETE FROM anchors WHERE front != x'' AND NOT EXISTS (SELECT 1 FROM anchors AS other "
+                "WHERE (other.key, other.name) = (anchors.key, anchors.front))"
+            ).rowcount
+
+    def _trimmed(self, table: str) -> int:
+        """How many rows had to go."""
+        return self._database.execute(
+            f"DELETE FROM {table} WHERE number IN (SELECT number FROM (SELECT number, sum(length(tokens) + ?) "
+            f"OVER (ORDER BY number DESC) AS n_bytes FROM {table}) WHERE n_bytes > ?)",
+            (OVERHEAD, MOST_BYTES),
+        ).rowcount
+
+
+def _checksum(row: tuple[bytes | int, ...]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for field in row:
+        raw = field if isinstance(field, bytes) else b"%d" % field
+        digest.update(b"%d " % len(raw) + raw)
+    return digest.digest()
+
+
+def _is_whole(row: tuple[Any, ...], types: tuple[type, ...]) -> bool:
+    """Whether a row, its checksum last, is what was added."""
+    *fields, checksum = row
+    if not all(isinstance(field, kind) for field, kind in zip(fields, types, strict=True)):
+        return False
+    return bool(checksum == _checksum(tuple(fields))) and len(fields[-1]) % WIDTH == 0

@@ -1,0 +1,103 @@
+"""The last sequence of each conversation that its client gave a name: a *session*.
+
+The next prompt of the conversation is held against it first, by its text (`engine/continuing.py`). Nothing here
+decides what is reused: whether the KV of these tokens is in a tier is the tree's to say. Sessions belong to one
+thread, once the server serves; others may ask how many there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from llamaslot.core.backend import Tokens
+
+MOST_BYTES = 32 * 2**20
+"""About what all sessions may take, in memory and again on disk."""
+OVERHEAD = 400
+"""Bytes that a session takes about, beside its tokens and their text."""
+_WIDTH = 12
+"""Bytes of a token, of its text, and of where that ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A prompt and the reply to it as far as it was sent."""
+
+    tokens: Tokens
+    n_front: int
+    """Tokens in front that no text stands for: what the model wants before every prompt."""
+    n_prompt: int
+    """Tokens of the prompt, those included."""
+    is_text: bool = True
+    """Whether the prompt came as text: token ids never stand for one."""
+
+    @property
+    def front(self) -> Tokens:
+        """What no text stands for."""
+        return self.tokens[: self.n_front]
+
+    @property
+    def has_reply(self) -> bool:
+        """Whether it ends with tokens that were generated."""
+        return self.n_prompt < len(self.tokens)
+
+    @property
+    def n_bytes(self) -> int:
+        """About what it takes of memory."""
+        return _WIDTH * len(self.tokens) + OVERHEAD
+
+
+def name_of(space: str, session_id: str) -> bytes:
+    """What a session of a namespace is called, here and on disk: 16 bytes that do not tell its id."""
+    digest = hashlib.blake2b(space.encode(), digest_size=16)
+    digest.update(b"\0" + session_id.encode(errors="replace"))
+    return digest.digest()
+
+
+class Sessions:
+    """Sessions by name, at most `most_bytes` of them: the least recently used goes first."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._sessions: OrderedDict[bytes, Session] = OrderedDict()
+        self.n_bytes = 0
+
+    def __len__(self) -> int:
+        """Number of sessions."""
+        return len(self._sessions)
+
+    def find(self, name: bytes) -> Session | None:
+        """The session of that name, used now."""
+        session = self._sessions.get(name)
+        if session is not None:
+            self._sessions.move_to_end(name)
+        return session
+
+    def put(self, name: bytes, session: Session) -> list[bytes]:
+        """Let a session have that name, in place of another one, unless it is too large; the names of those that
+        had to go for it.
+        """
+        self.drop(name)
+        if session.n_bytes > self._most_bytes:
+            return []
+        self._sessions[name] = session
+        self.n_bytes += session.n_bytes
+        gone = []
+        while self.n_bytes > self._most_bytes:
+            gone.append(next(iter(self._sessions)))
+            self.drop(gone[-1])
+        return gone
+
+    def drop(self, name: bytes) -> Session | None:
+        """Forget a session, and return it."""
+        session = self._sessions.pop(name, None)
+        if session is not None:
+            self.n_bytes -= session.n_bytes
+        return session
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._sessions.clear()
+        self.n_bytes = 0

@@ -1,0 +1,207 @@
+"""Prompts of a session: what its last sequence says of a text is taken over, token by token.
+
+    session   |---- prompt ----|---- reply ----|
+    EXACT     |---------------- all -----------|
+    EXTEND    |---------------- all -----------|-- tokenized --|
+    DIVERGE   |-------- kept ------|xxxxxxxxxxx|
+                                   |-- tokenized --|
+
+The texts are compared as marked bytes (`text/cuts.py`), so a control token agrees only with a control token. Where
+a text leaves the session's before its end, what is kept ends with a token that lies in the common text, at a place
+where tokenizing is known not to look back. That is done only if it keeps more than the text's own tokens would, and
+enough of the session's text; otherwise the text is tokenized as if there were no session.
+
+What comes out always spells the prompt's text. Once the server serves, all of this belongs to the tokenizer's
+thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llamaslot.base.messages import Submit, TextPart
+from llamaslot.core.backend import Tokens, Vocab
+from llamaslot.core.sessions import Session, Sessions, name_of
+from llamaslot.core.spaces import salted
+from llamaslot.engine.anchoring import Anchoring, Prompt, tokenized
+from llamaslot.text.cuts import CONTROL, Cutter
+
+LEAST_CHARACTERS = 100
+"""Characters that must be kept of a text that goes on in another way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """The marked text of some tokens, and for each of them where its text ends."""
+
+    text: bytes
+    ends: npt.NDArray[np.int64]
+
+
+def spelled(vocab: Vocab, tokens: Sequence[int]) -> Spelling:
+    """What tokens spell, control tokens marked."""
+    pieces = [vocab.piece(token) or CONTROL + vocab.detokenize([token]) for token in tokens]
+    return Spelling(b"".join(pieces), np.fromiter(accumulate(map(len, pieces)), np.int64, len(pieces)))
+
+
+class Continuing:
+    """Tokenizes as `anchoring` does, but for the prompts of sessions.
+
+    Of a text that goes on in another way `min_match` must be kept, as a share of the session's characters.
+    """
+
+    def __init__(self, vocab: Vocab, anchoring: Anchoring, *, min_match: float) -> None:
+        self.sessions = Sessions()
+        self._vocab = vocab
+        self._anchoring = anchoring
+        self._min_match = min_match
+        self._spellings: dict[bytes, tuple[Session, Spelling]] = {}
+        """Of sessions by name: worked out behind a reply, so that the next prompt need not wait for it."""
+
+    def submitted(self, submit: Submit) -> Prompt:
+        """A request's prompt, whose own ids exist."""
+        if not submit.session_id or not submit.cache_prompt:
+            return self._anchoring.submitted(submit)
+        name = name_of(salted(submit.cache_salt), submit.session_id)
+        session = self.sessions.find(name)
+        if session is None:
+            return replace(self._anchoring.submitted(submit), session="new")
+        texts = [part for part in submit.prompt if isinstance(part, TextPart)]
+        cutter = self._anchoring.cutter
+        is_text = session.is_text and len(texts) == len(submit.prompt)
+        if cutter is None or not is_text or not np.array_equal(self._front(submit), session.front):
+            return replace(self._anchoring.submitted(submit), session="tokens")
+        text, spelling = cutter.marked(texts), self._spelling(name, session)
+        n_same = _n_common(np.frombuffer(spelling.text, np.uint8), np.frombuffer(text, np.uint8))
+        return self._continued(submit, _Pair(texts, text, session, spelling, cutter, n_same))
+
+    def ended(self, submit: Submit, prompt: Prompt, generated: Tokens, n_sent: int) -> tuple[bytes, Session]:
+        """Let a session end with this reply, of which `n_sent` characters were sent; its name besides."""
+        name = name_of(salted(submit.cache_salt), submit.session_id)
+        is_text = all(isinstance(part, TextPart) for part in submit.prompt)
+        front = self._front(submit) if is_text else ()
+        reply = self._anchoring.as_sent(generated.tolist(), n_sent)
+        sent = np.array(reply[1] if reply is not None else (), dtype=np.int32)
+        session = Session(np.concatenate([prompt.tokens, sent]), len(front), len(prompt.tokens), is_text)
+        self.put(name, session)
+        if is_text and self.sessions.find(name) is session:
+            self._spelling(name, session)
+        return name, session
+
+    def put(self, name: bytes, session: Session) -> None:
+        """Know a session."""
+        for gone in (name, *self.sessions.put(name, session)):
+            self._spellings.pop(gone, None)
+
+    def drop(self, name: bytes) -> Session | None:
+        """Forget a session, and return it."""
+        self._spellings.pop(name, None)
+        return self.sessions.drop(name)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._spellings.clear()
+        self.sessions.clear()
+
+    def _front(self, submit: Submit) -> Tokens:
+        """What the model wants before every prompt."""
+        return self._vocab.tokenize("", add_special=submit.add_special, parse_special=True)
+
+    def _spelling(self, name: bytes, session: Session) -> Spelling:
+        known = self._spellings.get(name)
+        if known is None or known[0] is not session:
+            known = session, spelled(self._vocab, session.tokens[session.n_front :].tolist())
+            self._spellings[name] = known
+        return known[1]
+
+    def _continued(self, submit: Submit, pair: _Pair) -> Prompt:
+        n_kept = pair.n_kept
+        prompt = self._behind(submit, pair, n_kept)
+        if prompt is not None and pair.goes_on:
+            return replace(prompt, session="exact" if pair.n_same == len(pair.text) else "extend")
+        anchored = self._anchoring.submitted(submit)
+        n_more = pair.session.n_front + n_kept - _n_common(anchored.tokens, pair.session.tokens)
+        if prompt is not None and n_more > 0:
+            n_wanted = max(LEAST_CHARACTERS, self._min_match * _n_characters(pair.spelling.text))
+            if _n_characters(pair.text[: pair.end(n_kept)]) >= n_wanted:
+                return replace(prompt, session="diverge", n_approximate=n_more)
+        return replace(anchored, session="tokens", is_changed=pair.is_changed)
+
+    def _behind(self, submit: Submit, pair: _Pair, n_kept: int) -> Prompt | None:
+        """The prompt that begins with so many of the session's tokens; None where the rest would not spell it."""
+        if not n_kept:
+            return None
+        session, at = pair.session, pair.end(n_kept)
+        own = tokenized(self._vocab, pair.cutter.parts_behind(pair.texts, at), add_special=False)
+        rest = spelled(self._vocab, own.tolist())
+        if rest.text != pair.text[at:]:
+            return None
+        tokens = np.concatenate([session.tokens[: session.n_front + n_kept], own])
+        ends = np.concatenate([pair.spelling.ends[:n_kept], rest.ends + at])
+        return Prompt(tokens, ending=self._anchoring.ending(submit, pair.texts, session.n_front, ends))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A prompt beside its session's last sequence. Tokens are counted behind the session's front."""
+
+    texts: Sequence[TextPart]
+    text: bytes
+    """That of the prompt, marked."""
+    session: Session
+    spelling: Spelling
+    """That of the session."""
+    cutter: Cutter
+    n_same: int
+    """Bytes that both texts begin with."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the prompt has all of the session's text."""
+        return self.n_same == len(self.spelling.text)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the prompt leaves the session's text within its reply."""
+        n_tokens = self.session.n_prompt - self.session.n_front
+        end_of_prompt = self.end(n_tokens)
+        is_within = end_of_prompt <= self.n_same < min(len(self.spelling.text), len(self.text))
+        return self.session.has_reply and is_within
+
+    @property
+    def n_kept(self) -> int:
+        """The session's tokens that can stand for the prompt's text.
+
+        Behind a reply the text may go on anywhere: what was generated was generated.
+        """
+        ends, n_same = self.spelling.ends, self.n_same
+        n = int(np.searchsorted(ends, n_same, side="right"))
+        is_cut_character = n_same < len(self.text) and self.text[n_same] & 0xC0 == 0x80
+        if self.goes_on and self.session.has_reply and not is_cut_character:
+            return n
+        while n and not self.cutter.is_seam(self.text, int(ends[n - 1])):
+            n -= 1
+        return n
+
+    def end(self, n_tokens: int) -> int:
+        """Where the text of the session's first tokens ends."""
+        return int(self.spelling.ends[n_tokens - 1]) if n_tokens else 0
+
+
+def _n_common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
+    """Items that two runs share at their start."""
+    n = min(len(a), len(b))
+    same = a[:n] == b[:n]
+    return n if same.all() else int(same.argmin())
+
+
+def _n_characters(marked: bytes) -> int:
+    """Characters of a marked text."""
+    raw = np.frombuffer(marked, np.uint8)
+    return int(np.count_nonzero((raw & 0xC0 != 0x80) & (raw != CONTROL[0])))

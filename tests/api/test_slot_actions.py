@@ -1,0 +1,60 @@
+"""`POST /slots/{id}`: llama-server's words, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamaslot.backend.disk import SlotFolder
+from llamaslot.backend.fake import FakeBackend
+
+
+@pytest.fixture
+async def server(start: Any, tmp_path: Path) -> Any:
+    backend = FakeBackend(n_ctx=1024, n_slots=2, n_reserved=2)
+    assert backend.info.segment_size is not None
+    store = SlotFolder(tmp_path, lambda: b"k" * 32, backend.info.segment_size)
+    return await start(backend=backend, engine={"slot_store": store})
+
+
+async def test_a_slot_is_saved_restored_and_erased(server: Any, tmp_path: Path) -> None:
+    await server.ok("/completion", {"prompt": "Hello", "n_predict": 3, "id_slot": 0, "ignore_eos": True})
+    saved = await server.ok("/slots/0?action=save", {"filename": "my slot-1.bin"})
+    n_bytes = (tmp_path / "my slot-1.bin").stat().st_size
+    assert saved.pop("timings")["save_ms"] > 0
+    assert saved == {"id_slot": 0, "filename": "my slot-1.bin", "n_saved": 8, "n_written": n_bytes}
+    assert await server.ok("/slots/0?action=erase", {}) == {"id_slot": 0, "n_erased": 8}
+    assert await server.ok("/slots/0?action=erase", {}) == {"id_slot": 0, "n_erased": 0}
+    restored = await server.ok("/slots/1?action=restore", {"filename": "my slot-1.bin"})
+    assert restored.pop("timings")["restore_ms"] > 0
+    assert restored == {"id_slot": 1, "filename": "my slot-1.bin", "n_restored": 8, "n_read": n_bytes}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/slots/7?action=save", {"filename": "a"}, "id_slot"),
+        ("/slots/x?action=save", {"filename": "a"}, "id_slot"),
+        ("/slots/-1?action=erase", {}, "id_slot"),
+        ("/slots/0?action=copy", {"filename": "a"}, "action"),
+        ("/slots/0", {"filename": "a"}, "action"),
+        ("/slots/0?action=save", {}, "filename"),
+        ("/slots/0?action=save", {"filename": 5}, "filename"),
+        ("/slots/0?action=save", {"filename": "../a"}, "filename"),
+        ("/slots/0?action=save", {"filename": ".a"}, "filename"),
+        ("/slots/0?action=save", {"filename": ""}, "filename"),
+        ("/slots/0?action=restore", {"filename": "nothing"}, "filename"),
+    ],
+)
+async def test_what_is_refused(server: Any, path: str, body: Any, param: str) -> None:
+    status, reply = await server.post(path, body)
+    assert (status, reply["error"]["param"]) == (400, param)
+
+
+async def test_a_server_without_a_folder_says_which_flag_it_lacks(start: Any) -> None:
+    server = await start()
+    status, reply = await server.post("/slots/0?action=erase", {})
+    assert (status, reply["error"]["type"]) == (501, "not_supported_error")
+    assert "--slot-save-path" in reply["error"]["message"]

@@ -1,0 +1,122 @@
+"""What slots held, in files: exactly what was written, or a reason why not."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamaslot.backend.disk import SlotFolder
+from llamaslot.base.model import SegmentSize
+from llamaslot.core.backend import Kv
+from llamaslot.core.disk import BadSegmentError, SavedPart, SavedSlot
+from tests.conftest import LONG
+
+KEY, OTHER = b"k" * 32, b"o" * 32
+SIZE = SegmentSize(16, 10)
+
+
+def kv(n_tokens: int, seed: int = 1) -> Kv:
+    return np.frombuffer(random.Random(seed).randbytes(SIZE.of(n_tokens)), dtype=np.uint8)
+
+
+def slot() -> SavedSlot:
+    order = np.array([2, 0, 1], dtype="<i2").tobytes()
+    tokens = np.arange(7, dtype="<i4").tobytes()
+    return SavedSlot("space", tokens, (SavedPart(0, 4, b"", kv(4)), SavedPart(4, 7, order, kv(3, 2))))
+
+
+def folder_of(path: Path, key: bytes = KEY, size: SegmentSize = SIZE) -> SlotFolder:
+    return SlotFolder(path, lambda: key, size)
+
+
+def facts(saved: SavedSlot) -> object:
+    return saved.space, saved.tokens, [(p.start, p.end, p.cell_order, p.kv.tobytes()) for p in saved.parts]
+
+
+def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    n_bytes = folder_of(tmp_path).write("a.bin", slot())
+    assert (tmp_path / "a.bin").stat().st_size == n_bytes
+    assert (tmp_path / "a.bin").stat().st_mode & 0o777 == 0o600
+    saved, n_read = folder_of(tmp_path).read("a.bin")
+    assert (facts(saved), n_read) == (facts(slot()), n_bytes)
+
+
+def test_a_file_takes_the_place_of_another_one(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    folder.write("a.bin", slot())
+    other = SavedSlot("", b"abcd", (SavedPart(0, 1, b"", kv(1)),))
+    folder.write("a.bin", other)
+    assert facts(folder.read("a.bin")[0]) == facts(other)
+    assert [each.name for each in tmp_path.iterdir()] == ["a.bin"]
+
+
+def test_another_model_or_size_is_refused(tmp_path: Path) -> None:
+    folder_of(tmp_path).write("a.bin", slot())
+    with pytest.raises(BadSegmentError, match="another model"):
+        folder_of(tmp_path, OTHER).read("a.bin")
+    with pytest.raises(BadSegmentError, match="another size"):
+        folder_of(tmp_path, size=SegmentSize(16, 11)).read("a.bin")
+
+
+def test_a_file_that_is_not_there_is_no_bad_one(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        folder_of(tmp_path).read("a.bin")
+
+
+def test_the_key_is_asked_for_once_and_only_when_it_is_needed(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def key() -> bytes:
+        asked.append(1)
+        return KEY
+
+    folder = SlotFolder(tmp_path, key, SIZE)
+    assert not asked
+    folder.write("a.bin", slot())
+    folder.read("a.bin")
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("seed", range(2000 if LONG else 100))
+def test_a_file_that_was_changed_is_refused(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    folder = folder_of(tmp_path)
+    folder.write("a.bin", slot())
+    path = tmp_path / "a.bin"
+    raw = bytearray(path.read_bytes())
+    match rng.randrange(4):
+        case 0:
+            raw = raw[: rng.randrange(len(raw))]
+        case 1:
+            raw += rng.randbytes(rng.randint(1, 50))
+        case 2:
+            raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+        case _:
+            at = rng.randrange(len(raw))
+            raw[at : at + 8] = bytes(8) if raw[at : at + 8] != bytes(8) else b"\1" * 8
+    path.write_bytes(raw)
+    with pytest.raises(BadSegmentError):
+        folder.read("a.bin")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (SavedPart(0, 4, b"", kv(4)),),
+        (SavedPart(0, 4, b"", kv(4)), SavedPart(5, 7, b"", kv(2))),
+        (SavedPart(0, 7, b"", kv(6)),),
+        (SavedPart(0, 7, b"ab", kv(7)),),
+        (SavedPart(0, 7, np.zeros(7, dtype="<i2").tobytes(), kv(7)),),
+        (SavedPart(-1, 6, b"", kv(7)),),
+        (),
+    ],
+    ids=["too short", "with a gap", "of another size", "with half an order", "with no order", "before 0", "empty"],
+)
+def test_a_whole_file_with_parts_that_cannot_be_is_refused(tmp_path: Path, parts: tuple[SavedPart, ...]) -> None:
+    folder = folder_of(tmp_path)
+    folder.write("a.bin", SavedSlot("", slot().tokens, parts))
+    with pytest.raises(BadSegmentError):
+        folder.read("a.bin")

@@ -1,0 +1,213 @@
+"""Sessions through the engine: what they find, why they find no more, what is left when one is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from llamaslot.backend.disk import DiskStore
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.messages import (
+    CacheCleared,
+    Cancelled,
+    ClearCache,
+    DropSession,
+    Finished,
+    Output,
+    Progress,
+    Sampling,
+    SessionDropped,
+)
+from tests.engine.harness import Harness, running
+
+SYSTEM = "You are a helpful assistant who answers at length. " * 4
+ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
+HELLO = "Hello, this is the first message of a conversation. " * 3
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Harness]:
+    async with running(FakeBackend(n_slots=2, n_ctx=4096, n_reserved=6)) as harness:
+        yield harness
+
+
+async def ask(engine: Harness, prompt: str, **fields: object) -> Progress:
+    end = await engine.submit(f"{len(engine.ends)}", prompt, **({"session_id": "mine", "max_tokens": 6} | fields))
+    assert isinstance(end, Finished)
+    return end.progress
+
+
+async def drop(engine: Harness, session_id: str = "mine", salt: str = "") -> SessionDropped:
+    name = f"drop {len(engine.events)}"
+    engine.engine.send(DropSession(name, session_id, salt))
+    await engine.wait_for(name, SessionDropped)
+    (answer,) = engine.events[name]
+    assert isinstance(answer, SessionDropped)
+    return answer
+
+
+def last_text(engine: Harness) -> str:
+    return engine.text(f"{len(engine.ends) - 1}")
+
+
+async def test_the_outcomes_of_a_conversation(engine: Harness) -> None:
+    first = await ask(engine, HELLO)
+    assert (first.session, first.n_cached, first.miss) == ("new", 0, "cold")
+    text = HELLO + last_text(engine)
+    second = await ask(engine, text + "</s> And then?")
+    assert (second.session, second.miss) == ("extend", "")
+    assert second.n_prompt_computed == second.n_prompt - second.n_cached
+    assert second.n_cached >= len(text)
+    again = await ask(engine, text + "</s> And then?" + last_text(engine))
+    assert (again.session, again.n_prompt_computed) == ("exact", 1)
+
+
+async def test_requests_without_a_session_say_nothing_of_it(engine: Harness) -> None:
+    assert (await ask(engine, HELLO, session_id="")).session == ""
+
+
+async def test_why_no_more_was_reused(engine: Harness) -> None:
+    assert (await ask(engine, SYSTEM + "One.", session_id="")).miss == "cold"
+    other = await ask(engine, SYSTEM + "Two.", session_id="", max_tokens=12)
+    assert (other.miss, other.diverged_at) == ("diverged", len("<s>" + SYSTEM))
+    assert (await ask(engine, SYSTEM + "One.", session_id="", cache_salt="s")).miss == "salted"
+    assert (await ask(engine, SYSTEM + "One.", session_id="", cache_prompt=False)).miss == "off"
+    assert (await ask(engine, SYSTEM + "One.", session_id="")).miss == ""
+
+
+async def test_a_reply_that_came_back_changed(engine: Harness) -> None:
+    await ask(engine, SYSTEM, max_tokens=40)
+    reply = last_text(engine)
+    changed = await ask(engine, SYSTEM + reply[:3] + "#" + reply[4:] + "</s>", max_tokens=12)
+    assert (changed.session, changed.miss) == ("tokens", "changed")
+    assert changed.diverged_at == len("<s>" + SYSTEM) + 3
+
+
+async def test_what_was_given_up_for_others_had_been_known() -> None:
+    async with running(FakeBackend(n_slots=1, n_ctx=600, n_reserved=2)) as engine:
+        assert (await ask(engine, SYSTEM + "One.")).miss == "cold"
+        await ask(engine, "x" * 500, session_id="")
+        again = await ask(engine, SYSTEM + "One.")
+        assert (again.miss, again.session) == ("evicted", "tokens")
+
+
+async def test_a_model_whose_kv_cannot_be_trimmed() -> None:
+    async with running(FakeBackend(n_slots=1, reuse=False)) as engine:
+        await ask(engine, HELLO)
+        again = await ask(engine, HELLO)
+        assert (again.miss, again.n_cached) == ("unsupported", 0)
+
+
+async def test_a_dropped_session_takes_what_only_it_has(engine: Harness) -> None:
+    await ask(engine, SYSTEM + "One, and more of it.", session_id="one")
+    await ask(engine, SYSTEM + "Two.", session_id="two")
+    before = engine.engine.scheduler.ledger.tree.n_tokens
+    answer = await drop(engine, "one")
+    assert answer.is_known
+    assert answer.n_tokens == before - engine.engine.scheduler.ledger.tree.n_tokens
+    assert len("One, and more of it.") <= answer.n_tokens < len(SYSTEM)
+    again = await ask(engine, SYSTEM + "One, and more of it.", session_id="one")
+    assert again.session == "new"
+    assert again.n_cached == len("<" + SYSTEM)
+    assert (await ask(engine, SYSTEM + "Two.", session_id="")).n_prompt_computed == 1
+
+
+async def test_there_is_nothing_to_drop_of_a_session_that_nobody_knows(engine: Harness) -> None:
+    await ask(engine, HELLO, cache_salt="s")
+    for session_id, salt in (("yours", ""), ("mine", ""), ("mine", "t")):
+        assert not (await drop(engine, session_id, salt)).is_known
+    assert (await drop(engine, "mine", "s")).is_known
+    assert not (await drop(engine, "mine", "s")).is_known
+
+
+async def test_a_session_is_dropped_while_it_runs(engine: Harness) -> None:
+    await ask(engine, HELLO)
+    text = HELLO + last_text(engine) + " and"
+    end = engine.submit("running", text, session_id="mine", max_tokens=-1, sampling=ENDLESS)
+    await engine.wait_for("running", Output, 3)
+    assert (await drop(engine)).is_known
+    engine.cancel("running")
+    assert isinstance(await end, Cancelled)
+    assert (await ask(engine, text + engine.text("running"))).session == "exact", "it began anew"
+
+
+async def test_one_that_was_cancelled_before_it_ran_leaves_the_session_as_it_was() -> None:
+    async with running(FakeBackend(n_slots=1, n_ctx=1024)) as engine:
+        await ask(engine, HELLO)
+        text = HELLO + last_text(engine)
+        busy = engine.submit("busy", "x", max_tokens=-1, sampling=ENDLESS)
+        await engine.wait_for("busy", Output)
+        waiting = engine.submit("waiting", "Something else. " * 9, session_id="mine")
+        await asyncio.sleep(0)
+        engine.cancel("waiting")
+        await waiting
+        engine.cancel("busy")
+        await busy
+        assert (await ask(engine, text + "</s>")).session == "extend"
+
+
+async def test_a_conversation_gives_up_all_that_it_has_before_another_loses_anything() -> None:
+    """Four turns of each of two conversations, then room for a part of them is wanted, and for more."""
+    async with running(FakeBackend(n_slots=2, n_ctx=1200, n_reserved=6)) as engine:
+        texts = {"a": "a" * 100, "b": "b" * 100}
+        for turn in range(4):
+            for name in texts:
+                await ask(engine, texts[name], session_id=name)
+                texts[name] += last_text(engine) + f"</s>{turn}{name * 20}"
+        whole = known(engine, texts)
+        await ask(engine, "x" * 900, session_id="")
+        assert known(engine, texts)["a"] < whole["a"]
+        assert known(engine, texts)["b"] == whole["b"]
+        await ask(engine, "x" * 950 + "y" * 50, session_id="")
+        assert known(engine, texts)["a"] <= len("<")
+        assert len("<") < known(engine, texts)["b"]
+
+
+def known(engine: Harness, texts: dict[str, str]) -> dict[str, int]:
+    """How many tokens of each text need not be computed."""
+    ledger = engine.engine.scheduler.ledger
+    return {name: ledger.known("", packed(engine, text)) for name, text in texts.items()}
+
+
+def packed(engine: Harness, text: str) -> bytes:
+    tokens = engine.backend.vocab.tokenize(text, add_special=True, parse_special=True)
+    return tokens.astype("<i4").tobytes()
+
+
+@asynccontextmanager
+async def served(folder: Path) -> AsyncIterator[Harness]:
+    store = DiskStore(folder)
+    store.open(b"k" * 32, 10**7)
+    try:
+        async with running(
+            FakeBackend(n_slots=2, n_ctx=1024, n_reserved=2), disk=store, ram_bytes=10**6
+        ) as harness:
+            yield harness
+    finally:
+        store.close()
+
+
+async def test_sessions_survive_a_restart_but_not_their_end(tmp_path: Path) -> None:
+    async with served(tmp_path) as engine:
+        await ask(engine, HELLO)
+        text = HELLO + last_text(engine)
+    async with served(tmp_path) as engine:
+        again = await ask(engine, text + "</s>more", max_tokens=1)
+        assert (again.session, again.n_read > 0) == ("extend", True)
+        answer = await drop(engine)
+        assert answer.is_known
+        assert answer.n_disk_tokens > len(HELLO) // 2
+    async with served(tmp_path) as engine:
+        again = await ask(engine, text + "</s>more", max_tokens=1)
+        assert (again.session, again.n_cached) == ("new", 0)
+
+
+async def test_sessions_are_cleared_with_the_cache(engine: Harness) -> None:
+    await ask(engine, HELLO)
+    engine.engine.send(ClearCache("clear"))
+    await engine.wait_for("clear", CacheCleared)
+    assert (await ask(engine, HELLO)).session == "new"

@@ -1,0 +1,200 @@
+"""Slots that are saved to files, restored from them and erased, also beside requests that run."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamaslot.backend.disk import SlotFolder
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.messages import Failed, Finished, Output, Progress, Sampling, SlotActed, SlotAction
+from tests.engine.harness import Harness, alone, running
+
+KEY = b"k" * 32
+ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
+LONG = "Some words that are said again and again. " * 30
+
+
+class Files(Harness):
+    """A harness that acts on slots."""
+
+    n_acts = 0
+
+    async def act(self, slot: int, action: Any, filename: str = "a.bin") -> SlotActed | Failed:
+        name = self.begin(slot, action, filename)
+        while not self.events[name]:
+            await self.wait_a_turn()
+        (answer,) = self.events[name]
+        assert isinstance(answer, SlotActed | Failed)
+        return answer
+
+    def begin(self, slot: int, action: Any, filename: str = "a.bin") -> str:
+        self.n_acts += 1
+        name = f"act {self.n_acts}"
+        self.engine.send(SlotAction(name, slot, action, filename))
+        return name
+
+    async def wait_a_turn(self) -> None:
+        await asyncio.sleep(0.001)
+
+    async def ask(self, prompt: str, slot: int = 0, **fields: object) -> Progress:
+        end = await self.submit(f"{len(self.ends)}", prompt, id_slot=slot, max_tokens=4, **fields)
+        assert isinstance(end, Finished)
+        return end.progress
+
+    def last_text(self) -> str:
+        return self.text(f"{len(self.ends) - 1}")
+
+
+@asynccontextmanager
+async def served(folder: Path, backend: FakeBackend | None = None, **settings: Any) -> AsyncIterator[Files]:
+    backend = backend or FakeBackend(n_slots=2, n_ctx=4096, n_reserved=4)
+    size = backend.info.segment_size
+    assert size is not None
+    async with running(
+        backend, kind=Files, slot_store=SlotFolder(folder, lambda: KEY, size), **settings
+    ) as harness:
+        assert isinstance(harness, Files)
+        yield harness
+
+
+async def test_what_was_saved_is_there_in_another_server(tmp_path: Path) -> None:
+    async with served(tmp_path) as engine:
+        asked = await engine.ask(LONG)
+        saved = await engine.act(0, "save")
+        assert isinstance(saved, SlotActed)
+        assert saved.n_tokens == asked.n_prompt + 3
+        assert saved.n_bytes == (tmp_path / "a.bin").stat().st_size
+        text = engine.last_text()
+    async with served(tmp_path) as engine:
+        restored = await engine.act(1, "restore")
+        assert isinstance(restored, SlotActed)
+        assert (restored.n_tokens, restored.n_bytes) == (saved.n_tokens, saved.n_bytes)
+        again = await engine.ask(LONG + text, slot=1)
+        assert (again.n_prompt_computed, again.slot) == (1, 1)
+        assert engine.last_text() == await alone(LONG + text, FakeBackend(n_slots=1, n_ctx=4096), max_tokens=4)
+
+
+async def test_a_slot_that_runs_is_waited_for(tmp_path: Path) -> None:
+    async with served(tmp_path) as engine:
+        end = engine.submit("running", LONG, id_slot=0, max_tokens=30, sampling=ENDLESS)
+        await engine.wait_for("running", Output, 2)
+        names = [engine.begin(0, "save"), engine.begin(0, "erase")]
+        assert isinstance(await engine.act(1, "erase"), SlotActed), "the other slot is idle"
+        assert not any(engine.events[name] for name in names)
+        await end
+        for name in names:
+            await engine.wait_for(name, SlotActed)
+        ends = [engine.events[name][0] for name in names]
+        assert [each.n_tokens for each in ends if isinstance(each, SlotActed)] == [len("<" + LONG) + 29] * 2
+        assert engine.engine.scheduler.ledger.length(0) == 0
+
+
+async def test_a_restored_slot_shares_the_cells_of_what_is_there(tmp_path: Path) -> None:
+    async with served(tmp_path) as engine:
+        await engine.ask(LONG)
+        saved = await engine.act(0, "save")
+        assert isinstance(saved, SlotActed)
+        ledger = engine.engine.scheduler.ledger
+        n_used = ledger.n_used
+        await engine.act(1, "restore")
+        await engine.wait_a_turn()
+        assert (ledger.n_used, ledger.length(1)) == (n_used, saved.n_tokens)
+
+
+async def test_what_the_slot_held_before_is_not_lost(tmp_path: Path) -> None:
+    async with served(tmp_path) as engine:
+        await engine.ask("One. " + LONG)
+        await engine.act(0, "save")
+        await engine.ask("Two. " + LONG)
+        await engine.act(0, "restore")
+        assert (await engine.ask("Two. " + LONG, slot=1)).n_prompt_computed == 1
+
+
+async def test_idle_prefixes_make_room_and_running_requests_do_not(tmp_path: Path) -> None:
+    def pool() -> FakeBackend:
+        return FakeBackend(n_slots=2, n_ctx=2000, n_reserved=4)
+
+    async with served(tmp_path, pool()) as engine:
+        await engine.ask(LONG)
+        await engine.act(0, "save")
+        await engine.ask("x" * 1500)
+        assert isinstance(await engine.act(1, "restore"), SlotActed)
+        assert (await engine.ask(LONG, slot=1)).n_prompt_computed == 1
+        await engine.act(1, "erase")
+        end = engine.submit("busy", "y" * 1500, id_slot=0, max_tokens=300, sampling=ENDLESS)
+        await engine.wait_for("busy", Output)
+        refused = await engine.act(1, "restore")
+        assert isinstance(refused, Failed)
+        assert "no room" in refused.message
+        engine.cancel("busy")
+        await end
+
+
+@pytest.mark.parametrize(
+    ("slot", "action", "filename", "words"),
+    [
+        (5, "save", "a", "there is no slot 5"),
+        (0, "save", "a", "holds nothing"),
+        (0, "restore", "a", "there is no file a"),
+        (0, "restore", "other", "it is no slot's file"),
+    ],
+)
+async def test_what_is_refused(tmp_path: Path, slot: int, action: str, filename: str, words: str) -> None:
+    (tmp_path / "other").write_bytes(b"something else" * 10)
+    async with served(tmp_path) as engine:
+        refused = await engine.act(slot, action, filename)
+        assert isinstance(refused, Failed)
+        assert words in refused.message
+        await engine.ask(LONG)
+
+
+async def test_a_slot_that_is_too_small_says_so(tmp_path: Path) -> None:
+    async with served(tmp_path) as engine:
+        await engine.ask(LONG)
+        await engine.act(0, "save")
+    async with served(tmp_path, FakeBackend(n_slots=1, n_ctx=512, n_reserved=2)) as engine:
+        refused = await engine.act(0, "restore")
+        assert isinstance(refused, Failed)
+        assert refused.param == "filename"
+
+
+@pytest.mark.parametrize("unified", [True, False])
+async def test_without_a_folder_or_one_pool_nothing_is_done(tmp_path: Path, unified: bool) -> None:
+    backend = FakeBackend(n_slots=2, n_ctx=1024, unified=unified)
+    async with running(backend, kind=Files) as engine:
+        assert isinstance(engine, Files)
+        refused = await engine.act(0, "erase")
+        assert isinstance(refused, Failed)
+        assert refused.error_type == "not_supported_error"
+
+
+async def test_actions_beside_traffic_leave_every_answer_as_it_is(tmp_path: Path) -> None:
+    """Saves, restores and erasures of all slots while requests come and go, with invariants checked."""
+    rng = random.Random(5)
+    async with served(tmp_path, FakeBackend(n_slots=3, n_ctx=1500, n_reserved=4), ram_bytes=20_000) as engine:
+        heads = [f"{name} " * 60 for name in ("one", "two", "three")]
+        prompts: dict[str, str] = {}
+        acts: list[str] = []
+        for i in range(60):
+            prompts[f"r{i}"] = rng.choice(heads) + f"{rng.randrange(6)} and more"
+            engine.submit(f"r{i}", prompts[f"r{i}"], max_tokens=rng.randrange(1, 20))
+            acts.append(engine.begin(rng.randrange(3), rng.choice(["save", "restore", "erase"]), rng.choice("abc")))
+            for _ in range(rng.randrange(4)):
+                await engine.wait_a_turn()
+        for name, end in engine.ends.items():
+            assert isinstance(await end, Finished), name
+        for name in acts:
+            while not engine.events[name]:
+                await engine.wait_a_turn()
+        n_restored = sum(isinstance(engine.events[name][0], SlotActed) for name in acts)
+        assert n_restored > 20
+        for name, prompt in prompts.items():
+            n = len(engine.tokens(name))
+            assert engine.text(name) == await alone(prompt, FakeBackend(n_slots=1, n_ctx=1500), max_tokens=n)
