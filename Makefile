@@ -8,6 +8,7 @@ PYTHON ?= python3
 ARGS ?=
 
 BIN := .venv/bin
+SIDE_BY_SIDE = -n logical --maxprocesses 4 --dist loadfile
 SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTHON) was not found: install Python 3.11 or newer (https://www.python.org/downloads), or name one: make PYTHON=/path/to/python3" >&2; exit 1; }; $(PYTHON) .ci/setup.py
 
 .PHONY: help serve setup test test-slow check bench bench-peers eval-demo clean setup-dev setup-bench
@@ -22,7 +23,7 @@ setup: ## only the set-up: leaves .venv/bin/llamaslot
 	$(SETUP)
 
 test: check ## the checks, then all tests that take seconds
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 test-slow: setup-dev ## all tests, the random ones 20 times as long
 	LLAMASLOT_TESTS=long $(BIN)/python -m pytest $(ARGS)

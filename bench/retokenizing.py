@@ -23,7 +23,7 @@ from rich.table import Table
 
 from bench import peers, synthetic
 from bench.client import BenchmarkError
-from bench.report import console, machine, notes, write_json
+from bench.report import console, machine, write_json
 from bench.server import llamaslot, serving
 
 TURNS = 4
@@ -47,16 +47,15 @@ def run(*, model: Path | None, title: str, folder: Path, server_flags: Sequence[
         results[name] = dict(asyncio.run(_held(name, command, log, conversations)))
     table = Table(title=f"{conversations} conversations of {TURNS} turns at temperature 1: {title}")
     kinds = ("only new text", "a control token in a reply", "more")
-    for column in ("", "turns behind a reply", *kinds, "prompt tokens computed"):
+    for column in ("", "turns", *kinds, "prompt tokens computed"):
         table.add_column(column, justify="left" if not column else "right")
     for name, counts in results.items():
         n = sum(counts.get(kind, 0) for kind in kinds)
         shares = (f"{counts.get(kind, 0):,} ({counts.get(kind, 0) / n:.1%})" for kind in kinds)
         table.add_row(name, f"{n:,}", *shares, f"{counts['computed']:,} of {counts['tokens']:,}")
     console.print(table)
-    path = folder / "retokenizing.json"
-    write_json(path, {"machine": about, "model": title, "conversations": conversations, "results": results})
-    notes.print(f"results: {path}")
+    found = {"machine": about, "model": title, "conversations": conversations, "results": results}
+    write_json(folder / "retokenizing.json", found)
 
 
 async def _held(name: str, command: Sequence[str], log: Path, conversations: int) -> Counter[str]:

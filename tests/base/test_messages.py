@@ -24,6 +24,9 @@ from llamaslot.base.messages import (
 
 SAMPLING = Sampling(seed=7, logit_bias={5: -math.inf, 9: 1.5})
 PROGRESS = Progress(
+    session="diverge",
+    miss="changed",
+    diverged_at=12,
     n_prompt=9,
     n_cached=4,
     n_prompt_computed=5,
@@ -43,6 +46,8 @@ VALUES: dict[str, Any] = {
     "pieces": (b"\xff", b"a"),
     "tokens": (3, 4),
     "reason": "word",
+    "action": "restore",
+    "filename": "a.bin",
     "content": "text",
     "n_prompt": 9,
     "submits": (Submit("r-1", (TextPart("a"),), group="g"), Submit("r-2", (TextPart("a"),), group="g")),
@@ -70,7 +75,7 @@ def example(kind: type[msgspec.Struct]) -> msgspec.Struct:
     values = {name: VALUES[name] for name in fields if name in VALUES}
     for name, field in fields.items():
         if field.required and name not in values:
-            values[name] = {str: "s", int: 3, "str": "s", "int": 3}[field.type]
+            values[name] = {str: "s", int: 3, bool: True, "str": "s", "int": 3}[field.type]
     return kind(**values)
 
 
