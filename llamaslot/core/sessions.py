@@ -52,7 +52,7 @@ class Session:
 def name_of(space: str, session_id: str) -> bytes:
     """What a session of a namespace is called, here and on disk: 16 bytes that do not tell its id."""
     digest = hashlib.blake2b(space.encode(), digest_size=16)
-    digest.update(b"\0" + session_id.encode(errors="replace"))
+    digest.update(b"\0" + session_id.encode(errors="surrogatepass"))
     return digest.digest()
 
 

@@ -9,7 +9,7 @@ _PRIVATE = "request "
 
 def salted(salt: str) -> str:
     """The namespace of all requests with a salt, which cannot be read off its name: names go to disk."""
-    return hashlib.blake2b(salt.encode(), digest_size=16).hexdigest() if salt else ""
+    return hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=16).hexdigest() if salt else ""
 
 
 def private(name: str) -> str:

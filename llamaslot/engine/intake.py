@@ -136,6 +136,10 @@ class Intake:
         future = self._tokenizer.run(self._tokenizer.drop_session, command)
 
         def done() -> None:
+            if error := future.exception():
+                _log.error("session.not_dropped", exc_info=error)
+                self._fail(command.request_id, ServerError("the session could not be dropped"))
+                return
             space, name, session = future.result()
             if self._disk is not None:
                 self._disk.drop_session(name)

@@ -1,4 +1,4 @@
-"""Slots of the embedded model, saved by one server and restored by another: the text behind them is the cold one."""
+"""Slots of the embedded model, saved by one server and restored by another: text behind them is the cold one."""
 
 from __future__ import annotations
 

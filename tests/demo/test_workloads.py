@@ -11,16 +11,19 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from bench.demo.corpus import held_out
 from llamaslot.app.models import resolve_model
+from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.messages import Cancelled, Finished, Sampling, Submit, SubmitAll, TextPart
 from llamaslot.base.model import StepCost
-from llamaslot.core import admission
+from llamaslot.core import admission, pace
 from llamaslot.core.backend import Decoded, Run
 from llamaslot.text.template import ChatTemplate
 from tests.conftest import LONG
@@ -137,8 +140,19 @@ def pad(backend: LlamaBackend, tally: Tally) -> None:
     backend.decode = counted  # type: ignore[method-assign]
 
 
+def count_pairs(backend: LlamaBackend, tally: Tally) -> None:
+    """Note the batches that are for two requests."""
+    decode = backend.decode
+
+    def counted(runs: Sequence[Run]) -> Decoded:
+        tally.seen["batches of two"] += len(runs) == 2
+        return decode(runs)
+
+    backend.decode = counted  # type: ignore[method-assign]
+
+
 async def run(
-    workload: Workload, tally: Tally, *, unified: bool, storing: dict[str, int], padded: bool
+    workload: Workload, tally: Tally, *, unified: bool, storing: dict[str, Any], padded: bool
 ) -> list[tuple[Ask, list[int], bool]]:
     """The tokens of every request, and whether it came to its end."""
     answers = []
@@ -178,6 +192,7 @@ async def run(
         scheduler = engine.engine.scheduler
         tally.seen["evicted tokens"] += scheduler.ledger.counts.n_lost_tokens
         tally.seen["copied tokens"] += scheduler.ledger.counts.n_copied_tokens
+        tally.seen["read tokens"] += scheduler.ledger.counts.n_read_tokens
         tally.seen["restored tokens"] += scheduler.ledger.counts.n_loaded_tokens
         tally.seen["parked paths"] += scheduler.ledger.counts.n_parked
         tally.seen["waits"] += scheduler.admission.n_waits
@@ -199,17 +214,42 @@ async def cold_tokens(prompts: set[str]) -> dict[str, list[int]]:
     return answers
 
 
-IN_RAM = {"ram_bytes": 2**30, "idle_life": 1}
+def run_twice(workload: Workload, tally: Tally, folder: Path) -> list[tuple[Ask, list[int], bool]]:
+    """The same with a disk, and again on another server that finds on it what the first one wrote."""
+    answers = []
+    for _ in range(2):
+        store = DiskStore(folder)
+        store.open(b"k" * 32, 2**30)
+        storing = IN_RAM | {"disk": store}
+        answers += asyncio.run(run(workload, tally, unified=True, storing=storing, padded=False))
+        store.close()
+    return answers
+
+
+IN_RAM: dict[str, Any] = {"ram_bytes": 2**30, "idle_life": 1}
 
 
 @pytest.mark.parametrize(
-    ("unified", "storing", "padded"),
-    [(True, {}, False), (True, {}, True), (True, IN_RAM, False), (False, {}, False)],
-    ids=["unified", "padded", "in RAM", "partitioned"],
+    ("unified", "storing", "padded", "on_disk"),
+    [
+        (True, {}, False, False),
+        (True, {}, True, False),
+        (True, IN_RAM, False, False),
+        (True, IN_RAM, False, True),
+        (False, {}, False, False),
+    ],
+    ids=["unified", "padded", "in RAM", "on disk", "partitioned"],
 )
 def test_every_text_is_the_cold_one(
-    unified: bool, storing: dict[str, int], padded: bool, monkeypatch: pytest.MonkeyPatch
+    *,
+    unified: bool,
+    storing: dict[str, Any],
+    padded: bool,
+    on_disk: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(pace, "OPEN_SECONDS", 0.0)
     # Expecting too little makes requests outgrow the pool together, so that some are preempted.
     monkeypatch.setattr(admission, "_LEAST_EXPECTED", 2)
     families = prompts()
@@ -217,10 +257,13 @@ def test_every_text_is_the_cold_one(
     cold = asyncio.run(cold_tokens({each.prompt for workload in workloads for each in workload.asks}))
     tally = Tally()
     noise = Noise(LlamaSettings(resolve_model("demo"), n_ctx=4096, n_ubatch=512, n_threads=1))
-    for workload in workloads:
-        for each, tokens, is_whole in asyncio.run(
-            run(workload, tally, unified=unified, storing=storing, padded=padded)
-        ):
+    for i, workload in enumerate(workloads):
+        answers = (
+            run_twice(workload, tally, tmp_path / str(i))
+            if on_disk
+            else asyncio.run(run(workload, tally, unified=unified, storing=storing, padded=padded))
+        )
+        for each, tokens, is_whole in answers:
             expected = cold[each.prompt]
             tally.n_requests += 1
             tally.n_cancelled += not is_whole
@@ -232,8 +275,44 @@ def test_every_text_is_the_cold_one(
     print(f"{N_WORKLOADS} workloads, {tally}")
     assert tally.n_cancelled > 0
     assert padded == (tally.seen["padded steps"] > 0)
+    assert on_disk == (tally.seen["read tokens"] > 0)
     if unified:
         assert tally.seen["copied tokens"]
         assert tally.seen["restored tokens" if storing else "evicted tokens"]
         nothing = {"evicted tokens"} if storing else {"restored tokens"}
+        nothing |= set() if on_disk else {"read tokens"}
         assert not LONG or {each for each, n in tally.seen.items() if n == 0} == nothing, "not all was covered"
+
+
+async def test_one_known_in_cells_and_one_on_disk_in_one_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "OPEN_SECONDS", 0.0)
+    workload = Workload([], 4096, 2, 4, 512)
+    first, second = ([family[-1] for family in prompts() if len(family) > 1])[:2]
+    cold = await cold_tokens({first, second})
+    noise = Noise(LlamaSettings(resolve_model("demo"), n_ctx=4096, n_ubatch=512, n_threads=1))
+    tally = Tally()
+    for asked in ([second], [first]):
+        store = DiskStore(tmp_path)
+        store.open(b"k" * 32, 2**30)
+        backend = open_backend(workload, unified=True)
+        async with running(backend, ram_bytes=2**30, disk=store) as engine:
+            for prompt in asked:
+                await engine.submit(f"before {prompt}", prompt, max_tokens=2)
+            if asked == [first]:
+                count_pairs(backend, tally)
+                ends = [engine.submit(prompt, prompt, max_tokens=MAX_TOKENS) for prompt in (first, second)]
+                in_cells, on_disk = [await end for end in ends]
+                assert isinstance(in_cells, Finished)
+                assert isinstance(on_disk, Finished)
+                assert in_cells.progress.n_cached > 0 == in_cells.progress.n_loaded
+                assert on_disk.progress.n_read > 0
+                for prompt in (first, second):
+                    tokens, expected = tokens_of(engine, prompt), cold[prompt]
+                    pairs = enumerate(zip(tokens, expected, strict=False))
+                    at = next((i for i, (a, b) in pairs if a != b), None)
+                    context = noise.tokenize(prompt) + expected[:at]
+                    assert at is None or noise.explains(context, tokens[at], expected[at])
+        store.close()
+    assert tally.seen["batches of two"] > 10
