@@ -5,7 +5,8 @@ are held over HTTP with a server that remembers such replies, and with one that 
 it was sent. Where nothing else is named, the weights are random and the vocabulary is Qwen2's, of llama.cpp's own
 source: there hardly any reply is spelled as its text would be.
 
-A reply in which a control token is hidden cannot be known again by its text: its turns are counted apart.
+Prompts go to `/completion`, as a chat template renders them. A reply in which a control token is hidden or spelled
+cannot be known again by its text: those of its turns that computed more are counted apart.
 """
 
 from __future__ import annotations

@@ -10,16 +10,19 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from llamaslot.api import submits
 from llamaslot.api.deliver import json_response
 from llamaslot.api.gate import SETTINGS, given_key
 from llamaslot.api.readiness import READINESS
+from llamaslot.api.wire import SessionBody, read
 from llamaslot.base.errors import InvalidRequestError, NotFoundError, NotSupportedError
 from llamaslot.base.messages import CacheFigures, CachePrefix, CacheState
 from llamaslot.service.service import Service
 
+_session_decoder = msgspec.json.Decoder(SessionBody)
 _TOP, _MOST = 20, 1000
 _IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
 
@@ -46,11 +49,9 @@ async def clear(request: web.Request) -> web.Response:
 async def drop_session(request: web.Request) -> web.Response:
     """Forget a session of the caller's namespace, and give up what only it has of the cache."""
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
-    salts = request.query.getall("cache_salt", [""])
-    if len(salts) > 1:
-        raise InvalidRequestError("'cache_salt' may be given once", param="cache_salt")
     session_id = request.match_info["session_id"]
-    salt = submits.salt(settings, salts[0], given_key(request))
+    own = (await read(request, _session_decoder)).cache_salt if request.can_read_body else None
+    salt = submits.salt(settings, own or "", given_key(request))
     dropped = await service.drop_session(session_id, salt)
     if not dropped.is_known:
         raise NotFoundError(f"there is no session {session_id!r}")

@@ -18,6 +18,7 @@ from aiohttp import web
 from llamaslot.api.errors import Handler
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.settings import ApiSettings
+from llamaslot.api.wire import LONGEST_ID
 from llamaslot.base.errors import AuthenticationError, InvalidRequestError
 
 SETTINGS = web.AppKey("SETTINGS", ApiSettings)
@@ -25,9 +26,6 @@ UNIQUE_ID = web.RequestKey("UNIQUE_ID", str)
 """Our own name for a request; the engine's ids and those in replies are made from it."""
 CLIENT_ID = web.RequestKey("CLIENT_ID", str)
 """The client's name for a request in its `X-Request-Id`, empty where it gave no sane one."""
-
-_MOST_ID = 256
-"""Characters of a session's id."""
 
 _log = structlog.get_logger(__name__)
 _PUBLIC = frozenset({"/health", "/v1/health"})
@@ -53,8 +51,8 @@ class Caller(NamedTuple):
 def caller_of(request: web.Request) -> Caller:
     """Raises `InvalidRequestError` for an `X-Session-ID` that is too long."""
     session_id = request.headers.get("X-Session-ID", "")
-    if len(session_id) > _MOST_ID:
-        raise InvalidRequestError(f"X-Session-ID is limited to {_MOST_ID} characters", param="X-Session-ID")
+    if len(session_id) > LONGEST_ID:
+        raise InvalidRequestError(f"X-Session-ID is limited to {LONGEST_ID} characters", param="X-Session-ID")
     return Caller(request[CLIENT_ID], given_key(request), session_id)
 
 

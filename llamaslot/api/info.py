@@ -1,14 +1,9 @@
-"""What can be asked about the server and its model: health, models, properties, slots, metrics.
-
-And what can be done to a single slot.
-"""
+"""What can be asked about the server and its model: health, models, properties, metrics."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-import msgspec
 import psutil
 from aiohttp import web
 
@@ -17,13 +12,7 @@ from llamaslot.api.gate import SETTINGS
 from llamaslot.api.native import generation_settings
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.replies import FINGERPRINT
-from llamaslot.api.wire import SlotBody, read
-from llamaslot.base.errors import InvalidRequestError, NotFoundError, NotSupportedError, UnavailableError
-from llamaslot.base.messages import SlotReport
-
-_IS_SLOT = re.compile(r"[0-9]{1,9}").fullmatch
-_IS_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,127}").fullmatch
-_slot_decoder = msgspec.json.Decoder(SlotBody)
+from llamaslot.base.errors import NotFoundError, NotSupportedError
 
 
 async def health(_: web.Request) -> web.Response:
@@ -80,16 +69,6 @@ async def props(request: web.Request) -> web.Response:
     )
 
 
-async def slots(request: web.Request) -> web.Response:
-    """What each slot does; with `?fail_on_no_slot=1` an error when none is idle."""
-    if not request.app[SETTINGS].slots:
-        raise NotSupportedError("this server does not show its slots; start it with --slots")
-    state = await request.app[READINESS].check().state()
-    if request.query.get("fail_on_no_slot") and all(slot.request_id for slot in state.slots):
-        raise UnavailableError("no slot is idle")
-    return json_response([_slot(slot) for slot in state.slots])
-
-
 async def metrics(request: web.Request) -> web.Response:
     """Counters and gauges for Prometheus."""
     if not request.app[SETTINGS].metrics:
@@ -124,65 +103,6 @@ def _model(request: web.Request) -> dict[str, Any]:
             "size": info.size_bytes,
         },
     }
-
-
-async def act_on_slot(request: web.Request) -> web.Response:
-    """Save a slot to a file (`?action=save`), restore it from there or erase it, in llama-server's words."""
-    service = request.app[READINESS].check()
-    slot, action = request.match_info["id_slot"], request.query.get("action")
-    if not _IS_SLOT(slot):
-        raise InvalidRequestError(f"{slot!r} is no slot's number", param="id_slot")
-    id_slot = int(slot)
-    if action == "erase":
-        return json_response(
-            {"id_slot": id_slot, "n_erased": (await service.act_on_slot(id_slot, "erase")).n_tokens}
-        )
-    if action == "save":
-        filename = await _filename(request)
-        acted = await service.act_on_slot(id_slot, "save", filename)
-        figures = {"n_saved": acted.n_tokens, "n_written": acted.n_bytes, "timings": {"save_ms": acted.ms}}
-    elif action == "restore":
-        filename = await _filename(request)
-        acted = await service.act_on_slot(id_slot, "restore", filename)
-        figures = {"n_restored": acted.n_tokens, "n_read": acted.n_bytes, "timings": {"restore_ms": acted.ms}}
-    else:
-        raise InvalidRequestError("'action' must be save, restore or erase", param="action")
-    return json_response({"id_slot": id_slot, "filename": filename, **figures})
-
-
-async def _filename(request: web.Request) -> str:
-    filename = (await read(request, _slot_decoder)).filename
-    if not _IS_FILE_NAME(filename):
-        raise InvalidRequestError(
-            "'filename' is a name without a folder: letters, digits, dots, dashes, underscores and spaces, "
-            "beginning with a letter or a digit, at most 128",
-            param="filename",
-        )
-    return filename
-
-
-def _slot(slot: SlotReport) -> dict[str, Any]:
-    running = bool(slot.request_id)
-    body: dict[str, Any] = {
-        "id": slot.id,
-        "n_ctx": slot.n_ctx,
-        "n_held": slot.n_held,
-        "speculative": False,
-        "is_processing": running,
-        "next_token": [
-            {
-                "has_next_token": running,
-                "n_remain": max(slot.max_tokens - slot.n_generated, 0) if running and slot.max_tokens >= 0 else -1,
-                "n_decoded": slot.n_generated if running else 0,
-            }
-        ],
-    }
-    if running:
-        body["request_id"] = slot.request_id
-        body["n_prompt_tokens"] = slot.n_prompt
-        body["n_prompt_tokens_processed"] = slot.n_prompt_computed
-        body["params"] = generation_settings(slot.sampling, slot.max_tokens)
-    return body
 
 
 def _started() -> int:

@@ -47,7 +47,7 @@ class CacheUse(msgspec.Struct):
     """See `Miss`; null where nothing that is known was missed."""
     diverged_at: int | None = None
     """The character of the prompt, as `/apply-template` shows it, where it leaves what is known."""
-    session: SessionMatch | None = None
+    session_match: SessionMatch | None = None
     """See `SessionMatch`; null without a session."""
     approximate_tokens: int = 0
     """Tokens that the session gave, where those of the text alone are others."""
@@ -130,7 +130,7 @@ def cache_use(progress: Progress) -> CacheUse:
         computed=progress.n_prompt_computed,
         miss=progress.miss or None,
         diverged_at=progress.diverged_at if progress.diverged_at >= 0 else None,
-        session=progress.session or None,
+        session_match=progress.session_match or None,
         approximate_tokens=progress.n_approximate,
     )
 

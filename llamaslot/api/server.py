@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from llamaslot.api import cache, chat, completion, info, native, tokens
+from llamaslot.api import cache, chat, completion, info, native, slots, tokens
 from llamaslot.api.errors import error_middleware
 from llamaslot.api.gate import SETTINGS, add_headers, admit, identify
 from llamaslot.api.readiness import READINESS, Readiness
@@ -29,7 +29,7 @@ def create_app(settings: ApiSettings) -> web.Application:
         ("/v1/models", info.models),
         ("/v1/models/{name:.+}", info.model),
         ("/props", info.props),
-        ("/slots", info.slots),
+        ("/slots", slots.slots),
         ("/cache", cache.cache),
         ("/metrics", info.metrics),
     ):
@@ -42,7 +42,7 @@ def create_app(settings: ApiSettings) -> web.Application:
         ("/completions", native.completion),
         ("/apply-template", chat.apply_template),
         ("/cache/clear", cache.clear),
-        ("/slots/{id_slot}", info.act_on_slot),
+        ("/slots/{id_slot}", slots.act),
         ("/tokenize", tokens.tokenize),
         ("/detokenize", tokens.detokenize),
     ):

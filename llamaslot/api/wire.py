@@ -16,6 +16,8 @@ from msgspec import Meta
 from llamaslot.base.errors import InvalidRequestError
 
 INT32_MAX = 2**31 - 1
+LONGEST_ID = 256
+"""Characters of a session's id."""
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Count: TypeAlias = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
@@ -24,7 +26,8 @@ Penalty: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 Bias: TypeAlias = Annotated[float, Meta(ge=-1e6, le=1e6)] | bool
 StopWord: TypeAlias = Annotated[str, Meta(max_length=4096)]
 Parts: TypeAlias = list[str | Token]
-SessionId: TypeAlias = Annotated[str, Meta(max_length=256)]
+Salt: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+SessionId: TypeAlias = Annotated[str, Meta(max_length=LONGEST_ID)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -72,7 +75,7 @@ class Options(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
 
     cache_prompt: bool | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_salt: Salt | None = None
     session_id: SessionId | None = None
     prompt_cache_key: SessionId | None = None
     id_slot: Count | None = None
@@ -140,6 +143,12 @@ class SlotBody(msgspec.Struct, kw_only=True):
     """`POST /slots/{id}?action=save` and `restore`."""
 
     filename: str
+
+
+class SessionBody(msgspec.Struct, kw_only=True):
+    """`DELETE /sessions/{id}`."""
+
+    cache_salt: Salt | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):

@@ -255,8 +255,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         _row(
             "--session-min-match",
             "LLAMASLOT_SESSION_MIN_MATCH",
-            "the share of a session's text that must be kept for its tokens to be taken over where the prompt "
-            "leaves it before its end",
+            "share of a session's text that a prompt must begin with for its tokens to be used where it then "
+            "differs; 1 for never",
             ge=0,
             le=1,
         ),

@@ -10,13 +10,16 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import structlog
+
 from llamaslot.app.config import Config
 from llamaslot.app.tiers import Budgets
-from llamaslot.backend.disk import DiskStore, SlotFolder, weighed
+from llamaslot.backend.disk import DiskStore, SlotFiles, weighed
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelInfo
 from llamaslot.core.segments import LARGEST
 
+_log = structlog.get_logger(__name__)
 _FLAG = "--cache-disk"
 _MIB = 2**20
 _MOST = 64 * 2**30
@@ -64,7 +67,7 @@ def open_disk(
     )
 
 
-def slot_folder(config: Config) -> Path | None:
+def slot_save_path(config: Config) -> Path | None:
     """The folder for what single slots hold; None without one. Raises `ConfigError`."""
     if not config.slot_save_path:
         return None
@@ -77,14 +80,21 @@ def slot_folder(config: Config) -> Path | None:
     return folder
 
 
-def slot_store(folder: Path | None, info: ModelInfo) -> SlotFolder | None:
-    """The files in that folder, whose key the model's files are read for when one is used first; None where slots
-    cannot be saved.
+def slot_files(folder: Path | None, info: ModelInfo, disk: DiskStore | None) -> SlotFiles | None:
+    """The files in that folder; None where slots cannot be saved.
+
+    Without a disk tier, which has done it, the model's files are read whole when one is used first.
     """
     if folder is None or info.segment_size is None:
         return None
-    paths = [Path(each) for each in info.kv_files]
-    return SlotFolder(folder, lambda: _key(info, weighed(paths)), info.segment_size)
+
+    def key() -> bytes:
+        if disk is not None and disk.key:
+            return disk.key
+        _log.info("slots.weighing", files=info.kv_files)
+        return _key(info, weighed([Path(each) for each in info.kv_files]))
+
+    return SlotFiles(folder, key, info.segment_size)
 
 
 def _key(info: ModelInfo, weights: bytes) -> bytes:

@@ -28,7 +28,7 @@ from llamaslot.api import server as http
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.settings import ApiSettings
 from llamaslot.app.config import Config
-from llamaslot.app.disk import claim_disk, open_disk, slot_folder, slot_store
+from llamaslot.app.disk import claim_disk, open_disk, slot_files, slot_save_path
 from llamaslot.app.models import resolve_model
 from llamaslot.app.tiers import Budgets
 from llamaslot.app.tiers import choose as choose_budgets
@@ -69,7 +69,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
     thread = model_thread()
     async with contextlib.AsyncExitStack() as stack:
         disk = claim_disk(config)
-        slot_files = slot_folder(config)
+        slot_folder = slot_save_path(config)
         if disk is not None:
             stack.callback(disk.close)
         listener = await stack.enter_async_context(_listening(app, hosts, config))
@@ -89,8 +89,8 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             ServiceSettings(max_queue=config.max_queue),
             Metrics(),
         )
-        slots = slot_store(slot_files, backend.info)
-        if slot_files is not None and slots is None:
+        slot_store = slot_files(slot_folder, backend.info, disk)
+        if slot_folder is not None and slot_store is None:
             _log.warning("slots.not_saved", reason="this needs one pool for all slots and flash attention")
         engine = Engine(
             backend,
@@ -100,7 +100,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             idle_life=budgets.idle_life,
             ram_bytes=budgets.ram_bytes,
             disk=disk if disk_line else None,
-            slot_store=slots,
+            slot_store=slot_store,
             anchors=config.text_anchors,
             session_min_match=config.session_min_match,
             debug_invariants=config.debug_invariants,

@@ -13,15 +13,28 @@ import msgspec
 
 FinishReason: TypeAlias = Literal["eos", "limit", "word"]
 SessionMatch: TypeAlias = Literal["", "new", "exact", "extend", "diverge", "tokens"]
-"""What came of holding a prompt against the text of its session's last sequence: there was none; it is the whole
-text, or begins with it; it begins with a part of it, whose tokens were taken over; its own tokens were taken. Empty
-without a session.
+"""What came of holding a prompt against the text of its session's last sequence.
+
+    ""         it has no session
+    new        nothing is known of the session
+    exact      it is the session's text, and has its tokens
+    extend     it begins with that text, and with its tokens
+    diverge    it begins with a part of that text, and with the tokens of that part
+    tokens     its tokens are its own, or an anchor's
 """
-Miss: TypeAlias = Literal["", "cold", "diverged", "changed", "evicted", "salted", "off", "unsupported"]
-"""Why no more of a prompt was reused. Empty: all that is known of it was, what follows is new. Nothing of it was
-known, neither in the namespace of its salt; it goes on in another way than what was known, within the last reply of
-its session; more of it had been known once; `cache_prompt` was false; the model's KV cannot be trimmed.
+Miss: TypeAlias = Literal["", "cold", "salted", "diverged", "changed", "evicted", "off", "unsupported"]
+"""Why no more of a prompt was known when it got its slot.
+
+    ""           all that was computed of it so far was known: what follows is new
+    cold         nothing of it was
+    salted       the same, in the namespace of a salt: of others nothing is told
+    diverged     what is known goes on in another way
+    changed      the same, within the last reply of its session
+    evicted      more of it was known once
+    off          `cache_prompt` was false
+    unsupported  the model's KV cannot be trimmed
 """
+SlotVerb: TypeAlias = Literal["save", "restore", "erase"]
 
 
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
@@ -143,7 +156,7 @@ class SlotAction(msgspec.Struct, frozen=True, tag="slot_action"):
 
     request_id: str
     slot: int
-    action: Literal["save", "restore", "erase"]
+    action: SlotVerb
     filename: str = ""
 
 
@@ -206,13 +219,13 @@ class Progress(msgspec.Struct, frozen=True):
     """Tokens of the prompt that an anchor gave; whether their KV was still there `n_cached` says."""
     load_ms: float = 0.0
     """Of `prompt_ms`, what passed until they were loaded and computing began; 0 where nothing was loaded."""
-    session: SessionMatch = ""
+    session_match: SessionMatch = ""
     n_approximate: int = 0
-    """Tokens of the prompt that its session gave, where those of the text alone are others."""
+    """Tokens of the prompt that its session gave behind the first one that the text would not have given."""
     miss: Miss = ""
     diverged_at: int = -1
-    """The character of the prompt as the model sees it at which what was known goes on in another way; -1 where it
-    does not, or that is not known yet.
+    """The character of the prompt's text at which what was known goes on in another way; -1 where it does not, or
+    that has not been found out yet.
     """
 
 
@@ -322,7 +335,7 @@ class CacheFigures(msgspec.Struct, frozen=True):
     """Hits whose prompt began with the tokens of an anchor, wherever their KV was."""
     n_session_hits: int = 0
     """Hits whose prompt began with the tokens of its session, found by their text."""
-    misses: dict[str, int] = {}
+    misses: dict[Miss, int] = {}
     """Requests by the reason why no more of their prompt was reused."""
     n_waits: int = 0
     """Requests that waited for a prefix that another one computed."""
@@ -462,7 +475,7 @@ class SlotActed(msgspec.Struct, frozen=True, tag="slot_acted"):
     n_bytes: int = 0
     """Bytes of the file."""
     ms: float = 0.0
-    """From when the slot was idle until it was done; for a file that is restored, from the reading on."""
+    """What it took: reading or writing the file, and saving or loading KV; not the wait for an idle slot."""
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):

@@ -45,8 +45,7 @@ class Admission:
         self._promised = Tree()
         """What the running requests hold or are about to compute, by slot."""
         self._mean_generated = 0.0
-        self.seen = Seen()
-        """What was computed so far."""
+        self._seen = Seen()
         self.queue: list[Request] = []
         """Waiting requests by arrival."""
         self.n_waits = 0
@@ -94,6 +93,9 @@ class Admission:
 
     def release(self, request: Request) -> None:
         """A request leaves its slot, whose sequence keeps what was computed."""
+        if not request.is_private:
+            computed = packed(request.known.view(0, self._ledger.length(request.slot_id)))
+            self._seen.note(request.space, computed, request.n_known)
         slot = self._slots[request.slot_id]
         slot.release()
         self._promised.release(slot.id)
@@ -160,7 +162,7 @@ class Admission:
         n = request.n_known
         if n * WIDTH == len(request.prefix):
             return ""
-        if self.seen.goes_on(request.space, request.prefix, n):
+        if self._seen.continues(request.space, request.prefix, n):
             return "evicted"
         if n < self._settings.min_shared:
             return "salted" if request.space else "cold"

@@ -53,7 +53,7 @@ def path_of(record: Record, front: Segment | None, size: SegmentSize) -> bytes |
     n_tokens, odd = divmod(len(record.tokens), WIDTH)
     if odd or not n_tokens or record.n_bytes != size.of(n_tokens):
         return None
-    if record.cell_order and not _is_permutation(record.cell_order, n_tokens):
+    if record.cell_order and not is_permutation(record.cell_order, n_tokens):
         return None
     tokens = record.tokens
     if front is not None:
@@ -65,7 +65,8 @@ def path_of(record: Record, front: Segment | None, size: SegmentSize) -> bytes |
     return tokens if record.path_digest == path_digest(record.space, tokens) else None
 
 
-def _is_permutation(cell_order: bytes, n: int) -> bool:
+def is_permutation(cell_order: bytes, n: int) -> bool:
+    """Whether these bytes can be a `CellMap.cell_order` of so many tokens, other than that of ascending cells."""
     return len(cell_order) == 2 * n and sorted(np.frombuffer(cell_order, "<i2").tolist()) == list(range(n))
 
 
@@ -98,39 +99,6 @@ class Use:
 
 
 Job: TypeAlias = Write | Read | Erase | Use
-
-
-@dataclass(frozen=True, slots=True)
-class SavedPart:
-    """The KV of positions `[start, end)`."""
-
-    start: int
-    end: int
-    cell_order: bytes
-    """See `CellMap.cell_order`."""
-    kv: Kv
-
-
-@dataclass(frozen=True, slots=True)
-class SavedSlot:
-    """What a slot held: in a file of its user's own, that only this model can load."""
-
-    space: str
-    """The namespace."""
-    tokens: bytes
-    """All of them, packed."""
-    parts: tuple[SavedPart, ...]
-    """From the first token to the last, without a gap."""
-
-
-class SlotStore(Protocol):
-    """Files for what slots held; used by one thread. Raises `OSError` where a file cannot be written or read."""
-
-    def write(self, name: str, saved: SavedSlot) -> int:
-        """Write a file, in place of another one of that name; its bytes."""
-
-    def read(self, name: str) -> tuple[SavedSlot, int]:
-        """What was written, and the file's bytes. Raises `BadSegmentError` where that was something else."""
 
 
 class BadSegmentError(Exception):
@@ -179,13 +147,13 @@ class Disk(Protocol):
         """Keep an anchor, so that it survives the process; the oldest go where they are too many."""
 
     def sessions(self) -> Sequence[tuple[bytes, Session]]:
-        """The sessions that are there by name, the oldest first."""
+        """The sessions that are there, each with its digest, the oldest first."""
 
-    def write_session(self, name: bytes, session: Session) -> None:
-        """Keep a session, in place of another one of that name; the oldest go where they are too many."""
+    def write_session(self, digest: bytes, session: Session) -> None:
+        """Keep a session, in place of another one of that digest; the oldest go where they are too many."""
 
-    def drop_session(self, name: bytes) -> None:
-        """Keep the session of that name no more."""
+    def drop_session(self, digest: bytes) -> None:
+        """Keep the session of that digest no more."""
 
     def forget_texts(self) -> None:
         """Keep none of the anchors and sessions so far."""

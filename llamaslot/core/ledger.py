@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from llamaslot.core.backend import Move, Operation, Remove, Tokens
 from llamaslot.core.disk import Job
@@ -50,6 +51,14 @@ class Fetched(Enum):
     """There is more, for another step."""
     WAITS = "waits"
     """There is more, and something is read from the disk: an answer will come."""
+
+
+class GivenUp(NamedTuple):
+    """Tokens that are gone, by where they were."""
+
+    n_cells: int
+    n_ram: int = 0
+    n_disk: int = 0
 
 
 class Ledger(ABC):
@@ -225,11 +234,9 @@ class Ledger(ABC):
                 self.clear(seq)
         return n_before - self.tree.n_tokens
 
-    def drop(self, space: str, tokens: bytes) -> int:
-        """Give up what is idle on the path of some tokens and leads nowhere else; the tokens that the tree has no
-        more.
-
-        It ends where another path branches off, or where a sequence that is no longer ends.
+    def give_up(self, space: str, tokens: bytes) -> GivenUp:
+        """Give up what is idle on the path of some tokens, from its end back to where another path branches off, or
+        ends.
         """
         n_before = self.tree.n_tokens
         ours: set[int] = set()
@@ -237,7 +244,7 @@ class Ledger(ABC):
             match = self.tree.match(space, tokens)
             node = match.node
             if match.n < node.end or not node.is_idle_leaf or (ours and not node.tips <= ours):
-                return n_before - self.tree.n_tokens
+                return GivenUp(n_before - self.tree.n_tokens)
             ours |= node.tips
             for seq in list(node.tips):
                 self.truncate(seq, node.start)

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from llamaslot.base.messages import CacheFigures, CachePrefix, CacheState, SlotReport
+from llamaslot.base.messages import CacheFigures, CachePrefix, CacheState, Miss, SlotReport
 from llamaslot.core.admission import Admission
 from llamaslot.core.ledger import Ledger
 from llamaslot.core.node import WIDTH, Node, unpacked
@@ -37,7 +37,7 @@ class Traffic:
     n_session_hits: int = 0
     n_prompt: int = 0
     n_matched: int = 0
-    misses: dict[str, int] = field(default_factory=dict)
+    misses: dict[Miss, int] = field(default_factory=dict)
 
     def count(self, request: Request) -> None:
         """Note a request that has ended."""
@@ -52,7 +52,7 @@ class Traffic:
         self.n_from_ram += n_cached > 0 and request.n_loaded > 0 and not request.n_read
         self.n_from_disk += n_cached > 0 and request.n_read > 0
         self.n_anchored_hits += n_cached > 0 and request.n_anchored > 0
-        self.n_session_hits += n_cached > 0 and request.session in ("exact", "extend", "diverge")
+        self.n_session_hits += n_cached > 0 and request.session_match in ("exact", "extend", "diverge")
         self.n_prompt += request.n_prompt
         self.n_matched += n_cached
 

@@ -59,7 +59,7 @@ class Request:
         now: float,
         reuse: bool = True,
         n_anchored: int = 0,
-        session: SessionMatch = "",
+        session_match: SessionMatch = "",
         n_approximate: int = 0,
         is_changed: bool = False,
     ) -> None:
@@ -75,7 +75,7 @@ class Request:
         self.n_prompt = len(prompt)
         self.n_anchored = n_anchored
         """Prompt tokens that an anchor gave."""
-        self.session: SessionMatch = session
+        self.session_match: SessionMatch = session_match
         self.n_approximate = n_approximate
         """Prompt tokens that its session gave, where those of the text alone are others."""
         self.is_changed = is_changed
@@ -203,7 +203,7 @@ class Request:
             n_loaded=min(self.n_loaded, self.n_cached),
             n_read=min(self.n_read, self.n_cached),
             n_anchored=self.n_anchored,
-            session=self.session,
+            session_match=self.session_match,
             n_approximate=self.n_approximate,
             miss=self.miss if self.has_started else "",
             diverged_at=self.diverged_at,

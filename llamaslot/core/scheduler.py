@@ -22,7 +22,6 @@ from llamaslot.core.admission import Admission
 from llamaslot.core.backend import Operation, Status
 from llamaslot.core.chunking import ChunkSizer
 from llamaslot.core.ledger import Fetched, Ledger
-from llamaslot.core.node import packed
 from llamaslot.core.padding import Padding
 from llamaslot.core.planner import Planner
 from llamaslot.core.repacking import Repacker
@@ -126,7 +125,6 @@ class Scheduler:
         if request.state is RequestState.QUEUED:
             self.admission.withdraw(request)
         else:
-            self._note_seen(request)
             self._leave_slot(request)
         request.handle(RequestEvent.END, now)
         self.traffic.count(request)
@@ -305,11 +303,6 @@ class Scheduler:
         self._leave_slot(request)
         request.handle(RequestEvent.PREEMPT, now)
         self.admission.enqueue(request)
-
-    def _note_seen(self, request: Request) -> None:
-        if not request.is_private:
-            tokens = packed(request.known.view(0, self.ledger.length(request.slot_id)))
-            self.admission.seen.note(request.space, tokens, request.n_known)
 
     def _leave_slot(self, request: Request) -> None:
         self.admission.release(request)

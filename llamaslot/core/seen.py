@@ -32,7 +32,7 @@ class Seen:
         while len(self._blocks) > self._most:
             del self._blocks[next(iter(self._blocks))]
 
-    def goes_on(self, space: str, tokens: bytes, n: int) -> bool:
+    def continues(self, space: str, tokens: bytes, n: int) -> bool:
         """Whether the first whole block of these tokens that ends behind the first `n` was computed once."""
         end = (n // BLOCK + 1) * BLOCK * WIDTH
         if end > len(tokens):

@@ -17,47 +17,58 @@ MOST_BYTES = 32 * 2**20
 """About what all sessions may take, in memory and again on disk."""
 OVERHEAD = 400
 """Bytes that a session takes about, beside its tokens and their text."""
-_WIDTH = 12
-"""Bytes of a token, of its text, and of where that ends."""
+_TOKEN_BYTES = 16
+"""About what a token takes, with its text and where that ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A prompt and the reply to it as far as it was sent."""
+    """A prompt and the reply to it.
+
+    Its tokens are those that the model wants in front of every prompt, the text's, those of the reply as far as it
+    was sent, and what was generated behind that:
+
+        | added | prompt | sent | |
+                n_added  n_prompt n_text
+    """
 
     tokens: Tokens
-    n_front: int
-    """Tokens in front that no text stands for: what the model wants before every prompt."""
+    n_added: int
     n_prompt: int
-    """Tokens of the prompt, those included."""
+    n_text: int
     is_text: bool = True
     """Whether the prompt came as text: token ids never stand for one."""
 
     @property
-    def front(self) -> Tokens:
+    def added(self) -> Tokens:
         """What no text stands for."""
-        return self.tokens[: self.n_front]
+        return self.tokens[: self.n_added]
+
+    @property
+    def spelled(self) -> Tokens:
+        """What stands for the text."""
+        return self.tokens[self.n_added : self.n_text]
 
     @property
     def has_reply(self) -> bool:
-        """Whether it ends with tokens that were generated."""
-        return self.n_prompt < len(self.tokens)
+        """Whether the text ends with a reply."""
+        return self.n_prompt < self.n_text
 
     @property
     def n_bytes(self) -> int:
         """About what it takes of memory."""
-        return _WIDTH * len(self.tokens) + OVERHEAD
+        return _TOKEN_BYTES * len(self.tokens) + OVERHEAD
 
 
-def name_of(space: str, session_id: str) -> bytes:
-    """What a session of a namespace is called, here and on disk: 16 bytes that do not tell its id."""
+def digest_of(space: str, session_id: str) -> bytes:
+    """By what a session of a namespace is known, here and on disk: 16 bytes that do not tell its id."""
     digest = hashlib.blake2b(space.encode(), digest_size=16)
     digest.update(b"\0" + session_id.encode(errors="surrogatepass"))
     return digest.digest()
 
 
 class Sessions:
-    """Sessions by name, at most `most_bytes` of them: the least recently used goes first."""
+    """Sessions by digest, at most `most_bytes` of them: the least recently used goes first."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -68,21 +79,21 @@ class Sessions:
         """Number of sessions."""
         return len(self._sessions)
 
-    def find(self, name: bytes) -> Session | None:
-        """The session of that name, used now."""
-        session = self._sessions.get(name)
+    def find(self, digest: bytes) -> Session | None:
+        """The session of that digest, used now."""
+        session = self._sessions.get(digest)
         if session is not None:
-            self._sessions.move_to_end(name)
+            self._sessions.move_to_end(digest)
         return session
 
-    def put(self, name: bytes, session: Session) -> list[bytes]:
-        """Let a session have that name, in place of another one, unless it is too large; the names of those that
-        had to go for it.
+    def put(self, digest: bytes, session: Session) -> list[bytes]:
+        """Know a session by that digest, in place of another one, unless it is too large; the digests of those
+        that had to go for it.
         """
-        self.drop(name)
+        self.drop(digest)
         if session.n_bytes > self._most_bytes:
             return []
-        self._sessions[name] = session
+        self._sessions[digest] = session
         self.n_bytes += session.n_bytes
         gone = []
         while self.n_bytes > self._most_bytes:
@@ -90,9 +101,9 @@ class Sessions:
             self.drop(gone[-1])
         return gone
 
-    def drop(self, name: bytes) -> Session | None:
+    def drop(self, digest: bytes) -> Session | None:
         """Forget a session, and return it."""
-        session = self._sessions.pop(name, None)
+        session = self._sessions.pop(digest, None)
         if session is not None:
             self.n_bytes -= session.n_bytes
         return session

@@ -12,22 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
 from llamaslot.core.backend import Copy, Discard, Load, Operation, Save, Tokens
 from llamaslot.core.cells import CellMap
 from llamaslot.core.disk import Job, Write
 from llamaslot.core.doubles import Doubles
 from llamaslot.core.eviction import Eviction
-from llamaslot.core.ledger import Fetched, Ledger
+from llamaslot.core.ledger import Fetched, GivenUp, Ledger
 from llamaslot.core.node import WIDTH, Node, packed
 from llamaslot.core.segments import Stored
+from llamaslot.core.slot_store import SavedSegment, SavedSlot
 from llamaslot.core.spaces import is_private
 from llamaslot.core.tiers import Tiers
 from llamaslot.core.tree import Match
 
-Part: TypeAlias = tuple[int, int, int]
-"""A number that nothing else has, and the positions `[start, end)` that are stored under it."""
 _READ_COST = 1 / 8
 """The time to read a token from disk over the time to compute it, as long as it is not known."""
 
@@ -61,6 +59,7 @@ class SharedLedger(Ledger):
         self._load_cost = load_cost
         self._prefill_us = prefill_us
         self._doubles = Doubles(self.tree)
+        self._n_numbers = 0
         self._stored_at = 0
         self._n_stored = 0
         """Tokens stored ahead of need since then: this ends where RAM holds less than the pool."""
@@ -258,37 +257,56 @@ class SharedLedger(Ledger):
         self.cells.put(number, segment.start, segment.n_tokens, segment.cell_order)
         return range(segment.start, segment.end)
 
-    def save(self, seq: int, parts: Sequence[Part]) -> None:
-        """Have stored what an idle sequence holds, for whoever takes it."""
-        for number, start, end in parts:
-            self._operations.append(Save(number, seq, start, end, self._scratch))
+    def save(self, seq: int) -> list[Save]:
+        """Have stored all that an idle sequence holds, outside of the tiers, until `discard`."""
+        n_tokens, size = self.length(seq), self.tiers.tree.largest
+        ranges = [(at, min(at + size, n_tokens)) for at in range(0, n_tokens, size)]
+        saves = [Save(self._new_number(), seq, start, end, self._scratch) for start, end in ranges]
+        self._operations += saves
+        return saves
 
-    def discard(self, parts: Sequence[Part]) -> None:
+    def discard(self, saves: Sequence[Save]) -> None:
         """Have forgotten what was stored so."""
-        self._operations += [Discard(number) for number, _, _ in parts]
+        self._operations += [Discard(save.segment) for save in saves]
 
-    def restore(self, seq: int, space: str, tokens: bytes, parts: Sequence[Part]) -> bool:
-        """Let an idle slot hold these tokens, of which all parts are stored; whether there was room for all.
+    def restore(self, seq: int, saved: SavedSlot) -> dict[int, SavedSegment] | None:
+        """Let an idle slot hold what was saved; None where running requests leave no room for it.
 
-        What it held before is parked. What the pool has of them is taken over, and the parts are forgotten.
+        What it held before is parked, and what the pool has of the tokens is taken over. Returns what the backend
+        has to be given first, by number.
         """
+        tokens = saved.tokens
+        match = self.tree.match(saved.space, tokens)
+        n_wanted = sum(segment.end - segment.start for segment in saved.segments if segment.end > match.n)
+        if n_wanted > self.n_free + self.n_idle - self.tree.n_idle(match):
+            return None
         if self.holds(seq):
             if not self.tree.is_covered(seq):
                 self._park(seq, 0)
             self.clear(seq)
-        self.tree.hold(seq, self.tree.match(space, b""))
+        self.tree.hold(seq, self.tree.match(saved.space, b""))
         self.tree.pin(seq)
         self._take_over(seq, tokens)
-        for number, start, end in parts:
+        given: dict[int, SavedSegment] = {}
+        for segment in saved.segments:
             n = self.length(seq)
-            if start <= n < end and self._make_room(end - start):
-                self._operations.append(Load(number, seq, n, end, self._scratch))
-                self.tree.extend(seq, tokens[n * WIDTH : end * WIDTH])
-        self.discard(parts)
-        is_whole = self.length(seq) * WIDTH == len(tokens)
+            if n >= segment.end:
+                continue
+            if not self._make_room(segment.end - segment.start):
+                raise AssertionError("there was room")
+            number = self._new_number()
+            given[number] = segment
+            self.cells.put(number, segment.start, segment.end - segment.start, segment.cell_order)
+            self._operations += [Load(number, seq, n, segment.end, self._scratch), Discard(number)]
+            self.tree.extend(seq, tokens[n * WIDTH : segment.end * WIDTH])
         self.unpin(seq)
         self._keep_an_id_free()
-        return is_whole
+        return given
+
+    def _new_number(self) -> int:
+        """A number below 0: no segment of the tiers has one."""
+        self._n_numbers += 1
+        return -self._n_numbers
 
     def clear_idle(self) -> int:
         """See `Ledger.clear_idle`; nothing is stored any more either."""
@@ -296,12 +314,12 @@ class SharedLedger(Ledger):
         self._note_discarded()
         return super().clear_idle()
 
-    def drop(self, space: str, tokens: bytes) -> int:
-        """See `Ledger.drop`; nor is any of that stored any more."""
-        n_tokens = super().drop(space, tokens)
-        self.tiers.drop(space, tokens)
+    def give_up(self, space: str, tokens: bytes) -> GivenUp:
+        """See `Ledger.give_up`; nor is any of that stored any more."""
+        n_cells = super().give_up(space, tokens).n_cells
+        n_ram, n_disk = self.tiers.give_up(space, tokens)
         self._note_discarded()
-        return n_tokens
+        return GivenUp(n_cells, n_ram, n_disk)
 
     def forget(self, space: str) -> None:
         """See `Ledger.forget`; nothing of it is stored any more either."""

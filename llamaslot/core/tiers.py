@@ -179,12 +179,16 @@ class Tiers:
             self.reading.add(segment)
             self._jobs.append(Read(segment.number))
 
-    def drop(self, space: str, tokens: bytes) -> None:
-        """Discard what is stored on the path of some tokens, from its end to where another path branches off."""
+    def give_up(self, space: str, tokens: bytes) -> tuple[int, int]:
+        """Discard what is stored on the path of some tokens, from its end back to where another path branches off;
+        the tokens that RAM and disk have no more.
+        """
+        before = self.ram.n_tokens, self.disk.n_tokens
         for segment in reversed(self.tree.path(space, tokens)):
             if segment.end * WIDTH > len(tokens) or not segment.is_last:
-                return
+                break
             self._discard(segment)
+        return before[0] - self.ram.n_tokens, before[1] - self.disk.n_tokens
 
     def forget(self, space: str) -> None:
         """Discard what is stored in a namespace."""

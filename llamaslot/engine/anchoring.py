@@ -62,7 +62,7 @@ class Prompt:
     """Of its tokens, those of 1."""
     ending: Ending | None = field(default=None, compare=False)
     """None where replies to it get no name."""
-    session: SessionMatch = ""
+    session_match: SessionMatch = ""
     """What came of holding it against its session's last sequence."""
     n_approximate: int = 0
     """Of its tokens, those of the session that the text's own tokens would not have begun with."""

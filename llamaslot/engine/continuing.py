@@ -7,9 +7,9 @@
                                    |-- tokenized --|
 
 The texts are compared as marked bytes (`text/cuts.py`), so a control token agrees only with a control token. Where
-a text leaves the session's before its end, what is kept ends with a token that lies in the common text, at a place
-where tokenizing is known not to look back. That is done only if it keeps more than the text's own tokens would, and
-enough of the session's text; otherwise the text is tokenized as if there were no session.
+a text leaves the session's before its end, what is kept ends with a token that lies in the common text, before a
+control token or a word: there tokenizing hardly ever looks back. That is done only if it keeps more than the text's
+own tokens would, and enough of the session's text; otherwise the text is tokenized as if there were no session.
 
 What comes out always spells the prompt's text. Once the server serves, all of this belongs to the tokenizer's
 thread.
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from llamaslot.base.messages import Submit, TextPart
 from llamaslot.core.backend import Tokens, Vocab
-from llamaslot.core.sessions import Session, Sessions, name_of
+from llamaslot.core.sessions import Session, Sessions, digest_of
 from llamaslot.core.spaces import salted
 from llamaslot.engine.anchoring import Anchoring, Prompt, tokenized
 from llamaslot.text.cuts import CONTROL, Cutter
@@ -62,76 +62,81 @@ class Continuing:
         self._anchoring = anchoring
         self._min_match = min_match
         self._spellings: dict[bytes, tuple[Session, Spelling]] = {}
-        """Of sessions by name: worked out behind a reply, so that the next prompt need not wait for it."""
+        """Of sessions by digest: worked out behind a reply, so that the next prompt need not wait for it."""
 
     def submitted(self, submit: Submit) -> Prompt:
         """A request's prompt, whose own ids exist."""
         if not submit.session_id or not submit.cache_prompt:
             return self._anchoring.submitted(submit)
-        name = name_of(salted(submit.cache_salt), submit.session_id)
-        session = self.sessions.find(name)
+        digest = digest_of(salted(submit.cache_salt), submit.session_id)
+        session = self.sessions.find(digest)
         if session is None:
-            return replace(self._anchoring.submitted(submit), session="new")
+            return replace(self._anchoring.submitted(submit), session_match="new")
         texts = [part for part in submit.prompt if isinstance(part, TextPart)]
         cutter = self._anchoring.cutter
         is_text = session.is_text and len(texts) == len(submit.prompt)
-        if cutter is None or not is_text or not np.array_equal(self._front(submit), session.front):
-            return replace(self._anchoring.submitted(submit), session="tokens")
-        text, spelling = cutter.marked(texts), self._spelling(name, session)
+        if cutter is None or not is_text or not np.array_equal(self._added(submit), session.added):
+            return replace(self._anchoring.submitted(submit), session_match="tokens")
+        text, spelling = cutter.marked(texts), self._spelling(digest, session)
         n_same = _n_common(np.frombuffer(spelling.text, np.uint8), np.frombuffer(text, np.uint8))
         return self._continued(submit, _Pair(texts, text, session, spelling, cutter, n_same))
 
-    def ended(self, submit: Submit, prompt: Prompt, generated: Tokens, n_sent: int) -> tuple[bytes, Session]:
-        """Let a session end with this reply, of which `n_sent` characters were sent; its name besides."""
-        name = name_of(salted(submit.cache_salt), submit.session_id)
+    def replied(self, submit: Submit, prompt: Prompt, generated: Tokens, n_sent: int) -> tuple[bytes, Session]:
+        """Remember a reply, of which `n_sent` characters were sent: the session and its digest."""
+        digest = digest_of(salted(submit.cache_salt), submit.session_id)
         is_text = all(isinstance(part, TextPart) for part in submit.prompt)
-        front = self._front(submit) if is_text else ()
         reply = self._anchoring.as_sent(generated.tolist(), n_sent)
-        sent = np.array(reply[1] if reply is not None else (), dtype=np.int32)
-        session = Session(np.concatenate([prompt.tokens, sent]), len(front), len(prompt.tokens), is_text)
-        self.put(name, session)
-        if is_text and self.sessions.find(name) is session:
-            self._spelling(name, session)
-        return name, session
+        n_prompt = len(prompt.tokens)
+        session = Session(
+            np.concatenate([prompt.tokens, generated]),
+            n_added=len(self._added(submit)) if is_text else 0,
+            n_prompt=n_prompt,
+            n_text=n_prompt + (len(reply[1]) if reply is not None else 0),
+            is_text=is_text,
+        )
+        self.put(digest, session)
+        if is_text and self.sessions.find(digest) is session:
+            self._spelling(digest, session)
+        return digest, session
 
-    def put(self, name: bytes, session: Session) -> None:
+    def put(self, digest: bytes, session: Session) -> None:
         """Know a session."""
-        for gone in (name, *self.sessions.put(name, session)):
+        for gone in (digest, *self.sessions.put(digest, session)):
             self._spellings.pop(gone, None)
 
-    def drop(self, name: bytes) -> Session | None:
+    def drop(self, digest: bytes) -> Session | None:
         """Forget a session, and return it."""
-        self._spellings.pop(name, None)
-        return self.sessions.drop(name)
+        self._spellings.pop(digest, None)
+        return self.sessions.drop(digest)
 
     def clear(self) -> None:
         """Forget all."""
         self._spellings.clear()
         self.sessions.clear()
 
-    def _front(self, submit: Submit) -> Tokens:
-        """What the model wants before every prompt."""
+    def _added(self, submit: Submit) -> Tokens:
+        """What the model wants in front of a prompt."""
         return self._vocab.tokenize("", add_special=submit.add_special, parse_special=True)
 
-    def _spelling(self, name: bytes, session: Session) -> Spelling:
-        known = self._spellings.get(name)
+    def _spelling(self, digest: bytes, session: Session) -> Spelling:
+        known = self._spellings.get(digest)
         if known is None or known[0] is not session:
-            known = session, spelled(self._vocab, session.tokens[session.n_front :].tolist())
-            self._spellings[name] = known
+            known = session, spelled(self._vocab, session.spelled.tolist())
+            self._spellings[digest] = known
         return known[1]
 
     def _continued(self, submit: Submit, pair: _Pair) -> Prompt:
         n_kept = pair.n_kept
         prompt = self._behind(submit, pair, n_kept)
-        if prompt is not None and pair.goes_on:
-            return replace(prompt, session="exact" if pair.n_same == len(pair.text) else "extend")
+        if prompt is not None and pair.has_all:
+            return replace(prompt, session_match="exact" if pair.n_same == len(pair.text) else "extend")
         anchored = self._anchoring.submitted(submit)
-        n_more = pair.session.n_front + n_kept - _n_common(anchored.tokens, pair.session.tokens)
+        n_more = pair.session.n_added + n_kept - _n_common(anchored.tokens, pair.session.tokens)
         if prompt is not None and n_more > 0:
             n_wanted = max(LEAST_CHARACTERS, self._min_match * _n_characters(pair.spelling.text))
             if _n_characters(pair.text[: pair.end(n_kept)]) >= n_wanted:
-                return replace(prompt, session="diverge", n_approximate=n_more)
-        return replace(anchored, session="tokens", is_changed=pair.is_changed)
+                return replace(prompt, session_match="diverge", n_approximate=n_more, is_changed=pair.is_changed)
+        return replace(anchored, session_match="tokens", is_changed=pair.is_changed)
 
     def _behind(self, submit: Submit, pair: _Pair, n_kept: int) -> Prompt | None:
         """The prompt that begins with so many of the session's tokens; None where the rest would not spell it."""
@@ -142,9 +147,9 @@ class Continuing:
         rest = spelled(self._vocab, own.tolist())
         if rest.text != pair.text[at:]:
             return None
-        tokens = np.concatenate([session.tokens[: session.n_front + n_kept], own])
+        tokens = np.concatenate([session.tokens[: session.n_added + n_kept], own])
         ends = np.concatenate([pair.spelling.ends[:n_kept], rest.ends + at])
-        return Prompt(tokens, ending=self._anchoring.ending(submit, pair.texts, session.n_front, ends))
+        return Prompt(tokens, ending=self._anchoring.ending(submit, pair.texts, session.n_added, ends))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +167,14 @@ class _Pair:
     """Bytes that both texts begin with."""
 
     @property
-    def goes_on(self) -> bool:
+    def has_all(self) -> bool:
         """Whether the prompt has all of the session's text."""
         return self.n_same == len(self.spelling.text)
 
     @property
     def is_changed(self) -> bool:
         """Whether the prompt leaves the session's text within its reply."""
-        n_tokens = self.session.n_prompt - self.session.n_front
+        n_tokens = self.session.n_prompt - self.session.n_added
         end_of_prompt = self.end(n_tokens)
         is_within = end_of_prompt <= self.n_same < min(len(self.spelling.text), len(self.text))
         return self.session.has_reply and is_within
@@ -178,12 +183,12 @@ class _Pair:
     def n_kept(self) -> int:
         """The session's tokens that can stand for the prompt's text.
 
-        Behind a reply the text may go on anywhere: what was generated was generated.
+        Behind all of a reply the text may go on anywhere: what was generated was generated.
         """
         ends, n_same = self.spelling.ends, self.n_same
         n = int(np.searchsorted(ends, n_same, side="right"))
         is_cut_character = n_same < len(self.text) and self.text[n_same] & 0xC0 == 0x80
-        if self.goes_on and self.session.has_reply and not is_cut_character:
+        if self.has_all and self.session.has_reply and not is_cut_character:
             return n
         while n and not self.cutter.is_seam(self.text, int(ends[n - 1])):
             n -= 1

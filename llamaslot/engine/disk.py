@@ -82,13 +82,13 @@ class DiskWorker:
         """See `Disk.sessions`; to be called before anything is written."""
         return self._disk.sessions()
 
-    def write_session(self, name: bytes, session: Session) -> None:
+    def write_session(self, digest: bytes, session: Session) -> None:
         """See `Disk.write_session`."""
-        self._writer.submit(self._disk.write_session, name, session).add_done_callback(_log_failure)
+        self._writer.submit(self._disk.write_session, digest, session).add_done_callback(_log_failure)
 
-    def drop_session(self, name: bytes) -> None:
+    def drop_session(self, digest: bytes) -> None:
         """See `Disk.drop_session`."""
-        self._writer.submit(self._disk.drop_session, name).add_done_callback(_log_failure)
+        self._writer.submit(self._disk.drop_session, digest).add_done_callback(_log_failure)
 
     def forget_texts(self) -> None:
         """See `Disk.forget_texts`."""

@@ -48,19 +48,20 @@ from llamaslot.base.messages import (
     Tokenize,
 )
 from llamaslot.core.backend import Backend
-from llamaslot.core.disk import Disk, SlotStore
+from llamaslot.core.disk import Disk
 from llamaslot.core.node import packed
 from llamaslot.core.request import Request, RequestEvent, RequestState
 from llamaslot.core.scheduler import Broke, Sampled, Scheduler
 from llamaslot.core.sessions import Session
 from llamaslot.core.settings import SchedulerSettings
 from llamaslot.core.shared import SharedLedger
+from llamaslot.core.slot_store import SlotStore
 from llamaslot.core.step import StepPlan, StepResult
 from llamaslot.engine.anchoring import Prompt
 from llamaslot.engine.disk import DiskWorker
-from llamaslot.engine.intake import Intake
 from llamaslot.engine.reports import Reports
-from llamaslot.engine.slots import SlotFiles
+from llamaslot.engine.slot_actions import SlotActions
+from llamaslot.engine.text_worker import TextWorker
 from llamaslot.engine.tokenizing import Tokenizer
 from llamaslot.engine.worker import Worker, model_thread
 from llamaslot.text.stream import TextStream
@@ -157,8 +158,8 @@ class Engine:
         if disk is not None and self.scheduler.settings.writes and isinstance(ledger, SharedLedger):
             self._disk = DiskWorker(disk, backend, ledger, self._post, clock)
             self._disk.restore()
-        self._intake = Intake(self._tokenizer, self._post, self._fail, self._disk)
-        self._slot_files = SlotFiles(
+        self._text_worker = TextWorker(self._tokenizer, self._post, self._fail, self._disk)
+        self._slot_actions = SlotActions(
             slot_store, backend, self.scheduler, post=self._post, answer=self._answer, fail=self._fail, clock=clock
         )
         self._live: dict[str, _Live] = {}
@@ -179,9 +180,9 @@ class Engine:
             case SubmitAll(submits):
                 self._submit(submits)
             case Tokenize():
-                self._intake.tokenize(command, self._tokenizer.tokenized, lambda event, _: self._answer(event))
+                self._text_worker.ask(command, self._tokenizer.tokenized, lambda event, _: self._answer(event))
             case Detokenize():
-                self._intake.tokenize(command, self._tokenizer.detokenized, lambda event, _: self._answer(event))
+                self._text_worker.ask(command, self._tokenizer.detokenized, lambda event, _: self._answer(event))
             case Cancel():
                 self._post(lambda: self._cancel(command.request_id))
             case Inspect():
@@ -189,9 +190,9 @@ class Engine:
             case InspectCache():
                 self._post(lambda: self._answer(self._reports.cache_state(command)))
             case DropSession():
-                self._intake.drop_session(command, partial(self._drop_session, command))
+                self._text_worker.drop_session(command, partial(self._drop_session, command))
             case SlotAction():
-                self._post(lambda: self._slot_files.handle(command))
+                self._post(lambda: self._slot_actions.handle(command))
             case ClearCache():
                 self._post(lambda: self._clear_cache(command))
 
@@ -203,7 +204,7 @@ class Engine:
     async def run(self) -> None:
         """Run steps until `stop`, or until something breaks that no request is to blame for."""
         reason = ""
-        self._intake.begin()
+        self._text_worker.begin()
         try:
             while not self._stopping:
                 await self._step()
@@ -220,18 +221,18 @@ class Engine:
             self._fail_all(reason)
             self._outbox.append(Stopped(reason))
             self._flush()
-            self._slot_files.close()
-            self._intake.close()
+            self._slot_actions.close()
+            self._text_worker.close()
 
     async def _step(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
         self._flush()
-        self._slot_files.begin()
+        self._slot_actions.begin()
         plan = self.scheduler.plan(self._clock())
         for request in self.scheduler.admitted:
             if request.miss in ("diverged", "changed") and request.diverged_at < 0:
-                self._intake.locate(request)
+                self._text_worker.locate(request)
         self._interrupts_at = self.scheduler.interrupts_at
         if not plan:
             if self._debug_invariants and not self._is_checked:
@@ -255,7 +256,7 @@ class Engine:
                 self._inbox.popleft()()
             if plan := self.scheduler.plan(now):
                 await self._worker.run(plan, self._commit)
-            elif self._disk.is_writing or self._intake.is_remembering:
+            elif self._disk.is_writing or self._text_worker.is_remembering:
                 self._wake.clear()
                 await self._sleep(until)
             else:
@@ -270,7 +271,7 @@ class Engine:
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
         if self._disk is not None:
             self._disk.start(plan.jobs)
-        self._slot_files.done()
+        self._slot_actions.done()
         now = result.started + result.seconds
         for outcome in self.scheduler.commit(plan, result, now):
             if isinstance(outcome, Sampled):
@@ -314,7 +315,7 @@ class Engine:
                     self._accept(submit, prompt, now)
 
         ids = [submit.request_id for submit in submits]
-        self._intake.tokenize(submits[0], self._tokenizer.submitted, accept, ids)
+        self._text_worker.ask(submits[0], self._tokenizer.submitted, accept, ids)
 
     def _accept(self, submit: Submit, prompt: Prompt, now: float) -> None:
         tokens = prompt.tokens
@@ -332,7 +333,7 @@ class Engine:
             now=now,
             reuse=reuse,
             n_anchored=prompt.n_anchored,
-            session=prompt.session,
+            session_match=prompt.session_match,
             n_approximate=prompt.n_approximate,
             is_changed=prompt.is_changed,
         )
@@ -356,7 +357,7 @@ class Engine:
                 )
 
     def _cancel(self, request_id: str) -> None:
-        if self._intake.cancel(request_id):
+        if self._text_worker.cancel(request_id):
             self._outbox.append(Cancelled(request_id))
             return
         live = self._live.pop(request_id, None)
@@ -364,7 +365,7 @@ class Engine:
             return
         now = self._clock()
         self.scheduler.end(live.request, now, cancelled=True)
-        self._intake.remember(live.request, live.prompt, live.n_sent)
+        self._text_worker.remember(live.request, live.prompt, live.n_sent)
         progress = live.request.progress(now, self._held(live.request))
         self._outbox.append(Cancelled(request_id, progress))
 
@@ -385,7 +386,7 @@ class Engine:
         if reason is not None:
             text += live.text.flush()
             live.n_sent += len(text)
-            self._intake.remember(live.request, live.prompt, live.n_sent)
+            self._text_worker.remember(live.request, live.prompt, live.n_sent)
             del self._live[live.request.id]
             self._outbox.append(
                 Finished(
@@ -419,14 +420,14 @@ class Engine:
         error: LlamaslotError = UnavailableError("the server is shutting down")
         if reason:
             error = ServerError("the engine stopped because of an internal error")
-        for request_id in self._intake.waiting:
+        for request_id in self._text_worker.waiting:
             self._fail(request_id, error)
         for request_id, live in self._live.items():
             # The scheduler may be what broke: it is not asked for anything any more.
             if live.request.state is not RequestState.DONE:
                 live.request.handle(RequestEvent.END, self._clock())
             self._fail(request_id, error, live.request)
-        self._intake.forget_waiting()
+        self._text_worker.forget_waiting()
         self._live.clear()
 
     def _held(self, request: Request) -> int:
@@ -446,16 +447,13 @@ class Engine:
             else:
                 self._disk.when_written(lambda: self._answer(answer))
 
-        self._intake.forget_all(forgotten)
+        self._text_worker.forget_all(forgotten)
 
     def _drop_session(self, command: DropSession, space: str, session: Session | None) -> None:
         if session is None:
             self._answer(SessionDropped(command.request_id, is_known=False))
             return
-        before = self._reports.cache_figures()
-        n_tokens = self.scheduler.ledger.drop(space, packed(session.tokens))
-        after = self._reports.cache_figures()
-        n_ram, n_disk = before.ram_tokens - after.ram_tokens, before.disk_tokens - after.disk_tokens
+        n_tokens, n_ram, n_disk = self.scheduler.ledger.give_up(space, packed(session.tokens))
         _log.info("session.dropped", tokens=n_tokens, ram_tokens=n_ram, disk_tokens=n_disk)
         answer = SessionDropped(command.request_id, True, n_tokens, n_ram, n_disk)
         if self._disk is None:

@@ -24,7 +24,7 @@ from llamaslot.base.messages import (
 )
 from llamaslot.core.anchors import Anchor
 from llamaslot.core.backend import Tokens, Vocab
-from llamaslot.core.sessions import Session, name_of
+from llamaslot.core.sessions import Session, digest_of
 from llamaslot.core.spaces import salted
 from llamaslot.engine.anchoring import Anchoring, Prompt, tokenized
 from llamaslot.engine.continuing import Continuing
@@ -62,10 +62,10 @@ class Tokenizer:
             raise ContextSizeError.of(at_least, self._n_ctx, at_least=True)
         self._check_parts(command.prompt)
         prompt = self._continuing.submitted(command)
-        if len(prompt.tokens) >= self._n_ctx and (prompt.n_anchored or prompt.session):
+        if len(prompt.tokens) >= self._n_ctx and (prompt.n_anchored or prompt.session_match):
             # The text's own tokens may be fewer.
             own = tokenized(self._vocab, command.prompt, add_special=command.add_special)
-            return Prompt(own, session="tokens" if prompt.session else "")
+            return Prompt(own, session_match="tokens" if prompt.session_match else "")
         return prompt
 
     def tokenized(self, command: Tokenize) -> Tokenized:
@@ -79,19 +79,23 @@ class Tokenizer:
         """See `Anchoring.replied`."""
         return self._anchoring.replied(prompt, generated, n_sent)
 
-    def ended(self, command: Submit, prompt: Prompt, generated: Tokens, n_sent: int) -> tuple[bytes, Session]:
-        """See `Continuing.ended`."""
-        return self._continuing.ended(command, prompt, generated, n_sent)
+    def remembered(self, command: Submit, prompt: Prompt, generated: Tokens, n_sent: int) -> tuple[bytes, Session]:
+        """See `Continuing.replied`."""
+        return self._continuing.replied(command, prompt, generated, n_sent)
 
     def drop_session(self, command: DropSession) -> tuple[str, bytes, Session | None]:
-        """Forget a session: its namespace, its name, and what it was."""
+        """Forget a session: its namespace, its digest, and what it was."""
         space = salted(command.cache_salt)
-        name = name_of(space, command.session_id)
-        return space, name, self._continuing.drop(name)
+        digest = digest_of(space, command.session_id)
+        return space, digest, self._continuing.drop(digest)
 
-    def n_characters(self, tokens: Tokens) -> int:
-        """Characters that tokens spell, control tokens written out."""
-        return len(self._vocab.detokenize(tokens.tolist()).decode(errors="replace"))
+    def n_characters(self, command: Submit, tokens: Tokens) -> int:
+        """Characters that the first tokens of a prompt spell, control tokens written out, but for those that the
+        model wants in front of it.
+        """
+        is_text = bool(command.prompt) and isinstance(command.prompt[0], TextPart)
+        added = self._vocab.tokenize("", add_special=command.add_special and is_text, parse_special=True)
+        return len(self._vocab.detokenize(tokens[len(added) :].tolist()).decode(errors="replace"))
 
     def prepare(self) -> bool:
         """Try out what else the first prompt would wait for; whether texts can be cut, if that is wanted at all."""
@@ -115,8 +119,8 @@ class Tokenizer:
         # One that took the place of another may come behind what continues it.
         while left and len(rest := [each for each in left if not self._anchoring.anchors.put(each)]) < len(left):
             left = rest
-        for name, session in sessions:
-            self._continuing.put(name, session)
+        for digest, session in sessions:
+            self._continuing.put(digest, session)
 
     def forget(self) -> None:
         """Forget all replies and sessions."""

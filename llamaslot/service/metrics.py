@@ -80,8 +80,8 @@ class Metrics:
         self._same_slot, self._cross_slot = hits.labels("same_slot"), hits.labels("cross_slot")
         self._from_ram, self._from_disk = hits.labels("from_ram"), hits.labels("from_disk")
         self._misses = Counter(
-            "llamaslot_prefix_cache_misses",
-            "Requests of which no more was reused, by why.",
+            "llamaslot_prefix_cache_miss_reason_requests",
+            "Requests by why no more of their prompt was reused; some of it may have been.",
             ["reason"],
             registry=self._registry,
         )
@@ -121,8 +121,6 @@ class Metrics:
             counter.inc(value)
             totals[name] += value
         self._cached.inc(progress.n_cached)
-        if progress.miss:
-            self._misses.labels(progress.miss).inc()
         self._prompt_rate.set(_ratio(totals["computed"], totals["prompt_s"]))
         self._predicted_rate.set(_ratio(totals["generated"], totals["generated_s"]))
         self._most_held = max(self._most_held, progress.n_held)
@@ -151,6 +149,8 @@ class Metrics:
         self._raise(self._cross_slot, cache.n_cross_slot)
         self._raise(self._from_ram, cache.n_from_ram)
         self._raise(self._from_disk, cache.n_from_disk)
+        for reason, n in cache.misses.items():
+            self._raise(self._misses.labels(reason), n)
         for field, counter in self._cache_counters.items():
             self._raise(counter, getattr(cache, field))
         for field, gauge in self._cache_gauges.items():

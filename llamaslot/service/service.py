@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import structlog
 
@@ -47,6 +47,7 @@ from llamaslot.base.messages import (
     SessionDropped,
     SlotActed,
     SlotAction,
+    SlotVerb,
     State,
     Stopped,
     Submit,
@@ -175,9 +176,7 @@ class Service:
         """Forget a conversation, and give up what only it has of the cache."""
         return await self._ask(DropSession(self._question_id(), session_id, cache_salt), SessionDropped)
 
-    async def act_on_slot(
-        self, slot: int, action: Literal["save", "restore", "erase"], filename: str = ""
-    ) -> SlotActed:
+    async def act_on_slot(self, slot: int, action: SlotVerb, filename: str = "") -> SlotActed:
         """Save what a slot holds to a file, restore it from there, or erase it, once the slot is idle."""
         return await self._ask(SlotAction(self._question_id(), slot, action, filename), SlotActed)
 
@@ -363,7 +362,7 @@ def _figures(progress: Progress) -> dict[str, Any]:
         "prefix_anchored_tokens": progress.n_anchored,
         "prefix_miss": progress.miss or None,
         **({"diverged_at": progress.diverged_at} if progress.diverged_at >= 0 else {}),
-        **({"session": progress.session} if progress.session else {}),
+        **({"session_match": progress.session_match} if progress.session_match else {}),
         **({"approximate_tokens": progress.n_approximate} if progress.n_approximate else {}),
         "load_ms": round(progress.load_ms, 2),
         "generated_tokens": progress.n_generated,

@@ -30,7 +30,6 @@ CONTROL = b"\xff"
 """The mark in front of each control token of a *marked* text: the bytes of a prompt in which a real control token
 cannot be mistaken for one that is only spelled.
 """
-_SPACES = b" \t\n\r\v\f"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +122,14 @@ class Cutter:
         return rest
 
     def is_seam(self, marked: bytes, at: int) -> bool:
-        """Whether the tokens of a marked text are those of its parts before and behind a place.
-
-        Before a boundary they are; before the space that begins a word they are with every known pre-tokenizer.
+        """Whether a marked text can be cut at a place so that its tokens are hardly ever others than those of both
+        sides: before a boundary, and before a space behind anything else.
         """
         if at in (0, len(marked)) or marked.startswith(self._marked_boundaries, at):
             return True
-        return marked[at] == _SPACES[0] and marked[at - 1] not in _SPACES
+        return (
+            marked[at : at + 1] == b" " and not marked[max(0, at - 4) : at].decode(errors="replace")[-1:].isspace()
+        )
 
     def _marked(self, part: TextPart) -> bytes:
         starts = [control.start() for control in self._controls.finditer(part.text)] if part.special else []

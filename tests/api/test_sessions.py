@@ -24,7 +24,7 @@ def body(**fields: Any) -> dict[str, Any]:
 async def outcome(server: Any, headers: dict[str, str] | None = None, **fields: Any) -> str | None:
     status, reply = await server.post(NATIVE, body(**fields), headers=headers or {})
     assert status == 200, reply
-    return reply["cache"]["session"]
+    return reply["cache"]["session_match"]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ async def test_every_reply_says_where_its_prompt_came_from(server: Any, path: st
     assert first["computed"] > 100
     assert first | {"computed": 0} == {
         **{"cells": 0, "ram": 0, "disk": 0, "computed": 0, "miss": "cold", "diverged_at": None},
-        **{"session": "new", "approximate_tokens": 0},
+        **{"session_match": "new", "approximate_tokens": 0},
     }
     *_, last = [event for event in await server.stream(path, asked) if isinstance(event, dict) and "cache" in event]
     assert (last["cache"]["computed"], last["cache"]["miss"]) == (1, None)
@@ -85,7 +85,7 @@ async def test_every_reply_says_where_its_prompt_came_from(server: Any, path: st
 
 async def test_several_prompts_at_once_are_no_conversation(server: Any) -> None:
     reply = await server.ok(NATIVE, body(prompt=["a", "b"], session_id="mine"))
-    assert [each["cache"]["session"] for each in reply] == [None, None]
+    assert [each["cache"]["session_match"] for each in reply] == [None, None]
 
 
 async def test_a_session_is_deleted_once(server: Any) -> None:
@@ -109,8 +109,8 @@ async def test_a_session_belongs_to_its_namespace(start: Any) -> None:
     assert await outcome(server, one, session_id="mine") == "new"
     assert await outcome(server, two, session_id="mine") == "new"
     assert await outcome(server, one, session_id="mine", cache_salt="s") == "new"
-    for headers, query in ((two, ""), (one, ""), (one, "?cache_salt=s")):
-        async with server.session.delete(server.url + "/sessions/mine" + query, headers=headers) as response:
+    for headers, salt in ((two, {}), (one, {}), (one, {"cache_salt": "s"})):
+        async with server.session.delete(server.url + "/sessions/mine", headers=headers, json=salt) as response:
             assert response.status == 200, await response.text()
     async with server.session.delete(server.url + "/sessions/mine", headers=one) as response:
         assert response.status == 404
@@ -131,4 +131,4 @@ async def test_the_cache_and_the_metrics_count_them(start: Any) -> None:
         lines = (await response.text()).splitlines()
     assert "llamaslot_sessions 1.0" in lines
     assert "llamaslot_prefix_cache_session_requests_total 1.0" in lines
-    assert 'llamaslot_prefix_cache_misses_total{reason="cold"} 1.0' in lines
+    assert 'llamaslot_prefix_cache_miss_reason_requests_total{reason="cold"} 1.0' in lines

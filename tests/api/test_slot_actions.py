@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llamaslot.backend.disk import SlotFolder
+from llamaslot.backend.disk import SlotFiles
 from llamaslot.backend.fake import FakeBackend
 
 
@@ -15,21 +15,21 @@ from llamaslot.backend.fake import FakeBackend
 async def server(start: Any, tmp_path: Path) -> Any:
     backend = FakeBackend(n_ctx=1024, n_slots=2, n_reserved=2)
     assert backend.info.segment_size is not None
-    store = SlotFolder(tmp_path, lambda: b"k" * 32, backend.info.segment_size)
+    store = SlotFiles(tmp_path, lambda: b"k" * 32, backend.info.segment_size)
     return await start(backend=backend, engine={"slot_store": store})
 
 
 async def test_a_slot_is_saved_restored_and_erased(server: Any, tmp_path: Path) -> None:
     await server.ok("/completion", {"prompt": "Hello", "n_predict": 3, "id_slot": 0, "ignore_eos": True})
-    saved = await server.ok("/slots/0?action=save", {"filename": "my slot-1.bin"})
-    n_bytes = (tmp_path / "my slot-1.bin").stat().st_size
+    saved = await server.ok("/slots/0?action=save", {"filename": "_mein slöt-1.bin"})
+    n_bytes = (tmp_path / "_mein slöt-1.bin").stat().st_size
     assert saved.pop("timings")["save_ms"] > 0
-    assert saved == {"id_slot": 0, "filename": "my slot-1.bin", "n_saved": 8, "n_written": n_bytes}
+    assert saved == {"id_slot": 0, "filename": "_mein slöt-1.bin", "n_saved": 8, "n_written": n_bytes}
     assert await server.ok("/slots/0?action=erase", {}) == {"id_slot": 0, "n_erased": 8}
     assert await server.ok("/slots/0?action=erase", {}) == {"id_slot": 0, "n_erased": 0}
-    restored = await server.ok("/slots/1?action=restore", {"filename": "my slot-1.bin"})
+    restored = await server.ok("/slots/1?action=restore", {"filename": "_mein slöt-1.bin"})
     assert restored.pop("timings")["restore_ms"] > 0
-    assert restored == {"id_slot": 1, "filename": "my slot-1.bin", "n_restored": 8, "n_read": n_bytes}
+    assert restored == {"id_slot": 1, "filename": "_mein slöt-1.bin", "n_restored": 8, "n_read": n_bytes}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,9 @@ async def test_a_slot_is_saved_restored_and_erased(server: Any, tmp_path: Path) 
         ("/slots/0?action=save", {"filename": "../a"}, "filename"),
         ("/slots/0?action=save", {"filename": ".a"}, "filename"),
         ("/slots/0?action=save", {"filename": ""}, "filename"),
+        ("/slots/0?action=save", {"filename": "a\x00b"}, "filename"),
+        ("/slots/0?action=save", {"filename": "a."}, "filename"),
+        ("/slots/0?action=save", {"filename": "é" * 121}, "filename"),
         ("/slots/0?action=restore", {"filename": "nothing"}, "filename"),
     ],
 )

@@ -20,6 +20,7 @@ from llamaslot.backend.disk import DiskStore, files, texts
 from llamaslot.backend.disk.files import BadFileError
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import SegmentSize
+from llamaslot.core import anchors, sessions
 from llamaslot.core.anchors import Anchor
 from llamaslot.core.backend import Kv
 from llamaslot.core.disk import BadSegmentError, Record, path_digest
@@ -313,7 +314,7 @@ def test_an_index_from_before_there_were_anchors_keeps_its_segments(folder: Path
 
 
 def test_what_continues_an_anchor_that_went_goes_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "MOST_BYTES", 3 * (200 + 4))
+    monkeypatch.setattr(anchors, "MOST_BYTES", 3 * (200 + 4))
     store = opened(folder)
     for each in (anchor(1), anchor(2, 1), anchor(3, 2), anchor(4)):
         store.write_anchor(each)
@@ -358,7 +359,7 @@ def test_an_anchor_that_was_changed_is_none(folder: Path, column: str, value: ob
 
 
 def test_the_oldest_anchors_go_where_there_are_too_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "MOST_BYTES", 3 * (200 + 4))
+    monkeypatch.setattr(anchors, "MOST_BYTES", 3 * (200 + 4))
     monkeypatch.setattr(texts, "_TRIMMED_EVERY", 4)
     store = opened(folder)
     for n in range(7):
@@ -540,12 +541,13 @@ def test_whatever_was_written_survives_a_kill(folder: Path) -> None:
 
 
 def session(n: int) -> Session:
-    return Session(np.arange(n, n + 3, dtype=np.int32), 1, 2, n % 2 == 0)
+    return Session(np.arange(n, n + 3, dtype=np.int32), 1, 2, 3, n % 2 == 0)
 
 
-def facts(store: DiskStore) -> list[tuple[bytes, list[int], int, int, bool]]:
+def facts(store: DiskStore) -> list[tuple[bytes, list[int], int, int, int, bool]]:
     return [
-        (name, each.tokens.tolist(), each.n_front, each.n_prompt, each.is_text) for name, each in store.sessions()
+        (name, each.tokens.tolist(), each.n_added, each.n_prompt, each.n_text, each.is_text)
+        for name, each in store.sessions()
     ]
 
 
@@ -560,7 +562,7 @@ def test_sessions_are_there_again_and_only_for_their_key(folder: Path) -> None:
     other.forget_texts()
     other.close()
     again = opened(folder)
-    assert facts(again) == [(b"b", [2, 3, 4], 1, 2, True), (b"a", [3, 4, 5], 1, 2, False)]
+    assert facts(again) == [(b"b", [2, 3, 4], 1, 2, 3, True), (b"a", [3, 4, 5], 1, 2, 3, False)]
     again.drop_session(b"b")
     assert [name for name, *_ in facts(again)] == [b"a"]
     again.forget_texts()
@@ -573,9 +575,10 @@ def test_sessions_are_there_again_and_only_for_their_key(folder: Path) -> None:
     [
         ("tokens", b"abcdefgh"),
         ("tokens", b"abc"),
-        ("name", b"x"),
+        ("digest", b"x"),
         ("n_prompt", 3),
-        ("n_front", "x"),
+        ("n_text", 2),
+        ("n_added", "x"),
         ("is_text", 0),
     ],
 )
@@ -585,7 +588,7 @@ def test_a_session_that_was_changed_is_none(folder: Path, column: str, value: ob
     store.write_session(b"b", session(2))
     store.close()
     with sqlite3.connect(folder / "index.sqlite") as database:
-        database.execute(f"UPDATE sessions SET {column} = ? WHERE name = ?", (value, b"b"))
+        database.execute(f"UPDATE sessions SET {column} = ? WHERE digest = ?", (value, b"b"))
     database.close()
     again = opened(folder)
     assert [name for name, *_ in facts(again)] == [b"a"]
@@ -593,7 +596,7 @@ def test_a_session_that_was_changed_is_none(folder: Path, column: str, value: ob
 
 
 def test_the_oldest_sessions_go_where_there_are_too_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "MOST_BYTES", 2 * (200 + 12))
+    monkeypatch.setattr(sessions, "MOST_BYTES", 2 * (sessions.OVERHEAD + 12))
     store = opened(folder)
     for n in range(4):
         store.write_session(b"%d" % n, session(n))

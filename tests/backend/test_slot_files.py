@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamaslot.backend.disk import SlotFolder
+from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.model import SegmentSize
 from llamaslot.core.backend import Kv
-from llamaslot.core.disk import BadSegmentError, SavedPart, SavedSlot
+from llamaslot.core.slot_store import BadSlotError, SavedSegment, SavedSlot
 from tests.conftest import LONG
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -25,15 +25,15 @@ def kv(n_tokens: int, seed: int = 1) -> Kv:
 def slot() -> SavedSlot:
     order = np.array([2, 0, 1], dtype="<i2").tobytes()
     tokens = np.arange(7, dtype="<i4").tobytes()
-    return SavedSlot("space", tokens, (SavedPart(0, 4, b"", kv(4)), SavedPart(4, 7, order, kv(3, 2))))
+    return SavedSlot("space", tokens, (SavedSegment(0, 4, b"", kv(4)), SavedSegment(4, 7, order, kv(3, 2))))
 
 
-def folder_of(path: Path, key: bytes = KEY, size: SegmentSize = SIZE) -> SlotFolder:
-    return SlotFolder(path, lambda: key, size)
+def folder_of(path: Path, key: bytes = KEY, size: SegmentSize = SIZE) -> SlotFiles:
+    return SlotFiles(path, lambda: key, size)
 
 
 def facts(saved: SavedSlot) -> object:
-    return saved.space, saved.tokens, [(p.start, p.end, p.cell_order, p.kv.tobytes()) for p in saved.parts]
+    return saved.space, saved.tokens, [(p.start, p.end, p.cell_order, p.kv.tobytes()) for p in saved.segments]
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
@@ -47,17 +47,24 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 def test_a_file_takes_the_place_of_another_one(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     folder.write("a.bin", slot())
-    other = SavedSlot("", b"abcd", (SavedPart(0, 1, b"", kv(1)),))
+    other = SavedSlot("", b"abcd", (SavedSegment(0, 1, b"", kv(1)),))
     folder.write("a.bin", other)
     assert facts(folder.read("a.bin")[0]) == facts(other)
     assert [each.name for each in tmp_path.iterdir()] == ["a.bin"]
 
 
+def test_a_file_of_another_suffix_stays_what_it_was(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    for name in ("a.tmp", "a.bin", "a.tmp", "a"):
+        folder.write(name, slot())
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "a.bin", "a.tmp"]
+
+
 def test_another_model_or_size_is_refused(tmp_path: Path) -> None:
     folder_of(tmp_path).write("a.bin", slot())
-    with pytest.raises(BadSegmentError, match="another model"):
+    with pytest.raises(BadSlotError, match="another model"):
         folder_of(tmp_path, OTHER).read("a.bin")
-    with pytest.raises(BadSegmentError, match="another size"):
+    with pytest.raises(BadSlotError, match="another size"):
         folder_of(tmp_path, size=SegmentSize(16, 11)).read("a.bin")
 
 
@@ -73,7 +80,7 @@ def test_the_key_is_asked_for_once_and_only_when_it_is_needed(tmp_path: Path) ->
         asked.append(1)
         return KEY
 
-    folder = SlotFolder(tmp_path, key, SIZE)
+    folder = SlotFiles(tmp_path, key, SIZE)
     assert not asked
     folder.write("a.bin", slot())
     folder.read("a.bin")
@@ -98,25 +105,25 @@ def test_a_file_that_was_changed_is_refused(tmp_path: Path, seed: int) -> None:
             at = rng.randrange(len(raw))
             raw[at : at + 8] = bytes(8) if raw[at : at + 8] != bytes(8) else b"\1" * 8
     path.write_bytes(raw)
-    with pytest.raises(BadSegmentError):
+    with pytest.raises(BadSlotError):
         folder.read("a.bin")
 
 
 @pytest.mark.parametrize(
     "parts",
     [
-        (SavedPart(0, 4, b"", kv(4)),),
-        (SavedPart(0, 4, b"", kv(4)), SavedPart(5, 7, b"", kv(2))),
-        (SavedPart(0, 7, b"", kv(6)),),
-        (SavedPart(0, 7, b"ab", kv(7)),),
-        (SavedPart(0, 7, np.zeros(7, dtype="<i2").tobytes(), kv(7)),),
-        (SavedPart(-1, 6, b"", kv(7)),),
+        (SavedSegment(0, 4, b"", kv(4)),),
+        (SavedSegment(0, 4, b"", kv(4)), SavedSegment(5, 7, b"", kv(2))),
+        (SavedSegment(0, 7, b"", kv(6)),),
+        (SavedSegment(0, 7, b"ab", kv(7)),),
+        (SavedSegment(0, 7, np.zeros(7, dtype="<i2").tobytes(), kv(7)),),
+        (SavedSegment(-1, 6, b"", kv(7)),),
         (),
     ],
     ids=["too short", "with a gap", "of another size", "with half an order", "with no order", "before 0", "empty"],
 )
-def test_a_whole_file_with_parts_that_cannot_be_is_refused(tmp_path: Path, parts: tuple[SavedPart, ...]) -> None:
+def test_a_whole_file_with_parts_that_cannot_be_is_refused(tmp_path: Path, parts: tuple[SavedSegment, ...]) -> None:
     folder = folder_of(tmp_path)
     folder.write("a.bin", SavedSlot("", slot().tokens, parts))
-    with pytest.raises(BadSegmentError):
+    with pytest.raises(BadSlotError):
         folder.read("a.bin")

@@ -24,7 +24,7 @@ from llamaslot.base.messages import (
 
 SAMPLING = Sampling(seed=7, logit_bias={5: -math.inf, 9: 1.5})
 PROGRESS = Progress(
-    session="diverge",
+    session_match="diverge",
     miss="changed",
     diverged_at=12,
     n_prompt=9,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from llamaslot.core.sessions import OVERHEAD, Session, Sessions, name_of
+from llamaslot.core.sessions import OVERHEAD, Session, Sessions, digest_of
 
-SIZE = 12 * 4 + OVERHEAD
+SIZE = 16 * 4 + OVERHEAD
 
 
 def session(first: int, n: int = 4) -> Session:
-    return Session(np.arange(first, first + n, dtype=np.int32), 1, n)
+    return Session(np.arange(first, first + n, dtype=np.int32), 1, n, n)
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -52,5 +52,5 @@ def test_what_is_dropped_or_cleared_is_gone() -> None:
 
 
 def test_a_name_belongs_to_a_namespace_and_does_not_run_into_it() -> None:
-    names = {name_of(space, session_id) for space, session_id in (("", "a"), ("a", ""), ("s", "a"), ("", "b"))}
+    names = {digest_of(space, session_id) for space, session_id in (("", "a"), ("a", ""), ("s", "a"), ("", "b"))}
     assert len(names) == 4

@@ -67,7 +67,7 @@ class Talk:
         """End the session with a reply; all its tokens."""
         ids = spelled_otherwise(self.vocab, self.rng, content)
         ended = np.append(ids, min(self.vocab.eog)).astype(np.int32)
-        self.continuing.ended(self.submit(*parts, **fields), prompt, ended, len(content))
+        self.continuing.replied(self.submit(*parts, **fields), prompt, ended, len(content))
         return [*prompt.tokens.tolist(), *ids.tolist()]
 
 
@@ -84,7 +84,7 @@ def test_a_conversation_goes_on_from_what_was_generated(vocab: LlamaVocab, seed:
     for i in range(6):
         text += ("" if not text else END + "\n") + turn(words(rng, rng.randint(1, 8)))
         prompt = talk.ask(text)
-        assert prompt.session == ("extend" if i else "new")
+        assert prompt.session_match == ("extend" if i else "new")
         assert prompt.tokens[: len(known)].tolist() == known, "it does not go on from its reply"
         content = words(rng, rng.randint(1, 12))
         known = talk.reply(prompt, content, text)
@@ -94,7 +94,7 @@ def test_a_conversation_goes_on_from_what_was_generated(vocab: LlamaVocab, seed:
 def test_all_of_a_text_is_taken_over_as_it_was(talk: Talk) -> None:
     known = talk.reply(talk.ask(turn("Hi")), "Hello world.", turn("Hi"))
     again = talk.ask(turn("Hi") + "Hello world.")
-    assert (again.session, again.tokens.tolist(), again.n_approximate) == ("exact", known, 0)
+    assert (again.session_match, again.tokens.tolist(), again.n_approximate) == ("exact", known, 0)
 
 
 def test_a_reply_that_came_back_trimmed_is_kept_up_to_there(vocab: LlamaVocab, talk: Talk) -> None:
@@ -104,7 +104,7 @@ def test_a_reply_that_came_back_trimmed_is_kept_up_to_there(vocab: LlamaVocab, t
     n = next(i for i, (a, b) in enumerate(zip(prompt.tokens.tolist(), known, strict=False)) if a != b)
     own = canonical(vocab, text)
     n_own = next(i for i, (a, b) in enumerate(zip(own, known, strict=False)) if a != b)
-    assert (prompt.session, prompt.n_approximate) == ("diverge", n - n_own)
+    assert (prompt.session_match, prompt.n_approximate, prompt.is_changed) == ("diverge", n - n_own, True)
     assert n > n_own
     assert len(vocab.detokenize(known[:n])) >= len(turn("Hi") + LONG) - 4
 
@@ -112,7 +112,7 @@ def test_a_reply_that_came_back_trimmed_is_kept_up_to_there(vocab: LlamaVocab, t
 def test_where_a_reply_was_changed_the_rest_is_cut_at_a_word(vocab: LlamaVocab, talk: Talk) -> None:
     known = talk.reply(talk.ask(turn("Hi")), LONG + " Blackbirds sing", turn("Hi"))
     prompt = talk.ask(turn("Hi") + LONG + " Blackboards fall")
-    assert prompt.session == "diverge"
+    assert prompt.session_match == "diverge"
     same = takewhile(lambda pair: pair[0] == pair[1], zip(prompt.tokens.tolist(), known, strict=False))
     kept = vocab.detokenize([token for token, _ in same])
     assert (turn("Hi") + LONG).encode().startswith(kept)
@@ -136,21 +136,33 @@ def test_too_little_that_is_the_same_is_not_taken_over(
     talk.reply(talk.ask(turn("Hi")), reply, turn("Hi"))
     text = turn("Hi") + back + END
     prompt = talk.ask(text)
-    assert (prompt.session, prompt.tokens.tolist()) == ("tokens", canonical(vocab, text))
+    assert (prompt.session_match, prompt.tokens.tolist()) == ("tokens", canonical(vocab, text))
     assert prompt.is_changed
 
 
 def test_a_prompt_that_is_asked_again_has_its_own_tokens_and_was_not_changed(vocab: LlamaVocab, talk: Talk) -> None:
     talk.reply(talk.ask(turn("Hi")), LONG, turn("Hi"))
     again = talk.ask(turn("Hi"))
-    assert (again.session, again.tokens.tolist()) == ("tokens", canonical(vocab, turn("Hi")))
+    assert (again.session_match, again.tokens.tolist()) == ("tokens", canonical(vocab, turn("Hi")))
     assert not again.is_changed
 
 
 def test_a_text_that_was_only_evaluated_goes_on_at_a_place_that_cuts_no_word(vocab: LlamaVocab, talk: Talk) -> None:
     first = talk.ask("Hello wor")
-    talk.continuing.ended(talk.submit("Hello wor"), first, np.empty(0, dtype=np.int32), 0)
+    talk.continuing.replied(talk.submit("Hello wor"), first, np.empty(0, dtype=np.int32), 0)
     assert talk.ask("Hello world, hello").tokens.tolist() == canonical(vocab, "Hello world, hello")
+
+
+def test_what_was_generated_and_not_sent_stands_for_no_text_but_belongs_to_the_session(
+    vocab: LlamaVocab, talk: Talk
+) -> None:
+    prompt = talk.ask(turn("Hi"))
+    ids = vocab.tokenize("Hello world. STOP", add_special=False, parse_special=False)
+    _, session = talk.continuing.replied(talk.submit(turn("Hi")), prompt, ids, len("Hello world."))
+    assert session.tokens.tolist() == [*prompt.tokens.tolist(), *ids.tolist()]
+    assert vocab.detokenize(session.spelled.tolist()).decode() == turn("Hi") + "Hello world."
+    again = talk.ask(turn("Hi") + "Hello world." + END)
+    assert again.session_match == "extend"
 
 
 def test_a_control_token_that_is_only_spelled_is_no_control_token(vocab: LlamaVocab, talk: Talk) -> None:
@@ -177,7 +189,7 @@ def test_nobody_elses_session_is_taken_over(vocab: LlamaVocab, other: dict[str, 
     assert talk.ask(text, **fields).tokens[: len(known)].tolist() == known
     prompt = talk.ask(text, **(fields | other))
     assert prompt.tokens.tolist() == canonical(vocab, text)
-    assert prompt.session == (
+    assert prompt.session_match == (
         "new" if {"session_id", "cache_salt"} & other.keys() and other != {"session_id": ""} else ""
     )
 
@@ -187,17 +199,17 @@ def test_token_ids_stand_for_no_text_and_text_for_no_token_ids(vocab: LlamaVocab
     odd = TokensPart(tuple(spelled_otherwise(vocab, talk.rng, text).tolist()))
     talk.reply(talk.ask(odd), "Yes.", odd)
     prompt = talk.ask(text + "Yes.")
-    assert (prompt.session, prompt.tokens.tolist()) == ("tokens", canonical(vocab, text + "Yes."))
+    assert (prompt.session_match, prompt.tokens.tolist()) == ("tokens", canonical(vocab, text + "Yes."))
     talk.reply(prompt, "No.", text + "Yes.")
     again = talk.ask(odd)
-    assert (again.session, tuple(again.tokens.tolist())) == ("tokens", odd.tokens)
+    assert (again.session_match, tuple(again.tokens.tolist())) == ("tokens", odd.tokens)
 
 
 def test_a_reply_behind_a_session_is_named_for_those_without_one(vocab: LlamaVocab, talk: Talk) -> None:
     known = talk.reply(talk.ask(turn("Hi")), "Hello world.", turn("Hi"))
     text = turn("Hi") + "Hello world." + END + "\n" + turn("More")
     prompt = talk.ask(text)
-    assert prompt.session == "extend"
+    assert prompt.session_match == "extend"
     ids = spelled_otherwise(vocab, talk.rng, "And more of it.")
     talk.anchoring.replied(prompt, np.append(ids, min(vocab.eog)).astype(np.int32), len("And more of it."))
     later = text + "And more of it." + END + "\n" + turn("Last")
@@ -209,7 +221,7 @@ def test_a_reply_behind_a_session_is_named_for_those_without_one(vocab: LlamaVoc
 def test_without_anchors_a_session_goes_by_its_tokens(vocab: LlamaVocab) -> None:
     continuing = Continuing(vocab, Anchoring(vocab, is_wanted=False), min_match=0.8)
     submit = Submit("r", (TextPart("Hello"),), session_id="mine")
-    assert continuing.submitted(submit).session == "new"
-    continuing.ended(submit, continuing.submitted(submit), np.array([5], dtype=np.int32), 1)
+    assert continuing.submitted(submit).session_match == "new"
+    continuing.replied(submit, continuing.submitted(submit), np.array([5], dtype=np.int32), 1)
     prompt = continuing.submitted(submit)
-    assert (prompt.session, prompt.tokens.tolist()) == ("tokens", canonical(vocab, "Hello"))
+    assert (prompt.session_match, prompt.tokens.tolist()) == ("tokens", canonical(vocab, "Hello"))

@@ -56,24 +56,24 @@ def last_text(engine: Harness) -> str:
 
 async def test_the_outcomes_of_a_conversation(engine: Harness) -> None:
     first = await ask(engine, HELLO)
-    assert (first.session, first.n_cached, first.miss) == ("new", 0, "cold")
+    assert (first.session_match, first.n_cached, first.miss) == ("new", 0, "cold")
     text = HELLO + last_text(engine)
     second = await ask(engine, text + "</s> And then?")
-    assert (second.session, second.miss) == ("extend", "")
+    assert (second.session_match, second.miss) == ("extend", "")
     assert second.n_prompt_computed == second.n_prompt - second.n_cached
     assert second.n_cached >= len(text)
     again = await ask(engine, text + "</s> And then?" + last_text(engine))
-    assert (again.session, again.n_prompt_computed) == ("exact", 1)
+    assert (again.session_match, again.n_prompt_computed) == ("exact", 1)
 
 
 async def test_requests_without_a_session_say_nothing_of_it(engine: Harness) -> None:
-    assert (await ask(engine, HELLO, session_id="")).session == ""
+    assert (await ask(engine, HELLO, session_id="")).session_match == ""
 
 
 async def test_why_no_more_was_reused(engine: Harness) -> None:
     assert (await ask(engine, SYSTEM + "One.", session_id="")).miss == "cold"
     other = await ask(engine, SYSTEM + "Two.", session_id="", max_tokens=12)
-    assert (other.miss, other.diverged_at) == ("diverged", len("<s>" + SYSTEM))
+    assert (other.miss, other.diverged_at) == ("diverged", len(SYSTEM))
     assert (await ask(engine, SYSTEM + "One.", session_id="", cache_salt="s")).miss == "salted"
     assert (await ask(engine, SYSTEM + "One.", session_id="", cache_prompt=False)).miss == "off"
     assert (await ask(engine, SYSTEM + "One.", session_id="")).miss == ""
@@ -83,8 +83,8 @@ async def test_a_reply_that_came_back_changed(engine: Harness) -> None:
     await ask(engine, SYSTEM, max_tokens=40)
     reply = last_text(engine)
     changed = await ask(engine, SYSTEM + reply[:3] + "#" + reply[4:] + "</s>", max_tokens=12)
-    assert (changed.session, changed.miss) == ("tokens", "changed")
-    assert changed.diverged_at == len("<s>" + SYSTEM) + 3
+    assert (changed.session_match, changed.miss) == ("tokens", "changed")
+    assert changed.diverged_at == len(SYSTEM) + 3
 
 
 async def test_what_was_given_up_for_others_had_been_known() -> None:
@@ -92,7 +92,7 @@ async def test_what_was_given_up_for_others_had_been_known() -> None:
         assert (await ask(engine, SYSTEM + "One.")).miss == "cold"
         await ask(engine, "x" * 500, session_id="")
         again = await ask(engine, SYSTEM + "One.")
-        assert (again.miss, again.session) == ("evicted", "tokens")
+        assert (again.miss, again.session_match) == ("evicted", "tokens")
 
 
 async def test_a_model_whose_kv_cannot_be_trimmed() -> None:
@@ -111,9 +111,24 @@ async def test_a_dropped_session_takes_what_only_it_has(engine: Harness) -> None
     assert answer.n_tokens == before - engine.engine.scheduler.ledger.tree.n_tokens
     assert len("One, and more of it.") <= answer.n_tokens < len(SYSTEM)
     again = await ask(engine, SYSTEM + "One, and more of it.", session_id="one")
-    assert again.session == "new"
+    assert again.session_match == "new"
     assert again.n_cached == len("<" + SYSTEM)
     assert (await ask(engine, SYSTEM + "Two.", session_id="")).n_prompt_computed == 1
+
+
+async def test_a_dropped_session_takes_what_was_generated_and_not_sent(engine: Harness) -> None:
+    await ask(engine, SYSTEM + "Two.", session_id="two")
+    n_before = engine.engine.scheduler.ledger.tree.n_tokens
+    await ask(engine, SYSTEM + "One.", session_id="one", max_tokens=40, sampling=ENDLESS)
+    word = last_text(engine)[10:20]
+    await drop(engine, "one")
+    end = await engine.submit(
+        "stopped", SYSTEM + "One.", session_id="one", max_tokens=40, sampling=ENDLESS, stop=(word,)
+    )
+    assert isinstance(end, Finished)
+    assert end.reason == "word"
+    assert (await drop(engine, "one")).n_tokens > 0
+    assert engine.engine.scheduler.ledger.tree.n_tokens == n_before
 
 
 async def test_there_is_nothing_to_drop_of_a_session_that_nobody_knows(engine: Harness) -> None:
@@ -132,7 +147,7 @@ async def test_a_session_is_dropped_while_it_runs(engine: Harness) -> None:
     assert (await drop(engine)).is_known
     engine.cancel("running")
     assert isinstance(await end, Cancelled)
-    assert (await ask(engine, text + engine.text("running"))).session == "exact", "it began anew"
+    assert (await ask(engine, text + engine.text("running"))).session_match == "exact", "it began anew"
 
 
 async def test_one_that_was_cancelled_before_it_ran_leaves_the_session_as_it_was() -> None:
@@ -147,7 +162,7 @@ async def test_one_that_was_cancelled_before_it_ran_leaves_the_session_as_it_was
         await waiting
         engine.cancel("busy")
         await busy
-        assert (await ask(engine, text + "</s>")).session == "extend"
+        assert (await ask(engine, text + "</s>")).session_match == "extend"
 
 
 async def test_a_conversation_gives_up_all_that_it_has_before_another_loses_anything() -> None:
@@ -196,17 +211,17 @@ async def test_sessions_survive_a_restart_but_not_their_end(tmp_path: Path) -> N
         text = HELLO + last_text(engine)
     async with served(tmp_path) as engine:
         again = await ask(engine, text + "</s>more", max_tokens=1)
-        assert (again.session, again.n_read > 0) == ("extend", True)
+        assert (again.session_match, again.n_read > 0) == ("extend", True)
         answer = await drop(engine)
         assert answer.is_known
         assert answer.n_disk_tokens > len(HELLO) // 2
     async with served(tmp_path) as engine:
         again = await ask(engine, text + "</s>more", max_tokens=1)
-        assert (again.session, again.n_cached) == ("new", 0)
+        assert (again.session_match, again.n_cached) == ("new", 0)
 
 
 async def test_sessions_are_cleared_with_the_cache(engine: Harness) -> None:
     await ask(engine, HELLO)
     engine.engine.send(ClearCache("clear"))
     await engine.wait_for("clear", CacheCleared)
-    assert (await ask(engine, HELLO)).session == "new"
+    assert (await ask(engine, HELLO)).session_match == "new"

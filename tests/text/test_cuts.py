@@ -130,6 +130,9 @@ def test_what_lies_behind_a_place_is_the_rest_with_its_kinds(
         ("a.", "  b", True),
         ("a ", " b", False),
         ("a\n", " b", False),
+        ("a\u00a0", " b", False),
+        ("a\u3000", " b", False),
+        ("日", " b", True),
         ("a", "\n", False),
         ("a", "b", False),
         ("", "b", True),
@@ -138,7 +141,7 @@ def test_what_lies_behind_a_place_is_the_rest_with_its_kinds(
 )
 def test_seams_are_before_boundaries_and_words(front: str, rest: str, is_seam: bool) -> None:
     marked = CUTTER.marked([TextPart(front), TextPart(rest)])
-    assert CUTTER.is_seam(marked, len(front)) is is_seam
+    assert CUTTER.is_seam(marked, len(front.encode())) is is_seam
 
 
 def test_a_boundary_that_is_only_spelled_is_no_seam() -> None:

@@ -1,6 +1,9 @@
-"""Segments on a disk: files with their checksums, an index, and the lock that keeps a second server out."""
+"""Segments on a disk: files with their checksums, an index, and the lock that keeps a second server out.
 
-from llamaslot.backend.disk.slots import SlotFolder
+And files for what single slots held.
+"""
+
+from llamaslot.backend.disk.slot_files import SlotFiles
 from llamaslot.backend.disk.store import DiskStore, weighed
 
-__all__ = ["DiskStore", "SlotFolder", "weighed"]
+__all__ = ["DiskStore", "SlotFiles", "weighed"]

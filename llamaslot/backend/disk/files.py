@@ -23,7 +23,7 @@ VERSION = 1
 KEY_BYTES = 32
 _MAGIC = b"llamslot"
 _HEADER = struct.Struct(f"<8sQQ{KEY_BYTES}s16s16s")
-CHUNK = 2**20
+_CHUNK = 2**20
 """Bytes to hash at a time, lest other threads wait."""
 
 
@@ -36,12 +36,12 @@ def size(n_bytes: int) -> int:
     return _HEADER.size + n_bytes
 
 
-def checksum_of(kv: Kv) -> bytes:
-    """16 bytes that tell it from any other KV but by an accident that nobody will see."""
+def checksum_of(*views: memoryview) -> bytes:
+    """16 bytes that tell these bytes from any others but by an accident that nobody will see."""
     digest = xxhash.xxh3_128()
-    view = kv.data
-    for at in range(0, len(view), CHUNK):
-        digest.update(view[at : at + CHUNK])
+    for view in views:
+        for at in range(0, len(view), _CHUNK):
+            digest.update(view[at : at + _CHUNK])
     return digest.digest()
 
 
@@ -50,15 +50,16 @@ def write(file_path: Path, key: bytes, path_digest: bytes, kv: Kv) -> bytes:
 
     Raises `OSError`.
     """
-    checksum = checksum_of(kv)
+    checksum = checksum_of(kv.data)
     header = _HEADER.pack(_MAGIC, VERSION, len(kv), key, path_digest, checksum)
-    write_whole(file_path, [memoryview(header), kv.data])
+    write_whole(file_path, [memoryview(header), kv.data], unfinished=file_path.with_suffix(".tmp"))
     return checksum
 
 
-def write_whole(file_path: Path, parts: Sequence[memoryview]) -> None:
-    """Write these bytes to a file that has all of them or stays what it was. Raises `OSError`."""
-    unfinished = file_path.with_suffix(".tmp")
+def write_whole(file_path: Path, parts: Sequence[memoryview], *, unfinished: Path) -> None:
+    """Write these bytes to a file that has all of them or stays what it was, by way of an `unfinished` one in the
+    same folder. Raises `OSError`.
+    """
     try:
         with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", 0) as file:
             for part in parts:
@@ -89,6 +90,6 @@ def read(file_path: Path, key: bytes, path_digest: bytes, n_bytes: int, checksum
         at = 0
         while at < n_bytes and (n := file.readinto(view[at:])):
             at += n
-    if at < n_bytes or checksum_of(kv) != checksum:
+    if at < n_bytes or checksum_of(kv.data) != checksum:
         raise BadFileError("its checksum is not what was written")
     return kv

@@ -17,10 +17,9 @@ import fcntl
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import structlog
 import xxhash
@@ -28,7 +27,6 @@ import xxhash
 from llamaslot.backend.disk import files
 from llamaslot.backend.disk.files import BadFileError
 from llamaslot.backend.disk.index import Index, Row, named_errors
-from llamaslot.backend.disk.texts import Texts
 from llamaslot.base.errors import ConfigError
 from llamaslot.core.anchors import Anchor
 from llamaslot.core.backend import Kv
@@ -40,6 +38,8 @@ _MOST_BAD = 8
 _IS_OURS = re.compile(r"\d{12}\.(kv|tmp)|index\.sqlite.*").fullmatch
 _CHUNK = 2**24
 """Bytes of weights to read at a time."""
+
+T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
 
@@ -72,7 +72,8 @@ class DiskStore:
         """Bytes of what was stored with other keys, the least recently used first."""
         self._found: list[Row] = []
         """What the index had."""
-        self._key = b""
+        self.key = b""
+        """What everything that is written belongs to; empty until it is opened."""
         for each in (folder, self._segments, self._bad):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = _locked(folder / "lock")
@@ -116,7 +117,7 @@ class DiskStore:
 
         Raises `OSError`.
         """
-        self._key, self.capacity = key, capacity
+        self.key, self.capacity = key, capacity
         sizes = {each.name: each.stat().st_size for each in self._segments.iterdir() if _IS_OURS(each.name)}
         lost = []
         for row in self._found:
@@ -145,7 +146,7 @@ class DiskStore:
         path = self._path(record.number)
         try:
             self._make_room(record.n_bytes)
-            row = Row(record, self._key, files.write(path, self._key, record.path_digest, kv))
+            row = Row(record, self.key, files.write(path, self.key, record.path_digest, kv))
             try:
                 self._index.add(row)
             except BaseException:
@@ -165,7 +166,7 @@ class DiskStore:
             raise BadSegmentError(f"segment {number} is not here")
         path = self._path(number)
         try:
-            return files.read(path, self._key, file.path_digest, file.n_bytes, file.checksum)
+            return files.read(path, self.key, file.path_digest, file.n_bytes, file.checksum)
         except BadFileError as error:
             _log.warning("disk.bad_file", segment=number, error=str(error), moved_to=str(self._bad))
             with contextlib.suppress(OSError):
@@ -206,49 +207,41 @@ class DiskStore:
 
     def anchors(self) -> list[Anchor]:
         """See `Disk.anchors`."""
-        with self._texts() as texts:
-            return texts.anchors(self._key)
-        return []
+        return self._of_texts(self._index.texts.anchors, otherwise=[])
 
     def write_anchor(self, anchor: Anchor) -> None:
         """See `Disk.write_anchor`."""
-        with self._texts() as texts:
-            texts.add_anchor(self._key, anchor)
+        self._of_texts(self._index.texts.add_anchor, anchor, otherwise=None)
 
     def sessions(self) -> list[tuple[bytes, Session]]:
         """See `Disk.sessions`."""
-        with self._texts() as texts:
-            return texts.sessions(self._key)
-        return []
+        return self._of_texts(self._index.texts.sessions, otherwise=[])
 
-    def write_session(self, name: bytes, session: Session) -> None:
+    def write_session(self, digest: bytes, session: Session) -> None:
         """See `Disk.write_session`."""
-        with self._texts() as texts:
-            texts.put_session(self._key, name, session)
+        self._of_texts(self._index.texts.put_session, digest, session, otherwise=None)
 
-    def drop_session(self, name: bytes) -> None:
+    def drop_session(self, digest: bytes) -> None:
         """See `Disk.drop_session`."""
-        with self._texts() as texts:
-            texts.drop_session(self._key, name)
+        self._of_texts(self._index.texts.drop_session, digest, otherwise=None)
 
     def forget_texts(self) -> None:
         """See `Disk.forget_texts`."""
-        with self._texts() as texts:
-            texts.forget(self._key)
+        self._of_texts(self._index.texts.forget, otherwise=None)
 
     def close(self) -> None:
         """See `Disk.close`."""
         self._index.close()
         os.close(self._lock)
 
-    @contextmanager
-    def _texts(self) -> Iterator[Texts]:
-        """What is kept of texts: where the index is unusable, it is as if there were nothing."""
+    def _of_texts(self, method: Callable[..., T], *arguments: object, otherwise: T) -> T:
+        """What a method of `Texts` gives for this key, or something else where the index is unusable."""
         try:
             with named_errors():
-                yield self._index.texts
+                return method(self.key, *arguments)
         except sqlite3.Error as error:
             _log.warning("disk.texts_failed", error=str(error))
+            return otherwise
 
     def _note(self, row: Row) -> None:
         record = row.record

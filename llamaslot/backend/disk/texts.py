@@ -10,7 +10,8 @@ import hashlib
 import sqlite3
 from typing import Any
 
-from llamaslot.core.anchors import MOST_BYTES, OVERHEAD, Anchor
+from llamaslot.core import anchors, sessions
+from llamaslot.core.anchors import Anchor
 from llamaslot.core.node import WIDTH, packed, unpacked
 from llamaslot.core.sessions import Session
 
@@ -32,13 +33,14 @@ SESSIONS_SCHEMA = """
     CREATE TABLE sessions (
         number INTEGER PRIMARY KEY AUTOINCREMENT,
         key BLOB NOT NULL,
-        name BLOB NOT NULL,
-        n_front INTEGER NOT NULL,
+        digest BLOB NOT NULL,
+        n_added INTEGER NOT NULL,
         n_prompt INTEGER NOT NULL,
+        n_text INTEGER NOT NULL,
         is_text INTEGER NOT NULL,
         tokens BLOB NOT NULL,
         checksum BLOB NOT NULL,
-        UNIQUE (key, name)
+        UNIQUE (key, digest)
     );
 """
 
@@ -69,30 +71,30 @@ class Texts:
         self._note_added()
 
     def sessions(self, key: bytes) -> list[tuple[bytes, Session]]:
-        """Those of a key that are as they were put, in that order, with their names."""
+        """Those of a key that are as they were put, in that order, each with its digest."""
         self._trim()
-        columns = "name, n_front, n_prompt, is_text, tokens, checksum"
+        columns = "digest, n_added, n_prompt, n_text, is_text, tokens, checksum"
         found = self._database.execute(f"SELECT {columns} FROM sessions WHERE key = ? ORDER BY number", (key,))
+        whole = [row for row in found if _is_whole(row, (bytes, int, int, int, int, bytes))]
         return [
-            (name, Session(unpacked(tokens), n_front, n_prompt, bool(is_text)))
-            for name, n_front, n_prompt, is_text, tokens, _ in (
-                row for row in found if _is_whole(row, (bytes, int, int, int, bytes))
-            )
+            (digest, Session(unpacked(tokens), n_added, n_prompt, n_text, bool(is_text)))
+            for digest, n_added, n_prompt, n_text, is_text, tokens, _ in whole
         ]
 
-    def put_session(self, key: bytes, name: bytes, session: Session) -> None:
-        """Note a session, as the latest, in place of another one of that name."""
-        row = name, session.n_front, session.n_prompt, int(session.is_text), packed(session.tokens)
+    def put_session(self, key: bytes, digest: bytes, session: Session) -> None:
+        """Note a session, as the latest, in place of another one of that digest."""
+        counts = session.n_added, session.n_prompt, session.n_text, int(session.is_text)
+        row = digest, *counts, packed(session.tokens)
         self._database.execute(
-            "INSERT OR REPLACE INTO sessions (key, name, n_front, n_prompt, is_text, tokens, checksum) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO sessions (key, digest, n_added, n_prompt, n_text, is_text, tokens, checksum) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (key, *row, _checksum(row)),
         )
         self._note_added()
 
-    def drop_session(self, key: bytes, name: bytes) -> None:
+    def drop_session(self, key: bytes, digest: bytes) -> None:
         """Forget a session."""
-        self._database.execute("DELETE FROM sessions WHERE (key, name) = (?, ?)", (key, name))
+        self._database.execute("DELETE FROM sessions WHERE (key, digest) = (?, ?)", (key, digest))
 
     def forget(self, key: bytes) -> None:
         """Forget all of a key."""
@@ -105,23 +107,23 @@ class Texts:
             self._trim()
 
     def _trim(self) -> None:
-        """Forget the oldest rows of all keys where a table's take more than `MOST_BYTES`, and the anchors that
-        continue one that went.
+        """Forget the oldest rows of all keys where a table's are too many, and the anchors that continue one that
+        went.
         """
-        n_gone = self._trimmed("anchors")
-        self._trimmed("sessions")
+        n_gone = self._trimmed("anchors", anchors.OVERHEAD, anchors.MOST_BYTES)
+        self._trimmed("sessions", sessions.OVERHEAD, sessions.MOST_BYTES)
         while n_gone:
             n_gone = self._database.execute(
                 "DELETE FROM anchors WHERE front != x'' AND NOT EXISTS (SELECT 1 FROM anchors AS other "
                 "WHERE (other.key, other.name) = (anchors.key, anchors.front))"
             ).rowcount
 
-    def _trimmed(self, table: str) -> int:
+    def _trimmed(self, table: str, overhead: int, most_bytes: int) -> int:
         """How many rows had to go."""
         return self._database.execute(
             f"DELETE FROM {table} WHERE number IN (SELECT number FROM (SELECT number, sum(length(tokens) + ?) "
             f"OVER (ORDER BY number DESC) AS n_bytes FROM {table}) WHERE n_bytes > ?)",
-            (OVERHEAD, MOST_BYTES),
+            (overhead, most_bytes),
         ).rowcount
 
 

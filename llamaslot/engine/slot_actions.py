@@ -1,28 +1,33 @@
 """What is asked of single slots: to save what they hold to a file, to take it from one, to drop it.
 
-    save       wait until the slot is idle, have its KV stored, write it on a thread, answer
-    restore    read and verify on the thread, wait until the slot is idle, have it loaded, answer
-    erase      wait until the slot is idle, answer
-
-What is stored for this has numbers below 0, which no segment has.
+save       wait until the slot is idle, have its KV stored, write it on a thread, answer
+restore    read and verify on the thread, wait until the slot is idle, have it loaded, answer
+erase      wait until the slot is idle, answer
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
-from llamaslot.base.errors import InvalidRequestError, LlamaslotError, NotSupportedError, ServerError
+from llamaslot.base.errors import (
+    InvalidRequestError,
+    LlamaslotError,
+    NotSupportedError,
+    ServerError,
+    UnavailableError,
+)
 from llamaslot.base.messages import SlotActed, SlotAction
-from llamaslot.core.backend import Backend
-from llamaslot.core.disk import BadSegmentError, SavedPart, SavedSlot, SlotStore
+from llamaslot.core.backend import Backend, Save
+from llamaslot.core.ledger import Ledger
 from llamaslot.core.node import WIDTH, packed
 from llamaslot.core.scheduler import Scheduler
-from llamaslot.core.shared import Part, SharedLedger
+from llamaslot.core.shared import SharedLedger
+from llamaslot.core.slot_store import BadSlotError, SavedSegment, SavedSlot, SlotStore
 
 _log = structlog.get_logger(__name__)
 
@@ -35,14 +40,14 @@ class _Job:
     started: float
     saved: SavedSlot | None = None
     """What to restore."""
+    read_seconds: float = 0.0
     n_bytes: int = 0
     space: str = ""
     tokens: bytes = b""
-    parts: tuple[Part, ...] = ()
-    error: LlamaslotError | None = None
+    saves: list[Save] = field(default_factory=list)
 
 
-class SlotFiles:
+class SlotActions:
     """Carries out actions on slots for the engine, whose callbacks these are. Used on the event loop alone.
 
     `post` runs something between two steps, `answer` and `fail` end an action. Without a `store`, or where slots do
@@ -62,7 +67,9 @@ class SlotFiles:
     ) -> None:
         self._store = store
         self._backend = backend
-        self._scheduler = scheduler
+        self._slots = scheduler.slots
+        self._n_ctx = scheduler.settings.n_ctx_slot
+        self._ledger = _shared(scheduler.ledger)
         self._post = post
         self._answer = answer
         self._fail = fail
@@ -70,18 +77,17 @@ class SlotFiles:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-slots")
         self._waiting: list[_Job] = []
         self._begun: list[_Job] = []
-        self._n_jobs = 0
 
     def handle(self, command: SlotAction) -> None:
         """Begin with an action as soon as it can be."""
-        if self._store is None or not isinstance(self._scheduler.ledger, SharedLedger):
+        if self._store is None or self._ledger is None:
             message = (
                 "this server does not save its slots: start it with --slot-save-path, one pool for all slots and "
                 "flash attention"
             )
             self._fail(command.request_id, NotSupportedError(message))
-        elif not 0 <= command.slot < len(self._scheduler.slots):
-            message = f"there is no slot {command.slot}, only 0 to {len(self._scheduler.slots) - 1}"
+        elif not 0 <= command.slot < len(self._slots):
+            message = f"there is no slot {command.slot}, only 0 to {len(self._slots) - 1}"
             self._fail(command.request_id, InvalidRequestError(message, param="id_slot"))
         elif command.action == "restore":
             self._read(_Job(command, self._clock()), self._store)
@@ -90,13 +96,13 @@ class SlotFiles:
 
     def begin(self) -> None:
         """Have done what waits for slots that are idle now: before a plan."""
-        ledger = self._scheduler.ledger
-        assert isinstance(ledger, SharedLedger) or not self._waiting
-        for job in list(self._waiting):
-            if self._scheduler.slots[job.command.slot].request is not None:
-                continue
-            self._waiting.remove(job)
-            assert isinstance(ledger, SharedLedger)
+        ledger = self._ledger
+        if ledger is None or not self._waiting:
+            return
+        idle = [job for job in self._waiting if self._slots[job.command.slot].request is None]
+        self._waiting = [job for job in self._waiting if job not in idle]
+        for job in idle:
+            job.started = self._clock() - job.read_seconds
             match job.command.action:
                 case "save":
                     self._begin_saving(job, ledger)
@@ -111,9 +117,7 @@ class SlotFiles:
         """The operations of the plan behind the last `begin` are done."""
         begun, self._begun = self._begun, []
         for job in begun:
-            if job.error is not None:
-                self._fail(job.command.request_id, job.error)
-            elif job.command.action == "save":
+            if job.saves:
                 self._write(job)
             else:
                 self._end(job)
@@ -124,27 +128,26 @@ class SlotFiles:
 
     def _begin_saving(self, job: _Job, ledger: SharedLedger) -> None:
         slot = job.command.slot
-        n_tokens, largest = ledger.length(slot), ledger.tiers.tree.largest
         tip = ledger.tree.tip(slot)
-        if tip is None or not n_tokens:
+        if tip is None or not ledger.length(slot):
             error = InvalidRequestError(f"slot {slot} holds nothing that could be saved", param="id_slot")
             self._fail(job.command.request_id, error)
             return
-        job.started, job.space, job.tokens = self._clock(), tip.space, packed(ledger.tree.tokens(slot))
-        job.parts = self._numbered([(at, min(at + largest, n_tokens)) for at in range(0, n_tokens, largest)])
-        ledger.save(slot, job.parts)
+        job.space, job.tokens = tip.space, packed(ledger.tree.tokens(slot))
+        job.saves = ledger.save(slot)
         self._begun.append(job)
 
     def _begin_restoring(self, job: _Job, ledger: SharedLedger) -> None:
-        saved = job.saved
+        saved, job.saved = job.saved, None
         assert saved is not None
-        job.parts = self._numbered([(part.start, part.end) for part in saved.parts])
-        for (number, start, end), part in zip(job.parts, saved.parts, strict=True):
-            self._backend.put(number, start, end, part.kv)
-            ledger.cells.put(number, start, end - start, part.cell_order)
-        if not ledger.restore(job.command.slot, saved.space, saved.tokens, job.parts):
-            job.error = ServerError("the pool has no room for what was saved: running requests use it")
-        job.tokens, job.saved = saved.tokens, None
+        given = ledger.restore(job.command.slot, saved)
+        if given is None:
+            error = UnavailableError("the pool has no room for what was saved: running requests use it")
+            self._fail(job.command.request_id, error)
+            return
+        for number, segment in given.items():
+            self._backend.put(number, segment.start, segment.end, segment.kv)
+        job.tokens = saved.tokens
         self._begun.append(job)
 
     def _read(self, job: _Job, store: SlotStore) -> None:
@@ -152,12 +155,13 @@ class SlotFiles:
 
         def done() -> None:
             if error := future.exception():
-                self._fail(job.command.request_id, self._error_of(error, job))
+                self._fail(job.command.request_id, _error_of(error, job))
                 return
             job.saved, job.n_bytes = future.result()
-            n_tokens, n_ctx = len(job.saved.tokens) // WIDTH, self._scheduler.settings.n_ctx_slot
-            if n_tokens > n_ctx:
-                message = f"{job.command.filename} has {n_tokens} tokens, a slot here {n_ctx}"
+            job.read_seconds = self._clock() - job.started
+            n_tokens = len(job.saved.tokens) // WIDTH
+            if n_tokens > self._n_ctx:
+                message = f"{job.command.filename} has {n_tokens} tokens, a slot here {self._n_ctx}"
                 self._fail(job.command.request_id, InvalidRequestError(message, param="filename"))
             else:
                 self._waiting.append(job)
@@ -166,45 +170,49 @@ class SlotFiles:
 
     def _write(self, job: _Job) -> None:
         assert self._store is not None
-        ledger = self._scheduler.ledger
-        assert isinstance(ledger, SharedLedger)
-        parts = []
-        for number, start, end in job.parts:
-            kv = self._backend.kv_of(number)
+        assert self._ledger is not None
+        segments = []
+        for save in job.saves:
+            kv = self._backend.kv_of(save.segment)
             assert kv is not None
-            parts.append(SavedPart(start, end, ledger.cells.cell_order(number), kv))
-        ledger.discard(job.parts)
-        saved = SavedSlot(job.space, job.tokens, tuple(parts))
+            segments.append(SavedSegment(save.start, save.end, self._ledger.cells.cell_order(save.segment), kv))
+        self._ledger.discard(job.saves)
+        saved = SavedSlot(job.space, job.tokens, tuple(segments))
         write = self._store.write
         future = asyncio.get_running_loop().run_in_executor(self._thread, write, job.command.filename, saved)
 
         def done() -> None:
             if error := future.exception():
-                self._fail(job.command.request_id, self._error_of(error, job))
+                self._fail(job.command.request_id, _error_of(error, job))
             else:
                 job.n_bytes = future.result()
                 self._end(job)
 
         future.add_done_callback(lambda _: self._post(done))
 
-    def _numbered(self, ranges: Sequence[tuple[int, int]]) -> tuple[Part, ...]:
-        self._n_jobs += len(ranges)
-        return tuple((i - self._n_jobs, start, end) for i, (start, end) in enumerate(ranges))
-
     def _end(self, job: _Job) -> None:
         ms = (self._clock() - job.started) * 1e3
         n_tokens = len(job.tokens) // WIDTH
         command = job.command
-        _log.info(f"slot.{command.action}d", slot=command.slot, tokens=n_tokens, bytes=job.n_bytes, ms=round(ms, 2))
+        _log.info(_EVENTS[command.action], slot=command.slot, tokens=n_tokens, bytes=job.n_bytes, ms=round(ms, 2))
         self._answer(SlotActed(command.request_id, n_tokens, job.n_bytes, ms))
 
-    def _error_of(self, error: BaseException, job: _Job) -> LlamaslotError:
-        name = job.command.filename
-        if isinstance(error, FileNotFoundError):
-            return InvalidRequestError(f"there is no file {name}", param="filename")
-        if isinstance(error, BadSegmentError):
-            return InvalidRequestError(f"{name} cannot be restored: {error}", param="filename")
-        if isinstance(error, OSError):
-            return ServerError(f"{name} cannot be used: {error.strerror or error}")
-        _log.error("slot.failed", exc_info=error)
-        return ServerError(f"{name} cannot be used")
+
+_EVENTS = {"save": "slot.saved", "restore": "slot.restored", "erase": "slot.erased"}
+
+
+def _shared(ledger: Ledger) -> SharedLedger | None:
+    """The ledger, if what it has can be saved."""
+    return ledger if isinstance(ledger, SharedLedger) and ledger.scratch is not None else None
+
+
+def _error_of(error: BaseException, job: _Job) -> LlamaslotError:
+    name = job.command.filename
+    if isinstance(error, FileNotFoundError):
+        return InvalidRequestError(f"there is no file {name}", param="filename")
+    if isinstance(error, BadSlotError):
+        return InvalidRequestError(f"{name} cannot be restored: {error}", param="filename")
+    if isinstance(error, OSError):
+        return ServerError(f"{name} cannot be used: {error.strerror or error}")
+    _log.error("slot.failed", exc_info=error)
+    return ServerError(f"{name} cannot be used")

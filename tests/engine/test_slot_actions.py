@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llamaslot.backend.disk import SlotFolder
+from llamaslot.backend.disk import SlotFiles
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.messages import Failed, Finished, Output, Progress, Sampling, SlotActed, SlotAction
 from tests.engine.harness import Harness, alone, running
@@ -57,9 +57,7 @@ async def served(folder: Path, backend: FakeBackend | None = None, **settings: A
     backend = backend or FakeBackend(n_slots=2, n_ctx=4096, n_reserved=4)
     size = backend.info.segment_size
     assert size is not None
-    async with running(
-        backend, kind=Files, slot_store=SlotFolder(folder, lambda: KEY, size), **settings
-    ) as harness:
+    async with running(backend, kind=Files, slot_store=SlotFiles(folder, lambda: KEY, size), **settings) as harness:
         assert isinstance(harness, Files)
         yield harness
 

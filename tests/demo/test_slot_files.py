@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bench.demo.corpus import held_out
 from llamaslot.app.models import resolve_model
-from llamaslot.backend.disk import SlotFolder
+from llamaslot.backend.disk import SlotFiles
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.messages import Finished, SlotActed, SlotAction, Submit, TokensPart
 from tests.engine.harness import GREEDY, Harness, running
@@ -33,9 +33,9 @@ async def ask(harness: Harness, name: str, ids: tuple[int, ...], **fields: objec
     return end
 
 
-def folder(backend: LlamaBackend, path: Path) -> SlotFolder:
+def folder(backend: LlamaBackend, path: Path) -> SlotFiles:
     assert backend.info.segment_size is not None
-    return SlotFolder(path, lambda: b"k" * 32, backend.info.segment_size)
+    return SlotFiles(path, lambda: b"k" * 32, backend.info.segment_size)
 
 
 async def test_text_behind_a_restored_slot_is_the_cold_one(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import structlog
 
 from llamaslot.base.errors import LlamaslotError, ServerError
 from llamaslot.base.messages import Detokenize, DropSession, Submit, Tokenize
+from llamaslot.core.anchors import Anchor
 from llamaslot.core.request import Request
 from llamaslot.core.sessions import Session
 from llamaslot.engine.anchoring import Prompt
@@ -24,7 +25,7 @@ T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
 
-class Intake:
+class TextWorker:
     """Asks `tokenizer`, and has answers passed on by `post`. `fail` ends a request that cannot be tokenized.
 
     Every method is called on the event loop.
@@ -64,7 +65,7 @@ class Intake:
         """Whether something is still to be remembered of replies."""
         return self._n_remembering > 0
 
-    def tokenize(
+    def ask(
         self,
         command: Submit | Tokenize | Detokenize,
         method: Callable[..., T],
@@ -118,7 +119,7 @@ class Intake:
         disk = self._disk
         if prompt.ending is not None and request.n_generated:
 
-            def named(anchor: Any) -> None:
+            def named(anchor: Anchor | None) -> None:
                 if anchor is not None and disk is not None:
                     disk.write_anchor(anchor)
 
@@ -129,7 +130,7 @@ class Intake:
                 if disk is not None:
                     disk.write_session(*session)
 
-            self._remember(request, ended, self._tokenizer.ended, request.submit, prompt, generated, n_sent)
+            self._remember(request, ended, self._tokenizer.remembered, request.submit, prompt, generated, n_sent)
 
     def drop_session(self, command: DropSession, then: Callable[[str, Session | None], None]) -> None:
         """Forget a session, on disk too; `then` gets its namespace and what it was, between two steps."""
@@ -140,9 +141,9 @@ class Intake:
                 _log.error("session.not_dropped", exc_info=error)
                 self._fail(command.request_id, ServerError("the session could not be dropped"))
                 return
-            space, name, session = future.result()
+            space, digest, session = future.result()
             if self._disk is not None:
-                self._disk.drop_session(name)
+                self._disk.drop_session(digest)
             then(space, session)
 
         future.add_done_callback(lambda _: self._post(done))
@@ -160,7 +161,7 @@ class Intake:
     def locate(self, request: Request) -> None:
         """Find out at which character a request's prompt left what was known."""
         tokens = request.known.view(0, request.n_known).copy()
-        future = self._tokenizer.run(self._tokenizer.n_characters, tokens)
+        future = self._tokenizer.run(self._tokenizer.n_characters, request.submit, tokens)
 
         def done() -> None:
             if not future.exception():
@@ -168,9 +169,7 @@ class Intake:
 
         future.add_done_callback(lambda _: self._post(done))
 
-    def _remember(
-        self, request: Request, then: Callable[[Any], None], method: Callable[..., Any], *of: Any
-    ) -> None:
+    def _remember(self, request: Request, then: Callable[[T], None], method: Callable[..., T], *of: object) -> None:
         future = self._tokenizer.run(method, *of)
         self._n_remembering += 1
 

@@ -1,0 +1,92 @@
+"""`GET /slots`: what each slot does; `POST /slots/{id}`: save it to a file, restore it from there, or erase it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from llamaslot.api.deliver import json_response
+from llamaslot.api.gate import SETTINGS
+from llamaslot.api.native import generation_settings
+from llamaslot.api.readiness import READINESS
+from llamaslot.api.wire import SlotBody, read
+from llamaslot.base.errors import InvalidRequestError, NotSupportedError, UnavailableError
+from llamaslot.base.messages import SlotReport
+
+_IS_SLOT = re.compile(r"[0-9]{1,9}").fullmatch
+_IS_UNFIT = re.compile(r"""^$|^\.|[. ]$|[\x00-\x1f\x7f/\\:*?"<>|\ud800-\udfff]""").search
+"""A name that some file system cannot have, or another folder's."""
+_MOST_BYTES = 240
+"""Bytes of a file's name: what it is called before it is whole takes some more."""
+_decoder = msgspec.json.Decoder(SlotBody)
+
+
+async def slots(request: web.Request) -> web.Response:
+    """What each slot does; with `?fail_on_no_slot=1` an error when none is idle."""
+    if not request.app[SETTINGS].slots:
+        raise NotSupportedError("this server does not show its slots; start it with --slots")
+    state = await request.app[READINESS].check().state()
+    if request.query.get("fail_on_no_slot") and all(slot.request_id for slot in state.slots):
+        raise UnavailableError("no slot is idle")
+    return json_response([_slot(slot) for slot in state.slots])
+
+
+async def act(request: web.Request) -> web.Response:
+    """Do what `?action=` says, in llama-server's words."""
+    service = request.app[READINESS].check()
+    slot, action = request.match_info["id_slot"], request.query.get("action")
+    if not _IS_SLOT(slot):
+        raise InvalidRequestError(f"{slot!r} is no slot's number", param="id_slot")
+    id_slot = int(slot)
+    if action == "erase":
+        erased = await service.act_on_slot(id_slot, "erase")
+        return json_response({"id_slot": id_slot, "n_erased": erased.n_tokens})
+    if action == "save":
+        filename = await _filename(request)
+        acted = await service.act_on_slot(id_slot, "save", filename)
+        figures = {"n_saved": acted.n_tokens, "n_written": acted.n_bytes, "timings": {"save_ms": acted.ms}}
+    elif action == "restore":
+        filename = await _filename(request)
+        acted = await service.act_on_slot(id_slot, "restore", filename)
+        figures = {"n_restored": acted.n_tokens, "n_read": acted.n_bytes, "timings": {"restore_ms": acted.ms}}
+    else:
+        raise InvalidRequestError("'action' must be save, restore or erase", param="action")
+    return json_response({"id_slot": id_slot, "filename": filename, **figures})
+
+
+async def _filename(request: web.Request) -> str:
+    filename = (await read(request, _decoder)).filename
+    if _IS_UNFIT(filename) or len(filename.encode()) > _MOST_BYTES:
+        raise InvalidRequestError(
+            "'filename' is a name without a folder and without :*?\"<>|, that does not begin with a dot, nor ends "
+            f"with one or with a space, of at most {_MOST_BYTES} bytes",
+            param="filename",
+        )
+    return filename
+
+
+def _slot(slot: SlotReport) -> dict[str, Any]:
+    running = bool(slot.request_id)
+    body: dict[str, Any] = {
+        "id": slot.id,
+        "n_ctx": slot.n_ctx,
+        "n_held": slot.n_held,
+        "speculative": False,
+        "is_processing": running,
+        "next_token": [
+            {
+                "has_next_token": running,
+                "n_remain": max(slot.max_tokens - slot.n_generated, 0) if running and slot.max_tokens >= 0 else -1,
+                "n_decoded": slot.n_generated if running else 0,
+            }
+        ],
+    }
+    if running:
+        body["request_id"] = slot.request_id
+        body["n_prompt_tokens"] = slot.n_prompt
+        body["n_prompt_tokens_processed"] = slot.n_prompt_computed
+        body["params"] = generation_settings(slot.sampling, slot.max_tokens)
+    return body
