@@ -97,14 +97,14 @@ async def _converse(session: aiohttp.ClientSession, number: int, counts: Counter
         if reply["stop_type"] not in ("limit", "eos"):
             raise BenchmarkError(f"a reply ended otherwise: {reply['stop_type']}")
         sent = reply["tokens"][: -1 if reply["stop_type"] == "eos" else None]
-        is_hidden |= await _hides_control(session, sent, reply["content"])
+        is_hidden = await _hides_control(session, sent, reply["content"])
         text += reply["content"]
 
 
 async def _hides_control(session: aiohttp.ClientSession, tokens: Sequence[int], content: str) -> bool:
     """Whether tokens of a reply gave no text, which written out would be more of it; or its text spells one."""
     written = (await _post(session, "/detokenize", {"tokens": tokens}))["content"]
-    return written != content or "<|" in content
+    return written != content or any(control in content for control in synthetic.SPECIALS)
 
 
 async def _post(session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> dict[str, Any]:

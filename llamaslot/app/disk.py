@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
@@ -88,13 +88,25 @@ def slot_files(folder: Path | None, info: ModelInfo, disk: DiskStore | None) -> 
     if folder is None or info.segment_size is None:
         return None
 
+    paths = [Path(each) for each in info.kv_files]
+    loaded = _stats(paths)
+
     def key() -> bytes:
         if disk is not None and disk.key:
             return disk.key
         _log.info("slots.weighing", files=info.kv_files)
-        return _key(info, weighed([Path(each) for each in info.kv_files]))
+        weights = weighed(paths)
+        if _stats(paths) != loaded:
+            raise OSError("the model's files are others by now than those that were loaded")
+        return _key(info, weights)
 
     return SlotFiles(folder, key, info.segment_size)
+
+
+def _stats(paths: Sequence[Path]) -> list[tuple[int, int, int]]:
+    """What changes when a file does."""
+    abouts = [path.stat() for path in paths]
+    return [(about.st_size, about.st_mtime_ns, about.st_ino) for about in abouts]
 
 
 def _key(info: ModelInfo, weights: bytes) -> bytes:

@@ -89,7 +89,7 @@ class Ledger(ABC):
         return self.tree.match(space, tokens).n
 
     def branches(self, space: str, tokens: bytes, n: int) -> bool:
-        """Whether something goes on in another way behind the first `n` of these tokens, which are known."""
+        """Whether something goes on in another way behind the first `n` of these tokens, all that is known."""
         match = self.tree.match(space, tokens[: n * WIDTH])
         return match.n == n and (n < match.node.end or bool(match.node.children))
 
@@ -235,19 +235,10 @@ class Ledger(ABC):
         return n_before - self.tree.n_tokens
 
     def give_up(self, space: str, tokens: bytes) -> GivenUp:
-        """Give up what is idle on the path of some tokens, from its end back to where another path branches off, or
-        ends.
+        """Give up what is idle on the path of some tokens, from its end back to where another path goes on, ends or
+        runs.
         """
-        n_before = self.tree.n_tokens
-        ours: set[int] = set()
-        while True:
-            match = self.tree.match(space, tokens)
-            node = match.node
-            if match.n < node.end or not node.is_idle_leaf or (ours and not node.tips <= ours):
-                return GivenUp(n_before - self.tree.n_tokens)
-            ours |= node.tips
-            for seq in list(node.tips):
-                self.truncate(seq, node.start)
+        return GivenUp(self._give_up(space, tokens, self.tree.last_fork(self.tree.match(space, tokens))))
 
     def tend(self, now: float) -> None:
         """Let it be so late for what is stored; called once a plan, before anything is fetched."""
@@ -283,6 +274,17 @@ class Ledger(ABC):
             assert seq in self._slots or not self.tree.is_pinned(seq)
 
     # --- for all pools ---
+
+    def _give_up(self, space: str, tokens: bytes, fork: int) -> int:
+        """Let go of what lies behind a fork on the path of some tokens, if nothing else does; how many tokens."""
+        n_before = self.tree.n_tokens
+        match = self.tree.match(space, tokens)
+        if self.tree.last_fork(match) <= fork < match.n:
+            for seq in list(match.node.tips):
+                self.truncate(seq, fork)
+                if self.holds(seq) and self.tree.is_covered(seq):
+                    self.clear(seq)
+        return n_before - self.tree.n_tokens
 
     def _carry_out(self, plan: Eviction) -> int:
         for seq, keep in plan.keeps.items():

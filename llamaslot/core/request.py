@@ -94,7 +94,7 @@ class Request:
         """Of `n_found`, those that were stored."""
         self.n_read = 0
         """Of `n_loaded`, those that were read from disk for it."""
-        self.miss: Miss = "off" if reuse else "unsupported"
+        self.miss: Miss = "" if not self.is_private else "off" if reuse else "unsupported"
         """Why no more of its prompt was known when it was first admitted."""
         self.n_known = 0
         """Prompt tokens that were known then."""

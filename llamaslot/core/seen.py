@@ -7,6 +7,7 @@ what was known is known to a block.
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from llamaslot.core.node import WIDTH
@@ -22,15 +23,15 @@ class Seen:
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
-        self._blocks: dict[bytes, None] = {}
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
     def note(self, space: str, tokens: bytes, start: int) -> None:
         """These tokens were computed from `start` on."""
         for digest in _digests(space, tokens, start):
-            self._blocks.pop(digest, None)
             self._blocks[digest] = None
+            self._blocks.move_to_end(digest)
         while len(self._blocks) > self._most:
-            del self._blocks[next(iter(self._blocks))]
+            self._blocks.popitem(last=False)
 
     def continues(self, space: str, tokens: bytes, n: int) -> bool:
         """Whether the first whole block of these tokens that ends behind the first `n` was computed once."""

@@ -197,11 +197,29 @@ class SegmentTree:
             last = node.segment if node is not None and node.segment and node.segment.end == end == at else None
         return ranges
 
-    def branches(self, space: str, tokens: bytes) -> bool:
-        """Whether something goes on behind all of these tokens, which are stored."""
-        *_, last = [(None, 0), *self._walk(space, tokens)]
-        node, end = last
-        return node is not None and end * WIDTH == len(tokens) and (end < node.end or bool(node.children))
+    def branches(self, space: str, tokens: bytes, n: int) -> bool:
+        """Whether something goes on behind the first `n` of these tokens in another way than they do."""
+        at = n * WIDTH
+        node, end = self._last(space, tokens[:at])
+        if node is None or end < n:
+            return False
+        own = tokens[at : at + WIDTH]
+        if end < node.end:
+            return node.run[(end - node.start) * WIDTH :][:WIDTH] != own
+        return any(first != own for first in node.children)
+
+    def last_fork(self, space: str, tokens: bytes) -> int:
+        """The last position on the path of some tokens where something else goes on; 0 without any."""
+        node, end = self._last(space, tokens)
+        if node is None:
+            return 0
+        if end < node.end or node.children:
+            return end
+        while node.parent is not None:
+            node = node.parent
+            if len(node.children) > 1:
+                return node.end
+        return 0
 
     def is_open(self, segment: Segment) -> bool:
         """Whether a longer one takes its place when its path goes on."""
@@ -282,6 +300,11 @@ class SegmentTree:
             yield child, child.end
             at += len(child.run)
             node = child
+
+    def _last(self, space: str, tokens: bytes) -> tuple[_Node | None, int]:
+        """The node on the path of some tokens where they end, or leave it, and at which position."""
+        path: list[tuple[_Node | None, int]] = [(None, 0), *self._walk(space, tokens)]
+        return path[-1]
 
     def _insert(self, space: str, tokens: bytes) -> _Node:
         """The node that ends where `tokens` do."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llamaslot.core.backend import Tokens
+from llamaslot.core.node import WIDTH, packed
 
 MOST_BYTES = 32 * 2**20
 """About what all sessions may take, in memory and again on disk."""
@@ -19,6 +20,7 @@ OVERHEAD = 400
 """Bytes that a session takes about, beside its tokens and their text."""
 _TOKEN_BYTES = 16
 """About what a token takes, with its text and where that ends."""
+_MOST_OTHERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,25 @@ class Session:
     n_prompt: int
     n_text: int
     is_text: bool = True
-    """Whether the prompt came as text: token ids never stand for one."""
+    """Whether the prompt came as text, which its tokens spell: token ids never stand for one."""
+    others: tuple[tuple[int, bytes], ...] = ()
+    """Earlier sequences of the session that are no part of this one, the oldest first: with how many of its tokens
+    each begins, and the others, packed.
+    """
+
+    def behind(self, before: Session) -> Session:
+        """The same as what comes after another one: that is kept in mind, and what was with it."""
+        n = _n_common(before.tokens, self.tokens)
+        rests = [(at, rest) if at <= n else (n, packed(before.tokens[n:at]) + rest) for at, rest in before.others]
+        if n < len(before.tokens):
+            rests.append((n, packed(before.tokens[n:])))
+        return replace(self, others=tuple(rests[-_MOST_OTHERS:]))
+
+    @property
+    def paths(self) -> list[bytes]:
+        """The tokens of all its sequences, packed; its own last."""
+        own = packed(self.tokens)
+        return [*(own[: n * WIDTH] + rest for n, rest in reversed(self.others)), own]
 
     @property
     def added(self) -> Tokens:
@@ -57,7 +77,13 @@ class Session:
     @property
     def n_bytes(self) -> int:
         """About what it takes of memory."""
-        return _TOKEN_BYTES * len(self.tokens) + OVERHEAD
+        return _TOKEN_BYTES * len(self.tokens) + sum(len(rest) for _, rest in self.others) + OVERHEAD
+
+
+def _n_common(a: Tokens, b: Tokens) -> int:
+    n = min(len(a), len(b))
+    same = a[:n] == b[:n]
+    return n if same.all() else int(same.argmin())
 
 
 def digest_of(space: str, session_id: str) -> bytes:

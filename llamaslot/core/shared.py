@@ -74,7 +74,7 @@ class SharedLedger(Ledger):
 
     def branches(self, space: str, tokens: bytes, n: int) -> bool:
         """See `Ledger.branches`: in the pool, or in what is stored."""
-        return super().branches(space, tokens, n) or self.tiers.tree.branches(space, tokens[: n * WIDTH])
+        return super().branches(space, tokens, n) or self.tiers.tree.branches(space, tokens, n)
 
     def _worth_loading(self, space: str, tokens: bytes, start: int) -> list[Stored]:
         """What is stored from `start` on, but for a last segment of which too little is wanted: it is loaded whole.
@@ -299,8 +299,8 @@ class SharedLedger(Ledger):
             self.cells.put(number, segment.start, segment.end - segment.start, segment.cell_order)
             self._operations += [Load(number, seq, n, segment.end, self._scratch), Discard(number)]
             self.tree.extend(seq, tokens[n * WIDTH : segment.end * WIDTH])
-        self.unpin(seq)
         self._keep_an_id_free()
+        self.unpin(seq)
         return given
 
     def _new_number(self) -> int:
@@ -315,9 +315,10 @@ class SharedLedger(Ledger):
         return super().clear_idle()
 
     def give_up(self, space: str, tokens: bytes) -> GivenUp:
-        """See `Ledger.give_up`; nor is any of that stored any more."""
-        n_cells = super().give_up(space, tokens).n_cells
-        n_ram, n_disk = self.tiers.give_up(space, tokens)
+        """See `Ledger.give_up`; it ends where another path goes on in RAM or on disk, too, and leaves those."""
+        fork = max(self.tree.last_fork(self.tree.match(space, tokens)), self.tiers.tree.last_fork(space, tokens))
+        n_cells = self._give_up(space, tokens, fork)
+        n_ram, n_disk = self.tiers.give_up(space, tokens, fork)
         self._note_discarded()
         return GivenUp(n_cells, n_ram, n_disk)
 

@@ -179,13 +179,13 @@ class Tiers:
             self.reading.add(segment)
             self._jobs.append(Read(segment.number))
 
-    def give_up(self, space: str, tokens: bytes) -> tuple[int, int]:
-        """Discard what is stored on the path of some tokens, from its end back to where another path branches off;
+    def give_up(self, space: str, tokens: bytes, fork: int) -> tuple[int, int]:
+        """Discard the segments on the path of some tokens that lie behind a position where something else goes on;
         the tokens that RAM and disk have no more.
         """
         before = self.ram.n_tokens, self.disk.n_tokens
         for segment in reversed(self.tree.path(space, tokens)):
-            if segment.end * WIDTH > len(tokens) or not segment.is_last:
+            if segment.start < fork or not segment.is_last:
                 break
             self._discard(segment)
         return before[0] - self.ram.n_tokens, before[1] - self.disk.n_tokens

@@ -64,6 +64,18 @@ class Tree:
             held[seq] = next((ends[id(n)] for n in tip.path() if id(n) in ends), 0) if tip else 0
         return held
 
+    def last_fork(self, match: Match) -> int:
+        """The last position on the path of a match where another path goes on, ends or runs; 0 without any."""
+        node = match.node
+        if match.n < node.end or not node.is_idle_leaf:
+            return match.n
+        ours = node.tips
+        while node.parent is not None:
+            node = node.parent
+            if len(node.children) > 1 or node.n_pins or not node.tips <= ours:
+                return node.end
+        return 0
+
     def n_idle(self, match: Match) -> int:
         """Tokens of a match that no running sequence holds."""
         return sum(min(node.end, match.n) - node.start for node in match.node.path() if not node.n_pins)

@@ -17,6 +17,7 @@ thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -45,9 +46,16 @@ class Spelling:
 
 
 def spelled(vocab: Vocab, tokens: Sequence[int]) -> Spelling:
-    """What tokens spell, control tokens marked."""
-    pieces = [vocab.piece(token) or CONTROL + vocab.detokenize([token]) for token in tokens]
+    """What tokens spell, control tokens marked. A byte that could be taken for a mark, which no text has, becomes
+    another one.
+    """
+    pieces = [_piece(vocab, token) for token in tokens]
     return Spelling(b"".join(pieces), np.fromiter(accumulate(map(len, pieces)), np.int64, len(pieces)))
+
+
+def _piece(vocab: Vocab, token: int) -> bytes:
+    piece = vocab.piece(token)
+    return piece.replace(CONTROL, b"\xfe") if piece else CONTROL + vocab.detokenize([token])
 
 
 class Continuing:
@@ -84,16 +92,21 @@ class Continuing:
     def replied(self, submit: Submit, prompt: Prompt, generated: Tokens, n_sent: int) -> tuple[bytes, Session]:
         """Remember a reply, of which `n_sent` characters were sent: the session and its digest."""
         digest = digest_of(salted(submit.cache_salt), submit.session_id)
-        is_text = all(isinstance(part, TextPart) for part in submit.prompt)
+        texts = [part for part in submit.prompt if isinstance(part, TextPart)]
+        cutter, n_prompt, n_added = self._anchoring.cutter, len(prompt.tokens), len(self._added(submit))
+        own = spelled(self._vocab, prompt.tokens[n_added:].tolist())
+        # Some vocabularies add a space in front of a text.
+        is_text = cutter is not None and len(texts) == len(submit.prompt) and own.text == cutter.marked(texts)
         reply = self._anchoring.as_sent(generated.tolist(), n_sent)
-        n_prompt = len(prompt.tokens)
         session = Session(
             np.concatenate([prompt.tokens, generated]),
-            n_added=len(self._added(submit)) if is_text else 0,
+            n_added=n_added,
             n_prompt=n_prompt,
             n_text=n_prompt + (len(reply[1]) if reply is not None else 0),
             is_text=is_text,
         )
+        if (before := self.sessions.find(digest)) is not None:
+            session = session.behind(before)
         self.put(digest, session)
         if is_text and self.sessions.find(digest) is session:
             self._spelling(digest, session)
@@ -126,16 +139,17 @@ class Continuing:
         return known[1]
 
     def _continued(self, submit: Submit, pair: _Pair) -> Prompt:
-        n_kept = pair.n_kept
-        prompt = self._behind(submit, pair, n_kept)
-        if prompt is not None and pair.has_all:
-            return replace(prompt, session_match="exact" if pair.n_same == len(pair.text) else "extend")
+        if pair.has_all:
+            prompt = self._behind(submit, pair, pair.n_kept())
+            if prompt is not None:
+                return replace(prompt, session_match="exact" if pair.n_same == len(pair.text) else "extend")
         anchored = self._anchoring.submitted(submit)
+        least = max(LEAST_CHARACTERS, math.ceil(self._min_match * n_characters(pair.spelling.text)))
+        n_kept = pair.n_kept(least) if n_characters(pair.text[: pair.n_same]) >= least else 0
         n_more = pair.session.n_added + n_kept - _n_common(anchored.tokens, pair.session.tokens)
-        if prompt is not None and n_more > 0:
-            n_wanted = max(LEAST_CHARACTERS, self._min_match * _n_characters(pair.spelling.text))
-            if _n_characters(pair.text[: pair.end(n_kept)]) >= n_wanted:
-                return replace(prompt, session_match="diverge", n_approximate=n_more, is_changed=pair.is_changed)
+        prompt = self._behind(submit, pair, n_kept) if n_more > 0 else None
+        if prompt is not None:
+            return replace(prompt, session_match="diverge", n_approximate=n_more, is_changed=pair.is_changed)
         return replace(anchored, session_match="tokens", is_changed=pair.is_changed)
 
     def _behind(self, submit: Submit, pair: _Pair, n_kept: int) -> Prompt | None:
@@ -179,9 +193,8 @@ class _Pair:
         is_within = end_of_prompt <= self.n_same < min(len(self.spelling.text), len(self.text))
         return self.session.has_reply and is_within
 
-    @property
-    def n_kept(self) -> int:
-        """The session's tokens that can stand for the prompt's text.
+    def n_kept(self, least: int = 0) -> int:
+        """The session's tokens that can stand for the prompt's text; none for less than `least` characters of it.
 
         Behind all of a reply the text may go on anywhere: what was generated was generated.
         """
@@ -190,9 +203,9 @@ class _Pair:
         is_cut_character = n_same < len(self.text) and self.text[n_same] & 0xC0 == 0x80
         if self.has_all and self.session.has_reply and not is_cut_character:
             return n
-        while n and not self.cutter.is_seam(self.text, int(ends[n - 1])):
+        while n and ends[n - 1] >= least and not self.cutter.is_seam(self.text, int(ends[n - 1])):
             n -= 1
-        return n
+        return n if n_characters(self.text[: self.end(n)]) >= least else 0
 
     def end(self, n_tokens: int) -> int:
         """Where the text of the session's first tokens ends."""
@@ -206,7 +219,7 @@ def _n_common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     return n if same.all() else int(same.argmin())
 
 
-def _n_characters(marked: bytes) -> int:
+def n_characters(marked: bytes) -> int:
     """Characters of a marked text."""
     raw = np.frombuffer(marked, np.uint8)
     return int(np.count_nonzero((raw & 0xC0 != 0x80) & (raw != CONTROL[0])))

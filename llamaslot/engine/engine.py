@@ -49,7 +49,6 @@ from llamaslot.base.messages import (
 )
 from llamaslot.core.backend import Backend
 from llamaslot.core.disk import Disk
-from llamaslot.core.node import packed
 from llamaslot.core.request import Request, RequestEvent, RequestState
 from llamaslot.core.scheduler import Broke, Sampled, Scheduler
 from llamaslot.core.sessions import Session
@@ -227,8 +226,8 @@ class Engine:
     async def _step(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
-        self._flush()
         self._slot_actions.begin()
+        self._flush()
         plan = self.scheduler.plan(self._clock())
         for request in self.scheduler.admitted:
             if request.miss in ("diverged", "changed") and request.diverged_at < 0:
@@ -357,6 +356,8 @@ class Engine:
                 )
 
     def _cancel(self, request_id: str) -> None:
+        if self._slot_actions.cancel(request_id):
+            return
         if self._text_worker.cancel(request_id):
             self._outbox.append(Cancelled(request_id))
             return
@@ -453,7 +454,8 @@ class Engine:
         if session is None:
             self._answer(SessionDropped(command.request_id, is_known=False))
             return
-        n_tokens, n_ram, n_disk = self.scheduler.ledger.give_up(space, packed(session.tokens))
+        given_up = [self.scheduler.ledger.give_up(space, path) for path in session.paths]
+        n_tokens, n_ram, n_disk = map(sum, zip(*given_up, strict=True))
         _log.info("session.dropped", tokens=n_tokens, ram_tokens=n_ram, disk_tokens=n_disk)
         answer = SessionDropped(command.request_id, True, n_tokens, n_ram, n_disk)
         if self._disk is None:

@@ -18,6 +18,7 @@ from llamaslot.base.errors import (
     InvalidRequestError,
     LlamaslotError,
     NotSupportedError,
+    QueueFullError,
     ServerError,
     UnavailableError,
 )
@@ -28,6 +29,9 @@ from llamaslot.core.node import WIDTH, packed
 from llamaslot.core.scheduler import Scheduler
 from llamaslot.core.shared import SharedLedger
 from llamaslot.core.slot_store import BadSlotError, SavedSegment, SavedSlot, SlotStore
+
+_MOST_WAITING = 8
+"""Actions that may wait: those that restore have their file in memory."""
 
 _log = structlog.get_logger(__name__)
 
@@ -75,6 +79,7 @@ class SlotActions:
         self._fail = fail
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-slots")
+        self._n_reading = 0
         self._waiting: list[_Job] = []
         self._begun: list[_Job] = []
 
@@ -89,10 +94,19 @@ class SlotActions:
         elif not 0 <= command.slot < len(self._slots):
             message = f"there is no slot {command.slot}, only 0 to {len(self._slots) - 1}"
             self._fail(command.request_id, InvalidRequestError(message, param="id_slot"))
+        elif len(self._waiting) + self._n_reading >= _MOST_WAITING:
+            message = f"{_MOST_WAITING} actions wait for their slots; try later"
+            self._fail(command.request_id, QueueFullError(message, retry_after=1))
         elif command.action == "restore":
             self._read(_Job(command, self._clock()), self._store)
         else:
             self._waiting.append(_Job(command, self._clock()))
+
+    def cancel(self, request_id: str) -> bool:
+        """Leave an action that waits for its slot; whether there was one."""
+        n_waiting = len(self._waiting)
+        self._waiting = [job for job in self._waiting if job.command.request_id != request_id]
+        return len(self._waiting) < n_waiting
 
     def begin(self) -> None:
         """Have done what waits for slots that are idle now: before a plan."""
@@ -101,6 +115,8 @@ class SlotActions:
             return
         idle = [job for job in self._waiting if self._slots[job.command.slot].request is None]
         self._waiting = [job for job in self._waiting if job not in idle]
+        # What two sequences computed side by side must be one before either is copied from.
+        ledger.settle()
         for job in idle:
             job.started = self._clock() - job.read_seconds
             match job.command.action:
@@ -152,8 +168,10 @@ class SlotActions:
 
     def _read(self, job: _Job, store: SlotStore) -> None:
         future = asyncio.get_running_loop().run_in_executor(self._thread, store.read, job.command.filename)
+        self._n_reading += 1
 
         def done() -> None:
+            self._n_reading -= 1
             if error := future.exception():
                 self._fail(job.command.request_id, _error_of(error, job))
                 return
@@ -208,8 +226,10 @@ def _shared(ledger: Ledger) -> SharedLedger | None:
 
 def _error_of(error: BaseException, job: _Job) -> LlamaslotError:
     name = job.command.filename
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) and job.command.action == "restore":
         return InvalidRequestError(f"there is no file {name}", param="filename")
+    if isinstance(error, IsADirectoryError):
+        return InvalidRequestError(f"{name} is a folder", param="filename")
     if isinstance(error, BadSlotError):
         return InvalidRequestError(f"{name} cannot be restored: {error}", param="filename")
     if isinstance(error, OSError):

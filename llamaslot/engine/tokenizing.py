@@ -27,7 +27,7 @@ from llamaslot.core.backend import Tokens, Vocab
 from llamaslot.core.sessions import Session, digest_of
 from llamaslot.core.spaces import salted
 from llamaslot.engine.anchoring import Anchoring, Prompt, tokenized
-from llamaslot.engine.continuing import Continuing
+from llamaslot.engine.continuing import Continuing, n_characters, spelled
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class Tokenizer:
         """
         is_text = bool(command.prompt) and isinstance(command.prompt[0], TextPart)
         added = self._vocab.tokenize("", add_special=command.add_special and is_text, parse_special=True)
-        return len(self._vocab.detokenize(tokens[len(added) :].tolist()).decode(errors="replace"))
+        return n_characters(spelled(self._vocab, tokens[len(added) :].tolist()).text)
 
     def prepare(self) -> bool:
         """Try out what else the first prompt would wait for; whether texts can be cut, if that is wanted at all."""

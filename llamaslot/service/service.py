@@ -178,7 +178,12 @@ class Service:
 
     async def act_on_slot(self, slot: int, action: SlotVerb, filename: str = "") -> SlotActed:
         """Save what a slot holds to a file, restore it from there, or erase it, once the slot is idle."""
-        return await self._ask(SlotAction(self._question_id(), slot, action, filename), SlotActed)
+        question = SlotAction(self._question_id(), slot, action, filename)
+        try:
+            return await self._ask(question, SlotActed)
+        except asyncio.CancelledError:
+            self.send(Cancel(question.request_id))
+            raise
 
     async def clear_cache(self) -> CacheCleared:
         """Give up all idle prefixes, and whatever is stored."""

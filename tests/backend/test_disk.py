@@ -596,7 +596,7 @@ def test_a_session_that_was_changed_is_none(folder: Path, column: str, value: ob
 
 
 def test_the_oldest_sessions_go_where_there_are_too_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MOST_BYTES", 2 * (sessions.OVERHEAD + 12))
+    monkeypatch.setattr(sessions, "MOST_BYTES", 2 * (sessions.OVERHEAD + 12 + 1))
     store = opened(folder)
     for n in range(4):
         store.write_session(b"%d" % n, session(n))

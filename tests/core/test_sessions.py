@@ -54,3 +54,19 @@ def test_what_is_dropped_or_cleared_is_gone() -> None:
 def test_a_name_belongs_to_a_namespace_and_does_not_run_into_it() -> None:
     names = {digest_of(space, session_id) for space, session_id in (("", "a"), ("a", ""), ("s", "a"), ("", "b"))}
     assert len(names) == 4
+
+
+def test_earlier_sequences_are_kept_in_mind_where_they_are_no_part_of_a_later_one() -> None:
+    def path(*tokens: int) -> Session:
+        return Session(np.array(tokens, dtype=np.int32), 0, len(tokens), len(tokens))
+
+    later = path(1, 2, 3, 4, 5).behind(path(1, 2, 3))
+    assert later.others == ()
+    other = path(1, 2, 9).behind(later)
+    assert [np.frombuffer(each, "<i4").tolist() for each in other.paths] == [[1, 2, 3, 4, 5], [1, 2, 9]]
+    last = path(1, 7).behind(other)
+    assert [np.frombuffer(each, "<i4").tolist() for each in last.paths] == [[1, 2, 9], [1, 2, 3, 4, 5], [1, 7]]
+    for n in range(20):
+        last = path(1, 7, 100 + n).behind(last)
+    assert len(last.others) == 8
+    assert last.n_bytes > path(1, 7, 119).n_bytes

@@ -19,8 +19,11 @@ from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.messages import Submit, TextPart, TokensPart
+from llamaslot.core.backend import Tokens
+from llamaslot.core.sessions import Sessions
 from llamaslot.engine.anchoring import Anchoring, Prompt, tokenized
 from llamaslot.engine.continuing import Continuing, spelled
+from llamaslot.text.cuts import Cutter
 from tests.engine.test_anchoring import END, canonical, spelled_otherwise, turn, words
 
 LONG = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep for a while. " * 3
@@ -225,3 +228,84 @@ def test_without_anchors_a_session_goes_by_its_tokens(vocab: LlamaVocab) -> None
     continuing.replied(submit, continuing.submitted(submit), np.array([5], dtype=np.int32), 1)
     prompt = continuing.submitted(submit)
     assert (prompt.session_match, prompt.tokens.tolist()) == ("tokens", canonical(vocab, "Hello"))
+
+
+def byte_tokens(vocab: LlamaVocab, raw: bytes) -> list[int]:
+    """Tokens of single bytes."""
+    by_piece = {vocab.piece(token): token for token in range(vocab.n_tokens)}
+    return [by_piece[bytes([byte])] for byte in raw]
+
+
+def test_a_reply_that_ends_inside_a_character_is_no_front_of_that_character(vocab: LlamaVocab, talk: Talk) -> None:
+    prompt = talk.ask(turn("Hi"))
+    ids = np.array(byte_tokens(vocab, "Hello 日".encode()[:-1]), dtype=np.int32)
+    talk.continuing.replied(talk.submit(turn("Hi")), prompt, ids, len("Hello \ufffd"))
+    again = talk.ask(turn("Hi") + "Hello 日本" + END)
+    assert (again.session_match, again.tokens.tolist()) == (
+        "extend",
+        canonical(vocab, turn("Hi") + "Hello 日本" + END),
+    )
+
+
+def test_a_byte_that_no_text_has_is_no_control_token(vocab: LlamaVocab, talk: Talk) -> None:
+    prompt = talk.ask(turn("Hi"))
+    plain = vocab.tokenize(END, add_special=False, parse_special=False).tolist()
+    ids = np.array([*byte_tokens(vocab, b"\xff"), *plain], dtype=np.int32)
+    talk.continuing.replied(talk.submit(turn("Hi")), prompt, ids, 1 + len(END))
+    again = talk.ask(turn("Hi") + END)
+    assert again.tokens.tolist() == canonical(vocab, turn("Hi") + END)
+
+
+class Spaced(LlamaVocab):
+    """Puts a space in front of every text that does not begin with a control token, as some vocabularies do."""
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
+        space = " " if text and not (parse_special and text.startswith(tuple(self.special_tokens))) else ""
+        return super().tokenize(space + text, add_special=add_special, parse_special=parse_special)
+
+
+@pytest.fixture(scope="module")
+def spaced() -> Iterator[Spaced]:
+    library.initialise()
+    model = llama_cpp.llama_model_load_from_file(
+        str(resolve_model(Config().model)).encode(), llama_cpp.llama_model_default_params()
+    )
+    yield Spaced(model)
+    llama_cpp.llama_model_free(model)
+
+
+def continuing_of(vocab: LlamaVocab) -> Continuing:
+    anchoring = Anchoring(vocab)
+    anchoring._cutter, anchoring._is_prepared = Cutter(vocab.boundaries, vocab.special_tokens), True
+    return Continuing(vocab, anchoring, min_match=0.8)
+
+
+def test_tokens_that_spell_more_than_their_prompt_stand_for_no_text(spaced: Spaced) -> None:
+    continuing = continuing_of(spaced)
+    submit = Submit("r", (TextPart("Hello there"),), session_id="mine")
+    continuing.replied(submit, continuing.submitted(submit), np.empty(0, dtype=np.int32), 0)
+    other = Submit("r", (TextPart(" Hello there"),), session_id="mine")
+    prompt = continuing.submitted(other)
+    assert prompt.session_match == "tokens"
+    assert prompt.tokens.tolist() == tokenized(spaced, other.prompt, add_special=True).tolist()
+
+
+def test_a_rest_that_would_spell_something_else_is_not_put_behind_a_session(spaced: Spaced) -> None:
+    continuing = continuing_of(spaced)
+    submit = Submit("r", (TextPart(turn("Hi")),), session_id="mine")
+    prompt = continuing.submitted(submit)
+    ids = spaced.tokenize("Hello", add_special=False, parse_special=False)
+    continuing.replied(submit, prompt, ids, len(" Hello"))
+    for rest, outcome in ((END, "extend"), (" and more", "tokens")):
+        again = continuing.submitted(Submit("r", (TextPart(turn("Hi") + " Hello" + rest),), session_id="mine"))
+        assert again.session_match == outcome, rest
+    assert spaced.detokenize(again.tokens.tolist()).decode() == turn("Hi") + " Hello and more"
+
+
+def test_what_is_worked_out_of_a_session_goes_with_it(vocab: LlamaVocab, talk: Talk) -> None:
+    talk.continuing.sessions = Sessions(3000)
+    for i in range(10):
+        fields = {"session_id": f"{i % 7}"}
+        talk.reply(talk.ask(turn(f"Hi {i}"), **fields), "Hello.", turn(f"Hi {i}"), **fields)
+    assert 0 < len(talk.continuing.sessions) < 7
+    assert len(talk.continuing._spellings) == len(talk.continuing.sessions)

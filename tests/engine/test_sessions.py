@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,12 +16,17 @@ from llamaslot.base.messages import (
     Cancelled,
     ClearCache,
     DropSession,
+    Failed,
     Finished,
     Output,
     Progress,
     Sampling,
     SessionDropped,
+    Submit,
+    SubmitAll,
+    TextPart,
 )
+from llamaslot.core.backend import Sampler
 from tests.engine.harness import Harness, running
 
 SYSTEM = "You are a helpful assistant who answers at length. " * 4
@@ -129,6 +134,69 @@ async def test_a_dropped_session_takes_what_was_generated_and_not_sent(engine: H
     assert end.reason == "word"
     assert (await drop(engine, "one")).n_tokens > 0
     assert engine.engine.scheduler.ledger.tree.n_tokens == n_before
+
+
+async def test_a_dropped_session_takes_earlier_replies_of_its_own_with_it(engine: Harness) -> None:
+    """A reply that was asked for again, and one that came back changed, branch off the session's last sequence."""
+    empty = engine.engine.scheduler.ledger.tree.n_tokens
+    await ask(engine, SYSTEM, session_id="one", sampling=ENDLESS, max_tokens=20)
+    reply = last_text(engine)
+    await ask(engine, SYSTEM + reply[:5] + "another end</s>", session_id="one", max_tokens=9, sampling=ENDLESS)
+    await ask(engine, SYSTEM + "Something else", session_id="one", max_tokens=9, sampling=ENDLESS)
+    answer = await drop(engine, "one")
+    assert engine.engine.scheduler.ledger.tree.n_tokens == empty
+    assert answer.n_tokens > len(SYSTEM)
+
+
+@pytest.mark.parametrize("n_ctx", [840, 860, 880])
+async def test_a_dropped_session_leaves_what_others_have_in_another_tier(n_ctx: int) -> None:
+    """What follows the shared prompt is in RAM alone for one of them, and in the pool for the other, or both."""
+    async with running(FakeBackend(n_slots=2, n_ctx=n_ctx, n_reserved=6), ram_bytes=10**6) as engine:
+        texts = {"a": SYSTEM + "a" * 100, "b": SYSTEM + "b" * 200}
+        for name in ("b", "a"):
+            await ask(engine, texts[name], session_id=name, max_tokens=1)
+        for _ in range(2):
+            await ask(engine, "z" * 550, session_id="", max_tokens=1)
+        before = known(engine, texts)
+        await drop(engine, "a")
+        assert known(engine, texts)["b"] == before["b"]
+        assert known(engine, texts)["a"] < before["a"]
+        await drop(engine, "b")
+        assert known(engine, texts) == {"a": 1, "b": 1} or known(engine, texts) == {"a": 0, "b": 0}
+
+
+async def test_a_choice_that_shares_its_only_token_says_nothing_wrong(engine: Harness) -> None:
+    submits = tuple(
+        Submit(name, (TextPart(HELLO),), sampling=ENDLESS, max_tokens=1, group="g") for name in ("one", "two")
+    )
+    for submit in submits:
+        engine.ends[submit.request_id] = asyncio.get_running_loop().create_future()
+    engine.engine.send(SubmitAll(submits))
+    ends = [await engine.ends[submit.request_id] for submit in submits]
+    assert [end.progress.miss for end in ends if isinstance(end, Finished)] == ["cold", ""]
+
+
+async def test_a_session_belongs_to_prompts_with_or_without_what_the_model_wants_in_front(engine: Harness) -> None:
+    await ask(engine, HELLO)
+    text = HELLO + last_text(engine)
+    again = await ask(engine, text, add_special=False)
+    assert (again.session_match, again.n_prompt) == ("tokens", len(text))
+
+
+async def test_a_prompt_that_fits_by_its_own_tokens_alone_runs_with_them() -> None:
+    """A session's reply of many tokens whose text has few."""
+
+    class Wordy(FakeBackend):
+        def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
+            return [ord("a") for _ in super().sample(draws)]
+
+    async with running(Wordy(n_slots=1, n_ctx=512)) as engine:
+        await ask(engine, "x", max_tokens=400)
+        session = next(iter(engine.engine._tokenizer._continuing.sessions._sessions.values()))
+        assert len(session.tokens) == 402
+        refused = await engine.submit("long", "x" + "a" * 400 + "y" * 150, session_id="mine")
+        assert isinstance(refused, Failed)
+        assert refused.error_type == "exceed_context_size_error"
 
 
 async def test_there_is_nothing_to_drop_of_a_session_that_nobody_knows(engine: Harness) -> None:

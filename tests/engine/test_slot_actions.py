@@ -13,7 +13,19 @@ import pytest
 
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.base.messages import Failed, Finished, Output, Progress, Sampling, SlotActed, SlotAction
+from llamaslot.base.messages import (
+    CacheCleared,
+    ClearCache,
+    Event,
+    Failed,
+    Finished,
+    Output,
+    Progress,
+    Sampling,
+    SlotActed,
+    SlotAction,
+)
+from llamaslot.core.shared import SharedLedger
 from tests.engine.harness import Harness, alone, running
 
 KEY = b"k" * 32
@@ -196,3 +208,70 @@ async def test_actions_beside_traffic_leave_every_answer_as_it_is(tmp_path: Path
         for name, prompt in prompts.items():
             n = len(engine.tokens(name))
             assert engine.text(name) == await alone(prompt, FakeBackend(n_slots=1, n_ctx=1500), max_tokens=n)
+
+
+async def test_an_empty_slot_of_a_resting_server_is_answered_at_once(tmp_path: Path) -> None:
+    async with served(tmp_path) as engine:
+        await asyncio.sleep(0.3)
+        assert isinstance(await asyncio.wait_for(engine.act(0, "erase"), 5), SlotActed)
+        await asyncio.sleep(0.3)
+        assert isinstance(await asyncio.wait_for(engine.act(0, "save"), 5), Failed)
+
+
+async def test_a_slot_is_restored_beside_what_two_others_have_just_computed_side_by_side(tmp_path: Path) -> None:
+    """The two share less than what anybody waits for, so each has cells of its own for it at first."""
+    backend = FakeBackend(n_slots=3, n_ctx=2000, n_reserved=4, n_ubatch=256)
+    async with served(tmp_path, backend, debug_invariants=True) as engine:
+        await engine.ask("x" * 40 + "C" * 20, slot=2)
+        await engine.act(2, "save")
+        engine.engine.send(ClearCache("clear"))
+        await engine.wait_for("clear", CacheCleared)
+        busy = engine.submit("busy", "something else", id_slot=2, max_tokens=-1, sampling=ENDLESS)
+        await engine.wait_for("busy", Output, 2)
+        name = engine.begin(2, "restore")
+        await asyncio.sleep(0.1)
+        on_events = engine.engine._on_events
+
+        def cancel_at_their_end(events: list[Event]) -> None:
+            on_events(events)
+            if any(isinstance(event, Finished) and event.request_id == "b" for event in events):
+                engine.cancel("busy")
+
+        engine.engine._on_events = cancel_at_their_end
+        for slot, tail in enumerate("ab"):
+            engine.submit(tail, "x" * 40 + tail * 20, id_slot=slot, max_tokens=0)
+        await busy
+        await engine.wait_for(name, SlotActed)
+        ledger = engine.engine.scheduler.ledger
+        assert isinstance(ledger, SharedLedger)
+        assert ledger.cells.n_used == ledger.n_used
+
+
+async def test_a_short_slot_is_still_there_once_it_is_restored(tmp_path: Path) -> None:
+    """Short tails are the first to go for the sake of a free id, but not this one for its own."""
+    async with served(tmp_path, FakeBackend(n_slots=2, n_ctx=4096, n_reserved=2)) as engine:
+        await engine.ask("short")
+        saved = await engine.act(0, "save")
+        assert isinstance(saved, SlotActed)
+        await engine.act(0, "erase")
+        for i in range(6):
+            await engine.ask(f"{i} {LONG}", slot=i % 2)
+        await engine.act(1, "restore")
+        assert engine.engine.scheduler.ledger.length(1) == saved.n_tokens
+
+
+async def test_an_action_that_waits_can_be_left_and_not_too_many_do(tmp_path: Path) -> None:
+    async with served(tmp_path) as engine:
+        end = engine.submit("busy", LONG, id_slot=0, max_tokens=-1, sampling=ENDLESS)
+        await engine.wait_for("busy", Output, 2)
+        names = [engine.begin(0, "erase") for _ in range(8)]
+        refused = await engine.act(0, "erase")
+        assert isinstance(refused, Failed)
+        assert refused.error_type == "rate_limit_error"
+        for name in names:
+            engine.cancel(name)
+        engine.cancel("busy")
+        await end
+        await engine.wait_a_turn()
+        assert not any(engine.events[name] for name in names)
+        assert engine.engine.scheduler.ledger.length(0) > len(LONG)

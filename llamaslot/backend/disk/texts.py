@@ -10,6 +10,8 @@ import hashlib
 import sqlite3
 from typing import Any
 
+import msgspec
+
 from llamaslot.core import anchors, sessions
 from llamaslot.core.anchors import Anchor
 from llamaslot.core.node import WIDTH, packed, unpacked
@@ -38,11 +40,16 @@ SESSIONS_SCHEMA = """
         n_prompt INTEGER NOT NULL,
         n_text INTEGER NOT NULL,
         is_text INTEGER NOT NULL,
+        others BLOB NOT NULL,
         tokens BLOB NOT NULL,
         checksum BLOB NOT NULL,
         UNIQUE (key, digest)
     );
 """
+
+
+_encode = msgspec.msgpack.encode
+_decode = msgspec.msgpack.Decoder(tuple[tuple[int, bytes], ...]).decode
 
 
 class Texts:
@@ -73,21 +80,21 @@ class Texts:
     def sessions(self, key: bytes) -> list[tuple[bytes, Session]]:
         """Those of a key that are as they were put, in that order, each with its digest."""
         self._trim()
-        columns = "digest, n_added, n_prompt, n_text, is_text, tokens, checksum"
+        columns = "digest, n_added, n_prompt, n_text, is_text, others, tokens, checksum"
         found = self._database.execute(f"SELECT {columns} FROM sessions WHERE key = ? ORDER BY number", (key,))
-        whole = [row for row in found if _is_whole(row, (bytes, int, int, int, int, bytes))]
+        whole = [row for row in found if _is_whole(row, (bytes, int, int, int, int, bytes, bytes))]
         return [
-            (digest, Session(unpacked(tokens), n_added, n_prompt, n_text, bool(is_text)))
-            for digest, n_added, n_prompt, n_text, is_text, tokens, _ in whole
+            (digest, Session(unpacked(tokens), n_added, n_prompt, n_text, bool(is_text), _decode(others)))
+            for digest, n_added, n_prompt, n_text, is_text, others, tokens, _ in whole
         ]
 
     def put_session(self, key: bytes, digest: bytes, session: Session) -> None:
         """Note a session, as the latest, in place of another one of that digest."""
         counts = session.n_added, session.n_prompt, session.n_text, int(session.is_text)
-        row = digest, *counts, packed(session.tokens)
+        row = digest, *counts, _encode(session.others), packed(session.tokens)
         self._database.execute(
-            "INSERT OR REPLACE INTO sessions (key, digest, n_added, n_prompt, n_text, is_text, tokens, checksum) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO sessions (key, digest, n_added, n_prompt, n_text, is_text, others, tokens, "
+            "checksum) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (key, *row, _checksum(row)),
         )
         self._note_added()
@@ -110,18 +117,18 @@ class Texts:
         """Forget the oldest rows of all keys where a table's are too many, and the anchors that continue one that
         went.
         """
-        n_gone = self._trimmed("anchors", anchors.OVERHEAD, anchors.MOST_BYTES)
-        self._trimmed("sessions", sessions.OVERHEAD, sessions.MOST_BYTES)
+        n_gone = self._trimmed("anchors", "length(tokens)", anchors.OVERHEAD, anchors.MOST_BYTES)
+        self._trimmed("sessions", "length(tokens) + length(others)", sessions.OVERHEAD, sessions.MOST_BYTES)
         while n_gone:
             n_gone = self._database.execute(
                 "DELETE FROM anchors WHERE front != x'' AND NOT EXISTS (SELECT 1 FROM anchors AS other "
                 "WHERE (other.key, other.name) = (anchors.key, anchors.front))"
             ).rowcount
 
-    def _trimmed(self, table: str, overhead: int, most_bytes: int) -> int:
+    def _trimmed(self, table: str, size: str, overhead: int, most_bytes: int) -> int:
         """How many rows had to go."""
         return self._database.execute(
-            f"DELETE FROM {table} WHERE number IN (SELECT number FROM (SELECT number, sum(length(tokens) + ?) "
+            f"DELETE FROM {table} WHERE number IN (SELECT number FROM (SELECT number, sum({size} + ?) "
             f"OVER (ORDER BY number DESC) AS n_bytes FROM {table}) WHERE n_bytes > ?)",
             (overhead, most_bytes),
         ).rowcount
