@@ -185,7 +185,7 @@ class Tiers:
         """
         before = self.ram.n_tokens, self.disk.n_tokens
         for segment in reversed(self.tree.path(space, tokens)):
-            if segment.start < fork or not segment.is_last:
+            if segment.start < fork:
                 break
             self._discard(segment)
         return before[0] - self.ram.n_tokens, before[1] - self.disk.n_tokens

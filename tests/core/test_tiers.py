@@ -186,6 +186,18 @@ class TiersMachine(RuleBasedStateMachine):
         self.follow()
         assert all(known.space != space for known in self.known.values())
 
+    @rule(space=SPACES, tokens=SOME, more=st.integers(0, 3))
+    def give_up(self, space: str, tokens: Path, more: int) -> None:
+        """What lies on a path behind the last place where something else goes on, or behind a later one."""
+        others = [(k, common(k.path, tokens)) for k in self.known.values() if k.space == space]
+        fork = max((n for k, n in others if n < len(k.path)), default=0)
+        assert self.tiers.tree.last_fork(space, run_of(tokens)) == fork
+        expected = {k.segment.number for k, n in others if n == len(k.path) and k.start >= fork + more}
+        before = set(self.known)
+        self.tiers.give_up(space, run_of(tokens), fork + more)
+        self.follow()
+        assert before - set(self.known) == expected
+
     @rule()
     def clear(self) -> None:
         self.tiers.clear()

@@ -23,6 +23,7 @@ from llamaslot.core.backend import Tokens
 from llamaslot.core.sessions import Sessions
 from llamaslot.engine.anchoring import Anchoring, Prompt, tokenized
 from llamaslot.engine.continuing import Continuing, spelled
+from llamaslot.engine.tokenizing import Tokenizer
 from llamaslot.text.cuts import Cutter
 from tests.engine.test_anchoring import END, canonical, spelled_otherwise, turn, words
 
@@ -307,3 +308,15 @@ def test_what_is_worked_out_of_a_session_goes_with_it(vocab: LlamaVocab, talk: T
         talk.reply(talk.ask(turn(f"Hi {i}"), **fields), "Hello.", turn(f"Hi {i}"), **fields)
     assert 0 < len(talk.continuing.sessions) < 7
     assert len(talk.continuing._spellings) == len(talk.continuing.sessions)
+
+
+def test_a_prompt_too_long_by_its_sessions_tokens_has_its_own(vocab: LlamaVocab) -> None:
+    tokenizer = Tokenizer(vocab, 100)
+    submit = Submit("r", (TextPart(turn("Hi")),), session_id="mine")
+    prompt = tokenizer.submitted(submit)
+    ids = np.array(byte_tokens(vocab, LONG[:90].encode()), dtype=np.int32)
+    tokenizer.remembered(submit, prompt, ids, 90)
+    text = turn("Hi") + LONG[:90] + END
+    again = tokenizer.submitted(Submit("r", (TextPart(text),), session_id="mine"))
+    assert (again.session_match, again.tokens.tolist()) == ("tokens", canonical(vocab, text))
+    tokenizer.close()

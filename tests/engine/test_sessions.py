@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from llamaslot.base.messages import (
     Cancelled,
     ClearCache,
     DropSession,
-    Failed,
     Finished,
     Output,
     Progress,
@@ -26,7 +25,6 @@ from llamaslot.base.messages import (
     SubmitAll,
     TextPart,
 )
-from llamaslot.core.backend import Sampler
 from tests.engine.harness import Harness, running
 
 SYSTEM = "You are a helpful assistant who answers at length. " * 4
@@ -183,20 +181,22 @@ async def test_a_session_belongs_to_prompts_with_or_without_what_the_model_wants
     assert (again.session_match, again.n_prompt) == ("tokens", len(text))
 
 
-async def test_a_prompt_that_fits_by_its_own_tokens_alone_runs_with_them() -> None:
-    """A session's reply of many tokens whose text has few."""
+async def test_a_dropped_session_leaves_a_path_that_ends_within_its_own(engine: Harness) -> None:
+    await ask(engine, SYSTEM, session_id="", max_tokens=0, id_slot=0)
+    await ask(engine, SYSTEM + "One.", session_id="one", id_slot=1)
+    await drop(engine, "one")
+    assert known(engine, {"": SYSTEM + "One."}) == {"": len("<" + SYSTEM)}
 
-    class Wordy(FakeBackend):
-        def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
-            return [ord("a") for _ in super().sample(draws)]
 
-    async with running(Wordy(n_slots=1, n_ctx=512)) as engine:
-        await ask(engine, "x", max_tokens=400)
-        session = next(iter(engine.engine._tokenizer._continuing.sessions._sessions.values()))
-        assert len(session.tokens) == 402
-        refused = await engine.submit("long", "x" + "a" * 400 + "y" * 150, session_id="mine")
-        assert isinstance(refused, Failed)
-        assert refused.error_type == "exceed_context_size_error"
+async def test_what_is_stored_of_a_prompt_is_no_other_way_to_go_on(tmp_path: Path) -> None:
+    """Of its last segment too little is wanted to be worth reading."""
+    text = "".join(chr(97 + i * i % 26) for i in range(640))
+    async with served(tmp_path) as engine:
+        await ask(engine, text, session_id="")
+    async with served(tmp_path) as engine:
+        again = await ask(engine, text[:518], session_id="")
+        assert 500 < again.n_cached < 517
+        assert again.miss == ""
 
 
 async def test_there_is_nothing_to_drop_of_a_session_that_nobody_knows(engine: Harness) -> None:

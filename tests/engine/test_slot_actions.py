@@ -257,7 +257,9 @@ async def test_a_short_slot_is_still_there_once_it_is_restored(tmp_path: Path) -
         for i in range(6):
             await engine.ask(f"{i} {LONG}", slot=i % 2)
         await engine.act(1, "restore")
-        assert engine.engine.scheduler.ledger.length(1) == saved.n_tokens
+        ledger = engine.engine.scheduler.ledger
+        assert ledger.length(1) == saved.n_tokens
+        assert not all(map(ledger.holds, ledger._reserved)), "no id is free to move a path by"
 
 
 async def test_an_action_that_waits_can_be_left_and_not_too_many_do(tmp_path: Path) -> None:
