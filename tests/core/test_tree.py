@@ -242,3 +242,22 @@ def test_what_is_offered_again_and_again_is_kept_once() -> None:
         tree.hold(1, tree.match("", run_of((1, 2, 3))))
         tree.release(1)
     assert len(tree._candidates._heap) < 200
+
+
+def test_the_last_fork_of_a_path_is_where_another_one_goes_on_ends_or_runs() -> None:
+    def fork(*tokens: int) -> int:
+        return tree.last_fork(tree.match("", run_of(tokens)))
+
+    tree = Tree()
+    for seq, tokens in enumerate(((1, 2), (1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 9))):
+        tree.hold(seq, tree.match("", b""))
+        tree.extend(seq, run_of(tokens))
+    assert fork(1, 2, 3, 4, 5, 6) == fork(1, 2, 3, 4, 9) == 4
+    assert fork(1, 2, 3) == 3, "others go on behind it"
+    tree.release(2)
+    assert fork(1, 2, 3, 4, 5, 6) == 2, "another path ends there"
+    tree.release(0)
+    assert fork(1, 2, 3, 4, 5, 6) == 0
+    tree.pin(1)
+    assert fork(1, 2, 3, 4, 5, 6) == 6, "it runs"
+    assert fork(7) == 0
