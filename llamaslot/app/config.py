@@ -233,6 +233,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         int, _row("--max-queue", "LLAMASLOT_MAX_QUEUE", "requests that may wait for a slot; more get a 429", ge=0)
     ] = 256
     max_body_mb: Annotated[int, _row("--max-body-mb", "LLAMASLOT_MAX_BODY_MB", "largest request body", ge=1)] = 64
+    escape_special: Annotated[
+        bool,
+        _row(
+            "--escape-special",
+            "LLAMASLOT_ESCAPE_SPECIAL",
+            "take control tokens that are spelled in a message as plain text; llama-server takes them as real ones",
+        ),
+    ] = True
     drop_volatile: Annotated[
         str,
         _row(

@@ -85,7 +85,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             return 0
         service = Service(
             backend.info,
-            chat_template(backend.info, template, flag, volatile),
+            chat_template(backend.info, template, flag, volatile, escape_special=config.escape_special),
             ServiceSettings(max_queue=config.max_queue),
             Metrics(),
         )
@@ -192,7 +192,14 @@ def read_volatile(config: Config) -> re.Pattern[str] | None:
         raise ConfigError(error.message, param="--drop-volatile") from None
 
 
-def chat_template(info: ModelInfo, source: str, flag: str, volatile: re.Pattern[str] | None = None) -> ChatTemplate:
+def chat_template(
+    info: ModelInfo,
+    source: str,
+    flag: str,
+    volatile: re.Pattern[str] | None = None,
+    *,
+    escape_special: bool = True,
+) -> ChatTemplate:
     """The template to render conversations by: the configured one, the model's own, or ChatML."""
     origin = flag or "the model's own template (--chat-template takes another)"
     source = source or info.chat_template
@@ -207,6 +214,7 @@ def chat_template(info: ModelInfo, source: str, flag: str, volatile: re.Pattern[
             adds_bos=info.adds_bos,
             adds_eos=info.adds_eos,
             control_tokens=info.control_tokens,
+            mark_control_tokens=escape_special,
             volatile=volatile,
         )
     except ConfigError as error:

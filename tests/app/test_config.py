@@ -58,6 +58,7 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path:
         (["--debug-invariants"], "debug_invariants", True),
         (["--drop-volatile", "claude-code"], "drop_volatile", "claude-code"),
         (["--no-text-anchors"], "text_anchors", False),
+        (["--no-escape-special"], "escape_special", False),
         (["--slot-save-path", "/tmp/x"], "slot_save_path", "/tmp/x"),
         (["--session-min-match", "0.5"], "session_min_match", 0.5),
         (["-n", "-1"], "n_predict", -1),

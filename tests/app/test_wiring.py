@@ -90,7 +90,7 @@ ELSEWHERE = {
     *("model", "host", "port", "chat_template", "chat_template_file", "api_key_file"),
     *("max_queue", "prefill_gap_ms", "shutdown_timeout", "log_format", "log_level"),
     *("cache_salt_from_api_key", "cache_idle_cells", "debug_invariants", "text_anchors", "drop_volatile"),
-    *("session_min_match", "slot_save_path"),
+    *("session_min_match", "slot_save_path", "escape_special"),
 }
 """Options that go neither to the backend nor to the HTTP layer as they are."""
 
@@ -339,6 +339,22 @@ async def test_replies_are_remembered_unless_it_is_turned_off(tmp_path: Path, is
         assert "\ufffd" in reply["content"]
         again = {"prompt": f"x{reply['content']}</s>", "n_predict": 1}
         assert (await server.post("/completion", again))[1]["timings"]["cache_n"] == (31 if is_on else 2)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+async def test_a_control_token_that_is_spelled_in_a_message_is_plain_text_unless_that_is_turned_off(
+    tmp_path: Path, is_on: bool
+) -> None:
+    backend = FakeBackend(n_slots=1, n_ctx=512)
+    backend.info = msgspec.structs.replace(backend.info, control_tokens=("</s>",))
+    async with serving(tmp_path, backend, escape_special=is_on) as server:
+        counts = []
+        for content in ("a</s>b", "ab"):
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+            status, reply = await server.post("/v1/chat/completions", body)
+            assert status == 200, reply
+            counts.append(reply["usage"]["prompt_tokens"])
+        assert counts[0] - counts[1] == (len("</s>") if is_on else 1)
 
 
 async def test_the_queue_of_a_server_is_as_long_as_configured(tmp_path: Path) -> None:
