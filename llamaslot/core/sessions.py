@@ -10,6 +10,9 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy.typing as npt
 
 from llamaslot.core.backend import Tokens
 from llamaslot.core.node import WIDTH, packed
@@ -47,7 +50,7 @@ class Session:
 
     def behind(self, before: Session) -> Session:
         """The same as what comes after another one: that is kept in mind, and what was with it."""
-        n = _n_common(before.tokens, self.tokens)
+        n = n_common(before.tokens, self.tokens)
         rests = [(at, rest) if at <= n else (n, packed(before.tokens[n:at]) + rest) for at, rest in before.others]
         if n < len(before.tokens):
             rests.append((n, packed(before.tokens[n:])))
@@ -80,7 +83,8 @@ class Session:
         return _TOKEN_BYTES * len(self.tokens) + sum(len(rest) for _, rest in self.others) + OVERHEAD
 
 
-def _n_common(a: Tokens, b: Tokens) -> int:
+def n_common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
+    """Items that two runs share at their start."""
     n = min(len(a), len(b))
     same = a[:n] == b[:n]
     return n if same.all() else int(same.argmin())

@@ -21,14 +21,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from llamaslot.base.messages import Submit, TextPart
 from llamaslot.core.backend import Tokens, Vocab
-from llamaslot.core.sessions import Session, Sessions, digest_of
+from llamaslot.core.sessions import Session, Sessions, digest_of, n_common
 from llamaslot.core.spaces import salted
 from llamaslot.engine.anchoring import Anchoring, Prompt, tokenized
 from llamaslot.text.cuts import CONTROL, Cutter
@@ -86,7 +85,7 @@ class Continuing:
         if cutter is None or not is_text or not np.array_equal(self._added(submit), session.added):
             return replace(self._anchoring.submitted(submit), session_match="tokens")
         text, spelling = cutter.marked(texts), self._spelling(digest, session)
-        n_same = _n_common(np.frombuffer(spelling.text, np.uint8), np.frombuffer(text, np.uint8))
+        n_same = n_common(np.frombuffer(spelling.text, np.uint8), np.frombuffer(text, np.uint8))
         return self._continued(submit, _Pair(texts, text, session, spelling, cutter, n_same))
 
     def replied(self, submit: Submit, prompt: Prompt, generated: Tokens, n_sent: int) -> tuple[bytes, Session]:
@@ -146,7 +145,7 @@ class Continuing:
         anchored = self._anchoring.submitted(submit)
         least = max(LEAST_CHARACTERS, math.ceil(self._min_match * n_characters(pair.spelling.text)))
         n_kept = pair.n_kept(least) if n_characters(pair.text[: pair.n_same]) >= least else 0
-        n_more = pair.session.n_added + n_kept - _n_common(anchored.tokens, pair.session.tokens)
+        n_more = pair.session.n_added + n_kept - n_common(anchored.tokens, pair.session.tokens)
         prompt = self._behind(submit, pair, n_kept) if n_more > 0 else None
         if prompt is not None:
             return replace(prompt, session_match="diverge", n_approximate=n_more, is_changed=pair.is_changed)
@@ -168,7 +167,7 @@ class Continuing:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A prompt beside its session's last sequence. Tokens are counted behind the session's front."""
+    """A prompt beside its session's last sequence. Tokens are counted behind what the model wants in front."""
 
     texts: Sequence[TextPart]
     text: bytes
@@ -210,13 +209,6 @@ class _Pair:
     def end(self, n_tokens: int) -> int:
         """Where the text of the session's first tokens ends."""
         return int(self.spelling.ends[n_tokens - 1]) if n_tokens else 0
-
-
-def _n_common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """Items that two runs share at their start."""
-    n = min(len(a), len(b))
-    same = a[:n] == b[:n]
-    return n if same.all() else int(same.argmin())
 
 
 def n_characters(marked: bytes) -> int:

@@ -7,15 +7,10 @@ then; whatever comes of a prompt must spell its text, and be canonical where not
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
-import llama_cpp
 import numpy as np
 import pytest
 
-from llamaslot.app.config import Config
-from llamaslot.app.models import resolve_model
-from llamaslot.backend.llama import library
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.messages import Submit, TextPart, TokensPart
 from llamaslot.core.backend import Tokens
@@ -24,16 +19,6 @@ from llamaslot.engine.anchoring import Anchoring, Prompt, exact_boundaries
 
 START, END = "<|im_start|>", "<|im_end|>"
 WORDS = ["Hello", " world", "\n", "  ", " naïve", " 12", "34", "é", "😀", " the", " of", ".", "\n\n", "x", "日本"]
-
-
-@pytest.fixture(scope="module")
-def vocab() -> Iterator[LlamaVocab]:
-    library.initialise()
-    model = llama_cpp.llama_model_load_from_file(
-        str(resolve_model(Config().model)).encode(), llama_cpp.llama_model_default_params()
-    )
-    yield LlamaVocab(model)
-    llama_cpp.llama_model_free(model)
 
 
 @pytest.fixture

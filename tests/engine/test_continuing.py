@@ -7,16 +7,11 @@ spells its text, with real control tokens where the prompt has them.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from itertools import takewhile
 
-import llama_cpp
 import numpy as np
 import pytest
 
-from llamaslot.app.config import Config
-from llamaslot.app.models import resolve_model
-from llamaslot.backend.llama import library
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.messages import Submit, TextPart, TokensPart
 from llamaslot.core.backend import Tokens
@@ -28,16 +23,6 @@ from llamaslot.text.cuts import Cutter
 from tests.engine.test_anchoring import END, canonical, spelled_otherwise, turn, words
 
 LONG = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep for a while. " * 3
-
-
-@pytest.fixture(scope="module")
-def vocab() -> Iterator[LlamaVocab]:
-    library.initialise()
-    model = llama_cpp.llama_model_load_from_file(
-        str(resolve_model(Config().model)).encode(), llama_cpp.llama_model_default_params()
-    )
-    yield LlamaVocab(model)
-    llama_cpp.llama_model_free(model)
 
 
 class Talk:
@@ -263,14 +248,9 @@ class Spaced(LlamaVocab):
         return super().tokenize(space + text, add_special=add_special, parse_special=parse_special)
 
 
-@pytest.fixture(scope="module")
-def spaced() -> Iterator[Spaced]:
-    library.initialise()
-    model = llama_cpp.llama_model_load_from_file(
-        str(resolve_model(Config().model)).encode(), llama_cpp.llama_model_default_params()
-    )
-    yield Spaced(model)
-    llama_cpp.llama_model_free(model)
+@pytest.fixture
+def spaced(model: int) -> Spaced:
+    return Spaced(model)
 
 
 def continuing_of(vocab: LlamaVocab) -> Continuing:
