@@ -185,10 +185,14 @@ async def test_without_a_folder_or_one_pool_nothing_is_done(tmp_path: Path, unif
         assert refused.error_type == "not_supported_error"
 
 
-async def test_actions_beside_traffic_leave_every_answer_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("n_ctx", "n_reserved", "ram_bytes"), [(1500, 4, 20_000), (1500, 0, 0), (900, 0, 0)])
+async def test_actions_beside_traffic_leave_every_answer_as_it_is(
+    tmp_path: Path, n_ctx: int, n_reserved: int, ram_bytes: int
+) -> None:
     """Saves, restores and erasures of all slots while requests come and go, with invariants checked."""
     rng = random.Random(5)
-    async with served(tmp_path, FakeBackend(n_slots=3, n_ctx=1500, n_reserved=4), ram_bytes=20_000) as engine:
+    backend = FakeBackend(n_slots=3, n_ctx=n_ctx, n_reserved=n_reserved)
+    async with served(tmp_path, backend, ram_bytes=ram_bytes, debug_invariants=True) as engine:
         heads = [f"{name} " * 60 for name in ("one", "two", "three")]
         prompts: dict[str, str] = {}
         acts: list[str] = []
@@ -204,7 +208,7 @@ async def test_actions_beside_traffic_leave_every_answer_as_it_is(tmp_path: Path
             while not engine.events[name]:
                 await engine.wait_a_turn()
         n_restored = sum(isinstance(engine.events[name][0], SlotActed) for name in acts)
-        assert n_restored > 20
+        assert n_restored > 15
         for name, prompt in prompts.items():
             n = len(engine.tokens(name))
             assert engine.text(name) == await alone(prompt, FakeBackend(n_slots=1, n_ctx=1500), max_tokens=n)
