@@ -10,12 +10,13 @@ import pytest
 from bench import decode, synthetic
 from bench.client import BenchmarkError
 
-COUNTS = ("--streams", "2", "--tokens", "8", "--prompt-tokens", "4")
+COUNTS = ("--streams", "2", "--tokens", "1000", "--prompt-tokens", "4")
+"""Long enough that the second stream begins in time, on a busy machine too."""
 
 
 def test_the_engine_alone_gives_a_rate(tmp_path: Path) -> None:
     model = synthetic.ensure("tiny", folder=tmp_path)
-    flags = ("-m", str(model), "-c", "256", "-np", "2", "-t", "1")
+    flags = ("-m", str(model), "-c", "4096", "-np", "2", "-t", "1")
     assert decode.engine_rate([sys.executable, "-m", "bench.engine", *flags, *COUNTS]) > 0
 
 
