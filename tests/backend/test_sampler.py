@@ -16,8 +16,11 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama.sampler import LlamaSampler, highest
 from llamaslot.base.messages import Sampling
 from llamaslot.core.backend import IllegalCallError, Run, Status, Tokens
 from tests.engine.harness import running
@@ -297,3 +300,85 @@ def test_close_frees_the_chain_once(chooser: Chooser, monkeypatch: pytest.Monkey
             sampler.close()
         with pytest.raises(IllegalCallError):
             chooser.backend.sample([(0, sampler)])
+
+
+N_VOCAB = 60_011
+EOG = frozenset({3, 19_000})
+LOGITS = np.linspace(-12.0, 12.0, N_VOCAB, dtype=np.float32)
+TOP = np.argsort(-np.random.default_rng(0).permutation(LOGITS))
+"""All tokens, the best first."""
+
+near_the_top = st.integers(0, 120).map(lambda place: int(TOP[place]))
+anywhere = st.integers(0, N_VOCAB - 1)
+tokens = st.one_of(near_the_top, anywhere, st.sampled_from(sorted(EOG)))
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 0.8, 5.0]),
+    top_k=st.integers(0, 90),
+    top_p=st.sampled_from([0.5, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05]),
+    typical_p=st.sampled_from([0.5, 1.0]),
+    repeat_penalty=st.sampled_from([0.9, 1.0, 1.1, 3.0]),
+    repeat_last_n=st.sampled_from([-1, 0, 8, 64]),
+    presence_penalty=st.sampled_from([-1.0, 0.0, 2.0]),
+    frequency_penalty=st.sampled_from([0.0, 1.5]),
+    seed=st.integers(0, 2**32 - 1),
+    logit_bias=st.dictionaries(tokens, st.sampled_from([-math.inf, -5.0, 0.5, 30.0]), max_size=12),
+    ignore_eos=st.booleans(),
+)
+
+
+def sampler_of(sampling: Sampling, history: Sequence[int]) -> LlamaSampler:
+    return LlamaSampler(sampling, history=ids(history), n_ctx=128, n_vocab=N_VOCAB, eog=EOG)
+
+
+@given(sampling=samplings, history=st.lists(tokens, max_size=80))
+@example(Sampling(top_k=5, logit_bias={int(TOP[100]): 0.5}), [])
+@example(Sampling(top_k=5, ignore_eos=True, logit_bias={int(token): -5.0 for token in TOP[:50]}), [])
+@example(Sampling(top_k=5, repeat_last_n=8, presence_penalty=-1.0), [int(TOP[100])])
+@example(Sampling(temperature=0.0, repeat_last_n=8, repeat_penalty=0.5), [int(TOP[100])])
+@example(Sampling(temperature=0.0, repeat_last_n=-1, frequency_penalty=9.0), TOP[:100].tolist())
+def test_few_candidates_give_the_choice_of_all(sampling: Sampling, history: list[int]) -> None:
+    logits = np.empty_like(LOGITS)
+    logits[TOP] = LOGITS[::-1]
+    few, all_of_them = sampler_of(sampling, history), sampler_of(sampling, history)
+    if few._n_best == 0 or highest(logits, few._n_best) is None:
+        return
+    everything = np.arange(N_VOCAB)
+    for _ in range(8):
+        assert few.choose(None, 0, lambda _: logits) == all_of_them._choose_among(everything, logits)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "n"),
+    [
+        (Sampling(), 40),
+        (Sampling(repeat_penalty=1.1), 40 + 64),
+        (Sampling(repeat_penalty=1.1, logit_bias={5: -1.0, 6: 1.0}, ignore_eos=True), 40 + 64 + 1 + len(EOG)),
+        (Sampling(temperature=0.0, presence_penalty=0.5, repeat_last_n=8), 1 + 8),
+        (Sampling(top_k=0), 0),
+        (Sampling(presence_penalty=-0.5), 0),
+        (Sampling(repeat_penalty=0.9), 0),
+    ],
+)
+def test_as_many_candidates_are_taken_as_can_be_chosen(sampling: Sampling, n: int) -> None:
+    assert sampler_of(sampling, [])._n_best == n
+
+
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 234), levels=st.sampled_from([2, 50, 10**6]))
+def test_none_of_the_highest_is_missing(seed: int, n: int, levels: int) -> None:
+    logits = np.random.default_rng(seed).integers(0, levels, N_VOCAB).astype(np.float32)
+    found = highest(logits, n)
+    assert found is not None
+    bound = np.sort(logits)[-n]
+    assert set(np.flatnonzero(logits >= bound)) <= set(found)
+    assert (np.diff(found) > 0).all()
+
+
+def test_what_is_no_number_is_left_to_llama_cpp() -> None:
+    assert highest(np.full(N_VOCAB, np.nan, dtype=np.float32), 40) is None
+    assert highest(np.where(np.arange(N_VOCAB) % 100 == 0, np.nan, LOGITS).astype(np.float32), 40) is None
+
+
+def test_a_small_vocabulary_is_looked_at_whole() -> None:
+    assert highest(np.zeros(500, dtype=np.float32), 40) is None

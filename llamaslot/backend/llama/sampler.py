@@ -1,10 +1,12 @@
 """Choosing the next token: llama.cpp's sampler chains in llama-server's order, and plain argmax where that is all.
 
-The chain reads the logits inside llama.cpp; only the argmax of a greedy request looks at them from here.
+A chain copies, scans and sorts as many candidates as it is given. Where it keeps but the top k, it is given only
+those that can be among them: the same choice, sooner where a vocabulary is large.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -18,6 +20,11 @@ from llamaslot.core.backend import IllegalCallError, Tokens
 Logits: TypeAlias = npt.NDArray[np.float32]
 
 _SEED_MASK = 0xFFFFFFFF
+
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+"""llama.cpp's `llama_token_data`."""
+_BLOCK = 64
+"""Logits of which only the greatest is looked at first."""
 
 
 class LlamaSampler:
@@ -35,8 +42,13 @@ class LlamaSampler:
         penalised = (
             sampling.repeat_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
         ) and self._window > 0
+        self._biases = {**sampling.logit_bias, **{int(token): -np.inf for token in self._banned}}
+        self._raised = np.array([token for token, bias in self._biases.items() if bias > 0], dtype=np.int64)
+        self._n_best = 0
+        """How many of the highest logits it can choose from, beside those that are raised; 0: any."""
         self._chain: Any = None
         if sampling.temperature > 0 or penalised or sampling.logit_bias:
+            self._n_best = self._n_enough(sampling, penalised)
             self._chain = self._build(sampling, penalised)
             if penalised:
                 for token in history[-self._window :]:
@@ -47,7 +59,10 @@ class LlamaSampler:
         if self._closed:
             raise IllegalCallError("sampling with a freed sampler")
         if self._chain is not None:
-            return int(llama_cpp.llama_sampler_sample(self._chain, context, row))
+            best = highest(logits_of(row), self._n_best) if self._n_best else None
+            if best is None:
+                return int(llama_cpp.llama_sampler_sample(self._chain, context, row))
+            return self._choose_among(np.union1d(best, self._raised), logits_of(row))
         logits = logits_of(row)
         token = int(logits.argmax())
         if len(self._banned) and token in self._banned:
@@ -64,6 +79,28 @@ class LlamaSampler:
         if self._chain is not None:
             llama_cpp.llama_sampler_free(self._chain)
 
+    def _choose_among(self, tokens: npt.NDArray[np.int64], logits: Logits) -> int:
+        candidates = np.zeros(len(tokens), _CANDIDATE)
+        candidates["id"] = tokens
+        candidates["logit"] = logits[tokens]
+        data = candidates.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token_data))
+        array = llama_cpp.llama_token_data_array(data=data, size=len(tokens), selected=-1, sorted=False)
+        llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
+        if array.selected < 0:
+            raise IllegalCallError(f"llama.cpp chose none of {len(tokens)} tokens")
+        token = int(array.data[array.selected].id)
+        llama_cpp.llama_sampler_accept(self._chain, token)
+        return token
+
+    def _n_enough(self, sampling: Sampling, penalised: bool) -> int:
+        """The top k, and as many more as can be lowered below others; see `_n_best`."""
+        k = sampling.top_k if sampling.temperature > 0 else 1
+        lowest = min(sampling.repeat_penalty - 1.0, sampling.presence_penalty, sampling.frequency_penalty)
+        if k <= 0 or (penalised and lowest < 0.0):
+            return 0
+        n_lowered = len(self._biases) - len(self._raised) + (self._window if penalised else 0)
+        return k + n_lowered
+
     def _build(self, sampling: Sampling, penalised: bool) -> Any:
         chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
         for link in self._links(sampling, penalised):
@@ -72,10 +109,9 @@ class LlamaSampler:
 
     def _links(self, sampling: Sampling, penalised: bool) -> list[Any]:
         links = []
-        biases = {**sampling.logit_bias, **{int(token): -np.inf for token in self._banned}}
-        if biases:
-            array = (llama_cpp.llama_logit_bias * len(biases))(*biases.items())
-            links.append(llama_cpp.llama_sampler_init_logit_bias(self._n_vocab, len(biases), array))
+        if self._biases:
+            array = (llama_cpp.llama_logit_bias * len(self._biases))(*self._biases.items())
+            links.append(llama_cpp.llama_sampler_init_logit_bias(self._n_vocab, len(self._biases), array))
         if penalised:
             links.append(
                 llama_cpp.llama_sampler_init_penalties(
@@ -97,3 +133,18 @@ class LlamaSampler:
             llama_cpp.llama_sampler_init_temp(sampling.temperature),
             llama_cpp.llama_sampler_init_dist(sampling.seed & _SEED_MASK),
         ]
+
+
+def highest(logits: Logits, n: int) -> npt.NDArray[np.int64] | None:
+    """The ids of at least the `n` highest logits, in ascending order; None where that would be too many to pay, or
+    not all are numbers.
+
+    The n-th greatest of the blocks' greatest is a bound that at least `n` logits reach, hence all of the highest.
+    """
+    n_blocks = len(logits) // _BLOCK
+    if n > n_blocks // 4:
+        return None
+    greatest = logits[: n_blocks * _BLOCK].reshape(_BLOCK, n_blocks).max(axis=0)
+    bound = np.partition(greatest, n_blocks - n)[n_blocks - n]
+    found = np.flatnonzero(logits >= bound)
+    return found if len(found) >= n else None
