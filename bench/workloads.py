@@ -25,6 +25,9 @@ PADDING = 256
 """Cells that a pool, or a slot's part of it, grows by."""
 FEW, MANY = 4, 20
 """Pairs that it takes to judge a bound far from 1, and one near it."""
+GREEDY: Mapping[str, float] = {"temperature": 0}
+SAMPLED: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repeat_penalty": 1.1}
+"""Ollama's defaults."""
 PATIENCE = 3.0
 """Seconds after which a server may have written what it keeps over a restart."""
 
@@ -65,9 +68,15 @@ class Play:
         """The same, scaled."""
         return self.text(max(round(n_tokens * self.scale), 8))
 
-    async def ask(self, *messages: Message, n_reply: int = REPLY, measured: bool = True) -> Answer:
+    async def ask(
+        self,
+        *messages: Message,
+        n_reply: int = REPLY,
+        measured: bool = True,
+        sampling: Mapping[str, float] = GREEDY,
+    ) -> Answer:
         """Stream one answer of exactly `n_reply` tokens."""
-        answer = await self.server.client.chat(messages, temperature=0, max_tokens=n_reply, ignore_eos=True)
+        answer = await self.server.client.chat(messages, **sampling, max_tokens=n_reply, ignore_eos=True)
         if answer.completion_tokens not in (0, n_reply) or answer.finish_reason != "length":
             raise BenchmarkError(
                 f"an answer of {n_reply} tokens ended as {answer.finish_reason or 'cut off'!r}, "
@@ -218,9 +227,10 @@ async def low_reuse(play: Play) -> None:
         await play.ask(user(play.long(1000)))
 
 
-async def decode(play: Play, *, n_streams: int) -> None:
+async def decode(play: Play, *, n_streams: int, sampling: Mapping[str, float] = GREEDY) -> None:
     """Short prompts side by side, 128 tokens each."""
-    await asyncio.gather(*(play.ask(user(play.text(16)), n_reply=128) for _ in range(n_streams)))
+    prompts = [user(play.text(16)) for _ in range(n_streams)]
+    await asyncio.gather(*(play.ask(prompt, n_reply=128, sampling=sampling) for prompt in prompts))
 
 
 async def long_prefill(play: Play) -> None:
@@ -272,6 +282,7 @@ WORKLOADS = (
     Workload("decode 1", lambda play: decode(play, n_streams=1), 256, n_pairs=MANY),
     Workload("decode 4", lambda play: decode(play, n_streams=4), 256, n_pairs=MANY),
     Workload("decode 8", lambda play: decode(play, n_streams=8), 256, n_pairs=MANY),
+    Workload("sampled 8", lambda play: decode(play, n_streams=8, sampling=SAMPLED), 256, n_pairs=MANY),
     Workload("long prefill", long_prefill, 16_100),
     Workload("restart", restart, 1500, flags={"llamaslot": ("--cache-disk", FOLDER)}),
     Workload("memory", memory, 900, flags={"llama-server": ("--cache-ram", "0")}, weighs=True),
