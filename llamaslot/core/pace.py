@@ -1,4 +1,5 @@
-"""When the disk is asked for what: which segments are to be written by now, and whether reading takes too long.
+"""When the disk is asked for what: which segments are to be written by now, whether reading takes too long, and
+whether the disk answers at all.
 
 Times are seconds on the caller's clock.
 """
@@ -13,6 +14,8 @@ OPEN_SECONDS = 2.0
 """How long the last segment of a path lies before it is written."""
 PAUSE_SECONDS = 30.0
 """How long nothing is written after a write failed, and a segment not read that could not be."""
+SILENT_SECONDS = 10.0
+"""How long somebody waits for a disk that reads nothing: several times what the slowest takes for a segment."""
 _WEIGHT = 0.2
 """Share of the newest reading in the mean."""
 
@@ -86,3 +89,32 @@ class ReadRate:
     def us(self, now: float) -> float | None:
         """Microseconds a token; None where nothing was read of late, so that a slow disk is tried again."""
         return self._us if now < self._until else None
+
+
+class Reader:
+    """Whether the disk answers what is asked of it, one reading after another."""
+
+    def __init__(self) -> None:
+        self.is_silent = False
+        """Whether it was given up on, and nothing was heard of it since."""
+        self._waited_since: float | None = None
+
+    @property
+    def due_at(self) -> float | None:
+        """When it is given up on, if nothing is heard before; None if nothing is asked."""
+        return None if self._waited_since is None else self._waited_since + SILENT_SECONDS
+
+    def asked(self, now: float) -> None:
+        """It is to read something."""
+        if self._waited_since is None:
+            self._waited_since = now
+
+    def answered(self, now: float, *, more: bool) -> None:
+        """It has, or could not; whether there is more to read."""
+        self.is_silent = False
+        self._waited_since = now if more else None
+
+    def give_up(self) -> None:
+        """Nothing was heard of it for too long."""
+        self.is_silent = True
+        self._waited_since = None

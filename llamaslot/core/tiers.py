@@ -26,7 +26,7 @@ from collections.abc import Container, Sequence
 from llamaslot.base.model import SegmentSize
 from llamaslot.core.disk import Erase, Job, Read, Record, Use, Write, path_digest, path_of
 from llamaslot.core.node import WIDTH
-from llamaslot.core.pace import PAUSE_SECONDS, ReadRate, WriteQueue
+from llamaslot.core.pace import PAUSE_SECONDS, Reader, ReadRate, WriteQueue
 from llamaslot.core.segments import LARGEST, Segment, SegmentTree, Stored
 from llamaslot.core.spaces import is_private
 from llamaslot.core.tier import Tier
@@ -69,6 +69,7 @@ class Tiers:
         self._to_write = WriteQueue(self.tree.is_open)
         """What is in front of them was on disk when they came."""
         self._reads = ReadRate()
+        self._reader = Reader()
         self._discarded: list[int] = []
         self._used: dict[int, None] = {}
         """Those on disk at the ends of the paths that were used, in that order."""
@@ -79,8 +80,12 @@ class Tiers:
     def stored(self, space: str, tokens: bytes, start: int) -> list[Stored]:
         """What can be loaded of `tokens` from `start` on, now or once it is read, without a gap."""
         found = self.tree.stored(space, tokens, start)
-        n = next((i for i, each in enumerate(found) if each.segment.unreadable_until > self._now), len(found))
+        n = next((i for i, each in enumerate(found) if not self._can_be_loaded(each.segment)), len(found))
         return found[:n]
+
+    def _can_be_loaded(self, segment: Segment) -> bool:
+        is_read = self.is_at_hand(segment) or not self._reader.is_silent
+        return is_read and segment.unreadable_until <= self._now
 
     def missing(self, space: str, tokens: bytes, start: int) -> list[tuple[int, int]]:
         """See `SegmentTree.missing`."""
@@ -106,8 +111,14 @@ class Tiers:
 
     @property
     def due_at(self) -> float | None:
-        """When something is to be written, if nothing happens before; None if nothing is."""
-        return self._to_write.due_at if len(self.writing) < _MOST_WRITES else None
+        """When something is to be written, or given up, if nothing happens before; None if nothing is."""
+        writes_at = self._to_write.due_at if len(self.writing) < _MOST_WRITES else None
+        return min((each for each in (writes_at, self._reader.due_at) if each is not None), default=None)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the disk reads nothing any more: what is there alone is not known until it does."""
+        return self._reader.is_silent
 
     @property
     def lags(self) -> bool:
@@ -118,11 +129,15 @@ class Tiers:
     # --- changing ---
 
     def tend(self, now: float) -> None:
-        """Begin a plan at this time: nobody is about to load anything yet, and what has lain for long enough is
-        written.
+        """Begin a plan at this time: nobody is about to load anything yet, nobody waits any longer for a disk that is
+        silent, and what has lain for long enough is written.
         """
         self._now = now
         self.guarded.clear()
+        if (due_at := self._reader.due_at) is not None and due_at <= now:
+            self._reader.give_up()
+            while self.reading:
+                self.ram.drop(self.reading.pop())
         while len(self.writing) < _MOST_WRITES and (segment := self._to_write.take(now)) is not None:
             if self._can_be_written(segment):
                 self._write(segment)
@@ -178,6 +193,7 @@ class Tiers:
             self.ram.put(segment)
             self.reading.add(segment)
             self._jobs.append(Read(segment.number))
+            self._reader.asked(self._now)
 
     def give_up(self, space: str, tokens: bytes, fork: int) -> tuple[int, int]:
         """Discard the segments on the path of some tokens that lie behind a position where something else goes on;
@@ -235,11 +251,9 @@ class Tiers:
 
     def was_read(self, number: int, seconds: float, now: float) -> Segment | None:
         """The bytes for a `Read` are there, after so long: the segment, if they are still wanted."""
-        self._now = now
-        segment = self.ram.get(number)
-        if segment is None or segment not in self.reading:
+        segment = self._answered(number, now)
+        if segment is None:
             return None
-        self.reading.remove(segment)
         self.n_read += segment.n_tokens
         self._reads.note(segment.n_tokens, seconds, self._now)
         segment.is_fresh = True
@@ -247,15 +261,14 @@ class Tiers:
 
     def was_not_read(self, number: int, now: float) -> None:
         """There are no bytes for a `Read` now: nor is what is stored behind them loaded for a while."""
-        self._now = now
-        segment = self.ram.get(number)
-        if segment is not None and segment in self.reading:
-            self.reading.remove(segment)
+        segment = self._answered(number, now)
+        if segment is not None:
             self.ram.drop(segment)
-            segment.unreadable_until = self._now + PAUSE_SECONDS
+            segment.unreadable_until = now + PAUSE_SECONDS
 
-    def was_bad(self, number: int) -> None:
+    def was_bad(self, number: int, now: float) -> None:
         """A file was not as it was written: what is on disk behind it leaves with it."""
+        self._now = now
         self.n_bad += 1
         segment = self.disk.get(number)
         gone = [segment] if segment is not None else []
@@ -263,6 +276,16 @@ class Tiers:
             gone += [behind for behind in each.behind() if behind in self.disk]
         for each in reversed(gone):
             self._leave_disk(each)
+        self._reader.answered(now, more=bool(self.reading))
+
+    def _answered(self, number: int, now: float) -> Segment | None:
+        """The segment of this number, which is not being read any more; None if it was not."""
+        self._now = now
+        segment = next((each for each in self.reading if each.number == number), None)
+        if segment is not None:
+            self.reading.remove(segment)
+        self._reader.answered(now, more=bool(self.reading))
+        return segment
 
     def was_written(self, number: int, now: float, *, is_good: bool) -> None:
         """The answer to a `Write`."""

@@ -41,6 +41,7 @@ class DiskWorker:
         self._ledger = ledger
         self._post = post
         self._clock = clock
+        self._was_silent = False
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-disk-writer")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-disk-reader")
 
@@ -59,6 +60,9 @@ class DiskWorker:
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Begin with jobs of which the operations before them are done."""
+        if self._ledger.tiers.is_silent != self._was_silent:
+            self._was_silent = not self._was_silent
+            _log.error("disk.silent") if self._was_silent else _log.info("disk.answers_again")
         for job in jobs:
             match job:
                 case Write():
@@ -125,7 +129,7 @@ class DiskWorker:
         def done() -> None:
             error = future.exception()
             if isinstance(error, BadSegmentError):
-                self._ledger.tiers.was_bad(job.number)
+                self._ledger.tiers.was_bad(job.number, self._clock())
             elif error is not None:
                 _log.error("disk.read_failed", segment=job.number, exc_info=error)
                 self._ledger.tiers.was_not_read(job.number, self._clock())

@@ -393,7 +393,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.unreadable |= {segment.number for segment in tiers.reading if segment.number == number}
                 tiers.was_not_read(number, self.now)
             else:
-                tiers.was_bad(number)
+                tiers.was_bad(number, self.now)
         self.take_jobs(self.scheduler.ledger.take_jobs())
 
     def take_jobs(self, jobs: list[Job]) -> None:

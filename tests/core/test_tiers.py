@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from llamaslot.base.model import SegmentSize
 from llamaslot.core.disk import Erase, Read, Use, Write
 from llamaslot.core.node import packed
-from llamaslot.core.pace import OPEN_SECONDS, PAUSE_SECONDS
+from llamaslot.core.pace import OPEN_SECONDS, PAUSE_SECONDS, SILENT_SECONDS
 from llamaslot.core.segments import Segment
 from llamaslot.core.spaces import private
 from llamaslot.core.tiers import Tiers
@@ -126,7 +126,8 @@ class TiersMachine(RuleBasedStateMachine):
             assert self.tiers.is_at_hand(each.segment) or known.on_disk
             at = each.end
         behind = [known for known in self.known.values() if known.has(space, tokens, at)]
-        assert all(known.segment.unreadable_until > self.seconds for known in behind)
+        is_silent = self.tiers.is_silent
+        assert all(k.segment.unreadable_until > self.seconds or (is_silent and not k.in_ram) for k in behind)
 
     @rule(space=SPACES, tokens=SOME, share=st.sampled_from([0, 0, 0.5]))
     def store(self, space: str, tokens: Path, share: float) -> None:
@@ -206,10 +207,13 @@ class TiersMachine(RuleBasedStateMachine):
 
     # --- the disk ---
 
-    @rule(seconds=st.sampled_from([0.0, 0.0, OPEN_SECONDS, PAUSE_SECONDS]))
+    @rule(seconds=st.sampled_from([0.0, 0.0, OPEN_SECONDS, SILENT_SECONDS, PAUSE_SECONDS]))
     def wait(self, seconds: float) -> None:
         self.seconds += seconds
+        was_silent, was_reading = self.tiers.is_silent, bool(self.tiers.reading)
         self.tiers.tend(self.seconds)
+        assert self.tiers.is_silent >= was_silent
+        assert not (was_reading and seconds >= SILENT_SECONDS) or (self.tiers.is_silent and not self.tiers.reading)
         self.follow()
         due_at = self.tiers.due_at
         assert due_at is None or due_at > self.seconds
@@ -247,11 +251,12 @@ class TiersMachine(RuleBasedStateMachine):
                 assert self.files.path(number) == (known.space, known.path), "the bytes are another prefix's"
                 assert (segment, segment.start, segment.end) == (known.segment, known.start, len(known.path))
         elif answer == "bad":
-            self.tiers.was_bad(number)
+            self.tiers.was_bad(number, self.seconds)
         else:
             self.tiers.was_not_read(number, self.seconds)
         self.follow()
         assert known is None or known.segment not in self.tiers.reading
+        assert not self.tiers.is_silent
 
     @rule(ram=st.sampled_from([0.5, 1, 1, 1]))
     def be_killed(self, ram: float) -> None:
@@ -438,12 +443,32 @@ def test_what_cannot_be_read_is_left_alone_for_a_while() -> None:
     assert [each.segment for each in tiers.stored("", path, 0)] == [gone]
 
 
+def test_nobody_waits_for_ever_for_a_disk_that_does_not_answer() -> None:
+    tiers = Tiers(300, SegmentSize(0, 1), 100, disk_bytes=1000)
+    first, second = chain(tiers, 2)
+    chain(tiers, 3, first=1000)
+    path = run_of(tuple(range(200)))
+    tiers.tend(1000.0)
+    tiers.want([first, second])
+    assert tiers.due_at == 1000.0 + SILENT_SECONDS
+    assert tiers.was_read(first.number, 1e-3, 1005.0) is first
+    assert tiers.due_at == 1005.0 + SILENT_SECONDS
+    tiers.tend(1005.0 + SILENT_SECONDS)
+    assert tiers.is_silent
+    assert tiers.reading == set()
+    assert tiers.due_at is None
+    tiers.check()
+    assert [each.segment for each in tiers.stored("", path, 0)] == [first]
+    assert tiers.was_read(second.number, 60.0, 1100.0) is None
+    assert [each.segment for each in tiers.stored("", path, 0)] == [first, second]
+
+
 def test_what_lies_behind_a_bad_file_leaves_the_disk_with_it() -> None:
     tiers = Tiers(100, SegmentSize(0, 1), 100, disk_bytes=1000)
     path = chain(tiers, 3)
     other = chain(tiers, 1, first=1000)
     tiers.take_jobs()
-    tiers.was_bad(path[0].number)
+    tiers.was_bad(path[0].number, 1000.0)
     assert list(tiers.disk) == other
     assert tiers.take_jobs() == [Erase((each.number,)) for each in reversed(path)]
 

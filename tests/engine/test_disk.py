@@ -173,6 +173,18 @@ async def test_a_disk_that_takes_long_to_fail_is_given_up(tmp_path: Path, monkey
         assert end.progress.n_cached == 0
 
 
+async def test_a_disk_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "SILENT_SECONDS", 0.1)
+    async with restarted(tmp_path, Held) as (harness, store):
+        for name in "xyz":
+            end = await harness.submit(name, HEAD + name)
+            assert isinstance(end, Finished)
+            assert harness.text(name) == await alone(HEAD + name, backend())
+        assert store.n_reads == 1
+
+
 async def test_prefixes_that_do_not_fit_into_ram_together_come_from_the_disk_in_turn(tmp_path: Path) -> None:
     prompts = ["".join(f"{name}{i} " for i in range(600))[:1500] for name in "xyz"]
     n_bytes = 4 * SEGMENT_SIZE.of(512)
