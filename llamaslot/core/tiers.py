@@ -129,8 +129,8 @@ class Tiers:
     # --- changing ---
 
     def tend(self, now: float) -> None:
-        """Begin a plan at this time: nobody is about to load anything yet, nobody waits any longer for a disk that is
-        silent, and what has lain for long enough is written.
+        """Begin a plan at this time: nobody is about to load anything yet, nobody waits longer for a silent disk, and
+        what has lain for long enough is written.
         """
         self._now = now
         self.guarded.clear()
