@@ -21,6 +21,7 @@ from llamaslot.core.backend import (
     Kv,
     Load,
     Move,
+    NotSavedError,
     Operation,
     Remove,
     Run,
@@ -80,6 +81,8 @@ class Recorder:
         self.held = [Held() for _ in range(self.n_seqs)]
         self.spaces: dict[int, str] = {}
         self.failure: Failure | None = None
+        self.refused: set[int] = set()
+        """Segments for which there is no memory."""
         self.has_lost = False
         """Whether cells ever went without being removed, so that nobody can know where the others lie."""
         self.samplers: list[Sampler] = []
@@ -126,6 +129,8 @@ class Recorder:
     # --- the backend ---
 
     def change(self, operation: Operation) -> None:
+        if isinstance(operation, Save) and operation.segment in self.refused:
+            raise NotSavedError(operation.segment)
         self.inner.change(operation)
         if isinstance(operation, Remove):
             self.held[operation.seq].cut(operation.keep)

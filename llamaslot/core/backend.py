@@ -27,6 +27,14 @@ class IllegalCallError(AssertionError):
     """A call that llama.cpp must never see: a bug in this project, not in a request."""
 
 
+class NotSavedError(Exception):
+    """There is no memory for what a `Save` was to store; nothing was changed."""
+
+    def __init__(self, segment: int) -> None:
+        super().__init__(f"no memory for segment {segment}")
+        self.segment = segment
+
+
 class Status(IntEnum):
     """Answers of `llama_decode`."""
 
@@ -116,7 +124,7 @@ class CopyStream:
 class Save:
     """Store the KV of `src` in `[start, end)` off the pool, under a number that is not in use.
 
-    `scratch` holds nothing before and after.
+    The one operation that can fail without a bug: `NotSavedError`. `scratch` holds nothing before and after.
     """
 
     segment: int

@@ -102,6 +102,11 @@ class CellMap:
         """The cells of positions `[start, end)` of a sequence, in that order; without bounds, of all it holds."""
         return self._part(seq, start, end).astype(np.int32)
 
+    @property
+    def segments(self) -> Iterable[int]:
+        """The numbers of the segments whose order of cells is known."""
+        return self._segments.keys()
+
     def next_free(self, n: int) -> Cells:
         """The lowest free cells, at most `n` of them, ascending."""
         self._place()

@@ -244,6 +244,10 @@ class Ledger(ABC):
         """Let it be so late for what is stored; called once a plan, before anything is fetched."""
         return
 
+    def was_not_saved(self, number: int) -> None:
+        """There was no memory for a segment that the last plan was to store."""
+        raise AssertionError(f"segment {number} was never stored")
+
     def take_jobs(self) -> list[Job]:
         """What the disk has to do, once the operations are done that were taken before."""
         return []

@@ -13,7 +13,9 @@ from llamaslot.core.segments import Segment
 OPEN_SECONDS = 2.0
 """How long the last segment of a path lies before it is written."""
 PAUSE_SECONDS = 30.0
-"""How long nothing is written after a write failed, and a segment not read that could not be."""
+"""How long nothing is written after a write failed, a segment not read that could not be, and nothing stored where
+there was no memory for it.
+"""
 SILENT_SECONDS = 10.0
 """How long somebody waits for a disk that reads nothing: several times what the slowest takes for a segment."""
 _WEIGHT = 0.2

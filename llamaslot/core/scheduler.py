@@ -180,6 +180,8 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Sampled | Broke]:
         """Let the state follow what the backend did for `plan`."""
+        for segment in result.unsaved:
+            self.ledger.was_not_saved(segment)
         if not plan.work:
             return []
         requests = {request.id: request for work in plan.work for request in (work.request, *work.siblings)}

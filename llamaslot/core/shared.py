@@ -249,6 +249,11 @@ class SharedLedger(Ledger):
         segment.cell_order = self.cells.cell_order(segment.number)
         return Write(replace(job.record, cell_order=segment.cell_order))
 
+    def was_not_saved(self, number: int) -> None:
+        """See `Ledger.was_not_saved`."""
+        self.cells.discard(number)
+        self.tiers.was_not_saved(number)
+
     def was_read(self, number: int, seconds: float, now: float) -> range | None:
         """The bytes for a `Read` are there: the positions that they are for, if they are still wanted."""
         segment = self.tiers.was_read(number, seconds, now)
@@ -345,6 +350,8 @@ class SharedLedger(Ledger):
         assert self.cells.n_used == self.n_used
         self._doubles.check()
         self.tiers.check()
+        at_hand = {segment.number for segment in self.tiers.ram if self.tiers.is_at_hand(segment)}
+        assert {number for number in self.cells.segments if number >= 0} == at_hand
 
     # --- inside ---
 

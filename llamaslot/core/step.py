@@ -10,12 +10,22 @@ follow in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from llamaslot.core.backend import Backend, Decoded, Operation, Remove, Run, Sampler, Status
+from llamaslot.core.backend import (
+    Backend,
+    Decoded,
+    Discard,
+    NotSavedError,
+    Operation,
+    Remove,
+    Run,
+    Sampler,
+    Status,
+)
 from llamaslot.core.disk import Job
 from llamaslot.core.request import Request
 
@@ -69,15 +79,16 @@ class StepResult:
     """When decoding began, on the caller's clock: behind the operations."""
     seconds: float
     """Time that decoding and sampling took."""
+    unsaved: frozenset[int] = frozenset()
+    """Segments for which there was no memory."""
 
 
 def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepResult:
     """Carry out a plan. Raises only what is a bug or the end of the backend."""
-    for operation in plan.operations:
-        backend.change(operation)
+    unsaved = _change(plan.operations, backend)
     started = clock()
     if not plan.work:
-        return StepResult(Decoded(Status.OK, {}), {}, {}, {}, started, 0.0)
+        return StepResult(Decoded(Status.OK, {}), {}, {}, {}, started, 0.0, unsaved)
     decoded = _decode(plan, backend)
     tokens: dict[str, int] = {}
     made: dict[str, Sampler] = {}
@@ -96,7 +107,21 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
         tokens = dict(zip(names, backend.sample(draws), strict=True))
     else:
         lengths = {work.run.seq: backend.seq_len(work.run.seq) for work in plan.work}
-    return StepResult(decoded, tokens, made, lengths, started, clock() - started)
+    return StepResult(decoded, tokens, made, lengths, started, clock() - started, unsaved)
+
+
+def _change(operations: Sequence[Operation], backend: Backend) -> frozenset[int]:
+    """Carry out operations; the segments for which there was no memory, and which none of them may load."""
+    unsaved: set[int] = set()
+    for operation in operations:
+        if isinstance(operation, Discard) and operation.segment in unsaved:
+            unsaved.remove(operation.segment)
+            continue
+        try:
+            backend.change(operation)
+        except NotSavedError as error:
+            unsaved.add(error.segment)
+    return frozenset(unsaved)
 
 
 def _decode(plan: StepPlan, backend: Backend) -> Decoded:

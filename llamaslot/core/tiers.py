@@ -62,6 +62,7 @@ class Tiers:
         """Files so far that were not as they were written."""
         self._size = size
         self._now = 0.0
+        self._stores_again_at = 0.0
         self._n_uses = 0
         self._replaced: dict[int, int] = {}
         """Bytes of the files that stay until what replaces them is there, by number."""
@@ -96,7 +97,9 @@ class Tiers:
         return segment in self.ram and segment not in self.reading
 
     def fits(self, space: str, tokens: bytes, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Whether RAM has room for these ranges of `tokens`, if all went that may."""
+        """Whether RAM has room for these ranges of `tokens`, if all went that may, and the host for RAM."""
+        if self._now < self._stores_again_at:
+            return False
         path = set(self.tree.path(space, tokens))
         replaced = {s for s in path if any(start <= s.start and s.end <= end for start, end in ranges)}
         stuck = (path | self.reading | self.writing | self.guarded) - replaced
@@ -129,8 +132,8 @@ class Tiers:
     # --- changing ---
 
     def tend(self, now: float) -> None:
-        """Begin a plan at this time: nobody is about to load anything yet, nobody waits longer for a silent disk, and
-        what has lain for long enough is written.
+        """Begin a plan at this time: nobody is about to load anything yet, nobody waits longer for a silent disk,
+        and what has lain for long enough is written.
         """
         self._now = now
         self.guarded.clear()
@@ -246,6 +249,17 @@ class Tiers:
         assert all(segment in self.ram and segment in self.disk for segment in self.reading | self.writing)
         assert not self.reading & self.writing
         assert all(segment in self.ram and segment not in self.disk for segment in self._to_write)
+
+    def was_not_saved(self, number: int) -> None:
+        """There was no memory for a new segment: it is gone, and nothing is stored for a while."""
+        self._stores_again_at = self._now + PAUSE_SECONDS
+        segment = self.ram.get(number)
+        if segment is None:
+            return
+        if segment in self.disk:
+            self._leave_disk(segment)
+        self._leave_ram(segment)
+        self._discarded.remove(number)
 
     # --- what the disk answers ---
 

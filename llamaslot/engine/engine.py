@@ -271,6 +271,8 @@ class Engine:
         if self._disk is not None:
             self._disk.start(plan.jobs)
         self._slot_actions.done()
+        if result.unsaved:
+            _log.error("ram.no_memory", segments=len(result.unsaved))
         now = result.started + result.seconds
         for outcome in self.scheduler.commit(plan, result, now):
             if isinstance(outcome, Sampled):

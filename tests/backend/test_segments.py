@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from bench import synthetic
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, segments
 from llamaslot.backend.llama.loading import parts
-from llamaslot.core.backend import Copy, Discard, IllegalCallError, Load, Remove, Run, Save, Status
+from llamaslot.core.backend import Copy, Discard, IllegalCallError, Load, NotSavedError, Remove, Run, Save, Status
 from tests.noise import Noise
 
 N_CTX = 512
@@ -193,3 +193,21 @@ def test_what_kv_depends_on_is_told(tiny_model: Path) -> None:
 def test_a_model_in_parts_has_several_files() -> None:
     assert parts(Path("/m/a-00001-of-00003.gguf")) == [Path(f"/m/a-0000{i}-of-00003.gguf") for i in (1, 2, 3)]
     assert parts(Path("/m/a.gguf")) == [Path("/m/a.gguf")]
+
+
+def test_a_segment_for_which_there_is_no_memory_leaves_everything_as_it_was(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(n_bytes: int) -> Any:
+        raise MemoryError
+
+    with loaded(tiny_model) as backend:
+        feed(backend, 0, PROMPT)
+        with monkeypatch.context() as patched:
+            patched.setattr(segments, "new_kv", nothing)
+            with pytest.raises(NotSavedError) as error:
+                backend.change(Save(7, 0, 50, 100, SCRATCH))
+        assert error.value.segment == 7
+        assert backend.kv_of(7) is None
+        assert [len(backend.seq_range(seq)) for seq in range(6)] == [200, 0, 0, 0, 0, 0]
+        backend.change(Save(7, 0, 50, 100, SCRATCH))

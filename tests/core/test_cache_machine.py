@@ -203,6 +203,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.states: dict[int, Kv] = {}
         """What the files hold."""
         self.unreadable: set[int] = set()
+        self.is_short = self.was_short = False
+        """Whether there is no memory to save in, and whether there ever was none."""
         self.scheduler = Scheduler(
             SchedulerSettings(
                 n_slots=info.n_slots,
@@ -343,6 +345,13 @@ class CacheMachine(RuleBasedStateMachine):
     def fail_next(self, status: Status, n_applied: int, loses: bool) -> None:
         self.backend.failure = Failure(status, n_applied * self.stretch, loses)
 
+    @precondition(lambda self: self.shape.ram)
+    @rule(is_short=st.sampled_from([False, False, True]))
+    def run_out_of_memory(self, is_short: bool) -> None:
+        if self.is_short and not is_short:
+            self.now += pace.PAUSE_SECONDS
+        self.is_short = is_short
+
     @rule(n=st.integers(5, 15), n_ahead=st.integers(0, 3), n_jobs=st.integers(0, 2))
     def go_on(self, n: int, n_ahead: int, n_jobs: int) -> None:
         self.step(n, n_ahead, is_late=False, n_jobs=n_jobs)
@@ -429,8 +438,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert not holders & {asked.slot for asked in self.running}, "moved while it runs"
                 COUNTS["moves"] += 1
                 COUNTS["moves while idle"] += not self.living
-        apply(replace(plan, work=[]), self.backend, lambda: self.now)
-        self.take_jobs(plan.jobs)
+        self.carry_out(plan)
         for asked in admitted:
             asked.n_start = self.n_known(asked)
             asked.promise = self.backend.named(asked.space, asked.known)
@@ -447,6 +455,24 @@ class CacheMachine(RuleBasedStateMachine):
         self.check_work(plan, was_suspected)
         self.is_recovering, self.shaken = False, set()
         return replace(plan, operations=[], jobs=[])
+
+    def carry_out(self, plan: StepPlan) -> None:
+        """All of a plan but its work. Where memory is short, nothing is saved that it does not load at once."""
+        loaded = {each.segment for each in plan.operations if isinstance(each, Load)}
+        saved = {each.segment for each in plan.operations if isinstance(each, Save)}
+        self.backend.refused = saved - loaded if self.is_short else set()
+        only = replace(plan, work=[])
+        result = apply(only, self.backend, lambda: self.now)
+        jobs = []
+        for job in plan.jobs:
+            if isinstance(job, Write) and job.record.number in result.unsaved:
+                self.tiers.was_written(job.record.number, self.now, is_good=False)
+            else:
+                jobs.append(job)
+        self.scheduler.commit(only, result, self.now)
+        self.take_jobs(jobs)
+        self.was_short |= bool(result.unsaved)
+        COUNTS["not saved"] += len(result.unsaved)
 
     def note_places(self, plan: StepPlan) -> list[Asked]:
         """Who runs where from now on; those who came to run are returned."""
@@ -644,7 +670,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert asked.n_start == 0 or asked.submit.group
             running = [other for other in self.running if other not in admitted]
             # A RAM that is too small may lose what was known when they were admitted.
-            is_lossy = 0 < self.shape.ram < 10 or self.unreadable or 0 < self.shape.disk < 10
+            is_lossy = 0 < self.shape.ram < 10 or self.unreadable or 0 < self.shape.disk < 10 or self.was_short
             waits = self.waits(asked, asked.n_start, running)
             assert not waits or is_lossy, "computed side by side with its leader"
             for other in admitted[: admitted.index(asked)]:
@@ -745,7 +771,7 @@ class CacheMachine(RuleBasedStateMachine):
             n_bytes = sum(self.size_of(len(segment.tokens)) for segment in self.backend.segments.values())
             is_full = self.ram_bytes - n_bytes < 2 * self.size_of(self.largest) or 0 < self.shape.disk < 10
             # A RAM of a pool or less has no room for the longest prefixes.
-            assert is_full or self.shape.ram < 10, "lost while there is room in RAM"
+            assert is_full or self.shape.ram < 10 or self.was_short, "lost while there is room in RAM"
             COUNTS["losses for RAM"] += 1
             return
         if self.shape.idle_cells is not None and len(self.idle) == self.shape.idle_cells:
@@ -907,5 +933,5 @@ class FakeMachine(CacheMachine):
         assert all(sampler.closed for sampler in self.backend.samplers)
 
 
-FakeMachine.TestCase.settings = settings(max_examples=2000 if LONG else 100, stateful_step_count=100, deadline=None)
+FakeMachine.TestCase.settings = settings(max_examples=2000 if LONG else 60, stateful_step_count=100, deadline=None)
 TestCache = FakeMachine.TestCase

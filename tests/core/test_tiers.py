@@ -443,6 +443,26 @@ def test_what_cannot_be_read_is_left_alone_for_a_while() -> None:
     assert [each.segment for each in tiers.stored("", path, 0)] == [gone]
 
 
+def test_what_there_was_no_memory_for_is_gone_and_nothing_is_stored_for_a_while() -> None:
+    tiers = Tiers(1000, SegmentSize(0, 1), 100, disk_bytes=1000)
+    path = run_of(tuple(range(300)))
+    kept, *gone = [tiers.add("", run_of(tuple(range(at + 100))), at) for at in range(0, 300, 100)]
+    tiers.tend(1000.0)
+    assert [type(job) for job in tiers.take_jobs()] == [Write]
+    for each in gone:
+        tiers.was_not_saved(each.number)
+    tiers.check()
+    assert tiers.take_discarded() == []
+    assert [each.segment for each in tiers.stored("", path, 0)] == [kept]
+    assert not tiers.fits("", path, [(100, 200)])
+    tiers.tend(1000.0 + PAUSE_SECONDS)
+    assert tiers.fits("", path, [(100, 200)])
+    tiers.was_not_saved(kept.number)
+    tiers.check()
+    assert tiers.take_jobs() == [Erase((kept.number,))]
+    assert tiers.stored("", path, 0) == []
+
+
 def test_nobody_waits_for_ever_for_a_disk_that_does_not_answer() -> None:
     tiers = Tiers(300, SegmentSize(0, 1), 100, disk_bytes=1000)
     first, second = chain(tiers, 2)

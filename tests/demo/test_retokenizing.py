@@ -16,7 +16,7 @@ from tests.conftest import LONG
 from tests.engine.harness import GREEDY, Harness, running
 from tests.noise import Noise
 
-N_CONVERSATIONS = 200 if LONG else 24
+N_CONVERSATIONS = 200 if LONG else 12
 N_TURNS = 4
 N_REPLY = 32
 HEAT = 3.0

@@ -30,7 +30,7 @@ from tests.conftest import LONG
 from tests.engine.harness import Harness, running
 from tests.noise import Noise
 
-N_WORKLOADS = 200 if LONG else 20
+N_WORKLOADS = 200 if LONG else 12
 MAX_TOKENS = 40
 SMALLEST = 256
 """Cells of the smallest pool, and of a slot where each has its own."""

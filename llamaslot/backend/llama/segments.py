@@ -13,7 +13,7 @@ from typing import Any
 import llama_cpp
 
 from llamaslot.backend.memory import new_kv
-from llamaslot.core.backend import IllegalCallError, Kv, Load, Move, Save
+from llamaslot.core.backend import IllegalCallError, Kv, Load, Move, NotSavedError, Save
 
 
 class SegmentStore:
@@ -43,7 +43,10 @@ class SegmentStore:
     def save(self, operation: Save) -> None:
         """See `Save`."""
         start, end = operation.start, operation.end
-        state = self._saved(operation.src, start, end, operation.scratch)
+        try:
+            state = self._saved(operation.src, start, end, operation.scratch)
+        except (OSError, MemoryError) as error:
+            raise NotSavedError(operation.segment) from error
         self.put(operation.segment, range(start, end), state)
 
     def load(self, operation: Load) -> None:

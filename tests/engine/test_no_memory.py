@@ -1,0 +1,77 @@
+"""The engine where the host has no memory left: what was to be stored is computed again, and all goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llamaslot.backend.disk import DiskStore
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.messages import Failed, Finished, SlotActed
+from llamaslot.core import tiers
+from llamaslot.core.backend import Discard, NotSavedError, Operation, Remove, Run, Save
+from llamaslot.core.step import StepPlan, apply
+from tests.engine.harness import alone, running
+from tests.engine.test_slot_actions import LONG, served
+
+PROMPTS = [f"{i} is where this one begins. " * 12 for i in range(3)]
+
+
+class Full(FakeBackend):
+    """Saves nothing while it is `full`."""
+
+    full = True
+
+    def change(self, operation: Operation) -> None:
+        """Refuse to save."""
+        if self.full and isinstance(operation, Save):
+            raise NotSavedError(operation.segment)
+        super().change(operation)
+
+
+async def test_what_could_not_be_stored_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "PAUSE_SECONDS", 0.0)
+    backend = Full(n_slots=2, n_ctx=768, n_reserved=2)
+    store = DiskStore(tmp_path)
+    store.open(b"k" * 32, 10**7)
+    async with running(backend, debug_invariants=True, disk=store, ram_bytes=10**6) as engine:
+        stored = engine.engine.scheduler.tiers
+        assert stored is not None
+        computed = []
+        for turn in range(3):
+            backend.full = turn == 0
+            for i, prompt in enumerate(PROMPTS):
+                end = await engine.submit(f"{turn}-{i}", prompt)
+                assert isinstance(end, Finished)
+                assert engine.text(f"{turn}-{i}") == await alone(prompt, FakeBackend(n_slots=1, n_ctx=768))
+                computed.append(end.progress.n_prompt_computed)
+            assert (len(stored.ram) == len(stored.disk) == 0) == backend.full
+        assert computed[3] > 1, "the first was lost"
+        assert computed[6:] == [1, 1, 1]
+    store.close()
+    assert engine.stopped is not None
+    assert not engine.stopped.reason
+
+
+def test_what_the_same_plan_discards_is_not_missed() -> None:
+    backend = Full(n_slots=1, n_ctx=64, n_reserved=1)
+    tokens = np.arange(10, dtype=np.int32)
+    backend.decode([Run(0, 0, tokens, output=False)])
+    operations = [Save(0, 0, 0, 5, 3), Save(1, 0, 5, 10, 3), Discard(0), Remove(0, 0)]
+    result = apply(StepPlan(operations), backend, lambda: 0.0)
+    assert result.unsaved == {1}
+    assert backend.seq_len(0) == 0
+
+
+async def test_a_slot_that_cannot_be_saved_says_so_and_can_be_later(tmp_path: Path) -> None:
+    backend = Full(n_slots=2, n_ctx=4096, n_reserved=4)
+    async with served(tmp_path, backend, debug_invariants=True) as engine:
+        await engine.ask(LONG)
+        failed = await engine.act(0, "save")
+        assert isinstance(failed, Failed)
+        assert "memory" in failed.message
+        backend.full = False
+        assert isinstance(await engine.act(0, "save"), SlotActed)
+        assert (await engine.ask(LONG)).n_prompt_computed == 1
