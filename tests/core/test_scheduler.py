@@ -21,6 +21,7 @@ from llamaslot.core.scheduler import Broke, Sampled, Scheduler
 from llamaslot.core.settings import SchedulerSettings
 from llamaslot.core.spaces import salted
 from llamaslot.core.step import StepPlan, apply
+from tests.conftest import LONG
 from tests.pool import check_pool
 
 DECODE_SECONDS = 1 / 64
@@ -363,7 +364,7 @@ def test_two_requests_that_want_60_percent_of_the_pool_each() -> None:
 
 def test_the_oldest_is_never_preempted() -> None:
     n_preempted: Counter[int] = Counter()
-    for seed in range(10):
+    for seed in range(100 if LONG else 5):
         chance = random.Random(seed)
         driver = Driver(n_slots=4, n_ctx=160, n_ubatch=32)
         requests: list[Request] = []

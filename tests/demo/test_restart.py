@@ -132,7 +132,7 @@ def test_damaged_files_are_computed_again(tmp_path: Path, cold: Any) -> None:
     kept = tmp_path / "kept"
     shutil.copytree(folder, kept)
     chance = random.Random(4)
-    for _ in range(20 if LONG else 2):
+    for _ in range(20 if LONG else 1):
         shutil.rmtree(folder)
         shutil.copytree(kept, folder)
         for path in (folder / "segments").iterdir():

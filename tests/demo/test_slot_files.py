@@ -9,11 +9,12 @@ from llamaslot.app.models import resolve_model
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.messages import Finished, SlotActed, SlotAction, Submit, TokensPart
+from tests.conftest import LONG
 from tests.engine.harness import GREEDY, Harness, running
 from tests.noise import Noise
 
 SETTINGS = LlamaSettings(resolve_model("demo"), n_ctx=8192, n_slots=2)
-N = 6
+N = 20 if LONG else 3
 
 
 async def act(harness: Harness, action: str, slot: int, filename: str) -> int:
