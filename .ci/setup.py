@@ -339,7 +339,7 @@ def install(wheel: Path | None, extras: list[str]) -> None:
         command = [*pip, "--no-deps", "--force-reinstall", str(wheel)]
         run_showing_progress(command, "installing llama-cpp-python", log, INSTALL_FIXES)
     project = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-    # What is imported is compiled then, which is a small part of what is installed.
+    # Python compiles what it imports, a small part of what is installed.
     command = [*pip, "--no-compile", "--constraint", str(CONSTRAINTS), "--editable", project]
     run_showing_progress(command, "installing llamaslot and what it needs", log, INSTALL_FIXES)
 

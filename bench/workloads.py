@@ -26,7 +26,7 @@ PADDING = 256
 FEW, MANY = 4, 20
 """Pairs that it takes to judge a bound far from 1, and one near it."""
 GREEDY: Mapping[str, float] = {"temperature": 0}
-SAMPLED: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repeat_penalty": 1.1}
+SAMPLED: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0, "repeat_penalty": 1.1}
 """Ollama's defaults."""
 PATIENCE = 3.0
 """Seconds after which a server may have written what it keeps over a restart."""

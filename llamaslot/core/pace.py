@@ -13,11 +13,9 @@ from llamaslot.core.segments import Segment
 OPEN_SECONDS = 2.0
 """How long the last segment of a path lies before it is written."""
 PAUSE_SECONDS = 30.0
-"""How long nothing is written after a write failed, a segment not read that could not be, and nothing stored where
-there was no memory for it.
-"""
+"""How long what failed is not tried again: to write, to read a segment, to store without memory."""
 SILENT_SECONDS = 10.0
-"""How long somebody waits for a disk that reads nothing: several times what the slowest takes for a segment."""
+"""How long a request waits for a disk that answers no reading; a slower one is silent until it does."""
 _WEIGHT = 0.2
 """Share of the newest reading in the mean."""
 
@@ -93,30 +91,33 @@ class ReadRate:
         return self._us if now < self._until else None
 
 
-class Reader:
-    """Whether the disk answers what is asked of it, one reading after another."""
+class ReadWatch:
+    """Whether the disk answers what it is asked to read, one thing after another: it is silent once it has not for
+    `SILENT_SECONDS`, until it does.
+    """
 
     def __init__(self) -> None:
         self.is_silent = False
-        """Whether it was given up on, and nothing was heard of it since."""
-        self._waited_since: float | None = None
+        self._waits_since: float | None = None
 
     @property
     def due_at(self) -> float | None:
-        """When it is given up on, if nothing is heard before; None if nothing is asked."""
-        return None if self._waited_since is None else self._waited_since + SILENT_SECONDS
+        """When it falls silent, if it does not answer before; None if nothing is asked of it."""
+        return None if self._waits_since is None else self._waits_since + SILENT_SECONDS
 
     def asked(self, now: float) -> None:
         """It is to read something."""
-        if self._waited_since is None:
-            self._waited_since = now
+        if self._waits_since is None:
+            self._waits_since = now
 
-    def answered(self, now: float, *, more: bool) -> None:
-        """It has, or could not; whether there is more to read."""
+    def answered(self, now: float, *, waits: bool) -> None:
+        """It has read something, or could not; `waits`: whether more is asked of it."""
         self.is_silent = False
-        self._waited_since = now if more else None
+        self._waits_since = now if waits else None
 
-    def give_up(self) -> None:
-        """Nothing was heard of it for too long."""
-        self.is_silent = True
-        self._waited_since = None
+    def falls_silent(self, now: float) -> bool:
+        """Whether it has not answered for too long by now; nothing is awaited of it then."""
+        if self.due_at is None or now < self.due_at:
+            return False
+        self.is_silent, self._waits_since = True, None
+        return True

@@ -350,6 +350,7 @@ class SharedLedger(Ledger):
         assert self.cells.n_used == self.n_used
         self._doubles.check()
         self.tiers.check()
+        # Those below 0 are of slots that are being saved.
         at_hand = {segment.number for segment in self.tiers.ram if self.tiers.is_at_hand(segment)}
         assert {number for number in self.cells.segments if number >= 0} == at_hand
 

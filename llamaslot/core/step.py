@@ -80,7 +80,7 @@ class StepResult:
     seconds: float
     """Time that decoding and sampling took."""
     unsaved: frozenset[int] = frozenset()
-    """Segments for which there was no memory."""
+    """Segments that could not be saved for want of memory, and were not discarded since."""
 
 
 def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepResult:
@@ -111,7 +111,11 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
 
 
 def _change(operations: Sequence[Operation], backend: Backend) -> frozenset[int]:
-    """Carry out operations; the segments for which there was no memory, and which none of them may load."""
+    """Carry out operations in order; the segments that could not be saved for want of memory, without those that
+    were discarded again.
+
+    To load one of these in the same plan is an `IllegalCallError` still: such a plan cannot do without the memory.
+    """
     unsaved: set[int] = set()
     for operation in operations:
         if isinstance(operation, Discard) and operation.segment in unsaved:

@@ -5,7 +5,7 @@
     yes      writing    its file is being written              now
     yes      yes        both                                   now
     reading  yes        RAM is kept for its bytes              once they are there
-    no       yes        its file alone                         once it is read: `want`
+    no       yes        its file alone                         once it is read, unless the disk is silent
     no       no         gone: it is not in the tree            -
 
 In each tier the least recently used segment goes first. A path is always used from its end to its start, so no
@@ -26,7 +26,7 @@ from collections.abc import Container, Sequence
 from llamaslot.base.model import SegmentSize
 from llamaslot.core.disk import Erase, Job, Read, Record, Use, Write, path_digest, path_of
 from llamaslot.core.node import WIDTH
-from llamaslot.core.pace import PAUSE_SECONDS, Reader, ReadRate, WriteQueue
+from llamaslot.core.pace import PAUSE_SECONDS, ReadRate, ReadWatch, WriteQueue
 from llamaslot.core.segments import LARGEST, Segment, SegmentTree, Stored
 from llamaslot.core.spaces import is_private
 from llamaslot.core.tier import Tier
@@ -69,8 +69,8 @@ class Tiers:
         self._next_number = 0
         self._to_write = WriteQueue(self.tree.is_open)
         """What is in front of them was on disk when they came."""
-        self._reads = ReadRate()
-        self._reader = Reader()
+        self._read_rate = ReadRate()
+        self._read_watch = ReadWatch()
         self._discarded: list[int] = []
         self._used: dict[int, None] = {}
         """Those on disk at the ends of the paths that were used, in that order."""
@@ -85,8 +85,8 @@ class Tiers:
         return found[:n]
 
     def _can_be_loaded(self, segment: Segment) -> bool:
-        is_read = self.is_at_hand(segment) or not self._reader.is_silent
-        return is_read and segment.unreadable_until <= self._now
+        is_reachable = self.is_at_hand(segment) or not self.is_silent
+        return is_reachable and segment.unreadable_until <= self._now
 
     def missing(self, space: str, tokens: bytes, start: int) -> list[tuple[int, int]]:
         """See `SegmentTree.missing`."""
@@ -97,7 +97,9 @@ class Tiers:
         return segment in self.ram and segment not in self.reading
 
     def fits(self, space: str, tokens: bytes, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Whether RAM has room for these ranges of `tokens`, if all went that may, and the host for RAM."""
+        """Whether these ranges of `tokens` can be stored: RAM has room if all went that may, and memory was not
+        short of late.
+        """
         if self._now < self._stores_again_at:
             return False
         path = set(self.tree.path(space, tokens))
@@ -110,18 +112,18 @@ class Tiers:
     @property
     def read_us(self) -> float | None:
         """See `ReadRate.us`."""
-        return self._reads.us(self._now)
+        return self._read_rate.us(self._now)
 
     @property
     def due_at(self) -> float | None:
-        """When something is to be written, or given up, if nothing happens before; None if nothing is."""
+        """When something is to be written, or the disk falls silent, if nothing happens before; None for never."""
         writes_at = self._to_write.due_at if len(self.writing) < _MOST_WRITES else None
-        return min((each for each in (writes_at, self._reader.due_at) if each is not None), default=None)
+        return min((each for each in (writes_at, self._read_watch.due_at) if each is not None), default=None)
 
     @property
     def is_silent(self) -> bool:
-        """Whether the disk reads nothing any more: what is there alone is not known until it does."""
-        return self._reader.is_silent
+        """Whether the disk does not answer: what it alone has cannot be loaded until it does."""
+        return self._read_watch.is_silent
 
     @property
     def lags(self) -> bool:
@@ -137,8 +139,7 @@ class Tiers:
         """
         self._now = now
         self.guarded.clear()
-        if (due_at := self._reader.due_at) is not None and due_at <= now:
-            self._reader.give_up()
+        if self._read_watch.falls_silent(now):
             while self.reading:
                 self.ram.drop(self.reading.pop())
         while len(self.writing) < _MOST_WRITES and (segment := self._to_write.take(now)) is not None:
@@ -170,6 +171,22 @@ class Tiers:
         self._queue(segment)
         return segment
 
+    def was_not_saved(self, number: int) -> None:
+        """There was no memory for a segment of the last plan: it is gone, with what it took the place of, and
+        nothing is stored for a while.
+
+        What lies behind it stays, and is found again once the gap is filled. A number that RAM does not have is one
+        of a slot that was to be saved.
+        """
+        self._stores_again_at = self._now + PAUSE_SECONDS
+        segment = self.ram.get(number)
+        if segment is None:
+            return
+        if segment in self.disk:
+            self._leave_disk(segment)
+        self._leave_ram(segment)
+        self._discarded.remove(number)
+
     def touch(self, space: str, tokens: bytes) -> None:
         """Note that a path is used now."""
         self._n_uses += 1
@@ -196,7 +213,7 @@ class Tiers:
             self.ram.put(segment)
             self.reading.add(segment)
             self._jobs.append(Read(segment.number))
-            self._reader.asked(self._now)
+            self._read_watch.asked(self._now)
 
     def give_up(self, space: str, tokens: bytes, fork: int) -> tuple[int, int]:
         """Discard the segments on the path of some tokens that lie behind a position where something else goes on;
@@ -250,17 +267,6 @@ class Tiers:
         assert not self.reading & self.writing
         assert all(segment in self.ram and segment not in self.disk for segment in self._to_write)
 
-    def was_not_saved(self, number: int) -> None:
-        """There was no memory for a new segment: it is gone, and nothing is stored for a while."""
-        self._stores_again_at = self._now + PAUSE_SECONDS
-        segment = self.ram.get(number)
-        if segment is None:
-            return
-        if segment in self.disk:
-            self._leave_disk(segment)
-        self._leave_ram(segment)
-        self._discarded.remove(number)
-
     # --- what the disk answers ---
 
     def was_read(self, number: int, seconds: float, now: float) -> Segment | None:
@@ -269,7 +275,7 @@ class Tiers:
         if segment is None:
             return None
         self.n_read += segment.n_tokens
-        self._reads.note(segment.n_tokens, seconds, self._now)
+        self._read_rate.note(segment.n_tokens, seconds, self._now)
         segment.is_fresh = True
         return segment
 
@@ -290,7 +296,7 @@ class Tiers:
             gone += [behind for behind in each.behind() if behind in self.disk]
         for each in reversed(gone):
             self._leave_disk(each)
-        self._reader.answered(now, more=bool(self.reading))
+        self._read_watch.answered(now, waits=bool(self.reading))
 
     def _answered(self, number: int, now: float) -> Segment | None:
         """The segment of this number, which is not being read any more; None if it was not."""
@@ -298,7 +304,7 @@ class Tiers:
         segment = next((each for each in self.reading if each.number == number), None)
         if segment is not None:
             self.reading.remove(segment)
-        self._reader.answered(now, more=bool(self.reading))
+        self._read_watch.answered(now, waits=bool(self.reading))
         return segment
 
     def was_written(self, number: int, now: float, *, is_good: bool) -> None:

@@ -60,9 +60,7 @@ class DiskWorker:
 
     def start(self, jobs: Sequence[Job]) -> None:
         """Begin with jobs of which the operations before them are done."""
-        if self._ledger.tiers.is_silent != self._was_silent:
-            self._was_silent = not self._was_silent
-            _log.error("disk.silent") if self._was_silent else _log.info("disk.answers_again")
+        self._report_silence()
         for job in jobs:
             match job:
                 case Write():
@@ -135,8 +133,17 @@ class DiskWorker:
                 self._ledger.tiers.was_not_read(job.number, self._clock())
             else:
                 self._put(job.number, *future.result())
+            self._report_silence()
 
         future.add_done_callback(lambda _: self._post(done))
+
+    def _report_silence(self) -> None:
+        is_silent = self._ledger.tiers.is_silent
+        if is_silent and not self._was_silent:
+            _log.error("disk.silent")
+        elif self._was_silent and not is_silent:
+            _log.info("disk.answers_again")
+        self._was_silent = is_silent
 
     def _timed_read(self, number: int) -> tuple[Kv | None, float]:
         started = perf_counter()

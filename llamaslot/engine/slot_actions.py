@@ -189,13 +189,13 @@ class SlotActions:
     def _write(self, job: _Job) -> None:
         assert self._store is not None
         assert self._ledger is not None
-        cells = self._ledger.cells
-        saved_kv = [(save, kv) for save in job.saves if (kv := self._backend.kv_of(save.segment)) is not None]
-        segments = [SavedSegment(save.start, save.end, cells.cell_order(save.segment), kv) for save, kv in saved_kv]
-        self._ledger.discard([save for save, _ in saved_kv])
-        if len(segments) < len(job.saves):
+        kvs = {save: kv for save in job.saves if (kv := self._backend.kv_of(save.segment)) is not None}
+        self._ledger.discard(list(kvs))
+        if len(kvs) < len(job.saves):
             self._fail(job.command.request_id, ServerError("there is no memory to save the slot in"))
             return
+        order = self._ledger.cells.cell_order
+        segments = (SavedSegment(save.start, save.end, order(save.segment), kv) for save, kv in kvs.items())
         saved = SavedSlot(job.space, job.tokens, tuple(segments))
         write = self._store.write
         future = asyncio.get_running_loop().run_in_executor(self._thread, write, job.command.filename, saved)

@@ -16,10 +16,11 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama import sampler as llama_sampler
 from llamaslot.backend.llama.sampler import LlamaSampler, highest
 from llamaslot.base.messages import Sampling
 from llamaslot.core.backend import IllegalCallError, Run, Status, Tokens
@@ -72,9 +73,10 @@ def loaded(tiny_model: Path) -> Iterator[Chooser]:
     chooser.backend.close()
 
 
-@pytest.fixture
-def chooser(loaded: Chooser) -> Chooser:
+@pytest.fixture(params=[64, 1], ids=["among all", "among few"])
+def chooser(loaded: Chooser, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Chooser:
     """With four tokens to choose from, of 64, 24, 9 and 3 percent."""
+    monkeypatch.setattr(llama_sampler, "_BLOCK", request.param)
     loaded.write({BEST: 3.0, SECOND: 2.0, THIRD: 1.0, FOURTH: 0.0})
     return loaded
 
@@ -304,9 +306,10 @@ def test_close_frees_the_chain_once(chooser: Chooser, monkeypatch: pytest.Monkey
 
 N_VOCAB = 60_011
 EOG = frozenset({3, 19_000})
-LOGITS = np.linspace(-12.0, 12.0, N_VOCAB, dtype=np.float32)
-TOP = np.argsort(-np.random.default_rng(0).permutation(LOGITS))
+TOP = np.random.default_rng(0).permutation(N_VOCAB)
 """All tokens, the best first."""
+LOGITS = np.empty(N_VOCAB, dtype=np.float32)
+LOGITS[TOP] = np.linspace(12.0, -12.0, N_VOCAB)
 
 near_the_top = st.integers(0, 120).map(lambda place: int(TOP[place]))
 anywhere = st.integers(0, N_VOCAB - 1)
@@ -339,14 +342,11 @@ def sampler_of(sampling: Sampling, history: Sequence[int]) -> LlamaSampler:
 @example(Sampling(temperature=0.0, repeat_last_n=8, repeat_penalty=0.5), [int(TOP[100])])
 @example(Sampling(temperature=0.0, repeat_last_n=-1, frequency_penalty=9.0), TOP[:100].tolist())
 def test_few_candidates_give_the_choice_of_all(sampling: Sampling, history: list[int]) -> None:
-    logits = np.empty_like(LOGITS)
-    logits[TOP] = LOGITS[::-1]
     few, all_of_them = sampler_of(sampling, history), sampler_of(sampling, history)
-    if few._n_best == 0 or highest(logits, few._n_best) is None:
-        return
+    assume(few._n_best and highest(LOGITS, few._n_best) is not None)
     everything = np.arange(N_VOCAB)
     for _ in range(8):
-        assert few.choose(None, 0, lambda _: logits) == all_of_them._choose_among(everything, logits)
+        assert few.choose(None, 0, lambda _: LOGITS) == all_of_them._choose_among(everything, LOGITS)
 
 
 @pytest.mark.parametrize(

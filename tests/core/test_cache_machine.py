@@ -347,7 +347,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.shape.ram)
     @rule(is_short=st.sampled_from([False, False, True]))
-    def run_out_of_memory(self, is_short: bool) -> None:
+    def change_memory(self, is_short: bool) -> None:
+        """What could not be stored is tried again after a pause."""
         if self.is_short and not is_short:
             self.now += pace.PAUSE_SECONDS
         self.is_short = is_short
@@ -457,7 +458,9 @@ class CacheMachine(RuleBasedStateMachine):
         return replace(plan, operations=[], jobs=[])
 
     def carry_out(self, plan: StepPlan) -> None:
-        """All of a plan but its work. Where memory is short, nothing is saved that it does not load at once."""
+        """All of a plan but its work. While memory is short nothing is saved, but what the same plan loads: the
+        engine could not go on without it.
+        """
         loaded = {each.segment for each in plan.operations if isinstance(each, Load)}
         saved = {each.segment for each in plan.operations if isinstance(each, Save)}
         self.backend.refused = saved - loaded if self.is_short else set()

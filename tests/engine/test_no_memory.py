@@ -14,26 +14,26 @@ from llamaslot.core import tiers
 from llamaslot.core.backend import Discard, NotSavedError, Operation, Remove, Run, Save
 from llamaslot.core.step import StepPlan, apply
 from tests.engine.harness import alone, running
-from tests.engine.test_slot_actions import LONG, served
+from tests.engine.test_slot_actions import served
 
 PROMPTS = [f"{i} is where this one begins. " * 12 for i in range(3)]
 
 
-class Full(FakeBackend):
-    """Saves nothing while it is `full`."""
+class Short(FakeBackend):
+    """Saves nothing while memory is short."""
 
-    full = True
+    is_short = True
 
     def change(self, operation: Operation) -> None:
         """Refuse to save."""
-        if self.full and isinstance(operation, Save):
+        if self.is_short and isinstance(operation, Save):
             raise NotSavedError(operation.segment)
         super().change(operation)
 
 
 async def test_what_could_not_be_stored_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "PAUSE_SECONDS", 0.0)
-    backend = Full(n_slots=2, n_ctx=768, n_reserved=2)
+    backend = Short(n_slots=2, n_ctx=768, n_reserved=2)
     store = DiskStore(tmp_path)
     store.open(b"k" * 32, 10**7)
     async with running(backend, debug_invariants=True, disk=store, ram_bytes=10**6) as engine:
@@ -41,13 +41,13 @@ async def test_what_could_not_be_stored_is_computed_again(tmp_path: Path, monkey
         assert stored is not None
         computed = []
         for turn in range(3):
-            backend.full = turn == 0
+            backend.is_short = turn == 0
             for i, prompt in enumerate(PROMPTS):
                 end = await engine.submit(f"{turn}-{i}", prompt)
                 assert isinstance(end, Finished)
                 assert engine.text(f"{turn}-{i}") == await alone(prompt, FakeBackend(n_slots=1, n_ctx=768))
                 computed.append(end.progress.n_prompt_computed)
-            assert (len(stored.ram) == len(stored.disk) == 0) == backend.full
+            assert bool(stored.ram.n_tokens) != backend.is_short
         assert computed[3] > 1, "the first was lost"
         assert computed[6:] == [1, 1, 1]
     store.close()
@@ -56,7 +56,7 @@ async def test_what_could_not_be_stored_is_computed_again(tmp_path: Path, monkey
 
 
 def test_what_the_same_plan_discards_is_not_missed() -> None:
-    backend = Full(n_slots=1, n_ctx=64, n_reserved=1)
+    backend = Short(n_slots=1, n_ctx=64, n_reserved=1)
     tokens = np.arange(10, dtype=np.int32)
     backend.decode([Run(0, 0, tokens, output=False)])
     operations = [Save(0, 0, 0, 5, 3), Save(1, 0, 5, 10, 3), Discard(0), Remove(0, 0)]
@@ -66,12 +66,12 @@ def test_what_the_same_plan_discards_is_not_missed() -> None:
 
 
 async def test_a_slot_that_cannot_be_saved_says_so_and_can_be_later(tmp_path: Path) -> None:
-    backend = Full(n_slots=2, n_ctx=4096, n_reserved=4)
+    backend = Short(n_slots=2, n_ctx=4096, n_reserved=4)
     async with served(tmp_path, backend, debug_invariants=True) as engine:
-        await engine.ask(LONG)
+        await engine.ask(PROMPTS[0])
         failed = await engine.act(0, "save")
         assert isinstance(failed, Failed)
         assert "memory" in failed.message
-        backend.full = False
+        backend.is_short = False
         assert isinstance(await engine.act(0, "save"), SlotActed)
-        assert (await engine.ask(LONG)).n_prompt_computed == 1
+        assert (await engine.ask(PROMPTS[0])).n_prompt_computed == 1

@@ -1,7 +1,7 @@
 """Choosing the next token: llama.cpp's sampler chains in llama-server's order, and plain argmax where that is all.
 
-A chain copies, scans and sorts as many candidates as it is given. Where it keeps but the top k, it is given only
-those that can be among them: the same choice, sooner where a vocabulary is large.
+A chain copies, scans and sorts as many candidates as it is given. Where it keeps only the top k, it is given those
+alone that can be among them: the same choice but between equal logits, and sooner where a vocabulary is large.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ Logits: TypeAlias = npt.NDArray[np.float32]
 
 _SEED_MASK = 0xFFFFFFFF
 
-_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-"""llama.cpp's `llama_token_data`."""
+_CANDIDATE = np.dtype(llama_cpp.llama_token_data)
 _BLOCK = 64
 """Logits of which only the greatest is looked at first."""
+_BLOCKS_EACH = 4
+"""Blocks for each token that is wanted, at least."""
 
 
 class LlamaSampler:
@@ -45,7 +46,7 @@ class LlamaSampler:
         self._biases = {**sampling.logit_bias, **{int(token): -np.inf for token in self._banned}}
         self._raised = np.array([token for token, bias in self._biases.items() if bias > 0], dtype=np.int64)
         self._n_best = 0
-        """How many of the highest logits it can choose from, beside those that are raised; 0: any."""
+        """See `_n_enough`."""
         self._chain: Any = None
         if sampling.temperature > 0 or penalised or sampling.logit_bias:
             self._n_best = self._n_enough(sampling, penalised)
@@ -58,18 +59,13 @@ class LlamaSampler:
         """The next token from the logits of batch row `row` of the last decode."""
         if self._closed:
             raise IllegalCallError("sampling with a freed sampler")
-        if self._chain is not None:
-            best = highest(logits_of(row), self._n_best) if self._n_best else None
-            if best is None:
-                return int(llama_cpp.llama_sampler_sample(self._chain, context, row))
-            return self._choose_among(np.union1d(best, self._raised), logits_of(row))
         logits = logits_of(row)
-        token = int(logits.argmax())
-        if len(self._banned) and token in self._banned:
-            allowed = logits.copy()
-            allowed[self._banned] = -np.inf
-            token = int(allowed.argmax())
-        return token
+        if self._chain is None:
+            return self._best_allowed(logits)
+        best = highest(logits, self._n_best) if self._n_best else None
+        if best is None:
+            return int(llama_cpp.llama_sampler_sample(self._chain, context, row))
+        return self._choose_among(np.union1d(best, self._raised), logits)
 
     def close(self) -> None:
         """See `Sampler.close`."""
@@ -78,6 +74,14 @@ class LlamaSampler:
         self._closed = True
         if self._chain is not None:
             llama_cpp.llama_sampler_free(self._chain)
+
+    def _best_allowed(self, logits: Logits) -> int:
+        token = int(logits.argmax())
+        if len(self._banned) and token in self._banned:
+            allowed = logits.copy()
+            allowed[self._banned] = -np.inf
+            token = int(allowed.argmax())
+        return token
 
     def _choose_among(self, tokens: npt.NDArray[np.int64], logits: Logits) -> int:
         candidates = np.zeros(len(tokens), _CANDIDATE)
@@ -93,7 +97,14 @@ class LlamaSampler:
         return token
 
     def _n_enough(self, sampling: Sampling, penalised: bool) -> int:
-        """The top k, and as many more as can be lowered below others; see `_n_best`."""
+        """How many of the highest logits, with the tokens that a bias raises, hold all that can be chosen; 0 where
+        all are needed.
+
+        The chain changes logits, then keeps the k highest (without temperature, 1). At most m tokens are lowered:
+        those with another bias, the banned ones among them, and those in the penalties' window. Of the k + m
+        highest, at least k stay as high as they were, and none of the others rises above those: none is among the k
+        that are kept. A penalty below its neutral value may raise any token.
+        """
         k = sampling.top_k if sampling.temperature > 0 else 1
         lowest = min(sampling.repeat_penalty - 1.0, sampling.presence_penalty, sampling.frequency_penalty)
         if k <= 0 or (penalised and lowest < 0.0):
@@ -136,13 +147,13 @@ class LlamaSampler:
 
 
 def highest(logits: Logits, n: int) -> npt.NDArray[np.int64] | None:
-    """The ids of at least the `n` highest logits, in ascending order; None where that would be too many to pay, or
-    not all are numbers.
+    """The ids of at least the `n` highest logits, ascending, since a greedy chain takes the first of equals; None
+    where the vocabulary is too small for that to be sooner, or too few are found among logits that are no numbers.
 
     The n-th greatest of the blocks' greatest is a bound that at least `n` logits reach, hence all of the highest.
     """
     n_blocks = len(logits) // _BLOCK
-    if n > n_blocks // 4:
+    if _BLOCKS_EACH * n > n_blocks:
         return None
     greatest = logits[: n_blocks * _BLOCK].reshape(_BLOCK, n_blocks).max(axis=0)
     bound = np.partition(greatest, n_blocks - n)[n_blocks - n]
