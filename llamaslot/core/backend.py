@@ -124,7 +124,7 @@ class CopyStream:
 class Save:
     """Store the KV of `src` in `[start, end)` off the pool, under a number that is not in use.
 
-    The one operation that can fail without a bug: `NotSavedError`. `scratch` holds nothing before and after.
+    Where there is no memory for it, `NotSavedError`. `scratch` holds nothing before and after.
     """
 
     segment: int

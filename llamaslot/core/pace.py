@@ -6,6 +6,7 @@ Times are seconds on the caller's clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from llamaslot.core.segments import Segment
@@ -97,27 +98,34 @@ class ReadWatch:
     """
 
     def __init__(self) -> None:
-        self.is_silent = False
         self._waits_since: float | None = None
+        self._silent_until = 0.0
 
     @property
     def due_at(self) -> float | None:
         """When it falls silent, if it does not answer before; None if nothing is asked of it."""
         return None if self._waits_since is None else self._waits_since + SILENT_SECONDS
 
+    def is_silent(self, now: float) -> bool:
+        """Whether nothing is to be asked of it."""
+        return now < self._silent_until
+
     def asked(self, now: float) -> None:
-        """It is to read something."""
+        """It begins to read something."""
         if self._waits_since is None:
             self._waits_since = now
 
-    def answered(self, now: float, *, waits: bool) -> None:
-        """It has read something, or could not; `waits`: whether more is asked of it."""
-        self.is_silent = False
+    def answered(self, now: float, *, waits: bool, failed: bool = False) -> None:
+        """It has read something, or could not; `waits`: whether more is asked of it.
+
+        One that is silent and then fails is left alone for a while.
+        """
+        self._silent_until = now + PAUSE_SECONDS if failed and self.is_silent(now) else 0.0
         self._waits_since = now if waits else None
 
     def falls_silent(self, now: float) -> bool:
         """Whether it has not answered for too long by now; nothing is awaited of it then."""
         if self.due_at is None or now < self.due_at:
             return False
-        self.is_silent, self._waits_since = True, None
+        self._silent_until, self._waits_since = math.inf, None
         return True

@@ -60,6 +60,8 @@ class SharedLedger(Ledger):
         self._prefill_us = prefill_us
         self._doubles = Doubles(self.tree)
         self._n_numbers = 0
+        self._saving: set[int] = set()
+        """Segments that the plan stores, so that none may be loaded before it is known that they are."""
         self._stored_at = 0
         self._n_stored = 0
         """Tokens stored ahead of need since then: this ends where RAM holds less than the pool."""
@@ -156,7 +158,7 @@ class SharedLedger(Ledger):
         self.tiers.want([each.segment for each in stored])
         self._note_discarded()
         for each in stored:
-            if most is not None and n - start >= most:
+            if (most is not None and n - start >= most) or each.segment.number in self._saving:
                 return Fetched.SOME
             if not self.tiers.is_at_hand(each.segment):
                 return Fetched.WAITS if self.tiers.reading else Fetched.ALL
@@ -336,6 +338,7 @@ class SharedLedger(Ledger):
     def take_operations(self) -> list[Operation]:
         """See `Ledger.take_operations`."""
         operations = super().take_operations()
+        self._saving.clear()
         for operation in operations:
             self.cells.follow(operation)
         return operations
@@ -350,9 +353,8 @@ class SharedLedger(Ledger):
         assert self.cells.n_used == self.n_used
         self._doubles.check()
         self.tiers.check()
-        # Those below 0 are of slots that are being saved.
         at_hand = {segment.number for segment in self.tiers.ram if self.tiers.is_at_hand(segment)}
-        assert {number for number in self.cells.segments if number >= 0} == at_hand
+        assert set(self.cells.segments) == at_hand
 
     # --- inside ---
 
@@ -403,6 +405,7 @@ class SharedLedger(Ledger):
             segment = self.tiers.add(node.space, tokens[: end * WIDTH], first)
             self._note_discarded()
             self._operations.append(Save(segment.number, source, first, end, self._scratch))
+            self._saving.add(segment.number)
             n_stored += end - first
         return n_stored
 

@@ -112,9 +112,7 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
 
 def _change(operations: Sequence[Operation], backend: Backend) -> frozenset[int]:
     """Carry out operations in order; the segments that could not be saved for want of memory, without those that
-    were discarded again.
-
-    To load one of these in the same plan is an `IllegalCallError` still: such a plan cannot do without the memory.
+    were discarded again. No plan loads what it saves.
     """
     unsaved: set[int] = set()
     for operation in operations:

@@ -123,7 +123,7 @@ class Tiers:
     @property
     def is_silent(self) -> bool:
         """Whether the disk does not answer: what it alone has cannot be loaded until it does."""
-        return self._read_watch.is_silent
+        return self._read_watch.is_silent(self._now)
 
     @property
     def lags(self) -> bool:
@@ -213,7 +213,6 @@ class Tiers:
             self.ram.put(segment)
             self.reading.add(segment)
             self._jobs.append(Read(segment.number))
-            self._read_watch.asked(self._now)
 
     def give_up(self, space: str, tokens: bytes, fork: int) -> tuple[int, int]:
         """Discard the segments on the path of some tokens that lie behind a position where something else goes on;
@@ -269,6 +268,11 @@ class Tiers:
 
     # --- what the disk answers ---
 
+    def reads(self, now: float) -> None:
+        """The disk begins with a `Read`."""
+        self._now = now
+        self._read_watch.asked(now)
+
     def was_read(self, number: int, seconds: float, now: float) -> Segment | None:
         """The bytes for a `Read` are there, after so long: the segment, if they are still wanted."""
         segment = self._answered(number, now)
@@ -281,30 +285,32 @@ class Tiers:
 
     def was_not_read(self, number: int, now: float) -> None:
         """There are no bytes for a `Read` now: nor is what is stored behind them loaded for a while."""
-        segment = self._answered(number, now)
+        segment = self._answered(number, now, failed=True)
         if segment is not None:
             self.ram.drop(segment)
-            segment.unreadable_until = now + PAUSE_SECONDS
+        known = self.disk.get(number)
+        if known is not None:
+            known.unreadable_until = now + PAUSE_SECONDS
 
     def was_bad(self, number: int, now: float) -> None:
         """A file was not as it was written: what is on disk behind it leaves with it."""
         self._now = now
-        self.n_bad += 1
         segment = self.disk.get(number)
         gone = [segment] if segment is not None else []
+        self.n_bad += len(gone)
         for each in gone:
             gone += [behind for behind in each.behind() if behind in self.disk]
         for each in reversed(gone):
             self._leave_disk(each)
         self._read_watch.answered(now, waits=bool(self.reading))
 
-    def _answered(self, number: int, now: float) -> Segment | None:
+    def _answered(self, number: int, now: float, *, failed: bool = False) -> Segment | None:
         """The segment of this number, which is not being read any more; None if it was not."""
         self._now = now
         segment = next((each for each in self.reading if each.number == number), None)
         if segment is not None:
             self.reading.remove(segment)
-        self._read_watch.answered(now, waits=bool(self.reading))
+        self._read_watch.answered(now, waits=bool(self.reading), failed=failed)
         return segment
 
     def was_written(self, number: int, now: float, *, is_good: bool) -> None:

@@ -7,6 +7,7 @@ core still wants them then, so nothing that was planned before can hit them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
@@ -41,6 +42,7 @@ class DiskWorker:
         self._ledger = ledger
         self._post = post
         self._clock = clock
+        self._reads: set[Future[tuple[Kv | None, float]]] = set()
         self._was_silent = False
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-disk-writer")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-disk-reader")
@@ -122,9 +124,15 @@ class DiskWorker:
         future.add_done_callback(lambda _: self._post(done))
 
     def _read(self, job: Read) -> None:
-        future = asyncio.get_running_loop().run_in_executor(self._reader, self._timed_read, job.number)
+        loop = asyncio.get_running_loop()
+        future = self._reader.submit(self._timed_read, job.number)
+        self._reads.add(future)
+        self._ledger.tiers.reads(self._clock())
 
         def done() -> None:
+            self._reads.remove(future)
+            if future.cancelled():
+                return
             error = future.exception()
             if isinstance(error, BadSegmentError):
                 self._ledger.tiers.was_bad(job.number, self._clock())
@@ -135,12 +143,19 @@ class DiskWorker:
                 self._put(job.number, *future.result())
             self._report_silence()
 
-        future.add_done_callback(lambda _: self._post(done))
+        def hand_over(_: object) -> None:
+            # A loop that is closed has nobody left who waits.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._post, done)
+
+        future.add_done_callback(hand_over)
 
     def _report_silence(self) -> None:
         is_silent = self._ledger.tiers.is_silent
         if is_silent and not self._was_silent:
             _log.error("disk.silent")
+            for each in self._reads:
+                each.cancel()
         elif self._was_silent and not is_silent:
             _log.info("disk.answers_again")
         self._was_silent = is_silent

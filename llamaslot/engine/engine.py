@@ -268,13 +268,14 @@ class Engine:
             await asyncio.wait_for(self._wake.wait(), seconds)
 
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
-        if self._disk is not None:
-            self._disk.start(plan.jobs)
         self._slot_actions.done()
         if result.unsaved:
             _log.error("ram.no_memory", segments=len(result.unsaved))
         now = result.started + result.seconds
-        for outcome in self.scheduler.commit(plan, result, now):
+        outcomes = self.scheduler.commit(plan, result, now)
+        if self._disk is not None:
+            self._disk.start(plan.jobs)
+        for outcome in outcomes:
             if isinstance(outcome, Sampled):
                 self._deliver(outcome, now)
             else:

@@ -458,21 +458,22 @@ class CacheMachine(RuleBasedStateMachine):
         return replace(plan, operations=[], jobs=[])
 
     def carry_out(self, plan: StepPlan) -> None:
-        """All of a plan but its work. While memory is short nothing is saved, but what the same plan loads: the
-        engine could not go on without it.
-        """
+        """All of a plan but its work. While memory is short nothing is saved."""
         loaded = {each.segment for each in plan.operations if isinstance(each, Load)}
         saved = {each.segment for each in plan.operations if isinstance(each, Save)}
-        self.backend.refused = saved - loaded if self.is_short else set()
+        assert not saved & loaded, "loaded before it is known to be saved"
+        self.backend.refused = saved if self.is_short else set()
         only = replace(plan, work=[])
         result = apply(only, self.backend, lambda: self.now)
+        self.scheduler.commit(only, result, self.now)
         jobs = []
         for job in plan.jobs:
             if isinstance(job, Write) and job.record.number in result.unsaved:
                 self.tiers.was_written(job.record.number, self.now, is_good=False)
             else:
                 jobs.append(job)
-        self.scheduler.commit(only, result, self.now)
+                if isinstance(job, Read):
+                    self.tiers.reads(self.now)
         self.take_jobs(jobs)
         self.was_short |= bool(result.unsaved)
         COUNTS["not saved"] += len(result.unsaved)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from llamaslot.base.model import SegmentSize
 from llamaslot.core.backend import Load, Save
+from llamaslot.core.ledger import Fetched
+from llamaslot.core.node import packed
+from llamaslot.core.shared import SharedLedger
 from llamaslot.core.step import StepPlan
+from llamaslot.core.tiers import Tiers
 from tests.core.test_scheduler import Driver, generated
 
 
@@ -269,3 +276,21 @@ def saved(plan: StepPlan) -> list[Save]:
 
 def loaded(plan: StepPlan) -> list[Load]:
     return [each for each in plan.operations if isinstance(each, Load)]
+
+
+def test_what_a_plan_stores_is_loaded_by_the_next_one_only() -> None:
+    tiers = Tiers(10**6, SegmentSize(0, 1))
+    ledger = SharedLedger(n_slots=2, n_seqs=4, n_cells=256, min_shared=8, tiers=tiers)
+    tokens = np.arange(50, dtype=np.int32)
+    ledger.claim([0], "", packed(tokens))
+    ledger.append(0, tokens)
+    ledger.unpin(0)
+    ledger.take_operations()
+    assert ledger.evict(30) == 30
+    seq, n = ledger.claim([0, 1], "", packed(tokens))
+    assert n == 20
+    assert ledger.fetch(seq, packed(tokens)) is Fetched.SOME
+    assert [type(each) for each in ledger.take_operations() if isinstance(each, Save | Load)] == [Save]
+    assert ledger.fetch(seq, packed(tokens)) is Fetched.ALL
+    assert [type(each) for each in ledger.take_operations()] == [Load]
+    assert ledger.length(seq) == 50

@@ -106,6 +106,7 @@ class TiersMachine(RuleBasedStateMachine):
             elif isinstance(job, Read):
                 assert self.known[job.number].on_disk
                 self.known[job.number].in_ram = True
+                self.tiers.reads(self.seconds)
         self.files.take(jobs)
         living = {segment.number for tier in (self.tiers.ram, self.tiers.disk) for segment in tier}
         for known in self.known.values():
@@ -212,7 +213,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.seconds += seconds
         was_silent, was_reading = self.tiers.is_silent, bool(self.tiers.reading)
         self.tiers.tend(self.seconds)
-        assert self.tiers.is_silent or not was_silent
+        assert self.tiers.is_silent or not was_silent or seconds >= PAUSE_SECONDS
         if was_reading and seconds >= SILENT_SECONDS:
             assert self.tiers.is_silent
             assert not self.tiers.reading
@@ -244,6 +245,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(answer=st.sampled_from(["good", "good", "good", "not now", "bad"]))
     def read(self, answer: str) -> None:
         number = self.files.reads.pop(0)
+        was_silent = self.tiers.is_silent
         known = self.known.get(number)
         is_wanted = known is not None and known.segment in self.tiers.reading
         if answer == "good" and number in self.files.records:
@@ -256,9 +258,11 @@ class TiersMachine(RuleBasedStateMachine):
             self.tiers.was_bad(number, self.seconds)
         else:
             self.tiers.was_not_read(number, self.seconds)
+            assert self.tiers.is_silent == was_silent
+            was_silent = False
         self.follow()
         assert known is None or known.segment not in self.tiers.reading
-        assert not self.tiers.is_silent
+        assert not (self.tiers.is_silent and was_silent)
 
     @rule(ram=st.sampled_from([0.5, 1, 1, 1]))
     def be_killed(self, ram: float) -> None:
@@ -472,6 +476,8 @@ def test_nobody_waits_for_ever_for_a_disk_that_does_not_answer() -> None:
     path = run_of(tuple(range(200)))
     tiers.tend(1000.0)
     tiers.want([first, second])
+    assert tiers.due_at is None, "the step may take longer than that before the disk is asked"
+    tiers.reads(1000.0)
     assert tiers.due_at == 1000.0 + SILENT_SECONDS
     assert tiers.was_read(first.number, 1e-3, 1005.0) is first
     assert tiers.due_at == 1005.0 + SILENT_SECONDS
@@ -481,8 +487,27 @@ def test_nobody_waits_for_ever_for_a_disk_that_does_not_answer() -> None:
     assert tiers.due_at is None
     tiers.check()
     assert [each.segment for each in tiers.stored("", path, 0)] == [first]
-    assert tiers.was_read(second.number, 60.0, 1100.0) is None
+    tiers.was_not_read(second.number, 1100.0)
+    assert tiers.is_silent
+    assert second.unreadable_until == 1100.0 + PAUSE_SECONDS
+    tiers.tend(1100.0 + PAUSE_SECONDS)
+    assert not tiers.is_silent
     assert [each.segment for each in tiers.stored("", path, 0)] == [first, second]
+
+
+def test_a_late_answer_ends_the_silence() -> None:
+    for answer in (lambda tiers, n: tiers.was_read(n, 60.0, 1100.0), lambda tiers, n: tiers.was_bad(n, 1100.0)):
+        tiers = Tiers(300, SegmentSize(0, 1), 100, disk_bytes=1000)
+        (late,) = chain(tiers, 1)
+        chain(tiers, 3, first=1000)
+        tiers.want([late])
+        tiers.reads(1000.0)
+        tiers.tend(1000.0 + SILENT_SECONDS)
+        assert tiers.is_silent
+        assert answer(tiers, late.number) is None
+        assert not tiers.is_silent
+        assert tiers.reading == set()
+        tiers.check()
 
 
 def test_what_lies_behind_a_bad_file_leaves_the_disk_with_it() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +16,7 @@ from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.fake import SEGMENT_SIZE, FakeBackend
 from llamaslot.base.messages import CacheCleared, ClearCache, Failed, Finished, Output, Sampling
 from llamaslot.core import pace, tiers
-from llamaslot.core.backend import Kv
+from llamaslot.core.backend import Decoded, Kv, Run
 from tests.engine.harness import Harness, alone, running
 
 KEY = b"k" * 32
@@ -182,7 +182,33 @@ async def test_a_disk_that_does_not_answer_is_not_waited_for(
             end = await harness.submit(name, HEAD + name)
             assert isinstance(end, Finished)
             assert harness.text(name) == await alone(HEAD + name, backend())
-        assert store.n_reads == 1
+        held = harness.engine.scheduler.tiers
+        assert held is not None
+        assert held.is_silent
+        store.gate.set()
+        async with asyncio.timeout(10):
+            while held.is_silent:
+                await asyncio.sleep(0.005)
+        monkeypatch.undo()
+        harness.engine.send(ClearCache("clear"))
+        await harness.wait_for("clear", CacheCleared)
+
+
+async def test_a_step_that_takes_long_makes_no_disk_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "SILENT_SECONDS", 0.1)
+    async with restarted(tmp_path, DiskStore) as (harness, _):
+        decode = harness.backend.decode
+
+        def slowly(runs: Sequence[Run]) -> Decoded:
+            time.sleep(0.15)
+            return decode(runs)
+
+        monkeypatch.setattr(harness.backend, "decode", slowly)
+        other = harness.submit("other", "Something else. " * 20, max_tokens=2)
+        end = await harness.submit("x", HEAD + "x", max_tokens=1)
+        assert isinstance(end, Finished)
+        assert end.progress.n_prompt_computed == 1
+        await other
 
 
 async def test_prefixes_that_do_not_fit_into_ram_together_come_from_the_disk_in_turn(tmp_path: Path) -> None:

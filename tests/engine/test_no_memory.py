@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from llamaslot.base.messages import Failed, Finished, SlotActed
 from llamaslot.core import tiers
 from llamaslot.core.backend import Discard, NotSavedError, Operation, Remove, Run, Save
 from llamaslot.core.step import StepPlan, apply
+from tests.conftest import LONG
 from tests.engine.harness import alone, running
 from tests.engine.test_slot_actions import served
 
@@ -63,6 +66,45 @@ def test_what_the_same_plan_discards_is_not_missed() -> None:
     result = apply(StepPlan(operations), backend, lambda: 0.0)
     assert result.unsaved == {1}
     assert backend.seq_len(0) == 0
+
+
+async def test_bursts_are_answered_right_where_ids_are_short_and_memory_is_at_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiers, "PAUSE_SECONDS", 0.0)
+    for seed in range(100 if LONG else 10):
+        chance = random.Random(seed)
+        backend = Short(n_slots=chance.choice([2, 3, 4]), n_ctx=512, n_reserved=chance.choice([0, 1, 2]))
+        heads = ["".join(chance.choices("abcdef", k=chance.choice([40, 90, 160]))) for _ in range(5)]
+        async with running(backend, debug_invariants=True, ram_bytes=10**6, idle_cells=0) as engine:
+            for burst in range(8):
+                prompts = [chance.choice(heads)[: chance.randint(30, 160)] + "xyz" for _ in range(5)]
+                backend.is_short = chance.random() < 0.3
+                asked = [engine.submit(f"{burst}-{i}", prompt) for i, prompt in enumerate(prompts)]
+                for end in await asyncio.gather(*asked):
+                    assert isinstance(end, Finished), (seed, end)
+            cold = await alone(prompts[0], FakeBackend(n_slots=1, n_ctx=512))
+            assert engine.text(f"{burst}-0") == cold
+        assert engine.stopped is not None
+        assert not engine.stopped.reason
+
+
+async def test_a_slot_of_which_a_part_cannot_be_saved_is_not_saved(tmp_path: Path) -> None:
+    class Shorter(Short):
+        def change(self, operation: Operation) -> None:
+            """Refuse to save all but the first segment."""
+            self.is_short = isinstance(operation, Save) and operation.start > 0
+            super().change(operation)
+
+    async with served(tmp_path, Shorter(n_slots=2, n_ctx=4096, n_reserved=4), debug_invariants=True) as engine:
+        await engine.ask("Some words that are said again and again. " * 30)
+        for _ in range(2):
+            failed = await engine.act(0, "save")
+            assert isinstance(failed, Failed)
+            assert "memory" in failed.message
+        await engine.ask("Something else.", slot=1)
+        cells = engine.engine.scheduler.ledger.cells
+        assert all(number >= 0 for number in cells.segments)
 
 
 async def test_a_slot_that_cannot_be_saved_says_so_and_can_be_later(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import KvCost
-from llamaslot.core.backend import Backend, Discard, Load, Operation, Remove, Run, Save, Status
+from llamaslot.core.backend import Backend, Discard, Load, NotSavedError, Operation, Remove, Run, Save, Status
 from llamaslot.core.segments import LARGEST
 
 MOST = 8192
@@ -40,7 +40,8 @@ _PAIRS = 5
 def measure(backend: Backend, context: Any) -> KvCost | None:
     """The cost on a backend with this context, empty before and after; takes about two seconds.
 
-    None where nothing can be saved, the pool has less than `LEAST` to spare, or the model is too slow to measure.
+    None where nothing can be saved, be it for want of memory, the pool has less than `LEAST` to spare, or the model
+    is too slow to measure.
     """
     info = backend.info
     n_idle = min(info.n_ctx - info.n_ubatch, MOST) // _SAVED * _SAVED
@@ -48,6 +49,8 @@ def measure(backend: Backend, context: Any) -> KvCost | None:
         return None
     try:
         return _measured(backend, context, n_idle)
+    except NotSavedError:
+        return None
     finally:
         backend.change(Remove(0, 0))
 

@@ -101,7 +101,7 @@ class LlamaSampler:
         all are needed.
 
         The chain changes logits, then keeps the k highest (without temperature, 1). At most m tokens are lowered:
-        those with another bias, the banned ones among them, and those in the penalties' window. Of the k + m
+        those with a bias, the banned ones among them, and those in the penalties' window. Of the k + m
         highest, at least k stay as high as they were, and none of the others rises above those: none is among the k
         that are kept. A penalty below its neutral value may raise any token.
         """
@@ -109,8 +109,7 @@ class LlamaSampler:
         lowest = min(sampling.repeat_penalty - 1.0, sampling.presence_penalty, sampling.frequency_penalty)
         if k <= 0 or (penalised and lowest < 0.0):
             return 0
-        n_lowered = len(self._biases) - len(self._raised) + (self._window if penalised else 0)
-        return k + n_lowered
+        return k + len(self._biases) + (self._window if penalised else 0)
 
     def _build(self, sampling: Sampling, penalised: bool) -> Any:
         chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
