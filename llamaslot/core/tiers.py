@@ -297,7 +297,7 @@ class Tiers:
         self._now = now
         segment = self.disk.get(number)
         gone = [segment] if segment is not None else []
-        self.n_bad += len(gone)
+        self.n_bad += segment is not None
         for each in gone:
             gone += [behind for behind in each.behind() if behind in self.disk]
         for each in reversed(gone):

@@ -518,6 +518,8 @@ def test_what_lies_behind_a_bad_file_leaves_the_disk_with_it() -> None:
     tiers.was_bad(path[0].number, 1000.0)
     assert list(tiers.disk) == other
     assert tiers.take_jobs() == [Erase((each.number,)) for each in reversed(path)]
+    tiers.was_bad(path[1].number, 1000.0)
+    assert tiers.n_bad == 1, "one that was erased meanwhile is not bad"
 
 
 def test_an_open_end_stays_on_disk_until_what_replaces_it_is_there() -> None:

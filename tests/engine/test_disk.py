@@ -113,10 +113,10 @@ class Held(DiskStore):
 
 
 @asynccontextmanager
-async def restarted(folder: Path, kind: type[Store]) -> AsyncIterator[tuple[Harness, Store]]:
-    """A server that finds `HEAD` on a disk of this kind."""
+async def restarted(folder: Path, kind: type[Store], prompt: str = HEAD) -> AsyncIterator[tuple[Harness, Store]]:
+    """A server that finds a prompt on a disk of this kind."""
     async with served(folder) as harness:
-        await harness.submit("a", HEAD)
+        await harness.submit("a", prompt)
         await written(harness)
     store = kind(folder)
     store.open(KEY, 10**7)
@@ -194,17 +194,41 @@ async def test_a_disk_that_does_not_answer_is_not_waited_for(
         await harness.wait_for("clear", CacheCleared)
 
 
-async def test_a_step_that_takes_long_makes_no_disk_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_disk_is_not_left_with_all_that_was_asked_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pace, "SILENT_SECONDS", 0.1)
-    async with restarted(tmp_path, DiskStore) as (harness, _):
+    prompt = HEAD * 7
+    async with restarted(tmp_path, Held, prompt) as (harness, store):
+        await harness.submit("x", prompt + "x")
+        held = harness.engine.scheduler.tiers
+        assert held is not None
+        assert len(held.disk) >= 3
+        store.gate.set()
+        async with asyncio.timeout(10):
+            while held.is_silent:
+                await asyncio.sleep(0.005)
+        monkeypatch.undo()
+        await harness.submit("other", "Something else.")
+        assert store.n_reads == 1
+
+
+async def test_a_step_that_takes_long_makes_no_disk_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(DiskStore):
+        def read(self, number: int) -> Kv | None:
+            time.sleep(0.1)
+            return super().read(number)
+
+    monkeypatch.setattr(pace, "SILENT_SECONDS", 0.5)
+    async with restarted(tmp_path, Slow) as (harness, _):
         decode = harness.backend.decode
 
         def slowly(runs: Sequence[Run]) -> Decoded:
-            time.sleep(0.15)
+            time.sleep(0.6)
             return decode(runs)
 
         monkeypatch.setattr(harness.backend, "decode", slowly)
-        other = harness.submit("other", "Something else. " * 20, max_tokens=2)
+        other = harness.submit("other", "Something else. " * 8, max_tokens=2)
         end = await harness.submit("x", HEAD + "x", max_tokens=1)
         assert isinstance(end, Finished)
         assert end.progress.n_prompt_computed == 1
