@@ -24,10 +24,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from llamaslot.core.backend import Tokens
-from llamaslot.core.ledger import Fetched
-from llamaslot.core.node import WIDTH, packed
-from llamaslot.core.shared import SharedLedger
+from llamaslot.base.tokens import WIDTH, Tokens, packed
+from llamaslot.kvcache.ledger import Fetched
+from llamaslot.kvcache.shared import SharedLedger
 
 BLOCK = 4
 """Tokens of a block."""

@@ -15,8 +15,9 @@ import numpy as np
 from bench.client import BenchmarkError
 from bench.report import Summary
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.base.backend import Run, Status
+from llamaslot.base.kv_ops import Remove
 from llamaslot.base.messages import Sampling
-from llamaslot.core.backend import Remove, Run, Status
 
 PROMPT = 256
 SPAN = 23

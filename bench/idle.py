@@ -26,9 +26,9 @@ from llamaslot.app.server import llama_settings
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.messages import TERMINAL, Event, Finished, Sampling, Submit, TokensPart
-from llamaslot.core.shared import SharedLedger
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import model_thread
+from llamaslot.kvcache.shared import SharedLedger
 
 PROMPT = 512
 LONGEST = 2048

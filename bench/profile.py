@@ -38,9 +38,9 @@ from llamaslot.app.logs import configure_logging
 from llamaslot.app.server import serve
 from llamaslot.backend.llama.backend import LlamaBackend
 from llamaslot.base.errors import ConfigError
-from llamaslot.core.scheduler import Scheduler
 from llamaslot.engine import worker
 from llamaslot.engine.engine import Engine
+from llamaslot.scheduler.scheduler import Scheduler
 from llamaslot.service.service import Service
 
 STREAMS = (1, 4, 8)

@@ -33,7 +33,9 @@ from llamaslot.app.config import Parser, add_flags, read_config
 from llamaslot.app.server import llama_settings
 from llamaslot.app.tiers import choose
 from llamaslot.backend.llama import LlamaBackend
+from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.kv_ops import Remove
 from llamaslot.base.messages import (
     TERMINAL,
     Event,
@@ -45,12 +47,11 @@ from llamaslot.base.messages import (
     Submit,
     TokensPart,
 )
-from llamaslot.core import scheduler
-from llamaslot.core.backend import Backend, Remove
-from llamaslot.core.ledger import Ledger
-from llamaslot.core.shared import SharedLedger
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import model_thread
+from llamaslot.kvcache.ledger import Ledger
+from llamaslot.kvcache.shared import SharedLedger
+from llamaslot.scheduler import scheduler
 
 T = TypeVar("T")
 

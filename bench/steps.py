@@ -20,11 +20,12 @@ from bench.report import Summary, console, machine, write_json
 from llamaslot.app.config import Parser, add_flags, read_config
 from llamaslot.app.server import llama_settings
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.base.backend import Run, Status
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.kv_ops import Copy, Remove
 from llamaslot.base.messages import Sampling
 from llamaslot.base.model import TILE
-from llamaslot.core.backend import Copy, Remove, Run, Status
-from llamaslot.core.padding import Padding
+from llamaslot.scheduler.padding import Padding
 
 PREFIXES = (0, 1024, 4096)
 NEW = (8, 16, 32, 48)

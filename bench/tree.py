@@ -25,8 +25,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench.report import Summary, console, machine, notes, write_json
-from llamaslot.core.node import WIDTH, packed
-from llamaslot.core.tree import Tree
+from llamaslot.base.tokens import WIDTH, packed
+from llamaslot.kvcache.tree import Tree
 
 EVICTED = 1000
 GOALS_MS = {"match": 0.3, "insert": 1.0, "evict": 50.0}

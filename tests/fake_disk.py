@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llamaslot.core.disk import Erase, Job, Read, Record, Use, Write
+from llamaslot.kvcache.disk import Erase, Job, Read, Record, Use, Write
 
 Path = tuple[int, ...]
 

@@ -9,7 +9,8 @@ import llama_cpp
 import numpy as np
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.core.backend import Remove, Run
+from llamaslot.base.backend import Run
+from llamaslot.base.kv_ops import Remove
 
 
 class Noise:

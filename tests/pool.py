@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.core.scheduler import Scheduler
-from llamaslot.core.shared import SharedLedger
+from llamaslot.kvcache.shared import SharedLedger
+from llamaslot.scheduler.scheduler import Scheduler
 
 
 def check_pool(scheduler: Scheduler, backend: FakeBackend, *, computing: bool = False) -> None:

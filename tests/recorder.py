@@ -11,12 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.base.messages import Sampling
-from llamaslot.core.backend import (
-    Backend,
+from llamaslot.base.backend import Backend, Decoded, Run, Sampler, Status
+from llamaslot.base.kv_ops import (
     Copy,
     CopyStream,
-    Decoded,
     Discard,
     Kv,
     Load,
@@ -24,13 +22,11 @@ from llamaslot.core.backend import (
     NotSavedError,
     Operation,
     Remove,
-    Run,
-    Sampler,
     Save,
     Share,
-    Status,
-    Tokens,
 )
+from llamaslot.base.messages import Sampling
+from llamaslot.base.tokens import Tokens
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from llamaslot.app.tiers import Budgets
 from llamaslot.backend.disk import DiskStore, SlotFiles, weighed
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelInfo
-from llamaslot.core.segments import LARGEST
+from llamaslot.kvcache.segments import LARGEST
 
 _log = structlog.get_logger(__name__)
 _FLAG = "--cache-disk"

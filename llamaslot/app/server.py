@@ -35,10 +35,10 @@ from llamaslot.app.tiers import choose as choose_budgets
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, LoadingStopped
 from llamaslot.backend.llama.sizing import host_memory
+from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError, ServerError, UnavailableError
 from llamaslot.base.messages import Sampling
 from llamaslot.base.model import TILE, ModelInfo, StepCost
-from llamaslot.core.backend import Backend
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import model_thread
 from llamaslot.service.metrics import Metrics

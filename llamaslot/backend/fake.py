@@ -16,12 +16,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from llamaslot.base.messages import Sampling
-from llamaslot.base.model import ModelInfo, SegmentSize
-from llamaslot.core.backend import (
+from llamaslot.base.backend import Decoded, Run, Sampler, Status, check_runs
+from llamaslot.base.kv_ops import (
     Copy,
     CopyStream,
-    Decoded,
     Discard,
     IllegalCallError,
     Kv,
@@ -30,16 +28,14 @@ from llamaslot.core.backend import (
     Operation,
     Piece,
     Remove,
-    Run,
-    Sampler,
     Save,
     Share,
-    Status,
-    Tokens,
     check_operation,
-    check_runs,
     check_seq,
 )
+from llamaslot.base.messages import Sampling
+from llamaslot.base.model import ModelInfo, SegmentSize
+from llamaslot.base.tokens import Tokens
 
 _Saved: TypeAlias = list[tuple[int, int]]
 """Tokens and positions, by cell."""

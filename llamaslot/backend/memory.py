@@ -6,7 +6,7 @@ import mmap
 
 import numpy as np
 
-from llamaslot.core.backend import Kv
+from llamaslot.base.kv_ops import Kv
 
 _HUGE_FROM = 2**22
 """Bytes of an array from which on numpy asks for huge pages."""

@@ -11,16 +11,23 @@ import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
+from typing import Protocol
 
 import structlog
 
-from llamaslot.core.anchors import Anchor
-from llamaslot.core.backend import Backend, Kv
-from llamaslot.core.disk import BadSegmentError, Disk, Erase, Job, Read, Use, Write
-from llamaslot.core.sessions import Session
-from llamaslot.core.shared import SharedLedger
+from llamaslot.base.backend import Backend
+from llamaslot.base.kv_ops import Kv
+from llamaslot.kvcache.disk import BadSegmentError, Erase, Job, Read, SegmentDisk, Use, Write
+from llamaslot.kvcache.shared import SharedLedger
+from llamaslot.prompts.anchors import Anchor
+from llamaslot.prompts.sessions import Session
+from llamaslot.prompts.text_store import TextStore
 
 _log = structlog.get_logger(__name__)
+
+
+class Disk(SegmentDisk, TextStore, Protocol):
+    """A disk on which segments, anchors and sessions outlive the server."""
 
 
 class DiskWorker:

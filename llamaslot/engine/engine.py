@@ -17,6 +17,7 @@ from functools import partial
 
 import structlog
 
+from llamaslot.base.backend import Backend
 from llamaslot.base.errors import (
     ContextSizeError,
     InvalidRequestError,
@@ -47,22 +48,20 @@ from llamaslot.base.messages import (
     SubmitAll,
     Tokenize,
 )
-from llamaslot.core.backend import Backend
-from llamaslot.core.disk import Disk
-from llamaslot.core.request import Request, RequestEvent, RequestState
-from llamaslot.core.scheduler import Broke, Sampled, Scheduler
-from llamaslot.core.sessions import Session
-from llamaslot.core.settings import SchedulerSettings
-from llamaslot.core.shared import SharedLedger
-from llamaslot.core.slot_store import SlotStore
-from llamaslot.core.step import StepPlan, StepResult
-from llamaslot.engine.anchoring import Prompt
-from llamaslot.engine.disk import DiskWorker
+from llamaslot.engine.disk import Disk, DiskWorker
 from llamaslot.engine.reports import Reports
 from llamaslot.engine.slot_actions import SlotActions
 from llamaslot.engine.text_worker import TextWorker
-from llamaslot.engine.tokenizing import Tokenizer
 from llamaslot.engine.worker import Worker, model_thread
+from llamaslot.kvcache.shared import SharedLedger
+from llamaslot.kvcache.slot_store import SlotStore
+from llamaslot.prompts.anchoring import Prompt
+from llamaslot.prompts.sessions import Session
+from llamaslot.prompts.tokenizer import Tokenizer
+from llamaslot.scheduler.request import Request, RequestEvent, RequestState
+from llamaslot.scheduler.scheduler import Broke, Sampled, Scheduler
+from llamaslot.scheduler.settings import SchedulerSettings
+from llamaslot.scheduler.step import StepPlan, StepResult
 from llamaslot.text.stream import TextStream
 
 _WIND_UP_SECONDS = 5.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from llamaslot.base.backend import Vocab
 from llamaslot.base.messages import CacheFigures, CacheState, InspectCache, State
-from llamaslot.core import report
-from llamaslot.core.backend import Vocab
-from llamaslot.core.scheduler import Scheduler
-from llamaslot.core.step import StepPlan, StepResult
-from llamaslot.engine.tokenizing import Tokenizer
+from llamaslot.prompts.tokenizer import Tokenizer
+from llamaslot.scheduler import report
+from llamaslot.scheduler.scheduler import Scheduler
+from llamaslot.scheduler.step import StepPlan, StepResult
 
 
 class Reports:

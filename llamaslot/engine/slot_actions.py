@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from llamaslot.base.backend import Backend
 from llamaslot.base.errors import (
     InvalidRequestError,
     LlamaslotError,
@@ -22,13 +23,13 @@ from llamaslot.base.errors import (
     ServerError,
     UnavailableError,
 )
+from llamaslot.base.kv_ops import Save
 from llamaslot.base.messages import SlotActed, SlotAction
-from llamaslot.core.backend import Backend, Save
-from llamaslot.core.ledger import Ledger
-from llamaslot.core.node import WIDTH, packed
-from llamaslot.core.scheduler import Scheduler
-from llamaslot.core.shared import SharedLedger
-from llamaslot.core.slot_store import BadSlotError, SavedSegment, SavedSlot, SlotStore
+from llamaslot.base.tokens import WIDTH, packed
+from llamaslot.kvcache.ledger import Ledger
+from llamaslot.kvcache.shared import SharedLedger
+from llamaslot.kvcache.slot_store import BadSlotError, SavedSegment, SavedSlot, SlotStore
+from llamaslot.scheduler.scheduler import Scheduler
 
 _MOST_WAITING = 8
 """Actions that may wait: those that restore have their file in memory."""

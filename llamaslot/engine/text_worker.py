@@ -13,12 +13,12 @@ import structlog
 
 from llamaslot.base.errors import LlamaslotError, ServerError
 from llamaslot.base.messages import Detokenize, DropSession, Submit, Tokenize
-from llamaslot.core.anchors import Anchor
-from llamaslot.core.request import Request
-from llamaslot.core.sessions import Session
-from llamaslot.engine.anchoring import Prompt
 from llamaslot.engine.disk import DiskWorker
-from llamaslot.engine.tokenizing import Tokenizer
+from llamaslot.prompts.anchoring import Prompt
+from llamaslot.prompts.anchors import Anchor
+from llamaslot.prompts.sessions import Session
+from llamaslot.prompts.tokenizer import Tokenizer
+from llamaslot.scheduler.request import Request
 
 T = TypeVar("T")
 

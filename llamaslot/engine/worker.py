@@ -13,8 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TypeAlias, TypeVar
 
-from llamaslot.core.backend import Backend
-from llamaslot.core.step import StepPlan, StepResult, apply, following
+from llamaslot.base.backend import Backend
+from llamaslot.scheduler.step import StepPlan, StepResult, apply, following
 
 OnStep: TypeAlias = Callable[[StepPlan, StepResult], None]
 T = TypeVar("T")

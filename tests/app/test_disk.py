@@ -13,7 +13,7 @@ from llamaslot.app.tiers import Budgets
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelInfo, SegmentSize
-from llamaslot.core.disk import Record, path_digest
+from llamaslot.kvcache.disk import Record, path_digest
 from tests.backend.test_disk import state_of
 
 MIB = 2**20

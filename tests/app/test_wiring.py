@@ -22,9 +22,9 @@ from llamaslot.app.config import Config, Parser, add_flags, read_config
 from llamaslot.app.server import api_settings, llama_settings, read_template, serve
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.backend.llama import LlamaSettings
+from llamaslot.base.backend import Decoded, Run, Sampler
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import KvCost
-from llamaslot.core.backend import Decoded, Run, Sampler
 from llamaslot.engine.engine import Engine
 from llamaslot.text.builtin_templates import resolve
 

@@ -9,10 +9,11 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.base.backend import Backend, Run, Status
+from llamaslot.base.kv_ops import Remove
 from llamaslot.base.messages import Sampling
-from llamaslot.core.backend import Backend, Remove, Run, Status
 from tests.conftest import LONG
-from tests.core.test_cache_machine import COUNTS, CacheMachine, Shape
+from tests.kvcache.test_cache_machine import COUNTS, CacheMachine, Shape
 from tests.noise import Noise
 
 N_CTX = 512

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, costs, small_steps
-from llamaslot.core.backend import Load, Operation, Run, Save, Status
+from llamaslot.base.backend import Run, Status
+from llamaslot.base.kv_ops import Load, Operation, Save
 
 
 def settings(model: Path, **fields: object) -> LlamaSettings:

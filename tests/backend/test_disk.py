@@ -19,13 +19,13 @@ from llamaslot.app.disk import claim_disk
 from llamaslot.backend.disk import DiskStore, files, texts
 from llamaslot.backend.disk.files import BadFileError
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
-from llamaslot.core import anchors, sessions
-from llamaslot.core.anchors import Anchor
-from llamaslot.core.backend import Kv
-from llamaslot.core.disk import BadSegmentError, Record, path_digest
-from llamaslot.core.sessions import Session
-from llamaslot.core.tiers import Tiers
+from llamaslot.kvcache.disk import BadSegmentError, Record, path_digest
+from llamaslot.kvcache.tiers import Tiers
+from llamaslot.prompts import anchors, sessions
+from llamaslot.prompts.anchors import Anchor
+from llamaslot.prompts.sessions import Session
 from tests.conftest import LONG
 
 KEY, OTHER = b"k" * files.KEY_BYTES, b"o" * files.KEY_BYTES

@@ -14,7 +14,8 @@ import llama_cpp
 import numpy as np
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.core.backend import Copy, Remove, Run, Status
+from llamaslot.base.backend import Run, Status
+from llamaslot.base.kv_ops import Copy, Remove
 from tests.conftest import LONG
 
 N_GENERATED = 24

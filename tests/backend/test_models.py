@@ -17,9 +17,10 @@ import pytest
 
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.kv_ops import Copy, IllegalCallError, Remove, Share
 from llamaslot.base.messages import Finished
-from llamaslot.core.backend import Copy, Decoded, IllegalCallError, Remove, Run, Share, Status
 from tests.engine.harness import running
 
 N_CTX = 512

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.core.backend import Copy, IllegalCallError, Move, Piece, Remove, Run, Status
+from llamaslot.base.backend import Run, Status
+from llamaslot.base.kv_ops import Copy, IllegalCallError, Move, Piece, Remove
 from tests.noise import Noise
 
 N_CTX = 512

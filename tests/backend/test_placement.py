@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from llamaslot.backend.llama import library
-from llamaslot.core.backend import IllegalCallError, Piece
-from llamaslot.core.cells import CellMap
+from llamaslot.base.kv_ops import IllegalCallError, Piece
+from llamaslot.kvcache.cells import CellMap
 from tests.conftest import LONG
 
 N_CTX = 256

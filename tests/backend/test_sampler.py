@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.backend.llama import sampler as llama_sampler
 from llamaslot.backend.llama.sampler import LlamaSampler, highest
+from llamaslot.base.backend import Run, Status
+from llamaslot.base.kv_ops import IllegalCallError
 from llamaslot.base.messages import Sampling
-from llamaslot.core.backend import IllegalCallError, Run, Status, Tokens
+from llamaslot.base.tokens import Tokens
 from tests.engine.harness import running
 
 N_CTX = 512

@@ -14,7 +14,8 @@ import pytest
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, segments
 from llamaslot.backend.llama.loading import parts
-from llamaslot.core.backend import Copy, Discard, IllegalCallError, Load, NotSavedError, Remove, Run, Save, Status
+from llamaslot.base.backend import Run, Status
+from llamaslot.base.kv_ops import Copy, Discard, IllegalCallError, Load, NotSavedError, Remove, Save
 from tests.noise import Noise
 
 N_CTX = 512

@@ -20,8 +20,9 @@ from llamaslot.backend.llama import CACHE_TYPES, LlamaSettings, library, sizing
 from llamaslot.backend.llama.loading import in_parts, load_model, logged_bytes, metadata
 from llamaslot.backend.llama.settings import sequences
 from llamaslot.backend.llama.sizing import HOST, MOST_ON_GPU, MOST_ON_HOST, Place, kv_places, most_cells, pool_size
+from llamaslot.base.backend import Status
 from llamaslot.base.errors import ConfigError
-from llamaslot.core.backend import IllegalCallError, Status
+from llamaslot.base.kv_ops import IllegalCallError
 from tests.backend.test_models import feed, loaded
 
 GIB = 2**30

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.disk import SlotFiles
+from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
-from llamaslot.core.backend import Kv
-from llamaslot.core.slot_store import BadSlotError, SavedSegment, SavedSlot
+from llamaslot.kvcache.slot_store import BadSlotError, SavedSegment, SavedSlot
 from tests.conftest import LONG
 
 KEY, OTHER = b"k" * 32, b"o" * 32

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, small_steps
+from llamaslot.base.backend import Run, Status
 from llamaslot.base.messages import Submit
 from llamaslot.base.model import TILE
-from llamaslot.core.backend import Run, Status
-from llamaslot.core.request import Request
-from llamaslot.core.step import StepPlan, Work, apply
+from llamaslot.scheduler.request import Request
+from llamaslot.scheduler.step import StepPlan, Work, apply
 
 
 def settings(model: Path, **fields: object) -> LlamaSettings:

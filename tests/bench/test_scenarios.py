@@ -12,7 +12,7 @@ import pytest
 from bench.flat import BLOCK, BlockCache
 from bench.scenarios import SCENARIOS, Bench, Cache, Scenario
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.core.node import packed
+from llamaslot.base.tokens import packed
 from llamaslot.engine.worker import model_thread
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}

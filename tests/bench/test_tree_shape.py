@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.tree import Shape, build, evict_time, insert_times, match_times
-from llamaslot.core.node import WIDTH
+from llamaslot.base.tokens import WIDTH
 
 SMALL = Shape(n_tokens=2_000, n_leaves=50, n_path_nodes=16, n_path_tokens=120, n_node_tokens=5)
 

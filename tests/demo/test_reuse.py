@@ -18,10 +18,11 @@ from bench.demo.corpus import Dialogue, held_out
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.backend.llama import backend as llama_backend
+from llamaslot.base.kv_ops import Copy, Load, Operation
 from llamaslot.base.messages import Finished
-from llamaslot.core.backend import Copy, Load, Operation
-from llamaslot.core.node import WIDTH, Node
-from llamaslot.core.tree import Match, Tree
+from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.tree import Match, Tree
 from llamaslot.text.template import ChatTemplate
 from tests.conftest import LONG
 from tests.engine.harness import Harness, running

@@ -21,10 +21,11 @@ from bench.demo.corpus import held_out
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.base.backend import Decoded, Run
 from llamaslot.base.messages import Cancelled, Finished, Sampling, Submit, SubmitAll, TextPart
 from llamaslot.base.model import StepCost
-from llamaslot.core import admission, pace
-from llamaslot.core.backend import Decoded, Run
+from llamaslot.kvcache import pace
+from llamaslot.scheduler import admission
 from llamaslot.text.template import ChatTemplate
 from tests.conftest import LONG
 from tests.engine.harness import Harness, running

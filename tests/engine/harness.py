@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.backend import Backend
 from llamaslot.base.messages import (
     TERMINAL,
     Accepted,
@@ -23,10 +24,9 @@ from llamaslot.base.messages import (
     Submit,
     TextPart,
 )
-from llamaslot.core.backend import Backend
-from llamaslot.core.step import StepPlan
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import OnStep, Worker
+from llamaslot.scheduler.step import StepPlan
 from tests.pool import check_pool
 
 GREEDY = Sampling(temperature=0.0)

@@ -13,9 +13,9 @@ import pytest
 
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.messages import Submit, TextPart, TokensPart
-from llamaslot.core.backend import Tokens
-from llamaslot.engine import anchoring as anchoring_module
-from llamaslot.engine.anchoring import Anchoring, Prompt, exact_boundaries
+from llamaslot.base.tokens import Tokens
+from llamaslot.prompts import anchoring as anchoring_module
+from llamaslot.prompts.anchoring import Anchoring, Prompt, exact_boundaries
 
 START, END = "<|im_start|>", "<|im_end|>"
 WORDS = ["Hello", " world", "\n", "  ", " naïve", " 12", "34", "é", "😀", " the", " of", ".", "\n\n", "x", "日本"]

@@ -14,12 +14,12 @@ import pytest
 
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.messages import Submit, TextPart, TokensPart
-from llamaslot.core.backend import Tokens
-from llamaslot.core.sessions import Sessions
-from llamaslot.engine.anchoring import Anchoring, Prompt, tokenized
-from llamaslot.engine.continuing import Continuing, spelled
-from llamaslot.engine.tokenizing import Tokenizer
-from llamaslot.text.cuts import Cutter
+from llamaslot.base.tokens import Tokens
+from llamaslot.prompts.anchoring import Anchoring, Prompt, tokenized
+from llamaslot.prompts.continuing import Continuing, spelled
+from llamaslot.prompts.cuts import Cutter
+from llamaslot.prompts.sessions import Sessions
+from llamaslot.prompts.tokenizer import Tokenizer
 from tests.engine.test_anchoring import END, canonical, spelled_otherwise, turn, words
 
 LONG = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep for a while. " * 3

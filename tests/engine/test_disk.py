@@ -14,9 +14,10 @@ import pytest
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.fake import SEGMENT_SIZE, FakeBackend
+from llamaslot.base.backend import Decoded, Run
+from llamaslot.base.kv_ops import Kv
 from llamaslot.base.messages import CacheCleared, ClearCache, Failed, Finished, Output, Sampling
-from llamaslot.core import pace, tiers
-from llamaslot.core.backend import Decoded, Kv, Run
+from llamaslot.kvcache import pace, tiers
 from tests.engine.harness import Harness, alone, running
 
 KEY = b"k" * 32

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from llamaslot.backend.fake import FakeBackend, FakeVocab
+from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.messages import (
     Accepted,
     Cancelled,
@@ -27,10 +28,9 @@ from llamaslot.base.messages import (
     Tokenized,
     TokensPart,
 )
-from llamaslot.core.backend import Decoded, Run, Status
-from llamaslot.core.spaces import salted
-from llamaslot.core.tree import Tree
+from llamaslot.base.namespaces import salted
 from llamaslot.engine.engine import Engine
+from llamaslot.kvcache.tree import Tree
 from tests.engine.harness import GREEDY, Harness, alone, running
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.backend import Sampler
 from llamaslot.base.messages import CacheCleared, Cancelled, ClearCache, Finished, Output
-from llamaslot.core.backend import Sampler
 from tests.engine.harness import Harness, running
 
 BROKEN = "\ufffd"

@@ -11,10 +11,11 @@ import pytest
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.backend import Run
+from llamaslot.base.kv_ops import Discard, NotSavedError, Operation, Remove, Save
 from llamaslot.base.messages import Failed, Finished, SlotActed
-from llamaslot.core import tiers
-from llamaslot.core.backend import Discard, NotSavedError, Operation, Remove, Run, Save
-from llamaslot.core.step import StepPlan, apply
+from llamaslot.kvcache import tiers
+from llamaslot.scheduler.step import StepPlan, apply
 from tests.conftest import LONG
 from tests.engine.harness import alone, running
 from tests.engine.test_slot_actions import served

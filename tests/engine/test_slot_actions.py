@@ -25,7 +25,7 @@ from llamaslot.base.messages import (
     SlotActed,
     SlotAction,
 )
-from llamaslot.core.shared import SharedLedger
+from llamaslot.kvcache.shared import SharedLedger
 from tests.engine.harness import Harness, alone, running
 
 KEY = b"k" * 32

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.backend import Decoded, Run, Sampler
 from llamaslot.base.messages import (
     TERMINAL,
     Cancel,
@@ -24,9 +25,8 @@ from llamaslot.base.messages import (
     Submit,
     TextPart,
 )
-from llamaslot.core.backend import Decoded, Run, Sampler
-from llamaslot.core.step import StepPlan
 from llamaslot.engine.engine import Engine
+from llamaslot.scheduler.step import StepPlan
 from tests.engine.harness import GREEDY, alone
 
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)

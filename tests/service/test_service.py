@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.backend import Decoded, Run
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError, UnavailableError
 from llamaslot.base.messages import (
     Accepted,
@@ -30,7 +31,6 @@ from llamaslot.base.messages import (
     Submit,
     TextPart,
 )
-from llamaslot.core.backend import Decoded, Run
 from llamaslot.engine.engine import Engine
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Generation, Outcome, Service, ServiceSettings

@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from llamaslot.backend.memory import new_kv
-from llamaslot.core.backend import Kv
+from llamaslot.base.kv_ops import Kv
 
 VERSION = 1
 KEY_BYTES = 32

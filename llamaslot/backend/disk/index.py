@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llamaslot.backend.disk.texts import ANCHORS_SCHEMA, SESSIONS_SCHEMA, Texts
-from llamaslot.core.disk import Record
+from llamaslot.kvcache.disk import Record
 
 _SCHEMA_VERSION = 3
 _MOST = 2**62

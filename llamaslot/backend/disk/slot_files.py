@@ -18,11 +18,11 @@ import msgspec
 
 from llamaslot.backend.disk import files
 from llamaslot.backend.memory import new_kv
+from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
-from llamaslot.core.backend import Kv
-from llamaslot.core.disk import is_permutation
-from llamaslot.core.node import WIDTH
-from llamaslot.core.slot_store import BadSlotError, SavedSegment, SavedSlot
+from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.disk import is_permutation
+from llamaslot.kvcache.slot_store import BadSlotError, SavedSegment, SavedSlot
 
 VERSION = 1
 _MAGIC = b"llamslot"

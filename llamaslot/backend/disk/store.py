@@ -28,10 +28,10 @@ from llamaslot.backend.disk import files
 from llamaslot.backend.disk.files import BadFileError
 from llamaslot.backend.disk.index import Index, Row, named_errors
 from llamaslot.base.errors import ConfigError
-from llamaslot.core.anchors import Anchor
-from llamaslot.core.backend import Kv
-from llamaslot.core.disk import BadSegmentError, Record
-from llamaslot.core.sessions import Session
+from llamaslot.base.kv_ops import Kv
+from llamaslot.kvcache.disk import BadSegmentError, Record
+from llamaslot.prompts.anchors import Anchor
+from llamaslot.prompts.sessions import Session
 
 _MOST_BAD = 8
 """Files to keep that were not as they were written."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from llamaslot.core import anchors, sessions
-from llamaslot.core.anchors import Anchor
-from llamaslot.core.node import WIDTH, packed, unpacked
-from llamaslot.core.sessions import Session
+from llamaslot.base.tokens import WIDTH, packed, unpacked
+from llamaslot.prompts import anchors, sessions
+from llamaslot.prompts.anchors import Anchor
+from llamaslot.prompts.sessions import Session
 
 _TRIMMED_EVERY = 256
 """Rows added until it is looked whether they are too many."""

@@ -25,13 +25,11 @@ from llamaslot.backend.llama.sampler import LlamaSampler, Logits
 from llamaslot.backend.llama.segments import SegmentStore
 from llamaslot.backend.llama.settings import LlamaSettings, sequences
 from llamaslot.backend.llama.vocab import LlamaVocab
+from llamaslot.base.backend import Decoded, Run, Sampler, Status, check_runs
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.messages import Sampling
-from llamaslot.base.model import ModelInfo, SegmentSize
-from llamaslot.core.backend import (
+from llamaslot.base.kv_ops import (
     Copy,
     CopyStream,
-    Decoded,
     Discard,
     IllegalCallError,
     Kv,
@@ -39,16 +37,14 @@ from llamaslot.core.backend import (
     Move,
     Operation,
     Remove,
-    Run,
-    Sampler,
     Save,
     Share,
-    Status,
-    Tokens,
     check_operation,
-    check_runs,
     check_seq,
 )
+from llamaslot.base.messages import Sampling
+from llamaslot.base.model import ModelInfo, SegmentSize
+from llamaslot.base.tokens import Tokens
 
 _MAX_VIEWS = 1024
 

@@ -19,10 +19,11 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
+from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.kv_ops import Discard, Load, NotSavedError, Operation, Remove, Save
 from llamaslot.base.model import KvCost
-from llamaslot.core.backend import Backend, Discard, Load, NotSavedError, Operation, Remove, Run, Save, Status
-from llamaslot.core.segments import LARGEST
+from llamaslot.kvcache.segments import LARGEST
 
 MOST = 8192
 """Idle cells to measure beside."""

@@ -14,8 +14,9 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from llamaslot.base.kv_ops import IllegalCallError
 from llamaslot.base.messages import Sampling
-from llamaslot.core.backend import IllegalCallError, Tokens
+from llamaslot.base.tokens import Tokens
 
 Logits: TypeAlias = npt.NDArray[np.float32]
 

@@ -13,7 +13,7 @@ from typing import Any
 import llama_cpp
 
 from llamaslot.backend.memory import new_kv
-from llamaslot.core.backend import IllegalCallError, Kv, Load, Move, NotSavedError, Save
+from llamaslot.base.kv_ops import IllegalCallError, Kv, Load, Move, NotSavedError, Save
 
 
 class SegmentStore:

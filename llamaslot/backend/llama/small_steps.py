@@ -11,8 +11,9 @@ from typing import Any
 import llama_cpp
 
 from llamaslot.backend.llama.costs import compute, fill
+from llamaslot.base.backend import Backend
+from llamaslot.base.kv_ops import Remove
 from llamaslot.base.model import TILE, StepCost
-from llamaslot.core.backend import Backend, Remove
 
 _FEW, _MORE = 8, 32
 """Tokens of small steps."""

@@ -9,7 +9,8 @@ from itertools import pairwise
 import llama_cpp
 import numpy as np
 
-from llamaslot.core.backend import IllegalCallError, Tokens
+from llamaslot.base.kv_ops import IllegalCallError
+from llamaslot.base.tokens import Tokens
 
 _LONG_TEXT = 2**16
 _PART = 2**14

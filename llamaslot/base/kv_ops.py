@@ -1,0 +1,206 @@
+"""KV operations: what is done to sequences between decodes, as plain data, and the checks that make them legal.
+
+llama.cpp aborts the process on many illegal calls, so each operation is checked before it reaches ctypes.
+Positions are in tokens from 0, sequence ids from 0 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Kv: TypeAlias = npt.NDArray[np.uint8]
+"""The KV of a segment, as the backend saves and loads it; never changed."""
+
+
+class IllegalCallError(AssertionError):
+    """A call that llama.cpp must never see: a bug in this project, not in a request."""
+
+
+class NotSavedError(Exception):
+    """There is no memory for what a `Save` was to store; nothing was changed."""
+
+    def __init__(self, segment: int) -> None:
+        super().__init__(f"no memory for segment {segment}")
+        self.segment = segment
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Drop all but the first `keep` tokens of a sequence."""
+
+    seq: int
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Let `dst`, which holds `start` tokens, see the cells of `src` in `[start, end)` too."""
+
+    src: int
+    dst: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Let `dst` give up its own cells in `[start, end)` and see those of `src`, which hold the same tokens."""
+
+    src: int
+    dst: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`[start, end)` of sequences that see the same cells there, all who see them."""
+
+    holders: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Save these pieces, let go of their cells, and load one after another into the lowest free cells.
+
+    `scratch` holds nothing before and after.
+    """
+
+    pieces: tuple[Piece, ...]
+    scratch: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStream:
+    """Let `dst` hold a copy of the first `keep` tokens of `src`, and nothing else, where each has cells of its own.
+
+    llama.cpp copies everything that `src` has, with the next decode: until then neither may be copied again.
+    """
+
+    src: int
+    dst: int
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Store the KV of `src` in `[start, end)` off the pool, under a number that is not in use.
+
+    Where there is no memory for it, `NotSavedError`. `scratch` holds nothing before and after.
+    """
+
+    segment: int
+    src: int
+    start: int
+    end: int
+    scratch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Let `dst`, which holds `start` tokens, hold those of a segment in `[start, end)` too, in cells of their own.
+
+    llama.cpp loads a segment whole, into the lowest free cells: there must be as many as it has tokens, and those
+    outside of `[start, end)` are free again at once. `scratch` holds nothing before and after.
+    """
+
+    segment: int
+    dst: int
+    start: int
+    end: int
+    scratch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Forget a segment."""
+
+    segment: int
+
+
+Operation: TypeAlias = Remove | Copy | Share | Move | CopyStream | Save | Load | Discard
+"""What is done to sequences between decodes."""
+
+
+def check_seq(seq: int, n_seqs: int) -> None:
+    """Raise `IllegalCallError` for a sequence id that the context does not have."""
+    if not 0 <= seq < n_seqs:
+        raise IllegalCallError(f"sequence id {seq} is not in [0, {n_seqs})")
+
+
+def check_operation(
+    operation: Operation, *, length_of: Callable[[int], int], segments: Mapping[int, range], shares: bool
+) -> None:
+    """Raise `IllegalCallError` where an operation would leave a hole, a double position or a foreign cell.
+
+    `segments` are the positions that are stored, by number.
+    """
+    if isinstance(operation, Remove):
+        if operation.keep < 0:
+            raise IllegalCallError(f"{operation} keeps less than nothing")
+        length_of(operation.seq)
+        return
+    if isinstance(operation, CopyStream):
+        n_src = length_of(operation.src)
+        length_of(operation.dst)
+        if operation.src == operation.dst or not 0 < operation.keep <= n_src:
+            raise IllegalCallError(f"{operation}: the source holds {n_src} tokens")
+        return
+    if not shares:
+        raise IllegalCallError("cells cannot be shared here")
+    if isinstance(operation, Move):
+        _check_move(operation, length_of)
+        return
+    if isinstance(operation, Save | Load | Discard):
+        _check_segment(operation, length_of, segments)
+        return
+    start, end = operation.start, operation.end
+    n_src, n_dst = length_of(operation.src), length_of(operation.dst)
+    if operation.src == operation.dst or not 0 <= start < end <= n_src:
+        raise IllegalCallError(f"{operation}: the source holds {n_src} tokens")
+    if n_dst != start if isinstance(operation, Copy) else n_dst < end:
+        raise IllegalCallError(f"{operation}: the target holds {n_dst} tokens")
+
+
+def _check_move(move: Move, length_of: Callable[[int], int]) -> None:
+    if length_of(move.scratch):
+        raise IllegalCallError(f"{move}: the scratch sequence holds something")
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for piece in move.pieces:
+        shortest = min(map(length_of, piece.holders), default=0)
+        if not 0 <= piece.start < piece.end <= shortest:
+            raise IllegalCallError(f"{piece}: the holders hold {shortest} tokens or more")
+        for holder in piece.holders:
+            ranges = taken.setdefault(holder, [])
+            if any(piece.start < end and start < piece.end for start, end in ranges):
+                raise IllegalCallError(f"{move}: a token is moved twice")
+            ranges.append((piece.start, piece.end))
+
+
+def _check_segment(
+    operation: Save | Load | Discard, length_of: Callable[[int], int], segments: Mapping[int, range]
+) -> None:
+    stored = segments.get(operation.segment)
+    if (stored is None) != isinstance(operation, Save):
+        raise IllegalCallError(f"{operation}: the segment is {'not ' if stored is None else ''}stored")
+    if isinstance(operation, Discard):
+        return
+    start, end = operation.start, operation.end
+    if length_of(operation.scratch):
+        raise IllegalCallError(f"{operation}: the scratch sequence holds something")
+    if isinstance(operation, Save):
+        if not 0 <= start < end <= length_of(operation.src):
+            raise IllegalCallError(f"{operation}: the source holds {length_of(operation.src)} tokens")
+    else:
+        assert stored is not None
+        if operation.dst == operation.scratch or length_of(operation.dst) != start:
+            raise IllegalCallError(f"{operation}: the target holds {length_of(operation.dst)} tokens")
+        if not stored.start <= start < end <= stored.stop:
+            raise IllegalCallError(f"{operation}: the segment has [{stored.start}, {stored.stop})")

@@ -1,0 +1,141 @@
+"""One step: the plan as data, and its application to a backend.
+
+    plan    (scheduler, event loop)   what is to happen; of the state only the ledger leads, see `kvcache/ledger.py`
+    apply   (here, worker thread)     what the backend really did
+    commit  (scheduler, event loop)   the state follows what really happened
+
+Where nothing is to be decided after a step, `following` gives the next one without the scheduler, and the commits
+follow in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llamaslot.base.backend import Backend, Decoded, Run, Sampler, Status
+from llamaslot.base.kv_ops import Discard, NotSavedError, Operation, Remove
+from llamaslot.kvcache.disk import Job
+from llamaslot.scheduler.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens of one request to compute, and the waiting requests whose first token comes from the same logits."""
+
+    request: Request
+    run: Run
+    siblings: tuple[Request, ...] = ()
+
+    @property
+    def samples(self) -> tuple[Request, ...]:
+        """The requests that get a token."""
+        return (self.request, *self.siblings) if self.run.output else ()
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step does, in this order."""
+
+    operations: list[Operation] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    """Requests that were sent back to the queue for it."""
+    padding: Run | None = None
+    """What is computed beside the work only to have it done sooner; its sequence is empty before and after."""
+    n_ahead: int = 0
+    """Steps that may follow without a decision, each computing the tokens that the one before sampled."""
+    jobs: list[Job] = field(default_factory=list)
+    """What the disk has to do once the operations are done."""
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do, or was anything changed that another plan may go on from."""
+        return bool(self.operations or self.work or self.preempted or self.jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the backend did."""
+
+    decoded: Decoded
+    tokens: dict[str, int]
+    """Sampled token per request id."""
+    samplers: dict[str, Sampler]
+    """Samplers made in this step, per request id."""
+    lengths: dict[int, int]
+    """After a failed decode, the tokens that each sequence of the batch holds now."""
+    started: float
+    """When decoding began, on the caller's clock: behind the operations."""
+    seconds: float
+    """Time that decoding and sampling took."""
+    unsaved: frozenset[int] = frozenset()
+    """Segments that could not be saved for want of memory, and were not discarded since."""
+
+
+def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepResult:
+    """Carry out a plan. Raises only what is a bug or the end of the backend."""
+    unsaved = _change(plan.operations, backend)
+    started = clock()
+    if not plan.work:
+        return StepResult(Decoded(Status.OK, {}), {}, {}, {}, started, 0.0, unsaved)
+    decoded = _decode(plan, backend)
+    tokens: dict[str, int] = {}
+    made: dict[str, Sampler] = {}
+    lengths: dict[int, int] = {}
+    if decoded.status is Status.OK:
+        names: list[str] = []
+        draws: list[tuple[int, Sampler]] = []
+        for work in plan.work:
+            for request in work.samples:
+                sampler = request.sampler
+                if sampler is None:
+                    sampler = backend.new_sampler(request.submit.sampling, request.known.view())
+                    made[request.id] = sampler
+                names.append(request.id)
+                draws.append((work.run.seq, sampler))
+        tokens = dict(zip(names, backend.sample(draws), strict=True))
+    else:
+        lengths = {work.run.seq: backend.seq_len(work.run.seq) for work in plan.work}
+    return StepResult(decoded, tokens, made, lengths, started, clock() - started, unsaved)
+
+
+def _change(operations: Sequence[Operation], backend: Backend) -> frozenset[int]:
+    """Carry out operations in order; the segments that could not be saved for want of memory, without those that
+    were discarded again. No plan loads what it saves.
+    """
+    unsaved: set[int] = set()
+    for operation in operations:
+        if isinstance(operation, Discard) and operation.segment in unsaved:
+            unsaved.remove(operation.segment)
+            continue
+        try:
+            backend.change(operation)
+        except NotSavedError as error:
+            unsaved.add(error.segment)
+    return frozenset(unsaved)
+
+
+def _decode(plan: StepPlan, backend: Backend) -> Decoded:
+    runs = [work.run for work in plan.work]
+    if plan.padding is None:
+        return backend.decode(runs)
+    decoded = backend.decode([*runs, plan.padding])
+    if decoded.status is not Status.OK:
+        # What stayed applied only the backend can say, and asking it sets its own record right.
+        backend.seq_len(plan.padding.seq)
+    backend.change(Remove(plan.padding.seq, 0))
+    return Decoded(decoded.status, {run.seq: decoded.sent[run.seq] for run in runs})
+
+
+def following(plan: StepPlan, result: StepResult, eog: frozenset[int]) -> StepPlan | None:
+    """The step that computes what this one sampled; None where the scheduler has to decide."""
+    if plan.n_ahead == 0 or result.decoded.status is not Status.OK or not eog.isdisjoint(result.tokens.values()):
+        return None
+    work = []
+    for each in plan.work:
+        run, token = each.run, result.tokens[each.request.id]
+        start = run.start + len(run.tokens)
+        work.append(Work(each.request, Run(run.seq, start, np.array([token], dtype=np.int32), output=True)))
+    return StepPlan(work=work, padding=plan.padding, n_ahead=plan.n_ahead - 1)

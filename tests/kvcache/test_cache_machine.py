@@ -1,0 +1,943 @@
+"""The whole cache against an oracle: whatever is asked for or fails, nothing is lost, mixed up or held back.
+
+A state machine drives the scheduler on a backend, plan by plan, and believes neither: `Recorder` notes what was
+really done to each sequence, and what must hold is worked out from that and from what was asked for. `Asked` is
+what the machine knows of a request. Tokens are two letters, so that prefixes are shared, branch and meet again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+from unittest import mock
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from llamaslot.backend.fake import EOS, FakeBackend, FakeSampler
+from llamaslot.base.backend import Backend, Run, Sampler, Status
+from llamaslot.base.kv_ops import CopyStream, Kv, Load, Move, Remove, Save
+from llamaslot.base.messages import Sampling, Submit
+from llamaslot.base.model import SegmentSize, StepCost
+from llamaslot.kvcache import pace, repacking
+from llamaslot.kvcache.disk import Job, Read, Write
+from llamaslot.kvcache.shared import SharedLedger
+from llamaslot.kvcache.tiers import Tiers
+from llamaslot.scheduler import admission, padding, planner
+from llamaslot.scheduler.admission import PATIENCE
+from llamaslot.scheduler.request import Request, RequestState
+from llamaslot.scheduler.scheduler import Broke, Sampled, Scheduler
+from llamaslot.scheduler.settings import SchedulerSettings
+from llamaslot.scheduler.step import StepPlan, StepResult, apply, following
+from tests.conftest import LONG
+from tests.fake_disk import Files
+from tests.recorder import Failure, Recorder
+
+LETTERS = 97, 98
+MIN_SHARED = 4
+
+ALWAYS_PADDED = StepCost(step_us=1.0, token_us=0.0, token_cell_us=0.0, tile_us=0.0, tile_cell_us=0.0)
+
+COUNTS: Counter[str] = Counter()
+"""What the runs went through, to see that nothing here is vacuous."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A context and how it is used.
+
+    The layouts are a shared pool, a partitioned one without and with copies of streams, and models without reuse.
+    """
+
+    layout: str
+    n_slots: int
+    n_reserved: int
+    n_ctx: int
+    n_ubatch: int
+    idle_cells: int | None
+    idle_life: int | None
+    ram: float
+    """What may be stored, in pools; 0 for nothing."""
+    disk: float
+    """What may be on disk, in pools; 0 without one."""
+    eos_every: int
+
+    @property
+    def shares(self) -> bool:
+        return self.layout == "shared"
+
+    @property
+    def copies(self) -> bool:
+        return self.layout == "copied partitions"
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request and what became of it, by the machine's own account."""
+
+    request: Request
+    prompt: list[int]
+    space: str
+    generated: list[int] = field(default_factory=list)
+    slot: int = -1
+    """Where it runs."""
+    n_start: int = 0
+    """Tokens that were known when it was admitted last."""
+    promise: list[int] = field(default_factory=list)
+    """The prefixes of what it knew then."""
+    has_started: bool = False
+    has_ended: bool = False
+    n_computed: int = 0
+    """Positions of the prompt sent to the backend."""
+    n_overtaken: int = 0
+    has_waited: bool = False
+    """Whether it ever had a leader to wait for."""
+
+    @property
+    def known(self) -> list[int]:
+        return self.prompt + self.generated
+
+    @property
+    def submit(self) -> Submit:
+        return self.request.submit
+
+    @property
+    def is_private(self) -> bool:
+        return self.space.startswith("private")
+
+
+class TinyFake(FakeBackend):
+    """A fake model that knows two letters."""
+
+    def _draw(self, row: int, sampler: Sampler) -> int:
+        token = super()._draw(row, sampler)
+        return token if token == EOS else LETTERS[token % 2]
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Subclasses say which backend, and which token a cold run would have given."""
+
+    layouts: ClassVar[tuple[str, ...]] = (
+        *("shared", "shared", "shared", "shared", "partitions", "copied partitions", "whole", "whole partitions"),
+    )
+    pools: ClassVar[tuple[int, int]] = (48, 96)
+    ubatches: ClassVar[tuple[int, int]] = (4, 24)
+    padding: ClassVar[int] = 4
+    """Cells that a pool is repacked by."""
+    largest: ClassVar[int] = 8
+    """Tokens of a segment."""
+    stretch: ClassVar[int] = 1
+    """How much longer prompts are than the rules say."""
+
+    def new_backend(self, shape: Shape) -> Backend:
+        raise NotImplementedError
+
+    def check_token(self, history: list[int], sampling: Sampling, n_drawn: int, token: int) -> None:
+        raise NotImplementedError
+
+    @initialize(
+        layout=st.integers(0, 20),
+        n_slots=st.integers(2, 3),
+        n_reserved=st.integers(0, 3),
+        share=st.floats(0, 1),
+        batch=st.floats(0, 1),
+        idle_cells=st.sampled_from([None, None, 0, 16]),
+        idle_life=st.sampled_from([None, None, 1, 12, 40]),
+        ram=st.sampled_from([0, 0.2, 0.4, 1, 10, 10]),
+        disk=st.sampled_from([0, 1, 10, 10]),
+        load_us=st.sampled_from([0, 0, 2e4]),
+        eos_every=st.sampled_from([6, 12, 10**9]),
+        n_expected=st.sampled_from([1, 1, 2, 64]),
+        tile=st.sampled_from([None, 4, 12]),
+    )
+    def start(
+        self,
+        *,
+        layout: int,
+        n_slots: int,
+        n_reserved: int,
+        share: float,
+        batch: float,
+        idle_cells: int | None,
+        idle_life: int | None,
+        ram: float,
+        disk: float,
+        load_us: float,
+        eos_every: int,
+        n_expected: int,
+        tile: int | None,
+    ) -> None:
+        # Small pools are outgrown only by requests of which less is expected, and repacked in smaller blocks.
+        self.patches = [
+            mock.patch.object(admission, "_LEAST_EXPECTED", n_expected),
+            mock.patch.object(pace, "OPEN_SECONDS", 0.005),
+            mock.patch.object(padding, "TILE", (tile or 64) * self.stretch),
+            mock.patch.object(planner, "TILE", (tile or 64) * self.stretch),
+            mock.patch.object(repacking, "_PADDING", self.padding),
+            mock.patch.object(repacking, "_BLOCK", self.padding),
+            mock.patch.object(repacking, "_SCATTER", 1),
+            mock.patch.object(repacking, "_PROMPT", 4 * self.padding),
+        ]
+        for patch in self.patches:
+            patch.start()
+        low, high = self.pools
+        name = self.layouts[layout % len(self.layouts)]
+        n_ctx = int(low + share * (high - low)) // n_slots * n_slots
+        n_ubatch = int(self.ubatches[0] + batch * (self.ubatches[1] - self.ubatches[0]))
+        n_reserved = n_reserved if name in ("shared", "copied partitions") else 0
+        ram = ram if name == "shared" else 0
+        disk = disk if ram else 0
+        shape = Shape(name, n_slots, n_reserved, n_ctx, n_ubatch, idle_cells, idle_life, ram, disk, eos_every)
+        self.shape = shape
+        self.backend = Recorder(self.new_backend(shape))
+        info = self.backend.info
+        self.n_ctx_slot = info.n_ctx_slot
+        self.ram_bytes = self.size_of(int(ram * n_ctx))
+        self.disk_bytes = self.size_of(int(disk * n_ctx))
+        self.files = Files()
+        self.states: dict[int, Kv] = {}
+        """What the files hold."""
+        self.unreadable: set[int] = set()
+        self.is_short = self.was_short = False
+        """Whether there is no memory to save in, and whether there ever was none."""
+        self.scheduler = Scheduler(
+            SchedulerSettings(
+                n_slots=info.n_slots,
+                n_ctx=info.n_ctx,
+                n_ctx_slot=info.n_ctx_slot,
+                n_ubatch=info.n_ubatch,
+                n_seqs=self.backend.n_seqs,
+                idle_cells=idle_cells,
+                idle_life=idle_life,
+                ram_bytes=self.ram_bytes,
+                disk_bytes=self.disk_bytes,
+                store_ms=0.0,
+                segment_size=info.segment_size,
+                segment_tokens=self.largest,
+                rest_ms=0.0,
+                load_us=load_us,
+                step_cost=ALWAYS_PADDED if tile else None,
+                min_shared=MIN_SHARED,
+                stream_copy_ms=1e-9 if shape.copies else 0.0,
+                repack_gain=self.padding,
+                unified=info.unified,
+                reuse=info.reuse,
+                eog=self.backend.vocab.eog,
+            )
+        )
+        self.is_sound = True
+        self.asked: list[Asked] = []
+        self.now = 0.0
+        self.shaken: set[int] = set()
+        """Slots whose sequence the last, failed, step may have left in any state."""
+        self.is_recovering = False
+        """Whether the last step failed, so that the next plan may give up what it likes."""
+        self.uses: dict[int, int] = {}
+
+    # --- what is asked for ---
+
+    def new_request(
+        self, prompt: list[int], *, salt: int = 0, cached: bool = True, max_tokens: int = 1, seed: int = 0,
+        greedy: bool = True, group: str = "", pin: int = -1, endless: bool = False,
+    ) -> None:  # fmt: skip
+        prompt = prompt[: self.n_ctx_slot - 1]
+        name = f"r{len(self.asked)}"
+        submit = Submit(
+            name,
+            (),
+            sampling=Sampling(temperature=0.0 if greedy else 1.0, seed=seed, ignore_eos=endless),
+            max_tokens=max_tokens,
+            cache_prompt=cached,
+            cache_salt="ab"[salt],
+            group=group,
+            id_slot=pin if pin < self.shape.n_slots else -1,
+        )
+        reuse = self.backend.info.reuse
+        tokens = np.array(prompt, dtype=np.int32)
+        request = Request(submit, tokens, arrival=len(self.asked), now=self.now, reuse=reuse)
+        self.scheduler.submit(request)
+        space = f"salt {salt}" if cached and reuse else f"private {group or name}"
+        self.asked.append(Asked(request, prompt, space))
+        COUNTS["requests"] += 1
+
+    def prompt(self, origin: int, share: float, tail: int, n_tail: int) -> list[int]:
+        """The start of something asked before and a tail."""
+        n_tail *= self.stretch
+        letters = [LETTERS[tail >> (i % 40) & 1] for i in range(n_tail)]
+        known = self.asked[-1 - origin % len(self.asked)].known if self.asked else []
+        head = [token for token in known if token != EOS]
+        return head[: int(share * len(head))] + letters
+
+    kinds = st.sampled_from([0, 0, 0, 0, 0, 1]), st.sampled_from([True] * 5 + [False])
+    lengths = st.sampled_from([0, 1, 2, 3, 5, 8, 12, 20, 40, -1])
+    tails = st.integers(0, 2**40 - 1)
+
+    @precondition(lambda self: self.n_waiting < 12)
+    @rule(
+        origin=st.integers(0, 5), share=st.sampled_from([0, 0.3, 0.5, 0.9, 1, 1]), tail=tails,
+        n_tail=st.integers(1, 40), salt=kinds[0], cached=kinds[1], max_tokens=lengths,
+        pin=st.sampled_from([-1, -1, -1, -1, 0, 1, 2]), greedy=st.booleans(), endless=st.booleans(),
+    )  # fmt: skip
+    def ask(
+        self, *, origin: int, share: float, tail: int, n_tail: int, salt: int, cached: bool, max_tokens: int,
+        pin: int, greedy: bool, endless: bool,
+    ) -> None:  # fmt: skip
+        self.new_request(
+            self.prompt(origin, share, tail, n_tail), salt=salt, cached=cached, max_tokens=max_tokens, pin=pin,
+            greedy=greedy, endless=endless,
+        )  # fmt: skip
+
+    @precondition(lambda self: self.n_waiting < 6)
+    @rule(
+        origin=st.integers(0, 5), share=st.sampled_from([0.5, 1, 1]), tail=tails, n_tail=st.integers(1, 5),
+        n=st.integers(2, 9), max_tokens=lengths, cached=kinds[1],
+    )  # fmt: skip
+    def ask_side_by_side(
+        self, *, origin: int, share: float, tail: int, n_tail: int, n: int, max_tokens: int, cached: bool
+    ) -> None:
+        """Some requests that share a head and differ at the end, or in nothing."""
+        head = self.prompt(origin, share, tail, n_tail)
+        for i in range(n):
+            end = [LETTERS[i >> bit & 1] for bit in range(n_tail % 4)]
+            self.new_request(head + end, cached=cached, max_tokens=max_tokens)
+
+    @precondition(lambda self: self.n_waiting < 6)
+    @rule(
+        origin=st.integers(0, 5), share=st.sampled_from([0, 0.5, 1]), tail=tails, n_tail=st.integers(1, 24),
+        n=st.integers(2, 4), max_tokens=lengths, cached=kinds[1], pin=st.sampled_from([-1, -1, -1, 0]),
+        differ=st.sampled_from([False, False, False, True]),
+    )  # fmt: skip
+    def ask_for_choices(
+        self, *, origin: int, share: float, tail: int, n_tail: int, n: int, max_tokens: int, cached: bool, pin: int,
+        differ: bool,
+    ) -> None:  # fmt: skip
+        prompt = self.prompt(origin, share, tail, n_tail)
+        group = f"g{len(self.asked)}"
+        for i in range(n):
+            if differ and i % 2:
+                prompt = [*prompt[:-1], LETTERS[0] + LETTERS[1] - prompt[-1]]
+            self.new_request(
+                prompt, cached=cached, max_tokens=max_tokens, group=group, seed=i, greedy=False, pin=pin
+            )
+
+    @precondition(lambda self: self.living)
+    @rule(index=st.integers(0, 20))
+    def cancel(self, index: int) -> None:
+        self.end(self.living[index % len(self.living)])
+
+    def end(self, asked: Asked) -> None:
+        self.scheduler.end(asked.request, self.now)
+        asked.has_ended, asked.slot = True, -1
+        COUNTS["cancelled"] += 1
+
+    # --- what happens ---
+
+    @rule(
+        status=st.sampled_from([Status.FATAL, Status.FATAL, Status.ABORTED, Status.NO_ROOM, Status.INVALID]),
+        n_applied=st.integers(0, 24),
+        loses=st.booleans(),
+    )
+    def fail_next(self, status: Status, n_applied: int, loses: bool) -> None:
+        self.backend.failure = Failure(status, n_applied * self.stretch, loses)
+
+    @precondition(lambda self: self.shape.ram)
+    @rule(is_short=st.sampled_from([False, False, True]))
+    def change_memory(self, is_short: bool) -> None:
+        """What could not be stored is tried again after a pause."""
+        if self.is_short and not is_short:
+            self.now += pace.PAUSE_SECONDS
+        self.is_short = is_short
+
+    @rule(n=st.integers(5, 15), n_ahead=st.integers(0, 3), n_jobs=st.integers(0, 2))
+    def go_on(self, n: int, n_ahead: int, n_jobs: int) -> None:
+        self.step(n, n_ahead, is_late=False, n_jobs=n_jobs)
+
+    @rule(n=st.integers(1, 4), n_ahead=st.integers(0, 3), is_late=st.booleans(), n_jobs=st.integers(0, 2))
+    def step(self, n: int, n_ahead: int, is_late: bool, n_jobs: int) -> None:
+        """So many plans, each with at most `n_ahead` steps ahead, committed as they come or all at the end."""
+        self.is_sound = False
+        for _ in range(n):
+            plan = self.plan()
+            if self.shape.disk:
+                self.let_the_disk_work(n_jobs, n_jobs, True, "good")
+            done = [(plan, self.apply(plan))]
+            while len(done) <= n_ahead:
+                if not is_late:
+                    self.commit(*done[-1])
+                after = following(*done[-1], self.backend.vocab.eog)
+                if after is None:
+                    break
+                COUNTS["steps ahead"] += 1
+                done.append((after, self.apply(after)))
+            for each in done if is_late else done[n_ahead:]:
+                self.commit(*each)
+            if self.scheduler.ledger.is_settled:
+                self.check_agreement()
+        self.is_sound = True
+
+    @precondition(lambda self: self.files.writes or self.files.reads)
+    @rule(
+        n_writes=st.integers(0, 9), n_reads=st.integers(0, 3), is_written=st.sampled_from([True] * 9 + [False]),
+        answer=st.sampled_from(["good"] * 9 + ["not now", "bad"]),
+    )  # fmt: skip
+    def let_the_disk_work(self, n_writes: int, n_reads: int, is_written: bool, answer: str) -> None:
+        tiers = self.tiers
+        for _ in range(min(n_writes, len(self.files.writes))):
+            job = self.files.next_change(is_good=is_written)
+            if job is not None:
+                tiers.was_written(job.record.number, self.now, is_good=is_written)
+                COUNTS["written"] += is_written
+        for _ in range(min(n_reads, len(self.files.reads))):
+            number = self.files.reads.pop(0)
+            if answer == "good" and number in self.files.records:
+                positions = self.scheduler.ledger.was_read(number, 1e-6, self.now)
+                if positions is not None:
+                    self.backend.put(number, positions.start, positions.stop, self.states[number])
+                    COUNTS["read"] += 1
+            elif answer == "not now":
+                self.unreadable |= {segment.number for segment in tiers.reading if segment.number == number}
+                tiers.was_not_read(number, self.now)
+            else:
+                tiers.was_bad(number, self.now)
+        self.take_jobs(self.scheduler.ledger.take_jobs())
+
+    def take_jobs(self, jobs: list[Job]) -> None:
+        self.files.take(jobs)
+        for job in jobs:
+            COUNTS["readings"] += isinstance(job, Read)
+            if isinstance(job, Write):
+                number = job.record.number
+                self.states[number] = self.backend.kv_of(number)
+                stored = self.backend.saved[number]
+                assert not stored.space.startswith("private"), "a private prefix is written"
+
+    @property
+    def tiers(self) -> Tiers:
+        assert isinstance(self.scheduler.ledger, SharedLedger)
+        return self.scheduler.ledger.tiers
+
+    def size_of(self, n_tokens: int) -> int:
+        """Bytes of a segment; nothing takes none."""
+        size = self.backend.info.segment_size
+        return size.of(n_tokens) if n_tokens and size is not None else 0
+
+    def plan(self) -> StepPlan:
+        before = Before(self)
+        was_suspected = [a for a in self.running if a.request.id in self.scheduler.suspects]
+        plan = self.scheduler.plan(self.now)
+        COUNTS["plans"] += 1
+        admitted = self.note_places(plan)
+        for each in plan.operations:
+            COUNTS["streams copied"] += isinstance(each, CopyStream)
+            if isinstance(each, Move):
+                holders = {holder for piece in each.pieces for holder in piece.holders}
+                assert not holders & {asked.slot for asked in self.running}, "moved while it runs"
+                COUNTS["moves"] += 1
+                COUNTS["moves while idle"] += not self.living
+        self.carry_out(plan)
+        for asked in admitted:
+            asked.n_start = self.n_known(asked)
+            asked.promise = self.backend.named(asked.space, asked.known)
+        self.check_agreement()
+        self.check_running(before, plan)
+        self.check_restored(plan)
+        self.check_fetched(plan)
+        self.check_admissions(plan, admitted)
+        self.check_preempted(plan, admitted)
+        if not was_suspected:
+            self.check_waiting(before, plan, admitted)
+        if self.shape.shares:
+            self.check_losses(before, plan)
+        self.check_work(plan, was_suspected)
+        self.is_recovering, self.shaken = False, set()
+        return replace(plan, operations=[], jobs=[])
+
+    def carry_out(self, plan: StepPlan) -> None:
+        """All of a plan but its work. While memory is short nothing is saved."""
+        loaded = {each.segment for each in plan.operations if isinstance(each, Load)}
+        saved = {each.segment for each in plan.operations if isinstance(each, Save)}
+        assert not saved & loaded, "loaded before it is known to be saved"
+        self.backend.refused = saved if self.is_short else set()
+        only = replace(plan, work=[])
+        result = apply(only, self.backend, lambda: self.now)
+        self.scheduler.commit(only, result, self.now)
+        jobs = []
+        for job in plan.jobs:
+            if isinstance(job, Write) and job.record.number in result.unsaved:
+                self.tiers.was_written(job.record.number, self.now, is_good=False)
+            else:
+                jobs.append(job)
+                if isinstance(job, Read):
+                    self.tiers.reads(self.now)
+        self.take_jobs(jobs)
+        self.was_short |= bool(result.unsaved)
+        COUNTS["not saved"] += len(result.unsaved)
+
+    def note_places(self, plan: StepPlan) -> list[Asked]:
+        """Who runs where from now on; those who came to run are returned."""
+        gone = [asked for asked in self.asked if asked.request in plan.preempted]
+        for asked in gone:
+            assert asked.slot >= 0, "preempted while not running"
+            asked.slot = -1
+        admitted = []
+        for slot in self.scheduler.slots:
+            asked = next((a for a in self.living if a.request is slot.request), None)
+            assert (slot.request is None) == (asked is None)
+            if asked is not None and asked.slot != slot.id:
+                assert asked.slot == -1, "moved to another slot"
+                assert asked.submit.id_slot in (-1, slot.id)
+                asked.slot, asked.has_started = slot.id, True
+                admitted.append(asked)
+        assert {a.request for a in self.running} | {*self.scheduler.queue} == {a.request for a in self.living}
+        assert len(self.running) + len(self.scheduler.queue) == len(self.living)
+        return admitted
+
+    def apply(self, plan: StepPlan) -> StepResult:
+        for work in plan.work:
+            asked = self.find(work.request)
+            self.backend.spaces[asked.slot] = asked.space
+            self.check_run(asked, work.run)
+            asked.n_computed += max(
+                0, min(work.run.start + len(work.run.tokens), len(asked.prompt)) - work.run.start
+            )
+        COUNTS["steps"] += 1
+        if plan.padding is not None:
+            self.backend.spaces[plan.padding.seq] = "padding"
+            COUNTS["padded steps"] += 1
+            COUNTS["padded steps ahead"] += plan.n_ahead > 0
+        result = apply(plan, self.backend, lambda: self.now)
+        if result.decoded.status is Status.OK:
+            for work in plan.work:
+                for request in work.samples:
+                    self.note_token(self.find(request), result.tokens[request.id])
+        return result
+
+    def note_token(self, asked: Asked, token: int) -> None:
+        """A token was sampled; it must be the one of a cold run."""
+        self.check_token(asked.known, asked.submit.sampling, len(asked.generated), token)
+        asked.generated.append(token)
+        COUNTS["tokens"] += 1
+
+    def commit(self, plan: StepPlan, result: StepResult) -> None:
+        self.now += 1e-3
+        outcomes = self.scheduler.commit(plan, result, self.now)
+        if result.decoded.status is not Status.OK:
+            assert len(outcomes) <= 1
+            self.is_recovering = True
+            self.shaken = {work.run.seq for work in plan.work}
+        sampled = {each.id for work in plan.work for each in work.samples}
+        for outcome in outcomes:
+            asked = self.find(outcome.request)
+            assert not asked.has_ended, "ended twice"
+            if isinstance(outcome, Broke):
+                assert outcome.status is result.decoded.status is not Status.OK
+                assert len(plan.work) == 1, "failed, but not alone"
+                COUNTS["broke"] += 1
+            elif outcome.token is None:
+                assert asked.submit.max_tokens == 0
+                assert outcome.reason == "limit"
+            else:
+                sampled.remove(asked.request.id)
+                assert outcome.reason == self.reason(asked, outcome)
+            if isinstance(outcome, Broke) or outcome.reason:
+                asked.has_ended, asked.slot = True, -1
+                COUNTS["ended"] += 1
+            else:
+                asked.has_started = True
+        assert not sampled or result.decoded.status is not Status.OK
+
+    def reason(self, asked: Asked, outcome: Sampled) -> str | None:
+        """Why a request must end with this token; with steps ahead more tokens may be noted by now."""
+        n = asked.request.n_generated
+        assert asked.generated[n - 1] == outcome.token
+        if outcome.token in self.backend.vocab.eog:
+            return "eos"
+        is_full = len(asked.prompt) + n == self.n_ctx_slot
+        assert outcome.truncated == (is_full and n != asked.submit.max_tokens)
+        return "limit" if n == asked.submit.max_tokens or is_full else None
+
+    # --- what must hold ---
+
+    def check_agreement(self) -> None:
+        """With nothing left to carry out, the ledger says what was recorded, and so does the backend."""
+        ledger, backend = self.scheduler.ledger, self.backend
+        backend.check()
+        ledger.check(backend.seq_range)
+        if self.shape.shares and isinstance(backend.inner, FakeBackend) and not backend.has_lost:
+            assert isinstance(ledger, SharedLedger)
+            for seq in range(backend.n_seqs):
+                assert ledger.cells.cells(seq).tolist() == backend.inner.cells_of(seq), "cells lie elsewhere"
+            assert ledger.cells.high_water == backend.inner.high_water
+            at_hand = {segment.number for segment in ledger.tiers.ram if ledger.tiers.is_at_hand(segment)}
+            assert at_hand == backend.segments.keys()
+        for seq, held in enumerate(backend.held):
+            assert ledger.tree.tokens(seq).tolist() == held.tokens, seq
+            assert ledger.length(seq) == len(held)
+        assert ledger.n_used == (len(backend.cells) if self.shape.shares else sum(map(len, backend.held)))
+        if backend.info.reuse:
+            self.check_tree()
+        wanted = {asked.space for asked in self.living}
+        for held in backend.held:
+            assert not held.cells or not held.space.startswith("private") or held.space in wanted, "left behind"
+        stored = [prefix for segment in backend.segments.values() for prefix in segment.prefixes]
+        assert len(stored) == len(set(stored)), "stored twice"
+        assert sum(self.size_of(len(segment.tokens)) for segment in backend.segments.values()) <= self.ram_bytes
+        for segment in backend.segments.values():
+            assert len(segment.tokens) <= self.largest
+            assert not segment.space.startswith("private") or segment.space in wanted, "left in RAM"
+
+    def check_tree(self) -> None:
+        """Cells, pins and holders are counted right."""
+        ledger, backend = self.scheduler.ledger, self.backend
+        running = [asked.slot for asked in self.running]
+        pinned, everything = backend.prefixes(running), backend.prefixes()
+        assert (ledger.tree.n_tokens, ledger.tree.n_pinned_tokens) == (len(everything), len(pinned))
+        assert ledger.n_idle == len(everything - pinned)
+        held_by = {seq: set(held.prefixes) for seq, held in enumerate(backend.held) if held.cells}
+        for node in ledger.tree.nodes():
+            holders = set(ledger.tree.holders(node))
+            last = backend.held[min(holders)].prefixes[node.end - 1]
+            assert holders == {seq for seq, prefixes in held_by.items() if last in prefixes}
+            assert node.n_pins == sum(last in held_by.get(seq, ()) for seq in running), "a reference count"
+
+    def check_running(self, before: Before, plan: StepPlan) -> None:
+        """Nothing was taken from those who ran already, and each used cell holds another prefix."""
+        held = self.backend.held
+        for asked, prefixes in before.running.items():
+            if asked.slot not in self.shaken and asked.slot >= 0:
+                assert held[asked.slot].prefixes[: len(prefixes)] == prefixes, "taken from a running request"
+        if self.shape.shares:
+            assert len(self.backend.cells) == len(self.backend.prefixes()), "computed twice and kept twice"
+            budget, idle = self.shape.idle_cells, self.idle
+            assert budget is None or len(idle) <= budget, "more idle cells than allowed"
+            ready = [self.find(work.request) for work in plan.work]
+            pending = [len(asked.known) - len(held[asked.slot]) for asked in ready]
+            n_pending = sum(n for n in pending if n > 1)
+            if self.shape.idle_life is not None and self.shape.ram and n_pending:
+                for node in self.scheduler.ledger.tree.nodes():
+                    n_since = before.clock - node.last_used
+                    is_new = n_since <= 0 or n_since + n_pending <= self.shape.idle_life
+                    assert is_new or not node.is_idle_leaf, "in the way of prompts"
+                COUNTS["looked for what is in the way"] += 1
+        n_granted = sum(len(work.run.tokens) for work in plan.work)
+        if self.backend.info.unified:
+            assert len(self.backend.cells) + n_granted <= self.backend.info.n_ctx
+
+        if self.shape.shares:
+            for seq in range(self.shape.n_slots, self.backend.n_seqs):
+                others = self.backend.prefixes(other for other in range(self.backend.n_seqs) if other != seq)
+                assert not held[seq].cells or held[seq].prefixes[-1] not in others, "an id for nothing"
+
+    def check_restored(self, plan: StepPlan) -> None:
+        """A running request whose sequence had to be cleared starts again from all that is known."""
+        for asked in self.running:
+            if self.shape.shares and asked.slot in self.shaken and Remove(asked.slot, 0) in plan.operations:
+                known = self.backend.named(asked.space, asked.known)[:-1]
+                n_known = max(common(known, held.prefixes) for held in self.backend.held)
+                assert len(self.backend.held[asked.slot]) == n_known, "not restored"
+                COUNTS["restored"] += 1
+
+    def check_fetched(self, plan: StepPlan) -> None:
+        """Nothing is computed that is known, unless the pool is too full to load it."""
+        COUNTS["loads"] += sum(isinstance(each, Load) for each in plan.operations)
+        COUNTS["saves"] += sum(isinstance(each, Save) for each in plan.operations)
+        n_pinned = len(self.backend.prefixes(asked.slot for asked in self.running))
+        is_full = self.backend.info.n_ctx - n_pinned < self.largest or (self.shape.disk and self.shape.ram < 10)
+        for work in plan.work:
+            asked = self.find(work.request)
+            if self.shape.shares and len(asked.known) - work.run.start > 1:
+                n_missing = self.n_known(asked) - work.run.start
+                # A segment that has to be read takes longer than to compute an eighth of its tokens.
+                is_dear = self.shape.disk and n_missing <= self.n_segments(asked, work.run.start)
+                assert not n_missing or is_full or plan.preempted or is_dear, "computes what is known"
+                COUNTS["looked for what is known"] += 1
+
+    def check_admissions(self, plan: StepPlan, admitted: list[Asked]) -> None:
+        """Who was admitted holds all that is known of its prompt, or is about to, and has not passed its leader."""
+        loading = {each.dst for each in plan.operations if isinstance(each, Load)}
+        for asked in admitted:
+            known = self.backend.named(asked.space, asked.known)[:-1]
+            prefixes = self.backend.held[asked.slot].prefixes
+            assert prefixes == known[: len(prefixes)], "not its own prefix"
+            assert len(prefixes) <= asked.n_start
+            COUNTS["reused tokens"] += asked.n_start
+            if self.shape.shares:
+                others = [held.prefixes for seq, held in enumerate(self.backend.held) if seq != asked.slot]
+                longest = max(common(known, other) for other in others)
+                assert len(prefixes) >= longest or asked.slot in loading, "a longer match was left"
+            if not self.backend.info.reuse:
+                assert asked.n_start == 0 or asked.submit.group
+            running = [other for other in self.running if other not in admitted]
+            # A RAM that is too small may lose what was known when they were admitted.
+            is_lossy = 0 < self.shape.ram < 10 or self.unreadable or 0 < self.shape.disk < 10 or self.was_short
+            waits = self.waits(asked, asked.n_start, running)
+            assert not waits or is_lossy, "computed side by side with its leader"
+            for other in admitted[: admitted.index(asked)]:
+                first = self.waits(asked, asked.n_start, [other])
+                also = self.waits(other, other.n_start, [asked])
+                assert not (first and also) or is_lossy, "admitted side by side"
+
+    def waits(self, asked: Asked, n_known: int, running: list[Asked], min_shared: int = MIN_SHARED) -> bool:
+        """Whether one of these computes something that a request should wait for; `n_known` is there already."""
+        if not self.shape.shares:
+            return False
+        known = self.backend.named(asked.space, asked.known)[:-1]
+        for leader in running:
+            if leader.space != asked.space:
+                continue
+            if asked.submit.group and leader.submit.group == asked.submit.group and not leader.generated:
+                return True
+            n = common(known, leader.promise)
+            if n > n_known and n - leader.n_start > min_shared:
+                return True
+        return False
+
+    def check_preempted(self, plan: StepPlan, admitted: list[Asked]) -> None:
+        """The youngest, never the oldest, and only with nothing idle left."""
+        if not plan.preempted:
+            return
+        COUNTS["preempted"] += len(plan.preempted)
+        gone = [asked for asked in self.asked if asked.request in plan.preempted]
+        oldest = min(asked.request.arrival for asked in gone)
+        assert all(asked.request.arrival < oldest for asked in self.running), "not the youngest"
+        assert self.running, "the oldest was preempted"
+        assert not set(gone) & set(admitted)
+        left = {each for asked in gone for each in self.backend.named(asked.space, asked.known)}
+        assert not self.shape.shares or self.idle <= left, "preempted with idle cells left"
+
+    def check_waiting(self, before: Before, plan: StepPlan, admitted: list[Asked]) -> None:
+        """Who still waits has a reason to, and is not overtaken for ever."""
+        waiting = [asked for asked in self.living if asked.slot < 0]
+        free = [slot.id for slot in self.scheduler.slots if slot.request is None]
+        first = [a for a in waiting if a.has_started or a.request.n_overtaken >= PATIENCE]
+        for asked in waiting:
+            if asked.request in plan.preempted:
+                continue
+            n_known = self.n_known(asked)
+            waits = self.waits(asked, n_known, self.running)
+            asked.has_waited |= waits
+            may_wait = waits or (asked.has_waited and self.waits(asked, n_known, self.running, min_shared=0))
+            # What a copy costs decides there; who could share nothing with anybody must not wait all the same.
+            may_wait |= self.shape.copies and any(other.space == asked.space for other in self.asked)
+            # What is loaded in this plan takes room as if it were not shared yet.
+            may_wait |= any(isinstance(each, Load) for each in plan.operations)
+            for other in admitted:
+                if (
+                    other.request.arrival > asked.request.arrival
+                    and other in before.fresh
+                    and asked in before.fresh
+                    and asked.submit.id_slot in (-1, other.slot)
+                    and not may_wait
+                    and not self.waits(asked, 0, [*before.running])
+                ):
+                    asked.n_overtaken += 1
+                    COUNTS["overtaken"] += 1
+            # In the plan in which its patience ends, those in front of it are not counted one by one.
+            assert asked.n_overtaken < PATIENCE + self.shape.n_slots, "overtaken too often"
+            may_run = any(asked.submit.id_slot in (-1, slot) for slot in free)
+            if may_run and not may_wait and not plan.preempted and not set(first) - {asked}:
+                assert not self.surely_fits(asked), "held back without a reason"
+        assert self.running or not waiting or plan.preempted, "nobody runs"
+
+    def surely_fits(self, asked: Asked) -> bool:
+        """Whether there is room for a request and the running ones whatever they generate."""
+        if not self.backend.info.unified or not self.running:
+            return True
+        held = self.backend.held
+        needed = sum(
+            len(r.known) - len(held[r.slot]) * (r is not asked) + self.most(r) for r in (*self.running, asked)
+        )
+        if self.shape.shares:
+            pinned = len(self.backend.prefixes(r.slot for r in self.running))
+        else:
+            pinned = sum(map(len, held))
+        return pinned + needed <= self.backend.info.n_ctx
+
+    def most(self, asked: Asked) -> int:
+        """Tokens that a request may generate still."""
+        room = self.n_ctx_slot - len(asked.known)
+        limit = asked.submit.max_tokens
+        return room if limit < 0 else min(room, limit - len(asked.generated))
+
+    def check_losses(self, before: Before, plan: StepPlan) -> None:
+        """What was known and may be wanted again is given up only where age, ids, cells or the budget say so."""
+        spaces = {asked.space for asked in self.living}
+        lost = before.prefixes_in(spaces) - self.backend.prefixes() - self.stored
+        if not lost or self.is_recovering:
+            return
+        COUNTS["losses"] += 1
+        if self.shape.ram:
+            n_bytes = sum(self.size_of(len(segment.tokens)) for segment in self.backend.segments.values())
+            is_full = self.ram_bytes - n_bytes < 2 * self.size_of(self.largest) or 0 < self.shape.disk < 10
+            # A RAM of a pool or less has no room for the longest prefixes.
+            assert is_full or self.shape.ram < 10 or self.was_short, "lost while there is room in RAM"
+            COUNTS["losses for RAM"] += 1
+            return
+        if self.shape.idle_cells is not None and len(self.idle) == self.shape.idle_cells:
+            return
+        n_free = self.backend.info.n_ctx - len(self.backend.cells) - sum(len(work.run.tokens) for work in plan.work)
+        n_free -= len(plan.padding.tokens) if plan.padding is not None else 0
+        are_decoding = bool(plan.work) and all(work.run.output and len(work.run.tokens) == 1 for work in plan.work)
+        if n_free <= ((plan.n_ahead + 1) * len(plan.work) - 1 if are_decoding else 0):
+            COUNTS["losses for cells"] += 1
+            return
+        running = {asked.slot for asked in self.running}
+        n_empty = sum(not held.cells and seq not in running for seq, held in enumerate(self.backend.held))
+        assert n_empty <= 2, "lost while ids and cells are free"
+        COUNTS["losses for ids"] += 1
+
+    def check_work(self, plan: StepPlan, was_suspected: list[Asked]) -> None:
+        """Suspects run alone; else every stream goes on."""
+        workers = [self.find(work.request) for work in plan.work]
+        if was_suspected:
+            assert len(workers) <= 1
+            assert set(workers) <= set(was_suspected)
+        else:
+            for asked in self.running:
+                is_stream = len(asked.known) - len(self.backend.held[asked.slot]) == 1
+                assert not is_stream or asked in workers, "a stream was held up"
+        assert sum(len(work.run.tokens) for work in plan.work) <= self.backend.info.n_ubatch
+        is_loading = any(isinstance(each, Load) for each in plan.operations)
+        is_reading = any(asked.slot >= 0 for asked in self.living) and self.files.reads
+        assert plan.work or plan.preempted or is_loading or is_reading or not self.living, "nothing is done"
+
+    def check_run(self, asked: Asked, run: Run) -> None:
+        held = self.backend.held[run.seq]
+        assert run.seq == asked.slot
+        assert not asked.has_ended
+        assert run.start == len(held)
+        assert held.tokens + run.tokens.tolist() == asked.known[: run.start + len(run.tokens)]
+        is_last = run.start + len(run.tokens) == len(asked.known)
+        assert run.output == (is_last and asked.submit.max_tokens != 0)
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "scheduler"))
+    def the_tree_is_sound(self) -> None:
+        self.scheduler.ledger.tree.check()
+        for asked in self.running:
+            assert self.scheduler.ledger.tree.is_pinned(asked.slot) or asked.slot in self.shaken
+        for asked in self.asked:
+            assert (asked.request.state is RequestState.DONE) == asked.has_ended
+            assert asked.request.known.view().tolist() == asked.known
+            assert asked.request.n_prompt_computed == asked.n_computed
+
+    def teardown(self) -> None:
+        """Whoever is left comes to an end too."""
+        try:
+            if getattr(self, "is_sound", False):
+                self.finish()
+        finally:
+            for patch in getattr(self, "patches", ()):
+                patch.stop()
+
+    def finish(self) -> None:
+        self.backend.failure = None
+        for asked in self.living:
+            if asked.submit.max_tokens < 0:
+                self.end(asked)
+        for _ in range(4000):
+            if not self.living:
+                break
+            self.step(1, 0, False, n_jobs=3)
+        assert not self.living, "somebody never ended"
+        self.check_samplers()
+        self.backend.close()
+
+    def check_samplers(self) -> None:
+        """Those of requests that have ended are freed."""
+
+    # --- what is known ---
+
+    @property
+    def living(self) -> list[Asked]:
+        return [asked for asked in self.asked if not asked.has_ended]
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self.scheduler.queue)
+
+    @property
+    def running(self) -> list[Asked]:
+        return [asked for asked in self.asked if asked.slot >= 0]
+
+    @property
+    def stored(self) -> set[int]:
+        """Prefixes whose last token is stored, and can be loaded by and by."""
+        on_disk = [self.backend.saved[number] for number in self.files.kept - self.unreadable]
+        return {prefix for each in (*self.backend.segments.values(), *on_disk) for prefix in each.prefixes}
+
+    def n_known(self, asked: Asked) -> int:
+        """Tokens of a request that need not be computed."""
+        prefixes = self.backend.named(asked.space, asked.known)[:-1]
+        n = max(common(prefixes, held.prefixes) for held in self.backend.held)
+        stored = self.stored
+        return next((i for i in range(n, len(prefixes)) if prefixes[i] not in stored), len(prefixes))
+
+    def n_segments(self, asked: Asked, start: int) -> int:
+        """Segments that hold what a request knows from `start` on, as far as all of it is stored."""
+        return len(self.tiers.stored(asked.request.space, asked.request.prefix, start))
+
+    @property
+    def idle(self) -> set[int]:
+        """Prefixes that only idle sequences hold."""
+        return self.backend.prefixes() - self.backend.prefixes(asked.slot for asked in self.running)
+
+    def find(self, request: Request) -> Asked:
+        return self.asked[int(request.id[1:])]
+
+
+class Before:
+    """What was recorded before a plan."""
+
+    def __init__(self, machine: CacheMachine) -> None:
+        held = machine.backend.held
+        self.clock = machine.scheduler.ledger.clock
+        self.running = {asked: list(held[asked.slot].prefixes) for asked in machine.running}
+        self.fresh = {asked for asked in machine.living if asked.slot < 0 and not asked.has_started}
+        self.held = [(each.space, set(each.prefixes)) for each in held]
+        stored = [*machine.backend.segments.values(), *map(machine.backend.saved.get, machine.files.kept)]
+        self.held += [(each.space, set(each.prefixes)) for each in stored]
+
+    def prefixes_in(self, spaces: set[str]) -> set[int]:
+        """What was held, in these namespaces or for everybody."""
+        return {
+            each
+            for space, prefixes in self.held
+            if space in spaces or not space.startswith("private")
+            for each in prefixes
+        }
+
+
+class FakeMachine(CacheMachine):
+    def new_backend(self, shape: Shape) -> Backend:
+        self.cold = TinyFake(n_slots=1, n_ctx=128, n_ubatch=128, eos_every=shape.eos_every)
+        return TinyFake(
+            n_slots=shape.n_slots,
+            n_reserved=shape.n_reserved,
+            n_ctx=shape.n_ctx,
+            n_ubatch=shape.n_ubatch,
+            unified="partitions" not in shape.layout,
+            reuse="whole" not in shape.layout,
+            eos_every=shape.eos_every,
+            stream_copy_ms=1e-9 if shape.copies else 0.0,
+            segment_size=SegmentSize(20, 10),
+        )
+
+    def check_token(self, history: list[int], sampling: Sampling, n_drawn: int, token: int) -> None:
+        self.cold.change(Remove(0, 0))
+        self.cold.decode([Run(0, 0, np.array(history, dtype=np.int32), True)])
+        assert self.cold.sample([(0, FakeSampler(sampling, n_drawn))]) == [token], "not what a cold run gives"
+
+    def check_samplers(self) -> None:
+        assert all(sampler.closed for sampler in self.backend.samplers)
+
+
+FakeMachine.TestCase.settings = settings(max_examples=2000 if LONG else 60, stateful_step_count=100, deadline=None)
+TestCache = FakeMachine.TestCase

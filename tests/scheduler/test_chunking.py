@@ -1,0 +1,112 @@
+"""The chunk sizer keeps about to the gap it was given, whatever the machine's speed."""
+
+from __future__ import annotations
+
+import pytest
+
+from llamaslot.base.model import TILE
+from llamaslot.scheduler.chunking import ChunkSizer
+
+
+def taught(*, decode_ms: float, token_ms: float, gap_ms: float = 100.0, n_ubatch: int = 512) -> ChunkSizer:
+    sizer = ChunkSizer(n_ubatch=n_ubatch, gap_ms=gap_ms)
+    for _ in range(20):
+        sizer.observe(256, 0, 256 * token_ms / 1e3)
+        sizer.observe(0, 4, decode_ms / 1e3)
+        sizer.observe(64, 4, (decode_ms + 64 * token_ms) / 1e3)
+    return sizer
+
+
+def test_alone_a_prompt_takes_the_whole_micro_batch() -> None:
+    assert taught(decode_ms=10, token_ms=1).limit(0) == 512
+
+
+@pytest.mark.parametrize(("decode_ms", "token_ms"), [(1, 0.2), (10, 0.5), (30, 2.0), (45, 1.0), (20, 4.0)])
+def test_beside_streams_the_step_ends_about_when_the_gap_does(decode_ms: float, token_ms: float) -> None:
+    chunk = taught(decode_ms=decode_ms, token_ms=token_ms).limit(4)
+    half = TILE / 2 * token_ms
+    assert 100 - half <= decode_ms + chunk * token_ms <= 100 + half or chunk in (TILE - 4, 508)
+    assert decode_ms + chunk * token_ms <= 150
+
+
+def test_chunks_fill_whole_tiles_together_with_the_streams() -> None:
+    for n_decoding in (*range(1, 9), 64, 65, 130):
+        assert (taught(decode_ms=10, token_ms=0.5).limit(n_decoding) + n_decoding) % TILE == 0
+
+
+def test_what_a_step_takes_at_all_is_told_from_what_its_tokens_take() -> None:
+    # 40 ms for any prompt at all and 0.2 ms for each of its tokens: of 90 ms allowed, 50 are left for 250 of them.
+    sizer = ChunkSizer(n_ubatch=512, gap_ms=100)
+    for _ in range(100):
+        sizer.observe(0, 4, 0.01)
+        for n in (64, 380):
+            sizer.observe(n, 4, (10 + 40 + 0.2 * n) / 1e3)
+    assert sizer.limit(4) == 4 * TILE - 4
+
+
+def test_dear_small_steps_do_not_make_the_next_ones_smaller_still() -> None:
+    # What the attention of llama.cpp costs on a CPU: 3 ms for each token of a small step, 0.6 ms in a larger one.
+    sizer = taught(decode_ms=40, token_ms=0.6)
+    for n in (40, 30, 17, 16, 16, 16, 16, 16):
+        sizer.observe(n, 4, (40 + 3 * n) / 1e3)
+    assert sizer.limit(4) == 2 * TILE - 4
+
+
+def test_a_slow_spell_does_not_keep_large_chunks_away_for_good() -> None:
+    """A machine where small steps cost 2 ms a token and large ones 0.6, six times as much for a while."""
+    sizer = taught(decode_ms=40, token_ms=0.6)
+    for _ in range(5):
+        sizer.observe(30, 4, (40 + 2 * 30) / 1e3)
+
+    def step(slower: float) -> int:
+        n = sizer.limit(4)
+        added = (0.6 * slower if n + 4 >= TILE else 2.0) * n
+        sizer.observe(n, 4, (40 + added) / 1e3)
+        return n
+
+    for _ in range(30):
+        step(6.0)
+    assert step(1.0) < TILE - 4
+    assert max(step(1.0) for _ in range(300)) >= TILE - 4
+    assert step(1.0) == 2 * TILE - 4
+
+
+def test_steps_with_hardly_a_prompt_token_teach_nothing() -> None:
+    sizer = taught(decode_ms=10, token_ms=0.5)
+    before = sizer.limit(4)
+    for _ in range(50):
+        sizer.observe(2, 4, 0.5)
+        sizer.observe(2, 0, 0.5)
+    assert sizer.limit(4) == before
+    assert sizer.seconds(100) == pytest.approx(0.05)
+
+
+def test_where_a_tile_takes_far_too_long_chunks_stay_small() -> None:
+    assert taught(decode_ms=100, token_ms=50).limit(4) == 16
+
+
+def test_the_cost_of_decoding_is_known_for_each_number_of_streams() -> None:
+    sizer = taught(decode_ms=10, token_ms=0.5)
+    for _ in range(20):
+        sizer.observe(0, 8, 0.05)
+    assert sizer.limit(8) < sizer.limit(4)
+
+
+def test_a_faster_machine_takes_larger_chunks() -> None:
+    limits = [taught(decode_ms=10, token_ms=t).limit(4) for t in (4.0, 1.0, 0.5, 0.25)]
+    assert limits == sorted(limits)
+    assert len(set(limits)) == len(limits)
+
+
+def test_a_slow_decode_may_be_doubled_by_prefill() -> None:
+    assert taught(decode_ms=200, token_ms=2).limit(4) == 2 * TILE - 4
+
+
+def test_before_anything_was_seen_chunks_are_small() -> None:
+    assert ChunkSizer(n_ubatch=512, gap_ms=100).limit(1) == 16
+
+
+def test_a_chunk_never_exceeds_what_the_micro_batch_has_left() -> None:
+    sizer = ChunkSizer(n_ubatch=8, gap_ms=100)
+    assert sizer.limit(7) == 1
+    assert sizer.limit(0) == 8

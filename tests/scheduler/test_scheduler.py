@@ -1,0 +1,497 @@
+"""The scheduler step by step on the fake backend: plan, apply, commit, on a clock that only the model moves."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from llamaslot.backend.fake import FakeBackend
+from llamaslot.base.backend import Decoded, Run, Status
+from llamaslot.base.kv_ops import Remove
+from llamaslot.base.messages import Sampling, Submit
+from llamaslot.base.model import TILE
+from llamaslot.base.namespaces import salted
+from llamaslot.base.tokens import Tokens, packed
+from llamaslot.scheduler import admission
+from llamaslot.scheduler.admission import PATIENCE
+from llamaslot.scheduler.request import Request, RequestState
+from llamaslot.scheduler.scheduler import Broke, Sampled, Scheduler
+from llamaslot.scheduler.settings import SchedulerSettings
+from llamaslot.scheduler.step import StepPlan, apply
+from tests.conftest import LONG
+from tests.pool import check_pool
+
+DECODE_SECONDS = 1 / 64
+PROMPT_TOKEN_SECONDS = 1 / 1024
+
+
+class TimedBackend(FakeBackend):
+    """A fake model that takes `PROMPT_TOKEN_SECONDS` a prompt token and `DECODE_SECONDS` for all streams."""
+
+    now = 0.0
+
+    def decode(self, runs: Sequence[Run]) -> Decoded:
+        prompt_tokens = sum(len(run.tokens) for run in runs if len(run.tokens) > 1)
+        streams = any(len(run.tokens) == 1 for run in runs)
+        self.now += prompt_tokens * PROMPT_TOKEN_SECONDS + streams * DECODE_SECONDS
+        return super().decode(runs)
+
+
+class Driver:
+    """A scheduler on a backend, one step a call, with what every step did."""
+
+    def __init__(
+        self,
+        *,
+        gap_ms: float = 125.0,
+        idle_cells: int | None = None,
+        idle_life: int | None = None,
+        ram_bytes: int = 0,
+        segment_tokens: int = 512,
+        save_us: float = 0.0,
+        load_us: float = 0.0,
+        prefill_us: float = 0.0,
+        rest_ms: float = 0.0,
+        min_shared: int = 64,
+        repack_gain: int = 1024,
+        may_move: bool = True,
+        **shape: float,
+    ) -> None:
+        self.backend = TimedBackend(**shape)
+        info = self.backend.info
+        self.scheduler = Scheduler(
+            SchedulerSettings(
+                n_slots=info.n_slots,
+                n_ctx=info.n_ctx,
+                n_ctx_slot=info.n_ctx_slot,
+                n_ubatch=info.n_ubatch,
+                n_seqs=self.backend.n_seqs,
+                idle_cells=idle_cells,
+                idle_life=idle_life,
+                ram_bytes=ram_bytes,
+                segment_size=info.segment_size,
+                segment_tokens=segment_tokens,
+                save_us=save_us,
+                load_us=load_us,
+                prefill_us=prefill_us,
+                rest_ms=rest_ms,
+                min_shared=min_shared,
+                repack_gain=repack_gain,
+                may_move=may_move,
+                stream_copy_ms=info.stream_copy_ms,
+                unified=info.unified,
+                reuse=info.reuse,
+                gap_ms=gap_ms,
+                eog=self.backend.vocab.eog,
+            )
+        )
+        self.plans: list[StepPlan] = []
+        self.preempted: list[Request] = []
+        self.admitted: list[Request] = []
+        self.outcomes: list[Sampled | Broke] = []
+        self.n_submitted = 0
+
+    def submit(self, prompt: str, *, max_tokens: int = 1, **fields: object) -> Request:
+        """Queue a request for a prompt of one token a letter; it generates all of its tokens."""
+        self.n_submitted += 1
+        submit = Submit(
+            f"request {self.n_submitted}",
+            (),
+            sampling=Sampling(temperature=0.0, ignore_eos=True),
+            max_tokens=max_tokens,
+            **fields,
+        )
+        reuse = self.backend.info.reuse
+        request = Request(submit, as_tokens(prompt), arrival=self.n_submitted, now=self.backend.now, reuse=reuse)
+        self.scheduler.submit(request)
+        return request
+
+    def step(self) -> StepPlan:
+        """One step, and the outcomes kept."""
+        running, queued = set(self.scheduler.running), list(self.scheduler.queue)
+        plan = self.scheduler.plan(self.backend.now)
+        self.preempted += [request for request in self.scheduler.queue if request in running]
+        self.admitted += [request for request in self.scheduler.running if request in queued]
+        result = apply(plan, self.backend, lambda: self.backend.now)
+        self.outcomes = self.scheduler.commit(plan, result, self.backend.now)
+        self.plans.append(plan)
+        check_pool(self.scheduler, self.backend)
+        return plan
+
+    def finish(self, *requests: Request, steps: int = 2000) -> None:
+        """Step until these requests are done."""
+        for _ in range(steps):
+            if all(request.state is RequestState.DONE for request in requests):
+                return
+            self.step()
+        raise AssertionError([f"{request.id}: {request.state}" for request in requests])
+
+    def run(self, prompt: str, *, max_tokens: int = 1, id_slot: int = -1) -> Request:
+        """A request from its submission to its end."""
+        request = self.submit(prompt, max_tokens=max_tokens, id_slot=id_slot)
+        self.finish(request)
+        return request
+
+    def match(self, prompt: str) -> int:
+        """Tokens of a prompt that are in the pool."""
+        return self.scheduler.ledger.tree.match(salted(""), packed(as_tokens(prompt))).n
+
+    def holders(self, prompt: str) -> list[int]:
+        """The sequences that hold all tokens of a prompt."""
+        tokens = packed(as_tokens(prompt))
+        match = self.scheduler.ledger.tree.match(salted(""), tokens)
+        return list(self.scheduler.ledger.tree.holders(match.node)) if match.n == len(prompt) else []
+
+    def held(self, request: Request) -> int:
+        """Tokens that the slot holds which a request runs in or ran in last."""
+        return self.scheduler.ledger.length(request.slot_id)
+
+
+def as_tokens(prompt: str) -> Tokens:
+    return np.frombuffer(prompt.encode(), dtype=np.uint8).astype(np.int32)
+
+
+def trims(plan: StepPlan) -> dict[int, int]:
+    """What a plan keeps of the sequences that it cuts."""
+    return {each.seq: each.keep for each in plan.operations if isinstance(each, Remove)}
+
+
+def prefill(plan: StepPlan) -> int:
+    """The prompt tokens of a plan."""
+    return sum(len(work.run.tokens) for work in plan.work if len(work.run.tokens) > 1)
+
+
+def generated(request: Request) -> list[int]:
+    """The tokens that a request sampled."""
+    return request.known.view()[request.n_prompt :].tolist()
+
+
+def test_idle_cells_are_taken_from_the_least_recently_used_path_first() -> None:
+    driver = Driver(n_slots=4, n_ctx=64, n_ubatch=64)
+    a, b, c = (driver.run(letter * 15) for letter in "abc")
+    driver.run("a" * 15)  # which makes b the least recently used
+    driver.submit("d" * 39)
+    plan = driver.step()
+    assert {b.slot_id: 0, c.slot_id: 10}.items() <= trims(plan).items()
+    assert driver.holders("a" * 15)
+    assert plan.work[0].request.slot_id not in {b.slot_id, c.slot_id}
+    assert a.slot_id == 0
+
+
+def test_no_room_costs_idle_kv_before_it_costs_a_request() -> None:
+    driver = Driver(n_slots=3, n_ctx=128)
+    idle = driver.run("a" * 20)
+    request = driver.submit("c" * 20, max_tokens=4)
+    driver.backend.failures.append((Status.NO_ROOM, 0))
+    driver.step()
+    assert driver.outcomes == []
+    assert request.state is RequestState.RUNNING
+    assert trims(driver.step())[idle.slot_id] == 0
+    driver.finish(request)
+    assert generated(request) == generated(Driver(n_slots=3, n_ctx=128).run("c" * 20, max_tokens=4))
+
+
+@pytest.mark.parametrize(("max_tokens", "fits"), [(6, True), (7, False)])
+def test_a_newcomer_waits_until_it_fits_beside_what_the_running_ones_still_need(
+    max_tokens: int, fits: bool
+) -> None:
+    driver = Driver(n_slots=3, n_ctx=100, n_ubatch=64)
+    running = driver.submit("a" * 60, max_tokens=5)
+    driver.step()
+    newcomer = driver.submit("b" * 29, max_tokens=max_tokens)
+    driver.step()
+    assert (newcomer.state is RequestState.RUNNING) == fits
+    driver.finish(running, newcomer)
+    assert driver.preempted == []
+
+
+def test_without_a_limit_of_its_own_a_request_is_not_given_its_whole_context() -> None:
+    driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64)
+    first, second = (driver.submit(letter * 40, max_tokens=-1) for letter in "ab")
+    driver.step()
+    assert driver.admitted == [first, second]
+
+
+def test_lengths_seen_before_are_expected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_WEIGHT", 0.5)
+    driver = Driver(n_slots=2, n_ctx=512, n_ubatch=64)
+    for _ in range(6):
+        driver.run("x", max_tokens=200)
+    first, second = (driver.submit(letter * 70, max_tokens=-1) for letter in "ab")
+    driver.step()
+    assert driver.admitted[-1] is first
+    driver.finish(first, second)
+    assert driver.preempted == []
+
+
+def test_one_that_does_not_fit_is_passed_so_often_and_no_more() -> None:
+    driver = Driver(n_slots=3, n_ctx=256, n_ubatch=128)
+    running = driver.submit("r" * 60, max_tokens=60)
+    driver.step()
+    big = driver.submit("b" * 150, max_tokens=4)
+    small = [driver.submit(f"{i:02} small", max_tokens=3) for i in range(PATIENCE + 5)]
+    driver.finish(running)
+    assert driver.admitted[1:] == small[:PATIENCE]
+    driver.step()
+    assert driver.admitted[1 + PATIENCE] is big
+    assert big.n_overtaken == PATIENCE
+    driver.finish(big, *small)
+
+
+def test_the_longest_known_prefix_goes_first() -> None:
+    driver = Driver(n_slots=1, n_reserved=4, n_ctx=512, n_ubatch=128)
+    driver.run("h" * 50)
+    blocking = driver.submit("x" * 5, max_tokens=5)
+    driver.step()
+    waiting = [driver.submit("n" * 60), driver.submit("h" * 20 + "a" * 9), driver.submit("h" * 50 + "b")]
+    driver.finish(blocking, *waiting)
+    assert driver.admitted[2:] == waiting[::-1]
+
+
+def test_a_stream_of_better_matches_does_not_keep_another_one_waiting_for_ever() -> None:
+    driver = Driver(n_slots=1, n_reserved=4, n_ctx=512, n_ubatch=128)
+    driver.run("h" * 50)
+    blocking = driver.submit("x" * 5, max_tokens=2)
+    driver.step()
+    other = driver.submit("n" * 60)
+    better = [driver.submit("h" * 50 + chr(97 + i)) for i in range(PATIENCE + 3)]
+    driver.finish(blocking, other, *better)
+    assert driver.admitted.index(other) == 2 + PATIENCE
+
+
+def test_a_request_for_a_certain_slot_is_passed_so_often_and_no_more() -> None:
+    driver = Driver(n_slots=1, n_reserved=4, n_ctx=512, n_ubatch=128)
+    driver.run("h" * 50)
+    blocking = driver.submit("x" * 5, max_tokens=2)
+    driver.step()
+    pinned = driver.submit("n" * 60, id_slot=0)
+    better = [driver.submit("h" * 50 + chr(97 + i)) for i in range(PATIENCE + 3)]
+    driver.finish(blocking, pinned, *better)
+    assert driver.admitted.index(pinned) == 2 + PATIENCE
+
+
+def test_a_preempted_request_is_back_before_any_that_came_after_it() -> None:
+    driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64)
+    oldest = driver.submit("a" * 60, max_tokens=100)
+    preempted = driver.submit("b" * 60, max_tokens=100)
+    younger = [driver.submit(letter * 3, max_tokens=3) for letter in "cd"]
+    while not driver.preempted:
+        driver.step()
+    assert driver.preempted == [preempted]
+    assert driver.scheduler.queue == [preempted, *younger]
+    driver.admitted.clear()
+    driver.finish(oldest, preempted, *younger)
+    assert driver.admitted == [preempted, *younger]
+
+
+def test_a_partitioned_layout_gives_each_slot_its_own_cells() -> None:
+    driver = Driver(n_slots=2, n_ctx=64, n_ubatch=64, unified=False)
+    requests = [driver.submit(letter * 24, max_tokens=-1) for letter in "ab"]
+    driver.step()
+    assert driver.admitted == requests
+    driver.finish(*requests)
+    assert driver.preempted == []
+    assert driver.scheduler.ledger.n_used == 62
+    third = driver.run("a" * 24 + "more", id_slot=requests[0].slot_id)
+    assert third.slot_id == requests[0].slot_id
+    other = driver.scheduler.slots[requests[1].slot_id]
+    assert driver.scheduler.ledger.length(other.id) == 31
+
+
+def test_a_long_prompt_takes_its_chunk_beside_a_stream_that_never_waits() -> None:
+    driver = Driver(n_slots=3, n_ctx=1024, n_ubatch=256)
+    stream = driver.submit("s" * 4, max_tokens=200)
+    driver.step()
+    newcomers = [driver.submit(letter * 300) for letter in "ab"]
+    n_beside = 0
+    while any(request.state is not RequestState.DONE for request in newcomers):
+        limit = driver.scheduler.chunks.limit(1)
+        n_generated = stream.n_generated
+        plan = driver.step()
+        n_beside += prefill(plan) > 0
+        assert prefill(plan) <= limit < 300
+        assert stream.n_generated == n_generated + 1
+        assert stream in [outcome.request for outcome in driver.outcomes if isinstance(outcome, Sampled)]
+    assert n_beside > 5
+
+
+def shares(plan: StepPlan) -> dict[str, int]:
+    return {work.request.id: len(work.run.tokens) for work in plan.work}
+
+
+def test_what_has_least_left_goes_first_and_the_oldest_always_comes_on() -> None:
+    driver = Driver(n_slots=4, n_ctx=2048, n_ubatch=128)
+    oldest = driver.submit("o" * 1000)
+    driver.step()
+    longer, short, shortest = (driver.submit(letter * n) for letter, n in (("l", 300), ("s", 70), ("t", 20)))
+    assert shares(driver.step()) == {oldest.id: 32, short.id: 70, shortest.id: 20, longer.id: 6}
+    assert shares(driver.step()) == {oldest.id: 32, longer.id: 96}
+
+
+def test_the_oldest_gets_no_more_than_it_has_left() -> None:
+    driver = Driver(n_slots=2, n_ctx=1024, n_ubatch=128)
+    oldest, other = driver.submit("o" * 10), driver.submit("l" * 300)
+    assert shares(driver.step()) == {oldest.id: 10, other.id: 118}
+
+
+def test_chunks_grow_to_what_steps_were_seen_to_cost() -> None:
+    driver = Driver(gap_ms=125.0, n_slots=2, n_ctx=1024, n_ubatch=256)
+    assert driver.scheduler.chunks.limit(1) == 16
+    stream = driver.submit("s" * 128, max_tokens=50)
+    driver.step()
+    driver.step()
+    allowed = round((0.125 - DECODE_SECONDS) / PROMPT_TOKEN_SECONDS)
+    whole_tiles = 2 * TILE - 1
+    assert abs(allowed - whole_tiles) < TILE / 2
+    driver.submit("n" * 500)
+    assert prefill(driver.step()) == whole_tiles
+    assert stream.state is RequestState.RUNNING
+
+
+def test_two_requests_that_want_60_percent_of_the_pool_each() -> None:
+    driver = Driver(n_slots=2, n_ctx=256, n_ubatch=128)
+    old = driver.submit("o" * 54, max_tokens=100)
+    young = driver.submit("y" * 54, max_tokens=100)
+    driver.finish(old, young)
+    assert driver.preempted == [young]
+    assert len(generated(old)) == len(generated(young)) == 100
+    apart = Driver(n_slots=2, n_ctx=256, n_ubatch=128)
+    assert generated(young) == generated(apart.run("y" * 54, max_tokens=100))
+
+
+def test_the_oldest_is_never_preempted() -> None:
+    n_preempted: Counter[int] = Counter()
+    for seed in range(100 if LONG else 5):
+        chance = random.Random(seed)
+        driver = Driver(n_slots=4, n_ctx=160, n_ubatch=32)
+        requests: list[Request] = []
+        while len(requests) < 12 or any(request.state is not RequestState.DONE for request in requests):
+            if len(requests) < 12 and chance.random() < 0.2:
+                prompt = chance.choice("abcd") * chance.randint(1, 20)
+                requests.append(driver.submit(prompt, max_tokens=chance.randint(80, 130)))
+            running = driver.scheduler.running
+            plan = driver.step()
+            n_preempted[seed] += len(plan.preempted)
+            assert not running or running[0] not in plan.preempted
+            assert driver.scheduler.ledger.n_used <= 160
+            assert len(driver.plans) < 3000
+    assert sum(n_preempted.values()) > 10
+
+
+def test_apart_a_slot_is_not_cut_by_more_than_half_while_another_is_empty() -> None:
+    driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64, unified=False)
+    first = driver.run("h" * 10 + "a" * 10)
+    assert driver.run("h" * 10 + "b" * 10, max_tokens=0).slot_id == first.slot_id
+    driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64, unified=False)
+    first = driver.run("h" * 10 + "a" * 11)
+    assert driver.run("h" * 10 + "b" * 10, max_tokens=0).slot_id != first.slot_id
+
+
+@pytest.mark.parametrize("other", ["b" * 20, "h" * 4, "h" * 8])
+def test_apart_and_without_an_empty_slot_the_longest_match_wins_however_much_is_cut(other: str) -> None:
+    driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64, unified=False)
+    driver.run(other, id_slot=1)
+    driver.run("h" * 10 + "a" * 40, id_slot=0)  # the most recently used one
+    request = driver.submit("h" * 10 + "c" * 10)
+    plan = driver.step()
+    assert request.slot_id == 0
+    assert trims(plan) == {0: 10}
+    assert plan.work[0].run.start == 10
+
+
+def test_queue_time_ends_with_the_first_admission() -> None:
+    driver = Driver(n_slots=2, n_ctx=256, n_ubatch=128)
+    old = driver.submit("o" * 54, max_tokens=100)
+    young = driver.submit("y" * 54, max_tokens=100)
+    driver.backend.now += 3.0
+    driver.finish(old, young)
+    assert driver.preempted == [young]
+    progress = young.progress(driver.backend.now)
+    assert progress.queue_ms == old.progress(driver.backend.now).queue_ms == 3000
+    # Both prompts went into one step; the time of the first token counts from there.
+    assert progress.prompt_ms == pytest.approx(108 * PROMPT_TOKEN_SECONDS * 1e3)
+
+
+def test_waiting_for_a_slot_is_queue_time() -> None:
+    driver = Driver(n_slots=1, n_ctx=128, n_ubatch=64)
+    first = driver.submit("a" * 27, max_tokens=11)
+    second = driver.submit("b" * 27)
+    driver.finish(first, second)
+    waited = 27 * PROMPT_TOKEN_SECONDS + 10 * DECODE_SECONDS
+    assert second.progress(driver.backend.now).queue_ms == pytest.approx(waited * 1e3)
+
+
+def test_prompt_tokens_computed_again_after_a_preemption_are_counted() -> None:
+    driver = Driver(n_slots=2, n_ctx=256, n_ubatch=128)
+    old = driver.submit("o" * 20, max_tokens=220)
+    young = driver.submit("y" * 100, max_tokens=80)
+    driver.finish(old, young)
+    assert young in driver.preempted
+    runs = [work.run for plan in driver.plans for work in plan.work if work.request is young]
+    computed = sum(max(0, min(run.start + len(run.tokens), 100) - run.start) for run in runs)
+    assert young.n_prompt_computed == computed > 100
+    assert young.progress(driver.backend.now).n_cached == 0
+    assert old.n_prompt_computed == 20
+
+
+@pytest.mark.parametrize("status", [Status.FATAL, Status.ABORTED])
+@pytest.mark.parametrize("others", [0, 1, 2])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_request_without_tokens_ends_after_a_failed_step_that_computed_it(
+    status: Status, others: int, first: bool
+) -> None:
+    driver = Driver(n_slots=3, n_ctx=128, n_ubatch=64)
+    beside = [driver.submit(letter * 5, max_tokens=3) for letter in "ab"[:others] if not first]
+    warming = driver.submit("w" * 10, max_tokens=0)
+    beside += [driver.submit(letter * 5, max_tokens=3) for letter in "ab"[:others] if first]
+    driver.backend.failures.append((status, others + 1))
+    driver.finish(warming, *beside, steps=50)
+    if others:
+        assert [len(generated(request)) for request in beside] == [3] * others
+    assert driver.run("next one", max_tokens=2).n_generated == 2
+
+
+def test_choices_that_have_their_first_token_do_not_keep_an_older_request_waiting_for_ever() -> None:
+    driver = Driver(n_slots=1, n_reserved=4, n_ctx=512, n_ubatch=128)
+    driver.run("h" * 50)
+    blocking = driver.submit("x" * 5, max_tokens=3)
+    driver.step()
+    older = driver.submit("n" * 60)
+    choices = [driver.submit("h" * 50 + "!", max_tokens=3, group="g") for _ in range(PATIENCE + 20)]
+    driver.finish(blocking, older, *choices)
+    assert driver.admitted.index(older) - driver.admitted.index(choices[0]) == PATIENCE
+
+
+@pytest.mark.parametrize("why", ["a busy slot", "a leader"])
+def test_many_that_cannot_run_yet_do_not_hide_one_that_can(why: str) -> None:
+    driver = Driver(n_slots=4, n_reserved=4, n_ctx=1024, n_ubatch=16)
+    head = "h" * 300
+    running = driver.submit(head + "r", max_tokens=60, id_slot=0)
+    driver.step()
+    if why == "a leader":
+        waiting = [driver.submit(head + chr(97 + i % 26)) for i in range(70)]
+    else:
+        waiting = [driver.submit(f"{i:04}", id_slot=0) for i in range(70)]
+    able = driver.submit("able")
+    driver.step()
+    assert able.state is not RequestState.QUEUED
+    assert all(each.state is RequestState.QUEUED for each in waiting)
+    assert running.state is RequestState.RUNNING
+
+
+def test_cancelled_requests_say_nothing_of_how_long_answers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_WEIGHT", 0.5)
+    driver = Driver(n_slots=2, n_ctx=512, n_ubatch=64)
+    for _ in range(6):
+        driver.run("x", max_tokens=200)
+    for _ in range(40):
+        driver.scheduler.end(driver.submit("y"), driver.backend.now, cancelled=True)
+    first, second = (driver.submit(letter * 70, max_tokens=-1) for letter in "ab")
+    driver.step()
+    assert driver.admitted[-1] is first
+    driver.finish(first, second)
+    assert driver.preempted == []

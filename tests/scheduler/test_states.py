@@ -1,0 +1,100 @@
+"""Every pair of state and event does what the tables say, and an illegal event changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from llamaslot.base.messages import Submit
+from llamaslot.scheduler.request import REQUEST_TABLE, IllegalEventError, Request, RequestEvent, RequestState
+from llamaslot.scheduler.slots import SLOT_TABLE, Slot, SlotEvent, SlotState
+
+
+def make_request(request_id: str = "r", *, cache_prompt: bool = True) -> Request:
+    prompt = np.arange(5, dtype=np.int32)
+    return Request(Submit(request_id, (), cache_prompt=cache_prompt), prompt, arrival=1, now=0.0)
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(RequestState, RequestEvent)))
+def test_request_follows_its_table(state: RequestState, event: RequestEvent) -> None:
+    request = make_request()
+    request.state = state
+    following = REQUEST_TABLE.get((state, event))
+    if following is None:
+        with pytest.raises(IllegalEventError):
+            request.handle(event, 1.0)
+        assert request.state is state
+    else:
+        request.handle(event, 1.0)
+        assert request.state is following
+
+
+def test_a_request_that_is_done_never_moves_again() -> None:
+    assert not [pair for pair in REQUEST_TABLE if pair[0] is RequestState.DONE]
+
+
+def make_slot(state: SlotState) -> Slot:
+    slot = Slot(0)
+    if state is SlotState.RUNNING:
+        slot.claim(make_request())
+    assert slot.state is state
+    return slot
+
+
+EVENTS = {
+    SlotEvent.CLAIM: lambda slot: slot.claim(make_request("other")),
+    SlotEvent.RELEASE: lambda slot: slot.release(),
+}
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(SlotState, SlotEvent)))
+def test_slot_follows_its_table(state: SlotState, event: SlotEvent) -> None:
+    slot = make_slot(state)
+    before = slot.request
+    following = SLOT_TABLE.get((state, event))
+    if following is None:
+        with pytest.raises(IllegalEventError):
+            EVENTS[event](slot)
+        assert slot.request is before
+    else:
+        EVENTS[event](slot)
+        assert slot.state is following
+
+
+def test_ending_a_request_frees_its_sampler_once() -> None:
+    class Closing:
+        n_closed = 0
+
+        def close(self) -> None:
+            self.n_closed += 1
+
+    request = make_request()
+    sampler = Closing()
+    request.sampler = sampler
+    request.handle(RequestEvent.ADMIT, 0.0)
+    request.handle(RequestEvent.PREEMPT, 0.0)
+    assert sampler.n_closed == 0
+    request.handle(RequestEvent.END, 0.0)
+    assert sampler.n_closed == 1
+
+
+def test_a_private_request_shares_with_its_group_only() -> None:
+    spaces = {
+        (cache_prompt, reuse, salt, group): Request(
+            Submit("r", (), cache_prompt=cache_prompt, cache_salt=salt, group=group),
+            np.arange(5, dtype=np.int32),
+            arrival=1,
+            now=0.0,
+            reuse=reuse,
+        ).space
+        for cache_prompt, reuse, salt, group in itertools.product(
+            (True, False), (True, False), ("", "s"), ("", "g")
+        )
+    }
+    shared = {key: space for key, space in spaces.items() if key[0] and key[1]}
+    assert shared[True, True, "", ""] == shared[True, True, "", "g"] != shared[True, True, "s", ""]
+    private = {key: space for key, space in spaces.items() if key not in shared}
+    assert not set(private.values()) & set(shared.values())
+    assert len(set(private.values())) == 2
