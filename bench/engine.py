@@ -22,8 +22,9 @@ from llamaslot.app.logs import configure_logging
 from llamaslot.app.models import resolve_model
 from llamaslot.app.server import llama_settings
 from llamaslot.backend.llama import LlamaBackend
+from llamaslot.base.commands import Sampling, Submit, TokensPart
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.messages import TERMINAL, Event, Finished, Output, Sampling, Submit, TokensPart
+from llamaslot.base.events import TERMINAL, Event, Finished, Output
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import model_thread
 

@@ -16,8 +16,8 @@ from bench.client import BenchmarkError
 from bench.report import Summary
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Run, Status
+from llamaslot.base.commands import Sampling
 from llamaslot.base.kv_ops import Remove
-from llamaslot.base.messages import Sampling
 
 PROMPT = 256
 SPAN = 23

@@ -24,8 +24,9 @@ from bench.report import Summary, console, machine, notes, write_json
 from llamaslot.app.config import Parser, add_flags, read_config
 from llamaslot.app.server import llama_settings
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.base.commands import Sampling, Submit, TokensPart
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.messages import TERMINAL, Event, Finished, Sampling, Submit, TokensPart
+from llamaslot.base.events import TERMINAL, Event, Finished
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import model_thread
 from llamaslot.kvcache.shared import SharedLedger

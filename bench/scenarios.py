@@ -34,19 +34,11 @@ from llamaslot.app.server import llama_settings
 from llamaslot.app.tiers import choose
 from llamaslot.backend.llama import LlamaBackend
 from llamaslot.base.backend import Backend
+from llamaslot.base.commands import Inspect, Sampling, Submit, TokensPart
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.events import TERMINAL, Event, Finished, Stopped
 from llamaslot.base.kv_ops import Remove
-from llamaslot.base.messages import (
-    TERMINAL,
-    Event,
-    Finished,
-    Inspect,
-    Sampling,
-    State,
-    Stopped,
-    Submit,
-    TokensPart,
-)
+from llamaslot.base.stats import State
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import model_thread
 from llamaslot.kvcache.ledger import Ledger

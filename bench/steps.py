@@ -21,9 +21,9 @@ from llamaslot.app.config import Parser, add_flags, read_config
 from llamaslot.app.server import llama_settings
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Run, Status
+from llamaslot.base.commands import Sampling
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Copy, Remove
-from llamaslot.base.messages import Sampling
 from llamaslot.base.model import TILE
 from llamaslot.scheduler.padding import Padding
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Backend, Decoded, Run, Sampler, Status
+from llamaslot.base.commands import Sampling
 from llamaslot.base.kv_ops import (
     Copy,
     CopyStream,
@@ -25,7 +26,6 @@ from llamaslot.base.kv_ops import (
     Save,
     Share,
 )
-from llamaslot.base.messages import Sampling
 from llamaslot.base.tokens import Tokens
 
 

@@ -19,7 +19,7 @@ from llamaslot.api.gate import SETTINGS, given_key
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.wire import SessionBody, read
 from llamaslot.base.errors import InvalidRequestError, NotFoundError, NotSupportedError
-from llamaslot.base.messages import CacheFigures, CachePrefix, CacheState
+from llamaslot.base.stats import CacheFigures, CachePrefix, CacheState
 from llamaslot.service.service import Service
 
 _session_decoder = msgspec.json.Decoder(SessionBody)

@@ -30,8 +30,9 @@ from llamaslot.api.replies import (
 )
 from llamaslot.api.sse import DONE, event
 from llamaslot.api.wire import ChatBody, read
+from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.base.messages import Finished, Output, Progress, TextPart
+from llamaslot.base.events import Finished, Output, Progress
 from llamaslot.service.service import Service
 
 _MARK = "\0"

@@ -14,7 +14,8 @@ from itertools import groupby
 from types import TracebackType
 from typing import TypeAlias
 
-from llamaslot.base.messages import Accepted, Finished, Output, Submit
+from llamaslot.base.commands import Submit
+from llamaslot.base.events import Accepted, Finished, Output
 from llamaslot.service.service import Outcome, Service
 
 

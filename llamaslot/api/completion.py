@@ -18,7 +18,7 @@ from llamaslot.api.readiness import READINESS
 from llamaslot.api.replies import REASONS, Envelope, TextChoice, cache_use, timings, usage
 from llamaslot.api.sse import DONE, event
 from llamaslot.api.wire import CompletionBody, read
-from llamaslot.base.messages import Finished, Output
+from llamaslot.base.events import Finished, Output
 
 _decoder = msgspec.json.Decoder(CompletionBody)
 

@@ -12,7 +12,7 @@ from llamaslot.api.gate import SETTINGS
 from llamaslot.api.replies import encode
 from llamaslot.api.sse import EventStream
 from llamaslot.api.wire import Options
-from llamaslot.base.messages import Finished, Output
+from llamaslot.base.events import Finished, Output
 
 
 class Dialect(Protocol):

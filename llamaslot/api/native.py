@@ -16,7 +16,8 @@ from llamaslot.api.readiness import READINESS
 from llamaslot.api.replies import cache_use, pick, timings
 from llamaslot.api.sse import event
 from llamaslot.api.wire import CompletionBody, read
-from llamaslot.base.messages import Finished, Output, Sampling, Submit
+from llamaslot.base.commands import Sampling, Submit
+from llamaslot.base.events import Finished, Output
 
 _decoder = msgspec.json.Decoder(CompletionBody)
 

@@ -10,7 +10,8 @@ from msgspec import UNSET, UnsetType
 
 from llamaslot import __version__
 from llamaslot.api.choices import Choice
-from llamaslot.base.messages import FinishReason, Miss, Progress, SessionMatch
+from llamaslot.base.events import FinishReason, Progress, SessionMatch
+from llamaslot.base.stats import Miss
 
 FINGERPRINT = f"b{__version__}-llamaslot"
 """Clients of llama-server expect a build number: a `b` in front."""

@@ -6,7 +6,7 @@ from pathlib import PurePath
 
 import msgspec
 
-from llamaslot.base.messages import Sampling
+from llamaslot.base.commands import Sampling
 from llamaslot.base.model import ModelInfo
 
 

@@ -14,7 +14,7 @@ from llamaslot.api.native import generation_settings
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.wire import SlotBody, read
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError, UnavailableError
-from llamaslot.base.messages import SlotReport
+from llamaslot.base.stats import SlotReport
 
 _IS_SLOT = re.compile(r"[0-9]{1,9}").fullmatch
 _IS_UNFIT = re.compile(r"""^$|^\.|[. ]$|[\x00-\x1f\x7f/\\:*?"<>|\ud800-\udfff]""").search

@@ -13,8 +13,8 @@ import msgspec
 from llamaslot.api.gate import Caller
 from llamaslot.api.settings import ApiSettings
 from llamaslot.api.wire import Options, PromptObject
+from llamaslot.base.commands import PromptPart, Sampling, Submit, TextPart, TokensPart
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
-from llamaslot.base.messages import PromptPart, Sampling, Submit, TextPart, TokensPart
 from llamaslot.service.service import Service
 
 Prompt: TypeAlias = tuple[PromptPart, ...]

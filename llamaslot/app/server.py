@@ -36,8 +36,8 @@ from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, LoadingStopped
 from llamaslot.backend.llama.sizing import host_memory
 from llamaslot.base.backend import Backend
+from llamaslot.base.commands import Sampling
 from llamaslot.base.errors import ConfigError, ServerError, UnavailableError
-from llamaslot.base.messages import Sampling
 from llamaslot.base.model import TILE, ModelInfo, StepCost
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import model_thread

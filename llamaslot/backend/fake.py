@@ -17,6 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from llamaslot.base.backend import Decoded, Run, Sampler, Status, check_runs
+from llamaslot.base.commands import Sampling
 from llamaslot.base.kv_ops import (
     Copy,
     CopyStream,
@@ -33,7 +34,6 @@ from llamaslot.base.kv_ops import (
     check_operation,
     check_seq,
 )
-from llamaslot.base.messages import Sampling
 from llamaslot.base.model import ModelInfo, SegmentSize
 from llamaslot.base.tokens import Tokens
 

@@ -18,6 +18,19 @@ from functools import partial
 import structlog
 
 from llamaslot.base.backend import Backend
+from llamaslot.base.commands import (
+    Cancel,
+    ClearCache,
+    Command,
+    Detokenize,
+    DropSession,
+    Inspect,
+    InspectCache,
+    SlotAction,
+    Submit,
+    SubmitAll,
+    Tokenize,
+)
 from llamaslot.base.errors import (
     ContextSizeError,
     InvalidRequestError,
@@ -25,28 +38,17 @@ from llamaslot.base.errors import (
     ServerError,
     UnavailableError,
 )
-from llamaslot.base.messages import (
+from llamaslot.base.events import (
     Accepted,
     CacheCleared,
-    Cancel,
     Cancelled,
-    ClearCache,
-    Command,
-    Detokenize,
-    DropSession,
     Event,
     Failed,
     Finished,
     FinishReason,
-    Inspect,
-    InspectCache,
     Output,
     SessionDropped,
-    SlotAction,
     Stopped,
-    Submit,
-    SubmitAll,
-    Tokenize,
 )
 from llamaslot.engine.disk import Disk, DiskWorker
 from llamaslot.engine.reports import Reports

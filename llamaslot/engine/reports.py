@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from llamaslot.base.backend import Vocab
-from llamaslot.base.messages import CacheFigures, CacheState, InspectCache, State
+from llamaslot.base.commands import InspectCache
+from llamaslot.base.stats import CacheFigures, CacheState, State
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.scheduler import report
 from llamaslot.scheduler.scheduler import Scheduler

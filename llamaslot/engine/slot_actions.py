@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from llamaslot.base.backend import Backend
+from llamaslot.base.commands import SlotAction
 from llamaslot.base.errors import (
     InvalidRequestError,
     LlamaslotError,
@@ -23,8 +24,8 @@ from llamaslot.base.errors import (
     ServerError,
     UnavailableError,
 )
+from llamaslot.base.events import SlotActed
 from llamaslot.base.kv_ops import Save
-from llamaslot.base.messages import SlotActed, SlotAction
 from llamaslot.base.tokens import WIDTH, packed
 from llamaslot.kvcache.ledger import Ledger
 from llamaslot.kvcache.shared import SharedLedger

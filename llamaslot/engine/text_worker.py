@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import structlog
 
+from llamaslot.base.commands import Detokenize, DropSession, Submit, Tokenize
 from llamaslot.base.errors import LlamaslotError, ServerError
-from llamaslot.base.messages import Detokenize, DropSession, Submit, Tokenize
 from llamaslot.engine.disk import DiskWorker
 from llamaslot.prompts.anchoring import Prompt
 from llamaslot.prompts.anchors import Anchor

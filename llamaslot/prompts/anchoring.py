@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaslot.base.backend import Vocab
-from llamaslot.base.messages import PromptPart, SessionMatch, Submit, TextPart
+from llamaslot.base.commands import PromptPart, Submit, TextPart
+from llamaslot.base.events import SessionMatch
 from llamaslot.base.namespaces import salted
 from llamaslot.base.tokens import Tokens
 from llamaslot.prompts.anchors import Anchor, Anchors

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaslot.base.backend import Vocab
-from llamaslot.base.messages import Submit, TextPart
+from llamaslot.base.commands import Submit, TextPart
 from llamaslot.base.namespaces import salted
 from llamaslot.base.tokens import Tokens, n_common
 from llamaslot.prompts.anchoring import Anchoring, Prompt, tokenized

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from llamaslot.base.messages import TextPart
+from llamaslot.base.commands import TextPart
 
 _SPECIAL, _PLAIN = b"\xfd", b"\xfe"
 """Marks of parts; no UTF-8 has these bytes."""

@@ -11,18 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from llamaslot.base.backend import Vocab
+from llamaslot.base.commands import Detokenize, DropSession, PromptPart, Submit, TextPart, Tokenize, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
-from llamaslot.base.messages import (
-    Detokenize,
-    Detokenized,
-    DropSession,
-    PromptPart,
-    Submit,
-    TextPart,
-    Tokenize,
-    Tokenized,
-    TokensPart,
-)
+from llamaslot.base.events import Detokenized, Tokenized
 from llamaslot.base.namespaces import salted
 from llamaslot.base.tokens import Tokens
 from llamaslot.prompts.anchoring import Anchoring, Prompt, tokenized

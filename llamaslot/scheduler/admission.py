@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llamaslot.base.messages import Miss
+from llamaslot.base.stats import Miss
 from llamaslot.base.tokens import WIDTH, packed
 from llamaslot.kvcache.ledger import Ledger
 from llamaslot.kvcache.seen import Seen

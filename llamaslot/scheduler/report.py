@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from llamaslot.base.messages import CacheFigures, CachePrefix, CacheState, Miss, SlotReport
+from llamaslot.base.stats import CacheFigures, CachePrefix, CacheState, Miss, SlotReport
 from llamaslot.base.tokens import WIDTH, unpacked
 from llamaslot.kvcache.ledger import Ledger
 from llamaslot.kvcache.node import Node

@@ -9,8 +9,10 @@ from __future__ import annotations
 from enum import Enum
 
 from llamaslot.base.backend import Sampler
-from llamaslot.base.messages import Miss, Progress, SessionMatch, Submit
+from llamaslot.base.commands import Submit
+from llamaslot.base.events import Progress, SessionMatch
 from llamaslot.base.namespaces import private, salted
+from llamaslot.base.stats import Miss
 from llamaslot.base.tokens import WIDTH, Tokens, packed
 from llamaslot.scheduler.token_buffer import TokenBuffer
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llamaslot.base.backend import Status
+from llamaslot.base.events import FinishReason
 from llamaslot.base.kv_ops import Operation
-from llamaslot.base.messages import FinishReason
 from llamaslot.base.model import SegmentSize
 from llamaslot.kvcache.ledger import Fetched, Ledger
 from llamaslot.kvcache.repacking import Repacker

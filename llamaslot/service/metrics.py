@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from llamaslot.base.messages import CacheFigures, Progress, State
+from llamaslot.base.events import Progress
+from llamaslot.base.stats import CacheFigures, State
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 

@@ -15,6 +15,22 @@ from typing import Any, TypeAlias, TypeVar
 
 import structlog
 
+from llamaslot.base.commands import (
+    Cancel,
+    ClearCache,
+    Command,
+    Detokenize,
+    DropSession,
+    Inspect,
+    InspectCache,
+    PromptPart,
+    SlotAction,
+    SlotVerb,
+    Submit,
+    SubmitAll,
+    TextPart,
+    Tokenize,
+)
 from llamaslot.base.errors import (
     InvalidRequestError,
     LlamaslotError,
@@ -23,40 +39,25 @@ from llamaslot.base.errors import (
     UnavailableError,
     from_failure,
 )
-from llamaslot.base.messages import (
+from llamaslot.base.events import (
     TERMINAL,
     Accepted,
     Answer,
     CacheCleared,
-    CacheState,
-    Cancel,
     Cancelled,
-    ClearCache,
-    Command,
-    Detokenize,
     Detokenized,
-    DropSession,
     Event,
     Failed,
     Finished,
-    Inspect,
-    InspectCache,
     Output,
     Progress,
-    PromptPart,
     SessionDropped,
     SlotActed,
-    SlotAction,
-    SlotVerb,
-    State,
     Stopped,
-    Submit,
-    SubmitAll,
-    TextPart,
-    Tokenize,
     Tokenized,
 )
 from llamaslot.base.model import ModelInfo
+from llamaslot.base.stats import CacheState, State
 from llamaslot.service.metrics import Metrics, per_second
 from llamaslot.text.template import ChatTemplate
 

@@ -26,8 +26,8 @@ from typing import Any, TypeAlias
 
 from jinja2 import nodes
 
+from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.base.messages import TextPart
 from llamaslot.text.conversation import Message
 
 Marks: TypeAlias = dict[str, str]

@@ -19,8 +19,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import ConfigError, InvalidRequestError
-from llamaslot.base.messages import TextPart
 from llamaslot.text.conversation import Conversation, Message, clean_message, clean_tool, joined
 from llamaslot.text.spans import ControlTokens, Marks, unmarked
 from llamaslot.text.volatile import without

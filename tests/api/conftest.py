@@ -15,7 +15,7 @@ from llamaslot.api.readiness import READINESS
 from llamaslot.api.server import create_app, serve
 from llamaslot.api.settings import ApiSettings
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.base.messages import State
+from llamaslot.base.stats import State
 from llamaslot.engine.engine import Engine
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service, ServiceSettings

@@ -14,7 +14,7 @@ from llamaslot.api.gate import Caller
 from llamaslot.api.settings import ApiSettings
 from llamaslot.api.wire import CompletionBody
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.base.messages import Submit
+from llamaslot.base.commands import Submit
 from tests.service.test_service import Wire
 
 SECRET = "The secret word of another user is xylophone."

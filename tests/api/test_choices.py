@@ -8,7 +8,7 @@ import pytest
 
 from llamaslot.api.choices import Choice, Choices
 from llamaslot.base.errors import ServerError
-from llamaslot.base.messages import Accepted, Failed, Finished, Output, Progress
+from llamaslot.base.events import Accepted, Failed, Finished, Output, Progress
 from tests.service.test_service import Wire, submit
 
 PROGRESS = Progress(**dict.fromkeys(Progress.__struct_fields__, 1))

@@ -19,8 +19,8 @@ from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import Copy, IllegalCallError, Remove, Share
-from llamaslot.base.messages import Finished
 from tests.engine.harness import running
 
 N_CTX = 512

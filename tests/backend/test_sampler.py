@@ -23,8 +23,8 @@ from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.backend.llama import sampler as llama_sampler
 from llamaslot.backend.llama.sampler import LlamaSampler, highest
 from llamaslot.base.backend import Run, Status
+from llamaslot.base.commands import Sampling
 from llamaslot.base.kv_ops import IllegalCallError
-from llamaslot.base.messages import Sampling
 from llamaslot.base.tokens import Tokens
 from tests.engine.harness import running
 

@@ -12,7 +12,7 @@ import pytest
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, small_steps
 from llamaslot.base.backend import Run, Status
-from llamaslot.base.messages import Submit
+from llamaslot.base.commands import Submit
 from llamaslot.base.model import TILE
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.step import StepPlan, Work, apply

@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Backend, Run, Status
+from llamaslot.base.commands import Sampling
 from llamaslot.base.kv_ops import Copy, Discard, IllegalCallError, Load, Move, Operation, Piece, Remove, Save, Share
-from llamaslot.base.messages import Sampling
 from tests.conftest import LONG
 from tests.noise import Noise
 

@@ -8,19 +8,9 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from llamaslot.base import messages
-from llamaslot.base.messages import (
-    CacheFigures,
-    CachePrefix,
-    Command,
-    Event,
-    Progress,
-    Sampling,
-    SlotReport,
-    Submit,
-    TextPart,
-    TokensPart,
-)
+from llamaslot.base.commands import Command, Sampling, Submit, TextPart, TokensPart
+from llamaslot.base.events import TERMINAL, Event, Progress
+from llamaslot.base.stats import CacheFigures, CachePrefix, SlotReport
 
 SAMPLING = Sampling(seed=7, logit_bias={5: -math.inf, 9: 1.5})
 PROGRESS = Progress(
@@ -87,4 +77,4 @@ def test_a_message_comes_back_equal(kind: type[msgspec.Struct]) -> None:
 
 
 def test_every_terminal_event_is_an_event() -> None:
-    assert set(messages.TERMINAL) <= set(get_args(Event))
+    assert set(TERMINAL) <= set(get_args(Event))

@@ -18,8 +18,8 @@ from bench.demo.corpus import Dialogue, held_out
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.backend.llama import backend as llama_backend
+from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import Copy, Load, Operation
-from llamaslot.base.messages import Finished
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.tree import Match, Tree

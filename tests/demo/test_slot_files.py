@@ -8,7 +8,8 @@ from bench.demo.corpus import held_out
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.messages import Finished, SlotActed, SlotAction, Submit, TokensPart
+from llamaslot.base.commands import SlotAction, Submit, TokensPart
+from llamaslot.base.events import Finished, SlotActed
 from tests.conftest import LONG
 from tests.engine.harness import GREEDY, Harness, running
 from tests.noise import Noise

@@ -22,7 +22,8 @@ from llamaslot.app.models import resolve_model
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Decoded, Run
-from llamaslot.base.messages import Cancelled, Finished, Sampling, Submit, SubmitAll, TextPart
+from llamaslot.base.commands import Sampling, Submit, SubmitAll, TextPart
+from llamaslot.base.events import Cancelled, Finished
 from llamaslot.base.model import StepCost
 from llamaslot.kvcache import pace
 from llamaslot.scheduler import admission

@@ -12,18 +12,8 @@ from typing import Any
 
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Backend
-from llamaslot.base.messages import (
-    TERMINAL,
-    Accepted,
-    Cancel,
-    Event,
-    Finished,
-    Output,
-    Sampling,
-    Stopped,
-    Submit,
-    TextPart,
-)
+from llamaslot.base.commands import Cancel, Sampling, Submit, TextPart
+from llamaslot.base.events import TERMINAL, Accepted, Event, Finished, Output, Stopped
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import OnStep, Worker
 from llamaslot.scheduler.step import StepPlan

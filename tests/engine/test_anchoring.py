@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.llama.vocab import LlamaVocab
-from llamaslot.base.messages import Submit, TextPart, TokensPart
+from llamaslot.base.commands import Submit, TextPart, TokensPart
 from llamaslot.base.tokens import Tokens
 from llamaslot.prompts import anchoring as anchoring_module
 from llamaslot.prompts.anchoring import Anchoring, Prompt, exact_boundaries

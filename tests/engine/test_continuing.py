@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.llama.vocab import LlamaVocab
-from llamaslot.base.messages import Submit, TextPart, TokensPart
+from llamaslot.base.commands import Submit, TextPart, TokensPart
 from llamaslot.base.tokens import Tokens
 from llamaslot.prompts.anchoring import Anchoring, Prompt, tokenized
 from llamaslot.prompts.continuing import Continuing, spelled

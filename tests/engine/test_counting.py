@@ -10,7 +10,8 @@ import llama_cpp
 import pytest
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.messages import Finished, Sampling
+from llamaslot.base.commands import Sampling
+from llamaslot.base.events import Finished
 from tests.engine.harness import running
 
 

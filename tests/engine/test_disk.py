@@ -15,8 +15,9 @@ import pytest
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.fake import SEGMENT_SIZE, FakeBackend
 from llamaslot.base.backend import Decoded, Run
+from llamaslot.base.commands import ClearCache, Sampling
+from llamaslot.base.events import CacheCleared, Failed, Finished, Output
 from llamaslot.base.kv_ops import Kv
-from llamaslot.base.messages import CacheCleared, ClearCache, Failed, Finished, Output, Sampling
 from llamaslot.kvcache import pace, tiers
 from tests.engine.harness import Harness, alone, running
 

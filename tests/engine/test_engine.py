@@ -10,25 +10,10 @@ import pytest
 
 from llamaslot.backend.fake import FakeBackend, FakeVocab
 from llamaslot.base.backend import Decoded, Run, Status
-from llamaslot.base.messages import (
-    Accepted,
-    Cancelled,
-    Detokenize,
-    Detokenized,
-    Failed,
-    Finished,
-    Inspect,
-    Output,
-    Sampling,
-    State,
-    Submit,
-    SubmitAll,
-    TextPart,
-    Tokenize,
-    Tokenized,
-    TokensPart,
-)
+from llamaslot.base.commands import Detokenize, Inspect, Sampling, Submit, SubmitAll, TextPart, Tokenize, TokensPart
+from llamaslot.base.events import Accepted, Cancelled, Detokenized, Failed, Finished, Output, Tokenized
 from llamaslot.base.namespaces import salted
+from llamaslot.base.stats import State
 from llamaslot.engine.engine import Engine
 from llamaslot.kvcache.tree import Tree
 from tests.engine.harness import GREEDY, Harness, alone, running

@@ -8,20 +8,9 @@ import threading
 from structlog.testing import capture_logs
 
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.base.messages import (
-    CacheCleared,
-    CacheState,
-    ClearCache,
-    Event,
-    Finished,
-    Inspect,
-    InspectCache,
-    Sampling,
-    State,
-    Stopped,
-    Submit,
-    TextPart,
-)
+from llamaslot.base.commands import ClearCache, Inspect, InspectCache, Sampling, Submit, TextPart
+from llamaslot.base.events import CacheCleared, Event, Finished, Stopped
+from llamaslot.base.stats import CacheState, State
 from llamaslot.engine.engine import Engine
 
 

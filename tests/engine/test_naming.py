@@ -14,7 +14,8 @@ import pytest
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Sampler
-from llamaslot.base.messages import CacheCleared, Cancelled, ClearCache, Finished, Output
+from llamaslot.base.commands import ClearCache
+from llamaslot.base.events import CacheCleared, Cancelled, Finished, Output
 from tests.engine.harness import Harness, running
 
 BROKEN = "\ufffd"

@@ -12,8 +12,8 @@ import pytest
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Run
+from llamaslot.base.events import Failed, Finished, SlotActed
 from llamaslot.base.kv_ops import Discard, NotSavedError, Operation, Remove, Save
-from llamaslot.base.messages import Failed, Finished, SlotActed
 from llamaslot.kvcache import tiers
 from llamaslot.scheduler.step import StepPlan, apply
 from tests.conftest import LONG

@@ -11,20 +11,8 @@ import pytest
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.base.messages import (
-    CacheCleared,
-    Cancelled,
-    ClearCache,
-    DropSession,
-    Finished,
-    Output,
-    Progress,
-    Sampling,
-    SessionDropped,
-    Submit,
-    SubmitAll,
-    TextPart,
-)
+from llamaslot.base.commands import ClearCache, DropSession, Sampling, Submit, SubmitAll, TextPart
+from llamaslot.base.events import CacheCleared, Cancelled, Finished, Output, Progress, SessionDropped
 from tests.engine.harness import Harness, running
 
 SYSTEM = "You are a helpful assistant who answers at length. " * 4

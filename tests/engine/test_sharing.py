@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.messages import Cancelled, Finished, Sampling, Submit, TokensPart
+from llamaslot.base.commands import Sampling, Submit, TokensPart
+from llamaslot.base.events import Cancelled, Finished
 from tests.engine.harness import Harness, running
 
 Prompt = tuple[int, ...]

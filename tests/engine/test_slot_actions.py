@@ -13,18 +13,8 @@ import pytest
 
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.base.messages import (
-    CacheCleared,
-    ClearCache,
-    Event,
-    Failed,
-    Finished,
-    Output,
-    Progress,
-    Sampling,
-    SlotActed,
-    SlotAction,
-)
+from llamaslot.base.commands import ClearCache, Sampling, SlotAction
+from llamaslot.base.events import CacheCleared, Event, Failed, Finished, Output, Progress, SlotActed
 from llamaslot.kvcache.shared import SharedLedger
 from tests.engine.harness import Harness, alone, running
 

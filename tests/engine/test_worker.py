@@ -10,21 +10,9 @@ import pytest
 
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Decoded, Run, Sampler
-from llamaslot.base.messages import (
-    TERMINAL,
-    Cancel,
-    Cancelled,
-    Event,
-    Failed,
-    Finished,
-    Inspect,
-    Output,
-    Sampling,
-    State,
-    Stopped,
-    Submit,
-    TextPart,
-)
+from llamaslot.base.commands import Cancel, Inspect, Sampling, Submit, TextPart
+from llamaslot.base.events import TERMINAL, Cancelled, Event, Failed, Finished, Output, Stopped
+from llamaslot.base.stats import State
 from llamaslot.engine.engine import Engine
 from llamaslot.scheduler.step import StepPlan
 from tests.engine.harness import GREEDY, alone

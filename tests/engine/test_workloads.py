@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Status
-from llamaslot.base.messages import Cancelled, Failed, Finished
+from llamaslot.base.events import Cancelled, Failed, Finished
 from tests.engine.harness import alone, running
 
 HEADS = ("", "a" * 9, "ab" * 8, "ab" * 8 + "c" * 12, "system prompt ")

@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from llamaslot.backend.fake import EOS, FakeBackend, FakeSampler
 from llamaslot.base.backend import Backend, Run, Sampler, Status
+from llamaslot.base.commands import Sampling, Submit
 from llamaslot.base.kv_ops import CopyStream, Kv, Load, Move, Remove, Save
-from llamaslot.base.messages import Sampling, Submit
 from llamaslot.base.model import SegmentSize, StepCost
 from llamaslot.kvcache import pace, repacking
 from llamaslot.kvcache.disk import Job, Read, Write

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given
 
-from llamaslot.base.messages import TextPart
+from llamaslot.base.commands import TextPart
 from llamaslot.prompts.cuts import CONTROL, Cutter, parts_between, parts_from
 
 START, END = "<|im_start|>", "<|im_end|>"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llamaslot.base.backend import Decoded, Run, Status
-from llamaslot.base.messages import Sampling, Submit
+from llamaslot.base.commands import Sampling, Submit
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.step import StepPlan, StepResult, Work, following
 from tests.kvcache.test_scheduler import Driver, trims

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaslot.base.messages import CacheFigures, CacheState, Sampling, Submit
+from llamaslot.base.commands import Sampling, Submit
+from llamaslot.base.stats import CacheFigures, CacheState
 from llamaslot.kvcache.separate import SeparateLedger
 from llamaslot.scheduler import report
 from llamaslot.scheduler.request import Request

@@ -11,8 +11,8 @@ import pytest
 
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Decoded, Run, Status
+from llamaslot.base.commands import Sampling, Submit
 from llamaslot.base.kv_ops import Remove
-from llamaslot.base.messages import Sampling, Submit
 from llamaslot.base.model import TILE
 from llamaslot.base.namespaces import salted
 from llamaslot.base.tokens import Tokens, packed

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from llamaslot.base.messages import Submit
+from llamaslot.base.commands import Submit
 from llamaslot.scheduler.request import REQUEST_TABLE, IllegalEventError, Request, RequestEvent, RequestState
 from llamaslot.scheduler.slots import SLOT_TABLE, Slot, SlotEvent, SlotState
 

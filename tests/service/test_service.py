@@ -14,23 +14,10 @@ from structlog.testing import capture_logs
 
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Decoded, Run
+from llamaslot.base.commands import Command, Detokenize, Sampling, Submit, TextPart
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError, UnavailableError
-from llamaslot.base.messages import (
-    Accepted,
-    Cancelled,
-    Command,
-    Detokenize,
-    Event,
-    Failed,
-    Finished,
-    Output,
-    Progress,
-    Sampling,
-    State,
-    Stopped,
-    Submit,
-    TextPart,
-)
+from llamaslot.base.events import Accepted, Cancelled, Event, Failed, Finished, Output, Progress, Stopped
+from llamaslot.base.stats import State
 from llamaslot.engine.engine import Engine
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Generation, Outcome, Service, ServiceSettings

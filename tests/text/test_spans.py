@@ -17,8 +17,8 @@ from llamaslot.backend.fake import FakeBackend
 from llamaslot.backend.llama.backend import LlamaBackend
 from llamaslot.backend.llama.settings import LlamaSettings
 from llamaslot.base.backend import Vocab
+from llamaslot.base.commands import Submit, TextPart
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.base.messages import Submit, TextPart
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.text.builtin_templates import BUILTIN_TEMPLATES
 from llamaslot.text.template import ChatTemplate

@@ -26,6 +26,7 @@ from llamaslot.backend.llama.segments import SegmentStore
 from llamaslot.backend.llama.settings import LlamaSettings, sequences
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.backend import Decoded, Run, Sampler, Status, check_runs
+from llamaslot.base.commands import Sampling
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import (
     Copy,
@@ -42,7 +43,6 @@ from llamaslot.base.kv_ops import (
     check_operation,
     check_seq,
 )
-from llamaslot.base.messages import Sampling
 from llamaslot.base.model import ModelInfo, SegmentSize
 from llamaslot.base.tokens import Tokens
 

@@ -14,8 +14,8 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from llamaslot.base.commands import Sampling
 from llamaslot.base.kv_ops import IllegalCallError
-from llamaslot.base.messages import Sampling
 from llamaslot.base.tokens import Tokens
 
 Logits: TypeAlias = npt.NDArray[np.float32]
