@@ -50,6 +50,8 @@ from llamaslot.base.events import (
     SessionDropped,
     Stopped,
 )
+from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.tokens import packed
 from llamaslot.engine.disk import Disk, DiskWorker
 from llamaslot.engine.reports import Reports
 from llamaslot.engine.slot_actions import SlotActions
@@ -321,29 +323,25 @@ class Engine:
         self._text_worker.ask(submits[0], self._tokenizer.submitted, accept, ids)
 
     def _accept(self, submit: Submit, prompt: Prompt, now: float) -> None:
-        tokens = prompt.tokens
         try:
-            self._check(submit, len(tokens))
+            self._check(submit, len(prompt.tokens))
         except LlamaslotError as error:
             self._fail(submit.request_id, error)
             return
         self._n_arrived += 1
         reuse = self._backend.info.reuse
-        request = Request(
-            submit,
-            tokens,
-            arrival=self._n_arrived,
-            now=now,
-            reuse=reuse,
-            n_anchored=prompt.n_anchored,
-            session_match=prompt.session_match,
-            n_approximate=prompt.n_approximate,
-            is_changed=prompt.is_changed,
+        tokenized = TokenizedPrompt(
+            packed(prompt.tokens),
+            prompt.n_anchored,
+            prompt.session_match,
+            prompt.n_approximate,
+            prompt.is_changed,
         )
+        request = Request(submit, tokenized, arrival=self._n_arrived, now=now, reuse=reuse)
         self.scheduler.submit(request)
         self._live[request.id] = _Live(request, prompt, TextStream(submit.stop))
-        shown = tuple(tokens.tolist()) if submit.return_tokens else ()
-        self._outbox.append(Accepted(request.id, len(tokens), shown))
+        shown = tuple(prompt.tokens.tolist()) if submit.return_tokens else ()
+        self._outbox.append(Accepted(request.id, request.n_prompt, shown))
 
     def _check(self, submit: Submit, n_prompt: int) -> None:
         info = self._backend.info

@@ -168,7 +168,7 @@ class Admission:
             return "salted" if request.space else "cold"
         if not self._ledger.branches(request.space, request.prefix, n):
             return ""
-        return "changed" if request.is_changed else "diverged"
+        return "changed" if request.prompt.is_reply_edited else "diverged"
 
     def _wait_for_leader(self, request: Request, running: Sequence[Request], choices: Sequence[int]) -> bool:
         """Let a request wait while a running one is about to compute a part of its prompt; whether it does.

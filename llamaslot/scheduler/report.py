@@ -52,8 +52,8 @@ class Traffic:
         self.n_cross_slot += n_cached > 0 and request.n_copied > 0 and not request.n_loaded
         self.n_from_ram += n_cached > 0 and request.n_loaded > 0 and not request.n_read
         self.n_from_disk += n_cached > 0 and request.n_read > 0
-        self.n_anchored_hits += n_cached > 0 and request.n_anchored > 0
-        self.n_session_hits += n_cached > 0 and request.session_match in ("exact", "extend", "diverge")
+        self.n_anchored_hits += n_cached > 0 and request.prompt.n_anchored > 0
+        self.n_session_hits += n_cached > 0 and request.prompt.session_match in ("exact", "extend", "diverge")
         self.n_prompt += request.n_prompt
         self.n_matched += n_cached
 

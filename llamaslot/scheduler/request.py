@@ -10,10 +10,11 @@ from enum import Enum
 
 from llamaslot.base.backend import Sampler
 from llamaslot.base.commands import Submit
-from llamaslot.base.events import Progress, SessionMatch
+from llamaslot.base.events import Progress
 from llamaslot.base.namespaces import private, salted
+from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import Miss
-from llamaslot.base.tokens import WIDTH, Tokens, packed
+from llamaslot.base.tokens import WIDTH, packed
 from llamaslot.scheduler.token_buffer import TokenBuffer
 
 
@@ -55,17 +56,14 @@ class Request:
     def __init__(
         self,
         submit: Submit,
-        prompt: Tokens,
+        prompt: TokenizedPrompt,
         *,
         arrival: int,
         now: float,
         reuse: bool = True,
-        n_anchored: int = 0,
-        session_match: SessionMatch = "",
-        n_approximate: int = 0,
-        is_changed: bool = False,
     ) -> None:
         self.submit = submit
+        self.prompt = prompt
         self.id = submit.request_id
         self.is_private = not (submit.cache_prompt and reuse)
         """Whether it neither uses nor feeds what other requests compute."""
@@ -73,15 +71,8 @@ class Request:
         """The namespace that its tokens are looked for and kept in."""
         self.arrival = arrival
         """Order of submission; it survives preemption."""
-        self.known = TokenBuffer(prompt)
-        self.n_prompt = len(prompt)
-        self.n_anchored = n_anchored
-        """Prompt tokens that an anchor gave."""
-        self.session_match: SessionMatch = session_match
-        self.n_approximate = n_approximate
-        """Prompt tokens that its session gave, where those of the text alone are others."""
-        self.is_changed = is_changed
-        """Whether its text leaves that of its session within the last reply."""
+        self.known = TokenBuffer(prompt.tokens)
+        self.n_prompt = len(self.known)
         self.n_generated = 0
         self.n_prompt_computed = 0
         self.state = RequestState.QUEUED
@@ -204,9 +195,9 @@ class Request:
             n_copied=min(self.n_copied, self.n_cached),
             n_loaded=min(self.n_loaded, self.n_cached),
             n_read=min(self.n_read, self.n_cached),
-            n_anchored=self.n_anchored,
-            session_match=self.session_match,
-            n_approximate=self.n_approximate,
+            n_anchored=self.prompt.n_anchored,
+            session_match=self.prompt.session_match,
+            n_approximate=self.prompt.n_approximate,
             miss=self.miss if self.has_started else "",
             diverged_at=self.diverged_at,
         )

@@ -14,6 +14,8 @@ from llamaslot.backend.llama import LlamaBackend, LlamaSettings, small_steps
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.commands import Submit
 from llamaslot.base.model import TILE
+from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.tokens import packed
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.step import StepPlan, Work, apply
 
@@ -93,7 +95,7 @@ def test_what_a_failed_decode_left_of_padding_is_removed(tiny_model: Path, monke
     monkeypatch.setattr(llama_cpp, "llama_decode", failing)
     submit = Submit("r", (), max_tokens=1)
     tokens = np.full(10, 5, dtype=np.int32)
-    request = Request(submit, tokens, arrival=1, now=0.0)
+    request = Request(submit, TokenizedPrompt(packed(tokens)), arrival=1, now=0.0)
     padding = Run(scratch, 0, np.zeros(TILE - 10, dtype=np.int32), output=False)
     plan = StepPlan(work=[Work(request, Run(0, 0, tokens, output=True))], padding=padding)
     result = apply(plan, backend, lambda: 0.0)

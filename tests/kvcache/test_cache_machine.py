@@ -22,6 +22,8 @@ from llamaslot.base.backend import Backend, Run, Sampler, Status
 from llamaslot.base.commands import Sampling, Submit
 from llamaslot.base.kv_ops import CopyStream, Kv, Load, Move, Remove, Save
 from llamaslot.base.model import SegmentSize, StepCost
+from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.tokens import packed
 from llamaslot.kvcache import pace, repacking
 from llamaslot.kvcache.disk import Job, Read, Write
 from llamaslot.kvcache.shared import SharedLedger
@@ -260,8 +262,8 @@ class CacheMachine(RuleBasedStateMachine):
             id_slot=pin if pin < self.shape.n_slots else -1,
         )
         reuse = self.backend.info.reuse
-        tokens = np.array(prompt, dtype=np.int32)
-        request = Request(submit, tokens, arrival=len(self.asked), now=self.now, reuse=reuse)
+        tokenized = TokenizedPrompt(packed(np.array(prompt, dtype=np.int32)))
+        request = Request(submit, tokenized, arrival=len(self.asked), now=self.now, reuse=reuse)
         self.scheduler.submit(request)
         space = f"salt {salt}" if cached and reuse else f"private {group or name}"
         self.asked.append(Asked(request, prompt, space))

@@ -10,7 +10,7 @@ from llamaslot.kvcache.ledger import Ledger
 from llamaslot.kvcache.repacking import Repacker
 from llamaslot.scheduler.request import RequestState
 from llamaslot.scheduler.step import StepPlan
-from tests.kvcache.test_scheduler import Driver, generated
+from tests.scheduler.test_scheduler import Driver, generated
 
 GAIN = 64
 

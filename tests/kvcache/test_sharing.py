@@ -7,7 +7,7 @@ import pytest
 from llamaslot.base.backend import Status
 from llamaslot.base.kv_ops import Copy, CopyStream, Share
 from llamaslot.scheduler.request import Request, RequestState
-from tests.kvcache.test_scheduler import PROMPT_TOKEN_SECONDS, Driver, generated
+from tests.scheduler.test_scheduler import PROMPT_TOKEN_SECONDS, Driver, generated
 
 HEAD = "h" * 40
 MIN_SHARED = 16

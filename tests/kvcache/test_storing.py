@@ -11,7 +11,7 @@ from llamaslot.kvcache.ledger import Fetched
 from llamaslot.kvcache.shared import SharedLedger
 from llamaslot.kvcache.tiers import Tiers
 from llamaslot.scheduler.step import StepPlan
-from tests.kvcache.test_scheduler import Driver, generated
+from tests.scheduler.test_scheduler import Driver, generated
 
 
 def driver(**shape: float | None) -> Driver:

@@ -7,9 +7,11 @@ import pytest
 
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.commands import Sampling, Submit
+from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.tokens import packed
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.step import StepPlan, StepResult, Work, following
-from tests.kvcache.test_scheduler import Driver, trims
+from tests.scheduler.test_scheduler import Driver, trims
 
 EOG = frozenset({0})
 
@@ -129,10 +131,8 @@ def test_a_request_that_waits_for_a_slot_holds_nobody_up() -> None:
 
 def step_of(n_ahead: int, tokens: dict[int, int], status: Status = Status.OK) -> tuple[StepPlan, StepResult]:
     """A step in which sequences 1 and 3 were at positions 7 and 20."""
-    requests = [
-        Request(Submit(f"r{seq}", (), sampling=Sampling()), np.array([1], dtype=np.int32), arrival=seq, now=0.0)
-        for seq in (1, 3)
-    ]
+    prompt = TokenizedPrompt(packed(np.array([1], dtype=np.int32)))
+    requests = [Request(Submit(f"r{seq}", (), sampling=Sampling()), prompt, arrival=seq, now=0.0) for seq in (1, 3)]
     runs = [Run(seq, start, np.array([5], dtype=np.int32), output=True) for seq, start in ((1, 7), (3, 20))]
     work = [Work(request, run) for request, run in zip(requests, runs, strict=True)]
     sampled = {f"r{seq}": token for seq, token in tokens.items()}

@@ -13,7 +13,7 @@ from llamaslot.scheduler.padding import Padding
 from llamaslot.scheduler.request import RequestState
 from llamaslot.scheduler.scheduler import Scheduler
 from llamaslot.scheduler.step import apply
-from tests.kvcache.test_scheduler import Driver
+from tests.scheduler.test_scheduler import Driver
 
 COST = StepCost(step_us=600.0, token_us=730.0, token_cell_us=4.0, tile_us=18_000.0, tile_cell_us=16.0)
 """About what a model of 60M parameters takes on two cores: at 4,096 cells 16 tokens take 275 ms, 64 take 84."""

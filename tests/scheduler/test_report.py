@@ -10,7 +10,7 @@ from llamaslot.base.stats import CacheFigures, CacheState
 from llamaslot.kvcache.separate import SeparateLedger
 from llamaslot.scheduler import report
 from llamaslot.scheduler.request import Request
-from tests.kvcache.test_scheduler import PROMPT_TOKEN_SECONDS, Driver, as_tokens
+from tests.scheduler.test_scheduler import PROMPT_TOKEN_SECONDS, Driver, as_tokens, tokenized
 
 PROMPTS = st.lists(st.text("ab", min_size=1, max_size=12), min_size=1, max_size=25)
 
@@ -101,7 +101,7 @@ def test_prefixes_of_other_namespaces_are_told_apart_and_not_by_their_names() ->
     driver = Driver(n_slots=4, n_reserved=4, n_ctx=128, n_ubatch=64)
     for i, salt in enumerate(("", "pepper", "pepper")):
         submit = Submit(f"r{i}", (), sampling=Sampling(ignore_eos=True), max_tokens=1, cache_salt=salt)
-        request = Request(submit, as_tokens("the same prompt"), arrival=i, now=0.0)
+        request = Request(submit, tokenized("the same prompt"), arrival=i, now=0.0)
         driver.scheduler.submit(request)
         driver.finish(request)
     state = told(driver)
@@ -138,7 +138,7 @@ def test_who_never_looked_counts_as_neither() -> None:
     driver = Driver(n_slots=1, n_ctx=256, n_ubatch=64)
     driver.run("a prompt")
     private = Request(
-        Submit("private", (), cache_prompt=False, max_tokens=1), as_tokens("a prompt"), arrival=5, now=0.0
+        Submit("private", (), cache_prompt=False, max_tokens=1), tokenized("a prompt"), arrival=5, now=0.0
     )
     driver.scheduler.submit(private)
     driver.finish(private)

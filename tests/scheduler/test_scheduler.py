@@ -15,6 +15,7 @@ from llamaslot.base.commands import Sampling, Submit
 from llamaslot.base.kv_ops import Remove
 from llamaslot.base.model import TILE
 from llamaslot.base.namespaces import salted
+from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import Tokens, packed
 from llamaslot.scheduler import admission
 from llamaslot.scheduler.admission import PATIENCE
@@ -105,8 +106,8 @@ class Driver:
             max_tokens=max_tokens,
             **fields,
         )
-        reuse = self.backend.info.reuse
-        request = Request(submit, as_tokens(prompt), arrival=self.n_submitted, now=self.backend.now, reuse=reuse)
+        now, reuse = self.backend.now, self.backend.info.reuse
+        request = Request(submit, tokenized(prompt), arrival=self.n_submitted, now=now, reuse=reuse)
         self.scheduler.submit(request)
         return request
 
@@ -149,6 +150,10 @@ class Driver:
     def held(self, request: Request) -> int:
         """Tokens that the slot holds which a request runs in or ran in last."""
         return self.scheduler.ledger.length(request.slot_id)
+
+
+def tokenized(prompt: str) -> TokenizedPrompt:
+    return TokenizedPrompt(packed(as_tokens(prompt)))
 
 
 def as_tokens(prompt: str) -> Tokens:

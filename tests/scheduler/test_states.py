@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 
 from llamaslot.base.commands import Submit
+from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.tokens import packed
 from llamaslot.scheduler.request import REQUEST_TABLE, IllegalEventError, Request, RequestEvent, RequestState
 from llamaslot.scheduler.slots import SLOT_TABLE, Slot, SlotEvent, SlotState
 
+PROMPT = TokenizedPrompt(packed(np.arange(5, dtype=np.int32)))
+
 
 def make_request(request_id: str = "r", *, cache_prompt: bool = True) -> Request:
-    prompt = np.arange(5, dtype=np.int32)
-    return Request(Submit(request_id, (), cache_prompt=cache_prompt), prompt, arrival=1, now=0.0)
+    return Request(Submit(request_id, (), cache_prompt=cache_prompt), PROMPT, arrival=1, now=0.0)
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(RequestState, RequestEvent)))
@@ -84,7 +87,7 @@ def test_a_private_request_shares_with_its_group_only() -> None:
     spaces = {
         (cache_prompt, reuse, salt, group): Request(
             Submit("r", (), cache_prompt=cache_prompt, cache_salt=salt, group=group),
-            np.arange(5, dtype=np.int32),
+            PROMPT,
             arrival=1,
             now=0.0,
             reuse=reuse,
