@@ -11,7 +11,7 @@ BIN := .venv/bin
 SIDE_BY_SIDE = -n logical --maxprocesses 4 --dist loadfile
 SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTHON) was not found: install Python 3.11 or newer (https://www.python.org/downloads), or name one: make PYTHON=/path/to/python3" >&2; exit 1; }; $(PYTHON) .ci/setup.py
 
-.PHONY: help serve setup test test-slow check bench bench-peers eval-demo clean setup-dev setup-bench
+.PHONY: help serve setup test test-slow check bench bench-peers eval-demo size clean setup-dev setup-bench
 
 help: ## list the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,9 @@ bench-peers: setup-bench ## compare with llama-server and llama-cpp-python's ser
 
 eval-demo: setup-bench ## what the embedded model remembers
 	$(BIN)/python -m bench.demo.evaluate $(ARGS)
+
+size: setup-dev ## code lines and modules of the package, and its size limits
+	$(BIN)/python -m bench size $(ARGS)
 
 clean: ## remove .venv and everything generated; built wheels stay in the cache (docs/install.md)
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

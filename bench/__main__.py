@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import chat, compare, decode, idle, profile, retokenizing, scenarios, steps, tree
+from bench import chat, compare, decode, idle, profile, retokenizing, scenarios, size, steps, tree
 from bench.client import BenchmarkError
 from bench.contenders import CONTENDERS
 from bench.report import default_threads, model_file, notes
@@ -66,6 +68,10 @@ def parser() -> ArgumentParser:
 
     growing = commands.add_parser("tree", help="what the radix tree's own work costs")
     _common(growing, run=_tree, repeats=(9, 2), of="trees to build", shape=None)
+
+    sizing = commands.add_parser("size", help="code lines and modules of the package, and its size limits")
+    sizing.add_argument("packages", nargs="*", type=Path, default=[size.PACKAGE], metavar="FOLDER")
+    sizing.set_defaults(run=lambda options: size.run(options.packages))
     return result
 
 
@@ -74,23 +80,19 @@ def main(arguments: list[str]) -> int:
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments = ["chat", *arguments]
     options = parser().parse_args(arguments)
-    usual, quick = options.default_repeats
-    options.repeats = options.repeats or (quick if options.quick else usual)
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        options.run(options)
+        return options.run(options) or 0
     except BenchmarkError as error:
         notes.print(f"bench: {error}")
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 def _common(
     command: ArgumentParser,
     *,
-    run: Any,
+    run: Callable[[Namespace], None],
     repeats: tuple[int | None, int],
     of: str,
     shape: str | None = "60m",
@@ -98,7 +100,7 @@ def _common(
 ) -> None:
     """What every benchmark can be told; `repeats` are those of a measurement and of a quick look."""
     usual = f" (default: {repeats[0]})" if repeats[0] else ""
-    command.set_defaults(run=run, default_repeats=repeats, shape=shape)
+    command.set_defaults(run=partial(_measure, run, repeats), shape=shape)
     command.add_argument(*flags, dest="repeats", type=_positive, metavar="N", help=of + usual)
     command.add_argument("--out", type=Path, default=Path("bench/results"), metavar="DIR", help="where results go")
     command.add_argument(
@@ -114,6 +116,14 @@ def _common(
 def _threads(command: ArgumentParser) -> None:
     text = "of whatever is measured"
     command.add_argument("--threads", type=_positive, default=default_threads(), metavar="N", help=text)
+
+
+def _measure(run: Callable[[Namespace], None], repeats: tuple[int | None, int], options: Namespace) -> None:
+    """Run a benchmark with its own number of repeats unless told another one."""
+    usual, quick = repeats
+    options.repeats = options.repeats or (quick if options.quick else usual)
+    options.out.mkdir(parents=True, exist_ok=True)
+    run(options)
 
 
 def _chat(options: Namespace) -> None:
