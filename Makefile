@@ -11,10 +11,10 @@ BIN := .venv/bin
 SIDE_BY_SIDE = -n logical --maxprocesses 4 --dist loadfile
 SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTHON) was not found: install Python 3.11 or newer (https://www.python.org/downloads), or name one: make PYTHON=/path/to/python3" >&2; exit 1; }; $(PYTHON) .ci/setup.py
 
-.PHONY: help serve setup test test-slow check bench bench-peers eval-demo size clean setup-dev setup-bench
+.PHONY: help serve setup test test-slow check bench bench-peers bench-publish eval-demo size clean setup-dev setup-bench
 
 help: ## list the targets (the default)
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 serve: setup ## serve a model over HTTP; without ARGS, the embedded one
 	$(BIN)/llamaslot serve $(ARGS)
@@ -39,6 +39,9 @@ bench: setup-bench ## measure what the cache saves
 
 bench-peers: setup-bench ## compare with llama-server and llama-cpp-python's server
 	$(BIN)/python -m bench peers $(ARGS)
+
+bench-publish: setup-bench ## the comparison that is published: two hours on 2 cores, at a clean commit
+	$(BIN)/python -m bench publish $(ARGS)
 
 eval-demo: setup-bench ## what the embedded model remembers
 	$(BIN)/python -m bench.demo.evaluate $(ARGS)

@@ -10,15 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import chat, compare, decode, idle, profile, retokenizing, scenarios, size, steps, tree
+from bench import chat, decode, idle, profile, retokenizing, scenarios, size, steps, tree
 from bench.client import BenchmarkError
-from bench.contenders import CONTENDERS
+from bench.peers import baseline, compare, published
+from bench.peers.servers import SERVERS
+from bench.peers.workloads import FEW, MANY
 from bench.report import default_threads, model_file, notes
 from bench.synthetic import SHAPES
-from bench.workloads import FEW, MANY
 
 QUICK = ("llama-server -kvu", "llamaslot")
-"""Contenders of a quick look."""
+"""Servers of a quick look."""
 
 
 def parser() -> ArgumentParser:
@@ -47,13 +48,22 @@ def parser() -> ArgumentParser:
     _threads(idling)
 
     comparing = commands.add_parser("peers", help="against llama-server and llama-cpp-python's server")
-    of = f"plays of each workload by each server, instead of {FEW} or {MANY}"
+    of = f"runs of each workload on each server, instead of {FEW} or {MANY}"
     _common(comparing, run=_peers, repeats=(None, 1), of=of)
     names = list(compare.NAMES)
     comparing.add_argument("--only", action="append", choices=names, metavar="WORKLOAD", help=", ".join(names))
-    names = [contender.name for contender in CONTENDERS]
+    names = [server.name for server in SERVERS]
     comparing.add_argument("--against", action="append", choices=names, metavar="SERVER", help=", ".join(names))
+    text = "compare with llamaslot of this checkout instead, in pairs"
+    comparing.add_argument("--baseline", type=Path, metavar="FOLDER", help=text)
     _threads(comparing)
+
+    publishing = commands.add_parser("publish", help="the published comparison: one run with a fixed plan")
+    publishing.add_argument("--render", action="store_true", help="only write the tables of the raw data again")
+    publishing.add_argument("--quick", action="store_true", help="try it out with small prompts, publish nothing")
+    publishing.add_argument("--out", type=Path, default=Path("bench/results"), metavar="DIR", help="where logs go")
+    _threads(publishing)
+    publishing.set_defaults(run=_publish)
 
     profiling = commands.add_parser("profile", help="where a step's time goes")
     _common(profiling, run=_profile, repeats=(256, 64), of="tokens of each answer", flags=("--tokens",))
@@ -144,14 +154,24 @@ def _idle(options: Namespace) -> None:
 
 
 def _peers(options: Namespace) -> None:
-    compare.run(
-        **_measured(options),
-        repeats=options.repeats,
-        scale=0.25 if options.quick else 1.0,
-        threads=options.threads,
-        only=options.only or (),
-        against=options.against or (QUICK if options.quick else ()),
-    )
+    common = _measured(options) | {
+        "repeats": options.repeats,
+        "scale": 0.25 if options.quick else 1.0,
+        "threads": options.threads,
+        "only": options.only or (),
+    }
+    if options.baseline:
+        baseline.run(**common, baseline=options.baseline)
+    else:
+        compare.run(**common, against=options.against or (QUICK if options.quick else ()))
+
+
+def _publish(options: Namespace) -> None:
+    if options.render:
+        published.render()
+    else:
+        options.out.mkdir(parents=True, exist_ok=True)
+        published.run(threads=options.threads, logs=options.out, quick=options.quick)
 
 
 def _profile(options: Namespace) -> None:

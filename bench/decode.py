@@ -21,8 +21,8 @@ from pathlib import Path
 from rich.progress import Progress
 from rich.table import Table
 
-from bench import peers
 from bench.client import BenchmarkError, Client
+from bench.peers import build
 from bench.report import Summary, console, decode_rate, machine, notes, write_json
 from bench.server import llamaslot, serving
 from bench.tokens import Tokens
@@ -52,7 +52,7 @@ class Commands:
         engine = [sys.executable, "-m", "bench.engine", "-m", str(model), *own, "--tokens", str(tokens)]
         return cls(
             flags,
-            peer=[str(peers.batched_bench()), "-m", str(model), *flags, *lengths],
+            peer=[str(build.batched_bench()), "-m", str(model), *flags, *lengths],
             engine=[*engine, "--prompt-tokens", str(PROMPT_TOKENS), "--streams"],
             server=llamaslot(model, *own),
         )

@@ -1,11 +1,11 @@
-"""What every benchmark reports alike: medians with their spread, ratios, the machine, files with results."""
+"""Common parts of all reports: medians with their spread, ratios, the machine, files with results."""
 
 from __future__ import annotations
 
 import json
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -59,7 +59,7 @@ def decode_rate(streams: Sequence[Sequence[float]]) -> float:
 
 
 def model_file(model: str, *, folder: Path | None = None) -> Path:
-    """The GGUF that `--model` names: a shape, written when missing, or a path."""
+    """The GGUF file of `--model`: a shape, written if it is missing, or a path."""
     if model in synthetic.SHAPES:
         return synthetic.ensure(model, folder=folder)
     path = Path(model)
@@ -70,7 +70,7 @@ def model_file(model: str, *, folder: Path | None = None) -> Path:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """The machine and libraries of a measurement."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "platform": platform.platform(terse=True),
@@ -86,23 +86,23 @@ def machine() -> dict[str, Any]:
 
 
 def default_threads() -> int:
-    """Physical cores: what both sides of a comparison are told to use."""
+    """The number of physical cores, which both sides of a comparison use."""
     return psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write results where the next reader, person or program, finds them."""
-    path.write_text(json.dumps(_rounded(content), indent=1) + "\n")
+    """Write results as JSON and print the path."""
+    path.write_text(json.dumps(rounded(content), indent=1) + "\n")
     notes.print(f"results: {path}")
 
 
-def _rounded(value: Any) -> Any:
-    """The same with floats to the microsecond."""
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+def rounded(value: Any, decimals: int = 6) -> Any:
+    """The same with rounded floats."""
+    if isinstance(value, Mapping):
+        return {key: rounded(item, decimals) for key, item in value.items()}
     if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    return round(value, 6) if isinstance(value, float) else value
+        return [rounded(item, decimals) for item in value]
+    return round(value, decimals) if isinstance(value, float) else value
 
 
 def _processor() -> str:

@@ -22,8 +22,9 @@ import aiohttp
 from rich.progress import Progress
 from rich.table import Table
 
-from bench import peers, synthetic
+from bench import synthetic
 from bench.client import BenchmarkError
+from bench.peers import build
 from bench.report import console, machine, write_json
 from bench.server import llamaslot, serving
 
@@ -39,7 +40,7 @@ SERVERS = {"anchors": (), "no anchors": ("--no-text-anchors",)}
 
 def run(*, model: Path | None, title: str, folder: Path, server_flags: Sequence[str], conversations: int) -> None:
     """Hold so many conversations with each server, print what their turns computed; `retokenizing.json`."""
-    model = model or synthetic.ensure("tiny-qwen2", vocabulary=peers.vocabulary("qwen2"))
+    model = model or synthetic.ensure("tiny-qwen2", vocabulary=build.vocabulary("qwen2"))
     about = machine()
     results = {}
     for name, flags in SERVERS.items():

@@ -1,4 +1,4 @@
-"""Starts a server as a user would, in its own process, and ends that process by its handle."""
+"""Start a server as a user would, in a process of its own, and end that process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class NotReadyError(Exception):
 
 
 class Server:
-    """A process that serves on a port of its own, and a client of it; made by `serving`."""
+    """A server process on a free port, with a client; made by `serving`."""
 
     client: Client
 
@@ -38,12 +38,12 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """The id of the process."""
         assert self._process is not None, "started"
         return self._process.pid
 
     async def start(self) -> None:
-        """Run the command, its output behind what the log has, and wait until it is healthy."""
+        """Run the command, append its output to the log, and wait until it is healthy."""
         with self._log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(*self._command, stdout=output, stderr=output)
         for _ in range(int(START_SECONDS / POLL_SECONDS)):
@@ -55,13 +55,13 @@ class Server:
         raise NotReadyError(f"the server was not ready after {START_SECONDS:.0f} seconds")
 
     async def crash(self) -> None:
-        """End it as `kill -9` does."""
+        """Kill it with SIGKILL."""
         assert self._process is not None, "started"
         self._process.kill()
         await self._process.wait()
 
     async def end(self) -> None:
-        """End it as its user would, and by force if that takes too long."""
+        """Terminate it, and kill it if that takes more than `END_SECONDS`."""
         if self._process is None or self._process.returncode is not None:
             return
         self._process.terminate()
@@ -71,14 +71,18 @@ class Server:
             await self.crash()
 
 
-def llamaslot(model: Path, *flags: str) -> list[str]:
-    """The command that serves `model` with this project's server."""
-    return [sys.executable, "-m", "llamaslot.cli.main", "serve", "-m", str(model), *flags]
+def llamaslot(model: Path | None = None, *flags: str, checkout: Path | None = None) -> list[str]:
+    """The command that serves `model` with this project's server, imported from `checkout` if one is given."""
+    command = [sys.executable, "-m", "llamaslot.cli.main", "serve"]
+    if checkout is not None:
+        # -P keeps the working directory out of the path: it may hold another version of the package.
+        command = ["env", f"PYTHONPATH={checkout}", sys.executable, "-P", *command[1:]]
+    return [*command, *(() if model is None else ("-m", str(model))), *flags]
 
 
 @asynccontextmanager
 async def serving(command: Sequence[str], *, log: Path) -> AsyncIterator[Server]:
-    """Run a server's `command` on a free port, give it once it is healthy; its output goes to `log`."""
+    """Run a server's `command` on a free port and yield it once it is healthy; its output goes to `log`."""
     server = Server(command, log)
     try:
         async with connected(server.url) as server.client:

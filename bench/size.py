@@ -95,7 +95,11 @@ def code_lines(source: str) -> int:
     """Lines of Python source that hold code: no docstring, no other bare string, no comment, not blank."""
     strings: set[int] = set()
     for node in _statements(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             strings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -12,7 +12,6 @@ import llama_cpp
 
 from bench.client import BenchmarkError, Message
 from llamaslot.backend.llama import library
-from llamaslot.backend.llama.loading import metadata
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.text.template import ChatTemplate
 
@@ -39,11 +38,6 @@ class Tokens:
             adds_eos=vocab.adds_eos,
             control_tokens=vocab.control_tokens,
         )
-
-    def number(self, key: str) -> int:
-        """A number that the file says of its architecture; 0 where it says none, or one for each layer."""
-        text = metadata(self._model, f"{metadata(self._model, 'general.architecture')}.{key}")
-        return int(text) if text.isdecimal() else 0
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, as a server renders and tokenizes it."""

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from bench import chat, compare, decode, idle, scenarios, tree
+from bench import chat, decode, idle, scenarios, tree
 from bench.__main__ import QUICK, main
+from bench.peers import baseline, compare
 
 BENCHMARKS = {
     "chat": chat,
+    "baseline": baseline,
     "decode": decode,
     "idle": idle,
     "peers": compare,
@@ -27,11 +29,14 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> 
     monkeypatch.setattr("bench.__main__.model_file", lambda _name: tiny_model)
 
 
-def called(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> dict[str, Any]:
-    """What the benchmark is called with."""
+def called(
+    monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str, module: str | None = None
+) -> dict[str, Any]:
+    """The arguments that a benchmark's `run` gets."""
     calls: list[dict[str, Any]] = []
-    signature = inspect.signature(BENCHMARKS[name].run)
-    monkeypatch.setattr(BENCHMARKS[name], "run", lambda **given: calls.append(signature.bind(**given).arguments))
+    benchmark = BENCHMARKS[module or name]
+    signature = inspect.signature(benchmark.run)
+    monkeypatch.setattr(benchmark, "run", lambda **given: calls.append(signature.bind(**given).arguments))
     assert main([name, *arguments]) == 0
     [call] = calls
     return call
@@ -56,7 +61,12 @@ def test_flags_reach_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path("there").is_dir()
 
 
-def test_a_quick_comparison_has_two_contenders_and_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = called(monkeypatch, "peers", "--quick", "--only", "memory", "--only", "engine alone")
-    assert (call["against"], call["scale"], call["only"]) == (QUICK, 0.25, ["memory", "engine alone"])
+def test_a_quick_comparison_has_two_servers_and_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = called(monkeypatch, "peers", "--quick", "--only", "chat", "--only", "engine alone")
+    assert (call["against"], call["scale"], call["only"]) == (QUICK, 0.25, ["chat", "engine alone"])
     assert call["title"].startswith("60m shape")
+
+
+def test_a_baseline_is_another_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = called(monkeypatch, "peers", "--baseline", "there", "--repeats", "3", module="baseline")
+    assert (call["baseline"], call["repeats"], call["scale"]) == (Path("there"), 3, 1.0)

@@ -1,4 +1,4 @@
-"""The comparison with other servers: what it counts, who is told what, and plays against a real server."""
+"""The comparison with other servers: counts, the servers' commands, and runs on a real server."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any, cast
 import llama_cpp
 import pytest
 
-from bench import compare, contenders, peers
 from bench.client import Answer, BenchmarkError
-from bench.compare import Bench
-from bench.contenders import CONTENDERS, OWN, Contender, Load
 from bench.decode import Commands
-from bench.figures import Run
+from bench.peers import build, compare, servers
+from bench.peers.goals import Selection
+from bench.peers.results import RunResult
+from bench.peers.runner import Runner
+from bench.peers.servers import OWN, SERVERS, CommonSettings, ServerSetup
+from bench.peers.workloads import WORKLOADS, Workload, WorkloadRun, user
 from bench.server import Server
 from bench.tokens import Tokens, fewest
-from bench.workloads import WORKLOADS, Play, Workload, user
 
 BY_NAME = {each.name: each for each in WORKLOADS}
 
@@ -36,11 +37,11 @@ BY_NAME = {each.name: each for each in WORKLOADS}
         ([([1, 2, 3], []), ([1, 9, 3], []), ([1, 9, 3, 5], [])], 3 + 2 + 1),
     ],
 )
-def test_the_fewest_tokens_that_anyone_could_compute(requests: list[tuple[list[int], list[int]]], n: int) -> None:
+def test_the_fewest_tokens_that_can_be_computed(requests: list[tuple[list[int], list[int]]], n: int) -> None:
     assert fewest(requests) == n
 
 
-def test_text_is_drawn_to_the_token_and_rendered_as_servers_do(tiny_model: Path) -> None:
+def test_drawn_text_has_the_exact_number_of_tokens_and_renders_as_in_servers(tiny_model: Path) -> None:
     tokens = Tokens(tiny_model)
     text = tokens.draw(random.Random(1), 37)
     assert len(tokens.of(text)) == 37
@@ -57,7 +58,7 @@ def answer(started: float, *arrivals: float, finish_reason: str = "length") -> A
 
 @dataclass
 class StandIn:
-    """A server and its client, which note what they are asked."""
+    """A server and its client that record the requests."""
 
     answers: list[Answer] = field(default_factory=list)
     asked: list[Any] = field(default_factory=list)
@@ -87,30 +88,30 @@ class StandIn:
         self.asked.append("start")
 
 
-def play_on(stand_in: StandIn, *, saves_slots: bool = False) -> Play:
-    return Play(cast("Server", stand_in), cast("Tokens", None), random.Random(1), saves_slots=saves_slots)
+def run_on(stand_in: StandIn, *, saves_slots: bool = False) -> WorkloadRun:
+    return WorkloadRun(cast("Server", stand_in), cast("Tokens", None), random.Random(1), saves_slots=saves_slots)
 
 
-async def test_requests_are_kept_in_the_order_in_which_they_were_asked() -> None:
-    play = play_on(StandIn([answer(1.0, 9.0), answer(2.0, 2.5)]))
-    await asyncio.gather(play.ask(user("first")), play.ask(user("second"), measured=False))
-    assert [each.answer.started for each in play.answered] == [2.0, 1.0]
-    assert [each.answer.started for each in play.asked] == [1.0, 2.0]
-    assert [each.measured for each in play.asked] == [True, False]
+async def test_requests_are_ordered_by_the_time_at_which_they_were_sent() -> None:
+    run = run_on(StandIn([answer(1.0, 9.0), answer(2.0, 2.5)]))
+    await asyncio.gather(run.ask(user("first")), run.ask(user("second"), measured=False))
+    assert [each.answer.started for each in run.answered] == [2.0, 1.0]
+    assert [each.answer.started for each in run.requests] == [1.0, 2.0]
+    assert [each.measured for each in run.requests] == [True, False]
 
 
-async def test_an_answer_that_was_cut_off_does_not_count() -> None:
-    play = play_on(StandIn([answer(1.0, 2.0, finish_reason="")]))
+async def test_an_answer_that_was_cut_off_is_an_error() -> None:
+    run = run_on(StandIn([answer(1.0, 2.0, finish_reason="")]))
     with pytest.raises(BenchmarkError, match="cut off"):
-        await play.ask(user("a"))
+        await run.ask(user("a"))
 
 
-async def test_what_can_be_saved_by_hand_is_restored_behind_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.workloads.PATIENCE", 0)
+async def test_saved_slots_are_restored_after_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.peers.workloads.RESTART_DELAY_S", 0)
     plain, saving = StandIn(), StandIn()
-    await play_on(plain).restart()
+    await run_on(plain).restart()
     assert plain.asked == ["crash", "start"]
-    await play_on(saving, saves_slots=True).restart()
+    await run_on(saving, saves_slots=True).restart()
     save, restore = "/slots/{}?action=save", "/slots/{}?action=restore"
     assert saving.asked == [
         "/slots",
@@ -121,14 +122,14 @@ async def test_what_can_be_saved_by_hand_is_restored_behind_a_crash(monkeypatch:
 
 
 async def test_a_long_prompt_that_comes_too_late_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Play, "text", lambda *_: "a")
+    monkeypatch.setattr(WorkloadRun, "text", lambda *_: "a")
     early = [answer(0.0, 0.1, 0.2) for _ in range(4)]
     with pytest.raises(BenchmarkError, match="larger model"):
-        await BY_NAME["long prefill"].script(play_on(StandIn([*early, answer(0.5, 0.6)])))
-    await BY_NAME["long prefill"].script(play_on(StandIn([*early, answer(0.15, 0.6)])))
+        await BY_NAME["long prefill"].script(run_on(StandIn([*early, answer(0.5, 0.6)])))
+    await BY_NAME["long prefill"].script(run_on(StandIn([*early, answer(0.15, 0.6)])))
 
 
-def test_every_slot_has_room_for_the_longest_prompt_but_where_the_pool_is_short() -> None:
+def test_every_slot_can_hold_the_longest_prompt_unless_the_pool_is_small() -> None:
     assert BY_NAME["agent"].n_ctx(8, 1.0) >= 8 * 10_600
     for scale in (1.0, 0.25):
         wanted = 8 * (1500 * scale + 60)
@@ -137,35 +138,35 @@ def test_every_slot_has_room_for_the_longest_prompt_but_where_the_pool_is_short(
         assert BY_NAME["chat"].n_ctx(n_slots, 0.3) % (256 * n_slots) == 0
 
 
-def test_all_contenders_are_told_the_same(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.contenders.peers.llama_server", lambda: Path("llama-server"))
-    load = Load(tiny_model, n_slots=8, n_threads=2, n_ctx=4096, more=("-ngl", "9"))
-    for contender in CONTENDERS:
-        words = " ".join(contender.command(load))
+def test_all_servers_get_the_same_settings(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.peers.servers.build.llama_server", lambda: Path("llama-server"))
+    load = CommonSettings(tiny_model, n_slots=8, n_threads=2, n_ctx=4096, more=("-ngl", "9"))
+    for server in SERVERS:
+        words = " ".join(server.command(load))
         assert str(tiny_model) in words
-        assert ("-np 8 -c 4096 -t 2 -tb 2 -fa on" in words) == (contender.kind != "llama-cpp-python")
+        assert ("-np 8 -c 4096 -t 2 -tb 2 -fa on" in words) == (server.kind != "llama-cpp-python")
 
 
-def test_a_workload_adds_flags_where_llamaslot_knows_them(
+def test_a_workloads_flags_are_added_if_llamaslot_has_them(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = Load(tiny_model, n_slots=8, n_threads=2, n_ctx=4096)
-    own = Contender(OWN, "llamaslot")
+    load = CommonSettings(tiny_model, n_slots=8, n_threads=2, n_ctx=4096)
+    own = ServerSetup(OWN, "llamaslot")
     disk = BY_NAME["restart"].flags["llamaslot"]
     for known, expected in (({"-np"}, []), ({"--cache-disk"}, ["--cache-disk", str(tmp_path)])):
-        monkeypatch.setattr(contenders, "own_flags", lambda known=known: known)
+        monkeypatch.setattr(servers, "llamaslot_flags", lambda _checkout, known=known: known)
         plain = own.command(load)
         assert own.command(load, disk, tmp_path)[len(plain) :] == expected
 
 
 def test_the_help_of_llamaslot_names_its_flags() -> None:
-    assert {"-np", "--cache-seqs"} <= contenders.own_flags()
+    assert {"-np", "--cache-seqs"} <= servers.llamaslot_flags()
 
 
-def test_slots_are_saved_only_where_the_server_dies() -> None:
-    [saving] = [each for each in CONTENDERS if each.saves_slots]
-    assert [each.name for each in WORKLOADS if saving.plays(each.name)] == ["restart"]
-    assert all(each.plays("restart") for each in CONTENDERS)
+def test_slots_are_saved_only_in_the_restart_workload() -> None:
+    [saving] = [each for each in SERVERS if each.saves_slots]
+    assert [each.name for each in WORKLOADS if saving.takes_part(each.name)] == ["restart"]
+    assert all(each.takes_part("restart") for each in SERVERS)
 
 
 def test_a_server_of_another_build_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,10 +176,10 @@ def test_a_server_of_another_build_is_refused(tmp_path: Path, monkeypatch: pytes
         binary.write_text(f"#!/bin/sh\necho '{said}'\nexit 1\n")
         binary.chmod(0o755)
         if is_same:
-            peers._check_same(binary)
+            build._check_same(binary)
         else:
             with pytest.raises(BenchmarkError, match="built otherwise"):
-                peers._check_same(binary)
+                build._check_same(binary)
 
 
 def test_the_engine_and_its_peer_take_turns(
@@ -192,39 +193,33 @@ def test_the_engine_and_its_peer_take_turns(
 
     monkeypatch.setattr(Commands, "engine_rate", lambda _, streams: rate("engine"))
     monkeypatch.setattr(Commands, "peer_rate", lambda _, streams: rate("peer"))
-    monkeypatch.setattr("bench.decode.peers.batched_bench", lambda: Path("llama-batched-bench"))
-    bench = Bench(Tokens(tiny_model), Load(tiny_model, 8, 1, 0), 1.0, tmp_path)
-    [ratio] = compare.engine_ratio(bench.measure_engine(4))
+    monkeypatch.setattr("bench.decode.build.batched_bench", lambda: Path("llama-batched-bench"))
+    runner = Runner(Tokens(tiny_model), CommonSettings(tiny_model, 8, 1, 0), 1.0, tmp_path)
+    [ratio] = compare.engine_ratio(runner.measure_engine(4))
     assert order == ["engine", "peer", "peer", "engine"] * 2
     assert (ratio.median, ratio.n_pairs, ratio.verdict) == (0.9, 4, "few pairs")
     assert compare.engine_ratio([]) == []
 
 
-def played(model: Path, folder: Path, *names: str) -> dict[str, Run]:
-    """What llamaslot makes of workloads, at a twentieth of their length."""
-    bench = Bench(Tokens(model), Load(model, 8, 1, 0), 0.05, folder)
-    own = [each for each in CONTENDERS if each.name == OWN]
+def run_workloads(model: Path, folder: Path, *names: str) -> dict[str, RunResult]:
+    """Run workloads on llamaslot, at a twentieth of their length."""
+    runner = Runner(Tokens(model), CommonSettings(model, 8, 1, 0), 0.05, folder)
+    own = Selection([each for each in SERVERS if each.name == OWN])
     workloads: list[Workload] = [BY_NAME[name] for name in names]
-    runs = {each.workload: each for each in asyncio.run(bench.measure(workloads, own, 1))}
-    assert bench.cannot == {}
-    return runs
+    results = asyncio.run(runner.measure(dict.fromkeys(names, 1), workloads, own))
+    assert runner.failures == {}
+    return {each.workload: each for each in results}
 
 
-def test_a_play_against_a_real_server(tiny_model: Path, tmp_path: Path) -> None:
-    runs = played(tiny_model, tmp_path, "branching", "fan-out cold")
+def test_workloads_run_on_a_real_server_that_also_dies(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.peers.workloads.RESTART_DELAY_S", 0.1)
+    runs = run_workloads(tiny_model, tmp_path, "branching", "fan-out cold", "restart")
     assert [len(runs[name].ttft) for name in ("branching", "fan-out cold")] == [1 + 8 * 2, 16]
+    assert len(runs.pop("restart").ttft) == 1
     for each in runs.values():
         assert each.n_computed is not None
         assert each.n_fewest <= each.n_computed <= 1.05 * each.n_fewest + 16
         assert each.n_prompt > 2 * each.n_computed
         assert each.n_output == 16 * len(each.ttft)
-
-
-def test_a_real_server_dies_and_another_is_weighed(tiny_model: Path, tmp_path: Path) -> None:
-    runs = played(tiny_model, tmp_path, "restart", "memory")
-    assert len(runs["restart"].ttft) == 1
-    weighed = runs["memory"].memory
-    assert weighed is not None
-    assert weighed.n_seqs == 8 + 2 * 8 + 2
-    assert weighed.pool == 3 * 2**20 // 4096 * BY_NAME["memory"].n_ctx(8, 0.05)
-    assert 2**20 < weighed.beyond < 2**30

@@ -1,4 +1,4 @@
-"""What llamaslot is to reach: against whom, by how many pairs, and how it is shown."""
+"""The goals: which server is compared with, how many pairs are needed, and how the result is shown."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from bench.contenders import CONTENDERS, OWN
-from bench.figures import Run
-from bench.goals import FRUGAL, GOALS, N_ALL, Ratio, best_peers, compared, players
-from bench.memory import Memory
-from bench.plots import draw
-from bench.tables import goal_rows, markdown, memory_rows, rows
-from bench.workloads import FEW, MANY, WORKLOADS
+from bench.peers.goals import FRUGAL, GOALS, N_ALL, Ratio, Selection, best_peers, compared
+from bench.peers.plots import draw
+from bench.peers.results import RunResult
+from bench.peers.servers import OWN, SERVERS
+from bench.peers.tables import goal_rows, markdown, rows
+from bench.peers.workloads import FEW, MANY, WORKLOADS
 
 BY_NAME = {each.name: each for each in WORKLOADS}
 GROUPS = BY_NAME["groups"]
 
 
-def run(contender: str, repeat: int, seconds: float, workload: str = "groups") -> Run:
-    """A run in which everything took so long."""
-    return Run(
+def run(server: str, repeat: int, seconds: float, workload: str = "groups") -> RunResult:
+    """A run in which everything took this long."""
+    return RunResult(
         workload=workload,
-        contender=contender,
+        server=server,
         repeat=repeat,
         ttft=[seconds, 2 * seconds, 3 * seconds],
-        gaps=[seconds] * 4,
+        gap_p50=seconds,
+        gap_p99=seconds,
         wall=seconds,
         decode_rate=1 / seconds,
         n_output=10,
@@ -44,7 +44,7 @@ RUNS = [
 ]
 
 
-def test_the_best_llama_server_is_the_one_to_beat_and_pairs_are_of_one_repeat() -> None:
+def test_pairs_are_formed_within_a_repeat_with_the_best_llama_server() -> None:
     ratio, computed = compared(GROUPS, RUNS)
     assert (ratio.peer, ratio.n_pairs) == ("llama-server -kvu", 3)
     assert (ratio.median, ratio.low, ratio.high) == (0.5, 0.25, 0.75)
@@ -52,18 +52,18 @@ def test_the_best_llama_server_is_the_one_to_beat_and_pairs_are_of_one_repeat() 
     assert (computed.peer, computed.median, computed.goal) == ("the fewest possible", 1.2, 1.05)
 
 
-def test_where_more_is_better_the_best_has_most() -> None:
+def test_the_best_server_has_the_greatest_figure_if_more_is_better() -> None:
     runs = [replace(each, workload="decode 8") for each in RUNS]
     [ratio] = compared(BY_NAME["decode 8"], runs)
     assert (ratio.peer, ratio.median, ratio.is_on_target) == ("llama-server -kvu", 2.0, True)
-    slower = [replace(each, decode_rate=each.decode_rate / (4 if each.contender == OWN else 1)) for each in runs]
+    slower = [replace(each, decode_rate=each.decode_rate / (4 if each.server == OWN else 1)) for each in runs]
     [ratio] = compared(BY_NAME["decode 8"], slower)
     assert (ratio.median, ratio.is_on_target) == (0.5, False)
     silent = [replace(each, decode_rate=0.0 if each.repeat else each.decode_rate) for each in runs]
     assert [each.n_pairs for each in compared(BY_NAME["decode 8"], silent)] == [1]
 
 
-def test_the_best_is_found_where_all_play_and_every_pair_counts() -> None:
+def test_the_best_server_is_chosen_by_the_first_pairs_and_every_pair_counts() -> None:
     later = [run("llama-server", N_ALL, 0.001), run("llama-server -kvu", N_ALL, 4), run(OWN, N_ALL, 100)]
     assert best_peers("groups", RUNS + later) == {"TTFT mean": "llama-server -kvu"}
     ratio, _ = compared(GROUPS, RUNS + later)
@@ -71,9 +71,9 @@ def test_the_best_is_found_where_all_play_and_every_pair_counts() -> None:
 
 
 def test_without_a_peer_there_is_nothing_to_compare() -> None:
-    alone = compared(GROUPS, [each for each in RUNS if "server" not in each.contender])
+    alone = compared(GROUPS, [each for each in RUNS if "server" not in each.server])
     assert [each.metric for each in alone] == ["computed"]
-    assert compared(GROUPS, [each for each in RUNS if each.contender != OWN]) == []
+    assert compared(GROUPS, [each for each in RUNS if each.server != OWN]) == []
     assert compared(BY_NAME["restart"], [replace(each, workload="restart") for each in RUNS]) == []
 
 
@@ -82,11 +82,11 @@ def test_without_a_peer_there_is_nothing_to_compare() -> None:
     [
         ([0.9] * 20, False, "met"),
         ([0.9] * 11 + [1.2] * 9, False, "open"),
-        ([0.9] * 9 + [1.2] * 11, False, "short"),
+        ([0.9] * 9 + [1.2] * 11, False, "missed"),
         ([0.9] * 19, False, "few pairs"),
         ([1.1] * 20, True, "met"),
         ([0.8] * 9 + [1.1] * 11, True, "open"),
-        ([0.8] * 20, True, "short"),
+        ([0.8] * 20, True, "missed"),
     ],
 )
 def test_a_goal_is_met_by_the_median_and_the_end_of_its_interval(
@@ -96,32 +96,43 @@ def test_a_goal_is_met_by_the_median_and_the_end_of_its_interval(
     assert (ratio.verdict, ratio.is_met) == (verdict, verdict == "met")
 
 
-def test_bounds_near_one_take_many_pairs() -> None:
+def test_goals_near_one_need_many_pairs() -> None:
     for workload in WORKLOADS:
-        timed = [(metric, goal) for metric, goal in GOALS.get(workload.name, ()) if metric.name != "resident"]
-        is_near = any(0.8 < goal < 1.25 for _, goal in timed)
+        is_near = any(0.8 < goal < 1.25 for _, goal in GOALS.get(workload.name, ()))
         assert workload.n_pairs == (MANY if is_near else FEW), workload.name
     assert set(GOALS) | set(FRUGAL) <= set(BY_NAME)
     assert N_ALL % 2 == 0
     assert (FEW, MANY) == (N_ALL, 20)
 
 
-def test_all_play_at_first_and_then_llamaslot_and_the_best_forwards_and_backwards() -> None:
-    everyone = [each for each in CONTENDERS if each.plays("groups")]
-    assert players(GROUPS, CONTENDERS, 0, []) == everyone
-    assert players(GROUPS, CONTENDERS, 1, []) == everyone[::-1]
-    names = [each.name for each in players(GROUPS, CONTENDERS, N_ALL, RUNS)]
-    assert names == ["llama-server -kvu", OWN]
-    assert [each.name for each in players(GROUPS, CONTENDERS, N_ALL + 1, RUNS)] == names[::-1]
-    alone = [each for each in CONTENDERS if each.name == OWN]
-    assert players(GROUPS, alone, N_ALL, [each for each in RUNS if each.contender == OWN]) == alone
+def names(selection: Selection, repeat: int, results: list[RunResult], workload: str = "groups") -> list[str]:
+    return [each.name for each in selection.of(BY_NAME[workload], repeat, results)]
 
 
-def test_every_figure_with_a_goal_keeps_its_best_player() -> None:
+def test_all_servers_run_the_first_pairs_and_later_llamaslot_and_the_best_in_turn() -> None:
+    everyone = [each.name for each in SERVERS if each.takes_part("groups")]
+    selection = Selection(SERVERS)
+    assert names(selection, 0, []) == everyone
+    assert names(selection, 1, []) == everyone[::-1]
+    runs = [*RUNS, run(OWN, 3, 1), run("llama-server -kvu", 3, 1)]
+    later = Selection(SERVERS, n_reference=100)
+    assert names(later, N_ALL, runs) == ["llama-server -kvu", OWN]
+    assert names(later, N_ALL + 1, runs) == [OWN, "llama-server -kvu"]
+    alone = Selection([each for each in SERVERS if each.name == OWN])
+    assert names(alone, N_ALL, [each for each in RUNS if each.server == OWN]) == [OWN]
+    assert [selection.expected(GROUPS, repeat) for repeat in (0, N_ALL)] == [len(everyone), 2]
+    assert alone.expected(GROUPS, N_ALL) == 1
+
+
+def test_servers_without_a_goal_can_run_fewer_pairs() -> None:
+    judged = [each.name for each in SERVERS if each.takes_part("groups") and (each.is_peer or each.name == OWN)]
+    assert names(Selection(SERVERS, n_reference=2), 2, []) == judged
+
+
+def test_the_best_server_at_every_figure_with_a_goal_is_kept() -> None:
     runs = [replace(each, workload="low reuse") for each in RUNS]
-    runs = [replace(each, n_output=1000) if each.contender == "llama-server" else each for each in runs]
-    names = {each.name for each in players(BY_NAME["low reuse"], CONTENDERS, N_ALL, runs)}
-    assert names == {OWN, "llama-server", "llama-server -kvu"}
+    runs = [replace(each, n_output=1000) if each.server == "llama-server" else each for each in runs]
+    assert set(names(Selection(SERVERS), N_ALL, runs, "low reuse")) == {OWN, "llama-server", "llama-server -kvu"}
 
 
 def test_tables_and_pictures_show_what_was_measured(tmp_path: Path) -> None:
@@ -140,22 +151,3 @@ def test_tables_and_pictures_show_what_was_measured(tmp_path: Path) -> None:
         "a model",
     )
     assert (tmp_path / "peers.png").stat().st_size > 10_000
-
-
-def test_memory_beyond_what_all_must_have_is_compared() -> None:
-    mib = 2**20
-    weighed = {
-        OWN: Memory(resident=(60 + 32 + 8) * mib, pool=32 * mib, tier=8 * mib, n_seqs=41),
-        "llama-server": Memory(resident=(50 + 32) * mib, pool=32 * mib, tier=0, n_seqs=8),
-        "llama-cpp-python": Memory(resident=(90 + 32) * mib, pool=32 * mib, tier=0, n_seqs=None),
-    }
-    runs = [replace(run(name, 0, 1, "memory"), memory=memory) for name, memory in weighed.items()]
-    [ratio] = compared(BY_NAME["memory"], runs)
-    assert (ratio.peer, ratio.median) == ("llama-server", 1.2)
-    assert memory_rows(runs) == [
-        ["llama-server", "82", "32", "0", "50", "8"],
-        [OWN, "100", "32", "8", "60", "41"],
-        ["llama-cpp-python", "122", "32", "0", "90", ""],
-    ]
-    assert "| llamaslot | 100 | 32 | 8 | 60 | 41 |" in markdown(runs, [ratio], "a model")
-    assert memory_rows(RUNS) == []

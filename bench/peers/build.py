@@ -1,8 +1,9 @@
-"""Builds llama.cpp's own tools as peers to measure against.
+"""Build llama.cpp's own tools, to compare llamaslot with.
 
-A peer is compiled from the source package of the installed llama-cpp-python and linked to the very library files
+A tool is compiled from the source package of the installed llama-cpp-python and linked to the very library files
 that llamaslot loads (the wheel also installs `libllama-common`, which the tools need). Both sides then run the same
-machine code for a model, on whatever device the wheel was built for, and a build takes seconds, not minutes.
+machine code for a model, on whatever device the wheel was built for. llama-server takes over eight minutes to
+compile on 2 cores, once: the binary is kept in the user's cache until the installed libraries change.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from pathlib import Path
 
 import llama_cpp
 import platformdirs
-from rich.progress import Progress
 
 from bench.client import BenchmarkError
+from bench.progress import progress
 from bench.report import notes
 
 PACKAGE = "llama-cpp-python"
@@ -37,6 +38,7 @@ HTTPLIB = (
     "-DCPPHTTPLIB_TCP_NODELAY=1",
 )
 """As `vendor/cpp-httplib/CMakeLists.txt` builds it."""
+BUILD_TIMES = {"llama-server": "about nine minutes on 2 cores", "llama-batched-bench": "a minute"}
 
 
 def batched_bench() -> Path:
@@ -60,12 +62,12 @@ def llama_server() -> Path:
 
 
 def vocabulary(name: str) -> Path:
-    """A GGUF of llama.cpp's source that has a vocabulary and no weights."""
+    """A GGUF from llama.cpp's source with a vocabulary and no weights."""
     return _source() / "models" / f"ggml-vocab-{name}.gguf"
 
 
 def _check_same(binary: Path) -> None:
-    """Refuse a server whose libraries are built in another way than those that llamaslot loads."""
+    """Raise `BenchmarkError` if the server's libraries were not built as those that llamaslot loads."""
     own = llama_cpp.llama_print_system_info().decode().strip()
     command = [str(binary), "-m", "no-such-file", "-lv", "4", "--host", "127.0.0.1", "--port", "0"]
     said = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -101,7 +103,7 @@ def _built(
 
 
 def library_folders() -> list[Path]:
-    """Where the libraries are: the ones that llamaslot loads first, then that of `libllama-common`."""
+    """The folders of the libraries: that of the ones that llamaslot loads, then that of `libllama-common`."""
     loaded = Path(llama_cpp.__file__).parent / "lib"
     for file in distribution(PACKAGE).files or ():
         if file.name.startswith("libllama-common."):
@@ -110,7 +112,7 @@ def library_folders() -> list[Path]:
 
 
 def _key(folders: list[Path]) -> str:
-    """Changes with the libraries' content and place (the binary holds their path)."""
+    """A digest of the libraries' content and path (the binary holds their path)."""
     digest = hashlib.sha256(repr(folders).encode())
     for library in sorted(path for folder in folders for path in folder.glob("lib*") if path.is_file()):
         digest.update(library.name.encode() + library.stat().st_size.to_bytes(8))
@@ -126,7 +128,7 @@ def _cache() -> Path:
 
 
 def _source() -> Path:
-    """llama.cpp's source as it came with the installed llama-cpp-python."""
+    """The folder of llama.cpp's source, as it came with the installed llama-cpp-python."""
     release = version(PACKAGE)
     source = _cache() / f"llama.cpp-{release}"
     if source.is_dir():
@@ -158,7 +160,7 @@ def _source() -> Path:
 
 
 def _no_ui(source: Path, folder: Path) -> Path:
-    """What llama.cpp's build makes of its web UI where there is none: a header, and the file that is returned."""
+    """Write the header and the source file that stand for an absent web UI; return the latter."""
     values = {"N_ASSETS": "0", "USE_GZIP": "false"}
     for template in ("ui.h.in", "ui.cpp.in"):
         (found,) = source.glob(f"tools/ui/**/{template}")
@@ -169,17 +171,18 @@ def _no_ui(source: Path, folder: Path) -> Path:
 
 
 def _compile(name: str, files: Sequence[Path], flags: Sequence[str], folder: Path) -> list[Path]:
-    """Object files, as many at a time as there are cores."""
+    """Compile each file to an object file, as many at a time as there are cores."""
     objects = [folder / f"{i}.o" for i in range(len(files))]
     commands = [
         [_compiler(), "-O2", "-std=c++17", "-w", "-c", str(file), "-o", str(to), *flags]
         for file, to in zip(files, objects, strict=True)
     ]
-    with Progress(console=notes) as progress, ThreadPoolExecutor(os.cpu_count()) as pool:
-        task = progress.add_task(f"building {name}", total=len(files))
+    notes.print(f"building {name} from {len(files)} files: {BUILD_TIMES[name]}, once")
+    shown = progress(f"building {name}:", len(files), interval_s=15)
+    with shown as advance, ThreadPoolExecutor(os.cpu_count()) as pool:
         for done in as_completed([pool.submit(_run, command) for command in commands]):
             done.result()
-            progress.advance(task)
+            advance()
     return objects
 
 

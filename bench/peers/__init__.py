@@ -1,0 +1,1 @@
+"""Compare llamaslot over HTTP with other servers, or with another version of itself, on the same workloads."""

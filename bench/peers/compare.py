@@ -1,0 +1,71 @@
+"""llamaslot beside the servers that a user would run instead: same workloads, machine, model and libraries.
+
+Every llama-server is built to run the very library files that llamaslot loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.client import BenchmarkError
+from bench.peers import tables
+from bench.peers.goals import N_ALL, Ratio, Selection, compared
+from bench.peers.plots import draw
+from bench.peers.runner import ENGINE, N_SLOTS, EnginePair, Runner
+from bench.peers.servers import OWN, SERVERS, CommonSettings
+from bench.peers.workloads import MANY, WORKLOADS
+from bench.report import console, machine, notes, write_json
+from bench.tokens import Tokens
+
+ENGINE_GOAL = 0.95
+NAMES = (*(each.name for each in WORKLOADS), ENGINE)
+
+
+def run(
+    *,
+    model: Path,
+    title: str,
+    repeats: int | None,
+    scale: float,
+    threads: int,
+    only: Sequence[str],
+    against: Sequence[str],
+    folder: Path,
+    server_flags: Sequence[str],
+) -> None:
+    """Measure, print a table for each workload and the ratios; write `peers.json`, `peers.md` and the plots."""
+    facts = machine()
+    notes.print(f"all run the same libraries: {facts['llama_system_info']}")
+    workloads = [each for each in WORKLOADS if not only or each.name in only]
+    servers = [each for each in SERVERS if not against or each.name in against]
+    common = CommonSettings(model, N_SLOTS, threads, 0, tuple(server_flags))
+    runner = Runner(Tokens(model), common, scale, folder)
+    n_pairs = {each.name: repeats or each.n_pairs for each in workloads}
+    results = asyncio.run(runner.measure(n_pairs, workloads, Selection(servers, N_ALL))) if workloads else []
+    engine = runner.measure_engine(repeats or MANY) if not only or ENGINE in only else []
+    ratios = [ratio for each in workloads for ratio in compared(each, results)] + engine_ratio(engine)
+    for name in dict.fromkeys(each.workload for each in results):
+        console.print(tables.table(name, results, title))
+    console.print(tables.goals(ratios))
+    settings = {"model": title, "slots": N_SLOTS, "threads": threads, "repeats": repeats, "scale": scale}
+    settings |= {"flags": " ".join(server_flags), "seed": runner.seed}
+    content: dict[str, Any] = {"benchmark": "peers", "settings": settings, "machine": facts}
+    content |= {"failures": runner.failures}
+    content |= {"ratios": [asdict(each) | {"verdict": each.verdict} for each in ratios]}
+    content |= {"runs": [asdict(each) for each in results], "engine": [asdict(each) for each in engine]}
+    write_json(folder / "peers.json", content)
+    (folder / "peers.md").write_text(tables.markdown(results, ratios, title))
+    draw(results, folder, f"{title}, {facts['processor']}")
+    if failed := [f"{name}: {reason}" for name, reason in runner.failures.items() if name.startswith(OWN)]:
+        raise BenchmarkError("; ".join(failed))
+
+
+def engine_ratio(pairs: Sequence[EnginePair]) -> list[Ratio]:
+    """The row of the engine alone in the table of goals, if it was measured."""
+    shares = [each.engine / each.batched_bench for each in pairs]
+    of = (ENGINE, "decode 8", "llama-batched-bench")
+    return [Ratio.of(*of, pairs=shares, goal=ENGINE_GOAL, n_needed=MANY, at_least=True)] if shares else []

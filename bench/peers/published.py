@@ -1,0 +1,241 @@
+"""The published benchmark: one run with a fixed plan, its raw data, and the tables that are generated from it.
+
+`make bench-publish` measures every workload on every server at one commit, with the pairs of `N_PAIRS`, and writes
+`bench/published/peers.json`. The tables in `bench/published/README.md` and in the project's README are generated
+from that file alone, so no row can be replaced without the others. A test compares them with the raw data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from bench.client import BenchmarkError
+from bench.peers import tables
+from bench.peers.baseline import revision
+from bench.peers.compare import engine_ratio
+from bench.peers.goals import N_ALL, Ratio, Selection, compared
+from bench.peers.results import RunResult
+from bench.peers.runner import ENGINE, N_SLOTS, EnginePair, Runner
+from bench.peers.servers import OWN, SERVERS, CommonSettings
+from bench.peers.workloads import WORKLOADS
+from bench.progress import duration
+from bench.report import machine, model_file, notes, rounded
+from bench.tokens import Tokens
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FOLDER = ROOT / "bench" / "published"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- published benchmark: begin -->", "<!-- published benchmark: end -->"
+"""Around the generated part of the project's README."""
+COMMAND = "make bench-publish"
+SHAPE = "60m"
+N_PAIRS = {
+    "chat": 20,
+    "fan-out cold": 4,
+    "fan-out warm": 8,
+    "interleaved": 20,
+    "twenty": 4,
+    "branching": 4,
+    "groups": 12,
+    "agent": 4,
+    "pressure": 20,
+    "low reuse": 20,
+    "decode 1": 20,
+    "decode 4": 20,
+    "decode 8": 20,
+    "sampled 8": 20,
+    "long prefill": 4,
+    "restart": 4,
+}
+"""The plan, fixed before the run. Goals near 1 need 20 pairs; the whole fits into two hours on 2 cores."""
+N_ENGINE_PAIRS = 20
+N_REFERENCE_PAIRS = 2
+"""Pairs of the servers that no goal depends on."""
+DECIMALS = 5
+"""Of all times in the raw data, in seconds."""
+CPU_NOTE = (
+    "Ratios depend on the CPU, most of all where few new tokens follow a cached prefix, since llama.cpp's "
+    "attention computes 64 tokens at once and fewer one by one. In earlier runs of the same workloads chat was "
+    "0.19 on an Intel Xeon with AVX-512 and 0.79 (0.63-0.99) on an AMD EPYC; agent was 0.32 and 0.37, branching "
+    "0.21 and 0.24."
+)
+
+
+def run(*, threads: int, logs: Path, quick: bool) -> None:
+    """Measure, write raw data and tables; `quick` tries this out below `logs`, with small prompts and one pair."""
+    commit = revision(ROOT)
+    if not quick and (not commit or " " in commit):
+        raise BenchmarkError("the published run needs a clean git checkout: commit or stash all changes")
+    servers = [each for each in SERVERS if not quick or each.name in (OWN, "llama-server -kvu")]
+    n_pairs = dict.fromkeys(N_PAIRS, 1) if quick else N_PAIRS
+    facts = machine()
+    model = model_file(SHAPE)
+    common = CommonSettings(model, N_SLOTS, threads, 0)
+    started = monotonic()
+    runner = Runner(Tokens(model), common, 0.25 if quick else 1.0, logs)
+    engine = runner.measure_engine(1 if quick else N_ENGINE_PAIRS)
+    results = asyncio.run(runner.measure(n_pairs, WORKLOADS, Selection(servers, N_REFERENCE_PAIRS)))
+    if revision(ROOT) != commit:
+        raise BenchmarkError("the checkout has changed during the run: nothing is published")
+    settings = {"model": f"{SHAPE} shape (random weights, Q8_0)", "slots": N_SLOTS, "threads": threads}
+    content: dict[str, Any] = {
+        "commit": commit,
+        "command": COMMAND,
+        "machine": facts,
+        "settings": settings,
+        "seed": runner.seed,
+        "pairs": n_pairs,
+        "reference_pairs": N_REFERENCE_PAIRS,
+        "seconds": monotonic() - started,
+        "failures": runner.failures,
+        "engine": [asdict(each) for each in engine],
+        "runs": [asdict(each) for each in results],
+    }
+    folder = logs / "published" if quick else FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / "peers.json", content)
+    render(folder, None if quick else README)
+    if failed := [f"{name}: {reason}" for name, reason in runner.failures.items() if name.startswith(OWN)]:
+        raise BenchmarkError("; ".join(failed))
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the raw data: a line for each run, so that differences between two versions can be read."""
+    lines = []
+    for key, value in rounded(content, DECIMALS).items():
+        if isinstance(value, list):
+            rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in value)
+            lines.append(f'"{key}": [\n{rows}\n]')
+        else:
+            lines.append(f'"{key}": {json.dumps(value)}')
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    notes.print(f"raw data: {path}")
+
+
+def render(folder: Path = FOLDER, readme: Path | None = README) -> None:
+    """Write the tables of a folder's raw data, and those of the project's README."""
+    content = json.loads((folder / "peers.json").read_text())
+    (folder / "README.md").write_text(page(content))
+    if readme is not None and (text := replaced(readme.read_text(), content)):
+        readme.write_text(text)
+
+
+def replaced(text: str, content: Mapping[str, Any]) -> str | None:
+    """The README with its generated part renewed; None if it has no such part."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{summary(content)}{END}{after}" if begin and end else None
+
+
+def ratios_of(content: Mapping[str, Any]) -> list[Ratio]:
+    """The goals' ratios, computed from the raw data."""
+    results = _results(content)
+    ratios = [ratio for each in WORKLOADS for ratio in compared(each, results)]
+    return ratios + engine_ratio([EnginePair(**each) for each in content["engine"]])
+
+
+def summary(content: Mapping[str, Any]) -> str:
+    """The generated part of the project's README."""
+    ratios = [each for each in ratios_of(content) if each.metric != "computed"]
+    rows = [
+        [
+            each.workload,
+            each.metric,
+            f"{each.median:.2f} ({each.interval[0]:.2f}-{each.interval[1]:.2f})",
+            f"{'at least' if each.at_least else 'at most'} {each.goal:.2f}",
+            each.verdict,
+        ]
+        for each in ratios
+    ]
+    heading = ("workload", "figure", "llamaslot / llama-server", "goal", "")
+    return "\n".join([*_origin(content), "", *tables.markdown_table(heading, rows), "", *_remarks(ratios), ""])
+
+
+def page(content: Mapping[str, Any]) -> str:
+    """`bench/published/README.md`."""
+    ratios = ratios_of(content)
+    results = _results(content)
+    parts = [
+        "# The published benchmark",
+        "",
+        "Generated by `python -m bench publish` from [peers.json](peers.json), which has every run; do not edit.",
+        "",
+        *_origin(content),
+        "",
+        *tables.markdown_table(tables.GOALS, tables.goal_rows(ratios)),
+        "",
+        *_remarks(ratios),
+        "",
+        "## How it was measured",
+        "",
+        *_method(content, results),
+        "",
+        "## Medians by server",
+        "",
+        "Times in ms, rates in tokens/s; computed: prompt tokens; x: computed / fewest possible.",
+    ]
+    for workload in dict.fromkeys(each.workload for each in results):
+        parts += ["", f"### {workload}", ""]
+        parts += tables.markdown_table(tables.FIGURES, tables.rows(workload, results))
+    return "\n".join([*parts, ""])
+
+
+def _origin(content: Mapping[str, Any]) -> list[str]:
+    facts = content["machine"]
+    return _wrapped(
+        f"One run of `{content['command']}` at commit `{content['commit'][:10]}`, {facts['date'][:10]}, on "
+        f"{facts['processor']} ({facts['threads']} threads, {facts['memory_gib']} GiB), "
+        f"{content['settings']['model']}: medians of paired ratios to the best llama-server, with the 95% "
+        f"bootstrap interval of the median; {len(content['runs'])} runs in {duration(content['seconds'])}."
+    )
+
+
+def _method(content: Mapping[str, Any], results: Sequence[RunResult]) -> list[str]:
+    names = ", ".join(f"`{each.name}`" for each in SERVERS if any(run.server == each.name for run in results))
+    pairs = ", ".join(f"{name} {n}" for name, n in content["pairs"].items())
+    settings, facts = content["settings"], content["machine"]
+    return [
+        *_item(f"Servers: {names}."),
+        *_item(f"Pairs, fixed beforehand: {pairs}, {ENGINE} {len(content['engine'])}."),
+        *_item(
+            f"All servers run the first {N_ALL} pairs, but those that no goal depends on only "
+            f"{content['reference_pairs']}. The other pairs are run by llamaslot and by the llama-server that was "
+            "best at the figure in the first ones."
+        ),
+        *_item(
+            f"{settings['slots']} slots, {settings['threads']} threads, llama-cpp-python "
+            f"{facts['llama_cpp_python']} for all; load average before the run: {facts['load_before']}."
+        ),
+        *_item("Workloads, figures and verdicts are explained in [bench/README.md](../README.md)."),
+        *(line for name, reason in content["failures"].items() for line in _item(f"Failed: {name}: {reason}")),
+    ]
+
+
+def _remarks(ratios: Sequence[Ratio]) -> list[str]:
+    def named(*verdicts: str) -> str:
+        return ", ".join(f"{each.workload} ({each.metric})" for each in ratios if each.verdict in verdicts)
+
+    lines = _wrapped(f"**Goals missed:** {named('missed') or 'none'}.")
+    if undecided := named("open", "few pairs"):
+        lines += ["", *_wrapped(f"**Not decided** (the interval reaches across the goal): {undecided}.")]
+    return [*lines, "", *_wrapped(CPU_NOTE)]
+
+
+def _results(content: Mapping[str, Any]) -> list[RunResult]:
+    return [RunResult(**each) for each in content["runs"]]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False)
+
+
+def _item(text: str) -> list[str]:
+    first, *rest = _wrapped(text)
+    return [f"- {first}", *(f"  {line}" for line in rest)]
