@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -54,6 +55,8 @@ def parser() -> ArgumentParser:
     comparing.add_argument("--only", action="append", choices=names, metavar="WORKLOAD", help=", ".join(names))
     names = [server.name for server in SERVERS]
     comparing.add_argument("--against", action="append", choices=names, metavar="SERVER", help=", ".join(names))
+    text = "begin no pair that would not end within this time"
+    comparing.add_argument("--time-limit", type=_positive, default=math.inf, metavar="SECONDS", help=text)
     text = "compare with llamaslot of this checkout instead, in pairs"
     comparing.add_argument("--baseline", type=Path, metavar="FOLDER", help=text)
     _threads(comparing)
@@ -163,7 +166,8 @@ def _peers(options: Namespace) -> None:
     if options.baseline:
         baseline.run(**common, baseline=options.baseline)
     else:
-        compare.run(**common, against=options.against or (QUICK if options.quick else ()))
+        against = options.against or (QUICK if options.quick else ())
+        compare.run(**common, against=against, time_limit_s=options.time_limit)
 
 
 def _publish(options: Namespace) -> None:

@@ -23,10 +23,12 @@ import itertools
 import math
 import os
 import string
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import gguf
 import numpy as np
@@ -79,6 +81,7 @@ SHAPES = {
     "tiny-mamba": Shape("mamba", 512, 2, 128, 0, 0, 0, 0, 4096),
     "60m": Shape("qwen3", 151_936, 8, 320, 960, 8, 4, 64, 40_960, rope_base=1e6),
     "qwen3-0.6b": Shape("qwen3", 151_936, 28, 1024, 3072, 16, 8, 128, 40_960, rope_base=1e6),
+    "qwen3-8b": Shape("qwen3", 151_936, 36, 4096, 12_288, 32, 8, 128, 40_960, rope_base=1e6),
 }
 
 
@@ -206,11 +209,27 @@ def _write(path: Path, title: str, shape: Shape, tensors: Tensors, vocabulary: P
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     with _progress(f"writing {name}", _n_bytes(tensors)) as progress:
-        for tensor_name, tensor in tensors.items():
-            data = tensor.blocks(f"{name} {tensor_name}") if isinstance(tensor, Drawn) else tensor
+        for data in _in_parallel(name, tensors):
             writer.write_tensor_data(data)
             progress.advance(progress.task_ids[0], data.nbytes)
     writer.close()
+
+
+def _in_parallel(name: str, tensors: Tensors) -> Iterator[npt.NDArray[Any]]:
+    """The tensors' data in order; random weights are drawn on all cores, a few tensors ahead."""
+
+    def data(tensor_name: str) -> npt.NDArray[Any]:
+        tensor = tensors[tensor_name]
+        return tensor.blocks(f"{name} {tensor_name}") if isinstance(tensor, Drawn) else tensor
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        waiting: deque[Future[npt.NDArray[Any]]] = deque()
+        for tensor_name in tensors:
+            waiting.append(pool.submit(data, tensor_name))
+            if len(waiting) > (os.cpu_count() or 1):
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _progress(title: str, total: int) -> Progress:

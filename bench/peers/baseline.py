@@ -86,7 +86,7 @@ def run(
     checkouts = {OWN: Path(llamaslot.__file__).resolve().parent.parent, BEFORE: baseline.resolve()}
     for name, checkout in checkouts.items():
         _require_package(checkout)
-        notes.print(f"{name}: {checkout}, {revision(checkout)}")
+        notes.print(f"{name}: {checkout}, {revision(checkout) or 'no git commit'}")
     servers = tuple(ServerSetup(name, "llamaslot", checkout=checkout) for name, checkout in checkouts.items())
     workloads = [each for each in WORKLOADS if each.name in N_PAIRS and (not only or each.name in only)]
     if not workloads:

@@ -2,8 +2,8 @@
 
 A tool is compiled from the source package of the installed llama-cpp-python and linked to the very library files
 that llamaslot loads (the wheel also installs `libllama-common`, which the tools need). Both sides then run the same
-machine code for a model, on whatever device the wheel was built for. llama-server takes over eight minutes to
-compile on 2 cores, once: the binary is kept in the user's cache until the installed libraries change.
+machine code for a model, on whatever device the wheel was built for. llama-server takes 2 to 9
+minutes to compile on 2 cores, once: the binary is kept in the user's cache until the installed libraries change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HTTPLIB = (
     "-DCPPHTTPLIB_TCP_NODELAY=1",
 )
 """As `vendor/cpp-httplib/CMakeLists.txt` builds it."""
-BUILD_TIMES = {"llama-server": "about nine minutes on 2 cores", "llama-batched-bench": "a minute"}
+BUILD_TIMES = {"llama-server": "2 to 9 minutes on 2 cores", "llama-batched-bench": "a minute"}
 
 
 def batched_bench() -> Path:

@@ -6,6 +6,7 @@ Every llama-server is built to run the very library files that llamaslot loads.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,16 +14,17 @@ from typing import Any
 
 from bench.client import BenchmarkError
 from bench.peers import tables
-from bench.peers.goals import N_ALL, Ratio, Selection, compared
+from bench.peers.goals import Ratio, Selection, compared
 from bench.peers.plots import draw
+from bench.peers.results import RunResult
 from bench.peers.runner import ENGINE, N_SLOTS, EnginePair, Runner
 from bench.peers.servers import OWN, SERVERS, CommonSettings
-from bench.peers.workloads import MANY, WORKLOADS
+from bench.peers.workloads import EXTRA, MANY, WORKLOADS
 from bench.report import console, machine, notes, write_json
 from bench.tokens import Tokens
 
 ENGINE_GOAL = 0.95
-NAMES = (*(each.name for each in WORKLOADS), ENGINE)
+NAMES = (*(each.name for each in WORKLOADS + EXTRA), ENGINE)
 
 
 def run(
@@ -36,16 +38,19 @@ def run(
     against: Sequence[str],
     folder: Path,
     server_flags: Sequence[str],
+    time_limit_s: float = math.inf,
 ) -> None:
     """Measure, print a table for each workload and the ratios; write `peers.json`, `peers.md` and the plots."""
     facts = machine()
     notes.print(f"all run the same libraries: {facts['llama_system_info']}")
-    workloads = [each for each in WORKLOADS if not only or each.name in only]
+    workloads = [each for each in WORKLOADS + EXTRA if each.name in only] if only else list(WORKLOADS)
     servers = [each for each in SERVERS if not against or each.name in against]
     common = CommonSettings(model, N_SLOTS, threads, 0, tuple(server_flags))
     runner = Runner(Tokens(model), common, scale, folder)
     n_pairs = {each.name: repeats or each.n_pairs for each in workloads}
-    results = asyncio.run(runner.measure(n_pairs, workloads, Selection(servers, N_ALL))) if workloads else []
+    results: list[RunResult] = []
+    if workloads:
+        results = asyncio.run(runner.measure(n_pairs, workloads, Selection(servers), time_limit_s))
     engine = runner.measure_engine(repeats or MANY) if not only or ENGINE in only else []
     ratios = [ratio for each in workloads for ratio in compared(each, results)] + engine_ratio(engine)
     for name in dict.fromkeys(each.workload for each in results):

@@ -6,6 +6,7 @@ all of them alike. Figures are compared between runs of the same repeat, which a
 
 from __future__ import annotations
 
+import math
 import random
 import secrets
 import tempfile
@@ -63,9 +64,16 @@ class Runner:
         self.failures: dict[str, str] = {}
 
     async def measure(
-        self, n_pairs: Mapping[str, int], workloads: Sequence[Workload], servers: Servers
+        self,
+        n_pairs: Mapping[str, int],
+        workloads: Sequence[Workload],
+        servers: Servers,
+        time_limit_s: float = math.inf,
     ) -> list[RunResult]:
-        """Run `n_pairs` repeats of each workload; say beforehand how long that will take."""
+        """Run `n_pairs` repeats of each workload; say beforehand how long that will take.
+
+        A pair that would not end within the time limit is not begun.
+        """
         results: list[RunResult] = []
         pairs = [
             (repeat, workload)
@@ -79,10 +87,13 @@ class Runner:
             planned[workload.name] += servers.expected(workload, repeat)
         took = duration(estimate.of(planned))
         notes.print(f"{planned.total()} runs of {len(workloads)} workloads: about {took} (60m shape, 2 cores)")
-        n_done = 0
+        n_done, began = 0, monotonic()
         with progress("run", planned.total()) as advance:
             for repeat, workload in pairs:
                 chosen = servers.of(workload, repeat, results)
+                if monotonic() - began + estimate.of({workload.name: len(chosen)}) > time_limit_s:
+                    notes.print(f"stopped before pair {repeat + 1} of {workload.name}: the time limit is near")
+                    break
                 planned[workload.name] += len(chosen) - servers.expected(workload, repeat)
                 for server in chosen:
                     started = monotonic()
@@ -127,7 +138,7 @@ class Runner:
 
     async def run(self, workload: Workload, server: ServerSetup, repeat: int) -> RunResult:
         """Run a workload on a new server process; all servers get the same text in the same repeat."""
-        common = replace(self._common, n_ctx=workload.n_ctx(N_SLOTS, self._scale))
+        common = replace(self._common, n_slots=workload.n_slots, n_ctx=workload.n_ctx(self._scale))
         words = random.Random(f"{self.seed} {repeat} {workload.name}")
         with tempfile.TemporaryDirectory() as folder:
             command = server.command(common, workload.flags.get(server.kind, ()), Path(folder))

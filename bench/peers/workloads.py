@@ -126,12 +126,13 @@ class Workload:
     """Pairs of runs that are needed to judge its goals."""
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Further flags by kind of server."""
+    n_slots: int = 8
 
-    def n_ctx(self, n_slots: int, scale: float) -> int:
+    def n_ctx(self, scale: float) -> int:
         """Cells of all slots together, padded."""
         if self.n_cells is not None:
             return _padded(self.n_cells * scale)
-        return n_slots * _padded(self.longest * scale + 4 * OVERHEAD)
+        return self.n_slots * _padded(self.longest * scale + 4 * OVERHEAD)
 
 
 def _padded(n_cells: float) -> int:
@@ -275,3 +276,5 @@ WORKLOADS = (
     Workload("long prefill", long_prefill, 16_100, 15),
     Workload("restart", restart, 1500, 20, flags={"llamaslot": ("--cache-disk", FOLDER)}),
 )
+EXTRA = (Workload("decode 32", lambda run: decode(run, n_streams=32), 256, 15, n_pairs=MANY, n_slots=32),)
+"""Workloads that are run only if they are asked for: more streams than a CPU is used for."""

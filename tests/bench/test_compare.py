@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -130,12 +130,12 @@ async def test_a_long_prompt_that_comes_too_late_is_not_measured(monkeypatch: py
 
 
 def test_every_slot_can_hold_the_longest_prompt_unless_the_pool_is_small() -> None:
-    assert BY_NAME["agent"].n_ctx(8, 1.0) >= 8 * 10_600
+    assert BY_NAME["agent"].n_ctx(1.0) >= 8 * 10_600
     for scale in (1.0, 0.25):
         wanted = 8 * (1500 * scale + 60)
-        assert BY_NAME["pressure"].n_ctx(8, scale) < 0.35 * wanted
+        assert BY_NAME["pressure"].n_ctx(scale) < 0.35 * wanted
     for n_slots in (1, 5, 8):
-        assert BY_NAME["chat"].n_ctx(n_slots, 0.3) % (256 * n_slots) == 0
+        assert replace(BY_NAME["chat"], n_slots=n_slots).n_ctx(0.3) % (256 * n_slots) == 0
 
 
 def test_all_servers_get_the_same_settings(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,3 +223,9 @@ def test_workloads_run_on_a_real_server_that_also_dies(
         assert each.n_fewest <= each.n_computed <= 1.05 * each.n_fewest + 16
         assert each.n_prompt > 2 * each.n_computed
         assert each.n_output == 16 * len(each.ttft)
+
+
+def test_no_pair_begins_that_would_exceed_the_time_limit(tiny_model: Path, tmp_path: Path) -> None:
+    runner = Runner(Tokens(tiny_model), CommonSettings(tiny_model, 8, 1, 0), 1.0, tmp_path)
+    chat = BY_NAME["chat"]
+    assert asyncio.run(runner.measure({"chat": 1}, [chat], Selection(SERVERS), time_limit_s=chat.seconds)) == []

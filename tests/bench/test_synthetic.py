@@ -157,3 +157,4 @@ def test_a_finished_file_is_reused_and_a_damaged_one_written_again(tmp_path: Pat
 def test_big_shapes_have_the_parameters_they_are_named_after() -> None:
     assert 58e6 < synthetic.parameters("60m") < 62e6
     assert synthetic.parameters("qwen3-0.6b") == 596_049_920
+    assert 7.5e9 < synthetic.parameters("qwen3-8b") < 8.2e9
