@@ -98,6 +98,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Why not, where `reuse` is false."""
     chat_template: str = ""
     """The Jinja source in the model's metadata, or empty."""
+    builtin_template: str = ""
+    """The name of the built-in template that llama.cpp takes for that source, or empty."""
+    sampling: dict[str, int | float] = {}
+    """Fields of `Sampling` for which the model file recommends a value."""
     bos_token: str = ""
     eos_token: str = ""
     control_tokens: tuple[str, ...] = ()

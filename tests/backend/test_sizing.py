@@ -8,17 +8,24 @@ import sys
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import llama_cpp
 import psutil
 import pytest
 from llama_cpp._ggml import libggml
+from structlog.testing import capture_logs
 
 from bench import synthetic
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import CACHE_TYPES, LlamaSettings, library, sizing
-from llamaslot.backend.llama.loading import in_parts, load_model, logged_bytes, metadata
-from llamaslot.backend.llama.settings import sequences
+from llamaslot.backend.llama import host_memory as host_memory_module
+from llamaslot.backend.llama import kv_bytes as kv_bytes_module
+from llamaslot.backend.llama.host_memory import host_memory
+from llamaslot.backend.llama.kv_bytes import KvBytes, from_log, kv_bytes, layer_bytes, layers_on_gpu
+from llamaslot.backend.llama.library import Device
+from llamaslot.backend.llama.llama_settings import sequences
+from llamaslot.backend.llama.loading import in_parts, load_model, logged_bytes, metadata, padded
 from llamaslot.backend.llama.sizing import HOST, MOST_ON_GPU, MOST_ON_HOST, Place, kv_places, most_cells, pool_size
 from llamaslot.base.backend import Status
 from llamaslot.base.errors import ConfigError
@@ -28,7 +35,8 @@ from tests.backend.test_models import feed, loaded
 GIB = 2**30
 DEMO_CELL = 5 * 2 * (64 + 64) * 2
 """Layers, heads, K and V, bytes of f16."""
-UNLIKE = {"tiny-swa": "sliding window", "tiny-mamba": "recurrent", "tiny-lfm2": "recurrent"}
+UNLIKE = ("tiny-swa", "tiny-mamba", "tiny-lfm2")
+"""Shapes whose layers are not alike."""
 
 
 @pytest.fixture(scope="module")
@@ -223,12 +231,12 @@ def test_what_is_taken_without_being_asked() -> None:
 
 def test_block_sizes_are_ggmls() -> None:
     libggml.ggml_type_size.restype = libggml.ggml_blck_size.restype = int
-    for name, (elements, size) in sizing._BLOCKS.items():
+    for name, (elements, size) in kv_bytes_module._BLOCKS.items():
         kind = CACHE_TYPES[name]
         assert (libggml.ggml_blck_size(kind), libggml.ggml_type_size(kind)) == (elements, size)
 
 
-@pytest.mark.parametrize("model", ["tiny", "demo", "tiny-lfm2"])
+@pytest.mark.parametrize("model", ["tiny", "demo"])
 @pytest.mark.parametrize("types", ["f16/f16", "q8_0/q8_0", "q8_0/f16", "f32/q4_0", "bf16/iq4_nl"])
 def test_bytes_of_a_cell_are_what_llama_cpp_allocates(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, model: str, types: str
@@ -239,26 +247,64 @@ def test_bytes_of_a_cell_are_what_llama_cpp_allocates(
     settings = {"n_ctx": n_ctx, "cache_type_k": k, "cache_type_v": v, "flash_attn": "on", "n_gpu_layers": 0}
     with loaded(models[model], **settings) as backend:
         allocated = logged_bytes("KV buffer", library._recent)
-        widths = sizing.kv_widths(backend._model, models[model])
-    computed = sum(sizing.layer_bytes(widths, k, v, flash_attn=True)) * n_ctx
+        computed = llama_cpp.llama_model_n_layer(backend._model) * layer_bytes(backend._model, k, v) * n_ctx
     assert computed > 2**20
     assert allocated == pytest.approx(computed, abs=0.006 * 2**20)
 
 
-def test_bytes_of_a_cell_in_the_demo_model_and_without_flash_attention(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("shape", UNLIKE)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"n_ctx": 256}, {"n_slots": 16}, {"unified": False}, {"swa_full": True}, {"cache_type_k": "q8_0"}],
+    ids=str,
+)
+def test_kv_of_layers_that_are_not_alike_is_what_llama_cpp_allocates(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, shape: str, settings: dict[str, object]
+) -> None:
+    monkeypatch.setattr(library, "_recent", deque[str](maxlen=None))
+    asked = LlamaSettings(
+        models[shape], **{"n_ctx": 16_384, "flash_attn": "on", "n_gpu_layers": 0, "n_cache_seqs": 0} | settings
+    )
+    with loaded(models[shape], **{name: getattr(asked, name) for name in LlamaSettings.__slots__[1:]}) as backend:
+        allocated = sum(logged_bytes(kind, library._recent) for kind in ("KV buffer", "RS buffer"))
+        n_parts = 1 if asked.unified else asked.n_slots
+        part = padded(padded(asked.n_ctx) // n_parts)
+        gpu, host = kv_bytes(backend._model, asked, backend.n_seqs, part)
+    assert gpu == KvBytes()
+    assert allocated == pytest.approx(part * n_parts * host.per_cell + host.fixed, rel=0.05, abs=0.02 * 2**20)
+
+
+def test_layers_with_a_sliding_window_take_little_in_a_large_pool(models: dict[str, Path]) -> None:
+    """Five of six layers keep 32 tokens of each slot and a step; without that, all would keep 65,536."""
+    with loaded(models["tiny-swa"], n_ctx=65_536, n_slots=4, n_ubatch=512, n_gpu_layers=0) as backend:
+        assert backend.info.sizing.startswith("KV pool: 65,536 cells by --ctx-size, 15.3 MiB; beside them 0.9 MiB")
+        assert feed(backend, 0, [300] * 512).status is Status.OK
+    model, _ = load_model(LlamaSettings(models["tiny-swa"], n_gpu_layers=0), lambda _share: True)
+    for swa_full, per_cell, fixed in ((False, 256, 5 * 256 * 768), (True, 6 * 256, 0)):
+        settings = LlamaSettings(models["tiny-swa"], swa_full=swa_full, n_gpu_layers=0)
+        _, host = kv_bytes(model, settings, 4, 65_536)
+        assert (host.per_cell, host.fixed) == pytest.approx((per_cell, fixed), rel=0.05)
+    llama_cpp.llama_model_free(model)
+
+
+def test_what_llama_cpp_logs_of_its_buffers_is_read_by_place() -> None:
+    lines = [
+        "llama_kv_cache_iswa: creating non-SWA KV cache, size = 256 cells",
+        "llama_kv_cache:        CPU KV buffer size =     1.00 MiB",
+        "llama_kv_cache:      CUDA0 KV buffer size =     2.00 MiB",
+        "llama_kv_cache: size =    3.00 MiB (   256 cells,   3 layers,  4/1 seqs), K (f16):    1.50 MiB",
+        "llama_kv_cache_iswa: creating     SWA KV cache, size = 256 cells",
+        "llama_kv_cache:      CUDA0 KV buffer size =     4.00 MiB",
+        "llama_kv_cache: size =    4.00 MiB (   256 cells,   9 layers,  4/1 seqs), K (f16):    2.00 MiB",
+        "llama_memory_recurrent:  CUDA_Host RS buffer size =     0.50 MiB",
+    ]
+    assert from_log(lines, 512) == (KvBytes(8192, 8 * 2**20), KvBytes(4096, 2**19))
+    assert from_log(lines, -1) == (KvBytes(8192 + 16_384, 0), KvBytes(4096, 2**19))
+
+
+def test_bytes_of_a_cell_in_the_demo_model(models: dict[str, Path]) -> None:
     with loaded(models["demo"]) as backend:
-        widths = sizing.kv_widths(backend._model, models["demo"])
-    assert sum(sizing.layer_bytes(widths, "f16", "f16", flash_attn=True)) == DEMO_CELL
-    assert sizing.layer_bytes([(64, 32), (64, 128)], "f16", "q8_0", flash_attn=True) == [128 + 34, 128 + 136]
-    assert sizing.layer_bytes([(64, 32), (64, 128)], "f16", "q8_0", flash_attn=False) == [128 + 136] * 2
-    assert sizing.layer_bytes([], "f16", "f16", flash_attn=True) == []
-
-
-def test_heads_of_each_layer_are_read_from_the_file(models: dict[str, Path], tmp_path: Path) -> None:
-    assert sizing.array(models["tiny-lfm2"], "lfm2.attention.head_count_kv") == [0, 1, 0, 1]
-    for key in ("nosuch", "lfm2.block_count", "tokenizer.ggml.tokens"):
-        assert sizing.array(models["tiny-lfm2"], key) == []
-    assert sizing.array(tmp_path / "nowhere", "x") == []
+        assert 5 * layer_bytes(backend._model, "f16", "f16") == DEMO_CELL
 
 
 def test_a_default_pool_says_where_it_comes_from(models: dict[str, Path]) -> None:
@@ -274,7 +320,7 @@ def test_a_default_pool_says_where_it_comes_from(models: dict[str, Path]) -> Non
 
 def scarce(monkeypatch: pytest.MonkeyPatch, *, available: int, total: int) -> None:
     memory = SimpleNamespace(available=available, total=total)
-    monkeypatch.setattr(sizing.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(host_memory_module.psutil, "virtual_memory", lambda: memory)
 
 
 def test_scarce_memory_makes_a_smaller_pool(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,67 +351,122 @@ def test_too_little_memory_is_said_and_a_size_of_ones_own_is_not_questioned(
         assert backend.info.n_ctx == 1024
 
 
-@pytest.mark.parametrize(("shape", "words"), UNLIKE.items())
-def test_where_cells_are_not_alike_the_models_context_is_taken(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, shape: str, words: str
+def test_where_kv_does_not_grow_with_the_cells_the_models_context_is_taken(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scarce(monkeypatch, available=1, total=2)
-    with loaded(models[shape], n_ctx=0) as backend:
+    with loaded(models["tiny-mamba"], n_ctx=0) as backend:
         assert backend.info.n_ctx == 4096
         assert backend.info.sizing.startswith("KV pool: 4,096 cells, the model's context")
-        assert words in backend.info.sizing
+        assert "does not grow" in backend.info.sizing
 
 
-@pytest.mark.parametrize("key", ["kv_lora_rank", "key_length_mla", "indexer.key_length"])
-def test_compressed_kv_is_not_guessed(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+@pytest.mark.parametrize("shape", ["tiny-swa", "tiny-lfm2"])
+def test_a_model_whose_layers_are_not_alike_gets_the_cells_that_fit(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, shape: str
+) -> None:
+    scarce(monkeypatch, available=2**21, total=2**21)
+    monkeypatch.setattr(sizing, "kv_places", lambda gpu, host, _: kv_places(gpu, host, 0))
+    with loaded(models[shape], n_ctx=0, kv_mem_fraction=1.0, n_gpu_layers=0) as backend:
+        assert 256 <= backend.info.n_ctx < 8192
+        assert "beside the cells) / " in backend.info.sizing
+
+
+def logged_warnings(lines: list[Any]) -> list[str]:
+    return [line["reason"] for line in lines if line["event"] == "kv_pool.larger_than_memory"]
+
+
+def test_a_pool_that_is_larger_than_memory_is_warned_of_before_llama_cpp_tries(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, weights = load_model(LlamaSettings(models["demo"], n_gpu_layers=0), lambda _share: True)
+    llama_cpp.llama_model_free(model)
+    scarce(monkeypatch, available=weights + 5000 * DEMO_CELL, total=2**30)
+    refused = [False]
+
+    def failing(*_: object) -> None:
+        refused[0] = bool(logged_warnings(lines))
+
+    with capture_logs() as lines:
+        with loaded(models["demo"], n_ctx=4096, n_gpu_layers=0):
+            assert not logged_warnings(lines)
+        monkeypatch.setattr(llama_cpp, "llama_init_from_model", failing)
+        with pytest.raises(ConfigError, match=r"KV pool of 8,192 cells.* lower --ctx-size") as caught:
+            load_model_and_context(models["demo"])
+    assert refused == [True]
+    assert caught.value.param == "--ctx-size"
+    [reason] = logged_warnings(lines)
+    assert reason.startswith(
+        "--ctx-size 8,192 needs 8,192 cells x 2,560 bytes = 20.0 MiB on the host, where 12.2 MiB"
+    )
+    assert reason.endswith("at most 5,000 cells fit")
+
+
+def load_model_and_context(model: Path) -> None:
+    with loaded(model, n_ctx=8192, n_gpu_layers=0):
+        pass
+
+
+@pytest.mark.parametrize("key", ["kv_lora_rank", "key_length_mla", "indexer.key_length", "head_count_kv"])
+def test_compressed_or_unequal_kv_is_measured(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
     def with_key(model: object, wanted: str) -> str:
-        return "512" if wanted == f"llama.attention.{key}" else metadata(model, wanted)
+        value = "[1, 2]" if key == "head_count_kv" else "512"
+        return value if wanted == f"llama.attention.{key}" else metadata(model, wanted)
 
-    monkeypatch.setattr(sizing, "metadata", with_key)
-    with loaded(models["tiny"], n_ctx=0) as backend:
-        assert "something else than K and V" in backend.info.sizing
+    monkeypatch.setattr(kv_bytes_module, "metadata", with_key)
+    measured = [0]
+
+    def counted(*args: Any) -> Any:
+        measured[0] += 1
+        return kv_bytes_measured(*args)
+
+    kv_bytes_measured = kv_bytes_module.measured
+    monkeypatch.setattr(kv_bytes_module, "measured", counted)
+    with loaded(models["tiny"], n_ctx=0, n_gpu_layers=0) as backend:
+        assert "/ 778 bytes a cell" in backend.info.sizing, "768, as exact as the log is"
+    assert measured == [1]
 
 
 def test_devices_tell_their_memory() -> None:
     library.initialise()
-    found = {device.name: device for device in sizing._devices()}
-    assert found["CPU"].kind not in (1, 2)
+    found = {device.name: device for device in library.devices()}
+    assert found["CPU"].kind not in (library.GPU, library.INTEGRATED_GPU)
     assert found["CPU"].total == pytest.approx(psutil.virtual_memory().total, rel=0.1)
 
 
-LAYERS = [100, 200, 300, 400]
-GPUS = [sizing._Device("GPU0", 1, 60, 80), sizing._Device("GPU1", 1, 20, 80)]
+GPUS = [Device("GPU0", "a", 1, 60, 80), Device("GPU1", "b", 1, 20, 80)]
 
 
-@pytest.mark.parametrize(
-    ("n_gpu_layers", "places"),
-    [
-        (-1, [Place("GPU0 + GPU1", 80, 160, 1000)]),
-        (5, [Place("GPU0 + GPU1", 80, 160, 1000)]),
-        (99, [Place("GPU0 + GPU1", 80, 160, 1000)]),
-        (4, [Place("GPU0 + GPU1", 80, 160, 900), Place(HOST, 40, 90, 100)]),
-        (1, [Place(HOST, 40, 90, 1000)]),
-        (0, [Place(HOST, 40, 90, 1000)]),
-    ],
-)
-def test_kv_lies_where_its_layer_does(
-    monkeypatch: pytest.MonkeyPatch, n_gpu_layers: int, places: list[Place]
-) -> None:
+@pytest.mark.parametrize(("n_gpu_layers", "n_on_gpu"), [(-1, 4), (0, 0), (1, 0), (4, 3), (5, 4), (99, 4)])
+def test_kv_lies_where_its_layer_does(monkeypatch: pytest.MonkeyPatch, n_gpu_layers: int, n_on_gpu: int) -> None:
+    monkeypatch.setattr(library, "devices", lambda: [])
+    assert layers_on_gpu(4, 0, n_gpu_layers) == 0
+    monkeypatch.setattr(library, "devices", lambda: [Device("CPU", "", 0, 1, 1), *GPUS])
+    assert layers_on_gpu(4, 0, n_gpu_layers) == n_on_gpu
+    assert layers_on_gpu(4, 1, n_gpu_layers + 1 if n_gpu_layers > 0 else n_gpu_layers) == n_on_gpu
+
+
+def test_the_memory_of_all_gpus_counts_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(sizing, "_devices", lambda: [sizing._Device("CPU", 0, 1, 1), *GPUS])
+    monkeypatch.setattr(library, "devices", lambda: GPUS)
     monkeypatch.setattr(sizing, "host_memory", lambda: (50, 90))
-    assert kv_places(LAYERS, 4, n_gpu_layers, 10) == places
+    on_gpu, on_host = Place("GPU0 + GPU1", 80, 160, 900, 7), Place(HOST, 40, 90, 100, 3)
+    assert kv_places(KvBytes(900, 7), KvBytes(100, 3), 10) == [on_gpu, on_host]
+    assert kv_places(KvBytes(900, 7), KvBytes(), 10) == [on_gpu]
+    assert kv_places(KvBytes(), KvBytes(100, 3), 10) == [on_host]
 
 
 def test_a_gpu_without_memory_of_its_own_is_bound_by_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    integrated = sizing._Device("iGPU", 2, 70, 80)
+    integrated = Device("iGPU", "", 2, 70, 80)
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(sizing, "_devices", lambda: [integrated])
+    monkeypatch.setattr(library, "devices", lambda: [integrated])
     monkeypatch.setattr(sizing, "host_memory", lambda: (50, 90))
-    both = [Place("iGPU", 70, 80, 1000), Place(HOST, 40, 90, 1000)]
-    assert kv_places(LAYERS, 4, -1, 10) == both
-    monkeypatch.setattr(sizing, "_devices", lambda: [integrated, *GPUS])
-    assert [place.name for place in kv_places(LAYERS, 4, -1, 10)] == ["GPU0 + GPU1"]
+    both = [Place("iGPU", 70, 80, 900), Place(HOST, 40, 90, 1000)]
+    assert kv_places(KvBytes(900), KvBytes(100), 10) == both
+    monkeypatch.setattr(library, "devices", lambda: [integrated, *GPUS])
+    assert [place.name for place in kv_places(KvBytes(900), KvBytes(), 10)] == ["GPU0 + GPU1"]
 
 
 def test_a_gpu_that_does_not_say_what_is_free_is_not_guessed(
@@ -409,12 +510,12 @@ def test_a_container_has_what_its_groups_allow(
     mount = tmp_path / "mount"
     group(mount, *outer)
     group(mount / "inner", *inner)
-    assert sizing.host_memory(mount, own) == memory
+    assert host_memory(mount, own) == memory
 
 
 def test_without_groups_memory_is_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scarce(monkeypatch, available=800, total=1000)
-    assert sizing.host_memory(tmp_path, tmp_path / "nowhere") == (800, 1000)
+    assert host_memory(tmp_path, tmp_path / "nowhere") == (800, 1000)
     own = tmp_path / "own"
     own.write_text("0::/\n")
-    assert sizing.host_memory(tmp_path, own) == (800, 1000)
+    assert host_memory(tmp_path, own) == (800, 1000)

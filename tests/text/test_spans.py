@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bench.synthetic import CHAT_TEMPLATE
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.backend.llama.backend import LlamaBackend
-from llamaslot.backend.llama.settings import LlamaSettings
+from llamaslot.backend.llama.llama_settings import LlamaSettings
 from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import Submit, TextPart
 from llamaslot.base.errors import InvalidRequestError

@@ -12,18 +12,21 @@ import msgspec
 import numpy as np
 import psutil
 
-from llamaslot.backend.llama import costs, library, sizing, small_steps
+from llamaslot.backend.llama import costs, library, measurements, sizing, small_steps
+from llamaslot.backend.llama.llama_settings import LlamaSettings, sequences
 from llamaslot.backend.llama.loading import (
+    builtin_template,
     kv_facts,
     load_model,
     make_context,
     metadata,
     parts,
+    sampling_defaults,
     why_not_reusable,
 )
+from llamaslot.backend.llama.measurements import Measurements
 from llamaslot.backend.llama.sampler import LlamaSampler, Logits
 from llamaslot.backend.llama.segments import SegmentStore
-from llamaslot.backend.llama.settings import LlamaSettings, sequences
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base.backend import Decoded, Run, Sampler, Status, check_runs
 from llamaslot.base.commands import Sampling
@@ -78,14 +81,13 @@ class LlamaBackend:
         """Sequences in copies that llama.cpp carries out with the next decode."""
         self._views: dict[int, Logits] = {}
         """Arrays over the logits by address: llama.cpp keeps to a few, so they need not be made every step."""
-        self._warm_up()
-        if settings.measure_costs:
-            try:
-                kv, batch = costs.measure(self, self._context), small_steps.measure(self, self._context)
-                self.info = msgspec.structs.replace(self.info, kv_cost=kv, step_cost=batch)
-            except ConfigError:
-                self.close()
-                raise
+        try:
+            self._warm_up()
+            measured = msgspec.structs.asdict(self._measurements(settings))
+        except ConfigError:
+            self.close()
+            raise
+        self.info = msgspec.structs.replace(self.info, **measured)
 
     def change(self, operation: Operation) -> None:
         """See `Backend.change`."""
@@ -134,7 +136,9 @@ class LlamaBackend:
         """See `Backend.seq_range`."""
         self._check_seq(seq)
         end = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
-        return range(llama_cpp.llama_memory_seq_pos_min(self._memory, seq), end) if end else range(0)
+        # Layers with a sliding window and recurrent states drop what is behind; nothing of such models is shared.
+        start = llama_cpp.llama_memory_seq_pos_min(self._memory, seq) if self.info.reuse else 0
+        return range(start, end) if end else range(0)
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """See `Backend.decode`."""
@@ -189,8 +193,8 @@ class LlamaBackend:
         n_ctx_train = llama_cpp.llama_model_n_ctx_train(model)
         n_ctx_seq = llama_cpp.llama_n_ctx_seq(context)
         reason = why_not_reusable(model)
-        gpus = library.devices() if settings.n_gpu_layers != 0 else []
-        template = llama_cpp.llama_model_chat_template(model, None)
+        gpus = library.gpus() if settings.n_gpu_layers != 0 else []
+        template = (llama_cpp.llama_model_chat_template(model, None) or b"").decode(errors="replace")
         return ModelInfo(
             name=metadata(model, "general.name") or settings.model.stem,
             path=str(settings.model),
@@ -215,10 +219,12 @@ class LlamaBackend:
             sizing=size,
             cache_type_k=settings.cache_type_k,
             cache_type_v=settings.cache_type_v,
-            device=", ".join(gpus) if gpus else "CPU",
+            device=", ".join(f"{each.name} ({each.description})" for each in gpus) or "CPU",
             reuse=not reason,
             reuse_reason=reason,
-            chat_template=template.decode(errors="replace") if template else "",
+            chat_template=template,
+            builtin_template=builtin_template(template),
+            sampling=sampling_defaults(model),
             bos_token=vocab.text(vocab.bos),
             eos_token=vocab.text(vocab.eos),
             adds_bos=vocab.adds_bos,
@@ -233,18 +239,35 @@ class LlamaBackend:
         status = self.decode([Run(seq=0, start=0, tokens=token, output=True)]).status
         llama_cpp.llama_set_warmup(self._context, False)
         if status is not Status.OK:
-            self.close()
             raise ConfigError(f"the model loads but cannot compute ({status.name})", param="--model")
-        if not self.info.unified and self.info.reuse and self.n_seqs > 1:
-            self.info = msgspec.structs.replace(self.info, stream_copy_ms=self._measure_stream_copy(token))
         if self.info.unified and self.info.reuse and self.info.flash_attn and self.n_seqs > self.info.n_slots:
             self.info = msgspec.structs.replace(self.info, segment_size=self._measure_segments(token))
+        self._clear()
+
+    def _clear(self) -> None:
         llama_cpp.llama_memory_clear(self._memory, True)
         self._lengths = [0] * self.n_seqs
         self._rows = {}
 
-    def _measure_stream_copy(self, token: Tokens) -> float:
+    def _measurements(self, settings: LlamaSettings) -> Measurements:
+        """Return the start-up measurements: those that an earlier start kept, else measured now."""
+        folder = settings.measurements
+        key = measurements.key_of(settings, self.info, self.n_seqs) if folder else ""
+        if folder and (kept := measurements.read(folder, key)):
+            return kept
+        copies = not self.info.unified and self.info.reuse and self.n_seqs > 1
+        measured = Measurements(
+            stream_copy_ms=self._measure_stream_copy() if copies else 0.0,
+            kv_cost=costs.measure(self, self._context) if settings.measure_costs else None,
+            step_cost=small_steps.measure(self, self._context) if settings.measure_costs else None,
+        )
+        if folder:
+            measurements.write(folder, key, measured)
+        return measured
+
+    def _measure_stream_copy(self) -> float:
         """Milliseconds by which a decode takes longer that has a stream to copy, memory touched before."""
+        token = np.zeros(1, dtype=np.int32)
 
         def step() -> float:
             started = perf_counter()
@@ -257,6 +280,7 @@ class LlamaBackend:
         for _ in range(3):
             self.change(CopyStream(0, 1, self._lengths[0]))
             copying.append(step())
+        self._clear()
         return max(min(copying[1:]) - plain, 0.01)
 
     def _measure_segments(self, token: Tokens) -> SegmentSize:
@@ -352,6 +376,9 @@ def _status(code: int) -> Status:
 
 
 def _description(model: Any) -> str:
+    """Architecture, size and element type, as in `llama 2.32M F16`; llama.cpp writes `?B` for most sizes."""
     buffer = ctypes.create_string_buffer(256)
     llama_cpp.llama_model_desc(model, buffer, len(buffer))
-    return buffer.value.decode(errors="replace")
+    n_params = llama_cpp.llama_model_n_params(model)
+    divisor, unit = next((each for each in ((1e9, "B"), (1e6, "M")) if n_params >= each[0]), (1e3, "K"))
+    return buffer.value.decode(errors="replace").replace("?B", f"{n_params / divisor:.3g}{unit}")

@@ -6,6 +6,7 @@ import ctypes
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from llama_cpp._ggml import libggml
 
 _log = structlog.get_logger("llama.cpp")
 
-_WARN, _ERROR = 3, 4
-_GPU_DEVICES = (1, 2)
-"""ggml's device types of discrete and integrated GPUs (0 is the CPU, 3 an accelerator beside it)."""
+_DEBUG, _WARN, _ERROR = 1, 3, 4
+GPU, INTEGRATED_GPU = 1, 2
+"""ggml's device types of GPUs with memory of their own and of those that use the host's (0 is the CPU)."""
 
 _HARMLESS = ("possible training context overflow",)
 """Warnings that do not apply: a slot never gets more than the model's training context, whatever the pool has."""
@@ -25,20 +26,25 @@ _HARMLESS = ("possible training context overflow",)
 _recent: deque[str] = deque(maxlen=200)
 _errors: deque[str] = deque(maxlen=20)
 _watching: list[bool] = []
+"""An entry for each `watched` in progress: True where warnings are not to be logged either."""
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def _on_log(level: int, text: bytes | None, _user: Any) -> None:
+    if level == _DEBUG:
+        return
     line = (text or b"").decode(errors="replace").strip()
     if not line or line == "." * len(line):
         return
     _recent.append(line)
     if level == _ERROR:
         _errors.append(line)
-        if not _watching:
-            _log.error("llama.cpp", line=line)
-    elif level == _WARN and not any(words in line for words in _HARMLESS):
+    if level == _ERROR and not _watching:
+        _log.error("llama.cpp", line=line)
+    elif level == _WARN and not any(_watching) and not any(words in line for words in _HARMLESS):
         _log.warning("llama.cpp", line=line)
+    else:
+        _log.debug("llama.cpp", line=line)
 
 
 def initialise() -> None:
@@ -48,11 +54,14 @@ def initialise() -> None:
 
 
 @contextmanager
-def watched() -> Iterator[tuple[deque[str], deque[str]]]:
-    """The lines that llama.cpp logs meanwhile: all of them, and its errors, which nobody else logs then."""
+def watched(*, quiet: bool = False) -> Iterator[tuple[deque[str], deque[str]]]:
+    """Collect the lines that llama.cpp logs meanwhile, and its errors, which are left to the caller to report.
+
+    With `quiet` its warnings are not logged either.
+    """
     _recent.clear()
     _errors.clear()
-    _watching.append(True)
+    _watching.append(quiet)
     try:
         yield _recent, _errors
     finally:
@@ -65,9 +74,25 @@ def paths() -> list[Path]:
     return sorted(each for each in own.parent.iterdir() if each.suffix == own.suffix)
 
 
-def devices() -> list[str]:
-    """The GPUs that the library sees, by the names that their drivers give."""
-    found = []
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device that ggml computes on, and its memory in bytes."""
+
+    name: str
+    description: str
+    kind: int
+    free: int
+    total: int
+
+
+def gpus() -> list[Device]:
+    """The GPUs that llama.cpp uses: integrated ones only where there are no others."""
+    found = devices()
+    return [each for each in found if each.kind == GPU] or [each for each in found if each.kind == INTEGRATED_GPU]
+
+
+def devices() -> list[Device]:
+    """All devices, the CPU among them."""
     libggml.ggml_backend_dev_count.restype = ctypes.c_size_t
     libggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
     libggml.ggml_backend_dev_get.restype = ctypes.c_void_p
@@ -76,10 +101,14 @@ def devices() -> list[str]:
     for function in (libggml.ggml_backend_dev_name, libggml.ggml_backend_dev_description):
         function.argtypes = [ctypes.c_void_p]
         function.restype = ctypes.c_char_p
+    libggml.ggml_backend_dev_memory.argtypes = [ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_size_t)] * 2]
+    libggml.ggml_backend_dev_memory.restype = None
+    found = []
     for i in range(libggml.ggml_backend_dev_count()):
         device = libggml.ggml_backend_dev_get(i)
-        if libggml.ggml_backend_dev_type(device) in _GPU_DEVICES:
-            name = libggml.ggml_backend_dev_name(device).decode(errors="replace")
-            description = libggml.ggml_backend_dev_description(device).decode(errors="replace")
-            found.append(f"{name} ({description})")
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        libggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+        name = libggml.ggml_backend_dev_name(device).decode(errors="replace")
+        description = libggml.ggml_backend_dev_description(device).decode(errors="replace")
+        found.append(Device(name, description, libggml.ggml_backend_dev_type(device), free.value, total.value))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -12,7 +13,7 @@ from typing import Any
 import llama_cpp
 
 from llamaslot.backend.llama import library
-from llamaslot.backend.llama.settings import CACHE_TYPES, LlamaSettings
+from llamaslot.backend.llama.llama_settings import CACHE_TYPES, LlamaSettings
 from llamaslot.base.errors import ConfigError
 
 PADDING = 256
@@ -24,6 +25,23 @@ _FLASH_ATTN = {
     "on": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
     "off": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
 }
+_LOAD_MODES = {
+    (True, False): llama_cpp.LLAMA_LOAD_MODE_AUTO,
+    (True, True): llama_cpp.LLAMA_LOAD_MODE_MMAP_MLOCK,
+    (False, False): llama_cpp.LLAMA_LOAD_MODE_NONE,
+    (False, True): llama_cpp.LLAMA_LOAD_MODE_MLOCK,
+}
+"""How llama.cpp loads weights, by whether they are mapped from the file and locked in memory."""
+_SAMPLING_KEYS: dict[str, tuple[str, type[int] | type[float]]] = {
+    "temp": ("temperature", float),
+    "top_k": ("top_k", int),
+    "top_p": ("top_p", float),
+    "min_p": ("min_p", float),
+    "penalty_last_n": ("repeat_last_n", int),
+    "penalty_repeat": ("repeat_penalty", float),
+}
+"""Fields of `Sampling` by the keys of a GGUF file behind `general.sampling.`; others (XTC, Mirostat) have no field.
+"""
 
 
 class LoadingStopped(Exception):  # noqa: N818 - nothing went wrong
@@ -47,6 +65,7 @@ def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) ->
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers = settings.n_gpu_layers
     params.progress_callback = progress
+    params.load_mode = _LOAD_MODES[settings.use_mmap, settings.use_mlock]
     with library.watched() as (lines, errors):
         model = llama_cpp.llama_model_load_from_file(os.fsencode(settings.model), params)
         if stopped:
@@ -104,29 +123,17 @@ def check_file(path: Path) -> None:
 def make_context(
     model: Any, settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_threads: int
 ) -> tuple[Any, bool]:
-    """A context for `n_seqs` sequences with `n_ctx` cells for the slots, and whether flash attention is on.
+    """Return a context for `n_seqs` sequences with `n_ctx` cells for the slots, and whether flash attention is on.
 
     Raises `ConfigError`.
     """
-    params = llama_cpp.llama_context_default_params()
-    params.n_ctx = n_ctx if settings.unified else in_parts(n_ctx, settings.n_slots, n_seqs)
-    params.n_batch = max(settings.n_batch, settings.n_ubatch)
-    params.n_ubatch = settings.n_ubatch
-    params.n_seq_max = n_seqs
-    # A step asks for at most one row of logits a slot, and llama.cpp wants room for one a sequence.
-    params.n_outputs_max = n_seqs
-    params.n_threads = n_threads
-    params.n_threads_batch = settings.n_threads_batch or n_threads
-    params.flash_attn_type = _FLASH_ATTN[settings.flash_attn]
-    params.kv_unified = settings.unified
-    params.type_k = CACHE_TYPES[settings.cache_type_k]
-    params.type_v = CACHE_TYPES[settings.cache_type_v]
-    params.no_perf = True
+    params = context_params(settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads)
     with library.watched() as (lines, errors):
         context = llama_cpp.llama_init_from_model(model, params)
         if not context:
             raise ConfigError(
-                f"cannot make a context of {params.n_ctx} tokens: {_reason(errors)}; try a smaller --ctx-size",
+                f"no memory for a KV pool of {params.n_ctx:,} cells, or llama.cpp refuses it: {_reason(errors)}; "
+                "lower --ctx-size",
                 param="--ctx-size",
             )
         n_ubatch = llama_cpp.llama_n_ubatch(context)
@@ -139,6 +146,27 @@ def make_context(
             )
         disabled = settings.flash_attn == "off" or any("Flash Attention not supported" in line for line in lines)
     return context, not disabled
+
+
+def context_params(settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_threads: int) -> Any:
+    """Return llama.cpp's parameters for a context of `n_seqs` sequences with `n_ctx` cells for the slots."""
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = n_ctx if settings.unified else in_parts(n_ctx, settings.n_slots, n_seqs)
+    params.n_batch = max(settings.n_batch, settings.n_ubatch)
+    params.n_ubatch = settings.n_ubatch
+    params.n_seq_max = n_seqs
+    # A step asks for at most one row of logits a slot, and llama.cpp wants room for one a sequence (fact 1).
+    params.n_outputs_max = n_seqs
+    params.n_threads = n_threads
+    params.n_threads_batch = settings.n_threads_batch or n_threads
+    params.flash_attn_type = _FLASH_ATTN[settings.flash_attn]
+    params.kv_unified = settings.unified
+    # The library's default is true, which costs full-size KV in layers with a sliding window (fact 23).
+    params.swa_full = settings.swa_full
+    params.type_k = CACHE_TYPES[settings.cache_type_k]
+    params.type_v = CACHE_TYPES[settings.cache_type_v]
+    params.no_perf = True
+    return params
 
 
 def in_parts(n_ctx: int, n_slots: int, n_seqs: int) -> int:
@@ -175,6 +203,38 @@ def metadata(model: Any, key: str) -> str:
         if n < size:
             return buffer.value.decode(errors="replace")
         size = n + 1
+
+
+def sampling_defaults(model: Any) -> dict[str, int | float]:
+    """Return the fields of `Sampling` for which the model file recommends a value (`general.sampling.*`)."""
+    found: dict[str, int | float] = {}
+    for key, (name, kind) in _SAMPLING_KEYS.items():
+        text = metadata(model, f"general.sampling.{key}")
+        try:
+            value = kind(text) if text else math.nan
+        except ValueError:
+            value = math.nan
+        if math.isfinite(value):
+            found[name] = value
+    return found
+
+
+def builtin_template(source: str) -> str:
+    """Return the name of the built-in chat template that llama.cpp takes for a Jinja source, or nothing."""
+    names = (ctypes.c_char_p * 256)()
+    n = min(llama_cpp.llama_chat_builtin_templates(names, len(names)), len(names))
+    prompt = _prompt_by_builtin(source.encode())
+    fitting = (name for name in names[:n] if name and prompt and _prompt_by_builtin(name) == prompt)
+    return next(fitting, b"").decode()
+
+
+def _prompt_by_builtin(template: bytes) -> bytes:
+    """A conversation in which all built-in templates differ, by the one of a name or the one that fits a source."""
+    roles = (b"system", b"user", b"assistant", b"user")
+    chat = (llama_cpp.llama_chat_message * len(roles))(*((role, b" " + role + b" ") for role in roles))
+    buffer = ctypes.create_string_buffer(4096)
+    n = llama_cpp.llama_chat_apply_template(template, chat, len(roles), True, buffer, len(buffer))
+    return buffer.raw[: max(n, 0)]
 
 
 def why_not_reusable(model: Any) -> str:

@@ -47,12 +47,18 @@ class LlamaSettings:
     """Threads of prefill; 0 for as many as `n_threads`."""
     n_gpu_layers: int = -1
     """Layers on the GPU; -1 for all."""
+    use_mmap: bool = True
+    use_mlock: bool = False
     flash_attn: Literal["auto", "on", "off"] = "auto"
     unified: bool = True
+    swa_full: bool = False
+    """Full-size KV for layers with a sliding window; of no use as long as nothing of such models is reused."""
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     measure_costs: bool = False
     """Whether to take the seconds that `ModelInfo.kv_cost` and `step_cost` need."""
+    measurements: Path | None = None
+    """Folder in which start-up measurements are kept for the next start; None to measure at each."""
 
 
 def sequences(settings: LlamaSettings, *, reusable: bool) -> tuple[int, int]:

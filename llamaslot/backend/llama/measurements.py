@@ -1,0 +1,81 @@
+"""Start-up measurements, kept in the user's cache folder so that the next start of the same model needs none.
+
+A file holds the measurements of one key: the model's files, all settings and sizes that times depend on, the
+library and the machine. Servers may share the folder: a file is replaced as a whole, and one that is corrupt or of
+another key counts as missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import llama_cpp
+import msgspec
+
+from llamaslot.backend.llama import library
+from llamaslot.backend.llama.costs import MOST
+from llamaslot.backend.llama.llama_settings import LlamaSettings
+from llamaslot.backend.llama.loading import parts
+from llamaslot.base.model import KvCost, ModelInfo, StepCost
+
+FORMAT = 1
+"""Counted up whenever something is measured in another way."""
+
+
+class Measurements(msgspec.Struct, frozen=True):
+    """The fields of `ModelInfo` that are measured at start."""
+
+    stream_copy_ms: float = 0.0
+    kv_cost: KvCost | None = None
+    step_cost: StepCost | None = None
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    key: str
+    measurements: Measurements
+
+
+def key_of(settings: LlamaSettings, info: ModelInfo, n_seqs: int) -> str:
+    """Return a digest of everything that the measurements depend on."""
+    n_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    facts = (
+        FORMAT,
+        _identities(parts(settings.model)),
+        (info.architecture, info.name, info.n_params, info.size_bytes, info.n_vocab, info.n_embd),
+        replace(settings, model=Path(), n_ctx=0, kv_mem_fraction=0.0, measurements=None),
+        # A larger pool does not change what is measured in one pool for all.
+        (min(info.n_ctx, MOST + info.n_ubatch) if info.unified else info.n_ctx, n_seqs, info.flash_attn),
+        (llama_cpp.__version__, _identities(library.paths())),
+        (platform.machine(), n_cpus, info.device, [device.description for device in library.devices()]),
+    )
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def read(folder: Path, key: str) -> Measurements | None:
+    """Return what was kept for the key; None where nothing was, or not in one piece."""
+    try:
+        kept = msgspec.json.decode((folder / f"{key}.json").read_bytes(), type=_Kept)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return kept.measurements if kept.key == key else None
+
+
+def write(folder: Path, key: str, measurements: Measurements) -> None:
+    """Keep measurements for the key; without effect where the folder cannot be written to."""
+    unfinished = folder / f".{key}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished.write_bytes(msgspec.json.encode(_Kept(key, measurements)))
+        unfinished.replace(folder / f"{key}.json")
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+
+
+def _identities(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """What tells a file from another one without reading it."""
+    return [(str(path.resolve()), (about := path.stat()).st_size, about.st_mtime_ns) for path in paths]
