@@ -17,7 +17,9 @@ import uvloop
 
 from bench.client import BenchmarkError
 from bench.report import decode_rate, notes
-from llamaslot.app.config import Config, add_flags, read_config
+from llamaslot.app.config import Config
+from llamaslot.app.config_reader import read_config
+from llamaslot.app.flags import add_flags
 from llamaslot.app.logs import configure_logging
 from llamaslot.app.models import resolve_model
 from llamaslot.app.server import llama_settings

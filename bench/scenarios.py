@@ -29,7 +29,8 @@ from rich.table import Table
 from bench.client import BenchmarkError
 from bench.flat import BLOCK, FlatLedger
 from bench.report import Summary, console, machine, notes, write_json
-from llamaslot.app.config import Parser, add_flags, read_config
+from llamaslot.app.config_reader import read_config
+from llamaslot.app.flags import Parser, add_flags
 from llamaslot.app.server import llama_settings
 from llamaslot.app.tiers import choose
 from llamaslot.backend.llama import LlamaBackend

@@ -51,7 +51,10 @@ async def props(request: web.Request) -> web.Response:
         {
             "default_generation_settings": {
                 "n_ctx": info.n_ctx_slot,
-                "params": {**generation_settings(settings.sampling, settings.n_predict), "stream": False},
+                "params": {
+                    **generation_settings(settings.default_sampling(info), settings.n_predict),
+                    "stream": False,
+                },
             },
             "total_slots": info.n_slots,
             "model_alias": settings.model_names(info)[0],

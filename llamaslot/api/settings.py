@@ -32,8 +32,12 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     n_predict: int = -1
     cache_prompt: bool = True
-    sampling: Sampling = Sampling(seed=-1)
-    """A `seed` of -1 stands for another one in each request."""
+    sampling: dict[str, int | float] = {}
+    """Fields of `Sampling` that flags set; they win over those that the model file recommends."""
+
+    def default_sampling(self, info: ModelInfo) -> Sampling:
+        """Return how a request that says nothing is sampled; a `seed` of -1 stands for a new one each time."""
+        return Sampling(**{"seed": -1, **info.sampling, **self.sampling})  # type: ignore[arg-type]
 
     def model_names(self, info: ModelInfo) -> list[str]:
         """All names of the model in alphabetical order, as llama-server has them; the first one is its id."""

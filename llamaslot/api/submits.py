@@ -151,9 +151,10 @@ async def _sampling(service: Service, settings: ApiSettings, options: Options) -
         asked["top_k"] = max(options.top_k, 0)
     if options.logit_bias is not None:
         asked["logit_bias"] = await _logit_bias(service, options.logit_bias)
-    seed = _first(options.seed, settings.sampling.seed)
+    default = settings.default_sampling(service.info)
+    seed = _first(options.seed, default.seed)
     asked["seed"] = secrets.randbelow(_SEEDS) if seed in (-1, _SEEDS) else seed % _SEEDS
-    return msgspec.structs.replace(settings.sampling, **asked)
+    return msgspec.structs.replace(default, **asked)
 
 
 async def _logit_bias(

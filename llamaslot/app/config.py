@@ -1,23 +1,16 @@
-"""What the server can be told: one table of fields, read from flags, the environment and a TOML file.
+"""Configuration table of `llamaslot serve`: one field per option, with its flags, environment variable and help.
 
-A flag wins over the environment, the environment over the file, the file over the default. Names and environment
-variables are llama-server's where it has the same thing. Every wrong value is one `ConfigError` that names the
-flag, the variable or the file's key it came from.
+Names and environment variables are llama-server's where it has the same option. `flags.py` makes the command line
+from this table, `config_reader.py` reads values into it.
 """
 
 from __future__ import annotations
 
-import argparse
-import difflib
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
-
-from llamaslot.base.errors import ConfigError
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 
@@ -46,11 +39,7 @@ def _row(
     return msgspec.Meta(ge=ge, le=le, description=text, extra=extra)
 
 
-_NOT_NEEDED = dict.fromkeys(
-    ("--cache-reuse", "--slot-prompt-similarity", "-sps", "--cache-idle-slots", "--no-cache-idle-slots"),
-    "here every known prefix is reused, to the token and from any slot, without being told; leave it out",
-)
-"""Flags of llama-server that have nothing to do here, and why."""
+_OWN_ELSE = "default for requests; without it the one in the model file, else"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +145,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         int | Literal["auto", "all"],
         _row("-ngl --gpu-layers --n-gpu-layers", "LLAMA_ARG_N_GPU_LAYERS", "layers on the GPU"),
     ] = "auto"
+    mmap: Annotated[
+        bool, _row("--mmap", "LLAMA_ARG_MMAP", "map the weights from the file instead of reading them")
+    ] = True
+    mlock: Annotated[bool, _row("--mlock", "LLAMA_ARG_MLOCK", "keep the weights in RAM, never swapped out")] = False
     flash_attn: Annotated[
         Literal["auto", "on", "off"],
         _row("-fa --flash-attn", "LLAMA_ARG_FLASH_ATTN", "flash attention", words=_TRISTATE),
@@ -163,6 +156,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     kv_unified: Annotated[bool, _row("-kvu --kv-unified", "LLAMA_ARG_KV_UNIFIED", "one KV pool for all slots")] = (
         True
     )
+    swa_full: Annotated[
+        bool,
+        _row(
+            "--swa-full",
+            "LLAMA_ARG_SWA_FULL",
+            "as many cells for layers with a sliding window as for the others; nothing makes use of them yet",
+        ),
+    ] = False
     cache_type_k: Annotated[
         CacheType, _row("-ctk --cache-type-k", "LLAMA_ARG_CACHE_TYPE_K", "element type of K in the pool")
     ] = "f16"
@@ -200,18 +201,35 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         int, _row("-s --seed", "LLAMA_ARG_SEED", "default seed; -1 for another each time", ge=-1, le=2**32 - 1)
     ] = -1
     temperature: Annotated[
-        float,
-        _row("--temp --temperature", "LLAMA_ARG_TEMPERATURE", "default temperature; 0 for greedy", ge=0, le=100),
-    ] = 0.8
-    top_k: Annotated[int, _row("--top-k", "LLAMA_ARG_TOP_K", "default; 0 for off", ge=-1, le=2**31 - 1)] = 40
-    top_p: Annotated[float, _row("--top-p", "LLAMA_ARG_TOP_P", "default; 1 for off", ge=0, le=1)] = 0.95
-    min_p: Annotated[float, _row("--min-p", "LLAMA_ARG_MIN_P", "default; 0 for off", ge=0, le=1)] = 0.05
+        Annotated[float, msgspec.Meta(ge=0, le=100)] | None,
+        _row("--temp --temperature", "LLAMA_ARG_TEMPERATURE", f"{_OWN_ELSE} 0.8; 0 for greedy"),
+    ] = None
+    top_k: Annotated[
+        Annotated[int, msgspec.Meta(ge=-1, le=_INT32)] | None,
+        _row("--top-k", "LLAMA_ARG_TOP_K", f"{_OWN_ELSE} 40; 0 for off"),
+    ] = None
+    top_p: Annotated[
+        Annotated[float, msgspec.Meta(ge=0, le=1)] | None,
+        _row("--top-p", "LLAMA_ARG_TOP_P", f"{_OWN_ELSE} 0.95; 1 for off"),
+    ] = None
+    min_p: Annotated[
+        Annotated[float, msgspec.Meta(ge=0, le=1)] | None,
+        _row("--min-p", "LLAMA_ARG_MIN_P", f"{_OWN_ELSE} 0.05; 0 for off"),
+    ] = None
     chat_template: Annotated[
         str, _row("--chat-template", "LLAMA_ARG_CHAT_TEMPLATE", "name of a built-in template, or Jinja source")
     ] = ""
     chat_template_file: Annotated[
         str, _row("--chat-template-file", "LLAMA_ARG_CHAT_TEMPLATE_FILE", "file with a Jinja template")
     ] = ""
+    jinja: Annotated[
+        bool,
+        _row(
+            "--jinja",
+            "LLAMA_ARG_JINJA",
+            "use Jinja templates; --no-jinja for the built-in template that llama.cpp takes for the model's",
+        ),
+    ] = True
     api_key: Annotated[str, _row("--api-key", "LLAMA_API_KEY", "keys that open the server, comma-separated")] = ""
     api_key_file: Annotated[str, _row("--api-key-file", "LLAMA_ARG_API_KEY_FILE", "file with a key a line")] = ""
     metrics: Annotated[bool, _row("--metrics", "LLAMA_ARG_ENDPOINT_METRICS", "serve /metrics")] = False
@@ -291,6 +309,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Literal["debug", "info", "warning", "error"],
         _row("--log-level", "LLAMASLOT_LOG_LEVEL", "lowest level logged"),
     ] = "info"
+    verbose: Annotated[bool, _row("-v --verbose", "LLAMASLOT_VERBOSE", "the same as --log-level debug")] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +330,24 @@ class Option:
         """The long flag by which messages name the option."""
         return next(flag for flag in self.flags if flag.startswith("--"))
 
+    @property
+    def is_bool(self) -> bool:
+        """Whether the option is a switch: on or off, without a value."""
+        return self.types[0] is bool
+
+    @property
+    def types(self) -> tuple[Any, ...]:
+        """The types of its values; several where words stand beside numbers."""
+        kind = self.kind.__origin__
+        kinds = (kind,) if get_origin(kind) is Literal else get_args(kind) or (kind,)
+        return tuple(get_args(each)[0] if get_origin(each) is Annotated else each for each in kinds)
+
+    @property
+    def choices(self) -> list[str]:
+        """Its words, and N where it takes a number too; empty where it takes no words."""
+        words = [word for kind in self.types if get_origin(kind) is Literal for word in get_args(kind)]
+        return [*words, "N"] if words and len(self.types) > 1 else words
+
 
 def options() -> Iterator[Option]:
     """The rows of the table in their order."""
@@ -321,147 +358,3 @@ def options() -> Iterator[Option]:
         extra = meta.extra or {}
         words = _SWITCH if kind.__origin__ is bool else extra["words"]
         yield Option(field.name, kind, extra["flags"], extra["env"], field.default, meta.description or "", words)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, but a wrong flag is a `ConfigError` with the nearest one."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of printing usage and exiting."""
-        raise ConfigError(message)
-
-    def parse(self, args: Sequence[str]) -> argparse.Namespace:
-        """Parse, naming the nearest flag for one that does not exist."""
-        parsed, unknown = self.parse_known_args(args)
-        if unknown:
-            raise ConfigError(self._explain(unknown[0], getattr(parsed, "parser", self)))
-        return parsed
-
-    @staticmethod
-    def _explain(word: str, parser: argparse.ArgumentParser) -> str:
-        flag = word.partition("=")[0]
-        known = [name for action in parser._actions for name in action.option_strings]
-        if flag in _NOT_NEEDED:
-            return f"{flag} is llama-server's: {_NOT_NEEDED[flag]}"
-        nearest = difflib.get_close_matches(flag, known, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        return f"there is no {'flag' if flag.startswith('-') else 'argument'} {flag}{hint}"
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Give a parser a flag for each option, and `--config`."""
-    parser.set_defaults(parser=parser)
-    parser.add_argument("name", nargs="?", metavar="MODEL", help="the same as --model")
-    parser.add_argument("--config", metavar="FILE", help="TOML file with any of these [LLAMASLOT_CONFIG]")
-    for option in options():
-        text = f"{option.text} [{option.env}] (default: {_shown(option.default)})".replace("%", "%%")
-        if _is_bool(option):
-            negative = [flag.replace("-", "-no-", 1) for flag in option.flags if not flag.startswith("--")]
-            negative.append(f"--no-{option.flag[2:]}")
-            parser.add_argument(*option.flags, *negative, dest=option.name, action=_Switch, help=text)
-        else:
-            parser.add_argument(*option.flags, dest=option.name, metavar=_metavar(option), help=text)
-
-
-def read_config(flags: argparse.Namespace, environ: Mapping[str, str]) -> Config:
-    """The configuration from parsed flags, the environment and the file that either names. Raises `ConfigError`."""
-    table = {option.name: option for option in options()}
-    file = flags.config or environ.get("LLAMASLOT_CONFIG")
-    found: dict[str, tuple[str, Any]] = {}
-    if file:
-        for key, value in _read_toml(Path(file)).items():
-            found[_known_key(key, table, file)] = (f"{key} in {file}", value)
-    for option in table.values():
-        negated = option.env.replace("_ARG_", "_ARG_NO_")
-        if _is_bool(option) and negated != option.env and negated in environ:
-            found[option.name] = (negated, False)
-        elif environ.get(option.env):
-            found[option.name] = (option.env, environ[option.env])
-        if getattr(flags, option.name, None) is not None:
-            found[option.name] = (option.flag, getattr(flags, option.name))
-    if flags.name:
-        if getattr(flags, "model", None) not in (None, flags.name):
-            raise ConfigError(f"two models are named: {flags.name} and {flags.model}", param="--model")
-        found["model"] = ("MODEL", flags.name)
-    values = {name: _convert(table[name], source, value) for name, (source, value) in found.items()}
-    return _checked(Config(**values))
-
-
-def _convert(option: Option, source: str, value: Any) -> Any:
-    if isinstance(value, str) and value.lower() in option.words:
-        return option.words[value.lower()]
-    try:
-        return msgspec.convert(value, option.kind, strict=False)
-    except msgspec.ValidationError as error:
-        reason = str(error).lower()
-        if _words(option) and not reason.endswith(">= 0"):
-            reason = f"one of {', '.join(_choices(option))} is expected"
-        raise ConfigError(f"{source}: {value!r} is wrong: {reason}", param=option.flag) from None
-
-
-def _checked(config: Config) -> Config:
-    if config.ubatch_size < config.parallel:
-        raise ConfigError("--ubatch-size must be at least --parallel", param="--ubatch-size")
-    if config.kv_mem_fraction == 0:
-        raise ConfigError("--kv-mem-fraction must be greater than 0", param="--kv-mem-fraction")
-    if config.cache_type_v not in ("f32", "f16", "bf16") and config.flash_attn == "off":
-        raise ConfigError("a quantized --cache-type-v needs flash attention", param="--cache-type-v")
-    if config.chat_template and config.chat_template_file:
-        raise ConfigError("--chat-template and --chat-template-file exclude each other", param="--chat-template")
-    return config
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", param="--config") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}", param="--config") from None
-
-
-def _known_key(key: str, table: Mapping[str, Option], file: str) -> str:
-    name = key.replace("-", "_")
-    if name in table:
-        return name
-    nearest = difflib.get_close_matches(name, table, n=1)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    raise ConfigError(f"{file} has an unknown key {key}{hint}", param="--config")
-
-
-class _Switch(argparse.Action):
-    """`--x` and `--no-x`, without a value."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, **kwargs)
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, not (option_string or "").startswith(("--no-", "-no-")))
-
-
-def _is_bool(option: Option) -> bool:
-    return bool(option.kind.__origin__ is bool)
-
-
-def _words(option: Option) -> list[str]:
-    """The words that an option takes, in place of a number or of anything else."""
-    kind = option.kind.__origin__
-    kinds = [kind] if get_origin(kind) is Literal else get_args(kind)
-    return [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
-
-
-def _choices(option: Option) -> list[str]:
-    """All that an option takes, where words are among it."""
-    number = [] if get_origin(option.kind.__origin__) is Literal else ["N"]
-    return [*words, *number] if (words := _words(option)) else []
-
-
-def _metavar(option: Option) -> str:
-    choices = _choices(option)
-    return "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X"}.get(option.kind.__origin__, "TEXT")
-
-
-def _shown(default: Any) -> str:
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return str(default) if default != "" else "none"

@@ -19,6 +19,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import structlog
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -34,9 +35,8 @@ from llamaslot.app.tiers import Budgets
 from llamaslot.app.tiers import choose as choose_budgets
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, LoadingStopped
-from llamaslot.backend.llama.sizing import host_memory
+from llamaslot.backend.llama.host_memory import host_memory
 from llamaslot.base.backend import Backend
-from llamaslot.base.commands import Sampling
 from llamaslot.base.errors import ConfigError, ServerError, UnavailableError
 from llamaslot.base.model import TILE, ModelInfo, StepCost
 from llamaslot.engine.engine import Engine
@@ -52,6 +52,8 @@ _console = Console(highlight=False, soft_wrap=True)
 """What a person reads goes to standard output; standard error is the log's."""
 
 _FALLBACK_TEMPLATE = "chatml"
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+"""Options that are fields of `Sampling` too."""
 
 
 async def serve(config: Config, *, backend: Backend | None = None) -> int:
@@ -83,6 +85,8 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         if stop.first.done():
             _log.info("server.stopped")
             return 0
+        if not config.jinja and not template:
+            template, flag = resolve(backend.info.builtin_template), "--no-jinja"
         service = Service(
             backend.info,
             chat_template(backend.info, template, flag, volatile, escape_special=config.escape_special),
@@ -145,13 +149,7 @@ def api_settings(config: Config) -> ApiSettings:
         cache_salt_from_api_key=config.cache_salt_from_api_key,
         n_predict=config.n_predict,
         cache_prompt=config.cache_prompt,
-        sampling=Sampling(
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            seed=config.seed,
-        ),
+        sampling={name: value for name in _SAMPLING if (value := getattr(config, name)) is not None},
     )
 
 
@@ -169,11 +167,15 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         n_threads=max(config.threads, 0),
         n_threads_batch=max(config.threads_batch, 0),
         n_gpu_layers=config.gpu_layers if isinstance(config.gpu_layers, int) else -1,
+        use_mmap=config.mmap,
+        use_mlock=config.mlock,
+        swa_full=config.swa_full,
         flash_attn=config.flash_attn,
         unified=config.kv_unified,
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
         measure_costs=True,
+        measurements=platformdirs.user_cache_path("llamaslot") / "measurements",
     )
 
 

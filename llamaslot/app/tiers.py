@@ -34,7 +34,8 @@ class Budgets:
 
 def choose(config: Config, info: ModelInfo, n_free: int) -> Budgets:
     """The tiers for a model, with `n_free` bytes of the host's memory free, in which mapped weights are counted."""
-    n_free = max(0, n_free - info.size_bytes)
+    if config.mmap and not config.mlock:
+        n_free = max(0, n_free - info.size_bytes)
     idle_cells = config.cache_idle_cells if isinstance(config.cache_idle_cells, int) else None
     why_not = _why_not_stored(config, info)
     ram = 0 if why_not else _ram_bytes(config, n_free)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from llamaslot import __version__
-from llamaslot.app.config import Parser
+from llamaslot.app.flags import Parser
 from llamaslot.base.errors import ConfigError
 from llamaslot.cli import cache, chat, pull, serve
 

@@ -7,7 +7,8 @@ import os
 
 import uvloop
 
-from llamaslot.app.config import add_flags, read_config
+from llamaslot.app.config_reader import read_config
+from llamaslot.app.flags import add_flags
 from llamaslot.app.logs import configure_logging
 
 
@@ -19,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop; the exit status."""
     config = read_config(args, os.environ)
-    configure_logging(config.log_format, config.log_level)
+    configure_logging(config.log_format, "debug" if config.verbose else config.log_level)
     # llama.cpp is loaded only now, so that wrong flags are answered at once.
     from llamaslot.app.server import serve  # noqa: PLC0415
 

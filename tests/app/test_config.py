@@ -7,7 +7,9 @@ from typing import get_args
 
 import pytest
 
-from llamaslot.app.config import CacheType, Config, Parser, add_flags, options, read_config
+from llamaslot.app.config import CacheType, Config, options
+from llamaslot.app.config_reader import read_config
+from llamaslot.app.flags import NOT_SUPPORTED, WITHOUT_EFFECT, Parser, add_flags
 from llamaslot.backend.llama import CACHE_TYPES
 from llamaslot.base.errors import ConfigError
 
@@ -78,6 +80,13 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path:
         (["-fa", "disabled"], "flash_attn", "off"),
         (["--temp", "0"], "temperature", 0.0),
         (["--seed", "42"], "seed", 42),
+        ([], "temperature", None),
+        (["--temp", "0.8"], "temperature", 0.8),
+        (["--no-mmap"], "mmap", False),
+        (["--mlock"], "mlock", True),
+        (["--swa-full"], "swa_full", True),
+        (["--no-jinja"], "jinja", False),
+        (["-v"], "verbose", True),
     ],
 )
 def test_flags(argv: list[str], name: str, value: object) -> None:
@@ -167,6 +176,46 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, words: list[str]) -> N
 )
 def test_the_environment(environ: dict[str, str], name: str, value: object) -> None:
     assert getattr(read([], environ), name) == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("-ts 1,1", ["-ts is llama-server's", "not supported yet"]),
+        ("-hf ggml-org/x", ["-hf is llama-server's", "llamaslot pull"]),
+        ("--lora=adapter.gguf", ["--lora is llama-server's", "not supported yet"]),
+        ("--repeat-penalty 1.1", ["--repeat-penalty is llama-server's", "with each request"]),
+        ("-nocb", ["-nocb is llama-server's", "leave it out"]),
+        ("-tz 4", ["there is no flag -tz"]),
+        ("-t4", ["there is no flag -t4", "did you mean -t"]),
+        ("-np4", ["there is no flag -np4", "did you mean -np"]),
+        ("--para 4", ["there is no flag --para", "did you mean --parallel"]),
+        ("-vh", ["there is no flag -vh"]),
+    ],
+)
+def test_a_flag_that_is_not_an_option_here_is_refused_by_its_name(argv: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(argv.split())
+    for word in words:
+        assert word in caught.value.message
+
+
+@pytest.mark.parametrize("argv", ["--jinja", "--mmap", "-cb --cont-batching", "--no-webui", "-lv 3 --no-perf"])
+def test_flags_of_llama_server_that_change_nothing_here_are_accepted(argv: str) -> None:
+    assert read(argv.split()) == Config()
+
+
+def test_no_flag_of_llama_server_is_listed_twice() -> None:
+    other = [flag for flags in (*WITHOUT_EFFECT.values(), *NOT_SUPPORTED.values()) for flag in flags.split()]
+    own = [flag for row in options() for flag in row.flags]
+    assert len({*other, *own}) == len(other) + len(own)
+
+
+def test_without_jinja_a_template_has_to_be_a_built_in_one() -> None:
+    assert read(["--no-jinja", "--chat-template", "llama3"]).chat_template == "llama3"
+    for argv in (["--chat-template", "{{ x }}"], ["--chat-template-file", "x.jinja"]):
+        with pytest.raises(ConfigError, match="--no-jinja takes built-in templates only"):
+            read(["--no-jinja", *argv])
 
 
 def test_cache_types_are_those_of_the_backend() -> None:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from structlog.testing import capture_logs
 
 from llamaslot.api.settings import ApiSettings
 from llamaslot.app import server as server_module
-from llamaslot.app.config import Config, Parser, add_flags, read_config
+from llamaslot.app.config import Config
+from llamaslot.app.config_reader import read_config
+from llamaslot.app.flags import Parser, add_flags
 from llamaslot.app.server import api_settings, llama_settings, read_template, serve
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.backend.llama import LlamaSettings
@@ -58,6 +61,9 @@ LLAMA: dict[str, tuple[str, object]] = {
     "-ngl auto": ("n_gpu_layers", -1),
     "-fa on": ("flash_attn", "on"),
     "-fa off": ("flash_attn", "off"),
+    "--no-mmap": ("use_mmap", False),
+    "--mlock": ("use_mlock", True),
+    "--swa-full": ("swa_full", True),
     "-no-kvu": ("unified", False),
     "-ctk q8_0": ("cache_type_k", "q8_0"),
     "-ctv q4_1": ("cache_type_v", "q4_1"),
@@ -90,7 +96,7 @@ ELSEWHERE = {
     *("model", "host", "port", "chat_template", "chat_template_file", "api_key_file"),
     *("max_queue", "prefill_gap_ms", "shutdown_timeout", "log_format", "log_level"),
     *("cache_salt_from_api_key", "cache_idle_cells", "debug_invariants", "text_anchors", "drop_volatile"),
-    *("session_min_match", "slot_save_path", "escape_special"),
+    *("session_min_match", "slot_save_path", "escape_special", "jinja", "verbose"),
 }
 """Options that go neither to the backend nor to the HTTP layer as they are."""
 
@@ -118,22 +124,25 @@ def test_a_flag_reaches_the_backend_and_nothing_else_changes(argv: str, field: s
 
 @pytest.mark.parametrize(("argv", "field", "value"), [(a, *fv) for a, fv in API.items()])
 def test_a_flag_reaches_the_http_layer_and_nothing_else_changes(argv: str, field: str, value: object) -> None:
-    settings = api_settings(configured(argv))
-    assert changes(settings, ApiSettings()) == {field: value}
+    assert changes(api_settings(configured(argv)), api_settings(Config())) == {field: value}
 
 
 @pytest.mark.parametrize(("argv", "field", "value"), [(a, *fv) for a, fv in SAMPLING.items()])
 def test_a_flag_reaches_the_sampling_defaults_and_nothing_else_changes(
     argv: str, field: str, value: object
 ) -> None:
-    settings = api_settings(configured(argv))
-    assert changes(settings, ApiSettings()) == {"sampling": settings.sampling}
-    assert changes(settings.sampling, ApiSettings().sampling) == {field: value}
+    settings, default = api_settings(configured(argv)), api_settings(Config())
+    assert changes(settings, default) == {"sampling": settings.sampling}
+    assert settings.sampling == {**default.sampling, field: value}
 
 
 def test_the_defaults_of_every_layer_are_the_same() -> None:
-    assert api_settings(Config()) == ApiSettings()
-    assert llama_settings(Config(), MODEL) == LlamaSettings(model=MODEL, n_cache_seqs_a_slot=2, measure_costs=True)
+    assert api_settings(Config()) == ApiSettings(sampling={"seed": -1})
+    settings = llama_settings(Config(), MODEL)
+    assert settings.measurements is not None
+    assert replace(settings, measurements=None) == LlamaSettings(
+        model=MODEL, n_cache_seqs_a_slot=2, measure_costs=True
+    )
 
 
 def test_keys_come_from_the_flag_and_from_the_file(tmp_path: Path) -> None:

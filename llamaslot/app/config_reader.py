@@ -1,0 +1,88 @@
+"""Configuration values by source: a flag wins over the environment, that over the file, the file over the default.
+
+Every wrong value is one `ConfigError` that names the flag, the variable or the file's key it came from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from llamaslot.app.config import Config, Option, options
+from llamaslot.base.errors import ConfigError
+
+
+def read_config(flags: argparse.Namespace, environ: Mapping[str, str]) -> Config:
+    """The configuration from parsed flags, the environment and the file that either names. Raises `ConfigError`."""
+    table = {option.name: option for option in options()}
+    file = flags.config or environ.get("LLAMASLOT_CONFIG")
+    found: dict[str, tuple[str, Any]] = {}
+    if file:
+        for key, value in _read_toml(Path(file)).items():
+            found[_known_key(key, table, file)] = (f"{key} in {file}", value)
+    for option in table.values():
+        negated = option.env.replace("_ARG_", "_ARG_NO_")
+        if option.is_bool and negated != option.env and negated in environ:
+            found[option.name] = (negated, False)
+        elif environ.get(option.env):
+            found[option.name] = (option.env, environ[option.env])
+        if getattr(flags, option.name, None) is not None:
+            found[option.name] = (option.flag, getattr(flags, option.name))
+    if flags.name:
+        if getattr(flags, "model", None) not in (None, flags.name):
+            raise ConfigError(f"two models are named: {flags.name} and {flags.model}", param="--model")
+        found["model"] = ("MODEL", flags.name)
+    values = {name: _convert(table[name], source, value) for name, (source, value) in found.items()}
+    return _checked(Config(**values))
+
+
+def _convert(option: Option, source: str, value: Any) -> Any:
+    if isinstance(value, str) and value.lower() in option.words:
+        return option.words[value.lower()]
+    try:
+        return msgspec.convert(value, option.kind, strict=False)
+    except msgspec.ValidationError as error:
+        reason = str(error).lower()
+        if option.choices and not reason.endswith(">= 0"):
+            reason = f"one of {', '.join(option.choices)} is expected"
+        raise ConfigError(f"{source}: {value!r} is wrong: {reason}", param=option.flag) from None
+
+
+def _checked(config: Config) -> Config:
+    if config.ubatch_size < config.parallel:
+        raise ConfigError("--ubatch-size must be at least --parallel", param="--ubatch-size")
+    if config.kv_mem_fraction == 0:
+        raise ConfigError("--kv-mem-fraction must be greater than 0", param="--kv-mem-fraction")
+    if config.cache_type_v not in ("f32", "f16", "bf16") and config.flash_attn == "off":
+        raise ConfigError("a quantized --cache-type-v needs flash attention", param="--cache-type-v")
+    if config.chat_template and config.chat_template_file:
+        raise ConfigError("--chat-template and --chat-template-file exclude each other", param="--chat-template")
+    if not config.jinja and (config.chat_template_file or "{" in config.chat_template):
+        raise ConfigError(
+            "--no-jinja takes built-in templates only: give --chat-template the name of one", param="--no-jinja"
+        )
+    return config
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", param="--config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}", param="--config") from None
+
+
+def _known_key(key: str, table: Mapping[str, Option], file: str) -> str:
+    name = key.replace("-", "_")
+    if name in table:
+        return name
+    nearest = difflib.get_close_matches(name, table, n=1)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    raise ConfigError(f"{file} has an unknown key {key}{hint}", param="--config")
