@@ -19,8 +19,6 @@ from llamaslot.base.backend import Backend
 from llamaslot.base.kv_ops import Kv
 from llamaslot.kvcache.disk import BadSegmentError, Erase, Job, Read, SegmentDisk, Use, Write
 from llamaslot.kvcache.shared import SharedLedger
-from llamaslot.prompts.anchors import Anchor
-from llamaslot.prompts.sessions import Session
 from llamaslot.prompts.text_store import TextStore
 
 _log = structlog.get_logger(__name__)
@@ -77,33 +75,13 @@ class DiskWorker:
                 case Read():
                     self._read(job)
                 case Erase(numbers):
-                    self._writer.submit(self._disk.erase, numbers).add_done_callback(_log_failure)
+                    self.write(self._disk.erase, numbers)
                 case Use(numbers):
-                    self._writer.submit(self._disk.use, numbers).add_done_callback(_log_failure)
+                    self.write(self._disk.use, numbers)
 
-    def anchors(self) -> Sequence[Anchor]:
-        """See `Disk.anchors`; to be called before anything is written."""
-        return self._disk.anchors()
-
-    def write_anchor(self, anchor: Anchor) -> None:
-        """See `Disk.write_anchor`."""
-        self._writer.submit(self._disk.write_anchor, anchor).add_done_callback(_log_failure)
-
-    def sessions(self) -> Sequence[tuple[bytes, Session]]:
-        """See `Disk.sessions`; to be called before anything is written."""
-        return self._disk.sessions()
-
-    def write_session(self, digest: bytes, session: Session) -> None:
-        """See `Disk.write_session`."""
-        self._writer.submit(self._disk.write_session, digest, session).add_done_callback(_log_failure)
-
-    def drop_session(self, digest: bytes) -> None:
-        """See `Disk.drop_session`."""
-        self._writer.submit(self._disk.drop_session, digest).add_done_callback(_log_failure)
-
-    def forget_texts(self) -> None:
-        """See `Disk.forget_texts`."""
-        self._writer.submit(self._disk.forget_texts).add_done_callback(_log_failure)
+    def write(self, method: Callable[..., None], *arguments: object) -> None:
+        """Call a method of the disk on the thread that writes."""
+        self._writer.submit(method, *arguments).add_done_callback(_log_failure)
 
     def when_written(self, then: Callable[[], None]) -> None:
         """Call `then` between two steps, once the jobs so far that change the disk are done."""

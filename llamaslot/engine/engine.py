@@ -51,17 +51,14 @@ from llamaslot.base.events import (
     Stopped,
 )
 from llamaslot.base.prompt import TokenizedPrompt
-from llamaslot.base.tokens import packed
 from llamaslot.engine.disk import Disk, DiskWorker
 from llamaslot.engine.reports import Reports
 from llamaslot.engine.slot_actions import SlotActions
-from llamaslot.engine.text_worker import TextWorker
 from llamaslot.engine.worker import Worker, model_thread
 from llamaslot.kvcache.shared import SharedLedger
 from llamaslot.kvcache.slot_store import SlotStore
-from llamaslot.prompts.anchoring import Prompt
-from llamaslot.prompts.sessions import Session
 from llamaslot.prompts.tokenizer import Tokenizer
+from llamaslot.prompts.worker import PromptWorker
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState
 from llamaslot.scheduler.scheduler import Broke, Sampled, Scheduler
 from llamaslot.scheduler.settings import SchedulerSettings
@@ -79,7 +76,6 @@ class _Live:
     """A request between `Accepted` and its terminal event."""
 
     request: Request
-    prompt: Prompt
     text: TextStream
     n_sent: int = 0
     """Characters that were sent."""
@@ -145,22 +141,24 @@ class Engine:
                 eog=backend.vocab.eog,
             )
         )
-        self._tokenizer = Tokenizer(
+        tokenizer = Tokenizer(
             backend.vocab,
             info.n_ctx_slot,
             # A token behind every prompt would be behind what comes before a cut, too.
-            anchors=anchors and info.reuse and not info.adds_eos,
+            use_anchors=anchors and info.reuse and not info.adds_eos,
             min_match=session_min_match,
             template=info.chat_template,
         )
-        self._reports = Reports(self.scheduler, self._tokenizer, backend.vocab)
         self._worker = Worker(backend, thread or model_thread(), clock, self._is_wanted)
         self._disk: DiskWorker | None = None
         ledger = self.scheduler.ledger
         if disk is not None and self.scheduler.settings.writes and isinstance(ledger, SharedLedger):
             self._disk = DiskWorker(disk, backend, ledger, self._post, clock)
             self._disk.restore()
-        self._text_worker = TextWorker(self._tokenizer, self._post, self._fail, self._disk)
+        self._prompts = PromptWorker(tokenizer, post=self._post, fail=self._fail)
+        if disk is not None and self._disk is not None:
+            self._prompts.keep_in(disk, self._disk.write)
+        self._reports = Reports(self.scheduler, self._prompts, backend.vocab)
         self._slot_actions = SlotActions(
             slot_store, backend, self.scheduler, post=self._post, answer=self._answer, fail=self._fail, clock=clock
         )
@@ -182,9 +180,9 @@ class Engine:
             case SubmitAll(submits):
                 self._submit(submits)
             case Tokenize():
-                self._text_worker.ask(command, self._tokenizer.tokenized, lambda event, _: self._answer(event))
+                self._prompts.answer(command, self._answer)
             case Detokenize():
-                self._text_worker.ask(command, self._tokenizer.detokenized, lambda event, _: self._answer(event))
+                self._prompts.answer(command, self._answer)
             case Cancel():
                 self._post(lambda: self._cancel(command.request_id))
             case Inspect():
@@ -192,7 +190,7 @@ class Engine:
             case InspectCache():
                 self._post(lambda: self._answer(self._reports.cache_state(command)))
             case DropSession():
-                self._text_worker.drop_session(command, partial(self._drop_session, command))
+                self._prompts.drop_session(command, partial(self._drop_session, command))
             case SlotAction():
                 self._post(lambda: self._slot_actions.handle(command))
             case ClearCache():
@@ -206,7 +204,7 @@ class Engine:
     async def run(self) -> None:
         """Run steps until `stop`, or until something breaks that no request is to blame for."""
         reason = ""
-        self._text_worker.begin()
+        self._prompts.start()
         try:
             while not self._stopping:
                 await self._step()
@@ -224,7 +222,7 @@ class Engine:
             self._outbox.append(Stopped(reason))
             self._flush()
             self._slot_actions.close()
-            self._text_worker.close()
+            self._prompts.close()
 
     async def _step(self) -> None:
         while self._inbox:
@@ -234,7 +232,7 @@ class Engine:
         plan = self.scheduler.plan(self._clock())
         for request in self.scheduler.admitted:
             if request.miss in ("diverged", "changed") and request.diverged_at < 0:
-                self._text_worker.locate(request)
+                self._prompts.locate(request.id, request.n_known, partial(setattr, request, "diverged_at"))
         self._interrupts_at = self.scheduler.interrupts_at
         if not plan:
             if self._debug_invariants and not self._is_checked:
@@ -258,7 +256,7 @@ class Engine:
                 self._inbox.popleft()()
             if plan := self.scheduler.plan(now):
                 await self._worker.run(plan, self._commit)
-            elif self._disk.is_writing or self._text_worker.is_remembering:
+            elif self._disk.is_writing or self._prompts.is_remembering:
                 self._wake.clear()
                 await self._sleep(until)
             else:
@@ -311,35 +309,21 @@ class Engine:
             self._on_events(events)
 
     def _submit(self, submits: tuple[Submit, ...]) -> None:
-        """Tokenize the prompt of the first, and accept whichever were not cancelled meanwhile."""
-        now = self._clock()
+        """Tokenize the prompt that some requests share, and accept those that were not cancelled meanwhile."""
+        self._prompts.submit(submits, partial(self._accept, self._clock()))
 
-        def accept(prompt: Prompt, waiting: list[str]) -> None:
-            for submit in submits:
-                if submit.request_id in waiting:
-                    self._accept(submit, prompt, now)
-
-        ids = [submit.request_id for submit in submits]
-        self._text_worker.ask(submits[0], self._tokenizer.submitted, accept, ids)
-
-    def _accept(self, submit: Submit, prompt: Prompt, now: float) -> None:
+    def _accept(self, now: float, submit: Submit, prompt: TokenizedPrompt) -> None:
         try:
             self._check(submit, len(prompt.tokens))
         except LlamaslotError as error:
+            self._prompts.release(submit.request_id)
             self._fail(submit.request_id, error)
             return
         self._n_arrived += 1
         reuse = self._backend.info.reuse
-        tokenized = TokenizedPrompt(
-            packed(prompt.tokens),
-            prompt.n_anchored,
-            prompt.session_match,
-            prompt.n_approximate,
-            prompt.is_changed,
-        )
-        request = Request(submit, tokenized, arrival=self._n_arrived, now=now, reuse=reuse)
+        request = Request(submit, prompt, arrival=self._n_arrived, now=now, reuse=reuse)
         self.scheduler.submit(request)
-        self._live[request.id] = _Live(request, prompt, TextStream(submit.stop))
+        self._live[request.id] = _Live(request, TextStream(submit.stop))
         shown = tuple(prompt.tokens.tolist()) if submit.return_tokens else ()
         self._outbox.append(Accepted(request.id, request.n_prompt, shown))
 
@@ -360,7 +344,7 @@ class Engine:
     def _cancel(self, request_id: str) -> None:
         if self._slot_actions.cancel(request_id):
             return
-        if self._text_worker.cancel(request_id):
+        if self._prompts.cancel(request_id):
             self._outbox.append(Cancelled(request_id))
             return
         live = self._live.pop(request_id, None)
@@ -368,7 +352,7 @@ class Engine:
             return
         now = self._clock()
         self.scheduler.end(live.request, now, cancelled=True)
-        self._text_worker.remember(live.request, live.prompt, live.n_sent)
+        self._release(live)
         progress = live.request.progress(now, self._held(live.request))
         self._outbox.append(Cancelled(request_id, progress))
 
@@ -389,7 +373,7 @@ class Engine:
         if reason is not None:
             text += live.text.flush()
             live.n_sent += len(text)
-            self._text_worker.remember(live.request, live.prompt, live.n_sent)
+            self._release(live)
             del self._live[live.request.id]
             self._outbox.append(
                 Finished(
@@ -407,9 +391,18 @@ class Engine:
             self._outbox.append(Output(live.request.id, text, tuple(live.unsent), progress))
             live.unsent.clear()
 
+    def _release(self, live: _Live) -> None:
+        """Have the reply remembered, if other requests may share what was computed for it."""
+        request = live.request
+        if request.is_private or not request.has_started:
+            self._prompts.release(request.id)
+        else:
+            self._prompts.remember(request.id, request.known.view(request.n_prompt).copy(), live.n_sent)
+
     def _report_broken(self, broke: Broke) -> None:
         _log.error("decode.failed", request_id=broke.request.id, status=broke.status.name)
         del self._live[broke.request.id]
+        self._prompts.release(broke.request.id)
         error = ServerError(f"the model could not compute this request ({broke.status.name})")
         self._fail(broke.request.id, error, broke.request)
 
@@ -423,14 +416,14 @@ class Engine:
         error: LlamaslotError = UnavailableError("the server is shutting down")
         if reason:
             error = ServerError("the engine stopped because of an internal error")
-        for request_id in self._text_worker.waiting:
+        for request_id in self._prompts.waiting:
             self._fail(request_id, error)
         for request_id, live in self._live.items():
             # The scheduler may be what broke: it is not asked for anything any more.
             if live.request.state is not RequestState.DONE:
                 live.request.handle(RequestEvent.END, self._clock())
             self._fail(request_id, error, live.request)
-        self._text_worker.forget_waiting()
+        self._prompts.cancel_all()
         self._live.clear()
 
     def _held(self, request: Request) -> int:
@@ -444,19 +437,19 @@ class Engine:
         if self._disk is not None:
             self._disk.start(self.scheduler.ledger.take_jobs())
 
-        def forgotten() -> None:
+        def cleared() -> None:
             if self._disk is None:
                 self._answer(answer)
             else:
                 self._disk.when_written(lambda: self._answer(answer))
 
-        self._text_worker.forget_all(forgotten)
+        self._prompts.clear(cleared)
 
-    def _drop_session(self, command: DropSession, space: str, session: Session | None) -> None:
-        if session is None:
+    def _drop_session(self, command: DropSession, space: str, paths: list[bytes]) -> None:
+        if not paths:
             self._answer(SessionDropped(command.request_id, is_known=False))
             return
-        given_up = [self.scheduler.ledger.give_up(space, path) for path in session.paths]
+        given_up = [self.scheduler.ledger.give_up(space, path) for path in paths]
         n_tokens, n_ram, n_disk = map(sum, zip(*given_up, strict=True))
         _log.info("session.dropped", tokens=n_tokens, ram_tokens=n_ram, disk_tokens=n_disk)
         answer = SessionDropped(command.request_id, True, n_tokens, n_ram, n_disk)

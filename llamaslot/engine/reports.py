@@ -5,7 +5,7 @@ from __future__ import annotations
 from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import InspectCache
 from llamaslot.base.stats import CacheFigures, CacheState, State
-from llamaslot.prompts.tokenizer import Tokenizer
+from llamaslot.prompts.worker import PromptWorker
 from llamaslot.scheduler import report
 from llamaslot.scheduler.scheduler import Scheduler
 from llamaslot.scheduler.step import StepPlan, StepResult
@@ -14,9 +14,9 @@ from llamaslot.scheduler.step import StepPlan, StepResult
 class Reports:
     """Answers questions between two steps, and counts what was decoded."""
 
-    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, vocab: Vocab) -> None:
+    def __init__(self, scheduler: Scheduler, prompts: PromptWorker, vocab: Vocab) -> None:
         self._scheduler = scheduler
-        self._tokenizer = tokenizer
+        self._prompts = prompts
         self._vocab = vocab
         self._n_decode_calls = 0
         self._n_decoded = 0
@@ -44,15 +44,15 @@ class Reports:
 
     def cache_figures(self) -> CacheFigures:
         """What the cache holds, and what came of it so far."""
-        scheduler = self._scheduler
+        scheduler, stats = self._scheduler, self._prompts.stats
         return report.figures(
             scheduler.settings,
             scheduler.ledger,
             scheduler.admission,
             scheduler.traffic,
             scheduler.n_preempted,
-            anchors=self._tokenizer.anchor_figures,
-            sessions=self._tokenizer.session_figures,
+            anchors=stats[:2],
+            sessions=stats[2:],
         )
 
     def cache_state(self, question: InspectCache) -> CacheState:

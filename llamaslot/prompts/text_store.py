@@ -1,31 +1,31 @@
-"""What is asked of a disk on which anchors and sessions outlive the server."""
+"""The disk on which text anchors and sessions outlive the server."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from llamaslot.prompts.anchors import Anchor
 from llamaslot.prompts.sessions import Session
+from llamaslot.prompts.text_anchors import TextAnchor
 
 
 class TextStore(Protocol):
-    """Anchors and sessions on a disk; used by one thread at a time."""
+    """Text anchors and sessions on disk; used by one thread at a time. What is too much goes, the oldest first."""
 
-    def anchors(self) -> Sequence[Anchor]:
-        """The anchors that are there, none before what it continues."""
+    def anchors(self) -> Sequence[TextAnchor]:
+        """Return all anchors, parents before those that continue them."""
 
-    def write_anchor(self, anchor: Anchor) -> None:
-        """Keep an anchor, so that it survives the process; the oldest go where they are too many."""
+    def write_anchor(self, anchor: TextAnchor) -> None:
+        """Write an anchor."""
 
     def sessions(self) -> Sequence[tuple[bytes, Session]]:
-        """The sessions that are there, each with its digest, the oldest first."""
+        """Return all sessions with their digests, the oldest first."""
 
     def write_session(self, digest: bytes, session: Session) -> None:
-        """Keep a session, in place of another one of that digest; the oldest go where they are too many."""
+        """Write a session, in place of an earlier one of that digest."""
 
     def drop_session(self, digest: bytes) -> None:
-        """Keep the session of that digest no more."""
+        """Delete a session."""
 
-    def forget_texts(self) -> None:
-        """Keep none of the anchors and sessions so far."""
+    def clear_texts(self) -> None:
+        """Delete all anchors and sessions."""

@@ -1,138 +1,320 @@
-"""Tokenizing on a thread of its own, in the order of arrival, so that long prompts never hold up a step.
+"""Prompts as token ids, with the tokens of earlier replies where their text comes back.
 
-What `prompts/anchoring.py` and `prompts/continuing.py` remember of replies belongs to that thread alone.
+Of a prompt without a session, the longest beginning with a text anchor has the anchor's tokens, and the rest is
+tokenized in two runs:
+
+    text      |--- anchored ---|---- middle ----|---- tail ----|---- reply ----|
+    tokens    |  the anchor's  |   tokenized    |   tokenized  |   generated   |
+               last cut point with an anchor ^    ^ last cut point
+
+Thanks to the last cut, only the tail and the reply are tokenized again after the reply, to see whether their text
+would give other tokens. Only then the whole text gets an anchor: the prefix match finds other replies anyway.
+A prompt with a session is compared with the session's text first (`prompts/session_matching.py`).
+
+Tokens of a prompt written out are always its text, and generated tokens are only used where this server generated
+them for this text. So prompts of token ids, and replies with control tokens (written out or left out of the text),
+never give tokens to a text.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import structs
 
 from llamaslot.base.backend import Vocab
-from llamaslot.base.commands import Detokenize, DropSession, PromptPart, Submit, TextPart, Tokenize, TokensPart
+from llamaslot.base.commands import Detokenize, PromptPart, Submit, TextPart, Tokenize, TokensPart
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
-from llamaslot.base.events import Detokenized, Tokenized
+from llamaslot.base.events import Detokenized, SessionMatch, Tokenized
 from llamaslot.base.namespaces import salted
-from llamaslot.base.tokens import Tokens
-from llamaslot.prompts.anchoring import Anchoring, Prompt, tokenized
-from llamaslot.prompts.anchors import Anchor
-from llamaslot.prompts.continuing import Continuing, n_characters, spelled
-from llamaslot.prompts.sessions import Session, digest_of
+from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.tokens import Tokens, n_common, packed
+from llamaslot.prompts.cut_points import CutPoint, PromptText, TextScanner, exact_cut_tokens, n_characters
+from llamaslot.prompts.lru_cache import LruCache
+from llamaslot.prompts.session_matching import SessionComparison
+from llamaslot.prompts.sessions import MAX_BYTES, Session, session_digest
+from llamaslot.prompts.text_anchors import TextAnchor, TextAnchors
+from llamaslot.prompts.written_tokens import WrittenTokens, write_out
 
-T = TypeVar("T")
+_MAX_TAIL = 2**14
+"""Characters behind the last cut point up to which replies get anchors: all of them are tokenized again then."""
+MIN_KEPT_CHARACTERS = 100
+"""Characters of a session's text that a prompt must keep where it departs from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyContext:
+    """A tokenized prompt with what it takes to remember the reply to it."""
+
+    submit: Submit
+    prompt: TokenizedPrompt
+    text: PromptText | None = None
+    """None where the prompt's text gets no tokens but its own."""
+    n_head: int | None = None
+    """Tokens before the last cut point; None where it lies within a token."""
+
+
+class Remembered(NamedTuple):
+    """The new records of a reply, to be written to disk."""
+
+    anchor: TextAnchor | None = None
+    session: tuple[bytes, Session] | None = None
+
+
+def tokenize_parts(vocab: Vocab, parts: Iterable[PromptPart], *, add_special: bool) -> Tokens:
+    """Tokenize a prompt part by part; token ids must be in the vocabulary."""
+    runs = [
+        vocab.tokenize(part.text, add_special=add_special and i == 0, parse_special=part.special)
+        if isinstance(part, TextPart)
+        else np.array(part.tokens, dtype=np.int32)
+        for i, part in enumerate(parts)
+    ]
+    return np.concatenate(runs) if runs else np.empty(0, dtype=np.int32)
 
 
 class Tokenizer:
-    """Answers what needs the vocabulary only; `run` puts one of its methods on the thread."""
+    """Tokenizes prompts for slots of `n_ctx` tokens, and remembers the tokens of replies; used by one thread.
+
+    `use_anchors` is false where texts always get their own tokens. `template` is the model's chat template. A
+    prompt that departs from its session's text must keep `min_match` of its characters to keep its tokens.
+    """
 
     def __init__(
-        self, vocab: Vocab, n_ctx: int, *, anchors: bool = True, min_match: float = 0.8, template: str = ""
+        self, vocab: Vocab, n_ctx: int, *, use_anchors: bool = True, min_match: float = 0.8, template: str = ""
     ) -> None:
+        self.anchors = TextAnchors()
+        self.sessions: LruCache[Session] = LruCache(MAX_BYTES)
         self._vocab = vocab
         self._n_ctx = n_ctx
-        self._anchoring = Anchoring(vocab, is_wanted=anchors, template=template)
-        self._continuing = Continuing(vocab, self._anchoring, min_match=min_match)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-tokenizer")
+        self._use_anchors = use_anchors
+        self._min_match = min_match
+        self._template = template
 
-    def run(self, method: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
-        """What `method` gives, worked out on the thread."""
-        return asyncio.get_running_loop().run_in_executor(self._thread, method, *arguments)
+    def prepare(self) -> bool:
+        """Probe for exact cut points, which takes some time; True if there are any, or none are wanted."""
+        return self._scanner is not None or not self._use_anchors
 
-    def close(self) -> None:
-        """End the thread once it is done with what it is at: it must not outlive the vocabulary."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+    def restore(self, anchors: Sequence[TextAnchor], sessions: Sequence[tuple[bytes, Session]]) -> None:
+        """Take over the records of an earlier process, the oldest first."""
+        left = list(anchors) if self._use_anchors else []
+        # An anchor that was replaced on disk may come before its parent: repeat until no more can be inserted.
+        while left and len(rest := [each for each in left if not self.anchors.insert(each)]) < len(left):
+            left = rest
+        for digest, session in sessions:
+            self.sessions.put(digest, session)
 
-    def submitted(self, command: Submit) -> Prompt:
-        """A request's prompt; `ContextSizeError` without tokenizing if it cannot fit a slot."""
+    def tokenize_prompt(self, submit: Submit) -> ReplyContext:
+        """Tokenize a request's prompt; raises `ContextSizeError` at once if it cannot fit a slot."""
         n_bytes = sum(
-            len(part.text.encode(errors="replace")) for part in command.prompt if isinstance(part, TextPart)
+            len(part.text.encode(errors="replace")) for part in submit.prompt if isinstance(part, TextPart)
         )
-        at_least = n_bytes // self._vocab.longest_piece if self._vocab.longest_piece else 0
-        if at_least >= self._n_ctx:
-            raise ContextSizeError.of(at_least, self._n_ctx, at_least=True)
-        self._check_parts(command.prompt)
-        prompt = self._continuing.submitted(command)
+        n_min = n_bytes // self._vocab.longest_piece if self._vocab.longest_piece else 0
+        if n_min >= self._n_ctx:
+            raise ContextSizeError.of(n_min, self._n_ctx, at_least=True)
+        self._check_parts(submit.prompt)
+        text = self._scan(submit)
+        has_session = submit.session_id and submit.cache_prompt
+        found = self._from_session(submit, text) if has_session else self._from_anchor(submit, text)
+        prompt = found.prompt
         if len(prompt.tokens) >= self._n_ctx and (prompt.n_anchored or prompt.session_match):
             # The text's own tokens may be fewer.
-            own = tokenized(self._vocab, command.prompt, add_special=command.add_special)
-            return Prompt(own, session_match="tokens" if prompt.session_match else "")
-        return prompt
+            own = tokenize_parts(self._vocab, submit.prompt, add_special=submit.add_special)
+            match: SessionMatch = "tokens" if prompt.session_match else ""
+            return ReplyContext(submit, TokenizedPrompt(packed(own), session_match=match), text)
+        return found
 
-    def tokenized(self, command: Tokenize) -> Tokenized:
-        """A prompt's token ids, each with its bytes if they are wanted."""
+    def remember(self, context: ReplyContext, generated: Tokens, n_sent: int) -> Remembered:
+        """Remember the tokens of a reply, of which `n_sent` characters were sent."""
+        if context.text is None and not context.submit.session_id:
+            return Remembered()
+        sent = self._sent(generated.tolist(), n_sent)
+        anchor = self._add_anchor(context, *sent) if sent is not None else None
+        if not context.submit.session_id:
+            return Remembered(anchor)
+        return Remembered(anchor, self._put_session(context, generated, len(sent[1]) if sent is not None else 0))
+
+    def drop_session(self, namespace: str, session_id: str) -> tuple[bytes, Session | None]:
+        """Drop a session; return its digest, and the session if there was one."""
+        digest = session_digest(namespace, session_id)
+        return digest, self.sessions.drop(digest)
+
+    def clear(self) -> None:
+        """Drop all text anchors and sessions."""
+        self.anchors.clear()
+        self.sessions.clear()
+
+    def n_characters(self, context: ReplyContext, n_tokens: int) -> int:
+        """Count the characters of the first tokens of a prompt, control tokens written out.
+
+        Tokens that the model wants before the prompt count as none.
+        """
+        submit = context.submit
+        n_added = len(self._added_tokens(submit)) if isinstance(submit.prompt[0], TextPart) else 0
+        return n_characters(write_out(self._vocab, context.prompt.tokens[n_added:n_tokens].tolist()).text)
+
+    def tokenize(self, command: Tokenize) -> Tokenized:
+        """Tokenize any prompt."""
         self._check_parts(command.prompt)
-        tokens = tuple(tokenized(self._vocab, command.prompt, add_special=command.add_special).tolist())
+        tokens = tuple(tokenize_parts(self._vocab, command.prompt, add_special=command.add_special).tolist())
         pieces = tuple(self._vocab.detokenize([token]) for token in tokens) if command.with_pieces else ()
         return Tokenized(command.request_id, tokens, pieces)
 
-    def replied(self, prompt: Prompt, generated: Tokens, n_sent: int) -> Anchor | None:
-        """See `Anchoring.replied`."""
-        return self._anchoring.replied(prompt, generated, n_sent)
-
-    def remembered(self, command: Submit, prompt: Prompt, generated: Tokens, n_sent: int) -> tuple[bytes, Session]:
-        """See `Continuing.replied`."""
-        return self._continuing.replied(command, prompt, generated, n_sent)
-
-    def drop_session(self, command: DropSession) -> tuple[str, bytes, Session | None]:
-        """Forget a session: its namespace, its digest, and what it was."""
-        space = salted(command.cache_salt)
-        digest = digest_of(space, command.session_id)
-        return space, digest, self._continuing.drop(digest)
-
-    def n_characters(self, command: Submit, tokens: Tokens) -> int:
-        """Characters that the first tokens of a prompt spell, control tokens written out, but for those that the
-        model wants in front of it.
-        """
-        is_text = bool(command.prompt) and isinstance(command.prompt[0], TextPart)
-        added = self._vocab.tokenize("", add_special=command.add_special and is_text, parse_special=True)
-        return n_characters(spelled(self._vocab, tokens[len(added) :].tolist()).text)
-
-    def prepare(self) -> bool:
-        """Try out what else the first prompt would wait for; whether texts can be cut, if that is wanted at all."""
-        return self._anchoring.prepare() or not self._anchoring.is_wanted
-
-    @property
-    def anchor_figures(self) -> tuple[int, int]:
-        """How many replies are remembered, and about how many bytes that takes; from any thread."""
-        anchors = self._anchoring.anchors
-        return len(anchors), anchors.n_bytes
-
-    @property
-    def session_figures(self) -> tuple[int, int]:
-        """How many sessions are remembered, and about how many bytes that takes; from any thread."""
-        sessions = self._continuing.sessions
-        return len(sessions), sessions.n_bytes
-
-    def restore(self, anchors: Sequence[Anchor], sessions: Sequence[tuple[bytes, Session]]) -> None:
-        """Remember what an earlier server did, the oldest first."""
-        left = list(anchors) if self._anchoring.is_wanted else []
-        # One that took the place of another may come behind what continues it.
-        while left and len(rest := [each for each in left if not self._anchoring.anchors.put(each)]) < len(left):
-            left = rest
-        for digest, session in sessions:
-            self._continuing.put(digest, session)
-
-    def forget(self) -> None:
-        """Forget all replies and sessions."""
-        self._anchoring.anchors.clear()
-        self._continuing.clear()
-
-    def detokenized(self, command: Detokenize) -> Detokenized:
-        """The text of token ids; `InvalidRequestError` for ids that do not exist."""
+    def detokenize(self, command: Detokenize) -> Detokenized:
+        """Write out token ids."""
         self._check_ids(command.tokens, "tokens")
         return Detokenized(command.request_id, self._vocab.detokenize(command.tokens).decode(errors="replace"))
 
+    @cached_property
+    def _scanner(self) -> TextScanner | None:
+        """None where texts always get their own tokens."""
+        exact = exact_cut_tokens(self._vocab, self._template) if self._use_anchors else ()
+        return TextScanner(exact, self._vocab.special_tokens) if exact else None
+
+    def _scan(self, submit: Submit) -> PromptText | None:
+        texts = [part for part in submit.prompt if isinstance(part, TextPart)]
+        if self._scanner is None or not submit.cache_prompt or not texts or len(texts) < len(submit.prompt):
+            return None
+        return self._scanner.scan(texts, f"{salted(submit.cache_salt)} {submit.add_special}")
+
+    def _from_anchor(self, submit: Submit, text: PromptText | None) -> ReplyContext:
+        """Tokenize the prompt behind the last cut point that has a text anchor, or all of it."""
+        if text is None:
+            own = tokenize_parts(self._vocab, submit.prompt, add_special=submit.add_special)
+            return ReplyContext(submit, TokenizedPrompt(packed(own)))
+        known = self._anchored_cut(text)
+        anchored = self.anchors.find(known.digest) if known is not None else None
+        runs = [anchored] if anchored is not None else []
+        middle = text.parts(known.at if known is not None else 0, text.last_cut)
+        for parts in filter(None, (middle, text.parts(text.last_cut) or [TextPart("")])):
+            runs.append(tokenize_parts(self._vocab, parts, add_special=submit.add_special and not runs))
+        prompt = TokenizedPrompt(packed(np.concatenate(runs)), len(anchored) if anchored is not None else 0)
+        return ReplyContext(submit, prompt, text, sum(map(len, runs[:-1])))
+
+    def _from_session(self, submit: Submit, text: PromptText | None) -> ReplyContext:
+        """Keep the tokens of the prompt's session as far as their text is the prompt's."""
+        session = self.sessions.get(session_digest(salted(submit.cache_salt), submit.session_id))
+        if session is None:
+            return _with(self._from_anchor(submit, text), session_match="new")
+        is_comparable = session.is_text and np.array_equal(self._added_tokens(submit), session.added_tokens)
+        if text is None or self._scanner is None or not is_comparable:
+            return _with(self._from_anchor(submit, text), session_match="tokens")
+        compared = SessionComparison(text.marked, session, self._written(session))
+        if compared.has_all:
+            found = self._behind_session(submit, text, compared, compared.n_kept(self._scanner))
+            if found is not None:
+                return _with(found, session_match="exact" if compared.is_same else "extend")
+        anchored = self._from_anchor(submit, text)
+        n_min = max(MIN_KEPT_CHARACTERS, math.ceil(self._min_match * n_characters(compared.written.text)))
+        n_kept = compared.n_kept(self._scanner, n_min)
+        n_more = session.n_added + n_kept - n_common(anchored.prompt.tokens, session.tokens)
+        # Tokens that come out anyway are no reason to cut where that is only approximately exact.
+        found = self._behind_session(submit, text, compared, n_kept) if n_more > 0 else None
+        is_edited = compared.is_reply_edited
+        if found is None:
+            return _with(anchored, session_match="tokens", is_reply_edited=is_edited)
+        return _with(found, session_match="diverge", n_approximate=n_more, is_reply_edited=is_edited)
+
+    def _behind_session(
+        self, submit: Submit, text: PromptText, compared: SessionComparison, n_kept: int
+    ) -> ReplyContext | None:
+        """Tokenize the prompt behind the first tokens of its session; None if that would not give its text."""
+        if not n_kept:
+            return None
+        session, at = compared.session, compared.end(n_kept)
+        own = tokenize_parts(self._vocab, text.parts(at), add_special=False)
+        rest = write_out(self._vocab, own.tolist())
+        # Some vocabularies add a space before a text.
+        if rest.text != text.marked[at:]:
+            return None
+        tokens = np.concatenate([session.tokens[: session.n_added + n_kept], own])
+        ends = np.concatenate([compared.written.ends[:n_kept], rest.ends + at])
+        n = int(np.searchsorted(ends, text.last_cut, side="right"))
+        n_head = session.n_added + n if n and ends[n - 1] == text.last_cut else None
+        return ReplyContext(submit, TokenizedPrompt(packed(tokens)), text, n_head if text.last_cut else 0)
+
+    def _add_anchor(self, context: ReplyContext, reply: str, ids: list[int]) -> TextAnchor | None:
+        """Add a text anchor for the prompt with its reply, if tokenizing their text would give other tokens."""
+        submit, text, n_head = context.submit, context.text, context.n_head
+        if text is None or n_head is None or self._scanner is None:
+            return None
+        if n_characters(text.marked[text.last_cut :]) > _MAX_TAIL:
+            return None
+        *others, last = text.parts(text.last_cut) or [TextPart("")]
+        ends = [TextPart(last.text + reply)] if last.special else [last, TextPart(reply)]
+        if self._scanner.has_control_token(ends[-1].text, len(ends[-1].text) - len(reply)):
+            return None
+        tokens = np.concatenate([context.prompt.tokens, np.array(ids, dtype=np.int32)])
+        add_special = submit.add_special and not text.last_cut
+        if np.array_equal(tokenize_parts(self._vocab, [*others, *ends], add_special=add_special), tokens[n_head:]):
+            return None
+        known = self._anchored_cut(text)
+        return self.anchors.add(text.digest_with(reply), tokens, known.digest if known is not None else b"")
+
+    def _put_session(self, context: ReplyContext, generated: Tokens, n_sent: int) -> tuple[bytes, Session]:
+        """Replace the session by the prompt and its reply, of which `n_sent` tokens were sent."""
+        submit, text, tokens = context.submit, context.text, context.prompt.tokens
+        digest = session_digest(salted(submit.cache_salt), submit.session_id)
+        n_added = len(self._added_tokens(submit))
+        session = Session(np.concatenate([tokens, generated]), n_added, len(tokens), len(tokens) + n_sent)
+        prompt = write_out(self._vocab, tokens[n_added:].tolist())
+        session.is_text = text is not None and prompt.text == text.marked
+        earlier = self.sessions.get(digest)
+        if earlier is not None:
+            session = session.continuing(earlier)
+        self.sessions.put(digest, session)
+        if session.is_text:
+            # Now, so that the next prompt need not wait for it.
+            self._written(session)
+        return digest, session
+
+    def _sent(self, generated: list[int], n_sent: int) -> tuple[str, list[int]] | None:
+        """Return the text of a reply that was sent, and its tokens.
+
+        None where nothing was sent, where a token of it gives no text, or where the sending ended within a token.
+        """
+        if generated and generated[-1] in self._vocab.eog:
+            generated.pop()
+        pieces = [self._vocab.piece(token) for token in generated]
+        if not all(pieces):
+            return None
+        text = b"".join(pieces).decode(errors="replace")
+        while pieces and len(text) > n_sent:
+            pieces.pop()
+            text = b"".join(pieces).decode(errors="replace")
+        return (text, generated[: len(pieces)]) if pieces and len(text) == n_sent else None
+
+    def _anchored_cut(self, text: PromptText) -> CutPoint | None:
+        """Return the last cut point that has a text anchor."""
+        return next((cut for cut in reversed(text.cut_points) if cut.digest in self.anchors), None)
+
+    def _written(self, session: Session) -> WrittenTokens:
+        if session.written is None:
+            session.written = write_out(self._vocab, session.text_tokens.tolist())
+        return session.written
+
+    def _added_tokens(self, submit: Submit) -> Tokens:
+        """Return the tokens that the model wants before a prompt."""
+        return self._vocab.tokenize("", add_special=submit.add_special, parse_special=True)
+
     def _check_parts(self, parts: Sequence[PromptPart]) -> None:
-        """Raise `InvalidRequestError` for ids that do not exist."""
         for part in parts:
             if isinstance(part, TokensPart):
                 self._check_ids(part.tokens, "prompt")
 
     def _check_ids(self, tokens: tuple[int, ...], param: str) -> None:
+        """Raise `InvalidRequestError` for ids outside of the vocabulary."""
         for token in tokens:
             if not 0 <= token < self._vocab.n_tokens:
                 raise InvalidRequestError(
                     f"{param} names token {token}; the vocabulary has {self._vocab.n_tokens}", param=param
                 )
+
+
+def _with(context: ReplyContext, **changes: object) -> ReplyContext:
+    """Return a copy with other fields of its prompt."""
+    return replace(context, prompt=structs.replace(context.prompt, **changes))

@@ -23,9 +23,9 @@ from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
 from llamaslot.kvcache.disk import BadSegmentError, Record, path_digest
 from llamaslot.kvcache.tiers import Tiers
-from llamaslot.prompts import anchors, sessions
-from llamaslot.prompts.anchors import Anchor
+from llamaslot.prompts import sessions, text_anchors
 from llamaslot.prompts.sessions import Session
+from llamaslot.prompts.text_anchors import TextAnchor
 from tests.conftest import LONG
 
 KEY, OTHER = b"k" * files.KEY_BYTES, b"o" * files.KEY_BYTES
@@ -276,9 +276,9 @@ def test_a_digest_that_is_lost_is_made_again(folder: Path, tmp_path: Path, damag
     store.close()
 
 
-def anchor(n: int, front: int | None = None) -> Anchor:
-    return Anchor(
-        b"name %d" % n, b"name %d" % front if front is not None else b"", 3 if front is not None else 0, b"abcd"
+def anchor(n: int, parent: int | None = None) -> TextAnchor:
+    return TextAnchor(
+        b"name %d" % n, b"name %d" % parent if parent is not None else b"", 3 if parent is not None else 0, b"abcd"
     )
 
 
@@ -290,11 +290,11 @@ def test_anchors_are_there_again_in_their_order_and_only_for_their_key(folder: P
     other = opened(folder, OTHER)
     assert other.anchors() == []
     other.write_anchor(anchor(2))
-    other.forget_texts()
+    other.clear_texts()
     other.close()
     again = opened(folder)
     assert again.anchors() == [anchor(2), anchor(1), anchor(3, 2)]
-    again.forget_texts()
+    again.clear_texts()
     assert again.anchors() == []
     again.close()
 
@@ -314,7 +314,7 @@ def test_an_index_from_before_there_were_anchors_keeps_its_segments(folder: Path
 
 
 def test_what_continues_an_anchor_that_went_goes_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anchors, "MOST_BYTES", 3 * (200 + 4))
+    monkeypatch.setattr(text_anchors, "MAX_BYTES", 3 * (200 + 4))
     store = opened(folder)
     for each in (anchor(1), anchor(2, 1), anchor(3, 2), anchor(4)):
         store.write_anchor(each)
@@ -325,7 +325,7 @@ def test_what_continues_an_anchor_that_went_goes_too(folder: Path, monkeypatch: 
 def test_an_anchor_takes_the_place_of_another_one_of_its_name(folder: Path) -> None:
     store = opened(folder)
     store.write_anchor(anchor(1))
-    other = Anchor(b"name 1", b"", 0, b"efghijkl")
+    other = TextAnchor(b"name 1", b"", 0, b"efghijkl")
     store.write_anchor(other)
     assert store.anchors() == [other]
     store.close()
@@ -359,7 +359,7 @@ def test_an_anchor_that_was_changed_is_none(folder: Path, column: str, value: ob
 
 
 def test_the_oldest_anchors_go_where_there_are_too_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anchors, "MOST_BYTES", 3 * (200 + 4))
+    monkeypatch.setattr(text_anchors, "MAX_BYTES", 3 * (200 + 4))
     monkeypatch.setattr(texts, "_TRIMMED_EVERY", 4)
     store = opened(folder)
     for n in range(7):
@@ -559,13 +559,13 @@ def test_sessions_are_there_again_and_only_for_their_key(folder: Path) -> None:
     other = opened(folder, OTHER)
     assert facts(other) == []
     other.write_session(b"b", session(4))
-    other.forget_texts()
+    other.clear_texts()
     other.close()
     again = opened(folder)
     assert facts(again) == [(b"b", [2, 3, 4], 1, 2, 3, True), (b"a", [3, 4, 5], 1, 2, 3, False)]
     again.drop_session(b"b")
     assert [name for name, *_ in facts(again)] == [b"a"]
-    again.forget_texts()
+    again.clear_texts()
     assert facts(again) == []
     again.close()
 
@@ -596,7 +596,7 @@ def test_a_session_that_was_changed_is_none(folder: Path, column: str, value: ob
 
 
 def test_the_oldest_sessions_go_where_there_are_too_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MOST_BYTES", 2 * (sessions.OVERHEAD + 12 + 1))
+    monkeypatch.setattr(sessions, "MAX_BYTES", 2 * (sessions.OVERHEAD + 12 + 1))
     store = opened(folder)
     for n in range(4):
         store.write_session(b"%d" % n, session(n))

@@ -45,7 +45,7 @@ class Harness:
         self.backend = backend
         self.engine = Engine(backend, self._receive, **settings)
         if isinstance(backend, FakeBackend):
-            thread = self.engine._tokenizer._thread = Inline()
+            thread = self.engine._prompts._thread = Inline()
             ahead = random.Random(1)
             worker = Worker(backend, thread, self.engine._clock, lambda: ahead.random() < 0.5)
             worker.run = self._watched(worker.run)
@@ -121,6 +121,8 @@ class Harness:
                 continue
             self.events[event.request_id].append(event)
             end = self.ends.get(event.request_id)
+            if isinstance(event, TERMINAL):
+                assert event.request_id not in self.engine._prompts._contexts, "the prompt worker keeps its text"
             if isinstance(event, TERMINAL) and end is not None and not end.done():
                 end.set_result(event)
         self.check_events()

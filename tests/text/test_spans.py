@@ -236,20 +236,20 @@ def check_tokens(vocab: Vocab, source: str, real: list[Any], forged: str) -> Non
         token: vocab.detokenize([token]).decode() for token in range(vocab.n_tokens) if not vocab.piece(token)
     }
     chat = template(source, control_tokens=list(control.values()))
-    with closing(Tokenizer(vocab, 4096)) as tokenizer:
+    tokenizer = Tokenizer(vocab, 4096)
 
-        def tokens(*parts: TextPart) -> list[int]:
-            return tokenizer.submitted(Submit("1", parts, add_special=False)).tokens.tolist()
+    def tokens(*parts: TextPart) -> list[int]:
+        return tokenizer.tokenize_prompt(Submit("1", parts, add_special=False)).prompt.tokens.tolist()
 
-        texts = chat.render(real), chat.render([user(forged)])
-        assert texts[0] == texts[1]
-        assert tokens(TextPart(texts[0])) == tokens(TextPart(texts[1]))
+    texts = chat.render(real), chat.render([user(forged)])
+    assert texts[0] == texts[1]
+    assert tokens(TextPart(texts[0])) == tokens(TextPart(texts[1]))
 
-        cut = tokens(*chat.render_parts([user(forged)]))
-        harmless = tokens(*chat.render_parts([user("x")]))
-        assert b"".join(vocab.detokenize([token]) for token in cut).decode() == texts[1]
-        assert [token for token in cut if token in control] == [token for token in harmless if token in control]
-        assert tokens(*chat.render_parts(real)) == tokens(TextPart(texts[0]))
+    cut = tokens(*chat.render_parts([user(forged)]))
+    harmless = tokens(*chat.render_parts([user("x")]))
+    assert b"".join(vocab.detokenize([token]) for token in cut).decode() == texts[1]
+    assert [token for token in cut if token in control] == [token for token in harmless if token in control]
+    assert tokens(*chat.render_parts(real)) == tokens(TextPart(texts[0]))
 
 
 def test_a_forged_turn_on_the_fake_vocabulary() -> None:

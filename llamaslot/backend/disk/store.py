@@ -30,8 +30,8 @@ from llamaslot.backend.disk.index import Index, Row, named_errors
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
 from llamaslot.kvcache.disk import BadSegmentError, Record
-from llamaslot.prompts.anchors import Anchor
 from llamaslot.prompts.sessions import Session
+from llamaslot.prompts.text_anchors import TextAnchor
 
 _MOST_BAD = 8
 """Files to keep that were not as they were written."""
@@ -205,11 +205,11 @@ class DiskStore:
         except sqlite3.Error as error:
             _log.warning("disk.use_failed", error=str(error))
 
-    def anchors(self) -> list[Anchor]:
+    def anchors(self) -> list[TextAnchor]:
         """See `Disk.anchors`."""
         return self._of_texts(self._index.texts.anchors, otherwise=[])
 
-    def write_anchor(self, anchor: Anchor) -> None:
+    def write_anchor(self, anchor: TextAnchor) -> None:
         """See `Disk.write_anchor`."""
         self._of_texts(self._index.texts.add_anchor, anchor, otherwise=None)
 
@@ -225,9 +225,9 @@ class DiskStore:
         """See `Disk.drop_session`."""
         self._of_texts(self._index.texts.drop_session, digest, otherwise=None)
 
-    def forget_texts(self) -> None:
-        """See `Disk.forget_texts`."""
-        self._of_texts(self._index.texts.forget, otherwise=None)
+    def clear_texts(self) -> None:
+        """See `Disk.clear_texts`."""
+        self._of_texts(self._index.texts.clear, otherwise=None)
 
     def close(self) -> None:
         """See `Disk.close`."""

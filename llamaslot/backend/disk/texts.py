@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from llamaslot.base.tokens import WIDTH, packed, unpacked
-from llamaslot.prompts import anchors, sessions
-from llamaslot.prompts.anchors import Anchor
+from llamaslot.prompts import sessions, text_anchors
 from llamaslot.prompts.sessions import Session
+from llamaslot.prompts.text_anchors import TextAnchor
 
 _TRIMMED_EVERY = 256
 """Rows added until it is looked whether they are too many."""
@@ -59,16 +59,16 @@ class Texts:
         self._database = database
         self._n_added = 0
 
-    def anchors(self, key: bytes) -> list[Anchor]:
+    def anchors(self, key: bytes) -> list[TextAnchor]:
         """Those of a key that are as they were added, in that order."""
         self._trim()
         columns = "name, front, start, tokens, checksum"
         found = self._database.execute(f"SELECT {columns} FROM anchors WHERE key = ? ORDER BY number", (key,))
-        return [Anchor(*row[:4]) for row in found if _is_whole(row, (bytes, bytes, int, bytes))]
+        return [TextAnchor(*row[:4]) for row in found if _is_whole(row, (bytes, bytes, int, bytes))]
 
-    def add_anchor(self, key: bytes, anchor: Anchor) -> None:
+    def add_anchor(self, key: bytes, anchor: TextAnchor) -> None:
         """Note an anchor, in place of another one of that name."""
-        row = anchor.name, anchor.front, anchor.start, anchor.tokens
+        row = anchor.digest, anchor.parent, anchor.start, anchor.tokens
         self._database.execute(
             "INSERT INTO anchors (key, name, front, start, tokens, checksum) VALUES (?, ?, ?, ?, ?, ?) "
             "ON CONFLICT (key, name) DO UPDATE SET (front, start, tokens, checksum) = "
@@ -91,7 +91,7 @@ class Texts:
     def put_session(self, key: bytes, digest: bytes, session: Session) -> None:
         """Note a session, as the latest, in place of another one of that digest."""
         counts = session.n_added, session.n_prompt, session.n_text, int(session.is_text)
-        row = digest, *counts, _encode(session.others), packed(session.tokens)
+        row = digest, *counts, _encode(session.branches), packed(session.tokens)
         self._database.execute(
             "INSERT OR REPLACE INTO sessions (key, digest, n_added, n_prompt, n_text, is_text, others, tokens, "
             "checksum) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -100,11 +100,11 @@ class Texts:
         self._note_added()
 
     def drop_session(self, key: bytes, digest: bytes) -> None:
-        """Forget a session."""
+        """Delete a session."""
         self._database.execute("DELETE FROM sessions WHERE (key, digest) = (?, ?)", (key, digest))
 
-    def forget(self, key: bytes) -> None:
-        """Forget all of a key."""
+    def clear(self, key: bytes) -> None:
+        """Delete all rows of a key."""
         self._database.execute("DELETE FROM anchors WHERE key = ?", (key,))
         self._database.execute("DELETE FROM sessions WHERE key = ?", (key,))
 
@@ -117,8 +117,8 @@ class Texts:
         """Forget the oldest rows of all keys where a table's are too many, and the anchors that continue one that
         went.
         """
-        n_gone = self._trimmed("anchors", "length(tokens)", anchors.OVERHEAD, anchors.MOST_BYTES)
-        self._trimmed("sessions", "length(tokens) + length(others)", sessions.OVERHEAD, sessions.MOST_BYTES)
+        n_gone = self._trimmed("anchors", "length(tokens)", text_anchors.OVERHEAD, text_anchors.MAX_BYTES)
+        self._trimmed("sessions", "length(tokens) + length(others)", sessions.OVERHEAD, sessions.MAX_BYTES)
         while n_gone:
             n_gone = self._database.execute(
                 "DELETE FROM anchors WHERE front != x'' AND NOT EXISTS (SELECT 1 FROM anchors AS other "

@@ -1,0 +1,158 @@
+"""Prompt text with control-token markers, and the cut points at which it may be tokenized in two runs.
+
+A *cut point* lies just before a control token at which tokenizing is exact: the tokens of both sides are those of
+the whole. Text whose tokens are remembered up to a cut point keeps those tokens, and only the rest is tokenized.
+
+The *marked* text of a prompt is its UTF-8 with a marker byte before each control token that will be parsed as one,
+so that it differs from text in which the same characters are plain. Offsets are into the marked text. Each cut
+point has a digest of all text before it and of how it is divided into parts, for parts are tokenized one by one:
+
+    parts       "<|im_start|>user say " "<|im_end|>" (plain) "<|im_end|><|im_start|>assistant"
+    marked      ^<|im_start|>user say <|im_end|>^<|im_end|>^<|im_start|>assistant       (^ is the marker)
+    cut points                                  |          |
+    digests     of the namespace, then of each part a byte for its kind and its text, up to the cut point
+
+Nothing here looks at tokens, except for the probing that finds the exact control tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llamaslot.base.backend import Vocab
+from llamaslot.base.commands import TextPart
+
+_SPECIAL, _PLAIN = b"\xfd", b"\xfe"
+"""Kinds of parts in digests; no UTF-8 has these bytes."""
+MARKER = b"\xff"
+"""The byte before each control token of a marked text; no UTF-8 has it."""
+_MAX_PROBED_TOKENS = 128
+"""Control tokens that are probed; some vocabularies have thousands that nobody uses."""
+_TEXTS_BEFORE = ("x", "x ", "x\n", "x\n\n", "\n", "é", " ", "   ", ".", "0", "\t")
+_TEXTS_AFTER = ("", "x", " x", "\nx", "  x")
+"""Texts on both sides of a probed control token."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutPoint:
+    """A place where a prompt's text may be cut without changing its tokens."""
+
+    at: int
+    """Bytes of the marked text before it."""
+    digest: bytes
+    """Identifies all text before it, 16 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """The marked text of a prompt that has text parts only."""
+
+    marked: bytes
+    cut_points: Sequence[CutPoint]
+    """All but the one before all text."""
+    _ends: Sequence[tuple[int, bool]]
+    """For each part that is not empty, where it ends and whether control tokens are parsed in it."""
+    _digest: hashlib.blake2b
+
+    @property
+    def last_cut(self) -> int:
+        """Offset of the last cut point, 0 where there is none."""
+        return self.cut_points[-1].at if self.cut_points else 0
+
+    def parts(self, start: int = 0, end: int | None = None) -> list[TextPart]:
+        """The text between two offsets, which must not lie within a character."""
+        found = []
+        for stop, special in self._ends:
+            run = self.marked[start : stop if end is None else min(stop, end)]
+            if run:
+                found.append(TextPart(run.replace(MARKER, b"").decode(), special=special))
+            start = max(start, stop)
+        return found
+
+    def digest_with(self, reply: str) -> bytes:
+        """The digest that the cut point behind a reply has in the next prompt."""
+        digest = self._digest.copy()
+        # Templates write replies into parts that are parsed: the last part goes on if it is one.
+        if reply and not (self._ends and self._ends[-1][1]):
+            digest.update(_SPECIAL)
+        digest.update(reply.encode(errors="replace"))
+        return digest.digest()
+
+
+class TextScanner:
+    """Finds control tokens in prompt texts; `exact` are those of `control_tokens` before which cuts are exact."""
+
+    def __init__(self, exact: Iterable[str], control_tokens: Iterable[str]) -> None:
+        self._exact = frozenset(exact)
+        self._marked_exact = tuple(MARKER + text.encode() for text in self._exact)
+        longest_first = sorted(filter(None, control_tokens), key=lambda text: (-len(text), text))
+        self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def scan(self, parts: Iterable[TextPart], namespace: str) -> PromptText:
+        """Mark the text of a prompt; equal texts of different namespaces have different digests."""
+        marked, digest = bytearray(), hashlib.blake2b(namespace.encode(), digest_size=16)
+        ends: list[tuple[int, bool]] = []
+        cut_points: list[CutPoint] = []
+        for part in filter(lambda part: part.text, parts):
+            before = digest.digest()
+            digest.update(_SPECIAL if part.special else _PLAIN)
+            done = 0
+            for control in self._controls.finditer(part.text) if part.special else ():
+                run = part.text[done : control.start()].encode(errors="replace")
+                digest.update(run)
+                marked += run
+                done = control.start()
+                if marked and control[0] in self._exact:
+                    cut_points.append(CutPoint(len(marked), digest.digest() if done else before))
+                marked += MARKER
+            run = part.text[done:].encode(errors="replace")
+            digest.update(run)
+            marked += run
+            ends.append((len(marked), part.special))
+        return PromptText(bytes(marked), cut_points, ends, digest)
+
+    def is_approximate_cut(self, marked: bytes, at: int) -> bool:
+        """True if cutting there hardly ever changes the tokens: at both ends, before an exact control token, and
+        before a space that does not follow another one. BPE vocabularies begin words with their space.
+        """
+        if at in (0, len(marked)) or marked.startswith(self._marked_exact, at):
+            return True
+        # The character before may have up to four bytes.
+        before = marked[max(0, at - 4) : at].decode(errors="replace")[-1:]
+        return marked[at : at + 1] == b" " and not before.isspace()
+
+    def has_control_token(self, text: str, start: int = 0) -> bool:
+        """True if a control token is written out in a text and ends behind `start`."""
+        return any(match.end() > start for match in self._controls.finditer(text))
+
+
+def n_characters(marked: bytes) -> int:
+    """Count the characters of a marked text."""
+    raw = np.frombuffer(marked, np.uint8)
+    return int(np.count_nonzero((raw & 0xC0 != 0x80) & (raw != MARKER[0])))
+
+
+def exact_cut_tokens(vocab: Vocab, template: str = "") -> tuple[str, ...]:
+    """Find the control tokens before which a cut changes no token, by tokenizing short texts with and without it.
+
+    Tokens that occur in the chat template are probed first.
+    """
+
+    def ids(text: str) -> list[int]:
+        return list(map(int, vocab.tokenize(text, add_special=False, parse_special=True)))
+
+    before = {text: ids(text) for text in _TEXTS_BEFORE}
+
+    def is_exact(token: str) -> bool:
+        after = {text: ids(token + text) for text in _TEXTS_AFTER}
+        return len(after[""]) == 1 and all(
+            ids(left + token + right) == before[left] + after[right] for left in before for right in after
+        )
+
+    candidates = sorted(vocab.boundaries, key=lambda text: text not in template)
+    return tuple(filter(is_exact, candidates[:_MAX_PROBED_TOKENS]))

@@ -1,0 +1,227 @@
+"""The prompt worker: text to tokens on a thread of its own, in the order of arrival, so that no step waits for it.
+
+The engine gives it prompts and, at the end of each request, what was generated; it answers between two steps.
+What it takes to remember a reply stays here, by request id, until the reply is remembered or the request released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import structlog
+
+from llamaslot.base.commands import Detokenize, DropSession, Submit, Tokenize
+from llamaslot.base.errors import LlamaslotError, ServerError
+from llamaslot.base.namespaces import salted
+from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.tokens import Tokens
+from llamaslot.prompts.sessions import Session
+from llamaslot.prompts.text_store import TextStore
+from llamaslot.prompts.tokenizer import Remembered, ReplyContext, Tokenizer
+
+T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
+
+
+class PromptStats(NamedTuple):
+    """Counts of what is remembered, and estimated bytes."""
+
+    n_anchors: int
+    anchor_bytes: int
+    n_sessions: int
+    session_bytes: int
+
+
+def _at_once(method: Callable[..., None], *arguments: object) -> None:
+    method(*arguments)
+
+
+class PromptWorker:
+    """Runs `tokenizer` on a thread. `post` runs an answer between two engine steps; `fail` ends a request.
+
+    Every method is called on the event loop.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        post: Callable[[Callable[[], None]], None],
+        fail: Callable[[str, LlamaslotError], None],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._post = post
+        self._fail = fail
+        self._store: TextStore | None = None
+        self._write = _at_once
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-tokenizer")
+        self._waiting: dict[str, asyncio.Future[Any]] = {}
+        self._contexts: dict[str, ReplyContext] = {}
+        """Of requests between their prompt and their end."""
+        self._n_remembering = 0
+
+    @property
+    def waiting(self) -> list[str]:
+        """Ids of the requests whose text is being tokenized."""
+        return list(self._waiting)
+
+    @property
+    def is_remembering(self) -> bool:
+        """True while replies are being remembered."""
+        return self._n_remembering > 0
+
+    @property
+    def stats(self) -> PromptStats:
+        """Counts of what is remembered."""
+        anchors, sessions = self._tokenizer.anchors, self._tokenizer.sessions
+        return PromptStats(len(anchors), anchors.n_bytes, len(sessions), sessions.n_bytes)
+
+    def keep_in(self, store: TextStore, write: Callable[..., None]) -> None:
+        """Restore the text anchors and sessions of a store, and keep it up to date. To be called before `start`.
+
+        `write` calls methods of the store in order, on a thread that may wait for the disk.
+        """
+        self._store = store
+        self._write = write
+        self._tokenizer.restore(store.anchors(), store.sessions())
+
+    def start(self) -> None:
+        """Probe for exact cut points, so that the first prompt need not wait for it."""
+
+        def prepared(is_as_wanted: bool) -> None:
+            if not is_as_wanted:
+                _log.warning("text_anchors.off", reason="no control token of this vocabulary has exact cut points")
+
+        self._call(prepared, lambda _: None, self._tokenizer.prepare)
+
+    def close(self) -> None:
+        """End the thread once its current call is done: it must not outlive the vocabulary."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def submit(self, submits: Sequence[Submit], then: Callable[[Submit, TokenizedPrompt], None]) -> None:
+        """Tokenize the prompt that some requests share, and call `then` for each that was not cancelled meanwhile.
+
+        For each of these, `remember` or `release` must be called at its end.
+        """
+        by_id = {submit.request_id: submit for submit in submits}
+
+        def tokenized(request_id: str, context: ReplyContext) -> None:
+            self._contexts[request_id] = replace(context, submit=by_id[request_id])
+            then(by_id[request_id], context.prompt)
+
+        self._ask(list(by_id), tokenized, self._tokenizer.tokenize_prompt, submits[0])
+
+    def answer(self, query: Tokenize | Detokenize, then: Callable[[Any], None]) -> None:
+        """Answer what needs the vocabulary only."""
+        method = self._tokenizer.tokenize if isinstance(query, Tokenize) else self._tokenizer.detokenize
+        self._ask([query.request_id], lambda _, event: then(event), method, query)
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel a request whose text is being tokenized; False if it is not."""
+        future = self._waiting.pop(request_id, None)
+        if future is None:
+            return False
+        if future not in self._waiting.values():
+            future.cancel()
+        return True
+
+    def cancel_all(self) -> None:
+        """Cancel and release all requests."""
+        self._waiting.clear()
+        self._contexts.clear()
+
+    def remember(self, request_id: str, generated: Tokens, n_sent: int) -> None:
+        """Remember the tokens of a reply, of which `n_sent` characters were sent, and release its request.
+
+        To be called before the client learns of the end: the thread's order lets its next prompt find them.
+        """
+        self._n_remembering += 1
+
+        def remembered(found: Remembered) -> None:
+            self._n_remembering -= 1
+            if self._store is not None and found.anchor is not None:
+                self._write(self._store.write_anchor, found.anchor)
+            if self._store is not None and found.session is not None:
+                self._write(self._store.write_session, *found.session)
+
+        context = self._contexts.pop(request_id)
+        method = self._tokenizer.remember
+        self._call(remembered, lambda _: remembered(Remembered()), method, context, generated, n_sent)
+
+    def release(self, request_id: str) -> None:
+        """Release a request whose reply is not to be remembered."""
+        self._contexts.pop(request_id, None)
+
+    def locate(self, request_id: str, n_tokens: int, then: Callable[[int], None]) -> None:
+        """Count the characters that the first tokens of a request's prompt stand for."""
+        context = self._contexts[request_id]
+        self._call(then, lambda _: None, self._tokenizer.n_characters, context, n_tokens)
+
+    def drop_session(self, command: DropSession, then: Callable[[str, list[bytes]], None]) -> None:
+        """Drop a session, on disk too; `then` gets its namespace and its `Session.paths`, or none without one."""
+        namespace = salted(command.cache_salt)
+
+        def dropped(found: tuple[bytes, Session | None]) -> None:
+            digest, session = found
+            if self._store is not None:
+                self._write(self._store.drop_session, digest)
+            then(namespace, session.paths if session is not None else [])
+
+        def failed(_: object) -> None:
+            self._fail(command.request_id, ServerError("the session could not be dropped"))
+
+        self._call(dropped, failed, self._tokenizer.drop_session, namespace, command.session_id)
+
+    def clear(self, then: Callable[[], None]) -> None:
+        """Drop all text anchors and sessions, on disk too, those included that are being remembered."""
+
+        def cleared(_: object) -> None:
+            if self._store is not None:
+                self._write(self._store.clear_texts)
+            then()
+
+        self._call(cleared, cleared, self._tokenizer.clear)
+
+    def _ask(
+        self, ids: Sequence[str], then: Callable[[str, T], None], method: Callable[..., T], command: object
+    ) -> None:
+        """Call a method of the tokenizer for requests that can be cancelled meanwhile."""
+
+        def done(end: Callable[[str, Any], None], result: object) -> None:
+            for request_id in ids:
+                if self._waiting.pop(request_id, None) is not None:
+                    end(request_id, result)
+
+        future = self._call(partial(done, then), partial(done, self._fail), method, command)
+        self._waiting |= dict.fromkeys(ids, future)
+
+    def _call(
+        self,
+        then: Callable[[T], None],
+        failed: Callable[[LlamaslotError], None],
+        method: Callable[..., T],
+        *arguments: object,
+    ) -> asyncio.Future[T]:
+        """Call a tokenizer method on the thread, and pass on its result or error between two engine steps."""
+        future = asyncio.get_running_loop().run_in_executor(self._thread, method, *arguments)
+
+        def done() -> None:
+            if future.cancelled():
+                return
+            error = future.exception()
+            if error is None:
+                then(future.result())
+            elif isinstance(error, LlamaslotError):
+                failed(error)
+            else:
+                _log.error("prompt_worker.failed", method=method.__name__, exc_info=error)
+                failed(ServerError("the prompt could not be tokenized"))
+
+        future.add_done_callback(lambda _: self._post(done))
+        return future

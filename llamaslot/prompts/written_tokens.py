@@ -1,0 +1,36 @@
+"""Token ids written out as text with control-token markers, to be compared with the marked text of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from llamaslot.base.backend import Vocab
+from llamaslot.prompts.cut_points import MARKER
+
+_INVALID = b"\xfe"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTokens:
+    """The marked text of a run of tokens."""
+
+    text: bytes
+    ends: npt.NDArray[np.int64]
+    """For each token the offset at which its text ends."""
+
+
+def write_out(vocab: Vocab, tokens: Sequence[int]) -> WrittenTokens:
+    """Write out tokens, control tokens with a marker before them."""
+    pieces = [_piece(vocab, token) for token in tokens]
+    return WrittenTokens(b"".join(pieces), np.fromiter(accumulate(map(len, pieces)), np.int64, len(pieces)))
+
+
+def _piece(vocab: Vocab, token: int) -> bytes:
+    piece = vocab.piece(token)
+    # Byte tokens can give the marker's byte: as no text has it, another invalid byte serves as well.
+    return piece.replace(MARKER, _INVALID) if piece else MARKER + vocab.detokenize([token])
