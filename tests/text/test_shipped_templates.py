@@ -1,9 +1,11 @@
-"""Templates as models ship them render; run where LLAMASLOT_FIXTURES names a folder with `templates/*.jinja`."""
+"""Chat templates with the constructs that models ship: ours, and those of LLAMASLOT_FIXTURES/templates/*.jinja."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,10 @@ import pytest
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.text.template import ChatTemplate
 
-FOLDER = os.environ.get("LLAMASLOT_FIXTURES")
-FILES = sorted(Path(FOLDER, "templates").glob("*.jinja")) if FOLDER else []
-
-pytestmark = pytest.mark.skipif(not FILES, reason="LLAMASLOT_FIXTURES names no folder with templates/*.jinja")
+FOLDERS = [Path(__file__).parent / "templates"]
+if "LLAMASLOT_FIXTURES" in os.environ:
+    FOLDERS.append(Path(os.environ["LLAMASLOT_FIXTURES"], "templates"))
+FILES = [file for folder in FOLDERS for file in sorted(folder.glob("*.jinja"))]
 
 SYSTEM = {"role": "system", "content": "Answer in rhymes."}
 TURNS = [
@@ -46,19 +48,31 @@ TOOL_TURNS = [
     {"role": "tool", "tool_call_id": "abcd12345", "name": "weather_in", "content": "Heavy snow"},
 ]
 
-REFUSES_TOOLS = {"google-gemma-2-2b-it"}
+REFUSES_TOOLS = {"two_roles", "google-gemma-2-2b-it"}
 """Templates without a role for the results of tools."""
 NO_TOOLS = {"HuggingFaceTB-SmolLM3-3B", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"}
 """Templates that do not describe tools (SmolLM3's reads them from variables of other names)."""
 NO_CALLS = {"HuggingFaceTB-SmolLM3-3B", "LFM2-8B-A1B"}
 """Templates that do not show the model the calls that it made."""
-NO_GENERATION_PROMPT = {"Mistral-Small-3.2-24B-Instruct-2506", "mistralai-Mistral-Nemo-Instruct-2407"}
+NO_GENERATION_PROMPT = {
+    "instruction_pairs",
+    "Mistral-Small-3.2-24B-Instruct-2506",
+    "mistralai-Mistral-Nemo-Instruct-2407",
+}
 """Templates where the end of the user's message is what the reply follows."""
-MOVES_THE_SYSTEM_MESSAGE = {"mistralai-Mistral-Nemo-Instruct-2407"}
+MOVES_THE_SYSTEM_MESSAGE = {"instruction_pairs", "mistralai-Mistral-Nemo-Instruct-2407"}
 """Templates that put the system message into the last user message."""
-MARKS_THE_LAST_REPLY = {"Qwen-Qwen3-0.6B", "Qwen3.5-4B", "openai-gpt-oss-120b"}
+MARKS_THE_LAST_REPLY = {
+    "channels",
+    "xml_calls_with_reasoning",
+    "Qwen-Qwen3-0.6B",
+    "Qwen3.5-4B",
+    "openai-gpt-oss-120b",
+}
 """Templates that write a reply otherwise while it is the last message."""
 REWRITES_REPLIES = {
+    "channels",
+    "thoughts_closed_by_default",
     "GLM-4.6",
     "Qwen3.5-4B",
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
@@ -188,3 +202,40 @@ def test_content_as_parts(named: tuple[str, ChatTemplate]) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": TURNS[0]["content"]}]}]
 
     assert template.render(parts) == template.render(TURNS[:1])
+
+
+def ours(name: str) -> ChatTemplate:
+    source = Path(__file__).parent.joinpath("templates", f"{name}.jinja").read_text()
+    return ChatTemplate(source, bos_token="<bos>", eos_token="<eos>", now=lambda: datetime(2025, 3, 9))
+
+
+def test_reasoning_is_kept_behind_the_last_question_only() -> None:
+    reply = {"role": "assistant", "content": None, "reasoning_content": "Snow is wet.", "tool_calls": [CALL]}
+    turns = [TOOL_TURNS[0], reply, TOOL_TURNS[2]]
+    for name in ("xml_calls_with_reasoning", "thoughts_closed_by_default"):
+        assert "Snow is wet." in ours(name).render(turns)
+        assert "Snow is wet." not in ours(name).render([*turns, {"role": "user", "content": "Are you sure?"}])
+
+
+def test_thoughts_can_be_switched_off() -> None:
+    for name in ("xml_calls_with_reasoning", "thoughts_closed_by_default"):
+        assert "</think>" not in ours(name).render(TURNS[:1])
+        assert ours(name).render(TURNS[:1], kwargs={"enable_thinking": False}).rstrip().endswith("</think>")
+
+
+def test_the_date_is_that_of_the_clock() -> None:
+    assert "Today is 09 Mar 2025, year 2025." in ours("dated_headers").render(TURNS[:1])
+    assert "Date: 2025-03-09\n" in ours("channels").render(TURNS[:1])
+
+
+def test_tools_are_written_as_indented_json() -> None:
+    prompt = ours("dated_headers").render(TURNS[:1], tools=TOOLS)
+    assert json.dumps(TOOLS[0], indent=4) in prompt
+    assert json.dumps([FUNCTION], indent=2) in ours("parts_and_training").render(TURNS[:1], tools=TOOLS)
+
+
+def test_a_template_refuses_in_its_own_words() -> None:
+    with pytest.raises(InvalidRequestError, match="Roles must take turns"):
+        ours("instruction_pairs").render([TURNS[0], TURNS[0]])
+    with pytest.raises(InvalidRequestError, match="Only one call a turn"):
+        ours("dated_headers").render([TURNS[0], {"role": "assistant", "tool_calls": [CALL, CALL]}, TURNS[0]])
