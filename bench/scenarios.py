@@ -35,11 +35,10 @@ from llamaslot.app.server import llama_settings
 from llamaslot.app.tiers import choose
 from llamaslot.backend.llama import LlamaBackend
 from llamaslot.base.backend import Backend
-from llamaslot.base.commands import Inspect, Sampling, Submit, TokensPart
+from llamaslot.base.commands import InspectEngine, Query, Sampling, Submit, TokensPart
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.events import TERMINAL, Event, Finished, Stopped
+from llamaslot.base.events import TERMINAL, Event, Finished, Reply, Stopped
 from llamaslot.base.kv_ops import Remove
-from llamaslot.base.stats import State
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import model_thread
 from llamaslot.kvcache.ledger import Ledger
@@ -166,7 +165,7 @@ class Bench:
 
         def receive(events: list[Event]) -> None:
             for event in events:
-                if isinstance(event, (*TERMINAL, State, Stopped)):
+                if isinstance(event, (*TERMINAL, Reply, Stopped)):
                     answers.put_nowait(event)
 
         with _ledger(FlatLedger if cache is Cache.FLAT else SharedLedger):
@@ -181,8 +180,8 @@ class Bench:
                 engine.send(_submit(str(i), prompt, cached=cache is not Cache.NONE))
                 ends.append(_expected(Finished, await answers.get()).progress)
                 # What exceeds the budget is evicted before this is answered: no race with the next request decides.
-                engine.send(Inspect("after"))
-                state = _expected(State, await answers.get())
+                engine.send(Query("after", InspectEngine()))
+                state = _expected(Reply, await answers.get()).body
             seconds = perf_counter() - started
         finally:
             engine.stop()

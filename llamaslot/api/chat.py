@@ -11,7 +11,6 @@ import msgspec
 from aiohttp import web
 
 from llamaslot.api import submits, unsupported
-from llamaslot.api.choices import Choice, Choices
 from llamaslot.api.deliver import deliver, json_response
 from llamaslot.api.gate import SETTINGS, UNIQUE_ID, caller_of
 from llamaslot.api.readiness import READINESS
@@ -33,6 +32,7 @@ from llamaslot.api.wire import ChatBody, read
 from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.events import Finished, Output, Progress
+from llamaslot.service.generations import Generation
 from llamaslot.service.service import Service
 
 _MARK = "\0"
@@ -56,7 +56,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         reply_id,
         caller=caller_of(request),
     )
-    async with Choices(service, asked) as choices:
+    async with service.generate(asked) as choices:
         dialect = ChatDialect(reply_id, settings.model_names(service.info)[0], body, choices.all)
         return await deliver(request, body, choices, dialect)
 
@@ -106,7 +106,7 @@ def _wants_reply(body: ChatBody) -> bool:
 class ChatDialect:
     """OpenAI's chat replies."""
 
-    def __init__(self, reply_id: str, model: str, body: ChatBody, choices: Sequence[Choice]) -> None:
+    def __init__(self, reply_id: str, model: str, body: ChatBody, choices: Sequence[Generation]) -> None:
         self._envelope = partial(Envelope, id=reply_id, created=int(time.time()), model=model)
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._with_timings = bool(body.timings_per_token)
@@ -114,7 +114,7 @@ class ChatDialect:
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """What comes before and after the text in chunks of the choices that have begun."""
 
-    def chunks(self, choice: Choice, output: Output | Finished) -> Iterator[bytes]:
+    def chunks(self, choice: Generation, output: Output | Finished) -> Iterator[bytes]:
         """The role once, then text, then the reason for the end."""
         frame = self._frames.get(choice.index)
         if frame is None:
@@ -150,7 +150,7 @@ class ChatDialect:
 
     def _chunk(
         self,
-        choice: Choice,
+        choice: Generation,
         delta: Delta,
         *,
         finish_reason: OpenAIReason | None = None,

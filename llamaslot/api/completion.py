@@ -11,7 +11,6 @@ from aiohttp import web
 from msgspec import UNSET
 
 from llamaslot.api import submits, unsupported
-from llamaslot.api.choices import Choice, Choices
 from llamaslot.api.deliver import deliver
 from llamaslot.api.gate import SETTINGS, UNIQUE_ID, caller_of
 from llamaslot.api.readiness import READINESS
@@ -19,6 +18,7 @@ from llamaslot.api.replies import REASONS, Envelope, TextChoice, cache_use, timi
 from llamaslot.api.sse import DONE, event
 from llamaslot.api.wire import CompletionBody, read
 from llamaslot.base.events import Finished, Output
+from llamaslot.service.generations import Generation
 
 _decoder = msgspec.json.Decoder(CompletionBody)
 
@@ -38,9 +38,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
         reply_id,
         caller=caller_of(request),
     )
-    async with Choices(service, asked) as choices:
+    async with service.generate(asked) as choices:
         model = settings.model_names(service.info)[0]
-        dialect = TextDialect(reply_id, model, body, choices.all, n=len(asked) // len(prompts))
+        dialect = TextDialect(reply_id, model, body, choices.all, n=asked[0].n)
         return await deliver(request, body, choices, dialect)
 
 
@@ -51,7 +51,7 @@ class TextDialect:
     """
 
     def __init__(
-        self, reply_id: str, model: str, body: CompletionBody, choices: Sequence[Choice], *, n: int
+        self, reply_id: str, model: str, body: CompletionBody, choices: Sequence[Generation], *, n: int
     ) -> None:
         self._envelope = partial(
             Envelope, id=reply_id, object="text_completion", created=int(time.time()), model=model
@@ -61,7 +61,7 @@ class TextDialect:
         self._n = n
         self._n_ended = 0
 
-    def chunks(self, choice: Choice, output: Output | Finished) -> Iterator[bytes]:
+    def chunks(self, choice: Generation, output: Output | Finished) -> Iterator[bytes]:
         """Text, then the reason for the end."""
         if output.content:
             shown = timings([output.progress]) if self._with_timings else UNSET

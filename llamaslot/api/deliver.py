@@ -7,18 +7,18 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from llamaslot.api.choices import Choice, Choices
 from llamaslot.api.gate import SETTINGS
 from llamaslot.api.replies import encode
 from llamaslot.api.sse import EventStream
 from llamaslot.api.wire import Options
 from llamaslot.base.events import Finished, Output
+from llamaslot.service.generations import Generation, Generations
 
 
 class Dialect(Protocol):
     """How one endpoint words the choices that it was made for."""
 
-    def chunks(self, choice: Choice, output: Output | Finished) -> Iterable[bytes]:
+    def chunks(self, choice: Generation, output: Output | Finished) -> Iterable[bytes]:
         """The server-sent events for an event of a choice."""
 
     def closing(self) -> Iterable[bytes]:
@@ -28,7 +28,9 @@ class Dialect(Protocol):
         """The body of a reply that is not streamed."""
 
 
-async def deliver(request: web.Request, options: Options, choices: Choices, dialect: Dialect) -> web.StreamResponse:
+async def deliver(
+    request: web.Request, options: Options, choices: Generations, dialect: Dialect
+) -> web.StreamResponse:
     """Answer the request with what the choices produce."""
     if options.stream:
         return await _stream(request, options, choices, dialect)
@@ -42,7 +44,9 @@ def json_response(body: Any) -> web.Response:
     return web.Response(body=encode(body), content_type="application/json")
 
 
-async def _stream(request: web.Request, options: Options, choices: Choices, dialect: Dialect) -> web.StreamResponse:
+async def _stream(
+    request: web.Request, options: Options, choices: Generations, dialect: Dialect
+) -> web.StreamResponse:
     interval = options.sse_ping_interval
     stream = EventStream(request, request.app[SETTINGS].sse_ping_interval if interval is None else interval)
     await stream.open()

@@ -9,15 +9,15 @@ import msgspec
 from aiohttp import web
 
 from llamaslot.api import submits, unsupported
-from llamaslot.api.choices import Choice, Choices
 from llamaslot.api.deliver import deliver
 from llamaslot.api.gate import SETTINGS, UNIQUE_ID, caller_of
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.replies import cache_use, pick, timings
 from llamaslot.api.sse import event
 from llamaslot.api.wire import CompletionBody, read
-from llamaslot.base.commands import Sampling, Submit
+from llamaslot.base.commands import Detokenize, Detokenized, Sampling, Submit
 from llamaslot.base.events import Finished, Output
+from llamaslot.service.generations import Generation
 
 _decoder = msgspec.json.Decoder(CompletionBody)
 
@@ -62,8 +62,10 @@ async def completion(request: web.Request) -> web.StreamResponse:
         caller=caller_of(request),
         return_tokens=True,
     )
-    async with Choices(service, asked) as choices:
-        texts = [await service.detokenize(choice.accepted.prompt_tokens) for choice in choices.all]
+    async with service.generate(asked) as choices:
+        texts = [
+            (await service.ask(Detokenize(choice.prompt_tokens), Detokenized)).content for choice in choices.all
+        ]
         dialect = NativeDialect(settings.model_names(service.info)[0], body, choices.all, texts)
         return await deliver(request, body, choices, dialect)
 
@@ -71,13 +73,15 @@ async def completion(request: web.Request) -> web.StreamResponse:
 class NativeDialect:
     """llama-server's replies; `prompts` are the choices' prompts as the model saw them."""
 
-    def __init__(self, model: str, body: CompletionBody, choices: Sequence[Choice], prompts: Sequence[str]) -> None:
+    def __init__(
+        self, model: str, body: CompletionBody, choices: Sequence[Generation], prompts: Sequence[str]
+    ) -> None:
         self._model = model
         self._body = body
         self._choices = choices
         self._prompts = prompts
 
-    def chunks(self, choice: Choice, output: Output | Finished) -> Iterator[bytes]:
+    def chunks(self, choice: Generation, output: Output | Finished) -> Iterator[bytes]:
         """New text and tokens, and everything else at the end."""
         if output.content or output.tokens:
             part = {
@@ -107,7 +111,7 @@ class NativeDialect:
         ]
         return bodies[0] if len(bodies) == 1 else bodies
 
-    def _final(self, choice: Choice, *, content: str, tokens: Sequence[int]) -> dict[str, Any]:
+    def _final(self, choice: Generation, *, content: str, tokens: Sequence[int]) -> dict[str, Any]:
         end = choice.end
         submit = choice.submit
         body = {

@@ -9,9 +9,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from llamaslot import __version__
-from llamaslot.api.choices import Choice
 from llamaslot.base.events import FinishReason, Progress, SessionMatch
 from llamaslot.base.stats import Miss
+from llamaslot.service.generations import Generation
 
 FINGERPRINT = f"b{__version__}-llamaslot"
 """Clients of llama-server expect a build number: a `b` in front."""
@@ -156,7 +156,7 @@ def timings(progress: Iterable[Progress]) -> Timings:
     )
 
 
-def usage(choices: Sequence[Choice], n: int) -> Usage:
+def usage(choices: Sequence[Generation], n: int) -> Usage:
     """The figures of finished choices, `n` for each prompt: what its first one reused counts as reused."""
     prompts = [choice.end.progress for choice in choices[::n]]
     prompt_tokens = sum(p.n_prompt for p in prompts)

@@ -13,8 +13,9 @@ from llamaslot.api.gate import SETTINGS
 from llamaslot.api.native import generation_settings
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.wire import SlotBody, read
+from llamaslot.base.commands import InspectEngine, SlotAction, SlotActionDone, SlotVerb
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError, UnavailableError
-from llamaslot.base.stats import SlotReport
+from llamaslot.base.stats import EngineState, SlotState
 
 _IS_SLOT = re.compile(r"[0-9]{1,9}").fullmatch
 _IS_UNFIT = re.compile(r"""^$|^\.|[. ]$|[\x00-\x1f\x7f/\\:*?"<>|\ud800-\udfff]""").search
@@ -28,7 +29,7 @@ async def slots(request: web.Request) -> web.Response:
     """What each slot does; with `?fail_on_no_slot=1` an error when none is idle."""
     if not request.app[SETTINGS].slots:
         raise NotSupportedError("this server does not show its slots; start it with --slots")
-    state = await request.app[READINESS].check().state()
+    state = await request.app[READINESS].check().ask(InspectEngine(), EngineState)
     if request.query.get("fail_on_no_slot") and all(slot.request_id for slot in state.slots):
         raise UnavailableError("no slot is idle")
     return json_response([_slot(slot) for slot in state.slots])
@@ -37,24 +38,23 @@ async def slots(request: web.Request) -> web.Response:
 async def act(request: web.Request) -> web.Response:
     """Do what `?action=` says, in llama-server's words."""
     service = request.app[READINESS].check()
-    slot, action = request.match_info["id_slot"], request.query.get("action")
+    slot = request.match_info["id_slot"]
     if not _IS_SLOT(slot):
         raise InvalidRequestError(f"{slot!r} is no slot's number", param="id_slot")
+    try:
+        action: SlotVerb = msgspec.convert(request.query.get("action"), SlotVerb)
+    except msgspec.ValidationError:
+        raise InvalidRequestError("'action' must be save, restore or erase", param="action") from None
+    filename = "" if action == "erase" else await _filename(request)
     id_slot = int(slot)
+    done = await service.ask(SlotAction(id_slot, action, filename), SlotActionDone)
     if action == "erase":
-        erased = await service.act_on_slot(id_slot, "erase")
-        return json_response({"id_slot": id_slot, "n_erased": erased.n_tokens})
-    if action == "save":
-        filename = await _filename(request)
-        acted = await service.act_on_slot(id_slot, "save", filename)
-        figures = {"n_saved": acted.n_tokens, "n_written": acted.n_bytes, "timings": {"save_ms": acted.ms}}
-    elif action == "restore":
-        filename = await _filename(request)
-        acted = await service.act_on_slot(id_slot, "restore", filename)
-        figures = {"n_restored": acted.n_tokens, "n_read": acted.n_bytes, "timings": {"restore_ms": acted.ms}}
-    else:
-        raise InvalidRequestError("'action' must be save, restore or erase", param="action")
-    return json_response({"id_slot": id_slot, "filename": filename, **figures})
+        return json_response({"id_slot": id_slot, "n_erased": done.n_tokens})
+    counts = {
+        "save": {"n_saved": done.n_tokens, "n_written": done.n_bytes, "timings": {"save_ms": done.ms}},
+        "restore": {"n_restored": done.n_tokens, "n_read": done.n_bytes, "timings": {"restore_ms": done.ms}},
+    }
+    return json_response({"id_slot": id_slot, "filename": filename, **counts[action]})
 
 
 async def _filename(request: web.Request) -> str:
@@ -68,7 +68,7 @@ async def _filename(request: web.Request) -> str:
     return filename
 
 
-def _slot(slot: SlotReport) -> dict[str, Any]:
+def _slot(slot: SlotState) -> dict[str, Any]:
     running = bool(slot.request_id)
     body: dict[str, Any] = {
         "id": slot.id,

@@ -13,15 +13,13 @@ import msgspec
 from llamaslot.api.gate import Caller
 from llamaslot.api.settings import ApiSettings
 from llamaslot.api.wire import Options, PromptObject
-from llamaslot.base.commands import PromptPart, Sampling, Submit, TextPart, TokensPart
+from llamaslot.base.commands import N_SEEDS, PromptPart, Sampling, Submit, TextPart, Tokenize, Tokenized, TokensPart
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
 from llamaslot.service.service import Service
 
 Prompt: TypeAlias = tuple[PromptPart, ...]
 T = TypeVar("T")
 
-_SEEDS = 2**32 - 1
-"""Seeds are 32 bits wide; the highest means "random" to llama.cpp and is never passed on."""
 _MAX_STOP_CHARS = 8192
 _IS_ID = re.compile(r"[0-9]{1,10}").fullmatch
 _PLAIN = (
@@ -48,36 +46,29 @@ async def make(
     caller: Caller,
     return_tokens: bool = False,
 ) -> list[Submit]:
-    """One submission for each choice: `n` of the first prompt, then `n` of the next.
-
-    Further choices of a prompt get the seeds that follow the first's, and its group. Raises `InvalidRequestError`,
-    and `QueueFullError` where there is no room for all; there still is when the caller submits them without
-    waiting.
-    """
+    """Return one submission for each prompt, with `n` completions. Raises `InvalidRequestError`."""
     sampling = await _sampling(service, settings, options)
-    n = _first(options.n_cmpl, options.n, 1)
     id_slot = _first(options.id_slot, -1)
     if id_slot >= service.info.n_slots:
         raise InvalidRequestError(f"'id_slot' must be below {service.info.n_slots}", param="id_slot")
-    service.check_room(len(prompts) * n)
     return [
         Submit(
-            request_id=f"{request_id}-{index}" if len(prompts) * n > 1 else request_id,
+            request_id=f"{request_id}-{i}" if len(prompts) > 1 else request_id,
             prompt=prompt,
-            sampling=msgspec.structs.replace(sampling, seed=(sampling.seed + index % n) % _SEEDS),
+            sampling=sampling,
             max_tokens=_first(
                 options.n_predict, options.max_completion_tokens, options.max_tokens, settings.n_predict
             ),
             stop=_stop(options),
             cache_prompt=_first(options.cache_prompt, settings.cache_prompt),
             cache_salt=salt(settings, options.cache_salt or "", caller.api_key),
-            group=f"{request_id}/{index // n}" if n > 1 else "",
             id_slot=id_slot,
             return_tokens=return_tokens,
             client_id=caller.client_id,
             session_id=_session(options, caller) if len(prompts) == 1 else "",
+            n=_first(options.n_cmpl, options.n, 1),
         )
-        for index, prompt in enumerate(prompt for prompt in prompts for _ in range(n))
+        for i, prompt in enumerate(prompts)
     ]
 
 
@@ -153,7 +144,7 @@ async def _sampling(service: Service, settings: ApiSettings, options: Options) -
         asked["logit_bias"] = await _logit_bias(service, options.logit_bias)
     default = settings.default_sampling(service.info)
     seed = _first(options.seed, default.seed)
-    asked["seed"] = secrets.randbelow(_SEEDS) if seed in (-1, _SEEDS) else seed % _SEEDS
+    asked["seed"] = secrets.randbelow(N_SEEDS) if seed in (-1, N_SEEDS) else seed % N_SEEDS
     return msgspec.structs.replace(default, **asked)
 
 
@@ -175,7 +166,7 @@ async def _logit_bias(
         if isinstance(key, int):
             tokens = checked([key], service.info.n_vocab, "logit_bias")
         else:
-            tokens = (await service.tokenize((TextPart(key, special=False),), add_special=False)).tokens
+            tokens = (await service.ask(Tokenize((TextPart(key, special=False),)), Tokenized)).tokens
         result.update(dict.fromkeys(tokens, float("-inf") if bias is False else float(bias)))
     return result
 

@@ -9,6 +9,7 @@ from llamaslot.api.deliver import json_response
 from llamaslot.api.readiness import READINESS
 from llamaslot.api.submits import checked, parse_prompt
 from llamaslot.api.wire import DetokenizeBody, TokenizeBody, read
+from llamaslot.base.commands import Detokenize, Detokenized, Tokenize, Tokenized
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
@@ -21,7 +22,8 @@ async def tokenize(request: web.Request) -> web.Response:
     if body.content in (None, []):
         return json_response({"tokens": []})
     parts = parse_prompt(body.content, service.info.n_vocab, "content", special=body.parse_special is not False)
-    answer = await service.tokenize(parts, add_special=bool(body.add_special), with_pieces=bool(body.with_pieces))
+    query = Tokenize(parts, bool(body.add_special), bool(body.with_pieces))
+    answer = await service.ask(query, Tokenized)
     if not body.with_pieces:
         return json_response({"tokens": answer.tokens})
     pairs = zip(answer.tokens, answer.pieces, strict=True)
@@ -33,7 +35,7 @@ async def detokenize(request: web.Request) -> web.Response:
     service = request.app[READINESS].check()
     body = await read(request, _detokenize_decoder)
     tokens = checked(body.tokens or (), service.info.n_vocab, "tokens")
-    return json_response({"content": await service.detokenize(tokens)})
+    return json_response({"content": (await service.ask(Detokenize(tokens), Detokenized)).content})
 
 
 def _piece(piece: bytes) -> str | list[int]:

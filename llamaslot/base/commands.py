@@ -1,6 +1,8 @@
-"""Commands that the service sends to the engine.
+"""Commands that the service sends to the engine, and the replies to queries.
 
-All are plain values that msgspec can encode, so that the engine can run in a process of its own.
+All are plain values that msgspec can encode, so that the engine can run in a process of its own. `Submit` is
+answered by the events of `llamaslot.base.events`; a `Query` by one `Reply` with the struct that the docstring of
+its body names.
 """
 
 from __future__ import annotations
@@ -9,11 +11,14 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+N_SEEDS = 2**32 - 1
+"""Seeds are 32 bits wide; the highest one means "random" to llama.cpp and is never passed on."""
+
 SlotVerb: TypeAlias = Literal["save", "restore", "erase"]
 
 
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
-    """Prompt text; where `special` is false, control tokens spelled in it stay plain text."""
+    """Prompt text. With `special` false, control tokens written out in it stay plain text."""
 
     text: str
     special: bool = True
@@ -29,7 +34,7 @@ PromptPart: TypeAlias = TextPart | TokensPart
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How the next token is chosen; names and defaults are llama-server's."""
+    """Sampling parameters, with llama-server's names and defaults."""
 
     temperature: float = 0.8
     top_k: int = 40
@@ -47,39 +52,49 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
-    """One completion asked for."""
+    """A request for `n` completions of one prompt, which is tokenized and computed once for all of them."""
 
     request_id: str
     prompt: tuple[PromptPart, ...]
     add_special: bool = True
-    """Whether the model's BOS goes before a prompt that starts with text."""
+    """Put the model's BOS before a prompt that starts with text."""
     sampling: Sampling = Sampling()
     max_tokens: int = -1
     """Tokens to generate: -1 up to the end of the slot's context, 0 none (the prompt is evaluated)."""
     stop: tuple[str, ...] = ()
     cache_prompt: bool = True
     cache_salt: str = ""
-    """Requests share what is computed only with those of the same salt."""
+    """Namespace: only requests with the same salt share KV."""
     group: str = ""
-    """The same for requests that were asked for together, such as the choices of one prompt; may be empty."""
+    """Shared by the completions of one prompt; set by `completions`."""
     id_slot: int = -1
     """The slot to run in, or -1 for the best one."""
     return_tokens: bool = False
-    """Whether `Accepted` carries the prompt's token ids."""
+    """Make `Accepted` carry the prompt's token ids."""
     client_id: str = ""
-    """The client's own name for the request, for the log only."""
+    """The client's name for the request, used in the log only."""
     session_id: str = ""
-    """The client's own name for the conversation; empty for none."""
+    """The client's name for the conversation; empty for none."""
+    n: int = 1
 
-
-class SubmitAll(msgspec.Struct, frozen=True, tag="submit_all"):
-    """Completions of one prompt, accepted together: tokenized once, and computed once for those of a group."""
-
-    submits: tuple[Submit, ...]
+    def completions(self) -> list[Submit]:
+        """Return a request for each completion, with its own id and the seeds that follow the first one's."""
+        if self.n == 1:
+            return [self]
+        return [
+            msgspec.structs.replace(
+                self,
+                request_id=f"{self.request_id}-{i}",
+                sampling=msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + i) % N_SEEDS),
+                group=self.request_id,
+                n=1,
+            )
+            for i in range(self.n)
+        ]
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Stop a request, queued or running; unknown ids are ignored."""
+    """Stop one completion, queued or running; unknown ids are ignored."""
 
     request_id: str
 
@@ -87,69 +102,103 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 class Tokenize(msgspec.Struct, frozen=True, tag="tokenize"):
     """Turn prompt parts into token ids; answered by `Tokenized`."""
 
-    request_id: str
     prompt: tuple[PromptPart, ...]
     add_special: bool = False
     with_pieces: bool = False
 
 
+class Tokenized(msgspec.Struct, frozen=True):
+    """Token ids and, if they were asked for, the bytes of each."""
+
+    tokens: tuple[int, ...]
+    pieces: tuple[bytes, ...] = ()
+
+
 class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):
     """Turn token ids into text; answered by `Detokenized`."""
 
-    request_id: str
     tokens: tuple[int, ...]
 
 
-class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
-    """Ask for the state of the slots and the queue; answered by `State`."""
+class Detokenized(msgspec.Struct, frozen=True):
+    """The text of token ids."""
 
-    request_id: str
+    content: str
+
+
+class InspectEngine(msgspec.Struct, frozen=True, tag="inspect_engine"):
+    """Ask for the state of slots, queue and cache; answered by `EngineState`."""
 
 
 class InspectCache(msgspec.Struct, frozen=True, tag="inspect_cache"):
-    """Ask for the state of the prefix cache; answered by `CacheState`."""
+    """Ask for the cache's statistics and its radix tree; answered by `CacheState`."""
 
-    request_id: str
     top: int = 20
-    """Prefixes to list at most, those with the most hits first."""
+    """Most prefixes to list, those with the most hits first."""
     text: bool = False
-    """Whether to spell them out: they are what users wrote."""
+    """Show the prefixes' text, which is what users wrote."""
 
 
 class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):
-    """Forget a session, and give up what only it has of the cache; answered by `SessionDropped`."""
+    """Drop a session, and the KV that only it uses; answered by `SessionDropped`."""
 
-    request_id: str
     session_id: str
     cache_salt: str = ""
 
 
+class SessionDropped(msgspec.Struct, frozen=True):
+    """Tokens that were dropped with a session."""
+
+    is_known: bool
+    """False if there was no such session."""
+    n_tokens: int = 0
+    """Tokens dropped from the pool."""
+    n_ram_tokens: int = 0
+    n_disk_tokens: int = 0
+
+
 class SlotAction(msgspec.Struct, frozen=True, tag="slot_action"):
-    """Write what a slot holds to a file, let it hold what a file has, or let it drop everything; answered by
-    `SlotActed`, once no request runs in it.
+    """Save a slot to a file, restore it from one, or erase it, once no request runs in it; answered by
+    `SlotActionDone`.
     """
 
-    request_id: str
     slot: int
     action: SlotVerb
     filename: str = ""
 
 
+class SlotActionDone(msgspec.Struct, frozen=True):
+    """Size and duration of a slot action."""
+
+    n_tokens: int
+    """Tokens that were saved, restored or erased."""
+    n_bytes: int = 0
+    """Bytes of the file."""
+    ms: float = 0.0
+    """Duration of file access and KV transfer, without the wait for an idle slot."""
+
+
 class ClearCache(msgspec.Struct, frozen=True, tag="clear_cache"):
-    """Give up every idle prefix, and nothing that runs; answered by `CacheCleared`."""
+    """Drop every prefix that no running request uses; answered by `CacheCleared`."""
+
+
+class CacheCleared(msgspec.Struct, frozen=True):
+    """Tokens that were dropped."""
+
+    n_tokens: int
+    """Tokens dropped from the pool."""
+    n_ram_tokens: int = 0
+    n_disk_tokens: int = 0
+
+
+QueryBody: TypeAlias = Tokenize | Detokenize | InspectEngine | InspectCache | DropSession | SlotAction | ClearCache
+
+
+class Query(msgspec.Struct, frozen=True, tag="query"):
+    """Ask the engine something; answered by one `Reply` with the same id."""
 
     request_id: str
+    body: QueryBody
 
 
-Command: TypeAlias = (
-    Submit
-    | SubmitAll
-    | Cancel
-    | Tokenize
-    | Detokenize
-    | Inspect
-    | InspectCache
-    | DropSession
-    | SlotAction
-    | ClearCache
-)
+Command: TypeAlias = Submit | Cancel | Query

@@ -1,15 +1,39 @@
-"""Every error that a user can meet, as one small tree with a stable `type` each.
+"""The errors that users can meet, each with a stable `type`, which is llama-server's.
 
-The types are llama-server's. This room knows no HTTP: `llamaslot.api.errors` maps each type to a status.
+`llamaslot.api.http_errors` maps each type to an HTTP status.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """An error as a plain value that can cross a process boundary."""
+
+    type: str
+    message: str
+    param: str | None = None
+    n_prompt_tokens: int = 0
+    n_ctx: int = 0
+    retry_after: int = 0
+
+    def exception(self) -> LlamaslotError:
+        """Return the exception that this describes."""
+        if self.type == ContextSizeError.type:
+            return ContextSizeError(self.message, n_prompt_tokens=self.n_prompt_tokens, n_ctx=self.n_ctx)
+        if self.type == QueueFullError.type:
+            return QueueFullError(self.message, retry_after=self.retry_after)
+        for kind in (InvalidRequestError, UnavailableError, NotSupportedError):
+            if kind.type == self.type:
+                return kind(self.message, param=self.param)
+        return ServerError(self.message, param=self.param)
+
 
 class LlamaslotError(Exception):
-    """An error with a message for the user; `param` names the field or the flag at fault, if one is."""
+    """An error with a message for the user; `param` names the request field or the flag that caused it."""
 
     type: ClassVar[str] = "server_error"
 
@@ -18,9 +42,13 @@ class LlamaslotError(Exception):
         self.message = message
         self.param = param
 
+    def info(self) -> ErrorInfo:
+        """Return the error as a plain value."""
+        return ErrorInfo(self.type, self.message, self.param)
+
 
 class InvalidRequestError(LlamaslotError):
-    """The request cannot be carried out as it stands."""
+    """The request is malformed or cannot be carried out."""
 
     type = "invalid_request_error"
 
@@ -35,9 +63,13 @@ class ContextSizeError(LlamaslotError):
         self.n_prompt_tokens = n_prompt_tokens
         self.n_ctx = n_ctx
 
+    def info(self) -> ErrorInfo:
+        """Return the error as a plain value."""
+        return ErrorInfo(self.type, self.message, n_prompt_tokens=self.n_prompt_tokens, n_ctx=self.n_ctx)
+
     @classmethod
     def of(cls, n_prompt_tokens: int, n_ctx: int, *, at_least: bool = False) -> ContextSizeError:
-        """The error for a prompt of that many tokens, or of at least that many."""
+        """Return the error for a prompt of that many tokens."""
         count = f"{'at least ' if at_least else ''}{n_prompt_tokens} tokens"
         message = (
             f"the request ({count}) exceeds the available context size of a slot ({n_ctx} tokens); "
@@ -47,37 +79,41 @@ class ContextSizeError(LlamaslotError):
 
 
 class TooLargeError(LlamaslotError):
-    """The request's body is over the limit."""
+    """The request body exceeds the limit."""
 
     type = "request_too_large_error"
 
 
 class AuthenticationError(LlamaslotError):
-    """No API key, or a wrong one."""
+    """The API key is missing or wrong."""
 
     type = "authentication_error"
 
 
 class NotFoundError(LlamaslotError):
-    """There is nothing at this address."""
+    """The address or the named resource does not exist."""
 
     type = "not_found_error"
 
 
 class NotSupportedError(LlamaslotError):
-    """The server was told not to offer this, or cannot."""
+    """The feature is turned off or not available."""
 
     type = "not_supported_error"
 
 
 class QueueFullError(LlamaslotError):
-    """Too many requests wait already; `retry_after` is in seconds."""
+    """Too many requests are in flight; `retry_after` is in seconds."""
 
     type = "rate_limit_error"
 
     def __init__(self, message: str, *, retry_after: int) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+    def info(self) -> ErrorInfo:
+        """Return the error as a plain value."""
+        return ErrorInfo(self.type, self.message, retry_after=self.retry_after)
 
 
 class UnavailableError(LlamaslotError):
@@ -87,22 +123,10 @@ class UnavailableError(LlamaslotError):
 
 
 class ServerError(LlamaslotError):
-    """The fault is the server's."""
+    """An internal error."""
 
 
 class ConfigError(LlamaslotError):
-    """The server cannot start as configured: one line for the terminal, exit status 2."""
+    """A command cannot run as configured: printed as one line, exit status 2."""
 
     type = "config_error"
-
-
-def from_failure(
-    error_type: str, message: str, param: str | None, *, n_prompt_tokens: int = 0, n_ctx: int = 0
-) -> LlamaslotError:
-    """The error that a `Failed` message describes."""
-    if error_type == ContextSizeError.type:
-        return ContextSizeError(message, n_prompt_tokens=n_prompt_tokens, n_ctx=n_ctx)
-    for kind in (InvalidRequestError, UnavailableError, NotSupportedError):
-        if kind.type == error_type:
-            return kind(message, param=param)
-    return ServerError(message, param=param)

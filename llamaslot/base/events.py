@@ -7,22 +7,23 @@ request is answered by `Accepted` and any number of `Output`s, then by exactly o
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from llamaslot.base.stats import CacheState, Miss, State
+from llamaslot.base.errors import ErrorInfo
+from llamaslot.base.stats import Miss
 
 FinishReason: TypeAlias = Literal["eos", "limit", "word"]
 SessionMatch: TypeAlias = Literal["", "new", "exact", "extend", "diverge", "tokens"]
-"""What came of holding a prompt against the text of its session's last sequence.
+"""Result of comparing a prompt with the text of its session's last sequence.
 
-    ""         it has no session
-    new        nothing is known of the session
-    exact      it is the session's text, and has its tokens
-    extend     it begins with that text, and with its tokens
-    diverge    it begins with a part of that text, and with the tokens of that part
-    tokens     its tokens are its own, or an anchor's
+    ""         the request has no session
+    new        the session has no sequence yet
+    exact      the prompt is the session's text, and takes its tokens
+    extend     the prompt begins with that text, and with its tokens
+    diverge    the prompt begins with a part of that text, and with the tokens of that part
+    tokens     the prompt has its own tokens, or those of an anchor
 """
 
 
@@ -35,18 +36,18 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Figures of one request, counted where its tokens went into the model."""
+    """Token counts and times of one request, counted where its tokens went into `llama_decode`."""
 
     n_prompt: int
     """Tokens of the prompt."""
     n_cached: int
-    """Prompt tokens whose KV was reused, that is, which were never computed for this request."""
+    """Prompt tokens whose KV was reused: never computed for this request."""
     n_prompt_computed: int
-    """Prompt tokens sent to the model, those computed again after a preemption included."""
+    """Prompt tokens sent to the model, including those computed again after a preemption."""
     n_generated: int
-    """Tokens sampled, the end-of-generation token included."""
+    """Tokens sampled, including the end-of-generation token."""
     queue_ms: float
-    """From submission until the request first got a slot."""
+    """From submission to the first slot."""
     prompt_ms: float
     """From the slot to the first sampled token."""
     predicted_ms: float
@@ -56,22 +57,22 @@ class Progress(msgspec.Struct, frozen=True):
     slot: int = -1
     """The slot that the request runs in or ran in last, -1 before its first."""
     n_copied: int = 0
-    """Of `n_cached`, those that its slot took over from another sequence."""
+    """Of `n_cached`, tokens copied from another sequence."""
     n_loaded: int = 0
-    """Of `n_cached`, those that were loaded from RAM."""
+    """Of `n_cached`, tokens loaded from RAM."""
     n_read: int = 0
-    """Of `n_loaded`, those that were read from disk for it."""
+    """Of `n_loaded`, tokens read from disk for this request."""
     n_anchored: int = 0
-    """Tokens of the prompt that an anchor gave; whether their KV was still there `n_cached` says."""
+    """Prompt tokens taken from an anchor; `n_cached` says how much of their KV was still there."""
     load_ms: float = 0.0
-    """Of `prompt_ms`, what passed until they were loaded and computing began; 0 where nothing was loaded."""
+    """Of `prompt_ms`, the time until loading ended and computing began; 0 where nothing was loaded."""
     session_match: SessionMatch = ""
     n_approximate: int = 0
-    """Tokens of the prompt that its session gave behind the first one that the text would not have given."""
+    """Prompt tokens taken from the session, counted from the first that tokenizing the text would not give."""
     miss: Miss = ""
     diverged_at: int = -1
-    """The character of the prompt's text at which what was known goes on in another way; -1 where it does not, or
-    that has not been found out yet.
+    """Character of the prompt's text at which the cached tokens continue differently; -1 if they do not, or that is
+    not computed yet.
     """
 
 
@@ -85,7 +86,7 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """The request came to its end; `content` is the last text, which no `Output` carried."""
+    """The request is complete; `content` is the last text, which no `Output` carried."""
 
     request_id: str
     reason: FinishReason
@@ -94,20 +95,16 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     tokens: tuple[int, ...] = ()
     stopping_word: str = ""
     truncated: bool = False
-    """Whether the end of the slot's context, not `max_tokens`, was the limit."""
+    """True if the end of the slot's context, not `max_tokens`, was the limit."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The request was refused or failed; the fields are those of an error in `llamaslot.base.errors`."""
+    """The request was refused, or failed after it was accepted."""
 
     request_id: str
-    error_type: str
-    message: str
-    param: str | None = None
-    n_prompt_tokens: int = 0
-    n_ctx: int = 0
+    error: ErrorInfo
     progress: Progress | None = None
-    """What had been done, where the request was accepted before."""
+    """Work done so far, if the request had been accepted."""
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
@@ -115,60 +112,18 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
 
     request_id: str
     progress: Progress | None = None
-    """None where not even the prompt was tokenized."""
+    """None if the prompt was not tokenized yet."""
 
 
-class Tokenized(msgspec.Struct, frozen=True, tag="tokenized"):
-    """The answer to `Tokenize`; `pieces` are the tokens' bytes, if they were wanted."""
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    """The answer to a `Query`: the struct that the query's docstring names, or an error.
 
-    request_id: str
-    tokens: tuple[int, ...]
-    pieces: tuple[bytes, ...] = ()
-
-
-class Detokenized(msgspec.Struct, frozen=True, tag="detokenized"):
-    """The answer to `Detokenize`."""
+    Between processes `body` arrives as builtins, which `msgspec.convert` turns into that struct.
+    """
 
     request_id: str
-    content: str
-
-
-class CacheCleared(msgspec.Struct, frozen=True, tag="cache_cleared"):
-    """The answer to `ClearCache`."""
-
-    request_id: str
-    n_tokens: int
-    """Tokens that the pool had and has no more."""
-    n_ram_tokens: int = 0
-    """Tokens that were stored in RAM."""
-    n_disk_tokens: int = 0
-    """Tokens that were stored on disk."""
-
-
-class SessionDropped(msgspec.Struct, frozen=True, tag="session_dropped"):
-    """The answer to `DropSession`."""
-
-    request_id: str
-    is_known: bool
-    """Whether there was one."""
-    n_tokens: int = 0
-    """Tokens that the pool had and has no more."""
-    n_ram_tokens: int = 0
-    """Tokens that were stored in RAM."""
-    n_disk_tokens: int = 0
-    """Tokens that were stored on disk."""
-
-
-class SlotActed(msgspec.Struct, frozen=True, tag="slot_acted"):
-    """The answer to `SlotAction`."""
-
-    request_id: str
-    n_tokens: int
-    """Tokens that were saved, restored or erased."""
-    n_bytes: int = 0
-    """Bytes of the file."""
-    ms: float = 0.0
-    """What it took: reading or writing the file, and saving or loading KV; not the wait for an idle slot."""
+    body: Any = None
+    error: ErrorInfo | None = None
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
@@ -177,7 +132,5 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     reason: str
 
 
-Answer: TypeAlias = Tokenized | Detokenized | State | CacheState | SessionDropped | SlotActed | CacheCleared
-"""What answers a question rather than a request."""
-Event: TypeAlias = Accepted | Output | Finished | Failed | Cancelled | Answer | Stopped
+Event: TypeAlias = Accepted | Output | Finished | Failed | Cancelled | Reply | Stopped
 TERMINAL = (Finished, Failed, Cancelled)

@@ -1,29 +1,192 @@
-"""Statistics and state of the engine and its prefix cache, as plain values that msgspec can encode."""
+"""Statistics of the engine and its prefix cache, as plain values that msgspec can encode.
+
+`GET /cache` is `CacheState` as JSON, and `/metrics` names fields of `EngineState` by their path: a counter is
+listed once here and once in the table of `llamaslot.service.metrics`.
+"""
 
 from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from llamaslot.base.commands import Sampling
 
 Miss: TypeAlias = Literal["", "cold", "salted", "diverged", "changed", "evicted", "off", "unsupported"]
-"""Why no more of a prompt was known when it got its slot.
+"""Why no more of a prompt was cached when its request got a slot.
 
-    ""           all that was computed of it so far was known: what follows is new
-    cold         nothing of it was
-    salted       the same, in the namespace of a salt: of others nothing is told
-    diverged     what is known goes on in another way
+    ""           everything computed of it so far was cached: the rest is new
+    cold         nothing was cached
+    salted       the same, in the namespace of a salt: nothing is revealed about other namespaces
+    diverged     the cached tokens continue differently
     changed      the same, within the last reply of its session
-    evicted      more of it was known once
+    evicted      more of it was cached once
     off          `cache_prompt` was false
     unsupported  the model's KV cannot be trimmed
 """
 
 
-class SlotReport(msgspec.Struct, frozen=True):
-    """One slot as `/slots` shows it."""
+class CellStats(msgspec.Struct):
+    """Cells of the KV pool, by what uses them."""
+
+    total: int = 0
+    used: int = 0
+    idle: int = 0
+    """Cells that only idle prefixes use: they are evicted when others need them."""
+    pinned: int = 0
+    """Cells that running requests use."""
+    free: int = 0
+
+
+class RamStats(msgspec.Struct):
+    """Offloaded prefixes in host memory."""
+
+    total_bytes: int = 0
+    """The limit; 0 where nothing is offloaded."""
+    used_bytes: int = 0
+    tokens: int = 0
+    segments: int = 0
+
+
+class DiskStats(RamStats):
+    """Offloaded prefixes on disk."""
+
+    bad_files: int = 0
+    """Files that did not match their checksum: moved aside, and their prefixes computed again."""
+
+
+class AnchorStats(msgspec.Struct):
+    """Replies whose generated tokens are remembered, because tokenizing their text would give others."""
+
+    replies: int = 0
+    bytes: int = 0
+
+
+class SessionStats(msgspec.Struct):
+    """Named conversations whose last sequence is remembered."""
+
+    known: int = 0
+    bytes: int = 0
+
+
+class SequenceStats(msgspec.Struct):
+    """Sequence ids."""
+
+    slots: int = 0
+    reserved: int = 0
+    """Ids for idle prefixes, beside the slots'."""
+    used: int = 0
+    """Ids that hold tokens."""
+    total: int = 0
+    """Ids of the context: with a unified pool one spare and one scratch id are among them."""
+
+
+class RequestStats(msgspec.Struct):
+    """Ended requests by what they reused; those that never got a slot or had `cache_prompt: false` are left out."""
+
+    hits: int = 0
+    """Requests that reused a part of their prompt: `same_slot`, `cross_slot`, `from_ram` and `from_disk` add up to
+    them.
+    """
+    misses: int = 0
+    hit_rate: float = 0.0
+    same_slot: int = 0
+    """Hits that found everything in their slot."""
+    cross_slot: int = 0
+    """Hits that copied from another sequence, and loaded nothing."""
+    from_ram: int = 0
+    """Hits that loaded something from RAM, and read nothing from disk."""
+    from_disk: int = 0
+    anchored: int = 0
+    """Hits whose prompt began with the tokens of an anchor, wherever their KV was."""
+    in_session: int = 0
+    """Hits whose prompt began with the tokens of its session, found by their text."""
+    waits: int = 0
+    """Requests that waited for a prefix that another one was computing."""
+
+
+class PromptStats(msgspec.Struct):
+    """Prompt tokens of the requests that `RequestStats` counts."""
+
+    total: int = 0
+    matched: int = 0
+    """Tokens that were reused."""
+    hit_rate: float = 0.0
+
+
+class CacheStats(msgspec.Struct, kw_only=True):
+    """State of the cache now, and its counters since the start; `*_tokens` count tokens."""
+
+    cells: CellStats = msgspec.field(default_factory=CellStats)
+    ram: RamStats = msgspec.field(default_factory=RamStats)
+    disk: DiskStats = msgspec.field(default_factory=DiskStats)
+    anchors: AnchorStats = msgspec.field(default_factory=AnchorStats)
+    sessions: SessionStats = msgspec.field(default_factory=SessionStats)
+    sequences: SequenceStats = msgspec.field(default_factory=SequenceStats)
+    requests: RequestStats = msgspec.field(default_factory=RequestStats)
+    prompt_tokens: PromptStats = msgspec.field(default_factory=PromptStats)
+    miss_reasons: dict[Miss, int] = {}
+    """Ended requests by their `Miss`."""
+    copied_tokens: int = 0
+    """Copied from one sequence to another."""
+    evicted_tokens: int = 0
+    """Evicted because cells were needed, without having been offloaded."""
+    stored_tokens: int = 0
+    """Offloaded from the pool to RAM."""
+    loaded_tokens: int = 0
+    """Loaded from RAM into the pool."""
+    written_tokens: int = 0
+    """Written to disk."""
+    read_tokens: int = 0
+    """Read from disk."""
+    moved_paths: int = 0
+    """Idle prefixes moved from a slot to a reserved sequence."""
+    lost_paths: int = 0
+    """Prefixes dropped for lack of sequence ids: `--cache-seqs` is too low for the load."""
+    preemptions: int = 0
+    """Times that a running request went back to the queue because cells were short."""
+
+
+class CachePrefix(msgspec.Struct):
+    """One node of the radix tree: a prefix that adds a run of tokens to its parent's."""
+
+    parent: int | None
+    """Index in the list of the longest shorter prefix, which comes before this one; None at a root."""
+    namespace: int
+    """Prefixes of different namespaces are never shared; numbered within one answer, in the order of the list."""
+    tokens: int
+    """Tokens from the root to the end of the node."""
+    edge_tokens: int
+    """Tokens that the node adds to its parent in the tree."""
+    hits: int
+    """Requests that started from it or from one of its descendants."""
+    holders: tuple[int, ...]
+    """Sequence ids that hold it."""
+    pinned: bool
+    """True if a running request uses it."""
+    last_used: int
+    """Rank among all nodes by last use: 0 for the latest, equal for nodes that were used together."""
+    text: str | UnsetType = UNSET
+    """The edge's first tokens as text, if that was asked for."""
+
+
+class CacheState(CacheStats, kw_only=True):
+    """The statistics together with a snapshot of the radix tree; the reply to `InspectCache`."""
+
+    namespaces: int
+    nodes: int
+    leaves: int
+    tokens: int
+    """Tokens in all nodes."""
+    tokens_pinned: int
+    """Tokens that running requests use."""
+    prefixes: tuple[CachePrefix, ...]
+    """The nodes with the most hits, none before its ancestors."""
+
+
+class SlotState(msgspec.Struct):
+    """What a slot holds and runs."""
 
     id: int
     n_ctx: int
@@ -38,138 +201,13 @@ class SlotReport(msgspec.Struct, frozen=True):
     sampling: Sampling = Sampling()
 
 
-class CacheFigures(msgspec.Struct, frozen=True):
-    """What the pool holds now, and what the prefix cache has done since the start.
+class EngineState(msgspec.Struct):
+    """Slots, queue, decode counters and cache statistics; the reply to `InspectEngine`."""
 
-    Requests that never got a slot and those with `cache_prompt: false` count as neither hit nor miss.
-    """
-
-    cells_total: int = 0
-    cells_used: int = 0
-    cells_idle: int = 0
-    """Cells that only idle prefixes use: they are given up when others need them."""
-    cells_pinned: int = 0
-    """Cells that running requests use."""
-    seqs_slots: int = 0
-    seqs_reserved: int = 0
-    """Sequence ids for idle prefixes, beside the slots'."""
-    seqs_used: int = 0
-    seqs_total: int = 0
-    """Sequence ids of the context, one to park by and one for scratch among them where cells are shared."""
-    n_hits: int = 0
-    """Requests that reused a part of their prompt."""
-    n_misses: int = 0
-    """Requests that reused nothing."""
-    n_cross_slot: int = 0
-    """Hits of which the slot copied something from another sequence, and loaded nothing."""
-    n_from_ram: int = 0
-    """Hits of which something was loaded, and nothing read; those of no other kind found it all in their slot."""
-    n_from_disk: int = 0
-    """Hits for which something was read from disk."""
-    n_anchored_hits: int = 0
-    """Hits whose prompt began with the tokens of an anchor, wherever their KV was."""
-    n_session_hits: int = 0
-    """Hits whose prompt began with the tokens of its session, found by their text."""
-    misses: dict[Miss, int] = {}
-    """Requests by the reason why no more of their prompt was reused."""
-    n_waits: int = 0
-    """Requests that waited for a prefix that another one computed."""
-    n_prompt: int = 0
-    """Prompt tokens of hits and misses."""
-    n_matched: int = 0
-    """Those of them that were reused."""
-    n_copied: int = 0
-    """Tokens that sequences took over from others."""
-    n_evicted: int = 0
-    """Tokens that were given up, and stored nowhere, because room was needed."""
-    n_stored: int = 0
-    """Tokens that left the pool and were stored."""
-    n_loaded: int = 0
-    """Tokens that were loaded into the pool again."""
-    n_parked: int = 0
-    """Idle paths that moved from a slot to a reserved sequence."""
-    n_lost_paths: int = 0
-    """Idle paths that were given up because no sequence id was left: `--cache-seqs` is too low for the load."""
-    n_preempted: int = 0
-    """Times that a running request went back to the queue because cells were short."""
-    ram_total: int = 0
-    """Bytes of the host's memory that stored prefixes may take; 0 where none are stored."""
-    ram_used: int = 0
-    ram_tokens: int = 0
-    """Tokens that are stored there."""
-    ram_segments: int = 0
-    disk_total: int = 0
-    """Bytes of the disk that stored prefixes may take; 0 where there is none."""
-    disk_used: int = 0
-    disk_tokens: int = 0
-    """Tokens that are stored there."""
-    disk_segments: int = 0
-    n_anchors: int = 0
-    """Replies whose tokens are remembered, since their text would give others."""
-    anchor_bytes: int = 0
-    n_sessions: int = 0
-    """Conversations with a name whose last sequence is remembered."""
-    session_bytes: int = 0
-    n_read: int = 0
-    """Tokens that were read from the disk."""
-    n_written: int = 0
-    """Tokens that were written to it."""
-    n_bad: int = 0
-    """Files that were not as they were written: moved aside, and computed again."""
-
-    @property
-    def n_same_slot(self) -> int:
-        """Hits that found all of it in their slot."""
-        return self.n_hits - self.n_cross_slot - self.n_from_ram - self.n_from_disk
-
-
-class State(msgspec.Struct, frozen=True, tag="state"):
-    """The answer to `Inspect`."""
-
-    request_id: str
-    slots: tuple[SlotReport, ...]
-    n_queued: int
-    n_decode_calls: int
-    n_decoded_tokens: int
-    n_busy_slots_total: int
+    slots: tuple[SlotState, ...] = ()
+    n_queued: int = 0
+    n_decode_calls: int = 0
+    n_decoded_tokens: int = 0
+    n_busy_slots_total: int = 0
     """Sum over decode calls of the slots that took part."""
-    cache: CacheFigures = CacheFigures()
-
-
-class CachePrefix(msgspec.Struct, frozen=True):
-    """One node of the radix tree: a prefix, of which its parent holds all but the last tokens."""
-
-    parent: int
-    """Index of the longest shorter prefix in the list, -1 where there is none; it comes before this one."""
-    namespace: int
-    """Prefixes of different namespaces are never shared; numbered within one answer, as listed."""
-    n_tokens: int
-    """Tokens from the root to the end of the node."""
-    n_edge: int
-    """Those that the node adds to its parent in the tree."""
-    hits: int
-    """Requests that started from it or from what branches off behind it."""
-    holders: tuple[int, ...]
-    """The sequence ids that hold it."""
-    pinned: bool
-    """Whether a running request goes through it."""
-    last_used: int
-    """Rank among all nodes by their last use: 0 for the latest, the same where they were used together."""
-    text: str = ""
-    """The edge's first tokens as text, where that was asked for."""
-
-
-class CacheState(msgspec.Struct, frozen=True, tag="cache_state"):
-    """The answer to `InspectCache`."""
-
-    request_id: str
-    figures: CacheFigures
-    n_namespaces: int
-    n_nodes: int
-    n_leaves: int
-    n_tokens: int
-    """Tokens in all nodes."""
-    n_pinned_tokens: int
-    """Those that running requests go through."""
-    prefixes: tuple[CachePrefix, ...]
-    """The nodes with the most hits, none before its ancestors."""
+    cache: CacheStats = msgspec.field(default_factory=CacheStats)

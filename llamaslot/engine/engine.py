@@ -14,21 +14,25 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+import msgspec
 import structlog
 
 from llamaslot.base.backend import Backend
 from llamaslot.base.commands import (
+    CacheCleared,
     Cancel,
     ClearCache,
     Command,
     Detokenize,
     DropSession,
-    Inspect,
     InspectCache,
+    InspectEngine,
+    Query,
+    SessionDropped,
     SlotAction,
     Submit,
-    SubmitAll,
     Tokenize,
 )
 from llamaslot.base.errors import (
@@ -38,21 +42,10 @@ from llamaslot.base.errors import (
     ServerError,
     UnavailableError,
 )
-from llamaslot.base.events import (
-    Accepted,
-    CacheCleared,
-    Cancelled,
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    Output,
-    SessionDropped,
-    Stopped,
-)
+from llamaslot.base.events import Accepted, Cancelled, Event, Failed, Finished, FinishReason, Output, Reply, Stopped
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.engine.disk import Disk, DiskWorker
-from llamaslot.engine.reports import Reports
+from llamaslot.engine.reports import Reports, Respond
 from llamaslot.engine.slot_actions import SlotActions
 from llamaslot.engine.worker import Worker, model_thread
 from llamaslot.kvcache.shared import SharedLedger
@@ -159,9 +152,16 @@ class Engine:
         if disk is not None and self._disk is not None:
             self._prompts.keep_in(disk, self._disk.write)
         self._reports = Reports(self.scheduler, self._prompts, backend.vocab)
-        self._slot_actions = SlotActions(
-            slot_store, backend, self.scheduler, post=self._post, answer=self._answer, fail=self._fail, clock=clock
-        )
+        self._slot_actions = SlotActions(slot_store, backend, self.scheduler, post=self._post, clock=clock)
+        self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {
+            Tokenize: self._prompts.answer,
+            Detokenize: self._prompts.answer,
+            DropSession: self._drop_session,
+            InspectEngine: self._between_steps(lambda _, respond: respond(self._reports.engine_state())),
+            InspectCache: self._between_steps(lambda query, respond: respond(self._reports.cache_state(query))),
+            SlotAction: self._between_steps(self._slot_actions.handle),
+            ClearCache: self._between_steps(self._clear_cache),
+        }
         self._live: dict[str, _Live] = {}
         self._inbox: deque[Callable[[], None]] = deque()
         self._outbox: list[Event] = []
@@ -176,25 +176,11 @@ class Engine:
         """Hand in a command; it takes effect between two steps."""
         match command:
             case Submit():
-                self._submit((command,))
-            case SubmitAll(submits):
-                self._submit(submits)
-            case Tokenize():
-                self._prompts.answer(command, self._answer)
-            case Detokenize():
-                self._prompts.answer(command, self._answer)
+                self._prompts.submit(command.completions(), partial(self._accept, self._clock()))
             case Cancel():
                 self._post(lambda: self._cancel(command.request_id))
-            case Inspect():
-                self._post(lambda: self._answer(self._reports.state(command.request_id)))
-            case InspectCache():
-                self._post(lambda: self._answer(self._reports.cache_state(command)))
-            case DropSession():
-                self._prompts.drop_session(command, partial(self._drop_session, command))
-            case SlotAction():
-                self._post(lambda: self._slot_actions.handle(command))
-            case ClearCache():
-                self._post(lambda: self._clear_cache(command))
+            case Query(request_id, body):
+                self._queries[type(body)](body, partial(self._reply, request_id))
 
     def stop(self) -> None:
         """End `run` after the current step; whatever is unfinished fails as unavailable."""
@@ -296,8 +282,14 @@ class Engine:
         until = self._interrupts_at
         return self._stopping or bool(self._inbox) or (until is not None and self._clock() >= until)
 
-    def _answer(self, event: Event) -> None:
-        self._outbox.append(event)
+    def _between_steps(self, handler: Callable[[Any, Respond], None]) -> Callable[[Any, Respond], None]:
+        return lambda query, respond: self._post(lambda: handler(query, respond))
+
+    def _reply(self, request_id: str, answer: msgspec.Struct | LlamaslotError) -> None:
+        if isinstance(answer, LlamaslotError):
+            self._outbox.append(Reply(request_id, error=answer.info()))
+        else:
+            self._outbox.append(Reply(request_id, answer))
 
     def _post(self, action: Callable[[], None]) -> None:
         self._inbox.append(action)
@@ -307,10 +299,6 @@ class Engine:
         if self._outbox:
             events, self._outbox = self._outbox, []
             self._on_events(events)
-
-    def _submit(self, submits: tuple[Submit, ...]) -> None:
-        """Tokenize the prompt that some requests share, and accept those that were not cancelled meanwhile."""
-        self._prompts.submit(submits, partial(self._accept, self._clock()))
 
     def _accept(self, now: float, submit: Submit, prompt: TokenizedPrompt) -> None:
         try:
@@ -342,8 +330,6 @@ class Engine:
                 )
 
     def _cancel(self, request_id: str) -> None:
-        if self._slot_actions.cancel(request_id):
-            return
         if self._prompts.cancel(request_id):
             self._outbox.append(Cancelled(request_id))
             return
@@ -407,9 +393,8 @@ class Engine:
         self._fail(broke.request.id, error, broke.request)
 
     def _fail(self, request_id: str, error: LlamaslotError, request: Request | None = None) -> None:
-        sizes = (error.n_prompt_tokens, error.n_ctx) if isinstance(error, ContextSizeError) else (0, 0)
         progress = request.progress(self._clock(), self._held(request)) if request else None
-        self._outbox.append(Failed(request_id, error.type, error.message, error.param, *sizes, progress))
+        self._outbox.append(Failed(request_id, error.info(), progress))
 
     def _fail_all(self, reason: str) -> None:
         """Fail whatever is unfinished, because the engine was told to stop or for a reason of its own."""
@@ -429,32 +414,32 @@ class Engine:
     def _held(self, request: Request) -> int:
         return self.scheduler.ledger.length(request.slot_id) if request.slot_id >= 0 else 0
 
-    def _clear_cache(self, command: ClearCache) -> None:
-        before = self._reports.cache_figures()
+    def _clear_cache(self, _: ClearCache, respond: Respond) -> None:
+        before = self._reports.cache_stats()
         n_tokens = self.scheduler.ledger.clear_idle()
-        _log.info("cache.cleared", tokens=n_tokens, ram_tokens=before.ram_tokens, disk_tokens=before.disk_tokens)
-        answer = CacheCleared(command.request_id, n_tokens, before.ram_tokens, before.disk_tokens)
+        _log.info("cache.cleared", tokens=n_tokens, ram_tokens=before.ram.tokens, disk_tokens=before.disk.tokens)
+        done = partial(respond, CacheCleared(n_tokens, before.ram.tokens, before.disk.tokens))
         if self._disk is not None:
             self._disk.start(self.scheduler.ledger.take_jobs())
+        self._prompts.clear(lambda: self._when_written(done))
 
-        def cleared() -> None:
-            if self._disk is None:
-                self._answer(answer)
-            else:
-                self._disk.when_written(lambda: self._answer(answer))
+    def _drop_session(self, query: DropSession, respond: Respond) -> None:
+        def drop(space: str, paths: list[bytes]) -> None:
+            if not paths:
+                respond(SessionDropped(is_known=False))
+                return
+            given_up = [self.scheduler.ledger.give_up(space, path) for path in paths]
+            n_tokens, n_ram, n_disk = map(sum, zip(*given_up, strict=True))
+            _log.info("session.dropped", tokens=n_tokens, ram_tokens=n_ram, disk_tokens=n_disk)
+            if self._disk is not None:
+                self._disk.start(self.scheduler.ledger.take_jobs())
+            self._when_written(partial(respond, SessionDropped(True, n_tokens, n_ram, n_disk)))
 
-        self._prompts.clear(cleared)
+        self._prompts.drop_session(query, drop, respond)
 
-    def _drop_session(self, command: DropSession, space: str, paths: list[bytes]) -> None:
-        if not paths:
-            self._answer(SessionDropped(command.request_id, is_known=False))
-            return
-        given_up = [self.scheduler.ledger.give_up(space, path) for path in paths]
-        n_tokens, n_ram, n_disk = map(sum, zip(*given_up, strict=True))
-        _log.info("session.dropped", tokens=n_tokens, ram_tokens=n_ram, disk_tokens=n_disk)
-        answer = SessionDropped(command.request_id, True, n_tokens, n_ram, n_disk)
+    def _when_written(self, action: Callable[[], None]) -> None:
+        """Run an action once the disk has done what it was asked to so far."""
         if self._disk is None:
-            self._answer(answer)
-            return
-        self._disk.start(self.scheduler.ledger.take_jobs())
-        self._disk.when_written(lambda: self._answer(answer))
+            action()
+        else:
+            self._disk.when_written(action)

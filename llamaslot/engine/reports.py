@@ -1,18 +1,27 @@
-"""What the engine tells of itself: slots, queue, prefix cache. It counts steps and changes nothing else."""
+"""Statistics and state of the engine: slots, queue, decode calls, prefix cache."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
+import msgspec
+
 from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import InspectCache
-from llamaslot.base.stats import CacheFigures, CacheState, State
+from llamaslot.base.errors import LlamaslotError
+from llamaslot.base.stats import AnchorStats, CacheState, CacheStats, EngineState, SessionStats
 from llamaslot.prompts.worker import PromptWorker
 from llamaslot.scheduler import report
 from llamaslot.scheduler.scheduler import Scheduler
 from llamaslot.scheduler.step import StepPlan, StepResult
 
+Respond: TypeAlias = Callable[[msgspec.Struct | LlamaslotError], None]
+"""Sends the reply to one query; called exactly once unless the engine stops before."""
+
 
 class Reports:
-    """Answers questions between two steps, and counts what was decoded."""
+    """Counts what was decoded, and answers queries between two steps."""
 
     def __init__(self, scheduler: Scheduler, prompts: PromptWorker, vocab: Vocab) -> None:
         self._scheduler = scheduler
@@ -23,40 +32,38 @@ class Reports:
         self._n_busy_slots = 0
 
     def count(self, plan: StepPlan, result: StepResult) -> None:
-        """Note a step that was carried out."""
+        """Count a step that was carried out."""
         if plan.work:
             self._n_decode_calls += 1
             self._n_busy_slots += len(plan.work)
             self._n_decoded += sum(n for _, n in result.decoded.sent.values())
 
-    def state(self, request_id: str) -> State:
-        """The answer to `Inspect`."""
+    def engine_state(self) -> EngineState:
+        """Return the state of slots, queue and cache."""
         scheduler = self._scheduler
-        return State(
-            request_id=request_id,
+        return EngineState(
             slots=report.slots(scheduler.settings, scheduler.ledger, scheduler.slots),
             n_queued=len(scheduler.queue),
             n_decode_calls=self._n_decode_calls,
             n_decoded_tokens=self._n_decoded,
             n_busy_slots_total=self._n_busy_slots,
-            cache=self.cache_figures(),
+            cache=self.cache_stats(),
         )
 
-    def cache_figures(self) -> CacheFigures:
-        """What the cache holds, and what came of it so far."""
-        scheduler, stats = self._scheduler, self._prompts.stats
-        return report.figures(
+    def cache_stats(self) -> CacheStats:
+        """Return the statistics of the cache."""
+        scheduler, prompts = self._scheduler, self._prompts.stats
+        return report.cache_stats(
             scheduler.settings,
             scheduler.ledger,
             scheduler.admission,
             scheduler.traffic,
             scheduler.n_preempted,
-            anchors=stats[:2],
-            sessions=stats[2:],
+            anchors=AnchorStats(prompts.n_anchors, prompts.anchor_bytes),
+            sessions=SessionStats(prompts.n_sessions, prompts.session_bytes),
         )
 
-    def cache_state(self, question: InspectCache) -> CacheState:
-        """The answer to `InspectCache`."""
-        spell = self._vocab.detokenize if question.text else None
-        ledger = self._scheduler.ledger
-        return report.state(question.request_id, self.cache_figures(), ledger, question.top, spell)
+    def cache_state(self, query: InspectCache) -> CacheState:
+        """Return the statistics of the cache with the prefixes that have the most hits."""
+        detokenize = self._vocab.detokenize if query.text else None
+        return report.cache_state(self.cache_stats(), self._scheduler.ledger, query.top, detokenize)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from llamaslot.base.backend import Backend
-from llamaslot.base.commands import SlotAction
+from llamaslot.base.commands import SlotAction, SlotActionDone
 from llamaslot.base.errors import (
     InvalidRequestError,
     LlamaslotError,
@@ -24,9 +24,9 @@ from llamaslot.base.errors import (
     ServerError,
     UnavailableError,
 )
-from llamaslot.base.events import SlotActed
 from llamaslot.base.kv_ops import Save
 from llamaslot.base.tokens import WIDTH, packed
+from llamaslot.engine.reports import Respond
 from llamaslot.kvcache.ledger import Ledger
 from llamaslot.kvcache.shared import SharedLedger
 from llamaslot.kvcache.slot_store import BadSlotError, SavedSegment, SavedSlot, SlotStore
@@ -43,6 +43,7 @@ class _Job:
     """An action that waits for its slot, or for a step."""
 
     command: SlotAction
+    respond: Respond
     started: float
     saved: SavedSlot | None = None
     """What to restore."""
@@ -54,10 +55,10 @@ class _Job:
 
 
 class SlotActions:
-    """Carries out actions on slots for the engine, whose callbacks these are. Used on the event loop alone.
+    """Carries out actions on slots, on the event loop, even if the client that asked for one has gone away.
 
-    `post` runs something between two steps, `answer` and `fail` end an action. Without a `store`, or where slots do
-    not share cells, every action is refused.
+    `post` runs something between two steps. Without a `store`, or where slots do not share cells, every action is
+    refused.
     """
 
     def __init__(
@@ -67,8 +68,6 @@ class SlotActions:
         scheduler: Scheduler,
         *,
         post: Callable[[Callable[[], None]], None],
-        answer: Callable[[SlotActed], None],
-        fail: Callable[[str, LlamaslotError], None],
         clock: Callable[[], float],
     ) -> None:
         self._store = store
@@ -77,38 +76,30 @@ class SlotActions:
         self._n_ctx = scheduler.settings.n_ctx_slot
         self._ledger = _shared(scheduler.ledger)
         self._post = post
-        self._answer = answer
-        self._fail = fail
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-slots")
         self._n_reading = 0
         self._waiting: list[_Job] = []
         self._begun: list[_Job] = []
 
-    def handle(self, command: SlotAction) -> None:
-        """Begin with an action as soon as it can be."""
+    def handle(self, command: SlotAction, respond: Respond) -> None:
+        """Accept an action, which begins as soon as its slot is idle."""
         if self._store is None or self._ledger is None:
             message = (
                 "this server does not save its slots: start it with --slot-save-path, one pool for all slots and "
                 "flash attention"
             )
-            self._fail(command.request_id, NotSupportedError(message))
+            respond(NotSupportedError(message))
         elif not 0 <= command.slot < len(self._slots):
             message = f"there is no slot {command.slot}, only 0 to {len(self._slots) - 1}"
-            self._fail(command.request_id, InvalidRequestError(message, param="id_slot"))
+            respond(InvalidRequestError(message, param="id_slot"))
         elif len(self._waiting) + self._n_reading >= _MOST_WAITING:
             message = f"{_MOST_WAITING} actions wait for their slots; try later"
-            self._fail(command.request_id, QueueFullError(message, retry_after=1))
+            respond(QueueFullError(message, retry_after=1))
         elif command.action == "restore":
-            self._read(_Job(command, self._clock()), self._store)
+            self._read(_Job(command, respond, self._clock()), self._store)
         else:
-            self._waiting.append(_Job(command, self._clock()))
-
-    def cancel(self, request_id: str) -> bool:
-        """Leave an action that waits for its slot; whether there was one."""
-        n_waiting = len(self._waiting)
-        self._waiting = [job for job in self._waiting if job.command.request_id != request_id]
-        return len(self._waiting) < n_waiting
+            self._waiting.append(_Job(command, respond, self._clock()))
 
     def begin(self) -> None:
         """Have done what waits for slots that are idle now: before a plan."""
@@ -149,7 +140,7 @@ class SlotActions:
         tip = ledger.tree.tip(slot)
         if tip is None or not ledger.length(slot):
             error = InvalidRequestError(f"slot {slot} holds nothing that could be saved", param="id_slot")
-            self._fail(job.command.request_id, error)
+            job.respond(error)
             return
         job.space, job.tokens = tip.space, packed(ledger.tree.tokens(slot))
         job.saves = ledger.save(slot)
@@ -161,7 +152,7 @@ class SlotActions:
         given = ledger.restore(job.command.slot, saved)
         if given is None:
             error = UnavailableError("the pool has no room for what was saved: running requests use it")
-            self._fail(job.command.request_id, error)
+            job.respond(error)
             return
         for number, segment in given.items():
             self._backend.put(number, segment.start, segment.end, segment.kv)
@@ -175,14 +166,14 @@ class SlotActions:
         def done() -> None:
             self._n_reading -= 1
             if error := future.exception():
-                self._fail(job.command.request_id, _error_of(error, job))
+                job.respond(_error_of(error, job))
                 return
             job.saved, job.n_bytes = future.result()
             job.read_seconds = self._clock() - job.started
             n_tokens = len(job.saved.tokens) // WIDTH
             if n_tokens > self._n_ctx:
                 message = f"{job.command.filename} has {n_tokens} tokens, a slot here {self._n_ctx}"
-                self._fail(job.command.request_id, InvalidRequestError(message, param="filename"))
+                job.respond(InvalidRequestError(message, param="filename"))
             else:
                 self._waiting.append(job)
 
@@ -194,7 +185,7 @@ class SlotActions:
         kvs = {save: kv for save in job.saves if (kv := self._backend.kv_of(save.segment)) is not None}
         self._ledger.discard(list(kvs))
         if len(kvs) < len(job.saves):
-            self._fail(job.command.request_id, ServerError("there is no memory to save the slot in"))
+            job.respond(ServerError("there is no memory to save the slot in"))
             return
         order = self._ledger.cells.cell_order
         segments = (SavedSegment(save.start, save.end, order(save.segment), kv) for save, kv in kvs.items())
@@ -204,7 +195,7 @@ class SlotActions:
 
         def done() -> None:
             if error := future.exception():
-                self._fail(job.command.request_id, _error_of(error, job))
+                job.respond(_error_of(error, job))
             else:
                 job.n_bytes = future.result()
                 self._end(job)
@@ -216,7 +207,7 @@ class SlotActions:
         n_tokens = len(job.tokens) // WIDTH
         command = job.command
         _log.info(_EVENTS[command.action], slot=command.slot, tokens=n_tokens, bytes=job.n_bytes, ms=round(ms, 2))
-        self._answer(SlotActed(command.request_id, n_tokens, job.n_bytes, ms))
+        job.respond(SlotActionDone(n_tokens, job.n_bytes, ms))
 
 
 _EVENTS = {"save": "slot.saved", "restore": "slot.restored", "erase": "slot.erased"}

@@ -28,9 +28,18 @@ import numpy as np
 from msgspec import structs
 
 from llamaslot.base.backend import Vocab
-from llamaslot.base.commands import Detokenize, PromptPart, Submit, TextPart, Tokenize, TokensPart
+from llamaslot.base.commands import (
+    Detokenize,
+    Detokenized,
+    PromptPart,
+    Submit,
+    TextPart,
+    Tokenize,
+    Tokenized,
+    TokensPart,
+)
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
-from llamaslot.base.events import Detokenized, SessionMatch, Tokenized
+from llamaslot.base.events import SessionMatch
 from llamaslot.base.namespaces import salted
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import Tokens, n_common, packed
@@ -162,12 +171,12 @@ class Tokenizer:
         self._check_parts(command.prompt)
         tokens = tuple(tokenize_parts(self._vocab, command.prompt, add_special=command.add_special).tolist())
         pieces = tuple(self._vocab.detokenize([token]) for token in tokens) if command.with_pieces else ()
-        return Tokenized(command.request_id, tokens, pieces)
+        return Tokenized(tokens, pieces)
 
     def detokenize(self, command: Detokenize) -> Detokenized:
         """Write out token ids."""
         self._check_ids(command.tokens, "tokens")
-        return Detokenized(command.request_id, self._vocab.detokenize(command.tokens).decode(errors="replace"))
+        return Detokenized(self._vocab.detokenize(command.tokens).decode(errors="replace"))
 
     @cached_property
     def _scanner(self) -> TextScanner | None:

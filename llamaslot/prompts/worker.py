@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
-from llamaslot.base.commands import Detokenize, DropSession, Submit, Tokenize
+from llamaslot.base.commands import Detokenize, Detokenized, DropSession, Submit, Tokenize, Tokenized
 from llamaslot.base.errors import LlamaslotError, ServerError
 from llamaslot.base.namespaces import salted
 from llamaslot.base.prompt import TokenizedPrompt
@@ -115,12 +115,23 @@ class PromptWorker:
             self._contexts[request_id] = replace(context, submit=by_id[request_id])
             then(by_id[request_id], context.prompt)
 
-        self._ask(list(by_id), tokenized, self._tokenizer.tokenize_prompt, submits[0])
+        def done(end: Callable[[str, Any], None], result: object) -> None:
+            for request_id in by_id:
+                if self._waiting.pop(request_id, None) is not None:
+                    end(request_id, result)
 
-    def answer(self, query: Tokenize | Detokenize, then: Callable[[Any], None]) -> None:
-        """Answer what needs the vocabulary only."""
-        method = self._tokenizer.tokenize if isinstance(query, Tokenize) else self._tokenizer.detokenize
-        self._ask([query.request_id], lambda _, event: then(event), method, query)
+        method = self._tokenizer.tokenize_prompt
+        future = self._call(partial(done, tokenized), partial(done, self._fail), method, submits[0])
+        self._waiting |= dict.fromkeys(by_id, future)
+
+    def answer(
+        self, query: Tokenize | Detokenize, respond: Callable[[Tokenized | Detokenized | LlamaslotError], None]
+    ) -> None:
+        """Answer a query that needs the vocabulary only."""
+        method: Callable[[Any], Tokenized | Detokenized] = (
+            self._tokenizer.tokenize if isinstance(query, Tokenize) else self._tokenizer.detokenize
+        )
+        self._call(respond, respond, method, query)
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a request whose text is being tokenized; False if it is not."""
@@ -163,9 +174,14 @@ class PromptWorker:
         context = self._contexts[request_id]
         self._call(then, lambda _: None, self._tokenizer.n_characters, context, n_tokens)
 
-    def drop_session(self, command: DropSession, then: Callable[[str, list[bytes]], None]) -> None:
+    def drop_session(
+        self,
+        query: DropSession,
+        then: Callable[[str, list[bytes]], None],
+        failed: Callable[[LlamaslotError], None],
+    ) -> None:
         """Drop a session, on disk too; `then` gets its namespace and its `Session.paths`, or none without one."""
-        namespace = salted(command.cache_salt)
+        namespace = salted(query.cache_salt)
 
         def dropped(found: tuple[bytes, Session | None]) -> None:
             digest, session = found
@@ -173,10 +189,10 @@ class PromptWorker:
                 self._write(self._store.drop_session, digest)
             then(namespace, session.paths if session is not None else [])
 
-        def failed(_: object) -> None:
-            self._fail(command.request_id, ServerError("the session could not be dropped"))
+        def not_dropped(_: object) -> None:
+            failed(ServerError("the session could not be dropped"))
 
-        self._call(dropped, failed, self._tokenizer.drop_session, namespace, command.session_id)
+        self._call(dropped, not_dropped, self._tokenizer.drop_session, namespace, query.session_id)
 
     def clear(self, then: Callable[[], None]) -> None:
         """Drop all text anchors and sessions, on disk too, those included that are being remembered."""
@@ -187,19 +203,6 @@ class PromptWorker:
             then()
 
         self._call(cleared, cleared, self._tokenizer.clear)
-
-    def _ask(
-        self, ids: Sequence[str], then: Callable[[str, T], None], method: Callable[..., T], command: object
-    ) -> None:
-        """Call a method of the tokenizer for requests that can be cancelled meanwhile."""
-
-        def done(end: Callable[[str, Any], None], result: object) -> None:
-            for request_id in ids:
-                if self._waiting.pop(request_id, None) is not None:
-                    end(request_id, result)
-
-        future = self._call(partial(done, then), partial(done, self._fail), method, command)
-        self._waiting |= dict.fromkeys(ids, future)
 
     def _call(
         self,

@@ -1,4 +1,4 @@
-"""Slots and prefix cache as plain data, for whoever watches; nothing here changes the cache.
+"""Statistics and state of slots and prefix cache, for `/cache`, `/slots` and `/metrics`; nothing here changes them.
 
 Prefixes are listed by hits, then by last use, then by length. A request that goes through a node goes through its
 ancestors too, so these have at least as many hits and as late a use: no node is listed without them.
@@ -8,66 +8,83 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from llamaslot.base.stats import CacheFigures, CachePrefix, CacheState, Miss, SlotReport
+from msgspec import UNSET
+from msgspec.structs import asdict, replace
+
+from llamaslot.base.stats import (
+    AnchorStats,
+    CachePrefix,
+    CacheState,
+    CacheStats,
+    CellStats,
+    DiskStats,
+    Miss,
+    PromptStats,
+    RamStats,
+    RequestStats,
+    SequenceStats,
+    SessionStats,
+    SlotState,
+)
 from llamaslot.base.tokens import WIDTH, unpacked
 from llamaslot.kvcache.ledger import Ledger
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.shared import SharedLedger
-from llamaslot.kvcache.tiers import Tiers
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.settings import SchedulerSettings
 from llamaslot.scheduler.slots import Slot
 
-_SPELLED = 256
-"""Tokens of an edge that are spelled out at most."""
+_MAX_TEXT_TOKENS = 256
+"""Tokens of an edge that are shown as text."""
 
 
-@dataclass(slots=True)
 class Traffic:
-    """What ended requests found in the cache; see `CacheFigures` for which of them count."""
+    """Counts what ended requests found in the cache."""
 
-    n_hits: int = 0
-    n_misses: int = 0
-    n_cross_slot: int = 0
-    n_from_ram: int = 0
-    n_from_disk: int = 0
-    n_anchored_hits: int = 0
-    n_session_hits: int = 0
-    n_prompt: int = 0
-    n_matched: int = 0
-    misses: dict[Miss, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.requests = RequestStats()
+        self.prompt_tokens = PromptStats()
+        self.miss_reasons: dict[Miss, int] = {}
 
     def count(self, request: Request) -> None:
-        """Note a request that has ended."""
+        """Count a request that has ended."""
         if request.miss and request.has_started:
-            self.misses[request.miss] = self.misses.get(request.miss, 0) + 1
+            self.miss_reasons[request.miss] = self.miss_reasons.get(request.miss, 0) + 1
         if request.is_private or not request.has_started:
             return
-        n_cached = request.n_cached
-        self.n_hits += n_cached > 0
-        self.n_misses += n_cached == 0
-        self.n_cross_slot += n_cached > 0 and request.n_copied > 0 and not request.n_loaded
-        self.n_from_ram += n_cached > 0 and request.n_loaded > 0 and not request.n_read
-        self.n_from_disk += n_cached > 0 and request.n_read > 0
-        self.n_anchored_hits += n_cached > 0 and request.prompt.n_anchored > 0
-        self.n_session_hits += n_cached > 0 and request.prompt.session_match in ("exact", "extend", "diverge")
-        self.n_prompt += request.n_prompt
-        self.n_matched += n_cached
+        n_cached, requests, tokens = request.n_cached, self.requests, self.prompt_tokens
+        tokens.total += request.n_prompt
+        tokens.matched += n_cached
+        tokens.hit_rate = tokens.matched / max(tokens.total, 1)
+        if n_cached:
+            requests.hits += 1
+            if request.n_read:
+                requests.from_disk += 1
+            elif request.n_loaded:
+                requests.from_ram += 1
+            elif request.n_copied:
+                requests.cross_slot += 1
+            else:
+                requests.same_slot += 1
+            requests.anchored += request.prompt.n_anchored > 0
+            requests.in_session += request.prompt.session_match in ("exact", "extend", "diverge")
+        else:
+            requests.misses += 1
+        requests.hit_rate = requests.hits / (requests.hits + requests.misses)
 
 
-def slots(settings: SchedulerSettings, ledger: Ledger, slots: Sequence[Slot]) -> tuple[SlotReport, ...]:
-    """What each slot holds and runs."""
+def slots(settings: SchedulerSettings, ledger: Ledger, slots: Sequence[Slot]) -> tuple[SlotState, ...]:
+    """Return what each slot holds and runs."""
     return tuple(_slot(slot, settings.n_ctx_slot, ledger.length(slot.id)) for slot in slots)
 
 
-def _slot(slot: Slot, n_ctx: int, n_held: int) -> SlotReport:
+def _slot(slot: Slot, n_ctx: int, n_held: int) -> SlotState:
     request = slot.request
     if request is None:
-        return SlotReport(slot.id, n_ctx, n_held)
-    return SlotReport(
+        return SlotState(slot.id, n_ctx, n_held)
+    return SlotState(
         id=slot.id,
         n_ctx=n_ctx,
         n_held=n_held,
@@ -80,117 +97,88 @@ def _slot(slot: Slot, n_ctx: int, n_held: int) -> SlotReport:
     )
 
 
-def figures(
+def cache_stats(
     settings: SchedulerSettings,
     ledger: Ledger,
     admission: Admission,
     traffic: Traffic,
     n_preempted: int,
     *,
-    anchors: tuple[int, int] = (0, 0),
-    sessions: tuple[int, int] = (0, 0),
-) -> CacheFigures:
-    """The numbers of `/cache` and `/metrics`; costs nothing to speak of. `anchors` and `sessions` are their number
-    and bytes.
-    """
+    anchors: AnchorStats | None = None,
+    sessions: SessionStats | None = None,
+) -> CacheStats:
+    """Return the statistics as of now, in constant time."""
     n_idle, n_cells = ledger.n_idle, settings.n_ctx
     if not settings.shares:
         # Each sequence has cells of its own for what the tree has once.
         n_idle = sum(ledger.length(seq) for seq in range(settings.n_seqs) if not ledger.tree.is_pinned(seq))
     if not settings.unified:
         n_cells = settings.n_ctx // settings.n_slots * settings.n_seqs
-    return CacheFigures(
-        cells_total=n_cells,
-        cells_used=ledger.n_used,
-        cells_idle=n_idle,
-        cells_pinned=ledger.n_used - n_idle,
-        seqs_slots=settings.n_slots,
-        seqs_reserved=settings.n_reserved,
-        seqs_used=ledger.n_seqs,
-        seqs_total=settings.n_seqs,
-        n_hits=traffic.n_hits,
-        n_misses=traffic.n_misses,
-        n_cross_slot=traffic.n_cross_slot,
-        n_from_ram=traffic.n_from_ram,
-        n_from_disk=traffic.n_from_disk,
-        n_anchored_hits=traffic.n_anchored_hits,
-        n_session_hits=traffic.n_session_hits,
-        misses=dict(traffic.misses),
-        n_anchors=anchors[0],
-        anchor_bytes=anchors[1],
-        n_sessions=sessions[0],
-        session_bytes=sessions[1],
-        n_waits=admission.n_waits,
-        n_prompt=traffic.n_prompt,
-        n_matched=traffic.n_matched,
-        n_copied=ledger.counts.n_copied_tokens,
-        n_evicted=ledger.counts.n_lost_tokens,
-        n_stored=ledger.counts.n_stored_tokens,
-        n_loaded=ledger.counts.n_loaded_tokens,
-        n_parked=ledger.counts.n_parked,
-        n_lost_paths=ledger.counts.n_lost_paths,
-        n_preempted=n_preempted,
-        **(_stored(ledger.tiers) if isinstance(ledger, SharedLedger) and settings.stores else {}),
+    stats = CacheStats(
+        cells=CellStats(n_cells, ledger.n_used, n_idle, ledger.n_used - n_idle, n_cells - ledger.n_used),
+        anchors=anchors or AnchorStats(),
+        sessions=sessions or SessionStats(),
+        sequences=SequenceStats(settings.n_slots, settings.n_reserved, ledger.n_seqs, settings.n_seqs),
+        requests=replace(traffic.requests, waits=admission.n_waits),
+        prompt_tokens=replace(traffic.prompt_tokens),
+        miss_reasons=dict(traffic.miss_reasons),
+        copied_tokens=ledger.counts.n_copied_tokens,
+        evicted_tokens=ledger.counts.n_lost_tokens,
+        stored_tokens=ledger.counts.n_stored_tokens,
+        loaded_tokens=ledger.counts.n_loaded_tokens,
+        moved_paths=ledger.counts.n_parked,
+        lost_paths=ledger.counts.n_lost_paths,
+        preemptions=n_preempted,
     )
+    if isinstance(ledger, SharedLedger) and settings.stores:
+        tiers = ledger.tiers
+        ram, disk, writing = tiers.ram, tiers.disk, tiers.writing
+        stats.ram = RamStats(ram.capacity, ram.n_bytes, ram.n_tokens, len(ram))
+        stats.disk = DiskStats(
+            total_bytes=disk.capacity,
+            used_bytes=disk.n_bytes - sum(segment.n_bytes for segment in writing),
+            tokens=disk.n_tokens - sum(segment.n_tokens for segment in writing),
+            segments=len(disk) - len(writing),
+            bad_files=tiers.n_bad,
+        )
+        stats.read_tokens, stats.written_tokens = tiers.n_read, tiers.n_written
+    return stats
 
 
-def _stored(tiers: Tiers) -> dict[str, int]:
-    ram, disk, writing = tiers.ram, tiers.disk, tiers.writing
-    return {
-        "ram_total": ram.capacity,
-        "ram_used": ram.n_bytes,
-        "ram_tokens": ram.n_tokens,
-        "ram_segments": len(ram),
-        "disk_total": disk.capacity,
-        "disk_used": disk.n_bytes - sum(segment.n_bytes for segment in writing),
-        "disk_tokens": disk.n_tokens - sum(segment.n_tokens for segment in writing),
-        "disk_segments": len(disk) - len(writing),
-        "n_read": tiers.n_read,
-        "n_written": tiers.n_written,
-        "n_bad": tiers.n_bad,
-    }
-
-
-def state(
-    request_id: str,
-    totals: CacheFigures,
-    ledger: Ledger,
-    top: int,
-    spell: Callable[[Sequence[int]], bytes] | None = None,
+def cache_state(
+    stats: CacheStats, ledger: Ledger, top: int, detokenize: Callable[[Sequence[int]], bytes] | None = None
 ) -> CacheState:
-    """The tree with its `top` prefixes; `spell` turns tokens into text. Takes time in proportion to the tree."""
+    """Return the statistics with the tree's `top` prefixes, in time proportional to the tree."""
     nodes = list(ledger.tree.nodes())
     uses = sorted({node.last_used for node in nodes}, reverse=True)
     ranks = {use: rank for rank, use in enumerate(uses)}
     listed = heapq.nsmallest(top, nodes, key=lambda node: (-node.hits, -node.last_used, node.end))
-    spaces = dict.fromkeys(node.space for node in (*listed, *nodes))
-    namespaces = {space: i for i, space in enumerate(spaces)}
+    namespaces = {name: i for i, name in enumerate(dict.fromkeys(node.space for node in (*listed, *nodes)))}
     places = {id(node): i for i, node in enumerate(listed)}
     prefixes = [
         CachePrefix(
-            parent=places.get(id(node.parent), -1),
+            parent=places.get(id(node.parent)),
             namespace=namespaces[node.space],
-            n_tokens=node.end,
-            n_edge=node.n_tokens,
+            tokens=node.end,
+            edge_tokens=node.n_tokens,
             hits=node.hits,
             holders=tuple(sorted(ledger.tree.holders(node))),
             pinned=node.n_pins > 0,
             last_used=ranks[node.last_used],
-            text=_spelled(node, spell) if spell is not None else "",
+            text=_edge_text(node, detokenize) if detokenize is not None else UNSET,
         )
         for node in listed
     ]
     return CacheState(
-        request_id=request_id,
-        figures=totals,
-        n_namespaces=len(namespaces),
-        n_nodes=len(nodes),
-        n_leaves=sum(not node.children for node in nodes),
-        n_tokens=ledger.tree.n_tokens,
-        n_pinned_tokens=ledger.tree.n_pinned_tokens,
+        **asdict(stats),
+        namespaces=len(namespaces),
+        nodes=len(nodes),
+        leaves=sum(not node.children for node in nodes),
+        tokens=ledger.tree.n_tokens,
+        tokens_pinned=ledger.tree.n_pinned_tokens,
         prefixes=tuple(prefixes),
     )
 
 
-def _spelled(node: Node, spell: Callable[[Sequence[int]], bytes]) -> str:
-    return spell(unpacked(node.run[: _SPELLED * WIDTH]).tolist()).decode("utf-8", "replace")
+def _edge_text(node: Node, detokenize: Callable[[Sequence[int]], bytes]) -> str:
+    return detokenize(unpacked(node.run[: _MAX_TEXT_TOKENS * WIDTH]).tolist()).decode("utf-8", "replace")

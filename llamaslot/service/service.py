@@ -1,6 +1,7 @@
-"""The async facade: render a conversation, admit a request, stream its events, cancel it when nobody listens.
+"""The async facade of the engine: render a conversation, submit requests, query, and collect metrics.
 
-It exchanges messages with the engine and nothing else: `connect` gives it the way down, `receive` is the way up.
+It exchanges commands and events with the engine and nothing else: `connect` sets where commands go, `receive` takes
+events.
 """
 
 from __future__ import annotations
@@ -10,76 +11,55 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import structlog
 
-from llamaslot.base.commands import (
-    Cancel,
-    ClearCache,
-    Command,
-    Detokenize,
-    DropSession,
-    Inspect,
-    InspectCache,
-    PromptPart,
-    SlotAction,
-    SlotVerb,
-    Submit,
-    SubmitAll,
-    TextPart,
-    Tokenize,
-)
+from llamaslot.base.commands import Cancel, Command, InspectEngine, Query, QueryBody, Submit, TextPart
 from llamaslot.base.errors import (
     InvalidRequestError,
     LlamaslotError,
     QueueFullError,
     ServerError,
     UnavailableError,
-    from_failure,
 )
 from llamaslot.base.events import (
     TERMINAL,
     Accepted,
-    Answer,
-    CacheCleared,
     Cancelled,
-    Detokenized,
     Event,
     Failed,
     Finished,
     Output,
     Progress,
-    SessionDropped,
-    SlotActed,
+    Reply,
     Stopped,
-    Tokenized,
 )
 from llamaslot.base.model import ModelInfo
-from llamaslot.base.stats import CacheState, State
+from llamaslot.base.stats import EngineState
+from llamaslot.service.generations import Generation, Generations
 from llamaslot.service.metrics import Metrics, per_second
 from llamaslot.text.template import ChatTemplate
 
 _log = structlog.get_logger(__name__)
-_T = TypeVar("_T", Tokenized, Detokenized, State, CacheState, SessionDropped, SlotActed, CacheCleared)
+_R = TypeVar("_R", bound=msgspec.Struct)
 
-_MAX_RETRY_AFTER = 60
-
-Outcome: TypeAlias = Output | Finished | LlamaslotError
-"""What comes of a request once it was accepted."""
+_MAX_RETRY_AFTER_S = 60
+_MEAN_DECAY = 0.9
+"""Weight of earlier requests in the mean duration."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:
-    """How much may be in flight."""
+    """Limits of the service."""
 
     max_queue: int = 256
     """Requests that may wait for a slot; one more is refused."""
 
 
 class Service:
-    """The way to the engine for everything above. Lives on the engine's event loop."""
+    """The engine as seen from HTTP. Every method is called on the engine's event loop."""
 
     def __init__(
         self, info: ModelInfo, chat_template: ChatTemplate, settings: ServiceSettings, metrics: Metrics
@@ -90,15 +70,15 @@ class Service:
         self.metrics = metrics
         self._send: Callable[[Command], None] | None = None
         self._generations: dict[str, Generation] = {}
-        self._answers: dict[str, asyncio.Future[Any]] = {}
+        self._replies: dict[str, asyncio.Future[Any]] = {}
         self._ids = itertools.count(1)
         self._mean_seconds = 0.0
         self._refusal: LlamaslotError | None = None
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done when the engine has ended; its result is why, empty when it was told to."""
+        """Done when the engine has ended; its result is the reason, empty after an ordinary stop."""
 
     def connect(self, send: Callable[[Command], None]) -> None:
-        """Give the service its way to the engine."""
+        """Set the function that passes commands to the engine."""
         self._send = send
 
     @property
@@ -107,10 +87,10 @@ class Service:
         return len(self._generations)
 
     def refuse(self, error: LlamaslotError) -> None:
-        """Take no more requests; those in flight go on."""
+        """Refuse further requests with this error; those in flight continue."""
         self._refusal = error
 
-    def check_room(self, n: int) -> None:
+    def check_capacity(self, n: int) -> None:
         """Raise if `n` more requests cannot be taken: `UnavailableError` when shutting down, `QueueFullError` when
         too many are in flight, `InvalidRequestError` when so many never can be.
         """
@@ -121,7 +101,7 @@ class Service:
             raise InvalidRequestError(f"{n} completions were asked for at once; the server takes {most}", param="n")
         if self.n_in_flight + n > most:
             rounds = self.n_in_flight / self.info.n_slots
-            retry_after = min(max(1, math.ceil(rounds * self._mean_seconds)), _MAX_RETRY_AFTER)
+            retry_after = min(max(1, math.ceil(rounds * self._mean_seconds)), _MAX_RETRY_AFTER_S)
             self.metrics.record_end("refused", None)
             _log.warning("request.refused", in_flight=self.n_in_flight, wanted=n, retry_after=retry_after)
             raise QueueFullError(
@@ -129,17 +109,14 @@ class Service:
                 retry_after=retry_after,
             )
 
-    def generate(self, submit: Submit) -> Generation:
-        """Submit a request. Raises what `check_room` raises."""
-        (generation,) = self.generate_all((submit,))
-        return generation
-
-    def generate_all(self, submits: Sequence[Submit]) -> list[Generation]:
-        """Submit requests for one prompt. Raises what `check_room` raises."""
-        self.check_room(len(submits))
-        generations = [Generation(submit, self) for submit in submits]
-        self._generations |= {generation.request_id: generation for generation in generations}
-        self.send(submits[0] if len(submits) == 1 else SubmitAll(tuple(submits)))
+    def generate(self, submits: Sequence[Submit]) -> Generations:
+        """Submit the completions of one prompt or several, all or none. Raises what `check_capacity` raises."""
+        self.check_capacity(sum(submit.n for submit in submits))
+        completions = [completion for submit in submits for completion in submit.completions()]
+        generations = Generations(completions, self._cancel)
+        self._generations |= {each.submit.request_id: each for each in generations.all}
+        for submit in submits:
+            self.send(submit)
         return generations
 
     def render_chat(
@@ -150,49 +127,27 @@ class Service:
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[TextPart, ...]:
-        """The prompt of a conversation; raises `InvalidRequestError` when the template refuses."""
+        """Return the prompt of a conversation; raises `InvalidRequestError` when the template refuses it."""
         return self.chat_template.render_parts(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
         )
 
-    async def tokenize(
-        self, prompt: tuple[PromptPart, ...], *, add_special: bool, with_pieces: bool = False
-    ) -> Tokenized:
-        """Token ids of prompt parts, each with its bytes if they are wanted."""
-        return await self._ask(Tokenize(self._question_id(), prompt, add_special, with_pieces), Tokenized)
-
-    async def detokenize(self, tokens: tuple[int, ...]) -> str:
-        """The text of token ids."""
-        return (await self._ask(Detokenize(self._question_id(), tokens), Detokenized)).content
-
-    async def state(self) -> State:
-        """The slots and the queue as of the next step."""
-        return await self._ask(Inspect(self._question_id()), State)
-
-    async def cache(self, *, top: int, text: bool = False) -> CacheState:
-        """The prefix cache as of the next step, with its `top` prefixes, spelled out if `text` is true."""
-        return await self._ask(InspectCache(self._question_id(), top, text), CacheState)
-
-    async def drop_session(self, session_id: str, cache_salt: str) -> SessionDropped:
-        """Forget a conversation, and give up what only it has of the cache."""
-        return await self._ask(DropSession(self._question_id(), session_id, cache_salt), SessionDropped)
-
-    async def act_on_slot(self, slot: int, action: SlotVerb, filename: str = "") -> SlotActed:
-        """Save what a slot holds to a file, restore it from there, or erase it, once the slot is idle."""
-        question = SlotAction(self._question_id(), slot, action, filename)
+    async def ask(self, body: QueryBody, reply_type: type[_R]) -> _R:
+        """Return the engine's reply to a query, or raise its error. Cancelling this does not cancel the query."""
+        if self.stopped.done():
+            raise self._refusal or UnavailableError("the engine is not running")
+        request_id = f"query-{next(self._ids)}"
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._replies[request_id] = future
         try:
-            return await self._ask(question, SlotActed)
-        except asyncio.CancelledError:
-            self.send(Cancel(question.request_id))
-            raise
-
-    async def clear_cache(self) -> CacheCleared:
-        """Give up all idle prefixes, and whatever is stored."""
-        return await self._ask(ClearCache(self._question_id()), CacheCleared)
+            self.send(Query(request_id, body))
+            return msgspec.convert(await future, reply_type)
+        finally:
+            self._replies.pop(request_id, None)
 
     async def exposition(self) -> bytes:
-        """The metrics in Prometheus' text format."""
-        return self.metrics.exposition(await self.state())
+        """Return the metrics in Prometheus' text format."""
+        return self.metrics.exposition(await self.ask(InspectEngine(), EngineState))
 
     def send(self, command: Command) -> None:
         """Pass a command to the engine."""
@@ -201,46 +156,31 @@ class Service:
         self._send(command)
 
     def receive(self, events: list[Event]) -> None:
-        """Take a step's events from the engine."""
+        """Distribute a step's events."""
         for event in events:
-            if isinstance(event, Output):
-                if generation := self._generations.get(event.request_id):
-                    generation.put(event)
-            elif isinstance(event, Stopped):
-                self._engine_stopped(event)
-            elif isinstance(event, Answer):
-                self._answer(event.request_id, event)
-            elif isinstance(event, Failed) and event.request_id in self._answers:
-                self._answer(event.request_id, _error_of(event))
-            else:
-                self._pass_on(event)
+            match event:
+                case Output():
+                    if generation := self._generations.get(event.request_id):
+                        generation.put(event)
+                case Reply():
+                    self._resolve(event)
+                case Stopped():
+                    self._engine_stopped(event)
+                case _:
+                    self._pass_on(event)
 
-    async def _ask(
-        self,
-        question: Tokenize | Detokenize | Inspect | InspectCache | DropSession | SlotAction | ClearCache,
-        kind: type[_T],
-    ) -> _T:
-        if self.stopped.done():
-            raise self._refusal or UnavailableError("the engine is not running")
-        future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        self._answers[question.request_id] = future
-        try:
-            self.send(question)
-            return await future
-        finally:
-            self._answers.pop(question.request_id, None)
+    def _cancel(self, request_id: str) -> None:
+        if request_id in self._generations:
+            self.send(Cancel(request_id))
 
-    def _question_id(self) -> str:
-        return f"question-{next(self._ids)}"
-
-    def _answer(self, question: str, value: Any) -> None:
-        future = self._answers.pop(question, None)
+    def _resolve(self, reply: Reply) -> None:
+        future = self._replies.pop(reply.request_id, None)
         if future is None or future.done():
             return
-        if isinstance(value, LlamaslotError):
-            future.set_exception(value)
+        if reply.error is not None:
+            future.set_exception(reply.error.exception())
         else:
-            future.set_result(value)
+            future.set_result(reply.body)
 
     def _pass_on(self, event: Accepted | Finished | Failed | Cancelled) -> None:
         generation = self._generations.get(event.request_id)
@@ -249,7 +189,7 @@ class Service:
         generation.put(event)
         if isinstance(event, TERMINAL):
             del self._generations[event.request_id]
-            self._log_end(event, generation.client_id)
+            self._log_end(event, generation.submit.client_id)
 
     def _log_end(self, event: Finished | Failed | Cancelled, client_id: str) -> None:
         reason = _reason(event)
@@ -259,13 +199,14 @@ class Service:
         if client_id:
             log = log.bind(client_request_id=client_id)
         if isinstance(event, Failed):
-            log = log.bind(type=event.error_type, error=event.message)
+            log = log.bind(type=event.error.type, error=event.error.message)
         if progress is None:
             log.info("request.done", finish_reason=reason)
             return
         seconds = (progress.prompt_ms + progress.predicted_ms) / 1e3
-        self._mean_seconds = 0.9 * self._mean_seconds + 0.1 * seconds if self._mean_seconds else seconds
-        log.info("request.done", **_figures(progress), finish_reason=reason)
+        decay = _MEAN_DECAY if self._mean_seconds else 0.0
+        self._mean_seconds = decay * self._mean_seconds + (1 - decay) * seconds
+        log.info("request.done", **_log_fields(progress), finish_reason=reason)
 
     def _engine_stopped(self, event: Stopped) -> None:
         self._refusal = (
@@ -273,79 +214,12 @@ class Service:
             if event.reason
             else UnavailableError("the server is shutting down")
         )
-        for future in self._answers.values():
+        for future in self._replies.values():
             if not future.done():
                 future.set_exception(self._refusal)
-        self._answers.clear()
+        self._replies.clear()
         if not self.stopped.done():
             self.stopped.set_result(event.reason)
-
-
-class Generation:
-    """One request in flight, as an async context manager; leaving it before its end cancels the request."""
-
-    def __init__(self, submit: Submit, service: Service) -> None:
-        self.request_id = submit.request_id
-        self.client_id = submit.client_id
-        self._service = service
-        self._events: asyncio.Queue[Accepted | Output | Finished | Failed | Cancelled] = asyncio.Queue()
-        self._sink: Callable[[Outcome], None] | None = None
-        self._ended = False
-
-    async def __aenter__(self) -> Generation:
-        """Nothing to wait for: the request is in flight already."""
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Cancel the request if it has not ended."""
-        self.cancel()
-
-    def cancel(self) -> None:
-        """Tell the engine to stop the request; harmless when it has ended."""
-        if not self._ended:
-            self._ended = True
-            self._service.send(Cancel(self.request_id))
-
-    def put(self, event: Accepted | Output | Finished | Failed | Cancelled) -> None:
-        """Take an event of this request."""
-        if isinstance(event, TERMINAL):
-            self._ended = True
-        if self._sink is None:
-            self._events.put_nowait(event)
-        elif isinstance(event, Output):
-            self._sink(event)
-        elif not isinstance(event, Accepted):
-            self._sink(_outcome(event))
-
-    async def accepted(self) -> Accepted:
-        """Wait until the prompt was found valid; raises the error by which it was refused."""
-        event = await self._events.get()
-        if isinstance(event, Accepted):
-            return event
-        raise _error_of(event)
-
-    def listen(self, sink: Callable[[Outcome], None]) -> None:
-        """Pass every event after `Accepted` to `sink` the moment it comes, and those that came already.
-
-        The last one is `Finished`, or the error of a request that failed or was cancelled.
-        """
-        self._sink = sink
-        while not self._events.empty():
-            self.put(self._events.get_nowait())
-
-
-def _outcome(event: Finished | Failed | Cancelled) -> Outcome:
-    return event if isinstance(event, Finished) else _error_of(event)
-
-
-def _error_of(event: Event) -> LlamaslotError:
-    if isinstance(event, Failed):
-        return from_failure(
-            event.error_type, event.message, event.param, n_prompt_tokens=event.n_prompt_tokens, n_ctx=event.n_ctx
-        )
-    return ServerError("the request was cancelled")
 
 
 def _reason(event: Finished | Failed | Cancelled) -> str:
@@ -354,7 +228,7 @@ def _reason(event: Finished | Failed | Cancelled) -> str:
     return "error" if isinstance(event, Failed) else "cancelled"
 
 
-def _figures(progress: Progress) -> dict[str, Any]:
+def _log_fields(progress: Progress) -> dict[str, Any]:
     return {
         "slot": progress.slot,
         "queue_ms": round(progress.queue_ms, 2),

@@ -15,7 +15,8 @@ from llamaslot.api.readiness import READINESS
 from llamaslot.api.server import create_app, serve
 from llamaslot.api.settings import ApiSettings
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.base.stats import State
+from llamaslot.base.commands import InspectEngine
+from llamaslot.base.stats import EngineState
 from llamaslot.engine.engine import Engine
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service, ServiceSettings
@@ -60,16 +61,16 @@ class Server:
         data = [event.removeprefix("data: ") for event in events]
         return [line if line == "[DONE]" else json.loads(line) for line in data]
 
-    async def state_where(self, wanted: Callable[[State], bool]) -> State:
+    async def state_where(self, wanted: Callable[[EngineState], bool]) -> EngineState:
         """The engine's state as soon as it is as wanted."""
         for _ in range(2000):
-            state = await self.service.state()
+            state = await self.service.ask(InspectEngine(), EngineState)
             if wanted(state):
                 return state
             await asyncio.sleep(0.005)
         raise AssertionError(f"never as wanted: {state}")
 
-    async def idle(self) -> State:
+    async def idle(self) -> EngineState:
         """The engine's state once nothing runs or waits."""
         return await self.state_where(lambda s: s.n_queued == 0 and not any(slot.request_id for slot in s.slots))
 

@@ -70,7 +70,7 @@ async def test_an_empty_cache(start: Any) -> None:
         "loaded_tokens": 0,
         "written_tokens": 0,
         "read_tokens": 0,
-        "parked_paths": 0,
+        "moved_paths": 0,
         "lost_paths": 0,
         "preemptions": 0,
         "prefixes": [],
@@ -285,11 +285,7 @@ async def made(
     )
 
 
-async def test_choices_of_one_prompt_are_a_group() -> None:
-    assert [submit.group for submit in await made()] == [""]
-    assert [submit.group for submit in await made(n_prompts=3)] == [""] * 3
-    one, same = await made(n=2)
-    assert one.group == same.group != ""
-    a, b, c, d = (submit.group for submit in await made(n_prompts=2, n=2))
-    assert a == b != c == d
-    assert all((a, c))
+async def test_each_prompt_is_one_submission() -> None:
+    assert [(submit.request_id, submit.n) for submit in await made(n=2)] == [("request", 2)]
+    several = await made(n_prompts=2, n=3)
+    assert [(submit.request_id, submit.n) for submit in several] == [("request-0", 3), ("request-1", 3)]

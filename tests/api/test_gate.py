@@ -126,10 +126,10 @@ async def test_the_log_names_the_clients_id(server: Any) -> None:
 
 
 async def test_a_crash_is_logged_with_the_requests_id_and_not_shown(server: Any) -> None:
-    async def broken() -> Any:
+    async def broken(*_: Any) -> Any:
         raise RuntimeError("a secret detail")
 
-    server.service.state = broken
+    server.service.ask = broken
     with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as logs:
         async with server.session.get(server.url + "/slots", headers={"X-Request-Id": "trace-1"}) as response:
             assert response.status == 500

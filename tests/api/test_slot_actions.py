@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,19 @@ async def test_a_slot_is_saved_restored_and_erased(server: Any, tmp_path: Path) 
     restored = await server.ok("/slots/1?action=restore", {"filename": "_mein slöt-1.bin"})
     assert restored.pop("timings")["restore_ms"] > 0
     assert restored == {"id_slot": 1, "filename": "_mein slöt-1.bin", "n_restored": 8, "n_read": n_bytes}
+
+
+async def test_an_action_is_carried_out_although_its_client_goes_away(server: Any) -> None:
+    body = {"prompt": "Hello", "n_predict": -1, "id_slot": 0, "ignore_eos": True}
+    running = asyncio.create_task(server.post("/completion", body))
+    await server.state_where(lambda state: state.slots[0].n_generated > 2)
+    erasing = asyncio.create_task(server.post("/slots/0?action=erase", {}))
+    await asyncio.sleep(0.05)
+    assert not erasing.done()
+    for task in (erasing, running):
+        task.cancel()
+        await asyncio.wait([task])
+    await server.state_where(lambda state: state.slots[0].n_held == 0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every message between service and engine survives encoding, so that the engine could be another process."""
+"""Every message between service and engine survives encoding, so that the engine can become another process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,33 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
+from msgspec.structs import asdict
 
-from llamaslot.base.commands import Command, Sampling, Submit, TextPart, TokensPart
-from llamaslot.base.events import TERMINAL, Event, Progress
-from llamaslot.base.stats import CacheFigures, CachePrefix, SlotReport
+from llamaslot.base.commands import (
+    CacheCleared,
+    Cancel,
+    ClearCache,
+    Command,
+    Detokenize,
+    Detokenized,
+    DropSession,
+    InspectCache,
+    InspectEngine,
+    Query,
+    QueryBody,
+    Sampling,
+    SessionDropped,
+    SlotAction,
+    SlotActionDone,
+    Submit,
+    TextPart,
+    Tokenize,
+    Tokenized,
+    TokensPart,
+)
+from llamaslot.base.errors import ErrorInfo
+from llamaslot.base.events import TERMINAL, Event, Progress, Reply
+from llamaslot.base.stats import CachePrefix, CacheState, CacheStats, CellStats, DiskStats, EngineState, SlotState
 
 SAMPLING = Sampling(seed=7, logit_bias={5: -math.inf, 9: 1.5})
 PROGRESS = Progress(
@@ -31,32 +54,35 @@ VALUES: dict[str, Any] = {
     "prompt": (TextPart("a\u20ac", special=False), TokensPart((1, 2))),
     "sampling": SAMPLING,
     "progress": PROGRESS,
-    "slots": (SlotReport(0, 128, 7), SlotReport(1, 128, 9, request_id="r-1", sampling=SAMPLING)),
     "stop": ("x", "\n"),
-    "pieces": (b"\xff", b"a"),
     "tokens": (3, 4),
     "reason": "word",
-    "action": "restore",
-    "filename": "a.bin",
     "content": "text",
     "n_prompt": 9,
-    "submits": (Submit("r-1", (TextPart("a"),), group="g"), Submit("r-2", (TextPart("a"),), group="g")),
-    "cache": CacheFigures(cells_total=64, n_hits=3),
-    "figures": CacheFigures(cells_used=9),
-    "prefixes": (
-        CachePrefix(
-            parent=-1,
-            namespace=0,
-            n_tokens=7,
-            n_edge=7,
-            hits=2,
-            holders=(0, 5),
-            pinned=True,
-            last_used=1,
-            text="a\u20ac",
-        ),
-    ),
+    "error": ErrorInfo("exceed_context_size_error", "too long", n_prompt_tokens=9, n_ctx=8),
 }
+CACHE = CacheStats(cells=CellStats(total=64), disk=DiskStats(bad_files=3), miss_reasons={"cold": 2})
+PREFIX = CachePrefix(
+    parent=None, namespace=0, tokens=7, edge_tokens=7, hits=2, holders=(0, 5), pinned=True, last_used=1, text="a€"
+)
+QUERIES = [
+    Tokenize((TextPart("a"), TokensPart((1,))), with_pieces=True),
+    Detokenize((3, 4)),
+    InspectEngine(),
+    InspectCache(5, text=True),
+    DropSession("mine", "salt"),
+    SlotAction(1, "restore", "a.bin"),
+    ClearCache(),
+]
+REPLIES = [
+    Tokenized((3, 4), (b"\xff", b"a")),
+    Detokenized("text"),
+    SessionDropped(True, 3),
+    SlotActionDone(3, 4, 0.5),
+    CacheCleared(3),
+    EngineState(slots=(SlotState(0, 128, 7, sampling=SAMPLING),), n_queued=2, cache=CACHE),
+    CacheState(**asdict(CACHE), namespaces=1, nodes=1, leaves=1, tokens=7, tokens_pinned=0, prefixes=(PREFIX,)),
+]
 
 
 def example(kind: type[msgspec.Struct]) -> msgspec.Struct:
@@ -69,11 +95,36 @@ def example(kind: type[msgspec.Struct]) -> msgspec.Struct:
     return kind(**values)
 
 
-@pytest.mark.parametrize("kind", [*get_args(Command), *get_args(Event)], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Submit, Cancel, *get_args(Event)], ids=lambda kind: kind.__name__)
 def test_a_message_comes_back_equal(kind: type[msgspec.Struct]) -> None:
     union = Command if kind in get_args(Command) else Event
     message = example(kind)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=union) == message
+
+
+@pytest.mark.parametrize("body", QUERIES, ids=lambda body: type(body).__name__)
+def test_a_query_comes_back_equal(body: Any) -> None:
+    query = Query("q", body)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(query), type=Command) == query
+
+
+def test_every_query_is_tried() -> None:
+    assert {type(body) for body in QUERIES} == set(get_args(QueryBody))
+
+
+@pytest.mark.parametrize("body", REPLIES, ids=lambda body: type(body).__name__)
+def test_a_reply_comes_back_equal(body: Any) -> None:
+    reply = msgspec.msgpack.decode(msgspec.msgpack.encode(Reply("q", body)), type=Event)
+    assert msgspec.convert(reply.body, type(body)) == body
+
+
+def test_the_completions_of_a_prompt_have_ids_and_seeds_of_their_own_and_one_group() -> None:
+    submit = Submit("r", (TextPart("a"),), sampling=Sampling(seed=2**32 - 2), n=3)
+    completions = submit.completions()
+    assert [each.request_id for each in completions] == ["r-0", "r-1", "r-2"]
+    assert [each.sampling.seed for each in completions] == [2**32 - 2, 0, 1]
+    assert {(each.group, each.n, each.prompt) for each in completions} == {("r", 1, submit.prompt)}
+    assert [each.group for each in Submit("r", ()).completions()] == [""]
 
 
 def test_every_terminal_event_is_an_event() -> None:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from llamaslot.cli.cache import Prefix, drawn
+from llamaslot.base.stats import CachePrefix
+from llamaslot.cli.cache import tree
 from tests.live import Server, serving
 
 HEAD = "the head of all prompts, "
@@ -69,10 +70,10 @@ def test_the_state_and_the_tree(server: Server) -> None:
     assert lines[3].startswith(f"tree       {told['tokens']} tokens in {told['nodes']} nodes, ")
     assert lines[4].startswith("hits       1 of 2 requests (50.0%), ")
     matched, total = told["prompt_tokens"]["matched"], told["prompt_tokens"]["total"]
-    assert lines[5] == "anchors    0 replies, 0.0 MiB; 0 requests went on from one"
+    assert lines[5] == "anchors    0 replies, 0.0 MiB; 0 requests continued from one"
     assert lines[6] == f"reused     {matched} of {total} prompt tokens ({matched / total:.1%})"
     assert "tokens copied, 0 to RAM, 0 from RAM; " in lines[7]
-    assert lines[8] == "given up   0 tokens evicted; 0 paths lost for want of a sequence id; 0 preemptions"
+    assert lines[8] == "evicted    0 tokens; 0 prefixes dropped for lack of a sequence id; 0 preemptions"
     assert lines[9] == f"prefixes   {told['nodes']} of {told['nodes']}, most hits first"
     head, *tails = told["prefixes"]
     held = ", ".join(map(str, head["holders"]))
@@ -189,15 +190,15 @@ def test_a_server_that_cannot_tell_is_one_line(status: int, body: bytes, words: 
 
 
 def test_several_namespaces_stand_apart_and_no_text_steers_the_terminal() -> None:
-    def prefix(parent: int | None, namespace: int, text: str | None = None) -> Prefix:
-        return Prefix(parent, namespace, 9, 3, 1, [0], parent is None, 0, text)
+    def prefix(parent: int | None, namespace: int, text: str = "") -> CachePrefix:
+        return CachePrefix(parent, namespace, 9, 3, 1, (0,), parent is None, 0, text)
 
-    tree = drawn(
+    drawn = tree(
         [prefix(None, 0), prefix(None, 1), prefix(0, 0, "\x1b[2Jbad [red]\u202e"), prefix(1, 1, "y" * 99)],
         n_nodes=4,
         n_namespaces=2,
     )
-    first, second = tree.children
+    first, second = drawn.children
     assert (str(first.label), str(second.label)) == ("namespace 0", "namespace 1")
     [above], [below] = first.children, first.children[0].children
     assert str(above.label) == "+3 = 9 tokens · 1 hit · held by 0 · used #1 latest · running"

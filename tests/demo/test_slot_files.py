@@ -8,8 +8,8 @@ from bench.demo.corpus import held_out
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.commands import SlotAction, Submit, TokensPart
-from llamaslot.base.events import Finished, SlotActed
+from llamaslot.base.commands import SlotAction, SlotActionDone, Submit, TokensPart
+from llamaslot.base.events import Finished
 from tests.conftest import LONG
 from tests.engine.harness import GREEDY, Harness, running
 from tests.noise import Noise
@@ -20,12 +20,9 @@ N = 20 if LONG else 3
 
 async def act(harness: Harness, action: str, slot: int, filename: str) -> int:
     """Do it, and the tokens that it was done to."""
-    name = f"{action} {filename}"
-    harness.engine.send(SlotAction(name, slot, action, filename))  # type: ignore[arg-type]
-    await harness.wait_for(name, SlotActed)
-    (acted,) = harness.events[name]
-    assert isinstance(acted, SlotActed)
-    return acted.n_tokens
+    done = await harness.ask(SlotAction(slot, action, filename))  # type: ignore[arg-type]
+    assert isinstance(done, SlotActionDone)
+    return done.n_tokens
 
 
 async def ask(harness: Harness, name: str, ids: tuple[int, ...], **fields: object) -> Finished:

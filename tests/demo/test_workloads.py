@@ -22,7 +22,7 @@ from llamaslot.app.models import resolve_model
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Decoded, Run
-from llamaslot.base.commands import Sampling, Submit, SubmitAll, TextPart
+from llamaslot.base.commands import Sampling, Submit, TextPart
 from llamaslot.base.events import Cancelled, Finished
 from llamaslot.base.model import StepCost
 from llamaslot.kvcache import pace
@@ -166,22 +166,17 @@ async def run(
         async def ask(index: int, each: Ask) -> None:
             for _ in range(each.pause):
                 await asyncio.sleep(0.0005)
-            names = [f"{index}-{i}" for i in range(each.n)]
-            submits = tuple(
-                Submit(
-                    name,
-                    (TextPart(each.prompt),),
-                    sampling=GREEDY,
-                    max_tokens=MAX_TOKENS,
-                    cache_prompt=each.cache_prompt,
-                    id_slot=each.id_slot,
-                    group=f"group {index}" if each.n > 1 else "",
-                )
-                for name in names
+            submit = Submit(
+                f"request {index}",
+                (TextPart(each.prompt),),
+                sampling=GREEDY,
+                max_tokens=MAX_TOKENS,
+                cache_prompt=each.cache_prompt,
+                id_slot=each.id_slot,
+                n=each.n,
             )
-            for name in names:
-                engine.ends[name] = asyncio.get_running_loop().create_future()
-            engine.engine.send(SubmitAll(submits))
+            engine.submit_all(submit)
+            names = [completion.request_id for completion in submit.completions()]
             if each.patience is not None:
                 await asyncio.sleep(each.patience * 0.001)
                 engine.cancel(names[0])

@@ -12,8 +12,8 @@ from typing import Any
 
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Backend
-from llamaslot.base.commands import Cancel, Sampling, Submit, TextPart
-from llamaslot.base.events import TERMINAL, Accepted, Event, Finished, Output, Stopped
+from llamaslot.base.commands import Cancel, Query, QueryBody, Sampling, Submit, TextPart
+from llamaslot.base.events import TERMINAL, Accepted, Event, Finished, Output, Reply, Stopped
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import OnStep, Worker
 from llamaslot.scheduler.step import StepPlan
@@ -53,6 +53,7 @@ class Harness:
         self.events: dict[str, list[Event]] = defaultdict(list)
         self.stopped: Stopped | None = None
         self.ends: dict[str, asyncio.Future[Event]] = {}
+        self.replies: dict[str, asyncio.Future[Reply]] = {}
         self.n_batches = 0
         self.computing = False
 
@@ -67,6 +68,26 @@ class Harness:
         self.ends[submit.request_id] = asyncio.get_running_loop().create_future()
         self.engine.send(submit)
         return self.ends[submit.request_id]
+
+    def submit_all(self, submit: Submit) -> list[asyncio.Future[Event]]:
+        """Send a request for several completions; the futures hold their terminal events."""
+        names = [each.request_id for each in submit.completions()]
+        self.ends |= {name: asyncio.get_running_loop().create_future() for name in names}
+        self.engine.send(submit)
+        return [self.ends[name] for name in names]
+
+    async def ask(self, body: QueryBody) -> Any:
+        """Return what the engine replies to a query, an error as `ErrorInfo`."""
+        reply = await self.query(body)
+        return reply.body if reply.error is None else reply.error
+
+    def query(self, body: QueryBody) -> asyncio.Future[Reply]:
+        """Send a query; the future holds its reply."""
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        name = f"query {len(self.replies)}"
+        self.replies[name] = future
+        self.engine.send(Query(name, body))
+        return future
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request."""
@@ -118,6 +139,9 @@ class Harness:
         for event in events:
             if isinstance(event, Stopped):
                 self.stopped = event
+                continue
+            if isinstance(event, Reply):
+                self.replies[event.request_id].set_result(event)
                 continue
             self.events[event.request_id].append(event)
             end = self.ends.get(event.request_id)

@@ -16,7 +16,7 @@ from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.fake import SEGMENT_SIZE, FakeBackend
 from llamaslot.base.backend import Decoded, Run
 from llamaslot.base.commands import ClearCache, Sampling
-from llamaslot.base.events import CacheCleared, Failed, Finished, Output
+from llamaslot.base.events import Failed, Finished, Output
 from llamaslot.base.kv_ops import Kv
 from llamaslot.kvcache import pace, tiers
 from tests.engine.harness import Harness, alone, running
@@ -192,8 +192,7 @@ async def test_a_disk_that_does_not_answer_is_not_waited_for(
             while held.is_silent:
                 await asyncio.sleep(0.005)
         monkeypatch.undo()
-        harness.engine.send(ClearCache("clear"))
-        await harness.wait_for("clear", CacheCleared)
+        await harness.ask(ClearCache())
 
 
 async def test_a_silent_disk_is_not_left_with_all_that_was_asked_of_it(
@@ -306,9 +305,7 @@ async def test_what_is_cleared_is_off_the_disk_before_the_answer(tmp_path: Path)
     async with served(tmp_path) as harness:
         await harness.submit("a", HEAD)
         n_tokens = await written(harness)
-        harness.engine.send(ClearCache("clear"))
-        await harness.wait_for("clear", CacheCleared)
-        (cleared,) = harness.events["clear"]
+        cleared = await harness.ask(ClearCache())
         assert cleared.n_disk_tokens == n_tokens
         assert list((tmp_path / "segments").iterdir()) == []
 

@@ -10,10 +10,9 @@ import pytest
 
 from llamaslot.backend.fake import FakeBackend, FakeVocab
 from llamaslot.base.backend import Decoded, Run, Status
-from llamaslot.base.commands import Detokenize, Inspect, Sampling, Submit, SubmitAll, TextPart, Tokenize, TokensPart
-from llamaslot.base.events import Accepted, Cancelled, Detokenized, Failed, Finished, Output, Tokenized
+from llamaslot.base.commands import Detokenize, InspectEngine, Sampling, Submit, TextPart, Tokenize, TokensPart
+from llamaslot.base.events import Accepted, Cancelled, Failed, Finished, Output
 from llamaslot.base.namespaces import salted
-from llamaslot.base.stats import State
 from llamaslot.engine.engine import Engine
 from llamaslot.kvcache.tree import Tree
 from tests.engine.harness import GREEDY, Harness, alone, running
@@ -215,7 +214,7 @@ async def test_the_request_at_fault_fails_alone() -> None:
     async with running(Poisoned(n_slots=3)) as engine:
         ends = [engine.submit(str(i), p, max_tokens=12) for i, p in enumerate(["good", "bad!", "fine"])]
         good, bad, fine = await asyncio.gather(*ends)
-        assert failed(bad).error_type == "server_error"
+        assert failed(bad).error.type == "server_error"
         finished(good)
         finished(fine)
         assert engine.text("0") == await alone("good", FakeBackend(n_slots=3), max_tokens=12)
@@ -243,7 +242,7 @@ async def test_stopping_fails_what_is_unfinished_as_unavailable() -> None:
         ends = [engine.submit(str(i), "x", max_tokens=-1, sampling=Sampling(ignore_eos=True)) for i in range(3)]
         await engine.wait_for("0", Output)
         engine.engine.stop()
-        assert {failed(e).error_type for e in await asyncio.gather(*ends)} == {"unavailable_error"}
+        assert {failed(e).error.type for e in await asyncio.gather(*ends)} == {"unavailable_error"}
 
 
 @pytest.mark.parametrize(
@@ -257,13 +256,14 @@ async def test_stopping_fails_what_is_unfinished_as_unavailable() -> None:
 async def test_bad_requests_are_refused_by_name(fields: dict[str, object], prompt: str, param: str) -> None:
     async with running(FakeBackend(n_slots=4)) as engine:
         refusal = failed(await engine.submit("1", prompt, **fields))
-        assert (refusal.error_type, refusal.param) == ("invalid_request_error", param)
+        assert (refusal.error.type, refusal.error.param) == ("invalid_request_error", param)
 
 
 async def test_a_prompt_longer_than_a_slot_is_refused_with_both_numbers() -> None:
     async with running(FakeBackend(n_ctx=64)) as engine:
         refusal = failed(await engine.submit("1", "x" * 63))
-        assert (refusal.error_type, refusal.n_prompt_tokens, refusal.n_ctx) == ("exceed_context_size_error", 64, 64)
+        assert refusal.error.type == "exceed_context_size_error"
+        assert (refusal.error.n_prompt_tokens, refusal.error.n_ctx) == (64, 64)
         finished(await engine.submit("2", "x" * 62))
 
 
@@ -271,38 +271,35 @@ async def test_a_text_that_cannot_fit_is_refused_without_tokenizing(monkeypatch:
     async with running(FakeBackend(n_ctx=64)) as engine:
         monkeypatch.setattr(FakeVocab, "tokenize", None)
         refusal = failed(await engine.submit("1", "x" * 1000))
-        assert (refusal.error_type, refusal.n_prompt_tokens) == ("exceed_context_size_error", 250)
-        assert "at least 250" in refusal.message
+        assert (refusal.error.type, refusal.error.n_prompt_tokens) == ("exceed_context_size_error", 250)
+        assert "at least 250" in refusal.error.message
 
 
 async def test_when_text_breaks_the_engine_every_request_still_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(FakeBackend()) as engine:
         monkeypatch.setattr(FakeVocab, "piece", None)
         ends = [engine.submit(str(i), "x", max_tokens=1) for i in range(3)]
-        assert {failed(e).error_type for e in await asyncio.gather(*ends)} == {"server_error"}
+        assert {failed(e).error.type for e in await asyncio.gather(*ends)} == {"server_error"}
 
 
 async def test_token_ids_outside_of_the_vocabulary_are_refused() -> None:
     async with running(FakeBackend()) as engine:
         engine.ends["1"] = asyncio.get_running_loop().create_future()
         engine.engine.send(Submit("1", (TextPart("a"), TokensPart((5, 258))), sampling=GREEDY))
-        assert failed(await engine.ends["1"]).param == "prompt"
+        assert failed(await engine.ends["1"]).error.param == "prompt"
 
 
-async def test_questions_are_answered_beside_requests() -> None:
+async def test_queries_are_answered_while_a_request_runs() -> None:
     async with running(FakeBackend(n_slots=2)) as engine:
         end = engine.submit("1", "x", max_tokens=100, sampling=Sampling(ignore_eos=True))
         await engine.wait_for("1", Output)
-        engine.engine.send(Tokenize("t", (TextPart("ab</s>"),), add_special=True))
-        engine.engine.send(Detokenize("d", (104, 105, 257)))
-        engine.engine.send(Inspect("i"))
-        for question, kind in (("t", Tokenized), ("d", Detokenized), ("i", State)):
-            await engine.wait_for(question, kind)
-        assert engine.events["t"][0].tokens == (256, 97, 98, 257)
-        assert engine.events["d"][0].content == "hi</s>"
-        state = engine.events["i"][0]
+        tokenized = await engine.ask(Tokenize((TextPart("ab</s>"),), add_special=True))
+        assert tokenized.tokens == (256, 97, 98, 257)
+        assert (await engine.ask(Detokenize((104, 105, 257)))).content == "hi</s>"
+        assert (await engine.ask(Detokenize((999,)))).param == "tokens"
+        state = await engine.ask(InspectEngine())
         assert [slot.request_id for slot in state.slots] == ["1", ""]
-        assert state.cache.cells_used >= 2
+        assert state.cache.cells.used >= 2
         finished(await end)
 
 
@@ -315,16 +312,8 @@ async def test_models_that_cannot_be_cut_compute_every_prompt_whole() -> None:
 
 
 async def submit_group(engine: Harness, prompt: str, n: int, **fields: object) -> list[asyncio.Future[object]]:
-    """Choices of one prompt, sent as one command."""
-    names = [str(i) for i in range(n)]
-    for name in names:
-        engine.ends[name] = asyncio.get_running_loop().create_future()
-    submits = [
-        Submit(name, (TextPart(prompt),), sampling=Sampling(seed=i, ignore_eos=True), group="g", **fields)
-        for i, name in enumerate(names)
-    ]
-    engine.engine.send(SubmitAll(tuple(submits)))
-    return [engine.ends[name] for name in names]
+    """Several completions of one prompt, sent as one command."""
+    return engine.submit_all(Submit("r", (TextPart(prompt),), sampling=Sampling(ignore_eos=True), n=n, **fields))
 
 
 @pytest.mark.parametrize("cache_prompt", [True, False])
@@ -343,18 +332,18 @@ async def test_choices_are_tokenized_and_computed_once(cache_prompt: bool, monke
         ends = [finished(end) for end in await asyncio.gather(*ends)]
         assert [end.progress.n_prompt_computed for end in ends] == [16, 0, 0, 0, 0]
         assert n_tokenized == 1
-        assert len({engine.text(str(i)) for i in range(5)}) > 1
+        assert len({engine.text(f"r-{i}") for i in range(5)}) > 1
     for i in range(5):
         async with running(FakeBackend()) as apart:
             seeded = Sampling(seed=i, ignore_eos=True)
             await apart.submit("alone", "tell me a story", max_tokens=6, sampling=seeded)
-            assert engine.text(str(i)) == apart.text("alone")
+            assert engine.text(f"r-{i}") == apart.text("alone")
 
 
 async def test_one_of_several_choices_can_be_cancelled_before_the_prompt_is_tokenized() -> None:
     async with running(FakeBackend()) as engine:
         ends = await submit_group(engine, "x" * 50, 3, max_tokens=4)
-        engine.cancel("0")
+        engine.cancel("r-0")
         assert [type(end) for end in await asyncio.gather(*ends)] == [Cancelled, Finished, Finished]
 
 
@@ -362,7 +351,7 @@ async def test_choices_of_a_prompt_that_is_refused_all_fail() -> None:
     async with running(FakeBackend(n_ctx=64)) as engine:
         ends = await submit_group(engine, "x" * 1000, 3)
         refusals = [failed(end) for end in await asyncio.gather(*ends)]
-        assert {refusal.error_type for refusal in refusals} == {"exceed_context_size_error"}
+        assert {refusal.error.type for refusal in refusals} == {"exceed_context_size_error"}
 
 
 async def test_when_the_ledger_breaks_every_request_still_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +363,7 @@ async def test_when_the_ledger_breaks_every_request_still_ends(monkeypatch: pyte
         await engine.wait_for("running", Output)
         monkeypatch.setattr(Tree, "pin", broken)
         ends = [running_on, *(engine.submit(str(i), "y") for i in range(3))]
-        assert {failed(end).error_type for end in await asyncio.gather(*ends)} == {"server_error"}
+        assert {failed(end).error.type for end in await asyncio.gather(*ends)} == {"server_error"}
         assert all(sampler.closed for sampler in engine.backend.samplers)
 
 

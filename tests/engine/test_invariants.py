@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 from structlog.testing import capture_logs
 
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.base.commands import ClearCache, Inspect, InspectCache, Sampling, Submit, TextPart
-from llamaslot.base.events import CacheCleared, Event, Finished, Stopped
-from llamaslot.base.stats import CacheState, State
+from llamaslot.base.commands import (
+    CacheCleared,
+    ClearCache,
+    InspectCache,
+    InspectEngine,
+    Query,
+    QueryBody,
+    Sampling,
+    Submit,
+    TextPart,
+)
+from llamaslot.base.events import Event, Finished, Reply, Stopped
+from llamaslot.base.stats import CacheState
 from llamaslot.engine.engine import Engine
 
 
@@ -46,6 +57,12 @@ class Run:
                 assert not isinstance(event, Stopped), event
             return event
 
+    async def ask(self, name: str, body: QueryBody) -> Any:
+        self.engine.send(Query(name, body))
+        reply = await self.until(Reply)
+        assert isinstance(reply, Reply)
+        return reply.body
+
     async def complete(self, name: str, prompt: str) -> None:
         sampling = Sampling(temperature=0.0, ignore_eos=True)
         self.engine.send(Submit(name, (TextPart(prompt),), sampling=sampling, max_tokens=3))
@@ -63,17 +80,14 @@ async def test_it_is_checked_once_each_time_that_nothing_runs() -> None:
         for name in ("a", "b"):
             await run.complete(name, "the same prompt, " + name)
             for question in range(3):
-                run.engine.send(Inspect(f"{name}{question}"))
-                await run.until(State)
-        run.engine.send(ClearCache("clear"))
-        cleared = await run.until(CacheCleared)
-        run.engine.send(InspectCache("cache"))
-        state = await run.until(CacheState)
+                await run.ask(f"{name}{question}", InspectEngine())
+        cleared = await run.ask("clear", ClearCache())
+        state = await run.ask("cache", InspectCache())
         await run.stop()
     checks = [line for line in lines if line["event"] == "invariants.ok"]
     assert isinstance(cleared, CacheCleared)
     assert isinstance(state, CacheState)
-    assert (cleared.n_tokens, state.n_tokens) == (checks[2]["cells_used"], 0)
+    assert (cleared.n_tokens, state.tokens) == (checks[2]["cells_used"], 0)
     assert [check["cells_used"] > 0 for check in checks] == [False, True, True, False]
     assert all(name.startswith("llamaslot-model") for name in backend.askers)
 
@@ -99,7 +113,6 @@ async def test_it_is_not_checked_unless_asked_for() -> None:
         run = Run(backend, debug_invariants=False)
         run.engine.send(Submit("b", (TextPart("another"),), id_slot=1, max_tokens=1))
         await run.until(Finished)
-        run.engine.send(Inspect("question"))
-        await run.until(State)
+        await run.ask("query", InspectEngine())
         await run.stop()
     assert lines == []

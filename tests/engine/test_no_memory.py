@@ -12,7 +12,9 @@ import pytest
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Run
-from llamaslot.base.events import Failed, Finished, SlotActed
+from llamaslot.base.commands import SlotActionDone
+from llamaslot.base.errors import ErrorInfo
+from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import Discard, NotSavedError, Operation, Remove, Save
 from llamaslot.kvcache import tiers
 from llamaslot.scheduler.step import StepPlan, apply
@@ -98,12 +100,12 @@ async def test_a_slot_of_which_a_part_cannot_be_saved_is_not_saved(tmp_path: Pat
             super().change(operation)
 
     async with served(tmp_path, Shorter(n_slots=2, n_ctx=4096, n_reserved=4), debug_invariants=True) as engine:
-        await engine.ask("Some words that are said again and again. " * 30)
+        await engine.complete("Some words that are said again and again. " * 30)
         for _ in range(2):
             failed = await engine.act(0, "save")
-            assert isinstance(failed, Failed)
+            assert isinstance(failed, ErrorInfo)
             assert "memory" in failed.message
-        await engine.ask("Something else.", slot=1)
+        await engine.complete("Something else.", slot=1)
         cells = engine.engine.scheduler.ledger.cells
         assert all(number >= 0 for number in cells.segments)
 
@@ -111,10 +113,10 @@ async def test_a_slot_of_which_a_part_cannot_be_saved_is_not_saved(tmp_path: Pat
 async def test_a_slot_that_cannot_be_saved_says_so_and_can_be_later(tmp_path: Path) -> None:
     backend = Short(n_slots=2, n_ctx=4096, n_reserved=4)
     async with served(tmp_path, backend, debug_invariants=True) as engine:
-        await engine.ask(PROMPTS[0])
+        await engine.complete(PROMPTS[0])
         failed = await engine.act(0, "save")
-        assert isinstance(failed, Failed)
+        assert isinstance(failed, ErrorInfo)
         assert "memory" in failed.message
         backend.is_short = False
-        assert isinstance(await engine.act(0, "save"), SlotActed)
-        assert (await engine.ask(PROMPTS[0])).n_prompt_computed == 1
+        assert isinstance(await engine.act(0, "save"), SlotActionDone)
+        assert (await engine.complete(PROMPTS[0])).n_prompt_computed == 1

@@ -11,8 +11,8 @@ import pytest
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.base.commands import ClearCache, DropSession, Sampling, Submit, SubmitAll, TextPart
-from llamaslot.base.events import CacheCleared, Cancelled, Finished, Output, Progress, SessionDropped
+from llamaslot.base.commands import ClearCache, DropSession, Sampling, SessionDropped, Submit, TextPart
+from llamaslot.base.events import Cancelled, Finished, Output, Progress
 from tests.engine.harness import Harness, running
 
 SYSTEM = "You are a helpful assistant who answers at length. " * 4
@@ -33,10 +33,7 @@ async def ask(engine: Harness, prompt: str, **fields: object) -> Progress:
 
 
 async def drop(engine: Harness, session_id: str = "mine", salt: str = "") -> SessionDropped:
-    name = f"drop {len(engine.events)}"
-    engine.engine.send(DropSession(name, session_id, salt))
-    await engine.wait_for(name, SessionDropped)
-    (answer,) = engine.events[name]
+    answer = await engine.ask(DropSession(session_id, salt))
     assert isinstance(answer, SessionDropped)
     return answer
 
@@ -152,13 +149,8 @@ async def test_a_dropped_session_leaves_what_others_have_in_another_tier(n_ctx: 
 
 
 async def test_a_choice_that_shares_its_only_token_says_nothing_wrong(engine: Harness) -> None:
-    submits = tuple(
-        Submit(name, (TextPart(HELLO),), sampling=ENDLESS, max_tokens=1, group="g") for name in ("one", "two")
-    )
-    for submit in submits:
-        engine.ends[submit.request_id] = asyncio.get_running_loop().create_future()
-    engine.engine.send(SubmitAll(submits))
-    ends = [await engine.ends[submit.request_id] for submit in submits]
+    submit = Submit("one", (TextPart(HELLO),), sampling=ENDLESS, max_tokens=1, n=2)
+    ends = [await end for end in engine.submit_all(submit)]
     assert [end.progress.miss for end in ends if isinstance(end, Finished)] == ["cold", ""]
 
 
@@ -278,6 +270,5 @@ async def test_sessions_survive_a_restart_but_not_their_end(tmp_path: Path) -> N
 
 async def test_sessions_are_cleared_with_the_cache(engine: Harness) -> None:
     await ask(engine, HELLO)
-    engine.engine.send(ClearCache("clear"))
-    await engine.wait_for("clear", CacheCleared)
+    await engine.ask(ClearCache())
     assert (await ask(engine, HELLO)).session_match == "new"

@@ -13,8 +13,9 @@ import pytest
 
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.backend.fake import FakeBackend
-from llamaslot.base.commands import ClearCache, Sampling, SlotAction
-from llamaslot.base.events import CacheCleared, Event, Failed, Finished, Output, Progress, SlotActed
+from llamaslot.base.commands import ClearCache, Sampling, SlotAction, SlotActionDone
+from llamaslot.base.errors import ErrorInfo
+from llamaslot.base.events import Event, Finished, Output, Progress, Reply
 from llamaslot.kvcache.shared import SharedLedger
 from tests.engine.harness import Harness, alone, running
 
@@ -28,24 +29,18 @@ class Files(Harness):
 
     n_acts = 0
 
-    async def act(self, slot: int, action: Any, filename: str = "a.bin") -> SlotActed | Failed:
-        name = self.begin(slot, action, filename)
-        while not self.events[name]:
-            await self.wait_a_turn()
-        (answer,) = self.events[name]
-        assert isinstance(answer, SlotActed | Failed)
+    async def act(self, slot: int, action: Any, filename: str = "a.bin") -> SlotActionDone | ErrorInfo:
+        answer = await self.ask(SlotAction(slot, action, filename))
+        assert isinstance(answer, SlotActionDone | ErrorInfo)
         return answer
 
-    def begin(self, slot: int, action: Any, filename: str = "a.bin") -> str:
-        self.n_acts += 1
-        name = f"act {self.n_acts}"
-        self.engine.send(SlotAction(name, slot, action, filename))
-        return name
+    def begin(self, slot: int, action: Any, filename: str = "a.bin") -> asyncio.Future[Reply]:
+        return self.query(SlotAction(slot, action, filename))
 
     async def wait_a_turn(self) -> None:
         await asyncio.sleep(0.001)
 
-    async def ask(self, prompt: str, slot: int = 0, **fields: object) -> Progress:
+    async def complete(self, prompt: str, slot: int = 0, **fields: object) -> Progress:
         end = await self.submit(f"{len(self.ends)}", prompt, id_slot=slot, max_tokens=4, **fields)
         assert isinstance(end, Finished)
         return end.progress
@@ -66,17 +61,17 @@ async def served(folder: Path, backend: FakeBackend | None = None, **settings: A
 
 async def test_what_was_saved_is_there_in_another_server(tmp_path: Path) -> None:
     async with served(tmp_path) as engine:
-        asked = await engine.ask(LONG)
+        asked = await engine.complete(LONG)
         saved = await engine.act(0, "save")
-        assert isinstance(saved, SlotActed)
+        assert isinstance(saved, SlotActionDone)
         assert saved.n_tokens == asked.n_prompt + 3
         assert saved.n_bytes == (tmp_path / "a.bin").stat().st_size
         text = engine.last_text()
     async with served(tmp_path) as engine:
         restored = await engine.act(1, "restore")
-        assert isinstance(restored, SlotActed)
+        assert isinstance(restored, SlotActionDone)
         assert (restored.n_tokens, restored.n_bytes) == (saved.n_tokens, saved.n_bytes)
-        again = await engine.ask(LONG + text, slot=1)
+        again = await engine.complete(LONG + text, slot=1)
         assert (again.n_prompt_computed, again.slot) == (1, 1)
         assert engine.last_text() == await alone(LONG + text, FakeBackend(n_slots=1, n_ctx=4096), max_tokens=4)
 
@@ -85,22 +80,19 @@ async def test_a_slot_that_runs_is_waited_for(tmp_path: Path) -> None:
     async with served(tmp_path) as engine:
         end = engine.submit("running", LONG, id_slot=0, max_tokens=30, sampling=ENDLESS)
         await engine.wait_for("running", Output, 2)
-        names = [engine.begin(0, "save"), engine.begin(0, "erase")]
-        assert isinstance(await engine.act(1, "erase"), SlotActed), "the other slot is idle"
-        assert not any(engine.events[name] for name in names)
+        replies = [engine.begin(0, "save"), engine.begin(0, "erase")]
+        assert isinstance(await engine.act(1, "erase"), SlotActionDone), "the other slot is idle"
+        assert not any(reply.done() for reply in replies)
         await end
-        for name in names:
-            await engine.wait_for(name, SlotActed)
-        ends = [engine.events[name][0] for name in names]
-        assert [each.n_tokens for each in ends if isinstance(each, SlotActed)] == [len("<" + LONG) + 29] * 2
+        assert [(await reply).body.n_tokens for reply in replies] == [len("<" + LONG) + 29] * 2
         assert engine.engine.scheduler.ledger.length(0) == 0
 
 
 async def test_a_restored_slot_shares_the_cells_of_what_is_there(tmp_path: Path) -> None:
     async with served(tmp_path) as engine:
-        await engine.ask(LONG)
+        await engine.complete(LONG)
         saved = await engine.act(0, "save")
-        assert isinstance(saved, SlotActed)
+        assert isinstance(saved, SlotActionDone)
         ledger = engine.engine.scheduler.ledger
         n_used = ledger.n_used
         await engine.act(1, "restore")
@@ -110,11 +102,11 @@ async def test_a_restored_slot_shares_the_cells_of_what_is_there(tmp_path: Path)
 
 async def test_what_the_slot_held_before_is_not_lost(tmp_path: Path) -> None:
     async with served(tmp_path) as engine:
-        await engine.ask("One. " + LONG)
+        await engine.complete("One. " + LONG)
         await engine.act(0, "save")
-        await engine.ask("Two. " + LONG)
+        await engine.complete("Two. " + LONG)
         await engine.act(0, "restore")
-        assert (await engine.ask("Two. " + LONG, slot=1)).n_prompt_computed == 1
+        assert (await engine.complete("Two. " + LONG, slot=1)).n_prompt_computed == 1
 
 
 async def test_idle_prefixes_make_room_and_running_requests_do_not(tmp_path: Path) -> None:
@@ -122,16 +114,16 @@ async def test_idle_prefixes_make_room_and_running_requests_do_not(tmp_path: Pat
         return FakeBackend(n_slots=2, n_ctx=2000, n_reserved=4)
 
     async with served(tmp_path, pool()) as engine:
-        await engine.ask(LONG)
+        await engine.complete(LONG)
         await engine.act(0, "save")
-        await engine.ask("x" * 1500)
-        assert isinstance(await engine.act(1, "restore"), SlotActed)
-        assert (await engine.ask(LONG, slot=1)).n_prompt_computed == 1
+        await engine.complete("x" * 1500)
+        assert isinstance(await engine.act(1, "restore"), SlotActionDone)
+        assert (await engine.complete(LONG, slot=1)).n_prompt_computed == 1
         await engine.act(1, "erase")
         end = engine.submit("busy", "y" * 1500, id_slot=0, max_tokens=300, sampling=ENDLESS)
         await engine.wait_for("busy", Output)
         refused = await engine.act(1, "restore")
-        assert isinstance(refused, Failed)
+        assert isinstance(refused, ErrorInfo)
         assert "no room" in refused.message
         engine.cancel("busy")
         await end
@@ -150,18 +142,18 @@ async def test_what_is_refused(tmp_path: Path, slot: int, action: str, filename:
     (tmp_path / "other").write_bytes(b"something else" * 10)
     async with served(tmp_path) as engine:
         refused = await engine.act(slot, action, filename)
-        assert isinstance(refused, Failed)
+        assert isinstance(refused, ErrorInfo)
         assert words in refused.message
-        await engine.ask(LONG)
+        await engine.complete(LONG)
 
 
 async def test_a_slot_that_is_too_small_says_so(tmp_path: Path) -> None:
     async with served(tmp_path) as engine:
-        await engine.ask(LONG)
+        await engine.complete(LONG)
         await engine.act(0, "save")
     async with served(tmp_path, FakeBackend(n_slots=1, n_ctx=512, n_reserved=2)) as engine:
         refused = await engine.act(0, "restore")
-        assert isinstance(refused, Failed)
+        assert isinstance(refused, ErrorInfo)
         assert refused.param == "filename"
 
 
@@ -171,8 +163,8 @@ async def test_without_a_folder_or_one_pool_nothing_is_done(tmp_path: Path, unif
     async with running(backend, kind=Files) as engine:
         assert isinstance(engine, Files)
         refused = await engine.act(0, "erase")
-        assert isinstance(refused, Failed)
-        assert refused.error_type == "not_supported_error"
+        assert isinstance(refused, ErrorInfo)
+        assert refused.type == "not_supported_error"
 
 
 @pytest.mark.parametrize(("n_ctx", "n_reserved", "ram_bytes"), [(1500, 4, 20_000), (1500, 0, 0), (900, 0, 0)])
@@ -185,7 +177,7 @@ async def test_actions_beside_traffic_leave_every_answer_as_it_is(
     async with served(tmp_path, backend, ram_bytes=ram_bytes, debug_invariants=True) as engine:
         heads = [f"{name} " * 60 for name in ("one", "two", "three")]
         prompts: dict[str, str] = {}
-        acts: list[str] = []
+        acts: list[asyncio.Future[Reply]] = []
         for i in range(60):
             prompts[f"r{i}"] = rng.choice(heads) + f"{rng.randrange(6)} and more"
             engine.submit(f"r{i}", prompts[f"r{i}"], max_tokens=rng.randrange(1, 20))
@@ -194,10 +186,8 @@ async def test_actions_beside_traffic_leave_every_answer_as_it_is(
                 await engine.wait_a_turn()
         for name, end in engine.ends.items():
             assert isinstance(await end, Finished), name
-        for name in acts:
-            while not engine.events[name]:
-                await engine.wait_a_turn()
-        n_restored = sum(isinstance(engine.events[name][0], SlotActed) for name in acts)
+        answers = [(await reply).body for reply in acts]
+        n_restored = sum(isinstance(answer, SlotActionDone) for answer in answers)
         assert n_restored > 15
         for name, prompt in prompts.items():
             n = len(engine.tokens(name))
@@ -207,22 +197,21 @@ async def test_actions_beside_traffic_leave_every_answer_as_it_is(
 async def test_an_empty_slot_of_a_resting_server_is_answered_at_once(tmp_path: Path) -> None:
     async with served(tmp_path) as engine:
         await asyncio.sleep(0.3)
-        assert isinstance(await asyncio.wait_for(engine.act(0, "erase"), 5), SlotActed)
+        assert isinstance(await asyncio.wait_for(engine.act(0, "erase"), 5), SlotActionDone)
         await asyncio.sleep(0.3)
-        assert isinstance(await asyncio.wait_for(engine.act(0, "save"), 5), Failed)
+        assert isinstance(await asyncio.wait_for(engine.act(0, "save"), 5), ErrorInfo)
 
 
 async def test_a_slot_is_restored_beside_what_two_others_have_just_computed_side_by_side(tmp_path: Path) -> None:
     """The two share less than what anybody waits for, so each has cells of its own for it at first."""
     backend = FakeBackend(n_slots=3, n_ctx=2000, n_reserved=4, n_ubatch=256)
     async with served(tmp_path, backend, debug_invariants=True) as engine:
-        await engine.ask("x" * 40 + "C" * 20, slot=2)
+        await engine.complete("x" * 40 + "C" * 20, slot=2)
         await engine.act(2, "save")
-        engine.engine.send(ClearCache("clear"))
-        await engine.wait_for("clear", CacheCleared)
+        await engine.ask(ClearCache())
         busy = engine.submit("busy", "something else", id_slot=2, max_tokens=-1, sampling=ENDLESS)
         await engine.wait_for("busy", Output, 2)
-        name = engine.begin(2, "restore")
+        reply = engine.begin(2, "restore")
         await asyncio.sleep(0.1)
         on_events = engine.engine._on_events
 
@@ -235,7 +224,7 @@ async def test_a_slot_is_restored_beside_what_two_others_have_just_computed_side
         for slot, tail in enumerate("ab"):
             engine.submit(tail, "x" * 40 + tail * 20, id_slot=slot, max_tokens=0)
         await busy
-        await engine.wait_for(name, SlotActed)
+        assert isinstance((await reply).body, SlotActionDone)
         ledger = engine.engine.scheduler.ledger
         assert isinstance(ledger, SharedLedger)
         assert ledger.cells.n_used == ledger.n_used
@@ -244,30 +233,29 @@ async def test_a_slot_is_restored_beside_what_two_others_have_just_computed_side
 async def test_a_short_slot_is_still_there_once_it_is_restored(tmp_path: Path) -> None:
     """Short tails are the first to go for the sake of a free id, but not this one for its own."""
     async with served(tmp_path, FakeBackend(n_slots=2, n_ctx=4096, n_reserved=2)) as engine:
-        await engine.ask("short")
+        await engine.complete("short")
         saved = await engine.act(0, "save")
-        assert isinstance(saved, SlotActed)
+        assert isinstance(saved, SlotActionDone)
         await engine.act(0, "erase")
         for i in range(6):
-            await engine.ask(f"{i} {LONG}", slot=i % 2)
+            await engine.complete(f"{i} {LONG}", slot=i % 2)
         await engine.act(1, "restore")
         ledger = engine.engine.scheduler.ledger
         assert ledger.length(1) == saved.n_tokens
         assert not all(map(ledger.holds, ledger._reserved)), "no id is free to move a path by"
 
 
-async def test_an_action_that_waits_can_be_left_and_not_too_many_do(tmp_path: Path) -> None:
+async def test_only_so_many_actions_may_wait(tmp_path: Path) -> None:
     async with served(tmp_path) as engine:
         end = engine.submit("busy", LONG, id_slot=0, max_tokens=-1, sampling=ENDLESS)
         await engine.wait_for("busy", Output, 2)
-        names = [engine.begin(0, "erase") for _ in range(8)]
+        replies = [engine.begin(0, "erase") for _ in range(8)]
         refused = await engine.act(0, "erase")
-        assert isinstance(refused, Failed)
-        assert refused.error_type == "rate_limit_error"
-        for name in names:
-            engine.cancel(name)
+        assert isinstance(refused, ErrorInfo)
+        assert (refused.type, refused.retry_after) == ("rate_limit_error", 1)
         engine.cancel("busy")
         await end
-        await engine.wait_a_turn()
-        assert not any(engine.events[name] for name in names)
-        assert engine.engine.scheduler.ledger.length(0) > len(LONG)
+        erased = [(await reply).body.n_tokens for reply in replies]
+        assert erased[0] > len(LONG)
+        assert erased[1:] == [0] * 7
+        assert engine.engine.scheduler.ledger.length(0) == 0

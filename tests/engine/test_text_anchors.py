@@ -15,7 +15,7 @@ from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Sampler
 from llamaslot.base.commands import ClearCache
-from llamaslot.base.events import CacheCleared, Cancelled, Finished, Output
+from llamaslot.base.events import Cancelled, Finished, Output
 from tests.engine.harness import Harness, running
 
 BROKEN = "\ufffd"
@@ -73,8 +73,7 @@ async def test_a_reply_that_was_cancelled_up_to_what_was_sent(engine: Harness) -
 
 async def test_what_is_cleared_is_forgotten(engine: Harness) -> None:
     await engine.submit("1", "hello", max_tokens=8)
-    engine.engine.send(ClearCache("clear"))
-    await engine.wait_for("clear", CacheCleared)
+    await engine.ask(ClearCache())
     assert await n_anchored(engine, f"hello{engine.text('1')}</s>and") == 0
 
 
@@ -102,7 +101,6 @@ async def test_two_turns_are_remembered_over_a_restart_and_forgotten_when_cleare
         assert await n_anchored(engine, third) == 0
     async with served(tmp_path) as engine:
         assert await n_anchored(engine, third) == n_known
-        engine.engine.send(ClearCache("clear"))
-        await engine.wait_for("clear", CacheCleared)
+        await engine.ask(ClearCache())
     async with served(tmp_path) as engine:
         assert await n_anchored(engine, third) == 0

@@ -10,9 +10,8 @@ import pytest
 
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Decoded, Run, Sampler
-from llamaslot.base.commands import Cancel, Inspect, Sampling, Submit, TextPart
-from llamaslot.base.events import TERMINAL, Cancelled, Event, Failed, Finished, Output, Stopped
-from llamaslot.base.stats import State
+from llamaslot.base.commands import Cancel, InspectEngine, Query, Sampling, Submit, TextPart
+from llamaslot.base.events import TERMINAL, Cancelled, Event, Failed, Finished, Output, Reply, Stopped
 from llamaslot.engine.engine import Engine
 from llamaslot.scheduler.step import StepPlan
 from tests.engine.harness import GREEDY, alone
@@ -76,7 +75,7 @@ class Threaded:
                 self.first.set()
             if isinstance(event, Stopped):
                 self.stopped = event.reason
-            elif isinstance(event, State):
+            elif isinstance(event, Reply):
                 self.on_state()
             elif isinstance(event, TERMINAL):
                 self.ends[event.request_id].set_result(event)
@@ -144,7 +143,7 @@ async def test_a_command_given_between_plan_and_step_is_not_overlooked() -> None
             engine.engine.send(Cancel("1"))
 
         engine.on_state = cancel
-        engine.engine.send(Inspect("state"))
+        engine.engine.send(Query("state", InspectEngine()))
         assert isinstance(await end, Cancelled)
         assert 0 < backend.n_decodes - n_before <= 2
 
@@ -183,7 +182,7 @@ async def test_samplers_outlive_the_step_that_runs_when_the_engine_dies() -> Non
         await engine.first.wait()
         await backend.reached(5)
         engine.on_state = die
-        engine.engine._outbox.append(engine.engine._reports.state("state"))
+        engine.engine._outbox.append(Reply("state"))
         backend.gate.release()
         assert isinstance(await end, Failed)
     assert "ZeroDivisionError" in engine.stopped

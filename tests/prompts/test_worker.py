@@ -10,7 +10,7 @@ import pytest
 
 from llamaslot.backend.fake import FakeVocab
 from llamaslot.base.commands import DropSession, Submit, TextPart, Tokenize, TokensPart
-from llamaslot.base.errors import LlamaslotError
+from llamaslot.base.errors import InvalidRequestError, LlamaslotError
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import Tokens
 from llamaslot.prompts.sessions import Session
@@ -132,9 +132,11 @@ async def test_a_refused_request_fails_once_and_leaves_nothing(
     engine: Engine, part: TextPart | TokensPart, error: str
 ) -> None:
     engine.worker.submit([Submit("a", (part,))], lambda *_: pytest.fail("it was refused"))
-    engine.worker.answer(Tokenize("b", (TokensPart((10**6,)),)), lambda _: pytest.fail("it was refused"))
+    answers: list[object] = []
+    engine.worker.answer(Tokenize((TokensPart((10**6,)),)), answers.append)
     await engine.settle(2)
-    assert set(engine.failed) == {"a", "b"}
+    assert set(engine.failed) == {"a"}
+    assert [type(answer) for answer in answers] == [InvalidRequestError]
     assert error in engine.failed["a"].message
     assert (engine.worker._contexts, engine.worker.waiting) == ({}, [])
 
@@ -169,7 +171,7 @@ async def test_a_dropped_session_gives_its_tokens_once(engine: Engine) -> None:
     engine.worker.remember("a", BROKEN, 2)
     found: list[list[bytes]] = []
     for _ in range(2):
-        engine.worker.drop_session(DropSession("drop", "mine"), lambda _, paths: found.append(paths))
+        engine.worker.drop_session(DropSession("mine"), lambda _, paths: found.append(paths), pytest.fail)
     await engine.settle(3)
     prompt = engine.accepted["a"].packed_tokens
     assert found == [[prompt + BROKEN.tobytes()], []]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamaslot.base.commands import Sampling, Submit
-from llamaslot.base.stats import CacheFigures, CacheState
+from llamaslot.base.stats import CacheState, CacheStats
 from llamaslot.kvcache.separate import SeparateLedger
 from llamaslot.scheduler import report
 from llamaslot.scheduler.request import Request
@@ -15,22 +15,22 @@ from tests.scheduler.test_scheduler import PROMPT_TOKEN_SECONDS, Driver, as_toke
 PROMPTS = st.lists(st.text("ab", min_size=1, max_size=12), min_size=1, max_size=25)
 
 
-def figures(driver: Driver) -> CacheFigures:
+def stats(driver: Driver) -> CacheStats:
     scheduler = driver.scheduler
     ledger, admission = scheduler.ledger, scheduler.admission
-    return report.figures(scheduler.settings, ledger, admission, scheduler.traffic, scheduler.n_preempted)
+    return report.cache_stats(scheduler.settings, ledger, admission, scheduler.traffic, scheduler.n_preempted)
 
 
-def told(driver: Driver, top: int = 1000, *, text: bool = False) -> CacheState:
-    spell = driver.backend.vocab.detokenize if text else None
-    return report.state("q", figures(driver), driver.scheduler.ledger, top, spell)
+def state_of(driver: Driver, top: int = 1000, *, text: bool = False) -> CacheState:
+    detokenize = driver.backend.vocab.detokenize if text else None
+    return report.cache_state(stats(driver), driver.scheduler.ledger, top, detokenize)
 
 
-def spelled(state: CacheState) -> list[str]:
-    """Each prefix from its root on, put together from the edges."""
+def texts_of(state: CacheState) -> list[str]:
+    """The text of each prefix from its root on, put together from the edges."""
     whole: list[str] = []
     for prefix in state.prefixes:
-        whole.append((whole[prefix.parent] if prefix.parent >= 0 else "") + prefix.text)
+        whole.append((whole[prefix.parent] if prefix.parent is not None else "") + str(prefix.text))
     return whole
 
 
@@ -45,31 +45,31 @@ def test_the_list_is_the_pool_and_no_prefix_stands_before_its_ancestors(
         driver.submit(prompt + "c", max_tokens=50)
     for _ in range(2 * bool(n_running)):
         driver.step()
-    state, ledger = told(driver, text=True), driver.scheduler.ledger
-    texts = spelled(state)
+    state, ledger = state_of(driver, text=True), driver.scheduler.ledger
+    texts = texts_of(state)
     for i, (prefix, text) in enumerate(zip(state.prefixes, texts, strict=True)):
-        assert prefix.parent < i
-        assert prefix.n_tokens == len(text)
-        assert prefix.n_edge == len(prefix.text)
+        assert prefix.parent is None or prefix.parent < i
+        assert prefix.tokens == len(text)
+        assert prefix.edge_tokens == len(str(prefix.text))
         assert prefix.holders
         for seq in prefix.holders:
             assert bytes(ledger.tree.tokens(seq).tolist()).decode().startswith(text)
         runs = {slot.id for slot in driver.scheduler.slots if slot.request}
         assert prefix.pinned == bool(runs & set(prefix.holders))
     parents = {prefix.parent for prefix in state.prefixes}
-    assert (state.n_nodes, state.n_leaves) == (len(texts), len(set(range(len(texts))) - parents))
+    assert (state.nodes, state.leaves) == (len(texts), len(set(range(len(texts))) - parents))
     assert len(set(texts)) == len(texts)
-    assert sum(prefix.n_edge for prefix in state.prefixes) == state.n_tokens
-    assert sum(prefix.n_edge for prefix in state.prefixes if prefix.pinned) == state.n_pinned_tokens
-    order = [(-prefix.hits, prefix.last_used, prefix.n_tokens) for prefix in state.prefixes]
+    assert sum(prefix.edge_tokens for prefix in state.prefixes) == state.tokens
+    assert sum(prefix.edge_tokens for prefix in state.prefixes if prefix.pinned) == state.tokens_pinned
+    order = [(-prefix.hits, prefix.last_used, prefix.tokens) for prefix in state.prefixes]
     assert order == sorted(order)
-    short = told(driver, top, text=True)
+    short = state_of(driver, top, text=True)
     assert short.prefixes == state.prefixes[:top]
-    assert (short.n_nodes, short.figures) == (state.n_nodes, state.figures)
-    cells = state.figures
-    assert cells.cells_used == driver.backend.cells_used
-    assert cells.cells_used == cells.cells_idle + cells.cells_pinned
-    assert cells.seqs_used == sum(driver.backend.seq_len(seq) > 0 for seq in range(driver.backend.n_seqs))
+    assert (short.nodes, short.cells) == (state.nodes, state.cells)
+    cells = state.cells
+    assert cells.used == driver.backend.cells_used
+    assert cells.used == cells.idle + cells.pinned
+    assert state.sequences.used == sum(driver.backend.seq_len(seq) > 0 for seq in range(driver.backend.n_seqs))
 
 
 @given(prompts=PROMPTS)
@@ -77,23 +77,23 @@ def test_hits_and_misses_are_what_the_requests_found(prompts: list[str]) -> None
     driver = Driver(n_slots=3, n_reserved=3, n_ctx=96, n_ubatch=32, min_shared=2)
     ended = [driver.run(prompt) for prompt in prompts]
     found = [request.progress(0.0) for request in ended]
-    total = figures(driver)
-    assert total.n_hits == sum(p.n_cached > 0 for p in found)
-    assert total.n_misses == sum(p.n_cached == 0 for p in found)
-    assert total.n_cross_slot == sum(p.n_copied > 0 for p in found)
-    assert total.n_prompt == sum(map(len, prompts))
-    assert total.n_matched == sum(p.n_cached for p in found)
+    total = stats(driver)
+    assert total.requests.hits == sum(p.n_cached > 0 for p in found)
+    assert total.requests.misses == sum(p.n_cached == 0 for p in found)
+    assert total.requests.cross_slot == sum(p.n_copied > 0 for p in found)
+    assert total.prompt_tokens.total == sum(map(len, prompts))
+    assert total.prompt_tokens.matched == sum(p.n_cached for p in found)
     assert all(p.n_copied <= p.n_cached for p in found)
 
 
 def test_a_hit_is_of_its_own_slot_or_of_another() -> None:
     driver = Driver(n_slots=2, n_reserved=2, n_ctx=128, n_ubatch=64, min_shared=2)
     driver.run("shared head, tail one")
-    assert figures(driver).n_misses == 1
+    assert stats(driver).requests.misses == 1
     driver.run("shared head, tail one and more")
-    assert (figures(driver).n_hits, figures(driver).n_cross_slot) == (1, 0)
+    assert (stats(driver).requests.hits, stats(driver).requests.cross_slot) == (1, 0)
     other = driver.run("shared head, tail two")
-    assert (figures(driver).n_hits, figures(driver).n_cross_slot) == (2, 1)
+    assert (stats(driver).requests.hits, stats(driver).requests.cross_slot) == (2, 1)
     assert other.progress(0.0).n_copied == other.n_cached == len("shared head, tail ")
 
 
@@ -104,9 +104,9 @@ def test_prefixes_of_other_namespaces_are_told_apart_and_not_by_their_names() ->
         request = Request(submit, tokenized("the same prompt"), arrival=i, now=0.0)
         driver.scheduler.submit(request)
         driver.finish(request)
-    state = told(driver)
-    assert state.n_namespaces == 2
-    assert sorted((p.namespace, p.n_tokens, p.hits) for p in state.prefixes) == [(0, 15, 1), (1, 15, 0)]
+    state = state_of(driver)
+    assert state.namespaces == 2
+    assert sorted((p.namespace, p.tokens, p.hits) for p in state.prefixes) == [(0, 15, 1), (1, 15, 0)]
     assert "pepper" not in repr(state)
     assert not any(prefix.text for prefix in state.prefixes)
 
@@ -114,8 +114,8 @@ def test_prefixes_of_other_namespaces_are_told_apart_and_not_by_their_names() ->
 def test_a_long_edge_is_spelled_in_part() -> None:
     driver = Driver(n_slots=2, n_ctx=512, n_ubatch=64)
     driver.run("x" * 400)
-    [prefix] = told(driver, text=True).prefixes
-    assert (prefix.n_tokens, prefix.text) == (400, "x" * 256)
+    [prefix] = state_of(driver, text=True).prefixes
+    assert (prefix.tokens, prefix.text) == (400, "x" * 256)
 
 
 def test_a_request_that_ended_before_its_prompt_was_computed_reused_none_of_the_rest() -> None:
@@ -131,7 +131,7 @@ def test_a_request_that_ended_before_its_prompt_was_computed_reused_none_of_the_
     driver.step()
     driver.scheduler.end(warm, 0.0)
     assert warm.progress(0.0).n_cached == held
-    assert (figures(driver).n_misses, figures(driver).n_hits) == (1, 1)
+    assert (stats(driver).requests.misses, stats(driver).requests.hits) == (1, 1)
 
 
 def test_who_never_looked_counts_as_neither() -> None:
@@ -148,8 +148,12 @@ def test_who_never_looked_counts_as_neither() -> None:
     driver.step()
     driver.scheduler.end(queued, 0.0)
     driver.finish(busy)
-    total = figures(driver)
-    assert (total.n_hits, total.n_misses, total.n_prompt) == (0, 2, len("a prompt" + "another"))
+    total = stats(driver)
+    assert (total.requests.hits, total.requests.misses, total.prompt_tokens.total) == (
+        0,
+        2,
+        len("a prompt" + "another"),
+    )
 
 
 def test_clearing_gives_up_what_is_idle_and_nothing_that_runs() -> None:
@@ -158,14 +162,14 @@ def test_clearing_gives_up_what_is_idle_and_nothing_that_runs() -> None:
         driver.run(prompt)
     runs = driver.submit("head and two, then more", max_tokens=40)
     driver.step()
-    before = told(driver)
-    assert before.figures.cells_idle > 0
-    assert driver.scheduler.ledger.clear_idle() == before.n_tokens - before.n_pinned_tokens
+    before = state_of(driver)
+    assert before.cells.idle > 0
+    assert driver.scheduler.ledger.clear_idle() == before.tokens - before.tokens_pinned
     driver.step()
-    after = told(driver)
-    assert (after.figures.cells_idle, after.n_leaves, after.figures.seqs_used) == (0, 1, 1)
-    assert after.figures.cells_used == driver.backend.cells_used == driver.held(runs)
-    assert after.figures.n_evicted == before.figures.n_evicted
+    after = state_of(driver)
+    assert (after.cells.idle, after.leaves, after.sequences.used) == (0, 1, 1)
+    assert after.cells.used == driver.backend.cells_used == driver.held(runs)
+    assert after.evicted_tokens == before.evicted_tokens
     driver.finish(runs)
     alone = Driver(n_slots=1, n_ctx=256, n_ubatch=64).run("head and two, then more", max_tokens=40)
     assert runs.known.view().tolist() == alone.known.view().tolist()
@@ -178,12 +182,12 @@ def test_in_a_partitioned_pool_every_slot_counts_its_own_cells() -> None:
         driver.run("the same", id_slot=slot)
     runs = driver.submit("the same", max_tokens=9, id_slot=2)
     driver.step()
-    state = told(driver)
-    assert state.n_tokens == len("the same")
-    cells = state.figures
-    assert (cells.cells_idle, cells.cells_pinned) == (2 * len("the same"), driver.held(runs))
-    assert cells.cells_used == driver.backend.cells_used
-    assert cells.seqs_used == 3
+    state = state_of(driver)
+    assert state.tokens == len("the same")
+    cells = state.cells
+    assert (cells.idle, cells.pinned) == (2 * len("the same"), driver.held(runs))
+    assert cells.used == driver.backend.cells_used
+    assert state.sequences.used == 3
 
 
 def test_in_a_partitioned_pool_reserved_sequences_count_too() -> None:
@@ -192,11 +196,12 @@ def test_in_a_partitioned_pool_reserved_sequences_count_too() -> None:
     for letter in "abc":
         driver.run(letter * 100)
     driver.step()
-    cells = told(driver).figures
-    assert cells.seqs_used > 1
-    assert cells.cells_total == 3 * 256
-    assert cells.cells_used == cells.cells_idle == driver.backend.cells_used
-    assert cells.cells_pinned == 0
+    found = state_of(driver)
+    cells = found.cells
+    assert found.sequences.used > 1
+    assert cells.total == 3 * 256
+    assert cells.used == cells.idle == driver.backend.cells_used
+    assert cells.pinned == 0
 
 
 def test_clearing_frees_an_idle_slot_whose_path_a_running_one_has_too() -> None:
@@ -212,19 +217,19 @@ def test_clearing_frees_an_idle_slot_whose_path_a_running_one_has_too() -> None:
 def test_what_is_stored_is_told_as_the_backend_has_it() -> None:
     driver = Driver(n_slots=2, n_reserved=2, n_ctx=512, n_ubatch=64, ram_bytes=9000, idle_life=1)
     requests = [driver.run(prompt) for prompt in ("a" * 70, "b" * 90, "a" * 70 + "c" * 9, "d" * 40, "b" * 90)]
-    told = figures(driver)
+    found = stats(driver)
     stored = driver.backend.segments.values()
-    assert (told.ram_total, told.ram_used) == (9000, driver.backend.bytes_stored)
-    assert (told.ram_segments, told.ram_tokens) == (len(stored), sum(map(len, stored)))
-    assert told.ram_segments != told.ram_tokens
+    assert (found.ram.total_bytes, found.ram.used_bytes) == (9000, driver.backend.bytes_stored)
+    assert (found.ram.segments, found.ram.tokens) == (len(stored), sum(map(len, stored)))
+    assert found.ram.segments != found.ram.tokens
     n_loaded = [request.n_loaded for request in requests]
     assert n_loaded == [0, 0, 70, 0, 89]
-    assert told.n_loaded == sum(n_loaded)
-    assert (told.n_hits, told.n_from_ram, told.n_cross_slot) == (2, 2, 0)
-    left = [sum(each.n_tokens for each in driver.scheduler.ledger.tree.nodes()), told.n_loaded]
+    assert found.loaded_tokens == sum(n_loaded)
+    assert (found.requests.hits, found.requests.from_ram, found.requests.cross_slot) == (2, 2, 0)
+    left = [sum(each.n_tokens for each in driver.scheduler.ledger.tree.nodes()), found.loaded_tokens]
     n_computed = sum(len(work.run.tokens) for plan in driver.plans for work in plan.work)
-    assert told.n_stored == n_computed + left[1] - left[0]
-    assert told.n_evicted == 0
+    assert found.stored_tokens == n_computed + left[1] - left[0]
+    assert found.evicted_tokens == 0
 
 
 def test_room_is_made_in_ram_before_more_is_stored() -> None:

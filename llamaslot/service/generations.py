@@ -1,0 +1,150 @@
+"""The completions that one HTTP request asks for: run side by side, read as one sequence of events.
+
+Leaving the block cancels every completion that still runs. This one path covers a client that goes away, an error,
+and a refusal of the last of several completions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TypeAlias
+
+from llamaslot.base.commands import Submit
+from llamaslot.base.errors import ServerError
+from llamaslot.base.events import Accepted, Cancelled, Failed, Finished, Output
+
+RequestEvent: TypeAlias = Accepted | Output | Finished | Failed | Cancelled
+
+
+class Generation:
+    """One completion in flight, with the text and the tokens that it has produced so far."""
+
+    def __init__(self, index: int, submit: Submit, put: Callable[[Generation, RequestEvent], None]) -> None:
+        self.index = index
+        self.submit = submit
+        self.prompt_tokens: tuple[int, ...] = ()
+        """The prompt's token ids, if `submit` asks for them."""
+        self.tokens: list[int] = []
+        self.finished: Finished | None = None
+        self._texts: list[str] = []
+        self._put = put
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self._texts)
+
+    @property
+    def end(self) -> Finished:
+        """The terminal event of a completion that has it."""
+        assert self.finished is not None
+        return self.finished
+
+    def put(self, event: RequestEvent) -> None:
+        """Receive an event from the engine."""
+        self._put(self, event)
+
+    def add(self, event: Output | Finished) -> None:
+        """Append an event's text and tokens."""
+        self._texts.append(event.content)
+        self.tokens.extend(event.tokens)
+        if isinstance(event, Finished):
+            self.finished = event
+
+
+Batch: TypeAlias = list[tuple[Generation, Output | Finished]]
+Sink: TypeAlias = Callable[[Generation, Output], None]
+
+
+class Generations:
+    """An async context manager. Inside it every completion is accepted, and `next_batch` returns their events."""
+
+    def __init__(self, submits: Sequence[Submit], cancel: Callable[[str], None]) -> None:
+        self.all = [Generation(index, submit, self._put) for index, submit in enumerate(submits)]
+        self._cancel = cancel
+        self._queue: asyncio.Queue[tuple[Generation, RequestEvent | Exception]] = asyncio.Queue()
+        self._batch: Batch = []
+        self._failure: Exception | None = None
+        self._sink: Sink | None = None
+        self._is_ready: Callable[[], bool] = lambda: False
+        self._n_unaccepted = self._n_unfinished = len(self.all)
+
+    async def __aenter__(self) -> Generations:
+        """Wait until every completion is accepted; raise the error of the first that is refused."""
+        try:
+            while self._n_unaccepted:
+                self._take(*await self._queue.get())
+                if self._failure is not None:
+                    raise self._failure
+        except BaseException:
+            self.cancel()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Cancel what still runs."""
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Cancel every completion that has not ended."""
+        for generation in self.all:
+            self._cancel(generation.submit.request_id)
+
+    @property
+    def done(self) -> bool:
+        """True if all completions are finished."""
+        return self._n_unfinished == 0
+
+    def listen(self, sink: Sink, is_ready: Callable[[], bool]) -> None:
+        """Pass each `Output` to `sink` at once if `is_ready()` and no earlier event waits for `next_batch`.
+
+        `next_batch` returns all other events, and raises what the sink raised.
+        """
+        self._sink, self._is_ready = sink, is_ready
+
+    async def next_batch(self) -> Batch:
+        """Return the events that have arrived since the last call, at least one; none once all are finished.
+
+        May be cancelled without loss. Raises the error of a failed completion after all events before it.
+        """
+        if self.done and not self._batch:
+            return []
+        if not self._batch and self._failure is None:
+            self._take(*await self._queue.get())
+        while self._failure is None and not self._queue.empty():
+            self._take(*self._queue.get_nowait())
+        batch, self._batch = self._batch, []
+        if self._failure is not None and not batch:
+            raise self._failure
+        return batch
+
+    def _put(self, generation: Generation, event: RequestEvent) -> None:
+        is_behind = bool(self._batch) or not self._queue.empty()
+        if self._sink is None or not isinstance(event, Output) or is_behind or not self._is_ready():
+            self._queue.put_nowait((generation, event))
+            return
+        generation.add(event)
+        try:
+            self._sink(generation, event)
+        except Exception as error:
+            self._queue.put_nowait((generation, error))
+
+    def _take(self, generation: Generation, event: RequestEvent | Exception) -> None:
+        match event:
+            case Accepted():
+                generation.prompt_tokens = event.prompt_tokens
+                self._n_unaccepted -= 1
+            case Output() | Finished():
+                generation.add(event)
+                self._n_unfinished -= isinstance(event, Finished)
+                self._batch.append((generation, event))
+            case Failed():
+                self._failure = event.error.exception()
+            case Cancelled():
+                self._failure = ServerError("the request was cancelled")
+            case Exception():
+                self._failure = event
