@@ -111,6 +111,7 @@ class Found:
     text: str
 
     def __str__(self) -> str:
+        """As compilers write it."""
         return f"{self.path}:{self.line}: {self.text.strip()[:100]}"
 
 
