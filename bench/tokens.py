@@ -1,4 +1,4 @@
-"""Text to tokens without a server: a model's vocabulary and template alone, the same for every contender."""
+"""Text to tokens without a server, by a model's vocabulary and template: the same for every server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llamaslot.text.template import ChatTemplate
 
 
 class Tokens:
-    """What a GGUF file says of text; nothing of its weights is read."""
+    """The vocabulary and chat template of a GGUF file; its weights are not read."""
 
     def __init__(self, model: Path) -> None:
         library.initialise()
@@ -38,6 +38,11 @@ class Tokens:
             adds_eos=vocab.adds_eos,
             control_tokens=vocab.control_tokens,
         )
+
+    @property
+    def n_vocab(self) -> int:
+        """The number of token ids."""
+        return int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model)))
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, as a server renders and tokenizes it."""
@@ -61,23 +66,23 @@ class Tokens:
 
 
 def fewest(requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> int:
-    """The fewest prompt tokens that anyone could compute for these prompts and their replies, in this order.
+    """The fewest prompt tokens that a server could compute for these prompts and their replies, in this order.
 
     Whatever stood in an earlier prompt or reply need not be computed again, but for a prompt's last token, whose
     logits are needed. A reply's last token is sampled and never computed.
     """
-    known: dict[int, dict] = {}  # type: ignore[type-arg]
+    cached: dict[int, dict] = {}  # type: ignore[type-arg]
     n_computed = 0
     for prompt, reply in requests:
-        at = known
-        n_known = 0
+        at = cached
+        n_cached = 0
         for token in prompt:
             if token not in at:
                 break
             at = at[token]
-            n_known += 1
-        n_computed += max(len(prompt) - n_known, 1)
-        at = known
+            n_cached += 1
+        n_computed += max(len(prompt) - n_cached, 1)
+        at = cached
         for token in (*prompt, *reply[:-1]):
             at = at.setdefault(token, {})
     return n_computed
