@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from llamaslot.api import errors
-from llamaslot.api.replies import encode
+from llamaslot.api import http_errors
+from llamaslot.api.bodies import encode
 
 DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
@@ -77,7 +77,7 @@ class EventStream:
 
     async def fail(self, error: Exception) -> None:
         """Tell the client what went wrong and end the reply, without `[DONE]`."""
-        await self.close([b"data: " + errors.body(errors.described(error)) + b"\n\n"])
+        await self.close([b"data: " + http_errors.body(http_errors.described(error)) + b"\n\n"])
 
     async def wait(self, source: Callable[[], Awaitable[T]]) -> T:
         """Wait for `source`, which must lose nothing when cancelled, with a comment at each interval of silence."""

@@ -25,9 +25,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from llamaslot import __version__
-from llamaslot.api import server as http
-from llamaslot.api.readiness import READINESS
-from llamaslot.api.settings import ApiSettings
+from llamaslot.api import http_server as http
+from llamaslot.api.context import READINESS, ApiSettings
 from llamaslot.app.config import Config
 from llamaslot.app.disk import claim_disk, open_disk, slot_files, slot_save_path
 from llamaslot.app.models import resolve_model

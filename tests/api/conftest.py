@@ -11,9 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from llamaslot.api.readiness import READINESS
-from llamaslot.api.server import create_app, serve
-from llamaslot.api.settings import ApiSettings
+from llamaslot.api.context import READINESS, ApiSettings
+from llamaslot.api.http_server import create_app, serve
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.commands import InspectEngine
 from llamaslot.base.stats import EngineState

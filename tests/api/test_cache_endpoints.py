@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from llamaslot.api import submits
-from llamaslot.api.gate import Caller
-from llamaslot.api.settings import ApiSettings
-from llamaslot.api.wire import CompletionBody
+from llamaslot.api.bodies import CompletionBody
+from llamaslot.api.completions import submission
+from llamaslot.api.context import ApiSettings
+from llamaslot.api.middleware import Caller
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.commands import Submit
 from tests.service.test_service import Wire
@@ -275,11 +275,11 @@ async def made(
     *, api_key: str = "", from_key: bool = False, n_prompts: int = 1, n: int | None = None
 ) -> list[Submit]:
     """What the engine is asked for."""
-    return await submits.make(
+    return await submission.make(
         Wire(max_queue=9).service,
         ApiSettings(cache_salt_from_api_key=from_key),
         CompletionBody(prompt="x", n=n),
-        submits.parse_prompts(["p"] * n_prompts, 258),
+        submission.parse_prompts(["p"] * n_prompts, 258),
         "request",
         caller=Caller("", api_key, ""),
     )

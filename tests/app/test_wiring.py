@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from llamaslot.api.settings import ApiSettings
+from llamaslot.api.context import ApiSettings
 from llamaslot.app import server as server_module
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import read_config

@@ -5,10 +5,9 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from llamaslot.api.deliver import json_response
-from llamaslot.api.readiness import READINESS
-from llamaslot.api.submits import checked, parse_prompt
-from llamaslot.api.wire import DetokenizeBody, TokenizeBody, read
+from llamaslot.api.bodies import DetokenizeBody, TokenizeBody, json_response, read
+from llamaslot.api.completions.submission import checked, parse_prompt
+from llamaslot.api.context import READINESS
 from llamaslot.base.commands import Detokenize, Detokenized, Tokenize, Tokenized
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)

@@ -15,13 +15,11 @@ from uuid import uuid4
 import structlog
 from aiohttp import web
 
-from llamaslot.api.errors import Handler
-from llamaslot.api.readiness import READINESS
-from llamaslot.api.settings import ApiSettings
-from llamaslot.api.wire import LONGEST_ID
+from llamaslot.api.bodies import LONGEST_ID
+from llamaslot.api.context import READINESS, SETTINGS
+from llamaslot.api.http_errors import Handler
 from llamaslot.base.errors import AuthenticationError, InvalidRequestError
 
-SETTINGS = web.AppKey("SETTINGS", ApiSettings)
 UNIQUE_ID = web.RequestKey("UNIQUE_ID", str)
 """Our own name for a request; the engine's ids and those in replies are made from it."""
 CLIENT_ID = web.RequestKey("CLIENT_ID", str)

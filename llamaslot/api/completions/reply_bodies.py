@@ -19,8 +19,6 @@ FINGERPRINT = f"b{__version__}-llamaslot"
 OpenAIReason: TypeAlias = Literal["stop", "length"]
 REASONS: dict[FinishReason, OpenAIReason] = {"eos": "stop", "word": "stop", "limit": "length"}
 
-encode = msgspec.json.Encoder().encode
-
 
 class Timings(msgspec.Struct):
     """llama-server's figures of one request or, as sums, of several; rates without a duration are 0."""

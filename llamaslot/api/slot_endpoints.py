@@ -8,11 +8,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from llamaslot.api.deliver import json_response
-from llamaslot.api.gate import SETTINGS
-from llamaslot.api.native import generation_settings
-from llamaslot.api.readiness import READINESS
-from llamaslot.api.wire import SlotBody, read
+from llamaslot.api.bodies import SlotBody, json_response, read
+from llamaslot.api.completions.native_completion import generation_settings
+from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.base.commands import InspectEngine, SlotAction, SlotActionDone, SlotVerb
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError, UnavailableError
 from llamaslot.base.stats import EngineState, SlotState

@@ -7,11 +7,10 @@ from typing import Any
 import psutil
 from aiohttp import web
 
-from llamaslot.api.deliver import json_response
-from llamaslot.api.gate import SETTINGS
-from llamaslot.api.native import generation_settings
-from llamaslot.api.readiness import READINESS
-from llamaslot.api.replies import FINGERPRINT
+from llamaslot.api.bodies import json_response
+from llamaslot.api.completions.native_completion import generation_settings
+from llamaslot.api.completions.reply_bodies import FINGERPRINT
+from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.base.errors import NotFoundError, NotSupportedError
 
 

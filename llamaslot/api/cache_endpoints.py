@@ -12,11 +12,10 @@ import re
 import msgspec
 from aiohttp import web
 
-from llamaslot.api import submits
-from llamaslot.api.deliver import json_response
-from llamaslot.api.gate import SETTINGS, given_key
-from llamaslot.api.readiness import READINESS
-from llamaslot.api.wire import SessionBody, read
+from llamaslot.api.bodies import SessionBody, json_response, read
+from llamaslot.api.completions import submission
+from llamaslot.api.context import READINESS, SETTINGS
+from llamaslot.api.middleware import given_key
 from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, InspectCache, SessionDropped
 from llamaslot.base.errors import InvalidRequestError, NotFoundError, NotSupportedError
 from llamaslot.base.stats import CacheState
@@ -51,7 +50,7 @@ async def drop_session(request: web.Request) -> web.Response:
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
     session_id = request.match_info["session_id"]
     own = (await read(request, _session_decoder)).cache_salt if request.can_read_body else None
-    salt = submits.salt(settings, own or "", given_key(request))
+    salt = submission.salt(settings, own or "", given_key(request))
     dropped = await service.ask(DropSession(session_id, salt), SessionDropped)
     if not dropped.is_known:
         raise NotFoundError(f"there is no session {session_id!r}")

@@ -7,10 +7,9 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from llamaslot.api.gate import SETTINGS
-from llamaslot.api.replies import encode
+from llamaslot.api.bodies import Options, json_response
+from llamaslot.api.context import SETTINGS
 from llamaslot.api.sse import EventStream
-from llamaslot.api.wire import Options
 from llamaslot.base.events import Finished, Output
 from llamaslot.service.generations import Generation, Generations
 
@@ -37,11 +36,6 @@ async def deliver(
     while await choices.next_batch():
         pass
     return json_response(dialect.whole())
-
-
-def json_response(body: Any) -> web.Response:
-    """A body as a successful reply."""
-    return web.Response(body=encode(body), content_type="application/json")
 
 
 async def _stream(

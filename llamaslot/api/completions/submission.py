@@ -10,9 +10,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from llamaslot.api.gate import Caller
-from llamaslot.api.settings import ApiSettings
-from llamaslot.api.wire import Options, PromptObject
+from llamaslot.api.bodies import Options, PromptObject
+from llamaslot.api.context import ApiSettings
+from llamaslot.api.middleware import Caller
 from llamaslot.base.commands import N_SEEDS, PromptPart, Sampling, Submit, TextPart, Tokenize, Tokenized, TokensPart
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
 from llamaslot.service.service import Service

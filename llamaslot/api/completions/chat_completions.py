@@ -10,11 +10,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from llamaslot.api import submits, unsupported
-from llamaslot.api.deliver import deliver, json_response
-from llamaslot.api.gate import SETTINGS, UNIQUE_ID, caller_of
-from llamaslot.api.readiness import READINESS
-from llamaslot.api.replies import (
+from llamaslot.api.bodies import ChatBody, encode, json_response, read
+from llamaslot.api.completions import submission, unsupported
+from llamaslot.api.completions.delivery import deliver
+from llamaslot.api.completions.reply_bodies import (
     REASONS,
     ChatChoice,
     ChatChunkChoice,
@@ -23,12 +22,12 @@ from llamaslot.api.replies import (
     Message,
     OpenAIReason,
     cache_use,
-    encode,
     timings,
     usage,
 )
+from llamaslot.api.context import READINESS, SETTINGS
+from llamaslot.api.middleware import UNIQUE_ID, caller_of
 from llamaslot.api.sse import DONE, event
-from llamaslot.api.wire import ChatBody, read
 from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.events import Finished, Output, Progress
@@ -48,7 +47,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     unsupported.refuse(body)
     prompt = rendered(service, body)
     reply_id = f"chatcmpl-{request[UNIQUE_ID]}"
-    asked = await submits.make(
+    asked = await submission.make(
         service,
         settings,
         body,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import Any
 
-from llamaslot.api.wire import Options
+from llamaslot.api.bodies import Options
 from llamaslot.base.errors import NotSupportedError
 
 SAMPLERS = ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"]

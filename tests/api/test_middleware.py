@@ -10,9 +10,8 @@ import aiohttp
 import pytest
 import structlog
 
-from llamaslot.api.readiness import READINESS
-from llamaslot.api.server import create_app, serve
-from llamaslot.api.settings import ApiSettings
+from llamaslot.api.context import READINESS, ApiSettings
+from llamaslot.api.http_server import create_app, serve
 from llamaslot.base.errors import ConfigError, ServerError, UnavailableError
 
 HELLO = {"prompt": "Hello", "max_tokens": 1}

@@ -1,13 +1,16 @@
-"""What the HTTP layer can be told, with llama-server's defaults."""
+"""What handlers find in the application: its settings, and the service once the model is loaded."""
 
 from __future__ import annotations
 
 from pathlib import PurePath
 
 import msgspec
+from aiohttp import web
 
 from llamaslot.base.commands import Sampling
+from llamaslot.base.errors import ServerError, UnavailableError
 from llamaslot.base.model import ModelInfo
+from llamaslot.service.service import Service
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,3 +46,30 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
         """All names of the model in alphabetical order, as llama-server has them; the first one is its id."""
         aliases = {alias.strip() for alias in self.alias.split(",")} - {""}
         return sorted(aliases) or [PurePath(info.path).name]
+
+
+class Readiness:
+    """Holds the service once it is there, or the reason why there is none."""
+
+    def __init__(self) -> None:
+        self._service: Service | None = None
+        self._reason: ServerError | UnavailableError = UnavailableError("Loading model")
+
+    def set(self, service: Service) -> None:
+        """The model is loaded: requests are let in from now on."""
+        self._service = service
+
+    def fail(self, reason: ServerError | UnavailableError) -> None:
+        """There is no model any more: every endpoint answers with this error from now on."""
+        self._service = None
+        self._reason = reason
+
+    def check(self) -> Service:
+        """The service; raises the reason if there is none."""
+        if self._service is None:
+            raise type(self._reason)(self._reason.message)
+        return self._service
+
+
+READINESS = web.AppKey("READINESS", Readiness)
+SETTINGS = web.AppKey("SETTINGS", ApiSettings)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from llamaslot.api import cache, chat, completion, info, native, slots, tokens
-from llamaslot.api.errors import error_middleware
-from llamaslot.api.gate import SETTINGS, add_headers, admit, identify
-from llamaslot.api.readiness import READINESS, Readiness
-from llamaslot.api.settings import ApiSettings
+from llamaslot.api import cache_endpoints, server_endpoints, slot_endpoints, token_endpoints
+from llamaslot.api.completions import chat_completions, native_completion, text_completions
+from llamaslot.api.context import READINESS, SETTINGS, ApiSettings, Readiness
+from llamaslot.api.http_errors import error_middleware
+from llamaslot.api.middleware import add_headers, admit, identify
 from llamaslot.base.errors import ConfigError
 
 
@@ -23,31 +23,31 @@ def create_app(settings: ApiSettings) -> web.Application:
     app[READINESS] = Readiness()
     app.on_response_prepare.append(add_headers)
     for path, get in (
-        ("/health", info.health),
-        ("/v1/health", info.health),
-        ("/models", info.models),
-        ("/v1/models", info.models),
-        ("/v1/models/{name:.+}", info.model),
-        ("/props", info.props),
-        ("/slots", slots.slots),
-        ("/cache", cache.cache),
-        ("/metrics", info.metrics),
+        ("/health", server_endpoints.health),
+        ("/v1/health", server_endpoints.health),
+        ("/models", server_endpoints.models),
+        ("/v1/models", server_endpoints.models),
+        ("/v1/models/{name:.+}", server_endpoints.model),
+        ("/props", server_endpoints.props),
+        ("/slots", slot_endpoints.slots),
+        ("/cache", cache_endpoints.cache),
+        ("/metrics", server_endpoints.metrics),
     ):
         app.router.add_get(path, get)
     for path, post in (
-        ("/chat/completions", chat.chat_completions),
-        ("/v1/chat/completions", chat.chat_completions),
-        ("/v1/completions", completion.completions),
-        ("/completion", native.completion),
-        ("/completions", native.completion),
-        ("/apply-template", chat.apply_template),
-        ("/cache/clear", cache.clear),
-        ("/slots/{id_slot}", slots.act),
-        ("/tokenize", tokens.tokenize),
-        ("/detokenize", tokens.detokenize),
+        ("/chat/completions", chat_completions.chat_completions),
+        ("/v1/chat/completions", chat_completions.chat_completions),
+        ("/v1/completions", text_completions.completions),
+        ("/completion", native_completion.completion),
+        ("/completions", native_completion.completion),
+        ("/apply-template", chat_completions.apply_template),
+        ("/cache/clear", cache_endpoints.clear),
+        ("/slots/{id_slot}", slot_endpoints.act),
+        ("/tokenize", token_endpoints.tokenize),
+        ("/detokenize", token_endpoints.detokenize),
     ):
         app.router.add_post(path, post)
-    app.router.add_delete("/sessions/{session_id:.+}", cache.drop_session)
+    app.router.add_delete("/sessions/{session_id:.+}", cache_endpoints.drop_session)
     return app
 
 

@@ -159,6 +159,13 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 B = TypeVar("B", bound=msgspec.Struct)
 
+encode = msgspec.json.Encoder().encode
+
+
+def json_response(body: Any) -> web.Response:
+    """Return a successful reply with a JSON body."""
+    return web.Response(body=encode(body), content_type="application/json")
+
 
 async def read(request: web.Request, decoder: msgspec.json.Decoder[B]) -> B:
     """The body of a request; raises `InvalidRequestError` that names the field which is wrong."""

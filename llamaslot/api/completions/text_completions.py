@@ -10,13 +10,13 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
-from llamaslot.api import submits, unsupported
-from llamaslot.api.deliver import deliver
-from llamaslot.api.gate import SETTINGS, UNIQUE_ID, caller_of
-from llamaslot.api.readiness import READINESS
-from llamaslot.api.replies import REASONS, Envelope, TextChoice, cache_use, timings, usage
+from llamaslot.api.bodies import CompletionBody, read
+from llamaslot.api.completions import submission, unsupported
+from llamaslot.api.completions.delivery import deliver
+from llamaslot.api.completions.reply_bodies import REASONS, Envelope, TextChoice, cache_use, timings, usage
+from llamaslot.api.context import READINESS, SETTINGS
+from llamaslot.api.middleware import UNIQUE_ID, caller_of
 from llamaslot.api.sse import DONE, event
-from llamaslot.api.wire import CompletionBody, read
 from llamaslot.base.events import Finished, Output
 from llamaslot.service.generations import Generation
 
@@ -28,9 +28,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
     body = await read(request, _decoder)
     unsupported.refuse(body)
-    prompts = submits.parse_prompts(body.prompt, service.info.n_vocab)
+    prompts = submission.parse_prompts(body.prompt, service.info.n_vocab)
     reply_id = f"cmpl-{request[UNIQUE_ID]}"
-    asked = await submits.make(
+    asked = await submission.make(
         service,
         settings,
         body,
