@@ -275,11 +275,13 @@ async def made(
     *, api_key: str = "", from_key: bool = False, n_prompts: int = 1, n: int | None = None
 ) -> list[Submit]:
     """What the engine is asked for."""
-    return await submission.make(
-        Wire(max_queue=9).service,
+    service = Wire(max_queue=9).service
+    body = CompletionBody(prompt=["p"] * n_prompts, n=n)
+    return await submission.submissions(
+        service,
         ApiSettings(cache_salt_from_api_key=from_key),
-        CompletionBody(prompt="x", n=n),
-        submission.parse_prompts(["p"] * n_prompts, 258),
+        body,
+        submission.prompts_of(service, body),
         "request",
         caller=Caller("", api_key, ""),
     )

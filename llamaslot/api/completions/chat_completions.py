@@ -1,18 +1,15 @@
-"""`POST /v1/chat/completions`: conversations, in OpenAI's words; `POST /apply-template`: their prompts."""
+"""`POST /v1/chat/completions`: chat completions in OpenAI's format; `POST /apply-template`: their prompts."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from llamaslot.api.bodies import ChatBody, encode, json_response, read
-from llamaslot.api.completions import submission, unsupported
-from llamaslot.api.completions.delivery import deliver
+from llamaslot.api.completions import unsupported
 from llamaslot.api.completions.reply_bodies import (
     REASONS,
     ChatChoice,
@@ -21,16 +18,14 @@ from llamaslot.api.completions.reply_bodies import (
     Envelope,
     Message,
     OpenAIReason,
-    cache_use,
+    stats_of,
     timings,
-    usage,
 )
-from llamaslot.api.context import READINESS, SETTINGS
-from llamaslot.api.middleware import UNIQUE_ID, caller_of
-from llamaslot.api.sse import DONE, event
+from llamaslot.api.completions.response_format import OpenAIFormat, complete
+from llamaslot.api.context import READINESS
 from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.base.events import Finished, Output, Progress
+from llamaslot.base.events import Finished, Output
 from llamaslot.service.generations import Generation
 from llamaslot.service.service import Service
 
@@ -42,26 +37,11 @@ _decoder = msgspec.json.Decoder(ChatBody)
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Complete a conversation."""
-    service, settings = request.app[READINESS].check(), request.app[SETTINGS]
-    body = await read(request, _decoder)
-    unsupported.refuse(body)
-    prompt = rendered(service, body)
-    reply_id = f"chatcmpl-{request[UNIQUE_ID]}"
-    asked = await submission.make(
-        service,
-        settings,
-        body,
-        [prompt],
-        reply_id,
-        caller=caller_of(request),
-    )
-    async with service.generate(asked) as choices:
-        dialect = ChatDialect(reply_id, settings.model_names(service.info)[0], body, choices.all)
-        return await deliver(request, body, choices, dialect)
+    return await complete(request, _decoder, lambda service, body: [rendered(service, body)], ChatFormat)
 
 
 async def apply_template(request: web.Request) -> web.Response:
-    """Show the prompt that a conversation and its tools become."""
+    """Return the prompt that the template makes of a conversation and its tools."""
     service = request.app[READINESS].check()
     body = await read(request, _decoder)
     unsupported.refuse(body, but_for=("tools", "tool_choice"))
@@ -69,7 +49,7 @@ async def apply_template(request: web.Request) -> web.Response:
 
 
 def rendered(service: Service, body: ChatBody) -> tuple[TextPart, ...]:
-    """The conversation as parts of a prompt; raises `InvalidRequestError` for one that cannot be rendered."""
+    """Return the conversation as prompt parts; raises `InvalidRequestError` if it cannot be rendered."""
     for i, message in enumerate(body.messages):
         role = message.get("role")
         if not isinstance(role, str) or role not in _ROLES:
@@ -87,7 +67,7 @@ def rendered(service: Service, body: ChatBody) -> tuple[TextPart, ...]:
 
 
 def _wants_reply(body: ChatBody) -> bool:
-    """Whether the prompt goes on into the assistant's next or, where the last message is its own, begun reply."""
+    """Return True if the prompt ends where a reply of the assistant begins or, for its own message, continues."""
     if not body.continue_final_message:
         return body.add_generation_prompt is not False
     if body.add_generation_prompt:
@@ -102,63 +82,46 @@ def _wants_reply(body: ChatBody) -> bool:
     return True
 
 
-class ChatDialect:
-    """OpenAI's chat replies."""
+class ChatFormat(OpenAIFormat[ChatBody]):
+    """OpenAI's chat completions."""
 
-    def __init__(self, reply_id: str, model: str, body: ChatBody, choices: Sequence[Generation]) -> None:
-        self._envelope = partial(Envelope, id=reply_id, created=int(time.time()), model=model)
+    id_prefix = "chatcmpl"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, reply_id: str, model: str, body: ChatBody, generations: Sequence[Generation]) -> None:
+        super().__init__(reply_id, model, body, generations)
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._with_timings = bool(body.timings_per_token)
-        self._choices = choices
         self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """What comes before and after the text in chunks of the choices that have begun."""
+        """Bytes before and after the text in the chunks of a choice, by index: encoding them once saves time."""
 
-    def chunks(self, choice: Generation, output: Output | Finished) -> Iterator[bytes]:
-        """The role once, then text, then the reason for the end."""
-        frame = self._frames.get(choice.index)
+    def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
+        """Yield the role once, then text, then the finish reason."""
+        index = generation.index
+        frame = self._frames.get(index)
         if frame is None:
-            before, _, after = self._chunk(choice, Delta(content=_MARK)).partition(encode(_MARK))
-            frame = self._frames[choice.index] = (before, after)
-            yield self._chunk(choice, Delta(role="assistant", content=None))
-        if output.content and self._with_timings:
-            yield self._chunk(choice, Delta(content=output.content), timings=timings([output.progress]))
+            before, _, after = self._delta(index, Delta(content=_MARK)).partition(encode(_MARK))
+            frame = self._frames[index] = (before, after)
+            yield self._delta(index, Delta(role="assistant", content=None))
+        if output.content and self._body.timings_per_token:
+            yield self._delta(index, Delta(content=output.content), timings=timings([output.progress]))
         elif output.content:
             yield encode(output.content).join(frame)
         if isinstance(output, Finished):
-            shown = {} if self._with_usage else _figures([output.progress])
-            yield self._chunk(choice, Delta(), finish_reason=REASONS[output.reason], **shown)
+            shown = {} if self._with_usage else stats_of([output.progress])
+            yield self._delta(index, Delta(), REASONS[output.reason], **shown)
 
     def closing(self) -> Iterator[bytes]:
-        """The usage, if it was asked for, and the mark of the end."""
+        """Yield the usage, if it was asked for, and the end mark."""
         if self._with_usage:
-            yield event(self._envelope(object="chat.completion.chunk", choices=[], **self._figures()))
-        yield DONE
+            yield self._chunk([], **self._totals())
+        yield from super().closing()
 
     def whole(self) -> Envelope:
-        """One body with all choices."""
-        answers = [
-            ChatChoice(choice.index, Message(choice.text), REASONS[choice.end.reason]) for choice in self._choices
-        ]
-        return self._envelope(object="chat.completion", choices=answers, **self._figures())
+        """Return one body with all choices."""
+        return self._whole(
+            [ChatChoice(each.index, Message(each.text), REASONS[each.end.reason]) for each in self._generations]
+        )
 
-    def _figures(self) -> dict[str, Any]:
-        return {
-            "usage": usage(self._choices, n=len(self._choices)),
-            **_figures([choice.end.progress for choice in self._choices]),
-        }
-
-    def _chunk(
-        self,
-        choice: Generation,
-        delta: Delta,
-        *,
-        finish_reason: OpenAIReason | None = None,
-        **figures: Any,
-    ) -> bytes:
-        choices = [ChatChunkChoice(choice.index, delta, finish_reason)]
-        return event(self._envelope(object="chat.completion.chunk", choices=choices, **figures))
-
-
-def _figures(progress: Sequence[Progress]) -> dict[str, Any]:
-    """The figures of choices: their sums, and what the first of them found in the cache."""
-    return {"timings": timings(progress), "cache": cache_use(progress[0])}
+    def _delta(self, index: int, delta: Delta, finish_reason: OpenAIReason | None = None, **stats: Any) -> bytes:
+        return self._chunk([ChatChunkChoice(index, delta, finish_reason)], **stats)

@@ -1,4 +1,4 @@
-"""`POST /completion`: text completions, in llama-server's own words."""
+"""`POST /completion`: text completions in llama-server's own format."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from llamaslot.api.bodies import CompletionBody, read
-from llamaslot.api.completions import submission, unsupported
-from llamaslot.api.completions.delivery import deliver
-from llamaslot.api.completions.reply_bodies import cache_use, pick, timings
-from llamaslot.api.context import READINESS, SETTINGS
-from llamaslot.api.middleware import UNIQUE_ID, caller_of
+from llamaslot.api.bodies import CompletionBody
+from llamaslot.api.completions import unsupported
+from llamaslot.api.completions.reply_bodies import pick, stats_of, timings
+from llamaslot.api.completions.response_format import ResponseFormat, complete
+from llamaslot.api.completions.submission import prompts_of
 from llamaslot.api.sse import event
 from llamaslot.base.commands import Detokenize, Detokenized, Sampling, Submit
 from llamaslot.base.events import Finished, Output
 from llamaslot.service.generations import Generation
+from llamaslot.service.service import Service
 
 _decoder = msgspec.json.Decoder(CompletionBody)
 
@@ -43,49 +43,31 @@ _NEUTRAL: dict[str, Any] = {
     "lora": [],
     "post_sampling_probs": False,
 }
-"""llama-server's settings for what this server does not offer: all of it is off."""
+"""llama-server's settings for features that this server does not have: all are off."""
 
 
 async def completion(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several."""
-    service, settings = request.app[READINESS].check(), request.app[SETTINGS]
-    body = await read(request, _decoder)
-    unsupported.refuse(body)
-    prompts = submission.parse_prompts(body.prompt, service.info.n_vocab)
-    reply_id = f"cmpl-{request[UNIQUE_ID]}"
-    asked = await submission.make(
-        service,
-        settings,
-        body,
-        prompts,
-        reply_id,
-        caller=caller_of(request),
-        return_tokens=True,
-    )
-    async with service.generate(asked) as choices:
-        texts = [
-            (await service.ask(Detokenize(choice.prompt_tokens), Detokenized)).content for choice in choices.all
-        ]
-        dialect = NativeDialect(settings.model_names(service.info)[0], body, choices.all, texts)
-        return await deliver(request, body, choices, dialect)
+    return await complete(request, _decoder, prompts_of, NativeFormat)
 
 
-class NativeDialect:
-    """llama-server's replies; `prompts` are the choices' prompts as the model saw them."""
+class NativeFormat(ResponseFormat[CompletionBody]):
+    """llama-server's replies."""
 
-    def __init__(
-        self, model: str, body: CompletionBody, choices: Sequence[Generation], prompts: Sequence[str]
-    ) -> None:
-        self._model = model
-        self._body = body
-        self._choices = choices
-        self._prompts = prompts
+    id_prefix = "cmpl"
+    returns_prompt = True
+    _prompts: Sequence[str] = ()
 
-    def chunks(self, choice: Generation, output: Output | Finished) -> Iterator[bytes]:
-        """New text and tokens, and everything else at the end."""
+    async def prepare(self, service: Service) -> None:
+        """Decode the prompts, so that the reply shows them as the model saw them."""
+        queries = (Detokenize(each.prompt_tokens) for each in self._generations)
+        self._prompts = [(await service.ask(query, Detokenized)).content for query in queries]
+
+    def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
+        """Yield new text and tokens, and everything else at the end."""
         if output.content or output.tokens:
             part = {
-                "index": choice.index,
+                "index": generation.index,
                 "content": output.content,
                 "tokens": output.tokens,
                 "stop": False,
@@ -97,25 +79,24 @@ class NativeDialect:
                 part["timings"] = timings([output.progress])
             yield event(part)
         if isinstance(output, Finished):
-            yield event(self._final(choice, content="", tokens=[]))
+            yield event(self._final(generation, content="", tokens=[]))
 
     def closing(self) -> Iterator[bytes]:
-        """Nothing: the last event says `stop`."""
+        """Yield nothing: the last event says `stop`."""
         return iter(())
 
     def whole(self) -> Any:
-        """The final event of the choice with all of its text; a list where there are several choices."""
+        """Return the final event of the completion with all of its text; a list if there are several."""
         bodies = [
-            self._final(choice, content=choice.text, tokens=choice.tokens if self._body.return_tokens else [])
-            for choice in self._choices
+            self._final(each, content=each.text, tokens=each.tokens if self._body.return_tokens else [])
+            for each in self._generations
         ]
         return bodies[0] if len(bodies) == 1 else bodies
 
-    def _final(self, choice: Generation, *, content: str, tokens: Sequence[int]) -> dict[str, Any]:
-        end = choice.end
-        submit = choice.submit
+    def _final(self, generation: Generation, *, content: str, tokens: Sequence[int]) -> dict[str, Any]:
+        end, submit, stats = generation.end, generation.submit, stats_of([generation.end.progress])
         body = {
-            "index": choice.index,
+            "index": generation.index,
             "content": content,
             "tokens": tokens,
             "id_slot": end.progress.slot,
@@ -129,20 +110,19 @@ class NativeDialect:
                 "stream": bool(self._body.stream),
                 "timings_per_token": bool(self._body.timings_per_token),
             },
-            "prompt": self._prompts[choice.index],
-            "has_new_line": "\n" in choice.text,
+            "prompt": self._prompts[generation.index],
+            "has_new_line": "\n" in generation.text,
             "truncated": end.truncated,
             "stop_type": end.reason,
             "stopping_word": end.stopping_word,
             "tokens_cached": end.progress.n_held,
-            "timings": timings([end.progress]),
-            "cache": cache_use(end.progress),
+            **stats,
         }
         return pick(body, self._body.response_fields) if self._body.response_fields else body
 
 
 def generation_settings(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
-    """Settings that tell nothing of a request's text, under llama-server's names; a `seed` of -1 is 2**32 - 1."""
+    """Return settings that reveal nothing of a request's text, under llama-server's names; seed -1 is 2**32 - 1."""
     settings = msgspec.structs.asdict(sampling)
     del settings["logit_bias"]
     return {
@@ -156,7 +136,7 @@ def generation_settings(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
 
 
 def _texts(submit: Submit) -> dict[str, Any]:
-    """The settings that only the request's own client sees; a bias of -inf is null."""
+    """Return the settings that only the request's own client sees; a bias of -inf is null."""
     return {
         "stop": submit.stop,
         "logit_bias": [{"token": token, "bias": bias} for token, bias in submit.sampling.logit_bias.items()],

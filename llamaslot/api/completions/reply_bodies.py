@@ -1,4 +1,4 @@
-"""The bodies of replies: their shapes, and the figures that are the same in all of them."""
+"""Reply bodies of the completion endpoints, and the statistics that all of them contain."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from llamaslot.base.stats import Miss
 from llamaslot.service.generations import Generation
 
 FINGERPRINT = f"b{__version__}-llamaslot"
-"""Clients of llama-server expect a build number: a `b` in front."""
+"""Clients of llama-server expect a build number that starts with `b`."""
 
 OpenAIReason: TypeAlias = Literal["stop", "length"]
 REASONS: dict[FinishReason, OpenAIReason] = {"eos": "stop", "word": "stop", "limit": "length"}
 
 
 class Timings(msgspec.Struct):
-    """llama-server's figures of one request or, as sums, of several; rates without a duration are 0."""
+    """llama-server's counts and times of one completion, or sums over several; rates without a duration are 0."""
 
     cache_n: int
     prompt_n: int
@@ -35,7 +35,7 @@ class Timings(msgspec.Struct):
 
 
 class CacheUse(msgspec.Struct):
-    """Where the tokens of a prompt came from, and why no more of them were reused."""
+    """Where the prompt tokens came from, and why no more of them were reused."""
 
     cells: int
     """Prompt tokens whose KV was in the pool."""
@@ -43,23 +43,23 @@ class CacheUse(msgspec.Struct):
     disk: int
     computed: int
     miss: Miss | None
-    """See `Miss`; null where nothing that is known was missed."""
+    """A value of `Miss`; null if all cached tokens of the prompt were reused."""
     diverged_at: int | None = None
-    """The character of the prompt, as `/apply-template` shows it, where it leaves what is known."""
+    """Character of the prompt, as `/apply-template` returns it, where it departs from the cached tokens."""
     session_match: SessionMatch | None = None
-    """See `SessionMatch`; null without a session."""
+    """A value of `SessionMatch`; null without a session."""
     approximate_tokens: int = 0
-    """Tokens that the session gave, where those of the text alone are others."""
+    """Tokens taken from the session although tokenizing the text alone gives others."""
 
 
 class PromptDetails(msgspec.Struct):
-    """How much of the prompt was reused."""
+    """Reused prompt tokens."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct):
-    """OpenAI's figures; a prompt of several choices counts once."""
+    """OpenAI's token counts; a prompt of several choices counts once."""
 
     completion_tokens: int
     prompt_tokens: int
@@ -68,14 +68,14 @@ class Usage(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """A whole answer in a chat."""
+    """A whole chat message."""
 
     content: str
     role: str = "assistant"
 
 
 class Delta(msgspec.Struct):
-    """What a chunk adds to an answer in a chat."""
+    """The addition of a chunk to a chat message."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -106,14 +106,18 @@ class TextChoice(msgspec.Struct):
     logprobs: None = None
 
 
+Choice: TypeAlias = ChatChoice | ChatChunkChoice | TextChoice
+ObjectName: TypeAlias = Literal["chat.completion", "chat.completion.chunk", "text_completion"]
+
+
 class Envelope(msgspec.Struct):
-    """What surrounds the choices of OpenAI's replies."""
+    """OpenAI's reply around the choices."""
 
     id: str
-    object: Literal["chat.completion", "chat.completion.chunk", "text_completion"]
+    object: ObjectName
     created: int
     model: str
-    choices: Sequence[ChatChoice | ChatChunkChoice | TextChoice]
+    choices: Sequence[Choice]
     system_fingerprint: str = FINGERPRINT
     usage: Usage | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
@@ -121,7 +125,7 @@ class Envelope(msgspec.Struct):
 
 
 def cache_use(progress: Progress) -> CacheUse:
-    """What a request found in the cache."""
+    """Return what a request found in the cache."""
     return CacheUse(
         cells=progress.n_cached - progress.n_loaded,
         ram=progress.n_loaded - progress.n_read,
@@ -135,7 +139,7 @@ def cache_use(progress: Progress) -> CacheUse:
 
 
 def timings(progress: Iterable[Progress]) -> Timings:
-    """The sums over requests. The first token comes out of the prompt, so rates are over those after it."""
+    """Return sums over completions. The first token comes from the prompt, so rates count the tokens after it."""
     several = list(progress)
     prompt_n = sum(p.n_prompt_computed for p in several)
     prompt_ms = sum(p.prompt_ms for p in several)
@@ -154,21 +158,24 @@ def timings(progress: Iterable[Progress]) -> Timings:
     )
 
 
-def usage(choices: Sequence[Generation], n: int) -> Usage:
-    """The figures of finished choices, `n` for each prompt: what its first one reused counts as reused."""
-    prompts = [choice.end.progress for choice in choices[::n]]
-    prompt_tokens = sum(p.n_prompt for p in prompts)
-    completion_tokens = sum(choice.end.progress.n_generated for choice in choices)
-    return Usage(
-        completion_tokens,
-        prompt_tokens,
-        prompt_tokens + completion_tokens,
-        PromptDetails(sum(p.n_cached for p in prompts)),
-    )
+def stats_of(progress: Sequence[Progress]) -> dict[str, Any]:
+    """Return the `timings` of completions, which are sums, and the `cache` of the first one."""
+    return {"timings": timings(progress), "cache": cache_use(progress[0])}
+
+
+def usage(generations: Sequence[Generation]) -> Usage:
+    """Return the usage of finished completions. A prompt counts once, with the reused tokens of its first one."""
+    prompts: dict[str, Progress] = {}
+    for each in generations:
+        prompts.setdefault(each.submit.group or each.submit.request_id, each.end.progress)
+    n_prompt = sum(progress.n_prompt for progress in prompts.values())
+    n_generated = sum(each.end.progress.n_generated for each in generations)
+    n_cached = sum(progress.n_cached for progress in prompts.values())
+    return Usage(n_generated, n_prompt, n_prompt + n_generated, PromptDetails(n_cached))
 
 
 def pick(body: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """The fields that `paths` (`a` or `a/b`) name, under those names; missing ones are left out."""
+    """Return the fields that `paths` (`a` or `a/b`) name, under those names; missing ones are left out."""
     picked = {}
     for path in paths:
         value: Any = body

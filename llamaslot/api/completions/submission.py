@@ -1,4 +1,4 @@
-"""From the fields of a request to what the engine is asked for."""
+"""From the fields of a request body to the `Submit` commands of its prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from llamaslot.api.bodies import Options, PromptObject
+from llamaslot.api.bodies import CompletionBody, Options, PromptObject
 from llamaslot.api.context import ApiSettings
 from llamaslot.api.middleware import Caller
 from llamaslot.base.commands import N_SEEDS, PromptPart, Sampling, Submit, TextPart, Tokenize, Tokenized, TokensPart
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _MAX_STOP_CHARS = 8192
 _IS_ID = re.compile(r"[0-9]{1,10}").fullmatch
-_PLAIN = (
+_SAME_FIELDS = (
     "temperature",
     "top_p",
     "min_p",
@@ -33,10 +33,10 @@ _PLAIN = (
     "frequency_penalty",
     "ignore_eos",
 )
-"""Sampling fields that a request names and types as `Sampling` does."""
+"""Request fields with the name and type that `Sampling` has."""
 
 
-async def make(
+async def submissions(
     service: Service,
     settings: ApiSettings,
     options: Options,
@@ -72,8 +72,9 @@ async def make(
     ]
 
 
-def parse_prompts(prompt: str | PromptObject | Sequence[object], n_vocab: int) -> list[Prompt]:
-    """The prompts in a `prompt` field: one text, one list with token ids in it, or a list of prompts."""
+def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:
+    """Return the prompts of a `prompt` field: one text, one list with token ids in it, or a list of prompts."""
+    prompt, n_vocab = body.prompt, service.info.n_vocab
     if isinstance(prompt, str | PromptObject) or any(isinstance(item, int) for item in prompt):
         return [parse_prompt(prompt, n_vocab, "prompt")]
     if not prompt:
@@ -82,7 +83,7 @@ def parse_prompts(prompt: str | PromptObject | Sequence[object], n_vocab: int) -
 
 
 def parse_prompt(prompt: object, n_vocab: int, param: str, *, special: bool = True) -> Prompt:
-    """One prompt: a text, a list of texts and token ids, or llama-server's object around either."""
+    """Return one prompt: a text, a list of texts and token ids, or llama-server's object around either."""
     if isinstance(prompt, PromptObject):
         if prompt.multimodal_data:
             raise NotSupportedError(
@@ -113,7 +114,7 @@ def parse_prompt(prompt: object, n_vocab: int, param: str, *, special: bool = Tr
 
 
 def checked(tokens: Iterable[int], n_vocab: int, param: str) -> tuple[int, ...]:
-    """Token ids that the model has; raises `InvalidRequestError` for others."""
+    """Return token ids; raises `InvalidRequestError` for one that is not in the vocabulary."""
     ids = tuple(tokens)
     if ids and max(ids) >= n_vocab:
         raise InvalidRequestError(
@@ -123,8 +124,9 @@ def checked(tokens: Iterable[int], n_vocab: int, param: str) -> tuple[int, ...]:
 
 
 def salt(settings: ApiSettings, own: str, api_key: str) -> str:
-    """The salt of a request's namespace, of which `own` is what it says itself; where the key is to count, nothing
-    in it tells the key.
+    """Return the salt of a request's namespace, from its `own` salt and, if so configured, its API key.
+
+    The salt does not reveal the key.
     """
     if not settings.cache_salt_from_api_key:
         return own
@@ -132,12 +134,12 @@ def salt(settings: ApiSettings, own: str, api_key: str) -> str:
 
 
 def _session(options: Options, caller: Caller) -> str:
-    """The session's id: this server's own field counts before the header, and that before OpenAI's field."""
+    """Return the session id: this server's field wins over the header, and that over OpenAI's field."""
     return options.session_id or caller.session_id or options.prompt_cache_key or ""
 
 
 async def _sampling(service: Service, settings: ApiSettings, options: Options) -> Sampling:
-    asked: dict[str, Any] = {name: value for name in _PLAIN if (value := getattr(options, name)) is not None}
+    asked: dict[str, Any] = {name: value for name in _SAME_FIELDS if (value := getattr(options, name)) is not None}
     if options.top_k is not None:
         asked["top_k"] = max(options.top_k, 0)
     if options.logit_bias is not None:
@@ -151,7 +153,7 @@ async def _sampling(service: Service, settings: ApiSettings, options: Options) -
 async def _logit_bias(
     service: Service, biases: Sequence[tuple[int | str, float | bool]] | dict[str, float | bool]
 ) -> dict[int, float]:
-    """Bias per token id; a text stands for all of its tokens, and false for never.
+    """Return the bias per token id. A text stands for all of its tokens, and a bias of false for never.
 
     In a list a text is always a text; as the key of a map, digits are a token id.
     """
@@ -179,5 +181,5 @@ def _stop(options: Options) -> tuple[str, ...]:
 
 
 def _first(*values: T | None) -> T:
-    """The first value that is given; the last one is a default and always is."""
+    """Return the first value that is not None; the last one is a default."""
     return next(value for value in values if value is not None)
