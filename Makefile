@@ -14,7 +14,7 @@ SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTH
 .PHONY: help serve setup test test-slow check bench bench-peers bench-publish eval-demo size clean setup-dev setup-bench
 
 help: ## list the targets (the default)
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 serve: setup ## serve a model over HTTP; without ARGS, the embedded one
 	$(BIN)/llamaslot serve $(ARGS)
@@ -34,7 +34,7 @@ check: setup-dev ## ruff, mypy and the import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: setup-bench ## measure what the cache saves
+bench: setup-bench ## a chat with and without the cache; other benchmarks: bench/README.md
 	$(BIN)/python -m bench $(ARGS)
 
 bench-peers: setup-bench ## compare with llama-server and llama-cpp-python's server
@@ -43,7 +43,7 @@ bench-peers: setup-bench ## compare with llama-server and llama-cpp-python's ser
 bench-publish: setup-bench ## the comparison that is published: two hours on 2 cores, at a clean commit
 	$(BIN)/python -m bench publish $(ARGS)
 
-eval-demo: setup-bench ## what the embedded model remembers
+eval-demo: setup-bench ## test the memory of the embedded model
 	$(BIN)/python -m bench.demo.evaluate $(ARGS)
 
 size: setup-dev ## code lines and modules of the package, and its size limits

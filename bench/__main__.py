@@ -24,7 +24,7 @@ QUICK = ("llama-server -kvu", "llamaslot")
 
 
 def parser() -> ArgumentParser:
-    """All options; each benchmark has the common ones and its own, and names who runs it."""
+    """The parser: each benchmark has the common options and its own, and the function that runs it."""
     result = ArgumentParser(prog="python -m bench", description="Benchmarks of llamaslot.")
     commands = result.add_subparsers(dest="command", required=True)
 
@@ -36,13 +36,13 @@ def parser() -> ArgumentParser:
     decoding.add_argument("--tokens", type=_positive, default=128, metavar="N", help="tokens of each answer")
     _threads(decoding)
 
-    sharing = commands.add_parser("scenarios", help="six ways to share prompts: no cache, flat blocks, the tree")
+    sharing = commands.add_parser("scenarios", help="six ways to share prompts, with and without the cache")
     _common(sharing, run=_scenarios, repeats=(3, 1), of="runs of each scenario")
     names = sorted({scenario.name for scenario in scenarios.SCENARIOS})
     sharing.add_argument("--only", choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
 
-    idling = commands.add_parser("idle", help="what idle prefixes cost")
-    _common(idling, run=_idle, repeats=(7, 2), of="prompts for each figure")
+    idling = commands.add_parser("idle", help="prefill beside idle prefixes")
+    _common(idling, run=_idle, repeats=(7, 2), of="prompts for each measurement")
     idling.add_argument(
         "--requests", type=_count, default=1000, metavar="N", help="mixed requests before the second part; 0: none"
     )
@@ -72,14 +72,14 @@ def parser() -> ArgumentParser:
     _common(profiling, run=_profile, repeats=(256, 64), of="tokens of each answer", flags=("--tokens",))
     _threads(profiling)
 
-    stepping = commands.add_parser("steps", help="what steps of few tokens take, plain and padded")
+    stepping = commands.add_parser("steps", help="time of steps of few tokens, plain and padded")
     _common(stepping, run=_steps, repeats=(7, 2), of="computations of each step")
     _threads(stepping)
 
     telling = commands.add_parser("retokenizing", help="sampled conversations that come back as text")
     _common(telling, run=_retokenizing, repeats=(200, 10), of="conversations", shape="tiny-qwen2")
 
-    growing = commands.add_parser("tree", help="what the radix tree's own work costs")
+    growing = commands.add_parser("tree", help="time of the radix tree's own operations")
     _common(growing, run=_tree, repeats=(9, 2), of="trees to build", shape=None)
 
     sizing = commands.add_parser("size", help="code lines and modules of the package, and its size limits")
@@ -111,7 +111,7 @@ def _common(
     shape: str | None = "60m",
     flags: tuple[str, ...] = ("--repeats",),
 ) -> None:
-    """What every benchmark can be told; `repeats` are those of a measurement and of a quick look."""
+    """Add the common options; `repeats` are those of a measurement and of a quick look."""
     usual = f" (default: {repeats[0]})" if repeats[0] else ""
     command.set_defaults(run=partial(_measure, run, repeats), shape=shape)
     command.add_argument(*flags, dest="repeats", type=_positive, metavar="N", help=of + usual)
@@ -199,7 +199,7 @@ def _tree(options: Namespace) -> None:
 
 
 def _measured(options: Namespace, *flags: str) -> dict[str, Any]:
-    """What is measured, with which flags, and where results go; a quick look is one at a small shape."""
+    """The model, flags and folder of a measurement; a quick look takes a small shape."""
     model = options.model or ("60m" if options.quick else options.shape)
     title = f"{model} shape (random weights, Q8_0)" if model in SHAPES else Path(model).name
     server_flags = [*flags, *options.server.split()]

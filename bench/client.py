@@ -1,7 +1,8 @@
-"""A streaming client for any OpenAI-compatible server, which measures and otherwise stays out of the way.
+"""A streaming client for OpenAI-compatible servers that measures when each chunk comes.
 
-While an answer streams it only notes when bytes came; they are parsed when the answer is complete, so that a busy
-client does not slow a server on the same machine. It knows no server's particulars beyond llama-server's names.
+While an answer streams it only records the bytes and their times; they are parsed when the answer is complete, so
+that a busy client does not slow a server on the same machine. It depends on no server but for llama-server's names
+of fields.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Message = dict[str, str]
 
 
 class BenchmarkError(Exception):
-    """A measurement that cannot be made or trusted, with a line for the terminal."""
+    """A measurement that failed or cannot be trusted; the message is for the terminal."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,14 @@ class Answer:
     text: str
     started: float
     arrivals: tuple[float, ...]
-    """When each chunk with content came, be it thought or said."""
+    """When each chunk with content or reasoning came."""
     ended: float
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
-    """Both 0 where the server does not say."""
+    """Both 0 if the server does not report them."""
     timings: dict[str, Any] = field(repr=False)
-    """llama-server's, where there are any."""
+    """llama-server's timings, if there are any."""
 
     @property
     def ttft(self) -> float:
@@ -69,7 +70,7 @@ class Client:
         self._session = session
 
     async def healthy(self) -> bool:
-        """Whether the server is ready; False also while nothing listens yet. Not every server has `/health`."""
+        """True if the server is ready; not every server has `/health`."""
         try:
             async with self._session.get("/health") as response:
                 if response.status != 404:
@@ -80,13 +81,13 @@ class Client:
             return False
 
     async def get(self, path: str) -> Any:
-        """What the server has there, as JSON."""
+        """GET a path and return the JSON body."""
         async with self._session.get(path) as response:
             await _check(response)
             return await response.json()
 
     async def post(self, path: str, **body: Any) -> Any:
-        """What the server answers to this, as JSON."""
+        """POST a JSON body and return the JSON answer."""
         async with self._session.post(path, json=body) as response:
             await _check(response)
             return await response.json()

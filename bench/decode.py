@@ -1,8 +1,8 @@
-"""How fast llamaslot decodes, as a fraction of `llama-batched-bench`, which does nothing but decode.
+"""The decode rate of llamaslot as a fraction of that of `llama-batched-bench`, which only decodes.
 
 Both take the same file, libraries, threads, context and flags, and take turns, so that a change of the machine's
-mood meets both. llamaslot is measured over HTTP, and its engine alone in a process of its own: streams of greedy
-answers side by side, and the tokens that came while all of them decoded. llama-batched-bench chooses no tokens and
+speed affects both. llamaslot is measured over HTTP, and its engine alone in a process of its own: streams of greedy
+answers side by side, and the tokens that came while all of them decoded. llama-batched-bench samples no tokens and
 writes no text: 1.00 is out of reach.
 """
 
@@ -35,10 +35,10 @@ GOAL = 0.85
 
 @dataclass(frozen=True)
 class Commands:
-    """How each side is started; the first two take the number of streams as their last words."""
+    """The commands of each side; `peer` and `engine` take the number of streams as their last argument."""
 
     flags: list[str]
-    """What all are told."""
+    """Flags of all sides."""
     peer: list[str]
     engine: list[str]
     server: list[str]
@@ -77,12 +77,12 @@ class Comparison:
 
     @property
     def engine_ratio(self) -> float:
-        """What the engine alone reaches of llama-batched-bench's rate."""
+        """The engine's rate divided by that of llama-batched-bench."""
         return self.engine / self.batched_bench
 
     @property
     def http_ratio(self) -> float:
-        """What llamaslot reaches of it over HTTP."""
+        """The rate over HTTP divided by that of llama-batched-bench."""
         return self.http / self.batched_bench
 
 
@@ -130,7 +130,7 @@ async def _measure(commands: Commands, text: Tokens, pairs: int, tokens: int, lo
 
 
 def batched_bench_rate(command: Sequence[str]) -> float:
-    """What llama-batched-bench says of one number of streams; raises `BenchmarkError` with its words."""
+    """The rate that llama-batched-bench prints; raises `BenchmarkError` with its output if it fails."""
     done = subprocess.run([*command, "--output-format", "jsonl"], capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or len(lines) != 1:
@@ -139,7 +139,7 @@ def batched_bench_rate(command: Sequence[str]) -> float:
 
 
 def engine_rate(command: Sequence[str]) -> float:
-    """What `bench.engine` prints; raises `BenchmarkError` with its words."""
+    """The rate that `bench.engine` prints; raises `BenchmarkError` with its output if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BenchmarkError(f"the engine alone failed ({done.returncode}):\n{done.stderr[-2000:]}")
@@ -184,7 +184,7 @@ def table(measured: Sequence[Comparison]) -> Table:
 
 
 def _sides(measured: Sequence[Comparison], streams: int) -> dict[str, tuple[list[float], list[float]]]:
-    """The rates and ratios of the engine and over HTTP with so many streams."""
+    """The rates and ratios of the engine and over HTTP for a number of streams."""
     chosen = [each for each in measured if each.streams == streams]
     return {
         "engine": ([each.engine for each in chosen], [each.engine_ratio for each in chosen]),

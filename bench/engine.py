@@ -1,7 +1,7 @@
 """The engine alone, without HTTP or a client: `python -m bench.engine --streams N --tokens N --prompt-tokens N`.
 
 Prints the decode rate of that many greedy streams side by side, in tokens per second. It takes the flags of
-`llamaslot serve` too; what HTTP costs is the difference to serving with the same flags.
+`llamaslot serve` too; the difference to serving with the same flags is the cost of HTTP.
 """
 
 from __future__ import annotations

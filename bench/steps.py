@@ -1,4 +1,4 @@
-"""What steps of few tokens take, plain and padded: the time that a user waits whose prefix is known.
+"""Time of steps of few tokens, plain and padded: what a user waits for whose prefix is cached.
 
 Asked of the backend alone, in turn (A B B A): some tokens behind a prefix, and streams side by side on one prefix.
 The last column is what the server would do, by what it measures at its start (`StepCost`).
@@ -30,7 +30,7 @@ from llamaslot.scheduler.padding import Padding
 
 PREFIXES = (0, 1024, 4096)
 NEW = (8, 16, 32, 48)
-"""Tokens behind a prefix."""
+"""Tokens after a prefix."""
 STREAMS = 8
 """Of one token each, all on one prefix."""
 _CHUNK = 512

@@ -1,4 +1,4 @@
-"""What the radix tree's own work costs, on a million tokens: finding a prompt, inserting one, evicting.
+"""Time of the radix tree's own operations on a million tokens: lookup, insertion, eviction.
 
 The shape: trunks of 255 nodes on which a leaf hangs behind each node, so that the longest paths have 256 nodes and
 8,000 tokens. That is 39 conversations, each of them branched off at every turn:
