@@ -145,6 +145,33 @@ def test_the_defaults_of_every_layer_are_the_same() -> None:
     )
 
 
+def test_a_flag_beats_the_model_file_beats_llama_servers_default() -> None:
+    info = msgspec.structs.replace(FakeBackend().info, sampling={"temperature": 0.25, "top_k": 7})
+    default = api_settings(Config()).default_sampling(info)
+    assert (default.temperature, default.top_k, default.min_p, default.seed) == (0.25, 7, 0.05, -1)
+    given = api_settings(configured("--temp 0.8 --seed 5")).default_sampling(info)
+    assert (given.temperature, given.top_k, given.seed) == (0.8, 7, 5), "0.8 is llama-server's default too"
+
+
+@pytest.mark.parametrize(
+    ("builtin", "config", "used"),
+    [
+        ("llama3", {"jinja": False}, "llama3"),
+        ("", {"jinja": False}, "chatml"),
+        ("llama3", {"jinja": False, "chat_template": "gemma"}, "gemma"),
+        ("llama3", {}, ""),
+    ],
+)
+async def test_without_jinja_the_built_in_template_that_fits_the_model_is_used(
+    tmp_path: Path, builtin: str, config: dict[str, Any], used: str
+) -> None:
+    backend = FakeBackend()
+    own = "{{ messages[0].content }}"
+    backend.info = msgspec.structs.replace(backend.info, chat_template=own, builtin_template=builtin)
+    async with serving(tmp_path, backend, **config) as server, server.session.get(f"{server.url}/props") as reply:
+        assert (await reply.json())["chat_template"] == (resolve(used) if used else own)
+
+
 def test_keys_come_from_the_flag_and_from_the_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("\n first \n\nsecond\n")

@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 
 from bench import synthetic
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.app.models import resolve_model
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, loading
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import Copy, IllegalCallError, Remove, Share
+from llamaslot.text.builtin_templates import BUILTIN_TEMPLATES
 from tests.engine.harness import running
 
 N_CTX = 512
@@ -123,6 +125,44 @@ def test_a_common_model_is_reusable(tiny_model: Path) -> None:
         feed(backend, 1, [302])
         backend.change(Share(1, 0, 1, 2))
         assert (backend.seq_len(0), backend.seq_len(1)) == (2, 3)
+
+
+def test_sampling_that_the_file_recommends_is_read(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with loaded(resolve_model("demo")) as backend:
+        assert backend.info.sampling == pytest.approx({"temperature": 0.2, "min_p": 0.1})
+    values = {"temp": "0.500000", "top_k": "20", "top_p": "nan", "min_p": "much", "penalty_last_n": "-1"}
+    with loaded(tiny_model) as backend:
+        assert backend.info.sampling == {}
+        monkeypatch.setattr(loading, "metadata", lambda _, key: values.get(key.rpartition(".")[2], ""))
+        assert loading.sampling_defaults(backend._model) == {"temperature": 0.5, "top_k": 20, "repeat_last_n": -1}
+
+
+def test_the_description_says_how_large_the_model_is(tiny_model: Path) -> None:
+    with loaded(resolve_model("demo")) as backend:
+        assert backend.info.description == "llama 2.32M F16"
+    with loaded(tiny_model) as backend:
+        assert backend.info.description == "llama 509K Q8_0"
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "mistral-v7", "gemma", "phi3"])
+def test_the_built_in_template_that_fits_a_source_is_named(name: str) -> None:
+    assert loading.builtin_template(BUILTIN_TEMPLATES[name]) == name
+
+
+@pytest.mark.parametrize("source", ["", "{{ messages[0].content }}"])
+def test_no_built_in_template_is_named_where_none_fits(source: str) -> None:
+    assert loading.builtin_template(source) == ""
+
+
+def test_weights_are_mapped_read_or_locked(tiny_model: Path) -> None:
+    for use_mmap in (True, False):
+        model, n_mapped = loading.load_model(
+            LlamaSettings(tiny_model, n_gpu_layers=0, use_mmap=use_mmap), lambda _: True
+        )
+        llama_cpp.llama_model_free(model)
+        assert (n_mapped > 0) == use_mmap
+    with loaded(tiny_model, use_mlock=True) as backend:
+        assert feed(backend, 0, [300]).status is Status.OK
 
 
 def test_types_of_the_kv_pool(tiny_model: Path) -> None:

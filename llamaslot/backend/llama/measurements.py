@@ -7,6 +7,7 @@ another key counts as missing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -68,12 +69,13 @@ def read(folder: Path, key: str) -> Measurements | None:
 def write(folder: Path, key: str, measurements: Measurements) -> None:
     """Keep measurements for the key; without effect where the folder cannot be written to."""
     unfinished = folder / f".{key}.{os.getpid()}"
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(msgspec.json.encode(_Kept(key, measurements)))
-        unfinished.replace(folder / f"{key}.json")
-    except OSError:
-        unfinished.unlink(missing_ok=True)
+        try:
+            unfinished.write_bytes(msgspec.json.encode(_Kept(key, measurements)))
+            unfinished.replace(folder / f"{key}.json")
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def _identities(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
