@@ -1,12 +1,12 @@
-"""Sampled conversations that come back as text: how many of their turns compute their new text alone.
+"""Sampled conversations that come back as text: how many of their turns compute only their new text.
 
-What is sampled need not be what the vocabulary's own rules would make of its text. Conversations at temperature 1
-are held over HTTP with a server that remembers such replies, and with one that does not; text goes back exactly as
-it was sent. Where nothing else is named, the weights are random and the vocabulary is Qwen2's, of llama.cpp's own
-source: there hardly any reply is spelled as its text would be.
+Sampled tokens need not be those that the vocabulary would give their text. Conversations at temperature 1 are held
+over HTTP with a server that keeps text anchors for such replies, and with one that does not; text goes back as it
+was sent. Without a given model, the weights are random and the vocabulary is Qwen2, from the source of llama.cpp:
+hardly any reply has the tokens of its text.
 
-Prompts go to `/completion`, as a chat template renders them. A reply in which a control token is hidden or spelled
-cannot be known again by its text: those of its turns that computed more are counted apart.
+Prompts go to `/completion`, as a chat template renders them. A reply in which a control token is left out of the
+text or written out gets no anchor: turns after it that computed more are counted separately.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ async def _converse(session: aiohttp.ClientSession, number: int, counts: Counter
 
 
 async def _hides_control(session: aiohttp.ClientSession, tokens: Sequence[int], content: str) -> bool:
-    """Whether tokens of a reply gave no text, which written out would be more of it; or its text spells one."""
+    """True if control tokens of a reply gave no text, or if its text writes one out."""
     written = (await _post(session, "/detokenize", {"tokens": tokens}))["content"]
     return written != content or any(control in content for control in synthetic.SPECIALS)
 

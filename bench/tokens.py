@@ -46,7 +46,7 @@ class Tokens:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, as a server renders and tokenizes it."""
-        text = self._template.render(messages)
+        text = "".join(part.text for part in self._template.render(messages))
         ids: list[int] = self._vocab.tokenize(text, add_special=True, parse_special=True).tolist()
         return ids
 

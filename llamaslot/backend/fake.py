@@ -52,7 +52,7 @@ class FakeVocab:
     longest_piece = len("</s>")
     eog = frozenset({EOS})
     special_tokens = ("<s>", "</s>")
-    boundaries = ("</s>",)
+    cut_tokens = ("</s>",)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
         """The UTF-8 bytes of `text`."""

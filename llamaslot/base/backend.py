@@ -93,8 +93,8 @@ class Vocab(Protocol):
         """The texts that become one token each where special tokens are parsed, and several where they are not."""
 
     @property
-    def boundaries(self) -> tuple[str, ...]:
-        """Those of control tokens that do not strip the text in front of them; ends of generation come first."""
+    def cut_tokens(self) -> tuple[str, ...]:
+        """The texts of control tokens that do not strip the text before them, ends of generation first."""
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
         """Token ids of `text`; `add_special` adds BOS/EOS where the model wants them."""

@@ -1,4 +1,4 @@
-"""The names of namespaces: what is computed in one is never found in another."""
+"""Names of namespaces. Requests of one namespace share cached prefixes; others never find them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import hashlib
 _PRIVATE = "request "
 
 
-def salted(salt: str) -> str:
-    """The namespace of all requests with a salt, which cannot be read off its name: names go to disk."""
+def salt_namespace(salt: str) -> str:
+    """Return the namespace of all requests with a salt.
+
+    Its name does not disclose the salt, since names are written to disk.
+    """
     return hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=16).hexdigest() if salt else ""
 
 
-def private(name: str) -> str:
-    """The namespace of one request, or of a group of them, that nobody else shares."""
+def private_namespace(name: str) -> str:
+    """Return the namespace of one request, or of a group of requests."""
     return _PRIVATE + name
 
 
-def is_private(space: str) -> bool:
-    """Whether it ends with the requests in it."""
-    return space.startswith(_PRIVATE)
+def is_private(namespace: str) -> bool:
+    """True if the namespace ends with its requests."""
+    return namespace.startswith(_PRIVATE)

@@ -10,7 +10,7 @@ import msgspec
 from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import InspectCache
 from llamaslot.base.errors import LlamaslotError
-from llamaslot.base.stats import AnchorStats, CacheState, CacheStats, EngineState, SessionStats
+from llamaslot.base.stats import CacheState, CacheStats, EngineState
 from llamaslot.prompts.worker import PromptWorker
 from llamaslot.scheduler import report
 from llamaslot.scheduler.scheduler import Scheduler
@@ -52,15 +52,16 @@ class Reports:
 
     def cache_stats(self) -> CacheStats:
         """Return the statistics of the cache."""
-        scheduler, prompts = self._scheduler, self._prompts.stats
+        scheduler = self._scheduler
+        anchors, sessions = self._prompts.stats
         return report.cache_stats(
             scheduler.settings,
             scheduler.ledger,
             scheduler.admission,
             scheduler.traffic,
             scheduler.n_preempted,
-            anchors=AnchorStats(prompts.n_anchors, prompts.anchor_bytes),
-            sessions=SessionStats(prompts.n_sessions, prompts.session_bytes),
+            anchors=anchors,
+            sessions=sessions,
         )
 
     def cache_state(self, query: InspectCache) -> CacheState:

@@ -3,12 +3,12 @@
 A *cut point* lies just before a control token at which tokenizing is exact: the tokens of both sides are those of
 the whole. Text whose tokens are remembered up to a cut point keeps those tokens, and only the rest is tokenized.
 
-The *marked* text of a prompt is its UTF-8 with a marker byte before each control token that will be parsed as one,
-so that it differs from text in which the same characters are plain. Offsets are into the marked text. Each cut
-point has a digest of all text before it and of how it is divided into parts, for parts are tokenized one by one:
+Texts are kept as UTF-8 with a marker byte before each control token that will be parsed as one, so that they differ
+from texts in which the same characters are plain. Offsets count these bytes. Each cut point has a digest of all
+text before it and of how it is divided into parts, for parts are tokenized one by one:
 
     parts       "<|im_start|>user say " "<|im_end|>" (plain) "<|im_end|><|im_start|>assistant"
-    marked      ^<|im_start|>user say <|im_end|>^<|im_end|>^<|im_start|>assistant       (^ is the marker)
+    data        ^<|im_start|>user say <|im_end|>^<|im_end|>^<|im_start|>assistant       (^ is the marker)
     cut points                                  |          |
     digests     of the namespace, then of each part a byte for its kind and its text, up to the cut point
 
@@ -30,9 +30,9 @@ from llamaslot.base.commands import TextPart
 _SPECIAL, _PLAIN = b"\xfd", b"\xfe"
 """Kinds of parts in digests; no UTF-8 has these bytes."""
 MARKER = b"\xff"
-"""The byte before each control token of a marked text; no UTF-8 has it."""
+"""The byte before each control token; no UTF-8 has it."""
 _MAX_PROBED_TOKENS = 128
-"""Control tokens that are probed; some vocabularies have thousands that nobody uses."""
+"""Control tokens that are probed; some vocabularies have thousands of unused ones."""
 _TEXTS_BEFORE = ("x", "x ", "x\n", "x\n\n", "\n", "é", " ", "   ", ".", "0", "\t")
 _TEXTS_AFTER = ("", "x", " x", "\nx", "  x")
 """Texts on both sides of a probed control token."""
@@ -43,16 +43,17 @@ class CutPoint:
     """A place where a prompt's text may be cut without changing its tokens."""
 
     at: int
-    """Bytes of the marked text before it."""
+    """Bytes of text and markers before it."""
     digest: bytes
     """Identifies all text before it, 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """The marked text of a prompt that has text parts only."""
+    """The text of a prompt that has text parts only."""
 
-    marked: bytes
+    data: bytes
+    """UTF-8 with control-token markers."""
     cut_points: Sequence[CutPoint]
     """All but the one before all text."""
     _ends: Sequence[tuple[int, bool]]
@@ -68,7 +69,7 @@ class PromptText:
         """The text between two offsets, which must not lie within a character."""
         found = []
         for stop, special in self._ends:
-            run = self.marked[start : stop if end is None else min(stop, end)]
+            run = self.data[start : stop if end is None else min(stop, end)]
             if run:
                 found.append(TextPart(run.replace(MARKER, b"").decode(), special=special))
             start = max(start, stop)
@@ -89,13 +90,13 @@ class TextScanner:
 
     def __init__(self, exact: Iterable[str], control_tokens: Iterable[str]) -> None:
         self._exact = frozenset(exact)
-        self._marked_exact = tuple(MARKER + text.encode() for text in self._exact)
+        self._exact_with_marker = tuple(MARKER + text.encode() for text in self._exact)
         longest_first = sorted(filter(None, control_tokens), key=lambda text: (-len(text), text))
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def scan(self, parts: Iterable[TextPart], namespace: str) -> PromptText:
-        """Mark the text of a prompt; equal texts of different namespaces have different digests."""
-        marked, digest = bytearray(), hashlib.blake2b(namespace.encode(), digest_size=16)
+        """Add markers to a prompt's text and find its cut points; digests differ between namespaces."""
+        data, digest = bytearray(), hashlib.blake2b(namespace.encode(), digest_size=16)
         ends: list[tuple[int, bool]] = []
         cut_points: list[CutPoint] = []
         for part in filter(lambda part: part.text, parts):
@@ -105,35 +106,35 @@ class TextScanner:
             for control in self._controls.finditer(part.text) if part.special else ():
                 run = part.text[done : control.start()].encode(errors="replace")
                 digest.update(run)
-                marked += run
+                data += run
                 done = control.start()
-                if marked and control[0] in self._exact:
-                    cut_points.append(CutPoint(len(marked), digest.digest() if done else before))
-                marked += MARKER
+                if data and control[0] in self._exact:
+                    cut_points.append(CutPoint(len(data), digest.digest() if done else before))
+                data += MARKER
             run = part.text[done:].encode(errors="replace")
             digest.update(run)
-            marked += run
-            ends.append((len(marked), part.special))
-        return PromptText(bytes(marked), cut_points, ends, digest)
+            data += run
+            ends.append((len(data), part.special))
+        return PromptText(bytes(data), cut_points, ends, digest)
 
-    def is_approximate_cut(self, marked: bytes, at: int) -> bool:
+    def is_approximate_cut(self, data: bytes, at: int) -> bool:
         """True if cutting there hardly ever changes the tokens: at both ends, before an exact control token, and
         before a space that does not follow another one. BPE vocabularies begin words with their space.
         """
-        if at in (0, len(marked)) or marked.startswith(self._marked_exact, at):
+        if at in (0, len(data)) or data.startswith(self._exact_with_marker, at):
             return True
         # The character before may have up to four bytes.
-        before = marked[max(0, at - 4) : at].decode(errors="replace")[-1:]
-        return marked[at : at + 1] == b" " and not before.isspace()
+        before = data[max(0, at - 4) : at].decode(errors="replace")[-1:]
+        return data[at : at + 1] == b" " and not before.isspace()
 
     def has_control_token(self, text: str, start: int = 0) -> bool:
         """True if a control token is written out in a text and ends behind `start`."""
         return any(match.end() > start for match in self._controls.finditer(text))
 
 
-def n_characters(marked: bytes) -> int:
-    """Count the characters of a marked text."""
-    raw = np.frombuffer(marked, np.uint8)
+def n_characters(data: bytes) -> int:
+    """Count the characters of a text with control-token markers."""
+    raw = np.frombuffer(data, np.uint8)
     return int(np.count_nonzero((raw & 0xC0 != 0x80) & (raw != MARKER[0])))
 
 
@@ -154,5 +155,5 @@ def exact_cut_tokens(vocab: Vocab, template: str = "") -> tuple[str, ...]:
             ids(left + token + right) == before[left] + after[right] for left in before for right in after
         )
 
-    candidates = sorted(vocab.boundaries, key=lambda text: text not in template)
+    candidates = sorted(vocab.cut_tokens, key=lambda text: text not in template)
     return tuple(filter(is_exact, candidates[:_MAX_PROBED_TOKENS]))

@@ -6,8 +6,9 @@
     diverge   |------- kept -------|xxxxxxxxxxx|
                                    |-- tokenized --|
 
-Marked texts are compared (`prompts/cut_points.py`), so a control token agrees only with a control token. Where the
-prompt departs from the session's text, the kept tokens end at an approximate cut point within the common text.
+The texts have control-token markers (`prompts/cut_points.py`), so a control token agrees only with a control token.
+Where the prompt departs from the session's text, the kept tokens end at an approximate cut point in the common
+text.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from llamaslot.prompts.written_tokens import WrittenTokens
 
 @dataclass(frozen=True)
 class SessionComparison:
-    """The marked text of a prompt beside a session. Tokens are counted behind those that the model adds."""
+    """A prompt's text beside that of its session. Tokens are counted from after those that the model adds."""
 
     text: bytes
     session: Session

@@ -40,7 +40,7 @@ from llamaslot.base.commands import (
 )
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
 from llamaslot.base.events import SessionMatch
-from llamaslot.base.namespaces import salted
+from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import Tokens, n_common, packed
 from llamaslot.prompts.cut_points import CutPoint, PromptText, TextScanner, exact_cut_tokens, n_characters
@@ -188,10 +188,10 @@ class Tokenizer:
         texts = [part for part in submit.prompt if isinstance(part, TextPart)]
         if self._scanner is None or not submit.cache_prompt or not texts or len(texts) < len(submit.prompt):
             return None
-        return self._scanner.scan(texts, f"{salted(submit.cache_salt)} {submit.add_special}")
+        return self._scanner.scan(texts, f"{salt_namespace(submit.cache_salt)} {submit.add_special}")
 
     def _from_anchor(self, submit: Submit, text: PromptText | None) -> ReplyContext:
-        """Tokenize the prompt behind the last cut point that has a text anchor, or all of it."""
+        """Tokenize the prompt from the last cut point that has a text anchor, or all of it."""
         if text is None:
             own = tokenize_parts(self._vocab, submit.prompt, add_special=submit.add_special)
             return ReplyContext(submit, TokenizedPrompt(packed(own)))
@@ -206,15 +206,15 @@ class Tokenizer:
 
     def _from_session(self, submit: Submit, text: PromptText | None) -> ReplyContext:
         """Keep the tokens of the prompt's session as far as their text is the prompt's."""
-        session = self.sessions.get(session_digest(salted(submit.cache_salt), submit.session_id))
+        session = self.sessions.get(session_digest(salt_namespace(submit.cache_salt), submit.session_id))
         if session is None:
             return _with(self._from_anchor(submit, text), session_match="new")
         is_comparable = session.is_text and np.array_equal(self._added_tokens(submit), session.added_tokens)
         if text is None or self._scanner is None or not is_comparable:
             return _with(self._from_anchor(submit, text), session_match="tokens")
-        compared = SessionComparison(text.marked, session, self._written(session))
+        compared = SessionComparison(text.data, session, self._written(session))
         if compared.has_all:
-            found = self._behind_session(submit, text, compared, compared.n_kept(self._scanner))
+            found = self._after_session(submit, text, compared, compared.n_kept(self._scanner))
             if found is not None:
                 return _with(found, session_match="exact" if compared.is_same else "extend")
         anchored = self._from_anchor(submit, text)
@@ -222,13 +222,13 @@ class Tokenizer:
         n_kept = compared.n_kept(self._scanner, n_min)
         n_more = session.n_added + n_kept - n_common(anchored.prompt.tokens, session.tokens)
         # Tokens that come out anyway are no reason to cut where that is only approximately exact.
-        found = self._behind_session(submit, text, compared, n_kept) if n_more > 0 else None
+        found = self._after_session(submit, text, compared, n_kept) if n_more > 0 else None
         is_edited = compared.is_reply_edited
         if found is None:
             return _with(anchored, session_match="tokens", is_reply_edited=is_edited)
         return _with(found, session_match="diverge", n_approximate=n_more, is_reply_edited=is_edited)
 
-    def _behind_session(
+    def _after_session(
         self, submit: Submit, text: PromptText, compared: SessionComparison, n_kept: int
     ) -> ReplyContext | None:
         """Tokenize the prompt behind the first tokens of its session; None if that would not give its text."""
@@ -238,7 +238,7 @@ class Tokenizer:
         own = tokenize_parts(self._vocab, text.parts(at), add_special=False)
         rest = write_out(self._vocab, own.tolist())
         # Some vocabularies add a space before a text.
-        if rest.text != text.marked[at:]:
+        if rest.text != text.data[at:]:
             return None
         tokens = np.concatenate([session.tokens[: session.n_added + n_kept], own])
         ends = np.concatenate([compared.written.ends[:n_kept], rest.ends + at])
@@ -251,7 +251,7 @@ class Tokenizer:
         submit, text, n_head = context.submit, context.text, context.n_head
         if text is None or n_head is None or self._scanner is None:
             return None
-        if n_characters(text.marked[text.last_cut :]) > _MAX_TAIL:
+        if n_characters(text.data[text.last_cut :]) > _MAX_TAIL:
             return None
         *others, last = text.parts(text.last_cut) or [TextPart("")]
         ends = [TextPart(last.text + reply)] if last.special else [last, TextPart(reply)]
@@ -267,11 +267,11 @@ class Tokenizer:
     def _put_session(self, context: ReplyContext, generated: Tokens, n_sent: int) -> tuple[bytes, Session]:
         """Replace the session by the prompt and its reply, of which `n_sent` tokens were sent."""
         submit, text, tokens = context.submit, context.text, context.prompt.tokens
-        digest = session_digest(salted(submit.cache_salt), submit.session_id)
+        digest = session_digest(salt_namespace(submit.cache_salt), submit.session_id)
         n_added = len(self._added_tokens(submit))
         session = Session(np.concatenate([tokens, generated]), n_added, len(tokens), len(tokens) + n_sent)
         prompt = write_out(self._vocab, tokens[n_added:].tolist())
-        session.is_text = text is not None and prompt.text == text.marked
+        session.is_text = text is not None and prompt.text == text.data
         earlier = self.sessions.get(digest)
         if earlier is not None:
             session = session.continuing(earlier)

@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
 from llamaslot.base.commands import Detokenize, Detokenized, DropSession, Submit, Tokenize, Tokenized
 from llamaslot.base.errors import LlamaslotError, ServerError
-from llamaslot.base.namespaces import salted
+from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.stats import AnchorStats, SessionStats
 from llamaslot.base.tokens import Tokens
 from llamaslot.prompts.sessions import Session
 from llamaslot.prompts.text_store import TextStore
@@ -27,15 +28,6 @@ from llamaslot.prompts.tokenizer import Remembered, ReplyContext, Tokenizer
 T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
-
-
-class PromptStats(NamedTuple):
-    """Counts of what is remembered, and estimated bytes."""
-
-    n_anchors: int
-    anchor_bytes: int
-    n_sessions: int
-    session_bytes: int
 
 
 def _at_once(method: Callable[..., None], *arguments: object) -> None:
@@ -77,10 +69,10 @@ class PromptWorker:
         return self._n_remembering > 0
 
     @property
-    def stats(self) -> PromptStats:
-        """Counts of what is remembered."""
+    def stats(self) -> tuple[AnchorStats, SessionStats]:
+        """Counts of what is remembered, and estimated bytes."""
         anchors, sessions = self._tokenizer.anchors, self._tokenizer.sessions
-        return PromptStats(len(anchors), anchors.n_bytes, len(sessions), sessions.n_bytes)
+        return AnchorStats(len(anchors), anchors.n_bytes), SessionStats(len(sessions), sessions.n_bytes)
 
     def keep_in(self, store: TextStore, write: Callable[..., None]) -> None:
         """Restore the text anchors and sessions of a store, and keep it up to date. To be called before `start`.
@@ -152,6 +144,7 @@ class PromptWorker:
 
         To be called before the client learns of the end: the thread's order lets its next prompt find them.
         """
+        context = self._contexts.pop(request_id)
         self._n_remembering += 1
 
         def remembered(found: Remembered) -> None:
@@ -161,7 +154,6 @@ class PromptWorker:
             if self._store is not None and found.session is not None:
                 self._write(self._store.write_session, *found.session)
 
-        context = self._contexts.pop(request_id)
         method = self._tokenizer.remember
         self._call(remembered, lambda _: remembered(Remembered()), method, context, generated, n_sent)
 
@@ -181,7 +173,7 @@ class PromptWorker:
         failed: Callable[[LlamaslotError], None],
     ) -> None:
         """Drop a session, on disk too; `then` gets its namespace and its `Session.paths`, or none without one."""
-        namespace = salted(query.cache_salt)
+        namespace = salt_namespace(query.cache_salt)
 
         def dropped(found: tuple[bytes, Session | None]) -> None:
             digest, session = found

@@ -1,4 +1,4 @@
-"""Token ids written out as text with control-token markers, to be compared with the marked text of a prompt."""
+"""Token ids written out as text with control-token markers, to be compared with the text of a prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INVALID = b"\xfe"
 
 @dataclass(frozen=True, slots=True)
 class WrittenTokens:
-    """The marked text of a run of tokens."""
+    """The text of a run of tokens, with control-token markers."""
 
     text: bytes
     ends: npt.NDArray[np.int64]

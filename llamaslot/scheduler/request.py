@@ -11,7 +11,7 @@ from enum import Enum
 from llamaslot.base.backend import Sampler
 from llamaslot.base.commands import Submit
 from llamaslot.base.events import Progress
-from llamaslot.base.namespaces import private, salted
+from llamaslot.base.namespaces import private_namespace, salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import Miss
 from llamaslot.base.tokens import WIDTH, packed
@@ -67,7 +67,9 @@ class Request:
         self.id = submit.request_id
         self.is_private = not (submit.cache_prompt and reuse)
         """Whether it neither uses nor feeds what other requests compute."""
-        self.space = private(submit.group or self.id) if self.is_private else salted(submit.cache_salt)
+        self.space = (
+            private_namespace(submit.group or self.id) if self.is_private else salt_namespace(submit.cache_salt)
+        )
         """The namespace that its tokens are looked for and kept in."""
         self.arrival = arrival
         """Order of submission; it survives preemption."""

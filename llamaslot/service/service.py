@@ -128,7 +128,7 @@ class Service:
         kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[TextPart, ...]:
         """Return the prompt of a conversation; raises `InvalidRequestError` when the template refuses it."""
-        return self.chat_template.render_parts(
+        return self.chat_template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
         )
 

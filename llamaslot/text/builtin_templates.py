@@ -1,7 +1,7 @@
 """Chat templates by name, for models that ship none or a broken one.
 
-The names are llama.cpp's, and the tests hold each template against llama.cpp's own implementation. None writes the
-BOS at the start: the tokenizer adds it. None describes tools.
+The names are llama.cpp's, and tests compare each template with llama.cpp's own implementation. No template writes
+BOS at the start, since the tokenizer adds it, and none describes tools.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _TRIMMED = "{{ message.content | trim }}"
 
 
 def resolve(name_or_source: str) -> str:
-    """The Jinja source for a name, or a Jinja source as it is; for nothing, ChatML.
+    """Return the Jinja source of a name (ChatML for an empty one), or a Jinja source as it is.
 
-    Raises `ConfigError`, which lists the known names with the nearest first.
+    Raises `ConfigError` that lists the known names, the most similar first.
     """
     if "{%" in name_or_source or "{{" in name_or_source:
         return name_or_source
@@ -35,19 +35,19 @@ def resolve(name_or_source: str) -> str:
 
 
 def _chat(turn: str, reply: str = "", *, head: str = "") -> str:
-    """`turn` for each message, then the beginning of the reply."""
+    """Write `turn` for each message, then the beginning of the reply."""
     source = head + "{% for message in messages %}" + turn + "{% endfor %}"
     return source + "{% if add_generation_prompt %}" + reply + "{% endif %}" if reply else source
 
 
 def _roles(*, other: str = "", **turns: str) -> str:
-    """A turn that depends on the message's role."""
+    """Write a turn that depends on the message's role."""
     cases = ("{% elif message.role == '" + role + "' %}" + turn for role, turn in turns.items())
     return "".join(cases).replace("elif", "if", 1) + "{% else %}" + other + "{% endif %}"
 
 
 def _instruct(opening: str, turn: str) -> str:
-    """A turn whose `opening` stands at the start of each exchange, system and user message together."""
+    """Write `turn`, after `opening` at the start of each exchange (a system message and the next user message)."""
     return "{% if loop.first or loop.previtem.role == 'assistant' %}" + opening + "{% endif %}" + turn
 
 
@@ -61,13 +61,13 @@ def _mistral(before: str, after: str, reply: str = _TEXT) -> str:
     return _chat(_instruct(f"{before}[INST]{after}", turn))
 
 
-def _mistral_v7(space: str) -> str:
-    system = f"[SYSTEM_PROMPT]{space}{_TEXT}[/SYSTEM_PROMPT]"
-    return _chat(_roles(system=system, user=f"[INST]{space}{_TEXT}[/INST]", other=f"{space}{_TEXT}</s>"))
+def _mistral_v7(gap: str) -> str:
+    system = f"[SYSTEM_PROMPT]{gap}{_TEXT}[/SYSTEM_PROMPT]"
+    return _chat(_roles(system=system, user=f"[INST]{gap}{_TEXT}[/INST]", other=f"{gap}{_TEXT}</s>"))
 
 
 def _tagged(user: str, assistant: str, end: str, *, system: str, tool: str = "") -> str:
-    """Each role with a tag of its own and the same end."""
+    """Write each role with its own tag and the same end."""
     tags = {"system": system, "user": user, "assistant": assistant} | ({"tool": tool} if tool else {})
     return _chat(_roles(**{role: f"{tag}{_TRIMMED}{end}" for role, tag in tags.items()}), assistant)
 

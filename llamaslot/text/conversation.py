@@ -1,7 +1,7 @@
-"""The messages and tools of a request, checked and in the one form that chat templates are written for.
+"""Messages and tools of a request, checked and in the one form that chat templates are written for.
 
-Every cleaned value is new and belongs to the caller. Errors are `InvalidRequestError`s that say which message or
-tool is at fault; messages of the wrong role or in the wrong order are the template's business.
+Every cleaned value is a new one, which the caller may change. `InvalidRequestError`s name the message or tool that
+is wrong; templates refuse wrong roles and wrong orders themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Conversation: TypeAlias = list[Message]
 
 
 def clean_message(message: Mapping[str, Any], index: int) -> Message:
-    """Role, content (text or text parts, never null) and, where they are there, what templates know besides."""
+    """Return the role, the content (text or text parts, never null) and the other fields that templates read."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         _refuse(where, "must be an object")
@@ -40,7 +40,7 @@ def clean_message(message: Mapping[str, Any], index: int) -> Message:
 
 
 def clean_tool(tool: Mapping[str, Any], index: int) -> Message:
-    """A function with its name, description and parameters."""
+    """Return a tool that has a name, a description and parameters."""
     where = f"tools[{index}]"
     function = _function(tool, where)
     return {
@@ -54,7 +54,7 @@ def clean_tool(tool: Mapping[str, Any], index: int) -> Message:
 
 
 def joined(content: str | Sequence[Mapping[str, Any]], separator: str) -> str:
-    """Content as one text."""
+    """Return content as one text."""
     return content if isinstance(content, str) else separator.join(part["text"] for part in content)
 
 
@@ -89,7 +89,7 @@ def _call(call: Any, where: str) -> Message:
 
 
 def _function(value: Any, where: str) -> Mapping[str, Any]:
-    """The function that a tool describes or a tool call calls."""
+    """Return the function of a tool or of a tool call."""
     if not isinstance(value, Mapping) or value.get("type") != "function":
         _refuse(where, "must be an object of type 'function'")
     function = value.get("function")

@@ -1,11 +1,11 @@
-"""The bytes of generated tokens as text that may be sent at once.
+"""Incremental decoding of generated tokens into text that can be streamed, up to a stop string.
 
-What `TextStream` gives out never has to be taken back: no part of a character, no part of a stop string, nothing
-that could still become one. It must never hold back more than that, and never look at text twice.
+Text that `TextStream` has returned stays valid: it contains no part of a character, of a stop string, or of
+anything that could still become one. It holds back no more than that, and reads each character once.
 
-Generation ends with the first character that completes a stop string; if several are complete there, the longest
-is the one that was hit. How the text was cut into tokens makes no difference. llama-server looks once a token and
-takes the leftmost stop string in sight, which is the same wherever a token completes only one.
+Generation ends with the first character that completes a stop string; of several that are complete there, the
+longest one is reported. How the text is divided into tokens makes no difference. llama-server searches once a token
+and takes the leftmost stop string, which is the same wherever a token completes only one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 
 class TextStream:
-    """Decodes UTF-8 and looks for stop strings, piece by piece; empty stop strings are ignored."""
+    """Decodes UTF-8 and searches for stop strings; empty ones are ignored."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -25,21 +25,21 @@ class TextStream:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that ended the text; from then on there is no more of it."""
+        """The stop string that ended the text; `push` returns nothing from then on."""
         return self._stopped
 
     def push(self, piece: bytes) -> str:
-        """The text that is safe to send now that `piece` is there; invalid UTF-8 as U+FFFD."""
+        """Add the bytes of a token and return the text that can be sent now; invalid UTF-8 becomes U+FFFD."""
         return self._release(self._decoder.decode(piece))
 
     def flush(self) -> str:
-        """The end of generation: everything held back, an incomplete character as U+FFFD."""
+        """End the text: return everything held back, an incomplete character as U+FFFD."""
         text = self._release(self._decoder.decode(b"", final=True)) + self._held
         self._held = ""
         return text
 
     def _release(self, text: str) -> str:
-        """All text up to the first character of a stop string, complete or possible."""
+        """Return all text before the first complete or possible stop string."""
         if not self._matchers:
             return text
         if self._stopped is not None:
@@ -57,7 +57,7 @@ class TextStream:
 
 
 class _Matcher:
-    """Knuth-Morris-Pratt: how much of one stop string the text seen so far ends with."""
+    """Knuth-Morris-Pratt: the length of the longest beginning of a stop string that the text ends with."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -68,12 +68,12 @@ class _Matcher:
             self._borders.append(self._after(self._borders[-1], char))
 
     def advance(self, char: str) -> bool:
-        """Take in the next character; whether `stop` is complete. Not to be called after that."""
+        """Add the next character; True if `stop` is complete, after which this must not be called."""
         self.matched = self._after(self.matched, char)
         return self.matched == len(self.stop)
 
     def _after(self, matched: int, char: str) -> int:
-        """The length matched once `char` follows a match of length `matched`."""
+        """Return the length matched after `char` follows a match of length `matched`."""
         while matched and self.stop[matched] != char:
             matched = self._borders[matched - 1]
         return matched + (self.stop[matched] == char)

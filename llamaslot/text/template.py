@@ -1,8 +1,8 @@
 """Conversations as prompt text, by the Jinja template that a model ships.
 
-Messages are brought into the one form that templates are written for, in the way llama-server does it, so that the
-same request gives the same prompt. A template comes with a downloaded file and is not trusted: it runs sandboxed,
-without access to Python's attributes, files or modules. How long it runs is not bounded.
+Messages are brought into the one form that templates are written for as llama-server does it, so that the same
+request gives the same prompt. A template comes with a downloaded file and is not trusted: it runs sandboxed,
+without access to Python's attributes, files or modules. Its running time is not bounded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -21,20 +21,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import ConfigError, InvalidRequestError
+from llamaslot.text.control_tokens import ControlTokens, Placeholders, restored
 from llamaslot.text.conversation import Conversation, Message, clean_message, clean_tool, joined
-from llamaslot.text.spans import ControlTokens, Marks, unmarked
 from llamaslot.text.volatile import without
 
 
 class ChatTemplate:
-    """A parsed template and what it was found to understand.
+    """A parsed template, and what it was found to understand.
 
-    `bos_token` and `eos_token` are the texts of the model's tokens. Where the tokenizer adds them by itself
-    (`adds_bos`, `adds_eos`), a leading BOS or trailing EOS that the template writes is left out. `control_tokens`
-    are the texts of the vocabulary's control tokens; with `mark_control_tokens`, `render_parts` tells those that a
-    caller spelled from those that the template wrote. `volatile` is left out where the system message begins with
-    it (`text/volatile.py`). `now` is the clock for templates that print the date. Raises `ConfigError` with the
-    line if `source` does not parse.
+    `bos_token` and `eos_token` are the texts of the model's tokens. Where the tokenizer adds them itself
+    (`adds_bos`, `adds_eos`), a leading BOS or trailing EOS of the template is left out. `control_tokens` are the
+    texts of the vocabulary's control tokens; without `mark_control_tokens` those in the caller's text are parsed
+    too. `volatile` is left out where the system message begins with it (`text/volatile.py`). `now` is the clock of
+    templates that print the date. Raises `ConfigError` with the line if `source` does not parse.
     """
 
     def __init__(
@@ -72,145 +71,109 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt for a conversation in OpenAI's form; `kwargs` are further variables for the template.
-
-        With the generation prompt, a last message of the assistant is a beginning that the model is to continue:
-        its text follows the generation prompt. Raises `InvalidRequestError` for messages or tools that are not in
-        OpenAI's form, that hold other things than text, or that the template refuses.
-        """
-        return self._prompt(self._asked(messages, tools, add_generation_prompt, kwargs))
-
-    def render_parts(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[TextPart, ...]:
-        """What `render` gives, in parts: each control token that the caller spelled is one that is not special.
+        """Render a conversation in OpenAI's form; `kwargs` are further variables for the template.
 
-        Usually that is a single part. It is also where who wrote a token cannot be found out, because the template
-        writes something else when it does not see the token: then all of them are special. Raises as `render` does.
+        With the generation prompt, a last message of the assistant is the beginning of the reply: its text follows
+        the generation prompt. Control tokens that the caller wrote are parts in which none are parsed, so usually
+        there is one part. There is also just one where the caller's tokens cannot be told from the template's,
+        because the template writes something else when it does not see them.
+
+        Raises `InvalidRequestError` for messages or tools that are not in OpenAI's form, that contain other things
+        than text, or that the template refuses.
         """
-        asked = self._asked(messages, tools, add_generation_prompt, kwargs)
-        prompt = self._prompt(asked)
-        try:
-            if self._control.begin_in((asked.messages, asked.tools, asked.kwargs)):
-                return self._parts(asked, prompt)
-        except RecursionError as error:
-            raise InvalidRequestError("the messages or tools are nested too deep", param="messages") from error
-        return (TextPart(prompt),)
-
-    def _parts(self, asked: _Asked, prompt: str) -> tuple[TextPart, ...]:
-        marks = self._control.marks(self.source, asked.messages, asked.tools, asked.kwargs)
-        for messages, others in self._control.attempts(asked.messages, (asked.tools, asked.kwargs), marks):
-            tools, kwargs = others
-            try:
-                marked = self._prompt(replace(asked, messages=messages, tools=tools, kwargs=kwargs), marks)
-            except InvalidRequestError:
-                continue
-            if unmarked(marked, marks) == prompt:
-                return self._control.parts(prompt, marked)
-        return (TextPart(prompt),)
-
-    def _asked(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        kwargs: Mapping[str, Any] | None,
-    ) -> _Asked:
         conversation = [clean_message(message, index) for index, message in enumerate(messages)]
         if self._volatile is not None:
             conversation = without(self._volatile, conversation)
         if not conversation:
             raise InvalidRequestError("'messages' must not be empty", param="messages")
-        beginning = _take_beginning(conversation) if add_generation_prompt else []
-        return _Asked(
-            messages=[*self._adapted(conversation), *beginning],
-            n_begun=len(beginning),
+        begun = _take_begun_reply(conversation) if add_generation_prompt else []
+        inputs = _Inputs(
+            [*self._adapted(conversation), *begun],
+            self._now(),
+            n_begun=len(begun),
             tools=[clean_tool(tool, index) for index, tool in enumerate(tools or ())],
             add_generation_prompt=add_generation_prompt,
             kwargs=kwargs or {},
-            now=self._now(),
         )
-
-    def _prompt(self, asked: _Asked, marks: Marks | None = None) -> str:
-        n_whole = len(asked.messages) - asked.n_begun
+        prompt = self._prompt(inputs)
         try:
-            prompt = self._render(
-                asked.messages[:n_whole],
-                tools=asked.tools,
-                add_generation_prompt=asked.add_generation_prompt,
-                kwargs=asked.kwargs,
-                now=asked.now,
-                marks=marks or {},
-            )
+            if self._control.begin_in((inputs.messages, inputs.tools, inputs.kwargs)):
+                return self._parts(inputs, prompt)
+        except RecursionError as error:
+            raise InvalidRequestError("the messages or tools are nested too deep", param="messages") from error
+        return (TextPart(prompt),)
+
+    def _parts(self, inputs: _Inputs, prompt: str) -> tuple[TextPart, ...]:
+        placeholders = self._control.placeholders(self.source, inputs.messages, inputs.tools, inputs.kwargs)
+        others = inputs.tools, inputs.kwargs
+        for messages, (tools, kwargs) in self._control.variants(inputs.messages, others, placeholders):
+            try:
+                replaced = self._prompt(
+                    replace(inputs, messages=messages, tools=tools, kwargs=kwargs), placeholders
+                )
+            except InvalidRequestError:
+                continue
+            if restored(replaced, placeholders) == prompt:
+                return self._control.parts(prompt, replaced)
+        return (TextPart(prompt),)
+
+    def _prompt(self, inputs: _Inputs, placeholders: Placeholders | None = None) -> str:
+        n_whole = len(inputs.messages) - inputs.n_begun
+        try:
+            prompt = self._rendered(replace(inputs, messages=inputs.messages[:n_whole]), placeholders)
         except _RefusedError as error:
             raise InvalidRequestError(str(error), param="messages") from error
-        for beginning in asked.messages[n_whole:]:
-            prompt = _continued(prompt, beginning)
+        for begun in inputs.messages[n_whole:]:
+            prompt = _continued(prompt, begun)
         return prompt
 
-    def _render(
-        self,
-        conversation: Sequence[Message],
-        *,
-        now: datetime,
-        tools: Sequence[Message] = (),
-        add_generation_prompt: bool = False,
-        kwargs: Mapping[str, Any] | None = None,
-        marks: Marks | None = None,
-    ) -> str:
+    def _rendered(self, inputs: _Inputs, placeholders: Placeholders | None = None) -> str:
         variables = {
             "enable_thinking": True,
-            "date_string": now.strftime("%d %b %Y"),
-            "datetime": now.strftime("%b %d %Y"),
-            **(kwargs or {}),
+            "date_string": inputs.now.strftime("%d %b %Y"),
+            "datetime": inputs.now.strftime("%b %d %Y"),
+            **inputs.kwargs,
             **self._tokens,
-            "strftime_now": now.strftime,
-            "messages": conversation,
-            "add_generation_prompt": add_generation_prompt,
+            "strftime_now": inputs.now.strftime,
+            "messages": inputs.messages,
+            "add_generation_prompt": inputs.add_generation_prompt,
         }
-        if tools:
-            variables["tools"] = tools
+        # Templates ask whether `tools` is defined.
+        if inputs.tools:
+            variables["tools"] = inputs.tools
         try:
             text = self._template.render(variables)
         except TemplateError as error:
             raise _RefusedError(f"the chat template refuses the messages: {error.message}") from error
         except Exception as error:
             raise _RefusedError(f"the chat template fails on the messages: {_described(error)}") from error
-        return text[self._kept(unmarked(text, marks or {}))]
+        return text[self._kept(restored(text, placeholders or {}))]
 
     def _kept(self, text: str) -> slice:
-        """What is left of a rendered text without the BOS and EOS that the tokenizer adds."""
+        """Return the part of a rendered text between the BOS and EOS that the tokenizer adds."""
         start = len(self._dropped_head) if text.startswith(self._dropped_head) else 0
         ends_with_tail = text.endswith(self._dropped_tail, start)
         return slice(start, len(text) - len(self._dropped_tail) if ends_with_tail else len(text))
 
     def _probe(self) -> None:
-        """Find out by rendering small conversations what the template does with them."""
-        mark = "a mark to be found again"
-        user: Message = {"role": "user", "content": mark}
+        """Render small conversations to find out what the template does with them, as llama-server does."""
+        text = "a text to be found again"
+        user: Message = {"role": "user", "content": text}
         as_text = self._attempt([user])
-        as_parts = self._attempt([{"role": "user", "content": [{"type": "text", "text": mark}]}])
-        self._wants_parts = mark not in as_text and mark in as_parts
-        self._takes_parts = self._wants_parts or (mark in as_text and as_text == as_parts)
+        as_parts = self._attempt([{"role": "user", "content": [{"type": "text", "text": text}]}])
+        self._wants_parts = text not in as_text and text in as_parts
+        self._takes_parts = self._wants_parts or (text in as_text and as_text == as_parts)
 
-        system: Message = {"role": "system", "content": mark}
         question: Message = {"role": "user", "content": "?"}
-        self._takes_system = mark in self._attempt([self._shaped(system), self._shaped(question)])
+        system: Message = {"role": "system", "content": text}
+        self._takes_system = text in self._attempt([self._shaped(system), self._shaped(question)])
 
-        function = {"name": "f", "arguments": {"argument": mark}}
+        function = {"name": "f", "arguments": {"argument": text}}
+        call = {"type": "function", "id": "call00001", "function": function}
         conversation: Conversation = [
             question,
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"type": "function", "id": "call00001", "function": function}],
-            },
+            {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": "!", "tool_call_id": "call00001"},
             {"role": "assistant", "content": "!"},
             question,
@@ -218,16 +181,17 @@ class ChatTemplate:
         properties = {"argument": {"type": "string", "description": "?"}}
         parameters = {"type": "object", "properties": properties}
         tool = {"type": "function", "function": {"name": "f", "description": "?", "parameters": parameters}}
-        self._takes_arguments = mark in self._attempt([self._shaped(m) for m in conversation], tools=[tool])
+        self._takes_arguments = text in self._attempt([self._shaped(m) for m in conversation], tools=[tool])
 
     def _attempt(self, conversation: Conversation, tools: Sequence[Message] = ()) -> str:
+        """Return the prompt, or nothing if the template refuses the conversation."""
         try:
-            return self._render(conversation, tools=tools, now=self._now())
+            return self._rendered(_Inputs(conversation, self._now(), tools=tools))
         except _RefusedError:
             return ""
 
     def _adapted(self, conversation: Conversation) -> Conversation:
-        """The conversation without what this template does not understand."""
+        """Return the conversation in the form that this template understands."""
         for message in conversation:
             if message["role"] == "developer" and "<|channel|>" not in self.source:
                 message["role"] = "system"
@@ -238,7 +202,7 @@ class ChatTemplate:
         return [self._shaped(message) for message in conversation]
 
     def _shaped(self, message: Message) -> Message:
-        """The message with its content as text or as parts, whichever the template reads."""
+        """Return the message with its content as text or as parts, whichever the template reads."""
         content = message["content"]
         if isinstance(content, str) and self._wants_parts:
             content = [{"type": "text", "text": content}]
@@ -248,23 +212,23 @@ class ChatTemplate:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """All that a prompt depends on; the last `n_begun` messages, 0 or 1, are for the model to continue."""
+class _Inputs:
+    """All that a prompt depends on; the last `n_begun` messages, 0 or 1, are the beginning of the reply."""
 
     messages: Sequence[Message]
-    n_begun: int
-    tools: Sequence[Message]
-    add_generation_prompt: bool
-    kwargs: Mapping[str, Any]
     now: datetime
+    n_begun: int = 0
+    tools: Sequence[Message] = ()
+    add_generation_prompt: bool = False
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _RefusedError(Exception):
     """The template did not render a conversation."""
 
 
-def _take_beginning(conversation: Conversation) -> Conversation:
-    """Take the last message out of the conversation if it is one for the model to continue."""
+def _take_begun_reply(conversation: Conversation) -> Conversation:
+    """Remove and return the last message of the conversation if it is the beginning of the reply."""
     roles = [message["role"] for message in conversation[-2:]]
     if roles[-1] != "assistant":
         return []
@@ -279,18 +243,18 @@ def _take_beginning(conversation: Conversation) -> Conversation:
     return [conversation.pop()]
 
 
-def _continued(prompt: str, beginning: Message) -> str:
-    """The prompt and the reply begun; thoughts that the generation prompt opens are closed before its text."""
-    text = joined(beginning["content"], "\n\n")
+def _continued(prompt: str, begun: Message) -> str:
+    """Append the begun reply to the prompt; reasoning that the prompt opens is closed before the reply's text."""
+    text = joined(begun["content"], "\n\n")
     if prompt.rstrip().endswith("<think>"):
-        prompt += beginning.get("reasoning_content", "")
+        prompt += begun.get("reasoning_content", "")
         if text:
             prompt += "\n</think>\n\n"
     return prompt + text
 
 
 def _without_system(conversation: Conversation) -> Conversation:
-    """The leading system message put in front of the next message's text, or made the user's if there is none."""
+    """Put the leading system message before the next message's text, or make it the user's if there is none."""
     system, *rest = conversation
     if not rest:
         return [{**system, "role": "user"}]
@@ -299,7 +263,7 @@ def _without_system(conversation: Conversation) -> Conversation:
 
 
 def _parse_arguments(message: Message) -> None:
-    """Turn the arguments of tool calls, which clients send as JSON text, into objects."""
+    """Parse the arguments of tool calls, which clients send as JSON text."""
     for call in message.get("tool_calls", ()):
         function = call["function"]
         if isinstance(function["arguments"], str):
@@ -330,7 +294,7 @@ def _to_json(
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}`, which marks replies for training, means nothing here."""
+    """`{% generation %}`, which marks replies for training and is ignored here."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 

@@ -1,8 +1,8 @@
-"""What changes with every request at the very start of a prompt, and is better left out of it.
+"""Text at the start of a system message that changes with every request and so defeats the prefix cache.
 
-Some agents put a line there that is meant for somebody's billing, with a number drawn anew each time. No two
-prompts have a common prefix then, and everything behind that line is computed again. Nothing is left out unless the
-server is told to: it is a part of what the client sent.
+Some agents put a billing header with a random number there. No two prompts have a common prefix then, and
+everything after the header is computed again. It is removed only if the server is told to, since the client sent
+it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from llamaslot.base.errors import ConfigError
 from llamaslot.text.conversation import Conversation, Message
 
 KNOWN = {"claude-code": r"x-anthropic-billing-header:[^\n]*(?:\n+|$)"}
-"""Patterns by the agent that they are for."""
+"""Patterns by the agent that sends such text."""
 
 _INSTRUCTIONS = ("system", "developer")
 
 
 def pattern(words: str) -> re.Pattern[str] | None:
-    """What to leave out: names of `KNOWN` with commas between, or one regular expression; None for nothing.
+    """Compile what to remove: names of `KNOWN` separated by commas, or one regular expression; None for nothing.
 
-    Raises `ConfigError` for what is neither, and for an expression that matches an empty text.
+    Raises `ConfigError` for anything else, and for an expression that matches an empty text.
     """
     names = [word.strip() for word in words.split(",")]
     source = "|".join(KNOWN[name] for name in names) if all(name in KNOWN for name in names) else words
@@ -40,9 +40,7 @@ def pattern(words: str) -> re.Pattern[str] | None:
 
 
 def without(volatile: re.Pattern[str], conversation: Conversation) -> Conversation:
-    """A conversation without what `volatile` matches at the start of its system message, and without that message
-    where it holds nothing else.
-    """
+    """Remove what `volatile` matches at the start of the system message; drop the message if nothing is left."""
     if not conversation or conversation[0]["role"] not in _INSTRUCTIONS:
         return conversation
     first, *rest = conversation

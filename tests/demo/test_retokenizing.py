@@ -1,7 +1,7 @@
-"""Sampled conversations come back as text: all but what is new is known, whatever their replies were made of.
+"""Sampled conversations come back as text: only new text is computed, whichever tokens their replies consist of.
 
-A sampled reply need not be what the vocabulary would make of its text. Without anchors such a reply, and all behind
-it, is computed again. The embedded model hardly ever spells words otherwise at temperature 1, so it runs hot.
+The tokens of a sampled reply need not be those of its text. Without text anchors such a reply, and everything after
+it, is computed again. The embedded model hardly ever samples such tokens at temperature 1, so it runs hot.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ async def counted(*, anchors: bool) -> tuple[Counter[str], list[str]]:
     return counts, texts
 
 
-async def test_turns_compute_their_new_text_alone() -> None:
+async def test_turns_compute_only_their_new_text() -> None:
     with_anchors, texts = await counted(anchors=True)
     without, same = await counted(anchors=False)
     n = N_CONVERSATIONS * (N_TURNS - 1)
@@ -78,7 +78,7 @@ async def test_turns_compute_their_new_text_alone() -> None:
     assert len(texts) == len(same)
 
 
-async def test_greedy_text_behind_an_anchor_is_that_of_the_same_tokens_computed_cold() -> None:
+async def test_greedy_text_after_an_anchor_equals_that_of_the_same_tokens_computed_cold() -> None:
     noise = Noise(SETTINGS)
     n_anchored = 0
     async with running(LlamaBackend(SETTINGS)) as harness:

@@ -26,6 +26,7 @@ from llamaslot.kvcache.tree import Match, Tree
 from llamaslot.text.template import ChatTemplate
 from tests.conftest import LONG
 from tests.engine.harness import Harness, running
+from tests.text.rendering import rendered
 
 N_SLOTS = 3
 N_TOGETHER = 5
@@ -42,7 +43,7 @@ def conversations(n: int) -> list[list[str]]:
     for dialogue in held_out(n // 2, SEED):
         for each in (dialogue, twin(dialogue)):
             ends = [i + 1 for i, m in enumerate(each.messages) if m["role"] == "user"]
-            found.append([template.render(each.messages[:end]) for end in ends])
+            found.append([rendered(template, each.messages[:end]) for end in ends])
     return found
 
 
@@ -171,7 +172,7 @@ def test_they_are_the_same_when_idle_prefixes_are_in_ram(
 def test_two_requests_of_60_percent_of_the_pool_give_the_texts_they_give_alone() -> None:
     backend = open_backend()
     template = ChatTemplate(backend.info.chat_template, bos_token="", eos_token="")
-    long_talks = [[template.render(d.messages)] for d in held_out(2, SEED, filler_tokens=1000)]
+    long_talks = [[rendered(template, d.messages)] for d in held_out(2, SEED, filler_tokens=1000)]
     needs = [len(backend.vocab.tokenize(t[0], add_special=True, parse_special=True)) + 40 for t in long_talks]
     backend.close()
     n_ctx = -(-int(max(needs) / 0.6) // 256) * 256

@@ -31,6 +31,7 @@ from llamaslot.text.template import ChatTemplate
 from tests.conftest import LONG
 from tests.engine.harness import Harness, running
 from tests.noise import Noise
+from tests.text.rendering import rendered
 
 N_WORKLOADS = 200 if LONG else 12
 MAX_TOKENS = 40
@@ -80,9 +81,9 @@ def prompts() -> list[list[str]]:
     dialogues = list(held_out(40, 77))
     for dialogue, other in zip(dialogues, [*dialogues[1:], dialogues[0]], strict=True):
         ends = [i + 1 for i, m in enumerate(dialogue.messages) if m["role"] == "user"]
-        family = [template.render(dialogue.messages[:end]) for end in ends]
+        family = [rendered(template, dialogue.messages[:end]) for end in ends]
         question = other.messages[-1]
-        family += [template.render([*dialogue.messages[: end - 1], question]) for end in ends[1:]]
+        family += [rendered(template, [*dialogue.messages[: end - 1], question]) for end in ends[1:]]
         families.append([prompt for prompt in family if n_tokens(backend, prompt) + MAX_TOKENS <= SMALLEST])
     backend.close()
     return [family for family in families if family]

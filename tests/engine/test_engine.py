@@ -12,7 +12,7 @@ from llamaslot.backend.fake import FakeBackend, FakeVocab
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.commands import Detokenize, InspectEngine, Sampling, Submit, TextPart, Tokenize, TokensPart
 from llamaslot.base.events import Accepted, Cancelled, Failed, Finished, Output
-from llamaslot.base.namespaces import salted
+from llamaslot.base.namespaces import salt_namespace
 from llamaslot.engine.engine import Engine
 from llamaslot.kvcache.tree import Tree
 from tests.engine.harness import GREEDY, Harness, alone, running
@@ -69,7 +69,7 @@ async def test_cache_prompt_off_neither_reads_nor_feeds() -> None:
         after = finished(await engine.submit("4", "one more private", add_special=False))
         assert after.progress.n_cached == 0
         tree = engine.engine.scheduler.ledger.tree
-        assert {node.space for node in tree.nodes()} == {salted("")}
+        assert {node.space for node in tree.nodes()} == {salt_namespace("")}
 
 
 async def test_an_empty_slot_is_taken_before_a_slot_is_cut_in_half() -> None:

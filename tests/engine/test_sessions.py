@@ -1,4 +1,4 @@
-"""Sessions through the engine: what they find, why they find no more, what is left when one is dropped."""
+"""Sessions through the engine: what is reused, why no more is, and what stays when one is dropped."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def last_text(engine: Harness) -> str:
     return engine.text(f"{len(engine.ends) - 1}")
 
 
-async def test_the_outcomes_of_a_conversation(engine: Harness) -> None:
+async def test_each_turn_of_a_session_keeps_its_tokens(engine: Harness) -> None:
     first = await ask(engine, HELLO)
     assert (first.session_match, first.n_cached, first.miss) == ("new", 0, "cold")
     text = HELLO + last_text(engine)
@@ -54,11 +54,11 @@ async def test_the_outcomes_of_a_conversation(engine: Harness) -> None:
     assert (again.session_match, again.n_prompt_computed) == ("exact", 1)
 
 
-async def test_requests_without_a_session_say_nothing_of_it(engine: Harness) -> None:
+async def test_requests_without_a_session_report_no_match(engine: Harness) -> None:
     assert (await ask(engine, HELLO, session_id="")).session_match == ""
 
 
-async def test_why_no_more_was_reused(engine: Harness) -> None:
+async def test_the_reason_of_a_miss(engine: Harness) -> None:
     assert (await ask(engine, SYSTEM + "One.", session_id="")).miss == "cold"
     other = await ask(engine, SYSTEM + "Two.", session_id="", max_tokens=12)
     assert (other.miss, other.diverged_at) == ("diverged", len(SYSTEM))
@@ -67,7 +67,7 @@ async def test_why_no_more_was_reused(engine: Harness) -> None:
     assert (await ask(engine, SYSTEM + "One.", session_id="")).miss == ""
 
 
-async def test_a_reply_that_came_back_changed(engine: Harness) -> None:
+async def test_a_reply_that_comes_back_edited_is_a_miss_by_change(engine: Harness) -> None:
     await ask(engine, SYSTEM, max_tokens=40)
     reply = last_text(engine)
     changed = await ask(engine, SYSTEM + reply[:3] + "#" + reply[4:] + "</s>", max_tokens=12)
@@ -75,7 +75,7 @@ async def test_a_reply_that_came_back_changed(engine: Harness) -> None:
     assert changed.diverged_at == len(SYSTEM) + 3
 
 
-async def test_what_was_given_up_for_others_had_been_known() -> None:
+async def test_an_evicted_prefix_is_a_miss_by_eviction() -> None:
     async with running(FakeBackend(n_slots=1, n_ctx=600, n_reserved=2)) as engine:
         assert (await ask(engine, SYSTEM + "One.")).miss == "cold"
         await ask(engine, "x" * 500, session_id="")
@@ -83,14 +83,14 @@ async def test_what_was_given_up_for_others_had_been_known() -> None:
         assert (again.miss, again.session_match) == ("evicted", "tokens")
 
 
-async def test_a_model_whose_kv_cannot_be_trimmed() -> None:
+async def test_a_model_whose_kv_cannot_be_trimmed_reports_unsupported() -> None:
     async with running(FakeBackend(n_slots=1, reuse=False)) as engine:
         await ask(engine, HELLO)
         again = await ask(engine, HELLO)
         assert (again.miss, again.n_cached) == ("unsupported", 0)
 
 
-async def test_a_dropped_session_takes_what_only_it_has(engine: Harness) -> None:
+async def test_dropping_a_session_drops_what_only_it_uses(engine: Harness) -> None:
     await ask(engine, SYSTEM + "One, and more of it.", session_id="one")
     await ask(engine, SYSTEM + "Two.", session_id="two")
     before = engine.engine.scheduler.ledger.tree.n_tokens
@@ -104,7 +104,7 @@ async def test_a_dropped_session_takes_what_only_it_has(engine: Harness) -> None
     assert (await ask(engine, SYSTEM + "Two.", session_id="")).n_prompt_computed == 1
 
 
-async def test_a_dropped_session_takes_what_was_generated_and_not_sent(engine: Harness) -> None:
+async def test_dropping_a_session_drops_tokens_that_were_not_sent(engine: Harness) -> None:
     await ask(engine, SYSTEM + "Two.", session_id="two")
     n_before = engine.engine.scheduler.ledger.tree.n_tokens
     await ask(engine, SYSTEM + "One.", session_id="one", max_tokens=40, sampling=ENDLESS)
@@ -119,8 +119,8 @@ async def test_a_dropped_session_takes_what_was_generated_and_not_sent(engine: H
     assert engine.engine.scheduler.ledger.tree.n_tokens == n_before
 
 
-async def test_a_dropped_session_takes_earlier_replies_of_its_own_with_it(engine: Harness) -> None:
-    """A reply that was asked for again, and one that came back changed, branch off the session's last sequence."""
+async def test_dropping_a_session_drops_its_earlier_replies(engine: Harness) -> None:
+    """A regenerated reply and an edited one branch off the session's last sequence."""
     empty = engine.engine.scheduler.ledger.tree.n_tokens
     await ask(engine, SYSTEM, session_id="one", sampling=ENDLESS, max_tokens=20)
     reply = last_text(engine)
@@ -132,7 +132,7 @@ async def test_a_dropped_session_takes_earlier_replies_of_its_own_with_it(engine
 
 
 @pytest.mark.parametrize("n_ctx", [840, 860, 880])
-async def test_a_dropped_session_leaves_what_others_have_in_another_tier(n_ctx: int) -> None:
+async def test_dropping_a_session_keeps_what_others_have_in_another_tier(n_ctx: int) -> None:
     """What follows the shared prompt is in RAM alone for one of them, and in the pool for the other, or both."""
     async with running(FakeBackend(n_slots=2, n_ctx=n_ctx, n_reserved=6), ram_bytes=10**6) as engine:
         texts = {"a": SYSTEM + "a" * 100, "b": SYSTEM + "b" * 200}
@@ -140,35 +140,35 @@ async def test_a_dropped_session_leaves_what_others_have_in_another_tier(n_ctx: 
             await ask(engine, texts[name], session_id=name, max_tokens=1)
         for _ in range(2):
             await ask(engine, "z" * 550, session_id="", max_tokens=1)
-        before = known(engine, texts)
+        before = n_cached(engine, texts)
         await drop(engine, "a")
-        assert known(engine, texts)["b"] == before["b"]
-        assert known(engine, texts)["a"] < before["a"]
+        assert n_cached(engine, texts)["b"] == before["b"]
+        assert n_cached(engine, texts)["a"] < before["a"]
         await drop(engine, "b")
-        assert known(engine, texts) == {"a": 1, "b": 1} or known(engine, texts) == {"a": 0, "b": 0}
+        assert n_cached(engine, texts) == {"a": 1, "b": 1} or n_cached(engine, texts) == {"a": 0, "b": 0}
 
 
-async def test_a_choice_that_shares_its_only_token_says_nothing_wrong(engine: Harness) -> None:
+async def test_a_choice_that_shares_its_only_token_reports_no_miss(engine: Harness) -> None:
     submit = Submit("one", (TextPart(HELLO),), sampling=ENDLESS, max_tokens=1, n=2)
     ends = [await end for end in engine.submit_all(submit)]
     assert [end.progress.miss for end in ends if isinstance(end, Finished)] == ["cold", ""]
 
 
-async def test_a_session_belongs_to_prompts_with_or_without_what_the_model_wants_in_front(engine: Harness) -> None:
+async def test_prompts_with_and_without_added_tokens_do_not_match(engine: Harness) -> None:
     await ask(engine, HELLO)
     text = HELLO + last_text(engine)
     again = await ask(engine, text, add_special=False)
     assert (again.session_match, again.n_prompt) == ("tokens", len(text))
 
 
-async def test_a_dropped_session_leaves_a_path_that_ends_within_its_own(engine: Harness) -> None:
+async def test_dropping_a_session_keeps_a_prefix_of_another_request(engine: Harness) -> None:
     await ask(engine, SYSTEM, session_id="", max_tokens=0, id_slot=0)
     await ask(engine, SYSTEM + "One.", session_id="one", id_slot=1)
     await drop(engine, "one")
-    assert known(engine, {"": SYSTEM + "One."}) == {"": len("<" + SYSTEM)}
+    assert n_cached(engine, {"": SYSTEM + "One."}) == {"": len("<" + SYSTEM)}
 
 
-async def test_what_is_stored_of_a_prompt_is_no_other_way_to_go_on(tmp_path: Path) -> None:
+async def test_a_longer_segment_of_the_same_text_is_no_divergence(tmp_path: Path) -> None:
     """Of its last segment too little is wanted to be worth reading."""
     text = "".join(chr(97 + i * i % 26) for i in range(640))
     async with served(tmp_path) as engine:
@@ -179,7 +179,7 @@ async def test_what_is_stored_of_a_prompt_is_no_other_way_to_go_on(tmp_path: Pat
         assert again.miss == ""
 
 
-async def test_there_is_nothing_to_drop_of_a_session_that_nobody_knows(engine: Harness) -> None:
+async def test_dropping_an_unknown_session_drops_nothing(engine: Harness) -> None:
     await ask(engine, HELLO, cache_salt="s")
     for session_id, salt in (("yours", ""), ("mine", ""), ("mine", "t")):
         assert not (await drop(engine, session_id, salt)).is_known
@@ -187,7 +187,7 @@ async def test_there_is_nothing_to_drop_of_a_session_that_nobody_knows(engine: H
     assert not (await drop(engine, "mine", "s")).is_known
 
 
-async def test_a_session_is_dropped_while_it_runs(engine: Harness) -> None:
+async def test_a_session_can_be_dropped_while_it_runs(engine: Harness) -> None:
     await ask(engine, HELLO)
     text = HELLO + last_text(engine) + " and"
     end = engine.submit("running", text, session_id="mine", max_tokens=-1, sampling=ENDLESS)
@@ -195,10 +195,10 @@ async def test_a_session_is_dropped_while_it_runs(engine: Harness) -> None:
     assert (await drop(engine)).is_known
     engine.cancel("running")
     assert isinstance(await end, Cancelled)
-    assert (await ask(engine, text + engine.text("running"))).session_match == "exact", "it began anew"
+    assert (await ask(engine, text + engine.text("running"))).session_match == "exact", "the session began again"
 
 
-async def test_one_that_was_cancelled_before_it_ran_leaves_the_session_as_it_was() -> None:
+async def test_a_request_cancelled_before_it_ran_leaves_the_session_unchanged() -> None:
     async with running(FakeBackend(n_slots=1, n_ctx=1024)) as engine:
         await ask(engine, HELLO)
         text = HELLO + last_text(engine)
@@ -213,7 +213,7 @@ async def test_one_that_was_cancelled_before_it_ran_leaves_the_session_as_it_was
         assert (await ask(engine, text + "</s>")).session_match == "extend"
 
 
-async def test_a_conversation_gives_up_all_that_it_has_before_another_loses_anything() -> None:
+async def test_one_conversation_is_evicted_completely_before_another() -> None:
     """Four turns of each of two conversations, then room for a part of them is wanted, and for more."""
     async with running(FakeBackend(n_slots=2, n_ctx=1200, n_reserved=6)) as engine:
         texts = {"a": "a" * 100, "b": "b" * 100}
@@ -221,16 +221,16 @@ async def test_a_conversation_gives_up_all_that_it_has_before_another_loses_anyt
             for name, text in texts.items():
                 await ask(engine, text, session_id=name)
                 texts[name] = text + last_text(engine) + f"</s>{turn}{name * 20}"
-        whole = known(engine, texts)
+        whole = n_cached(engine, texts)
         await ask(engine, "x" * 900, session_id="")
-        assert known(engine, texts)["a"] < whole["a"]
-        assert known(engine, texts)["b"] == whole["b"]
+        assert n_cached(engine, texts)["a"] < whole["a"]
+        assert n_cached(engine, texts)["b"] == whole["b"]
         await ask(engine, "x" * 950 + "y" * 50, session_id="")
-        assert known(engine, texts)["a"] < 10 < known(engine, texts)["b"]
+        assert n_cached(engine, texts)["a"] < 10 < n_cached(engine, texts)["b"]
 
 
-def known(engine: Harness, texts: dict[str, str]) -> dict[str, int]:
-    """How many tokens of each text need not be computed."""
+def n_cached(engine: Harness, texts: dict[str, str]) -> dict[str, int]:
+    """How many tokens of each text are cached."""
     ledger = engine.engine.scheduler.ledger
     return {name: ledger.known("", packed(engine, text)) for name, text in texts.items()}
 

@@ -1,4 +1,4 @@
-"""What the engine has remembered of replies: whole ones, those that were cut short, until the cache is cleared.
+"""Text anchors through the engine: of whole and truncated replies, over a restart, until the cache is cleared.
 
 The model's replies are bytes that are no text, so that tokenizing them again gives other tokens.
 """
@@ -46,14 +46,14 @@ async def n_anchored(engine: Harness, prompt: str) -> int:
     return end.progress.n_anchored
 
 
-async def test_a_whole_reply(engine: Harness) -> None:
+async def test_a_whole_reply_gets_an_anchor(engine: Harness) -> None:
     await engine.submit("1", "hello", max_tokens=8)
     assert engine.text("1") == 2 * f"{BROKEN}{BROKEN}ab"
     assert await n_anchored(engine, f"hello{engine.text('1')}</s>and") == len("<hello") + 8
     assert await n_anchored(engine, f"other{engine.text('1')}</s>and") == 0
 
 
-async def test_a_reply_up_to_its_stop_string(engine: Harness) -> None:
+async def test_a_reply_is_anchored_up_to_its_stop_string(engine: Harness) -> None:
     end = await engine.submit("1", "hello", max_tokens=20, stop=("ab",))
     assert isinstance(end, Finished)
     assert (end.reason, engine.text("1")) == ("word", BROKEN + BROKEN)
@@ -61,7 +61,7 @@ async def test_a_reply_up_to_its_stop_string(engine: Harness) -> None:
     assert await n_anchored(engine, f"hello{BROKEN}{BROKEN}ab</s>and") == 0
 
 
-async def test_a_reply_that_was_cancelled_up_to_what_was_sent(engine: Harness) -> None:
+async def test_a_cancelled_reply_is_anchored_as_far_as_it_was_sent(engine: Harness) -> None:
     end = engine.submit("1", "hello", max_tokens=-1)
     await engine.wait_for("1", Output, 3)
     engine.cancel("1")
@@ -71,7 +71,7 @@ async def test_a_reply_that_was_cancelled_up_to_what_was_sent(engine: Harness) -
     assert await n_anchored(engine, f"hello{engine.text('1')}</s>and") == len("<hello") + n_tokens
 
 
-async def test_what_is_cleared_is_forgotten(engine: Harness) -> None:
+async def test_clearing_the_cache_drops_anchors(engine: Harness) -> None:
     await engine.submit("1", "hello", max_tokens=8)
     await engine.ask(ClearCache())
     assert await n_anchored(engine, f"hello{engine.text('1')}</s>and") == 0
@@ -90,7 +90,7 @@ async def served(folder: Path, **settings: bool) -> AsyncIterator[Harness]:
         store.close()
 
 
-async def test_two_turns_are_remembered_over_a_restart_and_forgotten_when_cleared(tmp_path: Path) -> None:
+async def test_anchors_survive_a_restart_until_they_are_cleared(tmp_path: Path) -> None:
     async with served(tmp_path) as engine:
         await engine.submit("1", "hello", max_tokens=8)
         second = f"hello{engine.text('1')}</s>and"

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llamaslot.base.model import SegmentSize
-from llamaslot.base.namespaces import private
+from llamaslot.base.namespaces import private_namespace
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.disk import Erase, Read, Use, Write
 from llamaslot.kvcache.pace import OPEN_SECONDS, PAUSE_SECONDS, SILENT_SECONDS
@@ -20,7 +20,7 @@ from llamaslot.kvcache.tiers import Tiers
 from tests.conftest import LONG
 from tests.fake_disk import Files
 
-SPACES = st.sampled_from(["", "salt", private("r")])
+SPACES = st.sampled_from(["", "salt", private_namespace("r")])
 SOME = st.lists(st.integers(1, 2), min_size=1, max_size=14).map(tuple)
 HEADER = 3
 LARGEST = 4

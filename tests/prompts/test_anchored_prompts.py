@@ -240,7 +240,7 @@ def test_without_anchors_every_text_gets_its_own_tokens(vocab: LlamaVocab) -> No
 class Greedy:
     """A vocabulary in which `<cut>` strips the spaces before it, and `<fine>` does not."""
 
-    boundaries = special_tokens = ("<cut>", "<fine>")
+    cut_tokens = special_tokens = ("<cut>", "<fine>")
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
         text = text.replace(" <cut>", "<cut>").replace("<cut>", "\1").replace("<fine>", "\2")

@@ -29,7 +29,7 @@ def user(content: str) -> str:
 def offsets(*prompt: TextPart) -> list[int]:
     """Cut points in characters of the whole text."""
     text = SCANNER.scan(prompt, "")
-    return [n_characters(text.marked[: cut.at]) for cut in text.cut_points]
+    return [n_characters(text.data[: cut.at]) for cut in text.cut_points]
 
 
 def test_cut_points_are_before_parsed_control_tokens_but_never_before_all_text() -> None:
@@ -100,10 +100,10 @@ def test_a_control_token_that_begins_before_the_reply_is_found() -> None:
 
 
 @given(parts)
-def test_a_marked_text_has_a_marker_before_each_parsed_control_token(prompt: tuple[TextPart, ...]) -> None:
-    marked = SCANNER.scan(prompt, "").marked
-    assert marked.replace(MARKER, b"") == text(prompt).encode(errors="replace")
-    assert marked.count(MARKER) == sum(
+def test_there_is_a_marker_before_each_parsed_control_token(prompt: tuple[TextPart, ...]) -> None:
+    data = SCANNER.scan(prompt, "").data
+    assert data.replace(MARKER, b"") == text(prompt).encode(errors="replace")
+    assert data.count(MARKER) == sum(
         len(re.findall(r"<\|im_start\|>|<\|im_end\|>|<\|strips\|>|<\|im", part.text))
         for part in prompt
         if part.special
@@ -111,16 +111,15 @@ def test_a_marked_text_has_a_marker_before_each_parsed_control_token(prompt: tup
 
 
 @given(parts, st.data())
-def test_parts_behind_an_offset_are_the_rest_with_their_kinds(
+def test_parts_from_an_offset_are_the_rest_with_their_kinds(
     prompt: tuple[TextPart, ...], data: st.DataObject
 ) -> None:
-    scanned = SCANNER.scan(prompt, "")
-    marked = scanned.marked
-    at = data.draw(st.integers(0, len(marked)))
-    assume(at == len(marked) or marked[at] & 0xC0 != 0x80)
-    rest = scanned.parts(at)
+    text = SCANNER.scan(prompt, "")
+    at = data.draw(st.integers(0, len(text.data)))
+    assume(at == len(text.data) or text.data[at] & 0xC0 != 0x80)
+    rest = text.parts(at)
     assert all(part.text for part in rest)
-    assert "".join(part.text for part in rest).encode() == marked[at:].replace(MARKER, b"")
+    assert "".join(part.text for part in rest).encode() == text.data[at:].replace(MARKER, b"")
     kinds = [part.special for part in prompt if part.text]
     assert [part.special for part in rest] == kinds[len(kinds) - len(rest) :]
 
@@ -144,10 +143,10 @@ def test_parts_behind_an_offset_are_the_rest_with_their_kinds(
     ],
 )
 def test_approximate_cuts_are_before_exact_control_tokens_and_words(before: str, rest: str, is_cut: bool) -> None:
-    marked = SCANNER.scan([TextPart(before), TextPart(rest)], "").marked
-    assert SCANNER.is_approximate_cut(marked, len(before.encode())) is is_cut
+    data = SCANNER.scan([TextPart(before), TextPart(rest)], "").data
+    assert SCANNER.is_approximate_cut(data, len(before.encode())) is is_cut
 
 
 def test_there_is_no_approximate_cut_before_a_control_token_written_out_as_plain_text() -> None:
-    marked = SCANNER.scan([TextPart("a"), TextPart(START, special=False)], "").marked
-    assert not SCANNER.is_approximate_cut(marked, 1)
+    data = SCANNER.scan([TextPart("a"), TextPart(START, special=False)], "").data
+    assert not SCANNER.is_approximate_cut(data, 1)

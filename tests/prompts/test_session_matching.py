@@ -43,7 +43,7 @@ class Talk:
         texts = [part for part in prompt if isinstance(part, TextPart)]
         if len(texts) == len(prompt):
             written = write_out(self.vocab, self.context.prompt.tokens.tolist()).text
-            assert written == self.scanner.scan(texts, "").marked, "the tokens are another text"
+            assert written == self.scanner.scan(texts, "").data, "the tokens are another text"
         return self.context.prompt
 
     def reply(self, content: str) -> list[int]:
@@ -265,7 +265,7 @@ def spaced(model: int) -> Spaced:
 def without_probing(vocab: LlamaVocab) -> Tokenizer:
     """A tokenizer that takes all control tokens for exact cut points."""
     tokenizer = Tokenizer(vocab, N_CTX)
-    tokenizer._scanner = TextScanner(vocab.boundaries, vocab.special_tokens)
+    tokenizer._scanner = TextScanner(vocab.cut_tokens, vocab.special_tokens)
     return tokenizer
 
 

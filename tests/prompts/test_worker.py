@@ -12,6 +12,7 @@ from llamaslot.backend.fake import FakeVocab
 from llamaslot.base.commands import DropSession, Submit, TextPart, Tokenize, TokensPart
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError
 from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.stats import AnchorStats, SessionStats
 from llamaslot.base.tokens import Tokens
 from llamaslot.prompts.sessions import Session
 from llamaslot.prompts.text_anchors import TextAnchor
@@ -58,7 +59,7 @@ class Engine:
         self.store = Store()
         self.worker.keep_in(self.store, lambda method, *arguments: method(*arguments))
 
-    async def settle(self, n: int = 1) -> None:
+    async def run_posted(self, n: int = 1) -> None:
         """Carry out what the next `n` calls post."""
         async with asyncio.timeout(5):
             while len(self.posted) < n:
@@ -70,7 +71,7 @@ class Engine:
         """Have a prompt tokenized for some requests."""
         submits = [Submit(each, (TextPart("hello"),), **fields) for each in request_ids]  # type: ignore[arg-type]
         self.worker.submit(submits, lambda submit, prompt: self.accepted.update({submit.request_id: prompt}))
-        await self.settle()
+        await self.run_posted()
 
 
 class Failing(Tokenizer):
@@ -95,10 +96,11 @@ async def test_a_remembered_reply_is_written_and_its_request_released(engine: En
     assert set(engine.accepted) == set(engine.worker._contexts) == {"a", "b"}
     engine.worker.remember("a", BROKEN, 2)
     assert engine.worker.is_remembering
-    await engine.settle()
+    await engine.run_posted()
     assert not engine.worker.is_remembering
     assert engine.store.written == ["anchor", "session"]
-    assert (engine.worker.stats.n_anchors, engine.worker.stats.n_sessions) == (1, 1)
+    anchors, sessions = engine.worker.stats
+    assert (anchors.replies, sessions.known) == (1, 1)
     engine.worker.release("b")
     assert not engine.worker._contexts
 
@@ -109,7 +111,7 @@ async def test_a_cancelled_request_is_not_answered_and_leaves_nothing(engine: En
     assert engine.worker.waiting == ["a", "b"]
     assert engine.worker.cancel("a")
     assert not engine.worker.cancel("a")
-    await engine.settle()
+    await engine.run_posted()
     assert set(engine.accepted) == set(engine.worker._contexts) == {"b"}
     assert not engine.worker.cancel("b"), "its prompt is tokenized"
     engine.worker.cancel_all()
@@ -119,7 +121,7 @@ async def test_a_cancelled_request_is_not_answered_and_leaves_nothing(engine: En
 async def test_a_cancelled_request_alone_is_not_answered(engine: Engine) -> None:
     engine.worker.submit([Submit("a", (TextPart("hello"),))], lambda *_: pytest.fail("it was cancelled"))
     engine.worker.cancel("a")
-    await engine.settle()
+    await engine.run_posted()
     assert (engine.failed, engine.worker._contexts, engine.worker.waiting) == ({}, {}, [])
 
 
@@ -134,7 +136,7 @@ async def test_a_refused_request_fails_once_and_leaves_nothing(
     engine.worker.submit([Submit("a", (part,))], lambda *_: pytest.fail("it was refused"))
     answers: list[object] = []
     engine.worker.answer(Tokenize((TokensPart((10**6,)),)), answers.append)
-    await engine.settle(2)
+    await engine.run_posted(2)
     assert set(engine.failed) == {"a"}
     assert [type(answer) for answer in answers] == [InvalidRequestError]
     assert error in engine.failed["a"].message
@@ -149,7 +151,7 @@ async def test_bugs_in_the_tokenizer_end_the_request_and_nothing_else() -> None:
     context = Tokenizer(FakeVocab(), 100).tokenize_prompt(Submit("b", (TextPart("hello"),)))
     engine.worker._contexts["b"] = context
     engine.worker.remember("b", BROKEN, 2)
-    await engine.settle()
+    await engine.run_posted()
     assert not engine.worker.is_remembering
     assert engine.store.written == []
     engine.worker.close()
@@ -160,10 +162,10 @@ async def test_a_reply_that_is_being_remembered_is_cleared_too(engine: Engine) -
     done = []
     engine.worker.remember("a", BROKEN, 2)
     engine.worker.clear(lambda: done.append("cleared"))
-    await engine.settle(2)
+    await engine.run_posted(2)
     assert done == ["cleared"]
     assert engine.store.written == ["anchor", "session", "clear"]
-    assert engine.worker.stats == (0, 0, 0, 0)
+    assert engine.worker.stats == (AnchorStats(), SessionStats())
 
 
 async def test_a_dropped_session_gives_its_tokens_once(engine: Engine) -> None:
@@ -172,6 +174,6 @@ async def test_a_dropped_session_gives_its_tokens_once(engine: Engine) -> None:
     found: list[list[bytes]] = []
     for _ in range(2):
         engine.worker.drop_session(DropSession("mine"), lambda _, paths: found.append(paths), pytest.fail)
-    await engine.settle(3)
+    await engine.run_posted(3)
     prompt = engine.accepted["a"].packed_tokens
     assert found == [[prompt + BROKEN.tobytes()], []]

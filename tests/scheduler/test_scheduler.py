@@ -14,7 +14,7 @@ from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.commands import Sampling, Submit
 from llamaslot.base.kv_ops import Remove
 from llamaslot.base.model import TILE
-from llamaslot.base.namespaces import salted
+from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import Tokens, packed
 from llamaslot.scheduler import admission
@@ -139,12 +139,12 @@ class Driver:
 
     def match(self, prompt: str) -> int:
         """Tokens of a prompt that are in the pool."""
-        return self.scheduler.ledger.tree.match(salted(""), packed(as_tokens(prompt))).n
+        return self.scheduler.ledger.tree.match(salt_namespace(""), packed(as_tokens(prompt))).n
 
     def holders(self, prompt: str) -> list[int]:
         """The sequences that hold all tokens of a prompt."""
         tokens = packed(as_tokens(prompt))
-        match = self.scheduler.ledger.tree.match(salted(""), tokens)
+        match = self.scheduler.ledger.tree.match(salt_namespace(""), tokens)
         return list(self.scheduler.ledger.tree.holders(match.node)) if match.n == len(prompt) else []
 
     def held(self, request: Request) -> int:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from llamaslot.base.errors import ConfigError
 from llamaslot.text.builtin_templates import BUILTIN_TEMPLATES, resolve
 from llamaslot.text.template import ChatTemplate
+from tests.text.rendering import rendered
 
 CONTENT = st.text("ab é<\n {%}", max_size=12)
 
@@ -44,7 +45,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, str]]:
 def test_the_prompt_is_llama_cpps(name: str, messages: list[dict[str, str]]) -> None:
     template = ChatTemplate(resolve(name), bos_token="<s>", eos_token="</s>")
     for add_generation_prompt in {False, messages[-1]["role"] == "user"}:
-        prompt = template.render(messages, add_generation_prompt=add_generation_prompt)
+        prompt = rendered(template, messages, add_generation_prompt=add_generation_prompt)
 
         assert prompt == llama_cpp_prompt(name, messages, add_generation_prompt=add_generation_prompt)
 

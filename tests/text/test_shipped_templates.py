@@ -13,6 +13,7 @@ import pytest
 
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.text.template import ChatTemplate
+from tests.text.rendering import rendered
 
 FOLDERS = [Path(__file__).parent / "templates"]
 if "LLAMASLOT_FIXTURES" in os.environ:
@@ -94,24 +95,24 @@ def texts(messages: list[dict[str, Any]]) -> list[str]:
 def test_every_text_is_there_once_and_in_order(named: tuple[str, ChatTemplate]) -> None:
     name, template = named
     for messages in (TURNS[:1], TURNS, [SYSTEM, TURNS[0]], [SYSTEM, *TURNS]):
-        prompt = template.render(messages)
+        prompt = rendered(template, messages)
         places = [prompt.index(text) for text in texts(messages)]
 
         if name not in MOVES_THE_SYSTEM_MESSAGE:
             assert places == sorted(places)
         assert [prompt.count(text) for text in texts(messages)] == [1] * len(messages)
         assert not prompt.startswith("<bos>")
-        bare = template.render(messages, add_generation_prompt=False)
+        bare = rendered(template, messages, add_generation_prompt=False)
         assert (prompt == bare) == (name in NO_GENERATION_PROMPT)
         assert prompt.startswith(bare)
 
 
-def test_a_reply_begun_ends_the_prompt(named: tuple[str, ChatTemplate]) -> None:
+def test_a_begun_reply_ends_the_prompt(named: tuple[str, ChatTemplate]) -> None:
     _, template = named
 
-    prompt = template.render(TURNS[:2])
+    prompt = rendered(template, TURNS[:2])
 
-    assert prompt.startswith(template.render(TURNS[:1]))
+    assert prompt.startswith(rendered(template, TURNS[:1]))
     assert prompt.endswith(TURNS[1]["content"])
 
 
@@ -119,10 +120,10 @@ def test_tools_calls_and_results(named: tuple[str, ChatTemplate]) -> None:
     name, template = named
     if name in REFUSES_TOOLS:
         with pytest.raises(InvalidRequestError, match="the chat template refuses the messages: "):
-            template.render([SYSTEM, *TOOL_TURNS], tools=TOOLS)
+            rendered(template, [SYSTEM, *TOOL_TURNS], tools=TOOLS)
         return
 
-    prompt = template.render([SYSTEM, *TOOL_TURNS], tools=TOOLS)
+    prompt = rendered(template, [SYSTEM, *TOOL_TURNS], tools=TOOLS)
 
     assert ("The weather in a city." in prompt) == (name not in NO_TOOLS)
     assert ("Tromsø" in prompt) == (name not in NO_CALLS)
@@ -135,12 +136,12 @@ def test_a_longer_conversation_begins_with_the_shorter_one(
     named: tuple[str, ChatTemplate], system: list[dict[str, Any]]
 ) -> None:
     name, template = named
-    whole = template.render([*system, *TURNS], add_generation_prompt=False)
+    whole = rendered(template, [*system, *TURNS], add_generation_prompt=False)
 
     broken = [
         k
         for k in range(1, len(TURNS))
-        if not whole.startswith(template.render([*system, *TURNS[:k]], add_generation_prompt=False))
+        if not whole.startswith(rendered(template, [*system, *TURNS[:k]], add_generation_prompt=False))
     ]
 
     print(f"{name}: not a prefix after {broken} of {len(TURNS)} messages")
@@ -153,13 +154,13 @@ def test_a_longer_conversation_begins_with_the_shorter_one(
 def test_the_next_turn_begins_with_this_one_and_its_reply(named: tuple[str, ChatTemplate]) -> None:
     name, template = named
 
-    after = template.render(TURNS[:3]).startswith(template.render(TURNS[:1]) + TURNS[1]["content"])
+    after = rendered(template, TURNS[:3]).startswith(rendered(template, TURNS[:1]) + TURNS[1]["content"])
 
     print(f"{name}: the next turn {'extends' if after else 'rewrites'} the reply")
     assert after == (name not in REWRITES_REPLIES)
 
 
-def test_what_the_caller_spells_is_told_from_what_the_template_writes(named: tuple[str, ChatTemplate]) -> None:
+def test_control_tokens_of_the_caller_are_told_from_those_of_the_template(named: tuple[str, ChatTemplate]) -> None:
     """The same conversation with letters in place of the control tokens shows where they are."""
     source = named[1].source
     words = {*re.findall(r"<[|｜]?[\w▁/]+[|｜]?>|\[/?[A-Z_]+\]", source), "<bos>", "<eos>"}
@@ -169,10 +170,10 @@ def test_what_the_caller_spells_is_told_from_what_the_template_writes(named: tup
         for token in control:
             user = {"role": "user", "content": content.format(token)}
             lettered = {"role": "user", "content": content.format("Ω" * len(token))}
-            parts = template.render_parts([user, TURNS[1], user])
+            parts = template.render([user, TURNS[1], user])
 
             shown = "".join(part.text if part.special else "Ω" * len(part.text) for part in parts)
-            assert shown == template.render([lettered, TURNS[1], lettered])
+            assert shown == rendered(template, [lettered, TURNS[1], lettered])
 
 
 def test_parts_are_the_prompt(named: tuple[str, ChatTemplate]) -> None:
@@ -189,19 +190,19 @@ def test_parts_are_the_prompt(named: tuple[str, ChatTemplate]) -> None:
             {"role": "user", "content": [{"type": "text", "text": token[:2]}, {"type": "text", "text": token[2:]}]},
         ]
         try:
-            prompt = template.render(messages)
+            prompt = rendered(plain, messages)
         except InvalidRequestError:
             with pytest.raises(InvalidRequestError):
-                template.render_parts(messages)
+                template.render(messages)
             continue
-        assert "".join(part.text for part in template.render_parts(messages)) == prompt
+        assert "".join(part.text for part in template.render(messages)) == prompt
 
 
 def test_content_as_parts(named: tuple[str, ChatTemplate]) -> None:
     _, template = named
     parts = [{"role": "user", "content": [{"type": "text", "text": TURNS[0]["content"]}]}]
 
-    assert template.render(parts) == template.render(TURNS[:1])
+    assert rendered(template, parts) == rendered(template, TURNS[:1])
 
 
 def ours(name: str) -> ChatTemplate:
@@ -213,29 +214,29 @@ def test_reasoning_is_kept_behind_the_last_question_only() -> None:
     reply = {"role": "assistant", "content": None, "reasoning_content": "Snow is wet.", "tool_calls": [CALL]}
     turns = [TOOL_TURNS[0], reply, TOOL_TURNS[2]]
     for name in ("xml_calls_with_reasoning", "thoughts_closed_by_default"):
-        assert "Snow is wet." in ours(name).render(turns)
-        assert "Snow is wet." not in ours(name).render([*turns, {"role": "user", "content": "Are you sure?"}])
+        assert "Snow is wet." in rendered(ours(name), turns)
+        assert "Snow is wet." not in rendered(ours(name), [*turns, {"role": "user", "content": "Are you sure?"}])
 
 
 def test_thoughts_can_be_switched_off() -> None:
     for name in ("xml_calls_with_reasoning", "thoughts_closed_by_default"):
-        assert "</think>" not in ours(name).render(TURNS[:1])
-        assert ours(name).render(TURNS[:1], kwargs={"enable_thinking": False}).rstrip().endswith("</think>")
+        assert "</think>" not in rendered(ours(name), TURNS[:1])
+        assert rendered(ours(name), TURNS[:1], kwargs={"enable_thinking": False}).rstrip().endswith("</think>")
 
 
 def test_the_date_is_that_of_the_clock() -> None:
-    assert "Today is 09 Mar 2025, year 2025." in ours("dated_headers").render(TURNS[:1])
-    assert "Date: 2025-03-09\n" in ours("channels").render(TURNS[:1])
+    assert "Today is 09 Mar 2025, year 2025." in rendered(ours("dated_headers"), TURNS[:1])
+    assert "Date: 2025-03-09\n" in rendered(ours("channels"), TURNS[:1])
 
 
 def test_tools_are_written_as_indented_json() -> None:
-    prompt = ours("dated_headers").render(TURNS[:1], tools=TOOLS)
+    prompt = rendered(ours("dated_headers"), TURNS[:1], tools=TOOLS)
     assert json.dumps(TOOLS[0], indent=4) in prompt
-    assert json.dumps([FUNCTION], indent=2) in ours("parts_and_training").render(TURNS[:1], tools=TOOLS)
+    assert json.dumps([FUNCTION], indent=2) in rendered(ours("parts_and_training"), TURNS[:1], tools=TOOLS)
 
 
 def test_a_template_refuses_in_its_own_words() -> None:
     with pytest.raises(InvalidRequestError, match="Roles must take turns"):
-        ours("instruction_pairs").render([TURNS[0], TURNS[0]])
+        rendered(ours("instruction_pairs"), [TURNS[0], TURNS[0]])
     with pytest.raises(InvalidRequestError, match="Only one call a turn"):
-        ours("dated_headers").render([TURNS[0], {"role": "assistant", "tool_calls": [CALL, CALL]}, TURNS[0]])
+        rendered(ours("dated_headers"), [TURNS[0], {"role": "assistant", "tool_calls": [CALL, CALL]}, TURNS[0]])

@@ -10,6 +10,7 @@ import pytest
 
 from llamaslot.base.errors import ConfigError, InvalidRequestError
 from llamaslot.text.template import ChatTemplate
+from tests.text.rendering import rendered
 
 CHAT = """\
 {%- for m in messages %}
@@ -45,7 +46,7 @@ def template(source: str, **options: Any) -> ChatTemplate:
 
 
 def render(source: str, *messages: dict[str, Any], **options: Any) -> str:
-    return template(source).render(messages, **options)
+    return rendered(template(source), messages, **options)
 
 
 class TestMessages:
@@ -238,11 +239,12 @@ class TestTokens:
         ],
     )
     def test_what_the_tokenizer_adds_is_left_out(self, options: dict[str, Any], prompt: str) -> None:
-        assert template(self.SOURCE, **options).render([USER]) == prompt
+        assert rendered(template(self.SOURCE, **options), [USER]) == prompt
 
     def test_only_one_bos_is_left_out(self) -> None:
-        prompt = template("{{ bos_token }}{{ messages[0].content }}", adds_bos=True).render(
-            [{"role": "user", "content": "<s>hi"}]
+        prompt = rendered(
+            template("{{ bos_token }}{{ messages[0].content }}", adds_bos=True),
+            [{"role": "user", "content": "<s>hi"}],
         )
 
         assert prompt == "<s>hi"
@@ -272,7 +274,7 @@ class TestLanguage:
         ],
     )
     def test_renders(self, source: str, prompt: str) -> None:
-        assert template(source, now=lambda: datetime(2025, 3, 9)).render([USER]) == prompt
+        assert rendered(template(source, now=lambda: datetime(2025, 3, 9)), [USER]) == prompt
 
     def test_further_variables(self) -> None:
         source = "{{ enable_thinking }} {{ date_string }} {{ messages | length }} {{ own }}"

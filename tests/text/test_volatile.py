@@ -10,6 +10,7 @@ import pytest
 from llamaslot.base.errors import ConfigError
 from llamaslot.text.template import ChatTemplate
 from llamaslot.text.volatile import pattern
+from tests.text.rendering import rendered
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch=fa690;"
 USER = {"role": "user", "content": "hi"}
@@ -18,7 +19,7 @@ SOURCE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 def prompt(*messages: dict[str, Any], words: str = "claude-code") -> str:
     before = copy.deepcopy(messages)
-    text = ChatTemplate(SOURCE, bos_token="", eos_token="", volatile=pattern(words)).render(messages)
+    text = rendered(ChatTemplate(SOURCE, bos_token="", eos_token="", volatile=pattern(words)), messages)
     assert messages == before, "the request was changed"
     return text
 

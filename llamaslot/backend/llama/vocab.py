@@ -36,7 +36,7 @@ class LlamaVocab:
         plain = [t for t in controls if not self._attributes(t) & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP]
         self.control_tokens = self._texts(controls)
         self.special_tokens = self._texts({*controls, *unknowns})
-        self.boundaries = self._texts(sorted(plain, key=lambda token: token not in self.eog))
+        self.cut_tokens = self._texts(sorted(plain, key=lambda token: token not in self.eog))
         # A token's raw text is at least as long as what it stands for. Tokenizers of other types may drop spaces.
         keeps_text = self.type in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE)
         texts = (llama_cpp.llama_vocab_get_text(self._vocab, token) for token in range(self.n_tokens))
@@ -70,7 +70,7 @@ class LlamaVocab:
         cuts = [0]
         for at in range(_PART, len(text), _PART):
             near = range(at, min(at + _SEARCHED, len(text)))
-            cut = next((i for i in near if text.startswith(self.boundaries, i)), None)
+            cut = next((i for i in near if text.startswith(self.cut_tokens, i)), None)
             if cut is not None:
                 cuts.append(cut)
         parts = (text[a:b] for a, b in pairwise([*cuts, len(text)]))
