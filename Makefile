@@ -8,6 +8,7 @@ PYTHON ?= python3
 ARGS ?=
 
 BIN := .venv/bin
+CHECKS = set -e; $(BIN)/ruff check .; $(BIN)/ruff format --check .; $(BIN)/mypy; $(BIN)/lint-imports
 SIDE_BY_SIDE = -n logical --maxprocesses 4 --dist loadfile
 SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTHON) was not found: install Python 3.11 or newer (https://www.python.org/downloads), or name one: make PYTHON=/path/to/python3" >&2; exit 1; }; $(PYTHON) .ci/setup.py
 
@@ -22,17 +23,16 @@ serve: setup ## serve a model over HTTP; without ARGS, the embedded one
 setup: ## only the set-up: leaves .venv/bin/llamaslot
 	$(SETUP)
 
-test: check ## the checks, then all tests that take seconds
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
+test: setup-dev ## the checks and, beside them, all tests that take seconds
+	@{ $(CHECKS); } & checks=$$!; \
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS); tests=$$?; \
+	wait $$checks || { echo "a check failed: make check" >&2; exit 1; }; exit $$tests
 
 test-slow: setup-dev ## all tests, the random ones 20 times as long
 	LLAMASLOT_TESTS=long $(BIN)/python -m pytest $(ARGS)
 
 check: setup-dev ## ruff, mypy and the import contracts
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	@$(CHECKS)
 
 bench: setup-bench ## a chat with and without the cache; other benchmarks: bench/README.md
 	$(BIN)/python -m bench $(ARGS)
