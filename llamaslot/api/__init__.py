@@ -1,3 +1,1 @@
-"""HTTP: routes, wire types, server-sent events and error bodies. The only room that knows HTTP; it never decides
-anything about a model.
-"""
+"""HTTP: routes, request and reply bodies, server-sent events and errors. The only package that knows HTTP."""

@@ -1,4 +1,4 @@
-"""The request bodies, typed and bounded, and how one is read from a request.
+"""Request bodies, typed and bounded; reading them, and writing JSON replies.
 
 A field that is null counts as absent, an unknown one is ignored, and 2.0 is an integer, as with llama-server; a
 field of the wrong type or out of range is refused by name. What a value means is decided elsewhere.
@@ -16,7 +16,7 @@ from msgspec import Meta
 from llamaslot.base.errors import InvalidRequestError
 
 INT32_MAX = 2**31 - 1
-LONGEST_ID = 256
+MAX_ID_CHARS = 256
 """Characters of a session's id."""
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, le=INT32_MAX)]
@@ -27,7 +27,7 @@ Bias: TypeAlias = Annotated[float, Meta(ge=-1e6, le=1e6)] | bool
 StopWord: TypeAlias = Annotated[str, Meta(max_length=4096)]
 Parts: TypeAlias = list[str | Token]
 Salt: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
-SessionId: TypeAlias = Annotated[str, Meta(max_length=LONGEST_ID)]
+SessionId: TypeAlias = Annotated[str, Meta(max_length=MAX_ID_CHARS)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -37,7 +37,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """OpenAI's `response_format`; what it asks for beyond its type is not read."""
+    """OpenAI's `response_format`; only its type is read."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
 
@@ -50,7 +50,7 @@ class PromptObject(msgspec.Struct):
 
 
 class Options(msgspec.Struct, kw_only=True):
-    """What every endpoint that generates has in common."""
+    """Fields of every endpoint that generates."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -168,7 +168,7 @@ def json_response(body: Any) -> web.Response:
 
 
 async def read(request: web.Request, decoder: msgspec.json.Decoder[B]) -> B:
-    """The body of a request; raises `InvalidRequestError` that names the field which is wrong."""
+    """Return the body of a request; raises an `InvalidRequestError` that names the field at fault."""
     try:
         return _decoded(await request.read(), decoder)
     except web.RequestPayloadError as error:
@@ -182,7 +182,7 @@ async def read(request: web.Request, decoder: msgspec.json.Decoder[B]) -> B:
 
 
 def _decoded(raw: bytes, decoder: msgspec.json.Decoder[B]) -> B:
-    """The body as `decoder` has it, where an integer field may be written as 2.0."""
+    """Decode a body in which integers may be written as 2.0."""
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
@@ -208,7 +208,7 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
 def _named(message: str) -> InvalidRequestError:
-    """msgspec's complaint as a sentence about a field, and that field as `param`."""
+    """Return msgspec's message as a sentence about a field, with that field as `param`."""
     complaint, _, path = message.partition(" - at `$")
     param = path.rstrip("`").removeprefix(".").partition("[...]")[0]
     if missing := _MISSING.match(complaint):
@@ -220,5 +220,5 @@ def _named(message: str) -> InvalidRequestError:
 
 
 def _in_words(types: str) -> str:
-    """`int | null` as "an integer or null"; anything but a list of types stays as it is."""
+    """Return `int | null` as "an integer or null"; anything else is unchanged."""
     return " or ".join(_WORDS.get(name, name) for name in types.split(" | "))

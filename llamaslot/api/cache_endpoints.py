@@ -1,8 +1,7 @@
-"""`GET /cache`: what the prefix cache holds and what came of it; `POST /cache/clear`: give up what is idle;
-`DELETE /sessions/{id}`: forget a conversation.
+"""`GET /cache`: statistics and prefixes; `POST /cache/clear` and `DELETE /sessions/{id}`: drop prefixes.
 
-Prefixes are other users' prompts: of their contents nothing is shown, neither text nor token ids nor the salt of
-their namespace, unless the server was started with --cache-debug-text, and then the text only.
+Prefixes are other users' prompts: neither text nor token ids nor the salt of their namespace is shown, unless the
+server was started with --cache-debug-text, and then only the text.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from llamaslot.base.stats import CacheState
 from llamaslot.service.service import Service
 
 _session_decoder = msgspec.json.Decoder(SessionBody)
-_TOP, _MOST = 20, 1000
+_DEFAULT_TOP, _MAX_TOP = 20, 1000
 _IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
 
 
 async def cache(request: web.Request) -> web.Response:
-    """The tree's size, the pool's cells and ids, hits, and the `top` prefixes by hits."""
+    """Return the cache's statistics and the `top` prefixes with the most hits."""
     service = _service(request)
     query = InspectCache(top=_top(request), text=request.app[SETTINGS].cache_debug_text)
     return json_response(await service.ask(query, CacheState))
 
 
 async def clear(request: web.Request) -> web.Response:
-    """Give up every idle prefix; the request's body does not matter."""
+    """Drop every idle prefix, in RAM and on disk too; the request's body is ignored."""
     cleared = await _service(request).ask(ClearCache(), CacheCleared)
     return json_response(
         {
@@ -46,7 +45,7 @@ async def clear(request: web.Request) -> web.Response:
 
 
 async def drop_session(request: web.Request) -> web.Response:
-    """Forget a session of the caller's namespace, and give up what only it has of the cache."""
+    """Drop a session of the caller's namespace, and the KV that only it uses."""
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
     session_id = request.match_info["session_id"]
     own = (await read(request, _session_decoder)).cache_salt if request.can_read_body else None
@@ -74,7 +73,7 @@ def _service(request: web.Request) -> Service:
 def _top(request: web.Request) -> int:
     given = request.query.getall("top", [])
     if not given:
-        return _TOP
-    if len(given) > 1 or not _IS_COUNT(given[0]) or not 1 <= int(given[0]) <= _MOST:
-        raise InvalidRequestError(f"'top' must be an integer from 1 to {_MOST}", param="top")
+        return _DEFAULT_TOP
+    if len(given) > 1 or not _IS_COUNT(given[0]) or not 1 <= int(given[0]) <= _MAX_TOP:
+        raise InvalidRequestError(f"'top' must be an integer from 1 to {_MAX_TOP}", param="top")
     return int(given[0])

@@ -1,4 +1,4 @@
-"""What handlers find in the application: its settings, and the service once the model is loaded."""
+"""The state that handlers share: settings, and the service once the model is loaded."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from llamaslot.service.service import Service
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the HTTP layer; the requests' own fields override the last group."""
+    """Settings of the HTTP layer; the fields of a request override the last group."""
 
     api_keys: tuple[str, ...] = ()
-    """Keys that open the server; none leaves it open."""
+    """Accepted API keys; without any, no key is asked for."""
     max_body_bytes: int = 64 * 1024 * 1024
     alias: str = ""
     """The model's names in replies, comma-separated; empty means its file's name."""
@@ -25,13 +25,13 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Origins that browsers may call from; `*` is any, `localhost` any port of this machine."""
     metrics: bool = False
     slots: bool = True
-    """Whether slots and cache can be looked at, and the cache cleared."""
+    """Offer `/slots` and `/cache`."""
     cache_debug_text: bool = False
-    """Whether `/cache` spells prefixes out, whoever wrote them."""
+    """Show the text of prefixes in `/cache`, whoever wrote them."""
     cache_salt_from_api_key: bool = False
-    """Whether only requests with the same key share what is computed."""
+    """Make the API key a part of the salt, so that only requests with the same key share KV."""
     sse_ping_interval: int = 30
-    """Seconds of silence after which a stream gets a comment line; -1 none."""
+    """Seconds without an event after which a stream gets a comment line; -1 for none."""
 
     n_predict: int = -1
     cache_prompt: bool = True
@@ -43,29 +43,29 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
         return Sampling(**{"seed": -1, **info.sampling, **self.sampling})  # type: ignore[arg-type]
 
     def model_names(self, info: ModelInfo) -> list[str]:
-        """All names of the model in alphabetical order, as llama-server has them; the first one is its id."""
+        """Return all names of the model in alphabetical order, as llama-server does; the first one is its id."""
         aliases = {alias.strip() for alias in self.alias.split(",")} - {""}
         return sorted(aliases) or [PurePath(info.path).name]
 
 
 class Readiness:
-    """Holds the service once it is there, or the reason why there is none."""
+    """The service once the model is loaded, or the error that requests get until then."""
 
     def __init__(self) -> None:
         self._service: Service | None = None
         self._reason: ServerError | UnavailableError = UnavailableError("Loading model")
 
     def set(self, service: Service) -> None:
-        """The model is loaded: requests are let in from now on."""
+        """Accept requests: the model is loaded."""
         self._service = service
 
     def fail(self, reason: ServerError | UnavailableError) -> None:
-        """There is no model any more: every endpoint answers with this error from now on."""
+        """Answer every request with this error from now on."""
         self._service = None
         self._reason = reason
 
     def check(self) -> Service:
-        """The service; raises the reason if there is none."""
+        """Return the service; raises the error if there is none."""
         if self._service is None:
             raise type(self._reason)(self._reason.message)
         return self._service

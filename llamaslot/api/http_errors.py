@@ -1,7 +1,6 @@
 """Errors as HTTP: a status for each type of error, one body for all of them.
 
-Whatever goes wrong, the client gets `{"error": {...}}`; what the server did not expect goes to the log and never
-into a body.
+Every error becomes a body `{"error": {...}}`. Unexpected exceptions go to the log and never into a body.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _log = structlog.get_logger(__name__)
 
 
 class MethodNotAllowedError(LlamaslotError):
-    """The address exists, but not for this HTTP method."""
+    """The address does not take this HTTP method."""
 
     type = "method_not_allowed_error"
 
@@ -56,7 +55,7 @@ class MethodNotAllowedError(LlamaslotError):
 
 
 class ErrorDetail(msgspec.Struct):
-    """What an error body says; the last two fields belong to `exceed_context_size_error`."""
+    """The fields of an error body; the last two belong to `exceed_context_size_error`."""
 
     code: int
     message: str
@@ -73,9 +72,9 @@ class ErrorBody(msgspec.Struct):
 
 
 def status(error: LlamaslotError) -> int:
-    """The status of a reply with this error.
+    """Return the HTTP status.
 
-    What a field asks for in vain is the request's fault: clients would try again on a 501.
+    An unsupported field gets 400 instead of 501, because clients repeat requests that end in a server error.
     """
     if isinstance(error, NotSupportedError) and error.param:
         return 400
@@ -83,7 +82,7 @@ def status(error: LlamaslotError) -> int:
 
 
 def body(error: LlamaslotError) -> bytes:
-    """The error as JSON."""
+    """Return the error as JSON."""
     detail = ErrorDetail(status(error), error.message, error.type, error.param)
     if isinstance(error, ContextSizeError):
         detail.n_prompt_tokens, detail.n_ctx = error.n_prompt_tokens, error.n_ctx
@@ -91,7 +90,7 @@ def body(error: LlamaslotError) -> bytes:
 
 
 def response(error: LlamaslotError) -> web.Response:
-    """The error as a whole reply, with the headers that its status calls for."""
+    """Return the error as a reply, with the headers of its status."""
     headers = {}
     if isinstance(error, QueueFullError):
         headers["Retry-After"] = str(error.retry_after)
@@ -103,7 +102,7 @@ def response(error: LlamaslotError) -> web.Response:
 
 
 def described(error: Exception) -> LlamaslotError:
-    """The error that the client is told of; one that nobody expected is logged here."""
+    """Return the error for the client; an unexpected exception is logged here."""
     if isinstance(error, LlamaslotError):
         return error
     _log.error("request.crashed", exc_info=error)
@@ -118,13 +117,13 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     except web.HTTPException as error:
         return response(_translated(request, error))
     except ConnectionError:
-        raise  # the client is gone: nobody is there to read a reply
+        raise  # The client is gone: a reply cannot be delivered.
     except Exception as error:
         return response(described(error))
 
 
 def _translated(request: web.Request, error: web.HTTPException) -> LlamaslotError:
-    """aiohttp's own refusals in our words."""
+    """Return aiohttp's own errors as ours."""
     if isinstance(error, web.HTTPMethodNotAllowed):
         return MethodNotAllowedError(
             f"{request.path} does not take {error.method}", allowed=set(error.allowed_methods)

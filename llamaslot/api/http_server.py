@@ -1,4 +1,4 @@
-"""The application with its routes, and the sockets that it listens on."""
+"""The HTTP application with its routes, and its sockets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llamaslot.base.errors import ConfigError
 
 
 def create_app(settings: ApiSettings) -> web.Application:
-    """The HTTP application. Every endpoint answers 503 until `app[READINESS].set(service)`."""
+    """Return the HTTP application. Every endpoint answers 503 until `app[READINESS].set(service)`."""
     app = web.Application(middlewares=[identify, error_middleware, admit], client_max_size=settings.max_body_bytes)
     app[SETTINGS] = settings
     app[READINESS] = Readiness()
@@ -59,14 +59,14 @@ class Listener:
         self.addresses: list[tuple[str, int]] = [(host, port) for host, port, *_ in runner.addresses]
 
     async def close(self) -> None:
-        """Take no more connections, let running replies end for a while, then cut them off."""
+        """Accept no more connections, wait a while for running replies, then close their connections."""
         await self._runner.cleanup()
 
 
 async def serve(
     app: web.Application, hosts: Sequence[str], port: int, *, shutdown_timeout: float = 5.0
 ) -> Listener:
-    """Listen on each host; port 0 takes a free one, the same for all. Raises `ConfigError` if a host cannot be.
+    """Listen on each host; port 0 takes a free one, the same for all. Raises `ConfigError` if that fails.
 
     A client that goes away cancels its handler, and so its request.
     """
@@ -83,7 +83,7 @@ async def serve(
 
 
 def _refusal(error: OSError | UnicodeError, host: str, port: int) -> ConfigError:
-    """Why nothing can listen there, and what to change."""
+    """Return the error that says why nothing can listen there, and which flag to change."""
     if isinstance(error, UnicodeError | socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return ConfigError(f"{host} is no address of this machine; change --host", param="--host")
     if error.errno == errno.EADDRINUSE:

@@ -1,6 +1,6 @@
-"""What every request passes before its handler: an id, CORS, readiness of the model, the API key.
+"""Middleware of every request: its id, CORS, readiness of the model, and the API key.
 
-Keys are compared in constant time. No header of the client is used for anything but what it says here.
+Keys are compared in constant time.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from uuid import uuid4
 import structlog
 from aiohttp import web
 
-from llamaslot.api.bodies import LONGEST_ID
+from llamaslot.api.bodies import MAX_ID_CHARS
 from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.api.http_errors import Handler
 from llamaslot.base.errors import AuthenticationError, InvalidRequestError
 
 UNIQUE_ID = web.RequestKey("UNIQUE_ID", str)
-"""Our own name for a request; the engine's ids and those in replies are made from it."""
+"""The server's id of a request; the ids of completions and replies derive from it."""
 CLIENT_ID = web.RequestKey("CLIENT_ID", str)
-"""The client's name for a request in its `X-Request-Id`, empty where it gave no sane one."""
+"""The client's `X-Request-Id`; empty without a valid one."""
 
 _log = structlog.get_logger(__name__)
 _PUBLIC = frozenset({"/health", "/v1/health"})
-_SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_VALID_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 _PREFLIGHT_HEADERS = {
     "Access-Control-Allow-Credentials": "true",
@@ -37,41 +37,41 @@ _PREFLIGHT_HEADERS = {
 
 
 class Caller(NamedTuple):
-    """What a request's headers say of who asks."""
+    """The client of a request, from its headers."""
 
     client_id: str
-    """The client's name for the request; empty where it gave no sane one."""
+    """The client's `X-Request-Id`; empty without a valid one."""
     api_key: str
     session_id: str
-    """The client's name for the conversation; empty for none."""
+    """The client's `X-Session-ID`; empty without one."""
 
 
 def caller_of(request: web.Request) -> Caller:
-    """Raises `InvalidRequestError` for an `X-Session-ID` that is too long."""
+    """Return the client of a request; raises `InvalidRequestError` for an `X-Session-ID` that is too long."""
     session_id = request.headers.get("X-Session-ID", "")
-    if len(session_id) > LONGEST_ID:
-        raise InvalidRequestError(f"X-Session-ID is limited to {LONGEST_ID} characters", param="X-Session-ID")
+    if len(session_id) > MAX_ID_CHARS:
+        raise InvalidRequestError(f"X-Session-ID is limited to {MAX_ID_CHARS} characters", param="X-Session-ID")
     return Caller(request[CLIENT_ID], given_key(request), session_id)
 
 
 @web.middleware
 async def identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Name the request, by the client's own name for it where that is fit for a log."""
-    theirs = request.headers.get("X-Request-Id", "")
+    """Give the request an id; the client's own is used if it is fit for a log."""
+    client_id = request.headers.get("X-Request-Id", "")
     request[UNIQUE_ID] = uuid4().hex
-    request[CLIENT_ID] = theirs if _SANE_ID.fullmatch(theirs) else ""
+    request[CLIENT_ID] = client_id if _VALID_ID.fullmatch(client_id) else ""
     with structlog.contextvars.bound_contextvars(http_request_id=_shown_id(request)):
         _log.debug("request.arrived", path=request.path, unique_id=request[UNIQUE_ID])
         return await handler(request)
 
 
 def _shown_id(request: web.Request) -> str:
-    """What the request is called in the reply's `X-Request-Id` and in the log."""
+    """Return the id for the reply's `X-Request-Id` and for the log."""
     return request[CLIENT_ID] or request[UNIQUE_ID]
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """The headers of every reply; a signal of aiohttp's, since streams and errors need them too."""
+    """Add the headers of every reply. A signal of aiohttp, because streams and errors need them too."""
     response.headers["Server"] = "llamaslot"
     response.headers["X-Request-Id"] = _shown_id(request) if UNIQUE_ID in request else uuid4().hex
     origin = request.headers.get("Origin")
@@ -85,7 +85,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 @web.middleware
 async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer preflights; let others in once the model is there and if they bring a key."""
+    """Answer CORS preflights; refuse other requests until the model is loaded, or without a valid key."""
     if request.method == "OPTIONS":
         return web.Response(headers=_PREFLIGHT_HEADERS)
     request.app[READINESS].check()
@@ -96,7 +96,7 @@ async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def given_key(request: web.Request) -> str:
-    """The key in `Authorization: Bearer` or, without that, in `X-Api-Key`."""
+    """Return the key in `Authorization: Bearer` or, without that, in `X-Api-Key`."""
     authorization = request.headers.get("Authorization")
     if authorization is None:
         return request.headers.get("X-Api-Key", "")
@@ -105,13 +105,13 @@ def given_key(request: web.Request) -> str:
 
 
 def key_is_known(given: str, keys: Sequence[str]) -> bool:
-    """Whether it is one of the keys, in a time that tells nothing about them."""
+    """Return True if it is one of the keys; takes the same time for every key."""
     raw = given.encode("utf-8", "surrogateescape")
     return sum(hmac.compare_digest(raw, key.encode()) for key in keys) > 0
 
 
 def origin_allowed(origin: str, allowed: Sequence[str]) -> bool:
-    """Whether pages of this origin may read replies."""
+    """Return True if pages of this origin may read replies."""
     if "*" in allowed or origin in allowed:
         return True
     if "localhost" not in allowed:

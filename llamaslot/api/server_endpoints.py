@@ -1,4 +1,4 @@
-"""What can be asked about the server and its model: health, models, properties, metrics."""
+"""Endpoints about the server and its model: health, models, properties, metrics."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from llamaslot.base.errors import NotFoundError, NotSupportedError
 
 
 async def health(_: web.Request) -> web.Response:
-    """Only reached when there is a model."""
+    """Return 200: requests get here only once the model is loaded."""
     return json_response({"status": "ok"})
 
 
 async def models(request: web.Request) -> web.Response:
-    """The one model, in OpenAI's list and in Ollama's."""
+    """Return the model in OpenAI's list and in Ollama's."""
     info = request.app[READINESS].check().info
     described = _model(request)
     ollama = {
@@ -35,7 +35,7 @@ async def models(request: web.Request) -> web.Response:
 
 
 async def model(request: web.Request) -> web.Response:
-    """The model, by any of its names."""
+    """Return the model, by any of its names."""
     name, described = request.match_info["name"], _model(request)
     if name not in described["aliases"]:
         raise NotFoundError(f"there is no model '{name}' here, only '{described['id']}'", param="model")
@@ -43,7 +43,7 @@ async def model(request: web.Request) -> web.Response:
 
 
 async def props(request: web.Request) -> web.Response:
-    """How the server was started."""
+    """Return the server's properties."""
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
     info = service.info
     return json_response(
@@ -72,7 +72,7 @@ async def props(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Counters and gauges for Prometheus."""
+    """Return the metrics for Prometheus."""
     if not request.app[SETTINGS].metrics:
         raise NotSupportedError("this server does not show its metrics; start it with --metrics")
     return web.Response(
@@ -85,7 +85,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 def _model(request: web.Request) -> dict[str, Any]:
-    """The model in OpenAI's words, with what llama-server says of it besides."""
+    """Return the model in OpenAI's format with llama-server's `meta`."""
     info = request.app[READINESS].check().info
     names = request.app[SETTINGS].model_names(info)
     return {
@@ -108,5 +108,5 @@ def _model(request: web.Request) -> dict[str, Any]:
 
 
 def _started() -> int:
-    """Start of this process in seconds since 1970."""
+    """Return the start of this process in seconds since 1970."""
     return int(psutil.Process().create_time())

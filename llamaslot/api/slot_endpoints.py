@@ -1,4 +1,4 @@
-"""`GET /slots`: what each slot does; `POST /slots/{id}`: save it to a file, restore it from there, or erase it."""
+"""`GET /slots`: the state of each slot; `POST /slots/{id}`: save it to a file, restore it from one, or erase it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from llamaslot.base.errors import InvalidRequestError, NotSupportedError, Unavai
 from llamaslot.base.stats import EngineState, SlotState
 
 _IS_SLOT = re.compile(r"[0-9]{1,9}").fullmatch
-_IS_UNFIT = re.compile(r"""^$|^\.|[. ]$|[\x00-\x1f\x7f/\\:*?"<>|\ud800-\udfff]""").search
-"""A name that some file system cannot have, or another folder's."""
-_MOST_BYTES = 240
-"""Bytes of a file's name: what it is called before it is whole takes some more."""
+_IS_INVALID = re.compile(r"""^$|^\.|[. ]$|[\x00-\x1f\x7f/\\:*?"<>|\ud800-\udfff]""").search
+"""Characters that some file system forbids, and names that leave the folder."""
+_MAX_NAME_BYTES = 240
+"""Bytes of a file name; the temporary name during writing is longer."""
 _decoder = msgspec.json.Decoder(SlotBody)
 
 
 async def slots(request: web.Request) -> web.Response:
-    """What each slot does; with `?fail_on_no_slot=1` an error when none is idle."""
+    """Return the state of each slot; with `?fail_on_no_slot=1` an error if none is idle."""
     if not request.app[SETTINGS].slots:
         raise NotSupportedError("this server does not show its slots; start it with --slots")
     state = await request.app[READINESS].check().ask(InspectEngine(), EngineState)
@@ -34,7 +34,7 @@ async def slots(request: web.Request) -> web.Response:
 
 
 async def act(request: web.Request) -> web.Response:
-    """Do what `?action=` says, in llama-server's words."""
+    """Carry out the slot action in `?action=`, with llama-server's reply."""
     service = request.app[READINESS].check()
     slot = request.match_info["id_slot"]
     if not _IS_SLOT(slot):
@@ -57,10 +57,10 @@ async def act(request: web.Request) -> web.Response:
 
 async def _filename(request: web.Request) -> str:
     filename = (await read(request, _decoder)).filename
-    if _IS_UNFIT(filename) or len(filename.encode()) > _MOST_BYTES:
+    if _IS_INVALID(filename) or len(filename.encode()) > _MAX_NAME_BYTES:
         raise InvalidRequestError(
             "'filename' is a name without a folder and without :*?\"<>|, that does not begin with a dot, nor ends "
-            f"with one or with a space, of at most {_MOST_BYTES} bytes",
+            f"with one or with a space, of at most {_MAX_NAME_BYTES} bytes",
             param="filename",
         )
     return filename

@@ -1,8 +1,8 @@
-"""Server-sent events: one HTTP reply that grows.
+"""Server-sent events.
 
-Headers go out with `open`, so whatever can be refused must be refused before. Each `send` is one write. So is each
-`write_now`, which needs no turn of the event loop: where the model has all cores, each turn is taken from decoding.
-It writes past aiohttp, and so frames its data as aiohttp does, in chunks of HTTP/1.1.
+Headers are sent by `open`, so errors that need another status must be raised before. Each `send` is one write. So
+is each `write_now`, which needs no turn of the event loop: where the model uses all cores, turns delay decoding. It
+bypasses aiohttp, and so frames its data itself, in chunks of HTTP/1.1.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from llamaslot.api.bodies import encode
 DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
 _MAX_BUFFERED = 2**16
-"""Bytes that a slow client leaves in the connection's buffer, from which on nothing is sent without waiting."""
+"""Bytes in the connection's buffer above which writes wait for a slow client."""
 T = TypeVar("T")
 
 
 def event(body: Any) -> bytes:
-    """A body as one event."""
+    """Return a body as one event."""
     return b"data: " + encode(body) + b"\n\n"
 
 
@@ -37,7 +37,7 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
         self._transport: asyncio.Transport | None = None
-        """The connection, once chunks can be written to it past aiohttp."""
+        """The connection, once chunks can be written to it directly."""
         self.response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
@@ -51,13 +51,13 @@ class EventStream:
         if data := b"".join(events):
             self._sent_at = self._loop.time()
             await self.response.write(data)
-            # Only now the headers are out; a client of HTTP/1.0 gets no chunks.
+            # Headers are sent with the first write; HTTP/1.0 clients get no chunks.
             if self.response.headers.get("Transfer-Encoding") == "chunked":
                 self._transport = self._request.transport
 
     @property
     def is_ready(self) -> bool:
-        """Whether `write_now` may be called: the headers are out, and the client reads what it is sent."""
+        """True if `write_now` may be called: the headers are sent, and the client reads fast enough."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return False
@@ -76,7 +76,7 @@ class EventStream:
         await self.response.write_eof(b"".join(events))
 
     async def fail(self, error: Exception) -> None:
-        """Tell the client what went wrong and end the reply, without `[DONE]`."""
+        """Send an error event and end the reply, without `[DONE]`."""
         await self.close([b"data: " + http_errors.body(http_errors.described(error)) + b"\n\n"])
 
     async def wait(self, source: Callable[[], Awaitable[T]]) -> T:

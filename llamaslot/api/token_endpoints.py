@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`: the model's vocabulary over HTTP."""
+"""`POST /tokenize` and `/detokenize`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """Token ids of a text or of texts and ids, with each token's piece if asked for."""
+    """Return the token ids of a text or of texts and ids, with the text of each token if asked for."""
     service = request.app[READINESS].check()
     body = await read(request, _tokenize_decoder)
     if body.content in (None, []):
@@ -30,7 +30,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     service = request.app[READINESS].check()
     body = await read(request, _detokenize_decoder)
     tokens = checked(body.tokens or (), service.info.n_vocab, "tokens")
@@ -38,7 +38,7 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 def _piece(piece: bytes) -> str | list[int]:
-    """As text if it is text, else as its bytes."""
+    """Return a token's bytes as text if they are valid UTF-8, else as numbers."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

@@ -52,7 +52,7 @@ class RamStats(msgspec.Struct):
 class DiskStats(RamStats):
     """Offloaded prefixes on disk."""
 
-    bad_files: int = 0
+    corrupt_files: int = msgspec.field(default=0, name="bad_files")
     """Files that did not match their checksum: moved aside, and their prefixes computed again."""
 
 
@@ -132,7 +132,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     """Copied from one sequence to another."""
     evicted_tokens: int = 0
     """Evicted because cells were needed, without having been offloaded."""
-    stored_tokens: int = 0
+    offloaded_tokens: int = msgspec.field(default=0, name="stored_tokens")
     """Offloaded from the pool to RAM."""
     loaded_tokens: int = 0
     """Loaded from RAM into the pool."""
@@ -140,9 +140,9 @@ class CacheStats(msgspec.Struct, kw_only=True):
     """Written to disk."""
     read_tokens: int = 0
     """Read from disk."""
-    moved_paths: int = 0
+    moved_prefixes: int = msgspec.field(default=0, name="moved_paths")
     """Idle prefixes moved from a slot to a reserved sequence."""
-    lost_paths: int = 0
+    dropped_prefixes: int = msgspec.field(default=0, name="lost_paths")
     """Prefixes dropped for lack of sequence ids: `--cache-seqs` is too low for the load."""
     preemptions: int = 0
     """Times that a running request went back to the queue because cells were short."""

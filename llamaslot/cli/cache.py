@@ -102,11 +102,11 @@ def summary(state: CacheState) -> list[str]:
         f"anchors    {_count(state.anchors.replies, 'reply', 'replies')}, {state.anchors.bytes / 2**20:,.1f} MiB; "
         f"{_count(requests.anchored, 'request')} continued from one",
         f"reused     {prompt.matched:,} of {_count(prompt.total, 'prompt token')} ({prompt.hit_rate:.1%})",
-        f"moved      {state.copied_tokens:,} tokens copied, {state.stored_tokens:,} to RAM, "
+        f"moved      {state.copied_tokens:,} tokens copied, {state.offloaded_tokens:,} to RAM, "
         f"{state.loaded_tokens:,} from RAM; "
-        f"{_count(state.moved_paths, 'prefix', 'prefixes')} moved to spare sequences",
+        f"{_count(state.moved_prefixes, 'prefix', 'prefixes')} moved to spare sequences",
         f"evicted    {state.evicted_tokens:,} tokens; "
-        f"{_count(state.lost_paths, 'prefix', 'prefixes')} dropped for lack of a sequence id; "
+        f"{_count(state.dropped_prefixes, 'prefix', 'prefixes')} dropped for lack of a sequence id; "
         f"{_count(state.preemptions, 'preemption')}",
     ]
 

@@ -37,9 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until /exit or the end of the input; each line of a stdin that is no terminal is a turn.
+    """Chat until /exit or the end of the input; each line of a stdin that is no terminal is a turn.
 
-    Raises ConfigError when the server cannot be used; on a terminal only if that shows before the first turn.
+    Raises ConfigError if the server fails; on a terminal, only before the first turn.
     """
     options = {"temperature": args.temp, "max_tokens": args.max_tokens}
     server = Server(args.url, args.api_key, {key: value for key, value in options.items() if value is not None})
@@ -75,16 +75,16 @@ def _typed_lines() -> Iterator[str]:
 
 @dataclass
 class Answer:
-    """One reply as far as it has come."""
+    """One reply, as far as it has arrived."""
 
     text: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, Any] = field(default_factory=dict)
     first_text_s: float | None = None
-    """Seconds from the request to the first text, as seen here."""
+    """Seconds from the request to the first text, measured by the client."""
 
-    def figures(self) -> str:
-        """What was reused and how fast it went, as far as the server says it."""
+    def summary(self) -> str:
+        """Return the reused tokens and the speed, as far as the server reports them."""
         parts = []
         if self.usage:
             cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
@@ -109,7 +109,7 @@ class Chat:
         self.notes = notes
 
     def take(self, line: str) -> bool:
-        """Carry out a command or answer a message; False means that the conversation is over."""
+        """Carry out a command or send a message; return False at the end of the conversation."""
         command, _, rest = line.partition(" ")
         match command:
             case "":
@@ -129,14 +129,14 @@ class Chat:
         return True
 
     def _answer(self, message: str) -> None:
-        """Ask, print as it comes, and remember both sides; an answer without text leaves no trace."""
+        """Send a message, print the answer as it arrives, and keep both; an answer without text is not kept."""
         question = {"role": "user", "content": message}
         system = [{"role": "system", "content": self.system}] if self.system else []
         answer = Answer()
         try:
             for piece in self.server.answer([*system, *self.turns, question], answer):
                 print(piece, end="", flush=True)
-            note = answer.figures()
+            note = answer.summary()
         except KeyboardInterrupt:
             note = "(stopped)"
         finally:
@@ -147,19 +147,19 @@ class Chat:
 
 
 class Server(Client):
-    """The server's end of the line, with the `options` of every request."""
+    """Client of the server's chat API; `options` are fields of every request."""
 
     def __init__(self, url: str, api_key: str, options: dict[str, Any]) -> None:
         super().__init__(url, api_key)
         self._options = options
 
     def model(self) -> str:
-        """The name of the model that is served."""
+        """Return the name of the model."""
         models = self.ask("GET", "/v1/models").get("data") or [{}]
         return str(models[0].get("id", "a model"))
 
     def answer(self, messages: list[dict[str, str]], answer: Answer) -> Iterator[str]:
-        """Stream the reply to `messages`: yields its text piece by piece and fills `answer` on the way."""
+        """Stream the reply to `messages`: yield its text as it arrives, and fill `answer`."""
         body = {
             "messages": messages,
             "stream": True,
@@ -182,7 +182,7 @@ class Server(Client):
                         yield piece
 
     def _events(self, response: HTTPResponse) -> Iterator[dict[str, Any]]:
-        """The JSON values of a stream of server-sent events, up to `[DONE]`."""
+        """Yield the JSON values of a stream of server-sent events, up to `[DONE]`."""
         try:
             while line := response.readline():
                 if not line.startswith(b"data:"):

@@ -1,6 +1,6 @@
-"""An HTTP client for commands that talk to a running server, on the standard library alone.
+"""HTTP client for commands that talk to a running server, without dependencies.
 
-It knows nothing of the server but its address. Every failure is a `ConfigError` of one line.
+Every failure is a `ConfigError` of one line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RefusedError(ConfigError):
 
 
 class Client:
-    """The server's end of the line; `url` may have a path in front of the server's own."""
+    """Connection settings of a server; `url` may have a path before the server's own."""
 
     def __init__(self, url: str, api_key: str) -> None:
         self.url = url = url if "://" in url else f"http://{url}"
@@ -49,7 +49,7 @@ class Client:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def ask(self, method: str, path: str) -> dict[str, Any]:
-        """The JSON object that a request without a body is answered with."""
+        """Return the JSON object that answers a request without a body."""
         with closing(self.connect()) as connection:
             response = self.send(connection, method, path)
             try:
@@ -58,7 +58,7 @@ class Client:
                 raise self.broken(error) from None
 
     def connect(self) -> HTTPConnection:
-        """A connection that waits for a reply as long as it takes."""
+        """Return a connection without a read timeout."""
         kind = HTTPSConnection if self._https else HTTPConnection
         connection = kind(self._host, self._port, timeout=_CONNECT_TIMEOUT_S)
         try:
@@ -73,7 +73,7 @@ class Client:
         return connection
 
     def send(self, connection: HTTPConnection, method: str, path: str, body: Any = None) -> HTTPResponse:
-        """Send a request; the reply once it begins, if it is a success."""
+        """Send a request and return the reply once it begins; raises its error otherwise."""
         data = None if body is None else json.dumps(body).encode()
         headers = {**self._headers, "Content-Type": "application/json"} if data else self._headers
         try:
@@ -86,7 +86,7 @@ class Client:
         return response
 
     def decode(self, data: bytes) -> dict[str, Any]:
-        """A JSON object."""
+        """Return the JSON object in `data`."""
         try:
             value = json.loads(data)
         except ValueError:
@@ -96,7 +96,7 @@ class Client:
         return value
 
     def refusal(self, status: int, body: bytes) -> RefusedError:
-        """The error that the server sent, in its own words where it has any."""
+        """Return the error that the server sent, with its message if it has one."""
         message = ""
         with suppress(ValueError, KeyError, TypeError, AttributeError):
             message = " ".join(str(json.loads(body)["error"]["message"]).split())
@@ -108,5 +108,5 @@ class Client:
         return RefusedError(message or "the server failed in the middle of the answer", status=status)
 
     def broken(self, error: Exception) -> ConfigError:
-        """The error for a connection that failed after it was made."""
+        """Return the error for a connection that failed after it was made."""
         return ConfigError(f"the connection to {self.url} broke off ({error or type(error).__name__})")

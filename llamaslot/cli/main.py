@@ -1,4 +1,4 @@
-"""The entry point: picks the command, and turns every expected error into one line and exit status 2."""
+"""Entry point: picks the command, and prints expected errors as one line with exit status 2."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the process' exit status."""
+    """Run one command and return the exit status."""
     parser = Parser(prog="llamaslot", description="Serve GGUF models without computing the same prefix twice.")
     parser.add_argument("--version", action="version", version=f"llamaslot {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

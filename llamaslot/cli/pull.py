@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """List the known models, or download one: its path goes to stdout, all else to stderr.
 
-    Raises ConfigError when the model cannot be had.
+    Raises ConfigError if the model cannot be downloaded.
     """
     if args.name is None:
         Console().print(_listing())
@@ -68,7 +68,7 @@ def _listing() -> Table:
 
 
 def _pull(model: Model, console: Console) -> Path:
-    # Only here: `llamaslot serve` goes by this room and should not carry the hub's library in memory.
+    # Imported late: `llamaslot serve` imports this module too and need not hold the hub library in memory.
     from llamaslot.app import hub  # noqa: PLC0415
 
     remote = hub.look_up(model.repo, model.file)

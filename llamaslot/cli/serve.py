@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until told to stop; the exit status."""
+    """Serve until stopped; return the exit status."""
     config = read_config(args, os.environ)
     configure_logging(config.log_format, "debug" if config.verbose else config.log_level)
     # llama.cpp is loaded only now, so that wrong flags are answered at once.

@@ -124,10 +124,10 @@ def cache_stats(
         miss_reasons=dict(traffic.miss_reasons),
         copied_tokens=ledger.counts.n_copied_tokens,
         evicted_tokens=ledger.counts.n_lost_tokens,
-        stored_tokens=ledger.counts.n_stored_tokens,
+        offloaded_tokens=ledger.counts.n_stored_tokens,
         loaded_tokens=ledger.counts.n_loaded_tokens,
-        moved_paths=ledger.counts.n_parked,
-        lost_paths=ledger.counts.n_lost_paths,
+        moved_prefixes=ledger.counts.n_parked,
+        dropped_prefixes=ledger.counts.n_lost_paths,
         preemptions=n_preempted,
     )
     if isinstance(ledger, SharedLedger) and settings.stores:
@@ -139,7 +139,7 @@ def cache_stats(
             used_bytes=disk.n_bytes - sum(segment.n_bytes for segment in writing),
             tokens=disk.n_tokens - sum(segment.n_tokens for segment in writing),
             segments=len(disk) - len(writing),
-            bad_files=tiers.n_bad,
+            corrupt_files=tiers.n_bad,
         )
         stats.read_tokens, stats.written_tokens = tiers.n_read, tiers.n_written
     return stats

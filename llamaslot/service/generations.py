@@ -123,8 +123,8 @@ class Generations:
         return batch
 
     def _put(self, generation: Generation, event: RequestEvent) -> None:
-        is_behind = bool(self._batch) or not self._queue.empty()
-        if self._sink is None or not isinstance(event, Output) or is_behind or not self._is_ready():
+        has_earlier = bool(self._batch) or not self._queue.empty()
+        if self._sink is None or not isinstance(event, Output) or has_earlier or not self._is_ready():
             self._queue.put_nowait((generation, event))
             return
         generation.add(event)

@@ -44,12 +44,16 @@ _COUNTERS = (
     ),
     ("llamaslot_prefix_cache_copied_tokens", "Tokens copied from another sequence.", "cache.copied_tokens"),
     ("llamaslot_prefix_cache_evicted_tokens", "Tokens evicted without being offloaded.", "cache.evicted_tokens"),
-    ("llamaslot_prefix_cache_offloaded_tokens", "Tokens offloaded from the pool to RAM.", "cache.stored_tokens"),
+    ("llamaslot_prefix_cache_offloaded_tokens", "Tokens offloaded from the pool to RAM.", "cache.offloaded_tokens"),
     ("llamaslot_prefix_cache_loaded_tokens", "Tokens loaded from RAM.", "cache.loaded_tokens"),
-    ("llamaslot_prefix_cache_dropped_prefixes", "Prefixes dropped for lack of sequence ids.", "cache.lost_paths"),
+    (
+        "llamaslot_prefix_cache_dropped_prefixes",
+        "Prefixes dropped for lack of sequence ids.",
+        "cache.dropped_prefixes",
+    ),
     ("llamaslot_disk_written_tokens", "Tokens written to disk.", "cache.written_tokens"),
     ("llamaslot_disk_read_tokens", "Tokens read from disk.", "cache.read_tokens"),
-    ("llamaslot_disk_corrupt_files", "Files that did not match their checksum.", "cache.disk.bad_files"),
+    ("llamaslot_disk_corrupt_files", "Files that did not match their checksum.", "cache.disk.corrupt_files"),
     ("llamaslot_preemptions", "Times that a running request went back to the queue.", "cache.preemptions"),
 )
 """Name, text and path of fields of `EngineState` that only grow."""

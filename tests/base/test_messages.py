@@ -61,7 +61,7 @@ VALUES: dict[str, Any] = {
     "n_prompt": 9,
     "error": ErrorInfo("exceed_context_size_error", "too long", n_prompt_tokens=9, n_ctx=8),
 }
-CACHE = CacheStats(cells=CellStats(total=64), disk=DiskStats(bad_files=3), miss_reasons={"cold": 2})
+CACHE = CacheStats(cells=CellStats(total=64), disk=DiskStats(corrupt_files=3), miss_reasons={"cold": 2})
 PREFIX = CachePrefix(
     parent=None, namespace=0, tokens=7, edge_tokens=7, hits=2, holders=(0, 5), pinned=True, last_used=1, text="a€"
 )

@@ -228,7 +228,7 @@ def test_what_is_stored_is_told_as_the_backend_has_it() -> None:
     assert (found.requests.hits, found.requests.from_ram, found.requests.cross_slot) == (2, 2, 0)
     left = [sum(each.n_tokens for each in driver.scheduler.ledger.tree.nodes()), found.loaded_tokens]
     n_computed = sum(len(work.run.tokens) for plan in driver.plans for work in plan.work)
-    assert found.stored_tokens == n_computed + left[1] - left[0]
+    assert found.offloaded_tokens == n_computed + left[1] - left[0]
     assert found.evicted_tokens == 0
 
 

@@ -1,7 +1,7 @@
-"""Features that clients may ask for and this server does not offer yet.
+"""Features that clients may ask for and this server does not support yet.
 
-A value that would change the answer is refused by name instead of being passed over in silence; one that leaves the
-feature off passes.
+A value that would change the answer is refused by name instead of being ignored; a value that leaves the feature
+off is accepted.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from llamaslot.base.errors import NotSupportedError
 
 SAMPLERS = ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"]
 """The samplers of this server in their order, under llama-server's names."""
-_IDLE_SAMPLERS = ("dry", "top_n_sigma", "xtc", "adaptive_p")
-"""Samplers of llama-server that do nothing as long as their own fields below are off."""
+_UNSUPPORTED_SAMPLERS = ("dry", "top_n_sigma", "xtc", "adaptive_p")
+"""Samplers of llama-server that do nothing while their own fields below are off."""
 _SAMPLER_LETTERS = {
     "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p",
     "x": "xtc", "t": "temperature", "a": "adaptive_p",
@@ -27,10 +27,12 @@ def _falsy(value: Any) -> bool:
 
 
 def _keeps_order(samplers: Any) -> bool:
-    """Whether it is our order, as llama-server's list of names or string of letters, or an empty string."""
+    """Return True for our order, as llama-server's list of names or string of letters, and for an empty string."""
     if isinstance(samplers, str):
         samplers = [_SAMPLER_LETTERS.get(letter) for letter in samplers] or SAMPLERS
-    return isinstance(samplers, list) and [name for name in samplers if name not in _IDLE_SAMPLERS] == SAMPLERS
+    return (
+        isinstance(samplers, list) and [name for name in samplers if name not in _UNSUPPORTED_SAMPLERS] == SAMPLERS
+    )
 
 
 _OFF: dict[str, Callable[[Any], bool]] = {
@@ -61,7 +63,7 @@ _OFF: dict[str, Callable[[Any], bool]] = {
     "t_max_predict_ms": lambda value: value <= 0,
     "return_progress": _falsy,
 }
-"""For each field whether a value, null excepted, leaves its feature off."""
+"""A predicate per field: True for a value, other than null, that leaves the feature off."""
 
 
 def refuse(options: Options, *, but_for: Container[str] = ()) -> None:
