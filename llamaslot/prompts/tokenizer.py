@@ -145,7 +145,7 @@ class Tokenizer:
         anchor = self._add_anchor(context, *sent) if sent is not None else None
         if not context.submit.session_id:
             return Remembered(anchor)
-        return Remembered(anchor, self._put_session(context, generated, len(sent[1]) if sent is not None else 0))
+        return Remembered(anchor, self._put_session(context, generated, sent[1] if sent is not None else []))
 
     def drop_session(self, namespace: str, session_id: str) -> tuple[bytes, Session | None]:
         """Drop a session; return its digest, and the session if there was one."""
@@ -264,21 +264,23 @@ class Tokenizer:
         known = self._anchored_cut(text)
         return self.anchors.add(text.digest_with(reply), tokens, known.digest if known is not None else b"")
 
-    def _put_session(self, context: ReplyContext, generated: Tokens, n_sent: int) -> tuple[bytes, Session]:
-        """Replace the session by the prompt and its reply, of which `n_sent` tokens were sent."""
+    def _put_session(self, context: ReplyContext, generated: Tokens, sent: list[int]) -> tuple[bytes, Session]:
+        """Replace the session by the prompt and its reply."""
         submit, text, tokens = context.submit, context.text, context.prompt.tokens
         digest = session_digest(salt_namespace(submit.cache_salt), submit.session_id)
-        n_added = len(self._added_tokens(submit))
-        session = Session(np.concatenate([tokens, generated]), n_added, len(tokens), len(tokens) + n_sent)
-        prompt = write_out(self._vocab, tokens[n_added:].tolist())
-        session.is_text = text is not None and prompt.text == text.data
+        n_added, n_prompt = len(self._added_tokens(submit)), len(tokens)
+        session = Session(
+            np.concatenate([tokens, generated]), n_added, n_prompt, n_prompt + len(sent), is_text=False
+        )
+        if text is not None:
+            prompt = write_out(self._vocab, tokens[n_added:].tolist())
+            session.is_text = prompt.text == text.data
+            # Now, so that the next prompt need not wait for it.
+            session.written = prompt.followed_by(write_out(self._vocab, sent))
         earlier = self.sessions.get(digest)
         if earlier is not None:
             session = session.continuing(earlier)
         self.sessions.put(digest, session)
-        if session.is_text:
-            # Now, so that the next prompt need not wait for it.
-            self._written(session)
         return digest, session
 
     def _sent(self, generated: list[int], n_sent: int) -> tuple[str, list[int]] | None:

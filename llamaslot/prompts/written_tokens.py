@@ -23,6 +23,10 @@ class WrittenTokens:
     ends: npt.NDArray[np.int64]
     """For each token the offset at which its text ends."""
 
+    def followed_by(self, other: WrittenTokens) -> WrittenTokens:
+        """Return the text of both runs."""
+        return WrittenTokens(self.text + other.text, np.concatenate([self.ends, other.ends + len(self.text)]))
+
 
 def write_out(vocab: Vocab, tokens: Sequence[int]) -> WrittenTokens:
     """Write out tokens, control tokens with a marker before them."""
