@@ -1,7 +1,7 @@
-"""An agent loop: a long system prompt, tools whose results go back into the conversation, and what each step cost.
+"""An agent loop: a long system prompt, tool results added to the conversation, and the cost of each step.
 
-Every step sends the whole conversation again, so without a prefix cache every step would pay for all of it.
-A reply that is a JSON object naming a tool is carried out; any other reply ends the task.
+Every step sends the whole conversation again; without a prefix cache each step would compute all of it.
+A reply that is a JSON object naming a tool is executed; any other reply ends the task.
 
 Usage: python examples/agent.py [URL]
 """
@@ -30,7 +30,7 @@ MAX_STEPS = 4
 
 
 def run_tool(reply):
-    """The result of the tool call in `reply`, or None if there is none."""
+    """Return the result of the tool call in `reply`, or None without one."""
     try:
         call = json.loads(reply)
         return str(TOOLS[call["tool"]](**call["arguments"]))

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The same conversation twice as long: the second request only pays for what is new.
+# Requests with curl: streamed, without the cache, and the state of the slots.
 # Usage: examples/curl.sh [URL]
 set -eu
 url=${1:-http://127.0.0.1:8080}
@@ -9,14 +9,14 @@ ask() {
     echo
 }
 
-# Streamed: one `data:` line per piece of text, usage and timings at the end.
+# Streamed: one `data:` line per part of the text, usage and timings at the end.
 ask '{"stream": true, "stream_options": {"include_usage": true}, "max_tokens": 60, "messages": [
     {"role": "user", "content": "Hello! My cat is called Milo."}]}'
 
-# Not streamed, and told to stay out of the cache.
+# Not streamed, without reading or filling the cache.
 ask '{"cache_prompt": false, "temperature": 0, "max_tokens": 60, "messages": [
     {"role": "user", "content": "Hello! My cat is called Milo."}]}'
 
-# What the server holds: slots, and the tokens whose KV they keep.
+# The slots, and how many tokens of KV each holds.
 curl -sS "$url/slots"
 echo

@@ -1,4 +1,4 @@
-"""A streamed conversation with the openai client, and what each turn reused.
+"""A streamed conversation with the openai client, printing the reused tokens of each turn.
 
 Usage: python examples/openai_chat.py [URL]
 """
