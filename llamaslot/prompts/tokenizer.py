@@ -141,11 +141,9 @@ class Tokenizer:
         """Remember the tokens of a reply, of which `n_sent` characters were sent."""
         if context.text is None and not context.submit.session_id:
             return Remembered()
-        sent = self._sent(generated.tolist(), n_sent)
-        anchor = self._add_anchor(context, *sent) if sent is not None else None
-        if not context.submit.session_id:
-            return Remembered(anchor)
-        return Remembered(anchor, self._put_session(context, generated, sent[1] if sent is not None else []))
+        reply, ids = self._sent(generated.tolist(), n_sent)
+        anchor = self._add_anchor(context, reply, ids) if ids else None
+        return Remembered(anchor, self._put_session(context, generated, ids) if context.submit.session_id else None)
 
     def drop_session(self, namespace: str, session_id: str) -> tuple[bytes, Session | None]:
         """Drop a session; return its digest, and the session if there was one."""
@@ -283,21 +281,21 @@ class Tokenizer:
         self.sessions.put(digest, session)
         return digest, session
 
-    def _sent(self, generated: list[int], n_sent: int) -> tuple[str, list[int]] | None:
+    def _sent(self, generated: list[int], n_sent: int) -> tuple[str, list[int]]:
         """Return the text of a reply that was sent, and its tokens.
 
-        None where nothing was sent, where a token of it gives no text, or where the sending ended within a token.
+        Both are empty where a token of the reply gives no text, and where the sending ended within a token.
         """
         if generated and generated[-1] in self._vocab.eog:
             generated.pop()
         pieces = [self._vocab.piece(token) for token in generated]
         if not all(pieces):
-            return None
+            return "", []
         text = b"".join(pieces).decode(errors="replace")
         while pieces and len(text) > n_sent:
             pieces.pop()
             text = b"".join(pieces).decode(errors="replace")
-        return (text, generated[: len(pieces)]) if pieces and len(text) == n_sent else None
+        return (text, generated[: len(pieces)]) if len(text) == n_sent else ("", [])
 
     def _anchored_cut(self, text: PromptText) -> CutPoint | None:
         """Return the last cut point that has a text anchor."""

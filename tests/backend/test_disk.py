@@ -360,7 +360,7 @@ def test_an_anchor_that_was_changed_is_none(folder: Path, column: str, value: ob
 
 def test_the_oldest_anchors_go_where_there_are_too_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_anchors, "MAX_BYTES", 3 * (200 + 4))
-    monkeypatch.setattr(texts, "_TRIMMED_EVERY", 4)
+    monkeypatch.setattr(texts, "_TRIM_INTERVAL", 4)
     store = opened(folder)
     for n in range(7):
         store.write_anchor(anchor(n))

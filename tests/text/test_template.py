@@ -50,7 +50,7 @@ def render(source: str, *messages: dict[str, Any], **options: Any) -> str:
 
 
 class TestMessages:
-    """What clients send, as the template sees it."""
+    """Messages of clients, in the form that templates read."""
 
     def test_a_conversation(self) -> None:
         messages = [{"role": "system", "content": "be"}, USER]
@@ -251,7 +251,7 @@ class TestTokens:
 
 
 class TestLanguage:
-    """What templates use beyond plain Jinja."""
+    """Constructs of templates beyond plain Jinja."""
 
     @pytest.mark.parametrize(
         ("source", "prompt"),

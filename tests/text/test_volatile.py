@@ -1,4 +1,4 @@
-"""What changes with every request is left out where it was asked for, and nothing else is."""
+"""Volatile text is removed if the server was told to, and nothing else is."""
 
 from __future__ import annotations
 

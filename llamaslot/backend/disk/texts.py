@@ -1,7 +1,7 @@
-"""What the index of a disk tier keeps of texts: anchors, and the last sequences of sessions.
+"""Tables of text anchors and sessions in the index of the disk tier.
 
-Each row has a checksum, for nothing else would show that it was changed. Rows of both tables belong to a key: other
-models have other tokens.
+Each row has a checksum, since nothing else would show that it was changed. Each belongs to a key: the tokens of
+other models are different.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from llamaslot.prompts import sessions, text_anchors
 from llamaslot.prompts.sessions import Session
 from llamaslot.prompts.text_anchors import TextAnchor
 
-_TRIMMED_EVERY = 256
-"""Rows added until it is looked whether they are too many."""
+_TRIM_INTERVAL = 256
+"""Inserted rows between two checks of the limits."""
 ANCHORS_SCHEMA = """
     CREATE TABLE anchors (
         number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -60,14 +60,14 @@ class Texts:
         self._n_added = 0
 
     def anchors(self, key: bytes) -> list[TextAnchor]:
-        """Those of a key that are as they were added, in that order."""
+        """Return the intact anchors of a key in the order in which they were added."""
         self._trim()
         columns = "name, front, start, tokens, checksum"
         found = self._database.execute(f"SELECT {columns} FROM anchors WHERE key = ? ORDER BY number", (key,))
-        return [TextAnchor(*row[:4]) for row in found if _is_whole(row, (bytes, bytes, int, bytes))]
+        return [TextAnchor(*row[:4]) for row in found if _is_intact(row, (bytes, bytes, int, bytes))]
 
     def add_anchor(self, key: bytes, anchor: TextAnchor) -> None:
-        """Note an anchor, in place of another one of that name."""
+        """Insert an anchor, or replace the one with its digest."""
         row = anchor.digest, anchor.parent, anchor.start, anchor.tokens
         self._database.execute(
             "INSERT INTO anchors (key, name, front, start, tokens, checksum) VALUES (?, ?, ?, ?, ?, ?) "
@@ -78,18 +78,18 @@ class Texts:
         self._note_added()
 
     def sessions(self, key: bytes) -> list[tuple[bytes, Session]]:
-        """Those of a key that are as they were put, in that order, each with its digest."""
+        """Return the intact sessions of a key with their digests, the oldest first."""
         self._trim()
         columns = "digest, n_added, n_prompt, n_text, is_text, others, tokens, checksum"
         found = self._database.execute(f"SELECT {columns} FROM sessions WHERE key = ? ORDER BY number", (key,))
-        whole = [row for row in found if _is_whole(row, (bytes, int, int, int, int, bytes, bytes))]
+        whole = [row for row in found if _is_intact(row, (bytes, int, int, int, int, bytes, bytes))]
         return [
             (digest, Session(unpacked(tokens), n_added, n_prompt, n_text, bool(is_text), _decode(others)))
             for digest, n_added, n_prompt, n_text, is_text, others, tokens, _ in whole
         ]
 
     def put_session(self, key: bytes, digest: bytes, session: Session) -> None:
-        """Note a session, as the latest, in place of another one of that digest."""
+        """Insert a session as the latest one, in place of an earlier one with its digest."""
         counts = session.n_added, session.n_prompt, session.n_text, int(session.is_text)
         row = digest, *counts, _encode(session.branches), packed(session.tokens)
         self._database.execute(
@@ -110,13 +110,11 @@ class Texts:
 
     def _note_added(self) -> None:
         self._n_added += 1
-        if self._n_added % _TRIMMED_EVERY == 0:
+        if self._n_added % _TRIM_INTERVAL == 0:
             self._trim()
 
     def _trim(self) -> None:
-        """Forget the oldest rows of all keys where a table's are too many, and the anchors that continue one that
-        went.
-        """
+        """Delete the oldest rows of all keys where a table has too many, and anchors whose parent is gone."""
         n_gone = self._trimmed("anchors", "length(tokens)", text_anchors.OVERHEAD, text_anchors.MAX_BYTES)
         self._trimmed("sessions", "length(tokens) + length(others)", sessions.OVERHEAD, sessions.MAX_BYTES)
         while n_gone:
@@ -126,7 +124,7 @@ class Texts:
             ).rowcount
 
     def _trimmed(self, table: str, size: str, overhead: int, most_bytes: int) -> int:
-        """How many rows had to go."""
+        """Delete the oldest rows of a table beyond its limit, and return how many."""
         return self._database.execute(
             f"DELETE FROM {table} WHERE number IN (SELECT number FROM (SELECT number, sum({size} + ?) "
             f"OVER (ORDER BY number DESC) AS n_bytes FROM {table}) WHERE n_bytes > ?)",
@@ -142,8 +140,8 @@ def _checksum(row: tuple[bytes | int, ...]) -> bytes:
     return digest.digest()
 
 
-def _is_whole(row: tuple[Any, ...], types: tuple[type, ...]) -> bool:
-    """Whether a row, its checksum last, is what was added."""
+def _is_intact(row: tuple[Any, ...], types: tuple[type, ...]) -> bool:
+    """True if a row, its checksum last, is as it was inserted."""
     *fields, checksum = row
     if not all(isinstance(field, kind) for field, kind in zip(fields, types, strict=True)):
         return False
