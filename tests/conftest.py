@@ -27,7 +27,12 @@ settings.load_profile("llamaslot")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Give hypothesis another seed each run, unless one was asked for."""
+    """Give hypothesis another seed each run, unless one was asked for; let models compute on one thread.
+
+    Models of tests are tiny: a second thread mostly waits for the first, and keeps a core from the tests beside it.
+    """
+    # Read by OpenMP when llama.cpp is loaded, here and in the servers that tests start.
+    os.environ.setdefault("OMP_THREAD_LIMIT", "1")
     if config.getoption("hypothesisseed", None) is None:
         config.option.hypothesisseed = str(random.SystemRandom().randrange(2**32))
 

@@ -144,7 +144,7 @@ def compare(
 
 @pytest.fixture(scope="module")
 def talks() -> list[list[str]]:
-    return conversations(200 if LONG else 24)
+    return conversations(200 if LONG else 16)
 
 
 @pytest.fixture(scope="module")

@@ -227,6 +227,18 @@ def run_twice(workload: Workload, tally: Tally, folder: Path) -> list[tuple[Ask,
 IN_RAM: dict[str, Any] = {"ram_bytes": 2**30, "idle_life": 1}
 
 
+@pytest.fixture(scope="module")
+def workloads() -> list[Workload]:
+    families = prompts()
+    return [generated(seed, families) for seed in range(N_WORKLOADS)]
+
+
+@pytest.fixture(scope="module")
+def cold(workloads: list[Workload]) -> dict[str, list[int]]:
+    """The tokens that each prompt of all workloads gives computed whole, alone."""
+    return asyncio.run(cold_tokens({each.prompt for workload in workloads for each in workload.asks}))
+
+
 @pytest.mark.parametrize(
     ("unified", "storing", "padded", "on_disk"),
     [
@@ -244,15 +256,14 @@ def test_every_text_is_the_cold_one(
     storing: dict[str, Any],
     padded: bool,
     on_disk: bool,
+    workloads: list[Workload],
+    cold: dict[str, list[int]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pace, "OPEN_SECONDS", 0.0)
     # Expecting too little makes requests outgrow the pool together, so that some are preempted.
     monkeypatch.setattr(admission, "_LEAST_EXPECTED", 2)
-    families = prompts()
-    workloads = [generated(seed, families) for seed in range(N_WORKLOADS)]
-    cold = asyncio.run(cold_tokens({each.prompt for workload in workloads for each in workload.asks}))
     tally = Tally()
     noise = Noise(LlamaSettings(resolve_model("demo"), n_ctx=4096, n_ubatch=512, n_threads=1))
     for i, workload in enumerate(workloads):
