@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request, one error body names it, and other requests lose nothing."""
+"""Every invalid request gets one error body that names the field, and does not affect other requests."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ SAMPLING = [
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, NATIVE])
 @pytest.mark.parametrize(("field", "value"), SAMPLING, ids=str)
-async def test_wrong_values(server: Any, path: str, field: str, value: Any) -> None:
+async def test_a_wrong_value_is_refused_by_field(server: Any, path: str, field: str, value: Any) -> None:
     body = {**HELLO, "prompt": "Hello", field: value}
     await expect(server, path, body, INVALID, "response_format.type" if field == "response_format" else field)
 
@@ -95,7 +95,9 @@ async def test_wrong_values(server: Any, path: str, field: str, value: Any) -> N
         ),
     ],
 )
-async def test_wrong_conversations(server: Any, body: Any, kind: tuple[int, str], param: str) -> None:
+async def test_a_wrong_conversation_is_refused_by_field(
+    server: Any, body: Any, kind: tuple[int, str], param: str
+) -> None:
     await expect(server, CHAT, body, kind, param)
     await expect(server, "/apply-template", body, kind, param)
 
@@ -120,7 +122,9 @@ async def test_wrong_conversations(server: Any, body: Any, kind: tuple[int, str]
     ],
     ids=str,
 )
-async def test_wrong_prompts(server: Any, path: str, prompt: Any, kind: tuple[int, str], param: str) -> None:
+async def test_a_wrong_prompt_is_refused_by_field(
+    server: Any, path: str, prompt: Any, kind: tuple[int, str], param: str
+) -> None:
     await expect(server, path, {"prompt": prompt}, kind, param)
 
 
@@ -160,7 +164,7 @@ async def test_wrong_prompts(server: Any, path: str, prompt: Any, kind: tuple[in
         ("return_progress", True),
     ],
 )
-async def test_unbuilt_features_are_refused_by_name(server: Any, path: str, field: str, value: Any) -> None:
+async def test_an_unsupported_feature_is_refused_by_field(server: Any, path: str, field: str, value: Any) -> None:
     await expect(server, path, {**HELLO, "prompt": "Hello", field: value}, UNBUILT, field)
 
 
@@ -175,7 +179,7 @@ async def test_unbuilt_features_are_refused_by_name(server: Any, path: str, fiel
         ("/detokenize", {"tokens": [65, -1]}, "tokens[1]"),
     ],
 )
-async def test_wrong_tokens(server: Any, path: str, body: Any, param: str) -> None:
+async def test_wrong_token_ids_are_refused(server: Any, path: str, body: Any, param: str) -> None:
     await expect(server, path, body, INVALID, param)
 
 
@@ -187,21 +191,21 @@ async def test_wrong_tokens(server: Any, path: str, body: Any, param: str) -> No
     ids=lambda raw: raw[:20],
 )  # fmt: skip
 @pytest.mark.parametrize("path", [TEXT, NATIVE])
-async def test_bodies_that_are_no_request(server: Any, path: str, raw: bytes) -> None:
+async def test_a_body_that_is_not_a_json_object_is_refused(server: Any, path: str, raw: bytes) -> None:
     async with server.session.post(server.url + path, data=raw) as response:
         error = (await response.json())["error"]
         assert (response.status, error["code"], error["type"]) == (400, 400, "invalid_request_error")
         assert "body" in error["message"]
 
 
-async def test_a_body_that_is_not_encoded_as_it_says(server: Any) -> None:
+async def test_a_body_with_a_wrong_content_encoding_is_refused(server: Any) -> None:
     headers = {"Content-Encoding": "gzip"}
     async with server.session.post(server.url + TEXT, data=b'{"prompt": "a"}', headers=headers) as response:
         assert response.status == 400
         assert (await response.json())["error"]["type"] == "invalid_request_error"
 
 
-async def test_messages_are_sentences(server: Any) -> None:
+async def test_error_messages_are_sentences(server: Any) -> None:
     async def message(**fields: Any) -> str:
         return (await server.post(CHAT, {**HELLO, **fields}))[1]["error"]["message"]
 
@@ -211,7 +215,7 @@ async def test_messages_are_sentences(server: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_prompt_beyond_the_context_gives_both_numbers(start: Any, stream: bool) -> None:
+async def test_a_prompt_longer_than_the_context_is_refused_with_both_lengths(start: Any, stream: bool) -> None:
     server = await start(backend=FakeBackend(n_ctx=64, n_slots=1))
     status, reply = await server.post(TEXT, {"prompt": "x" * 100, "stream": stream})
     error = reply["error"]
@@ -219,21 +223,21 @@ async def test_prompt_beyond_the_context_gives_both_numbers(start: Any, stream: 
     assert (error["n_prompt_tokens"], error["n_ctx"]) == (101, 64)
 
 
-async def test_one_refused_prompt_of_several_ends_them_all(start: Any) -> None:
+async def test_the_refusal_of_one_prompt_refuses_the_request(start: Any) -> None:
     server = await start(backend=FakeBackend(n_ctx=64, n_slots=1))
     status, _ = await server.post(TEXT, {"prompt": ["fits", "x" * 100], "ignore_eos": True})
     assert status == 400
     await server.idle()
 
 
-async def test_body_over_the_limit(start: Any) -> None:
+async def test_a_body_over_the_limit_is_refused(start: Any) -> None:
     server = await start(max_body_bytes=1000)
     status, reply = await server.post(TEXT, {"prompt": "x" * 2000})
     assert (status, reply["error"]["type"]) == (413, "request_too_large_error")
     await server.ok(TEXT, {"prompt": "x" * 500, "max_tokens": 1})
 
 
-async def test_full_queue_says_when_to_come_back(start: Any) -> None:
+async def test_a_full_queue_is_answered_with_retry_after(start: Any) -> None:
     server = await start(backend=FakeBackend(n_ctx=20_000, n_slots=1), max_queue=1)
     endless = {"prompt": "x", "ignore_eos": True}
     running = [asyncio.create_task(server.post(NATIVE, endless)) for _ in range(2)]
@@ -251,7 +255,7 @@ async def test_full_queue_says_when_to_come_back(start: Any) -> None:
     await server.ok(NATIVE, {"prompt": "x", "max_tokens": 1})
 
 
-async def test_choices_without_room_for_all_start_none(start: Any) -> None:
+async def test_a_request_whose_choices_exceed_the_queue_starts_none(start: Any) -> None:
     server = await start(backend=FakeBackend(n_ctx=20_000, n_slots=1), max_queue=2, metrics=True)
     running = asyncio.create_task(server.post(NATIVE, {"prompt": "x", "ignore_eos": True}))
     await server.state_where(lambda state: state.slots[0].n_generated > 0)
@@ -269,7 +273,7 @@ async def test_choices_without_room_for_all_start_none(start: Any) -> None:
     await asyncio.wait([running])
 
 
-async def test_unknown_addresses_and_methods(server: Any) -> None:
+async def test_unknown_addresses_and_methods_are_refused(server: Any) -> None:
     status, reply = await server.get("/v1/nothing")
     assert (status, reply["error"]["type"]) == (404, "not_found_error")
     async with server.session.get(server.url + CHAT) as response:
@@ -279,7 +283,7 @@ async def test_unknown_addresses_and_methods(server: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_failure_of_the_model(start: Any, stream: bool) -> None:
+async def test_a_failure_of_the_model_is_reported(start: Any, stream: bool) -> None:
     backend = FakeBackend()
     server = await start(backend=backend)
     backend.failures.extend([(Status.OK, 1)] * 3 + [(Status.FATAL, 0)])
@@ -299,7 +303,7 @@ async def test_failure_of_the_model(start: Any, stream: bool) -> None:
 
 
 async def expect(server: Any, path: str, body: Any, kind: tuple[int, str], param: str) -> None:
-    """The request is refused, by an error that names the field."""
+    """Check that the request is refused with an error that names the field."""
     status, reply = await server.post(path, body)
     error = reply["error"]
     assert (status, error["type"]) == kind, error

@@ -1,4 +1,4 @@
-"""`/cache` and `/cache/clear`: the figures add up, and nobody reads there what others wrote."""
+"""`/cache` and `/cache/clear`: the statistics add up, and prompts of others are not shown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pool(**shape: Any) -> FakeBackend:
 
 
 async def complete(server: Any, prompt: str, **fields: Any) -> int:
-    """The tokens of a prompt that were reused."""
+    """Complete a prompt and return the number of reused tokens."""
     body = {"prompt": prompt, "max_tokens": 1, "ignore_eos": True, **fields}
     return (await server.ok("/completion", body))["timings"]["cache_n"]
 
@@ -77,7 +77,7 @@ async def test_an_empty_cache(start: Any) -> None:
     }
 
 
-async def test_the_figures_are_those_of_the_replies_and_of_the_pool(start: Any) -> None:
+async def test_the_statistics_agree_with_the_replies_and_the_pool(start: Any) -> None:
     backend = pool()
     server = await start(backend=backend)
     chance = random.Random(3)
@@ -115,7 +115,7 @@ async def test_the_figures_are_those_of_the_replies_and_of_the_pool(start: Any) 
     assert (await cache(server))["prefixes"] == prefixes[:20]
 
 
-async def test_what_runs_is_pinned(start: Any) -> None:
+async def test_prefixes_of_running_requests_are_pinned(start: Any) -> None:
     server = await start(backend=pool(n_ctx=20_000))
     await complete(server, "Goodbye")
     running = asyncio.create_task(server.post("/completion", ENDLESS))
@@ -129,7 +129,7 @@ async def test_what_runs_is_pinned(start: Any) -> None:
 
 
 @pytest.mark.parametrize("query", ["0", "1001", "-1", "", "x", "2.0", "1e2", "٣", "9" * 5000, "5&top=6"])
-async def test_a_wrong_top_is_named(server: Any, query: str) -> None:
+async def test_a_wrong_top_is_refused(server: Any, query: str) -> None:
     status, body = await server.get(f"/cache?top={query}")
     assert status == 400
     error = body["error"]
@@ -137,7 +137,7 @@ async def test_a_wrong_top_is_named(server: Any, query: str) -> None:
     assert error["message"] == "'top' must be an integer from 1 to 1000"
 
 
-async def test_nothing_that_was_written_or_salted_is_shown(start: Any) -> None:
+async def test_neither_text_nor_salt_is_shown(start: Any) -> None:
     server = await start(backend=pool(), metrics=True)
     for tail in ("one", "two"):
         await complete(server, SECRET + tail, cache_salt="pepper")
@@ -157,7 +157,7 @@ async def test_nothing_that_was_written_or_salted_is_shown(start: Any) -> None:
             assert "pepper" not in await response.text()
 
 
-async def test_with_the_debug_flag_the_edges_spell_the_prompts(start: Any) -> None:
+async def test_with_the_debug_flag_edges_show_the_text_of_prompts(start: Any) -> None:
     server = await start(backend=pool(), cache_debug_text=True)
     await complete(server, "shared head, one", cache_salt="pepper")
     await complete(server, "shared head, two", cache_salt="pepper")
@@ -169,7 +169,7 @@ async def test_with_the_debug_flag_the_edges_spell_the_prompts(start: Any) -> No
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/cache"), ("POST", "/cache/clear")])
-async def test_the_gate(start: Any, method: str, path: str) -> None:
+async def test_cache_endpoints_need_slots_and_the_api_key(start: Any, method: str, path: str) -> None:
     server = await start(backend=pool(), api_keys=("key",))
     for headers, status in (
         ({}, 401),
@@ -189,7 +189,7 @@ async def test_the_gate(start: Any, method: str, path: str) -> None:
         assert response.status == 405
 
 
-async def test_clearing_forgets_what_is_idle_and_leaves_what_runs(start: Any) -> None:
+async def test_clearing_drops_idle_prefixes_and_keeps_running_ones(start: Any) -> None:
     backend = pool(n_ctx=4096)
     server = await start(backend=backend)
     await complete(server, "Goodbye and farewell")
@@ -219,7 +219,7 @@ async def test_clearing_forgets_what_is_idle_and_leaves_what_runs(start: Any) ->
 
 
 @pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
-async def test_only_the_same_salt_shares(start: Any, path: str) -> None:
+async def test_only_requests_with_the_same_salt_share(start: Any, path: str) -> None:
     server = await start(backend=pool())
 
     async def cached(**fields: Any) -> int:
@@ -238,7 +238,7 @@ async def test_only_the_same_salt_shares(start: Any, path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("salt", ["", "x" * 257, 5, ["a"], True])
-async def test_a_wrong_salt_is_named(server: Any, path: str, salt: Any) -> None:
+async def test_a_wrong_salt_is_refused(server: Any, path: str, salt: Any) -> None:
     body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "cache_salt": salt}
     status, reply = await server.post(path, body)
     assert status == 400
@@ -274,7 +274,7 @@ async def test_users_of_different_keys_never_share(start: Any) -> None:
 async def made(
     *, api_key: str = "", from_key: bool = False, n_prompts: int = 1, n: int | None = None
 ) -> list[Submit]:
-    """What the engine is asked for."""
+    """Return the commands that a request becomes."""
     service = Wire(max_queue=9).service
     body = CompletionBody(prompt=["p"] * n_prompts, n=n)
     return await submission.submissions(

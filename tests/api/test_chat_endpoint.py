@@ -35,14 +35,14 @@ async def test_whole_reply_has_openai_fields(server: Any) -> None:
     assert timings["predicted_per_token_ms"] == pytest.approx(timings["predicted_ms"] / 7)
 
 
-async def test_path_without_version_is_the_same(server: Any) -> None:
+async def test_the_path_without_a_version_is_the_same(server: Any) -> None:
     one = await server.ok(PATH, GREEDY | {"max_tokens": 4})
     other = await server.ok("/chat/completions", GREEDY | {"max_tokens": 4})
     assert one["choices"] == other["choices"]
     assert one["id"] != other["id"]
 
 
-async def test_next_turn_reports_what_was_reused(server: Any) -> None:
+async def test_the_next_turn_reports_the_reused_tokens(server: Any) -> None:
     first = await server.ok(PATH, {**GREEDY, "max_tokens": 8})
     answer = first["choices"][0]["message"]["content"]
     turns = [*MESSAGES, {"role": "assistant", "content": answer}, {"role": "user", "content": "And now?"}]
@@ -56,7 +56,7 @@ async def test_next_turn_reports_what_was_reused(server: Any) -> None:
     assert cold["choices"] == second["choices"]
 
 
-async def test_stream_is_the_whole_reply_in_pieces(server: Any) -> None:
+async def test_a_stream_adds_up_to_the_whole_reply(server: Any) -> None:
     body = {**GREEDY, "max_tokens": 8}
     whole = await server.ok(PATH, body)
     *chunks, done = await server.stream(PATH, body)
@@ -157,7 +157,7 @@ async def test_every_name_of_the_token_limit_works(server: Any, name: str) -> No
     assert reply["usage"]["completion_tokens"] == 3
 
 
-async def test_no_tokens_asked_for(server: Any) -> None:
+async def test_zero_tokens_may_be_asked_for(server: Any) -> None:
     reply = await server.ok(PATH, {**GREEDY, "max_tokens": 0})
     assert reply["choices"][0]["message"]["content"] == ""
     assert reply["choices"][0]["finish_reason"] == "length"
@@ -168,7 +168,7 @@ async def test_no_tokens_asked_for(server: Any) -> None:
     assert done == "[DONE]"
 
 
-async def test_server_defaults_apply_where_the_request_is_silent(start: Any) -> None:
+async def test_server_defaults_apply_to_absent_fields(start: Any) -> None:
     server = await start(n_predict=5, alias="house-model", cache_prompt=False)
     for _ in range(2):
         reply = await server.ok(PATH, {**GREEDY, "max_tokens": None})
@@ -186,7 +186,7 @@ async def test_server_defaults_apply_where_the_request_is_silent(start: Any) -> 
         ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"],
     ],
 )
-async def test_no_ops_of_unbuilt_features_pass(server: Any, samplers: Any) -> None:
+async def test_values_that_leave_unsupported_features_off_are_accepted(server: Any, samplers: Any) -> None:
     await server.ok(
         PATH,
         {

@@ -1,4 +1,4 @@
-"""`POST /v1/completions` in OpenAI's words and `POST /completion` in llama-server's."""
+"""`POST /v1/completions` in OpenAI's format and `POST /completion` in llama-server's."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_native_stream_ends_with_stop_and_no_done(server: Any) -> None:
     assert [token for part in parts for token in part["tokens"]] == list(whole["content"].encode())
 
 
-async def test_stop_types(server: Any) -> None:
+async def test_the_stop_type_is_reported(server: Any) -> None:
     text = (await server.ok("/completion", {**GREEDY, "max_tokens": 30}))["content"]
     stopped = await server.ok("/completion", {**GREEDY, "max_tokens": 30, "stop": ["\x00", text[9:12], ""]})
     assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", text[9:12])

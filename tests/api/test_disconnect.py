@@ -1,4 +1,4 @@
-"""A client that goes away takes its request with it, whether running, silent or queued; others lose nothing."""
+"""A client that goes away cancels its request, whether running or queued, and affects no other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def connect(start: Any) -> Any:
 
 
 async def gone(server: Any) -> None:
-    """All requests have ended, well before the tokens that they asked for."""
+    """Check that all requests have ended, well before their token limit."""
     state = await server.idle()
     assert server.service.n_in_flight == 0
     assert state.n_decoded_tokens < 10_000
@@ -43,7 +43,9 @@ async def gone(server: Any) -> None:
 
 
 @pytest.mark.parametrize("drop", ["close", "reset"])
-async def test_while_streaming(connect: tuple[Any, Callable[..., Awaitable[Connection]]], drop: str) -> None:
+async def test_a_client_that_leaves_a_stream_cancels_its_request(
+    connect: tuple[Any, Callable[..., Awaitable[Connection]]], drop: str
+) -> None:
     server, connected = connect
     reader, writer = await connected({**ENDLESS, "stream": True})
     await reader.readuntil(b"data: ")
@@ -55,7 +57,7 @@ async def test_while_streaming(connect: tuple[Any, Callable[..., Awaitable[Conne
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/completion"])
-async def test_while_waiting_for_a_whole_reply(connect: Any, path: str) -> None:
+async def test_a_client_that_leaves_before_a_whole_reply_cancels_its_request(connect: Any, path: str) -> None:
     server, connected = connect
     _, writer = await connected(ENDLESS, path)
     await server.state_where(lambda state: state.slots[0].n_generated > 2)
@@ -64,7 +66,7 @@ async def test_while_waiting_for_a_whole_reply(connect: Any, path: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_while_queued(connect: Any, stream: bool) -> None:
+async def test_a_client_that_leaves_while_queued_cancels_its_request(connect: Any, stream: bool) -> None:
     server, connected = connect
     _, first = await connected(ENDLESS)
     await server.state_where(lambda state: state.slots[0].n_generated > 2)
@@ -78,7 +80,7 @@ async def test_while_queued(connect: Any, stream: bool) -> None:
     await gone(server)
 
 
-async def test_all_choices_of_a_request_end(connect: Any) -> None:
+async def test_a_client_that_leaves_cancels_all_choices(connect: Any) -> None:
     server, connected = connect
     _, writer = await connected({**ENDLESS, "n": 3, "stream": True})
     await server.state_where(lambda state: state.n_queued == 2 and state.slots[0].n_generated > 2)
@@ -86,7 +88,7 @@ async def test_all_choices_of_a_request_end(connect: Any) -> None:
     await gone(server)
 
 
-async def test_what_was_computed_stays_in_the_slot(connect: Any) -> None:
+async def test_a_cancelled_request_keeps_its_kv_in_the_slot(connect: Any) -> None:
     server, connected = connect
     _, writer = await connected(ENDLESS)
     await server.state_where(lambda state: state.slots[0].n_generated > 2)
@@ -96,7 +98,7 @@ async def test_what_was_computed_stays_in_the_slot(connect: Any) -> None:
     assert reply["timings"]["cache_n"] == len("Hello")
 
 
-async def test_silence_is_broken_by_comments(connect: Any) -> None:
+async def test_comments_are_sent_while_no_event_comes(connect: Any) -> None:
     server, connected = connect
     await connected(ENDLESS)
     await server.state_where(lambda state: state.slots[0].n_generated > 2)

@@ -1,4 +1,4 @@
-"""What stands before every endpoint: readiness, keys, CORS, request ids."""
+"""The middleware before every endpoint: readiness, API keys, CORS, request ids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def empty() -> AsyncIterator[Any]:
     await listener.close()
 
 
-async def test_loading_then_failed(empty: Any) -> None:
+async def test_requests_are_refused_while_loading_and_after_a_failure(empty: Any) -> None:
     readiness, session = empty
     paths = ["/health", "/v1/health", "/v1/models", "/props", "/nowhere"]
     for path in paths:
@@ -56,7 +56,7 @@ async def test_loading_then_failed(empty: Any) -> None:
         ({"Authorization": "Bearer wrong", "X-Api-Key": "first"}, 401),
     ],
 )
-async def test_keys(start: Any, headers: dict[str, str], status: int) -> None:
+async def test_only_valid_keys_are_accepted(start: Any, headers: dict[str, str], status: int) -> None:
     server = await start(api_keys=("first", "zweite-\u00fc"))
     async with server.session.post(server.url + "/completion", json=HELLO, headers=headers) as response:
         assert response.status == status
@@ -82,7 +82,9 @@ async def test_keys(start: Any, headers: dict[str, str], status: int) -> None:
         (("localhost",), "http://[::1", False),
     ],
 )
-async def test_cors(start: Any, allowed: tuple[str, ...], origin: str, reflected: bool) -> None:
+async def test_only_allowed_origins_are_reflected(
+    start: Any, allowed: tuple[str, ...], origin: str, reflected: bool
+) -> None:
     server = await start(cors_origins=allowed)
     for method, path in (("OPTIONS", "/v1/chat/completions"), ("GET", "/health"), ("GET", "/nowhere")):
         async with server.session.request(method, server.url + path, headers={"Origin": origin}) as response:
@@ -96,7 +98,7 @@ async def test_cors(start: Any, allowed: tuple[str, ...], origin: str, reflected
 @pytest.mark.parametrize(
     ("theirs", "kept"), [("trace-1.2:3", True), ("", False), ("a b", False), ("x" * 200, False), ("<b>", False)]
 )
-async def test_request_ids(server: Any, theirs: str, kept: bool) -> None:
+async def test_a_valid_request_id_is_returned(server: Any, theirs: str, kept: bool) -> None:
     for path in ("/health", "/nowhere"):
         async with server.session.get(server.url + path, headers={"X-Request-Id": theirs}) as response:
             ours = response.headers["X-Request-Id"]
@@ -104,7 +106,7 @@ async def test_request_ids(server: Any, theirs: str, kept: bool) -> None:
             assert len(ours) >= 8
 
 
-async def test_the_clients_id_is_not_the_engines(server: Any) -> None:
+async def test_two_requests_may_have_the_same_client_id(server: Any) -> None:
     headers = {"X-Request-Id": "the-same-for-both"}
     for stream in (False, True):
         body = {**HELLO, "stream": stream}
@@ -113,7 +115,7 @@ async def test_the_clients_id_is_not_the_engines(server: Any) -> None:
             assert "the-same-for-both" not in await response.text()
 
 
-async def test_the_log_names_the_clients_id(server: Any) -> None:
+async def test_the_log_contains_the_request_id_of_the_client(server: Any) -> None:
     with structlog.testing.capture_logs() as logs:
         for theirs in ("trace-1", "not a sane one"):
             headers = {"X-Request-Id": theirs}

@@ -22,7 +22,7 @@ async def test_models(start: Any) -> None:
         assert model["meta"]["n_vocab"] == 258
 
 
-async def test_a_model_of_several_names(start: Any) -> None:
+async def test_a_model_with_several_names(start: Any) -> None:
     server = await start(alias="small, org/model,,fim,")
     names = ["fim", "org/model", "small"]
     _, reply = await server.get("/v1/models")
@@ -52,7 +52,7 @@ async def test_props(start: Any) -> None:
         await server.ok(path, body)
 
 
-async def test_slots_show_what_runs(start: Any) -> None:
+async def test_slots_show_running_requests(start: Any) -> None:
     server = await start(backend=FakeBackend(n_ctx=20_000, n_slots=2))
     _, slots = await server.get("/slots")
     assert [slot["id"] for slot in slots] == [0, 1]
@@ -79,7 +79,7 @@ async def test_slots_show_what_runs(start: Any) -> None:
     assert all(slot["n_held"] > 0 for slot in slots)
 
 
-async def test_what_is_switched_off_says_so(start: Any) -> None:
+async def test_disabled_endpoints_name_their_flag(start: Any) -> None:
     server = await start(slots=False, metrics=False)
     for path in ("/slots", "/metrics"):
         status, reply = await server.get(path)
@@ -117,7 +117,7 @@ async def test_tokenize_and_back(server: Any) -> None:
         assert await server.ok("/detokenize", nothing) == {"content": ""}
 
 
-async def test_pieces_that_are_no_text_come_as_bytes(server: Any) -> None:
+async def test_tokens_that_are_not_utf8_are_returned_as_bytes(server: Any) -> None:
     reply = await server.ok("/tokenize", {"content": "aü", "with_pieces": True})
     assert reply["tokens"] == [
         {"id": 97, "piece": "a"},

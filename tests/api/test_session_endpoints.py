@@ -1,4 +1,4 @@
-"""Sessions over HTTP: their three names, what replies say of them, and their end."""
+"""Sessions over HTTP: three ways to name them, their fields in replies, and dropping them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ async def outcome(server: Any, headers: dict[str, str] | None = None, **fields: 
         ({"X-Session-ID": "mine"}, {"prompt_cache_key": "other"}),
     ],
 )
-async def test_the_names_of_a_session(server: Any, headers: dict[str, str], fields: dict[str, Any]) -> None:
+async def test_a_session_can_be_named_in_three_ways(
+    server: Any, headers: dict[str, str], fields: dict[str, Any]
+) -> None:
     assert await outcome(server, headers, **fields) == "new"
     assert await outcome(server, session_id="mine") == "tokens"
     assert await outcome(server, session_id="other") == "new"
@@ -47,7 +49,9 @@ async def test_the_names_of_a_session(server: Any, headers: dict[str, str], fiel
     ("headers", "fields"),
     [({}, {}), ({"X-Session-ID": ""}, {}), ({}, {"prompt_cache_key": "", "session_id": None})],
 )
-async def test_without_a_name_there_is_none(server: Any, headers: dict[str, str], fields: dict[str, Any]) -> None:
+async def test_a_request_without_a_name_has_no_session(
+    server: Any, headers: dict[str, str], fields: dict[str, Any]
+) -> None:
     assert await outcome(server, headers, **fields) is None
 
 
@@ -60,7 +64,7 @@ async def test_without_a_name_there_is_none(server: Any, headers: dict[str, str]
         ({}, {"prompt_cache_key": ["x"]}, "prompt_cache_key"),
     ],
 )
-async def test_names_that_are_refused(
+async def test_invalid_session_names_are_refused(
     server: Any, headers: dict[str, str], fields: dict[str, Any], param: str
 ) -> None:
     status, reply = await server.post(NATIVE, body(**fields), headers=headers)
@@ -83,7 +87,7 @@ async def test_every_reply_says_where_its_prompt_came_from(server: Any, path: st
     assert last["cache"]["cells"] == first["computed"] - 1
 
 
-async def test_several_prompts_at_once_are_no_conversation(server: Any) -> None:
+async def test_a_request_with_several_prompts_has_no_session(server: Any) -> None:
     reply = await server.ok(NATIVE, body(prompt=["a", "b"], session_id="mine"))
     assert [each["cache"]["session_match"] for each in reply] == [None, None]
 
@@ -118,7 +122,7 @@ async def test_a_session_belongs_to_its_namespace(start: Any) -> None:
         assert response.status == 401
 
 
-async def test_the_cache_and_the_metrics_count_them(start: Any) -> None:
+async def test_the_cache_and_the_metrics_count_sessions(start: Any) -> None:
     server = await start(backend=FakeBackend(n_ctx=4096, n_slots=2, n_reserved=6), metrics=True)
     reply = await server.ok(NATIVE, body(session_id="mine"))
     await server.ok(NATIVE, body(session_id="mine", prompt=HELLO + reply["content"] + "</s>more"))

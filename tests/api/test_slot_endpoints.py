@@ -1,4 +1,4 @@
-"""`POST /slots/{id}`: llama-server's words, and what is refused."""
+"""`POST /slots/{id}`: replies in llama-server's format, and refusals."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_an_action_is_carried_out_although_its_client_goes_away(server: An
         ("/slots/0?action=restore", {"filename": "nothing"}, "filename"),
     ],
 )
-async def test_what_is_refused(server: Any, path: str, body: Any, param: str) -> None:
+async def test_invalid_actions_are_refused(server: Any, path: str, body: Any, param: str) -> None:
     status, reply = await server.post(path, body)
     assert (status, reply["error"]["param"]) == (400, param)
 

@@ -1,4 +1,4 @@
-"""Events that are written past aiohttp: framed as chunks, in order, and never faster than a client reads."""
+"""Events written directly to the connection: framed as chunks, in order, and never faster than a client reads."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ REPLIES = [
 
 
 def example(kind: type[msgspec.Struct]) -> msgspec.Struct:
-    """A message of a kind with a value in every field that has none by itself, and some more."""
+    """Return a message with a value in every field that has no default, and in some more."""
     fields = {f.name: f for f in msgspec.structs.fields(kind)}
     values = {name: VALUES[name] for name in fields if name in VALUES}
     for name, field in fields.items():

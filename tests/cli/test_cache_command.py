@@ -1,4 +1,4 @@
-"""`llamaslot cache` as a process of its own, against a real server and against what is none of this version."""
+"""`llamaslot cache` as a process of its own, against a real server and against servers of other kinds."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_top_and_clear(server: Server) -> None:
     assert server.get("/cache")["nodes"] == 0
 
 
-def test_the_text_and_the_key(telling: Server) -> None:
+def test_debug_text_and_api_key(telling: Server) -> None:
     for how in ({"LLAMA_API_KEY": "wrong"}, {}):
         status, lines, errors = cache(telling.url, **how)
         assert (status, lines) == (2, [])
@@ -116,7 +116,7 @@ def test_the_text_and_the_key(telling: Server) -> None:
     assert "what a user wrote" in lines[-1]
 
 
-def test_a_wrong_top_is_told_in_the_servers_words(server: Server) -> None:
+def test_a_wrong_top_prints_the_message_of_the_server(server: Server) -> None:
     status, _, errors = cache(server.url, "--top", "0")
     assert status == 2
     assert errors == [f"llamaslot: {server.url} answered 400: 'top' must be an integer from 1 to 1000"]
@@ -125,7 +125,7 @@ def test_a_wrong_top_is_told_in_the_servers_words(server: Server) -> None:
     assert "--top" in errors[0]
 
 
-def test_no_server_and_no_address_are_one_line() -> None:
+def test_a_missing_server_or_address_is_one_line() -> None:
     assert cache("http://127.0.0.1:9") == (
         2,
         [],
@@ -145,7 +145,7 @@ def test_no_server_and_no_address_are_one_line() -> None:
 
 @contextmanager
 def answering(status: int, body: bytes) -> Iterator[str]:
-    """The address of something that gives one answer to everything."""
+    """The address of a server that gives one answer to every request."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -182,14 +182,16 @@ def answering(status: int, body: bytes) -> Iterator[str]:
     ],
 )
 @pytest.mark.parametrize("flag", [(), ("--clear",)])
-def test_a_server_that_cannot_tell_is_one_line(status: int, body: bytes, words: str, flag: tuple[str, ...]) -> None:
+def test_a_server_without_a_cache_endpoint_is_one_line(
+    status: int, body: bytes, words: str, flag: tuple[str, ...]
+) -> None:
     with answering(status, body) as url:
         code, out, errors = cache(url, *flag)
     assert (code, out, len(errors)) == (2, [], 1)
     assert re.search(words, errors[0])
 
 
-def test_several_namespaces_stand_apart_and_no_text_steers_the_terminal() -> None:
+def test_namespaces_are_separate_and_text_cannot_control_the_terminal() -> None:
     def prefix(parent: int | None, namespace: int, text: str = "") -> CachePrefix:
         return CachePrefix(parent, namespace, 9, 3, 1, (0,), parent is None, 0, text)
 

@@ -23,12 +23,12 @@ KEY = "correct horse"
 
 @dataclass
 class Server:
-    """Answers `You said N words: MESSAGE`, a word a chunk, and counts as cached what an earlier prompt had."""
+    """Answers `You said N words: MESSAGE`, a word a chunk; tokens of earlier prompts count as cached."""
 
     key: str = ""
     loading: bool = False
     stall_after: int | None = None
-    """Words of the next answer after which nothing more comes."""
+    """Words of the next answer after which it stalls."""
     fail_after: int | None = None
     """Words of the next answer after which an error comes."""
     cut_after: int | None = None
@@ -163,7 +163,7 @@ async def test_each_line_is_a_turn_of_one_conversation(server: Server):
     ]
 
 
-async def test_each_answer_is_followed_by_what_was_reused_and_how_fast_it_went(server: Server):
+async def test_each_answer_is_followed_by_reused_tokens_and_speed(server: Server):
     _, _, notes = await chat(server, "hello there\nagain\n")
     first, second = notes
     assert first.startswith("2 prompt tokens, 0 cached · TTFT ")
@@ -172,7 +172,7 @@ async def test_each_answer_is_followed_by_what_was_reused_and_how_fast_it_went(s
     assert second.endswith(" ms · 5 tokens at 81.2/s")
 
 
-async def test_options_reach_the_server_and_are_left_to_it_where_not_given(server: Server):
+async def test_only_given_options_are_sent(server: Server):
     await chat(server, "hi\n")
     await chat(server, "hi\n", "--temp", "0", "--max-tokens", "5", "--system", "Be brief.")
     plain, full = server.bodies
@@ -213,7 +213,7 @@ async def test_a_wrong_api_key_is_one_line(server: Server):
     assert notes == [f"llamaslot: {server.url} wants another API key: Invalid API Key (--api-key)"]
 
 
-async def test_a_server_that_still_loads_says_so(server: Server):
+async def test_a_server_that_is_loading_says_so(server: Server):
     server.loading = True
     assert await chat(server, "hi\n") == (2, "", [f"llamaslot: {server.url} answered 503: Loading model"])
 
@@ -227,20 +227,20 @@ async def test_no_server_is_one_line():
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1", "http://", "http://127.0.0.1:high"])
-async def test_an_address_that_is_none_is_one_line(url: str):
+async def test_an_invalid_address_is_one_line(url: str):
     status, _, notes = await chat(Server(url=url), "hi\n")
     assert status == 2
     assert notes == [f"llamaslot: '{url}' is not an address such as http://127.0.0.1:8080"]
 
 
-async def test_a_refused_request_is_told_in_the_servers_words(server: Server):
+async def test_a_refused_request_prints_the_message_of_the_server(server: Server):
     status, _, notes = await chat(server, "too long\n")
     assert status == 2
     assert notes == [f"llamaslot: {server.url} answered 400: the request has 9999 prompt tokens"]
 
 
 @pytest.mark.parametrize(("fault", "words"), [("fail_after", "out of luck"), ("cut_after", "broke off")])
-async def test_an_answer_that_fails_midway_shows_what_came_and_why(server: Server, fault: str, words: str):
+async def test_an_answer_that_fails_midway_shows_its_text_and_the_reason(server: Server, fault: str, words: str):
     setattr(server, fault, 3)
     status, out, notes = await chat(server, "hi\n")
     assert (status, out) == (2, "You said 1\n")
@@ -282,7 +282,7 @@ async def test_on_a_terminal_errors_and_interrupts_leave_the_conversation_open(s
 
 @asynccontextmanager
 async def terminal() -> AsyncIterator[tuple[int, Callable[[str], None], Callable[[], str]]]:
-    """A pseudo-terminal without echo: its far end, what types into it, and what it has shown so far."""
+    """A pseudo-terminal without echo: its file descriptor, a function that types, and the output so far."""
     parent, child = pty.openpty()
     attributes = termios.tcgetattr(child)
     attributes[3] &= ~termios.ECHO

@@ -106,7 +106,7 @@ def puller(hub: FakeHub, tmp_path: Path) -> Puller:
     return Puller(hub, tmp_path / "hub")
 
 
-async def test_a_pulled_file_lies_in_the_cache_as_other_programs_expect_it(puller: Puller, hub: FakeHub):
+async def test_a_pulled_file_has_the_cache_layout_of_the_hub(puller: Puller, hub: FakeHub):
     ended = await puller.pull(HF_TOKEN="hf_secret")
     assert ended.path.read_bytes() == CONTENT
     repo = puller.cache / "models--somebody--Some-GGUF"
@@ -116,7 +116,7 @@ async def test_a_pulled_file_lies_in_the_cache_as_other_programs_expect_it(pulle
     assert hub.tokens == {"hub": {"Bearer hf_secret"}, "storage": {None}}
 
 
-async def test_size_and_licence_are_shown_before_the_first_byte_is_asked_for(puller: Puller, hub: FakeHub):
+async def test_size_and_licence_are_shown_before_the_download(puller: Puller, hub: FakeHub):
     hub.statuses = [403]
     ended = await puller.pull()
     assert "refuses access" in ended.error
@@ -125,27 +125,27 @@ async def test_size_and_licence_are_shown_before_the_first_byte_is_asked_for(pul
     assert "nothing (see models.txt)" in ended.err
 
 
-async def test_a_licence_that_is_not_stated_is_not_made_up(puller: Puller, hub: FakeHub):
+async def test_a_missing_licence_is_shown_as_missing(puller: Puller, hub: FakeHub):
     hub.licence = None
     ended = await puller.pull()
     assert ended.path.exists()
     assert "the repository states none" in ended.err
 
 
-async def test_a_file_that_is_here_is_not_downloaded_again(puller: Puller, hub: FakeHub):
+async def test_a_file_in_the_cache_is_not_downloaded_again(puller: Puller, hub: FakeHub):
     first = await puller.pull()
     assert (await puller.pull()).path == first.path
     assert hub.requested == [None]
 
 
-async def test_a_cut_connection_is_taken_up_where_it_broke(puller: Puller, hub: FakeHub):
+async def test_a_broken_connection_is_resumed(puller: Puller, hub: FakeHub):
     hub.cuts = [120_000, 50_000]
     ended = await puller.pull()
     assert ended.path.read_bytes() == CONTENT
     assert hub.requested == [None, "bytes=120000-", "bytes=170000-"]
 
 
-async def test_ctrl_c_keeps_what_has_arrived_and_the_next_pull_asks_for_the_rest(puller: Puller, hub: FakeHub):
+async def test_an_interrupted_pull_is_resumed(puller: Puller, hub: FakeHub):
     hub.stalls = [120_000]
     process = await puller.start()
     await asyncio.wait_for(hub.stalled.wait(), 60)
@@ -181,7 +181,7 @@ async def test_a_hub_that_ignores_ranges_sends_the_whole_file_again(puller: Pull
     assert hub.requested == [None, "bytes=120000-"]
 
 
-async def test_a_hub_that_stays_down_ends_the_pull_and_a_later_one_goes_on(puller: Puller, hub: FakeHub):
+async def test_a_hub_that_stays_down_ends_the_pull_and_a_later_pull_resumes(puller: Puller, hub: FakeHub):
     hub.cuts = [120_000, 0, 0, 0]
     error = (await puller.pull()).error
     assert "120,000 of 300,000 bytes are kept" in error
@@ -189,7 +189,7 @@ async def test_a_hub_that_stays_down_ends_the_pull_and_a_later_one_goes_on(pulle
     assert hub.requested[-1] == "bytes=120000-"
 
 
-async def test_an_overloaded_hub_is_asked_again(puller: Puller, hub: FakeHub):
+async def test_requests_to_an_overloaded_hub_are_repeated(puller: Puller, hub: FakeHub):
     hub.statuses = [503]
     assert (await puller.pull()).path.read_bytes() == CONTENT
 
@@ -214,11 +214,11 @@ async def test_two_pulls_of_one_file_do_not_write_into_each_other(puller: Puller
     await finish(process)
 
 
-async def test_a_repository_that_is_not_there(puller: Puller, hub: FakeHub):
+async def test_a_missing_repository_is_one_line(puller: Puller, hub: FakeHub):
     assert f"{hub.url} has no repository nobody/none" in (await puller.pull("nobody/none:x.gguf")).error
 
 
-async def test_a_file_that_is_not_there_is_answered_with_those_that_are(puller: Puller):
+async def test_a_missing_file_lists_the_files_of_the_repository(puller: Puller):
     assert (await puller.pull(f"{REPO}:other.gguf")).error == (
         f"llamaslot: {REPO} has no file other.gguf; its GGUF files: {FILE}"
     )
@@ -229,25 +229,25 @@ async def test_a_gated_repository_says_where_its_terms_are(puller: Puller, hub: 
     assert f"accept its terms at {hub.url}/{REPO}" in (await puller.pull()).error
 
 
-async def test_no_network(puller: Puller, hub: FakeHub):
+async def test_a_missing_network_is_one_line(puller: Puller, hub: FakeHub):
     hub.url = "http://127.0.0.1:9"
     assert "http://127.0.0.1:9 cannot be reached" in (await puller.pull()).error
 
 
-async def test_offline_mode(puller: Puller):
+async def test_offline_mode_is_one_line(puller: Puller):
     assert "HF_HUB_OFFLINE" in (await puller.pull(HF_HUB_OFFLINE="1")).error
 
 
-async def test_an_address_that_is_no_hub(puller: Puller, hub: FakeHub):
+async def test_an_address_without_a_hub_is_one_line(puller: Puller, hub: FakeHub):
     assert "is HF_ENDPOINT right?" in (await puller.pull(HF_ENDPOINT=f"{hub.url}/elsewhere")).error
 
 
-async def test_a_page_in_the_hubs_place(puller: Puller, hub: FakeHub):
+async def test_a_web_page_instead_of_the_hub_is_one_line(puller: Puller, hub: FakeHub):
     hub.portal = True
     assert "does not answer like a hub" in (await puller.pull()).error
 
 
-async def test_a_file_larger_than_the_disk_is_refused_before_its_first_byte(puller: Puller, hub: FakeHub):
+async def test_a_file_larger_than_the_disk_is_refused_before_the_download(puller: Puller, hub: FakeHub):
     hub.repos[REPO][FILE].size = 1 << 60
     error = (await puller.pull()).error
     assert f"needs {1 << 60:,} bytes" in error
@@ -255,9 +255,7 @@ async def test_a_file_larger_than_the_disk_is_refused_before_its_first_byte(pull
     assert hub.requested == []
 
 
-async def test_a_disk_that_fills_up_keeps_what_it_took_and_the_pull_goes_on_when_there_is_room(
-    puller: Puller, hub: FakeHub
-):
+async def test_a_pull_that_fills_the_disk_can_be_resumed(puller: Puller, hub: FakeHub):
     error = (await puller.pull(largest_file=200_000)).error
     assert "make room and run the same command again" in error
     kept = puller.blobs()[0].stat().st_size
@@ -266,7 +264,7 @@ async def test_a_disk_that_fills_up_keeps_what_it_took_and_the_pull_goes_on_when
     assert hub.requested == [None, f"bytes={kept}-"]
 
 
-async def test_a_cache_that_may_not_be_written(puller: Puller, tmp_path: Path):
+async def test_a_read_only_cache_is_one_line(puller: Puller, tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
     error = (await puller.pull(HF_HUB_CACHE=str(tmp_path / "file" / "hub"))).error
     assert "cannot write to the cache" in error

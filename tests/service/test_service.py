@@ -194,7 +194,7 @@ async def test_metrics_after_known_requests() -> None:
     assert {name: found[name] for name in timed} == pytest.approx(timed)
 
 
-async def test_metrics_of_what_is_shared_and_given_up() -> None:
+async def test_metrics_of_sharing_and_eviction() -> None:
     class Slow(FakeBackend):
         """Takes so long that the second request comes before the first one's prompt is computed."""
 
@@ -229,7 +229,7 @@ async def test_metrics_of_what_is_shared_and_given_up() -> None:
     assert evicted["llamaslot_prefix_cache_evicted_tokens_total"] >= 108 + 150 + 3 - 256
 
 
-async def test_cells_of_what_runs_are_pinned() -> None:
+async def test_cells_of_running_requests_are_pinned() -> None:
     async with running(FakeBackend(n_ctx=4096)) as service:
         await result(service.generate([submit("a" * 20)]))
         endless = service.generate([submit("b" * 30, max_tokens=4000)])
