@@ -401,14 +401,13 @@ class Engine:
         error: LlamaslotError = UnavailableError("the server is shutting down")
         if reason:
             error = ServerError("the engine stopped because of an internal error")
-        for request_id in self._prompts.waiting:
+        for request_id in self._prompts.cancel_all():
             self._fail(request_id, error)
         for request_id, live in self._live.items():
             # The scheduler may be what broke: it is not asked for anything any more.
             if live.request.state is not RequestState.DONE:
                 live.request.handle(RequestEvent.END, self._clock())
             self._fail(request_id, error, live.request)
-        self._prompts.cancel_all()
         self._live.clear()
 
     def _held(self, request: Request) -> int:

@@ -39,7 +39,6 @@ from llamaslot.base.commands import (
     TokensPart,
 )
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
-from llamaslot.base.events import SessionMatch
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import Tokens, n_common, packed
@@ -125,16 +124,15 @@ class Tokenizer:
         n_min = n_bytes // self._vocab.longest_piece if self._vocab.longest_piece else 0
         if n_min >= self._n_ctx:
             raise ContextSizeError.of(n_min, self._n_ctx, at_least=True)
-        self._check_parts(submit.prompt)
+        self._check_ids(submit.prompt)
         text = self._scan(submit)
         has_session = submit.session_id and submit.cache_prompt
         found = self._from_session(submit, text) if has_session else self._from_anchor(submit, text)
         prompt = found.prompt
         if len(prompt.tokens) >= self._n_ctx and (prompt.n_anchored or prompt.session_match):
             # The text's own tokens may be fewer.
-            own = tokenize_parts(self._vocab, submit.prompt, add_special=submit.add_special)
-            match: SessionMatch = "tokens" if prompt.session_match else ""
-            return ReplyContext(submit, TokenizedPrompt(packed(own), session_match=match), text)
+            own = _with(self._from_anchor(submit, None), session_match="tokens" if prompt.session_match else "")
+            return replace(own, text=text)
         return found
 
     def remember(self, context: ReplyContext, generated: Tokens, n_sent: int) -> Remembered:
@@ -144,11 +142,6 @@ class Tokenizer:
         reply, ids = self._sent(generated.tolist(), n_sent)
         anchor = self._add_anchor(context, reply, ids) if ids else None
         return Remembered(anchor, self._put_session(context, generated, ids) if context.submit.session_id else None)
-
-    def drop_session(self, namespace: str, session_id: str) -> tuple[bytes, Session | None]:
-        """Drop a session; return its digest, and the session if there was one."""
-        digest = session_digest(namespace, session_id)
-        return digest, self.sessions.drop(digest)
 
     def clear(self) -> None:
         """Drop all text anchors and sessions."""
@@ -166,14 +159,14 @@ class Tokenizer:
 
     def tokenize(self, command: Tokenize) -> Tokenized:
         """Tokenize any prompt."""
-        self._check_parts(command.prompt)
+        self._check_ids(command.prompt)
         tokens = tuple(tokenize_parts(self._vocab, command.prompt, add_special=command.add_special).tolist())
         pieces = tuple(self._vocab.detokenize([token]) for token in tokens) if command.with_pieces else ()
         return Tokenized(tokens, pieces)
 
     def detokenize(self, command: Detokenize) -> Detokenized:
         """Write out token ids."""
-        self._check_ids(command.tokens, "tokens")
+        self._check_ids([TokensPart(command.tokens)], "tokens")
         return Detokenized(self._vocab.detokenize(command.tokens).decode(errors="replace"))
 
     @cached_property
@@ -310,18 +303,13 @@ class Tokenizer:
         """Return the tokens that the model wants before a prompt."""
         return self._vocab.tokenize("", add_special=submit.add_special, parse_special=True)
 
-    def _check_parts(self, parts: Sequence[PromptPart]) -> None:
-        for part in parts:
-            if isinstance(part, TokensPart):
-                self._check_ids(part.tokens, "prompt")
-
-    def _check_ids(self, tokens: tuple[int, ...], param: str) -> None:
-        """Raise `InvalidRequestError` for ids outside of the vocabulary."""
-        for token in tokens:
-            if not 0 <= token < self._vocab.n_tokens:
-                raise InvalidRequestError(
-                    f"{param} names token {token}; the vocabulary has {self._vocab.n_tokens}", param=param
-                )
+    def _check_ids(self, parts: Iterable[PromptPart], param: str = "prompt") -> None:
+        """Raise `InvalidRequestError` for token ids outside of the vocabulary."""
+        n_tokens = self._vocab.n_tokens
+        ids = (token for part in parts if isinstance(part, TokensPart) for token in part.tokens)
+        wrong = next((token for token in ids if not 0 <= token < n_tokens), None)
+        if wrong is not None:
+            raise InvalidRequestError(f"{param} names token {wrong}; the vocabulary has {n_tokens}", param=param)
 
 
 def _with(context: ReplyContext, **changes: object) -> ReplyContext:

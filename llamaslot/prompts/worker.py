@@ -21,7 +21,7 @@ from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import AnchorStats, SessionStats
 from llamaslot.base.tokens import Tokens
-from llamaslot.prompts.sessions import Session
+from llamaslot.prompts.sessions import Session, session_digest
 from llamaslot.prompts.text_store import TextStore
 from llamaslot.prompts.tokenizer import Remembered, ReplyContext, Tokenizer
 
@@ -57,11 +57,6 @@ class PromptWorker:
         self._contexts: dict[str, ReplyContext] = {}
         """Of requests between their prompt and their end."""
         self._n_remembering = 0
-
-    @property
-    def waiting(self) -> list[str]:
-        """Ids of the requests whose text is being tokenized."""
-        return list(self._waiting)
 
     @property
     def is_remembering(self) -> bool:
@@ -134,10 +129,12 @@ class PromptWorker:
             future.cancel()
         return True
 
-    def cancel_all(self) -> None:
-        """Cancel and release all requests."""
+    def cancel_all(self) -> list[str]:
+        """Cancel and release all requests; return the ids of those whose text was being tokenized."""
+        cancelled = list(self._waiting)
         self._waiting.clear()
         self._contexts.clear()
+        return cancelled
 
     def remember(self, request_id: str, generated: Tokens, n_sent: int) -> None:
         """Remember the tokens of a reply, of which `n_sent` characters were sent, and release its request.
@@ -174,9 +171,9 @@ class PromptWorker:
     ) -> None:
         """Drop a session, on disk too; `then` gets its namespace and its `Session.paths`, or none without one."""
         namespace = salt_namespace(query.cache_salt)
+        digest = session_digest(namespace, query.session_id)
 
-        def dropped(found: tuple[bytes, Session | None]) -> None:
-            digest, session = found
+        def dropped(session: Session | None) -> None:
             if self._store is not None:
                 self._write(self._store.drop_session, digest)
             then(namespace, session.paths if session is not None else [])
@@ -184,7 +181,7 @@ class PromptWorker:
         def not_dropped(_: object) -> None:
             failed(ServerError("the session could not be dropped"))
 
-        self._call(dropped, not_dropped, self._tokenizer.drop_session, namespace, query.session_id)
+        self._call(dropped, not_dropped, self._tokenizer.sessions.drop, digest)
 
     def clear(self, then: Callable[[], None]) -> None:
         """Drop all text anchors and sessions, on disk too, those included that are being remembered."""

@@ -108,7 +108,7 @@ async def test_a_remembered_reply_is_written_and_its_request_released(engine: En
 async def test_a_cancelled_request_is_not_answered_and_leaves_nothing(engine: Engine) -> None:
     submits = [Submit(each, (TextPart("hello"),)) for each in ("a", "b")]
     engine.worker.submit(submits, lambda submit, prompt: engine.accepted.update({submit.request_id: prompt}))
-    assert engine.worker.waiting == ["a", "b"]
+    assert list(engine.worker._waiting) == ["a", "b"]
     assert engine.worker.cancel("a")
     assert not engine.worker.cancel("a")
     await engine.run_posted()
@@ -122,7 +122,7 @@ async def test_a_cancelled_request_alone_is_not_answered(engine: Engine) -> None
     engine.worker.submit([Submit("a", (TextPart("hello"),))], lambda *_: pytest.fail("it was cancelled"))
     engine.worker.cancel("a")
     await engine.run_posted()
-    assert (engine.failed, engine.worker._contexts, engine.worker.waiting) == ({}, {}, [])
+    assert (engine.failed, engine.worker._contexts, engine.worker._waiting) == ({}, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -140,14 +140,14 @@ async def test_a_refused_request_fails_once_and_leaves_nothing(
     assert set(engine.failed) == {"a"}
     assert [type(answer) for answer in answers] == [InvalidRequestError]
     assert error in engine.failed["a"].message
-    assert (engine.worker._contexts, engine.worker.waiting) == ({}, [])
+    assert (engine.worker._contexts, engine.worker._waiting) == ({}, {})
 
 
 async def test_bugs_in_the_tokenizer_end_the_request_and_nothing_else() -> None:
     engine = Engine(Failing(FakeVocab(), 100))
     await engine.submit("a")
     assert engine.failed["a"].type == "server_error"
-    assert (engine.worker._contexts, engine.worker.waiting) == ({}, [])
+    assert (engine.worker._contexts, engine.worker._waiting) == ({}, {})
     context = Tokenizer(FakeVocab(), 100).tokenize_prompt(Submit("b", (TextPart("hello"),)))
     engine.worker._contexts["b"] = context
     engine.worker.remember("b", BROKEN, 2)
