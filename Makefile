@@ -9,7 +9,7 @@ ARGS ?=
 
 BIN := .venv/bin
 CHECKS = set -e; $(BIN)/ruff check .; $(BIN)/ruff format --check .; $(BIN)/mypy; $(BIN)/lint-imports
-SIDE_BY_SIDE = -n logical --maxprocesses 4 --dist loadfile
+SIDE_BY_SIDE = -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTHON) was not found: install Python 3.11 or newer (https://www.python.org/downloads), or name one: make PYTHON=/path/to/python3" >&2; exit 1; }; $(PYTHON) .ci/setup.py
 
 .PHONY: help serve setup test test-slow check bench bench-peers bench-publish eval-demo size clean setup-dev setup-bench

@@ -14,6 +14,20 @@ from bench import synthetic
 LONG = os.environ.get("LLAMASLOT_TESTS") == "long"
 """`make test-slow` sets it: property tests then run 20 times as many examples."""
 
+ROOT = Path(__file__).resolve().parent
+SLOWEST = (
+    "demo/test_reuse.py",
+    "demo/test_workloads.py",
+    "engine/test_sharing.py",
+    "backend/test_cache_machine.py",
+    "demo/test_restart.py",
+    "cli/test_pull_command.py",
+    "cli/test_cache_command.py",
+    "backend/test_disk.py",
+    "bench/test_compare.py",
+    "demo/test_retokenizing.py",
+)
+
 settings.register_profile(
     "llamaslot",
     max_examples=400 if LONG else 20,
@@ -35,6 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_THREAD_LIMIT", "1")
     if config.getoption("hypothesisseed", None) is None:
         config.option.hypothesisseed = str(random.SystemRandom().randrange(2**32))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that no worker is left with one of them in the end."""
+    order = {ROOT / name: i for i, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

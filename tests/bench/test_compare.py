@@ -215,8 +215,8 @@ def test_workloads_run_on_a_real_server_that_also_dies(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bench.peers.workloads.RESTART_DELAY_S", 0.1)
-    runs = run_workloads(tiny_model, tmp_path, "branching", "fan-out cold", "restart")
-    assert [len(runs[name].ttft) for name in ("branching", "fan-out cold")] == [1 + 8 * 2, 16]
+    runs = run_workloads(tiny_model, tmp_path, "branching", "restart")
+    assert len(runs["branching"].ttft) == 1 + 8 * 2
     assert len(runs.pop("restart").ttft) == 1
     for each in runs.values():
         assert each.n_computed is not None

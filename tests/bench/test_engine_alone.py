@@ -10,7 +10,7 @@ import pytest
 from bench import decode, synthetic
 from bench.client import BenchmarkError
 
-COUNTS = ("--streams", "2", "--tokens", "1000", "--prompt-tokens", "4")
+COUNTS = ("--streams", "2", "--tokens", "500", "--prompt-tokens", "4")
 """Long enough that the second stream begins in time, on a busy machine too."""
 
 
