@@ -139,7 +139,7 @@ def ensure(shape: str, *, folder: Path | None = None, vocabulary: Path | None = 
 
 
 def vocabulary(size: int) -> tuple[list[str], list[str]]:
-    """Tokens and merges in GPT-2's spelling of bytes: first `quiet_tokens()`, then words."""
+    """Tokens and merges in GPT-2's characters for bytes: first `quiet_tokens()`, then words."""
     quiet = quiet_tokens()
     words = list(itertools.islice(_words(), size - len(quiet)))
     merges = [f"{token[:-1]} {token[-1]}" for token in words + _role_pieces()]
@@ -148,7 +148,7 @@ def vocabulary(size: int) -> tuple[list[str], list[str]]:
 
 def quiet_tokens() -> list[str]:
     """The tokens that are no words and never have the greatest logit: bytes, specials, pieces of role names."""
-    return [*_byte_spelling(), *SPECIALS, *_role_pieces()]
+    return [*_byte_characters(), *SPECIALS, *_role_pieces()]
 
 
 def _words() -> Iterator[str]:
@@ -166,7 +166,7 @@ def parameters(shape: str) -> int:
     return sum(t.rows * t.columns if isinstance(t, Drawn) else t.size for t in _tensors(SHAPES[shape]).values())
 
 
-def _byte_spelling() -> Iterator[str]:
+def _byte_characters() -> Iterator[str]:
     """GPT-2's character for each byte: itself where printable, else the next free one from 256 on."""
     spare = itertools.count(256)
     for byte in range(256):

@@ -156,7 +156,7 @@ def insert_times(built: Built, shape: Shape) -> list[float]:
 
 
 def evict_time(built: Built, n: int = EVICTED) -> float:
-    """Seconds to give up so many leaves one after another, each with a plan of its own."""
+    """Seconds to evict `n` leaves one after another, each with a plan of its own."""
     tree, total = built.tree, 0.0
     for seq in built.order[:n]:
         tip = tree.tip(seq)

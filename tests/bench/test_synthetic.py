@@ -122,7 +122,7 @@ def test_greedy_answers_vary_and_survive_tokenizing_again(loaded: tuple[str, Loa
     assert whole[: len(first) + len(answer)] == first + answer
 
 
-def test_a_full_vocabulary_spells_every_word_with_one_token(folder: Path) -> None:
+def test_a_full_vocabulary_has_one_token_for_every_word(folder: Path) -> None:
     tokens, merges = synthetic.vocabulary(20_000)
     quiet = len(synthetic.quiet_tokens())
     assert len(set(tokens)) == 20_000
