@@ -33,11 +33,11 @@ from bench.report import console, decode_rate, machine, write_json
 from bench.server import free_port
 from bench.tokens import Tokens
 from llamaslot.api.sse import EventStream
+from llamaslot.app.composition import serve
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import read_config
 from llamaslot.app.flags import Parser, add_flags
 from llamaslot.app.logs import configure_logging
-from llamaslot.app.server import serve
 from llamaslot.backend.llama.backend import LlamaBackend
 from llamaslot.base.errors import ConfigError
 from llamaslot.engine import worker

@@ -6,51 +6,51 @@ import msgspec
 
 
 class KvCost(msgspec.Struct, frozen=True):
-    """What it costs to keep KV in the pool, to save and load it, and to compute it again, as measured."""
+    """Measured cost of idle KV in the pool, and of saving, loading and computing KV; times are per token."""
 
-    n_cells: int
-    """Idle cells that prefill was measured beside."""
-    ratio: float
-    """Time of prefill beside them over its time in an empty pool."""
+    n_idle_cells: int
+    """Idle cells in the pool while `prefill_slowdown` was measured."""
+    prefill_slowdown: float
+    """Duration of a prefill beside them, divided by its duration in an empty pool."""
     prefill_us: float
     """Microseconds to compute a token in an empty pool."""
     save_us: float
-    """Microseconds to save a token to host memory that was used before."""
+    """Microseconds to save a token's KV to host memory that was written to before."""
     first_save_us: float
-    """The same for memory that was not."""
+    """Microseconds to save it to memory that the system has to provide first."""
     load_us: float
-    """Microseconds to load it again."""
+    """Microseconds to load a token's KV back into the pool."""
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """What a token costs in small steps, and a step of `TILE` tokens, by the cells that they attend to; measured.
+    """Measured durations of steps: linear models of a step below `TILE` tokens, and of one of `TILE` tokens.
 
-    On a CPU llama.cpp's attention takes `TILE` tokens at once; in smaller steps it goes token by token, and each of
-    them costs several times as much.
+    On a CPU llama.cpp's flash attention computes `TILE` query tokens together; in smaller steps it goes token by
+    token, and each of them costs several times as much (facts 22 and 27).
     """
 
     step_us: float
-    """Microseconds for a smaller step, whatever is in it."""
+    """Microseconds of a small step, whatever is in it."""
     token_us: float
-    """The same for each of its tokens."""
+    """Microseconds that each token adds to a small step."""
     token_cell_us: float
-    """The same for each cell that it attends to."""
+    """Microseconds that each pair of a token and a cell it attends to adds to a small step."""
     tile_us: float
-    """Microseconds for a step of `TILE` tokens."""
+    """Microseconds of a step of `TILE` tokens."""
     tile_cell_us: float
-    """The same for each cell that any of them attends to."""
+    """Microseconds that each cell that any of its tokens attends to adds to it."""
 
     def few_ms(self, n_tokens: int, n_attended: float) -> float:
-        """Milliseconds for fewer than `TILE` tokens that attend to so many cells, each counted for each of them."""
+        """Return the milliseconds of a step below `TILE` tokens with `n_attended` pairs of token and cell."""
         return (self.step_us + n_tokens * self.token_us + n_attended * self.token_cell_us) / 1e3
 
     def tile_ms(self, n_cells: int) -> float:
-        """Milliseconds for `TILE` tokens that attend to so many cells between them."""
+        """Return the milliseconds of a step of `TILE` tokens that attend to `n_cells` different cells."""
         return (self.tile_us + n_cells * self.tile_cell_us) / 1e3
 
 
 TILE = 64
-"""Tokens of a step from which on llama.cpp's attention takes them together; see `StepCost`."""
+"""Query block: tokens of a step that llama.cpp's flash attention computes together on a CPU."""
 
 
 class SegmentSize(msgspec.Struct, frozen=True):

@@ -22,6 +22,6 @@ def run(args: argparse.Namespace) -> int:
     config = read_config(args, os.environ)
     configure_logging(config.log_format, "debug" if config.verbose else config.log_level)
     # llama.cpp is loaded only now, so that wrong flags are answered at once.
-    from llamaslot.app.server import serve  # noqa: PLC0415
+    from llamaslot.app.composition import serve  # noqa: PLC0415
 
     return uvloop.run(serve(config))

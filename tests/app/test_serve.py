@@ -30,7 +30,7 @@ def test_it_says_what_runs_where_and_reuses_the_first_turn(tiny_model: Path, tmp
         start = server.log.read_text()
         for words in (
             "2 slots, 2,048 cells",
-            "4 reserved sequences",
+            "4 more sequences for idle prefixes",
             "on CPU",
             f"listening on {server.url}",
             "curl",

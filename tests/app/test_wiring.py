@@ -18,11 +18,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from llamaslot.api.context import ApiSettings
-from llamaslot.app import server as server_module
+from llamaslot.app import composition as server_module
+from llamaslot.app.composition import api_settings, llama_settings, read_template, serve
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import read_config
 from llamaslot.app.flags import Parser, add_flags
-from llamaslot.app.server import api_settings, llama_settings, read_template, serve
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.backend.llama import LlamaSettings
 from llamaslot.base.backend import Decoded, Run, Sampler
@@ -341,14 +341,16 @@ async def test_where_idle_prefixes_live_is_said_and_kept_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     backend = FakeBackend()
-    cost = KvCost(n_cells=8192, ratio=1.5, prefill_us=100.0, save_us=0.4, first_save_us=0.4, load_us=0.6)
+    cost = KvCost(
+        n_idle_cells=8192, prefill_slowdown=1.5, prefill_us=100.0, save_us=0.4, first_save_us=0.4, load_us=0.6
+    )
     backend.info = msgspec.structs.replace(backend.info, kv_cost=cost)
     engines = kept_engines(monkeypatch)
     async with serving(tmp_path, backend, cache_ram=3):
         [settings] = [engine.scheduler.settings for engine in engines]
     assert (settings.ram_bytes, settings.idle_life, settings.idle_cells) == (3 * 2**20, 164, None)
     assert (settings.segment_size, settings.save_us, settings.load_us) == (backend.info.segment_size, 0.4, 0.6)
-    assert "RAM stores 3 MiB of prefixes" in capfd.readouterr().out
+    assert "RAM: 3 MiB for prefixes" in capfd.readouterr().out
 
 
 async def test_a_cache_that_is_not_what_the_pool_holds_ends_the_server(tmp_path: Path) -> None:

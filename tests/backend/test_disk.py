@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llamaslot.app.cache_disk import claim_disk
 from llamaslot.app.config import Config
-from llamaslot.app.disk import claim_disk
 from llamaslot.backend.disk import DiskStore, files, texts
 from llamaslot.backend.disk.files import BadFileError
 from llamaslot.base.errors import ConfigError
@@ -270,9 +270,9 @@ def test_a_digest_that_is_lost_is_made_again(folder: Path, tmp_path: Path, damag
     path = tmp_path / "1.gguf"
     path.write_bytes(b"one")
     store = DiskStore(folder)
-    digest = store.weigh([path], lambda _: True)
+    digest = store.fingerprint([path], lambda _: True)
     store._index._database.execute(damage)
-    assert store.weigh([path], lambda _: True) == digest
+    assert store.fingerprint([path], lambda _: True) == digest
     store.close()
 
 
@@ -482,15 +482,15 @@ def test_weights_are_read_once_until_they_change(folder: Path, tmp_path: Path) -
     two.write_bytes(b"two")
     store = DiskStore(folder)
     told: list[float] = []
-    assert store.weigh([one], told.append) is None, "it was told to stop"
+    assert store.fingerprint([one], told.append) is None, "it was told to stop"
     assert told == [1.0]
-    both = store.weigh([one, two], lambda _: True)
-    assert store.weigh([one], lambda _: True) != both != store.weigh([two, one], lambda _: True)
+    both = store.fingerprint([one, two], lambda _: True)
+    assert store.fingerprint([one], lambda _: True) != both != store.fingerprint([two, one], lambda _: True)
     store.close()
     store = DiskStore(folder)
-    assert store.weigh([one, two], lambda _: False) == both, "they were read again"
+    assert store.fingerprint([one, two], lambda _: False) == both, "they were read again"
     two.write_bytes(b"TWO")
-    assert store.weigh([one, two], lambda _: True) != both
+    assert store.fingerprint([one, two], lambda _: True) != both
     store.close()
 
 

@@ -9,13 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, costs, library, measurements, small_steps
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, kv_cost, library, measurements, step_cost
 from llamaslot.backend.llama.measurements import Measurements
 from llamaslot.base.model import KvCost, StepCost
 
 MEASURED = Measurements(
     stream_copy_ms=0.5,
-    kv_cost=KvCost(n_cells=8192, ratio=2.0, prefill_us=100.0, save_us=0.4, first_save_us=0.4, load_us=0.6),
+    kv_cost=KvCost(
+        n_idle_cells=8192, prefill_slowdown=2.0, prefill_us=100.0, save_us=0.4, first_save_us=0.4, load_us=0.6
+    ),
     step_cost=StepCost(step_us=1.0, token_us=2.0, token_cell_us=3.0, tile_us=4.0, tile_cell_us=5.0),
 )
 KEY = "0123456789abcdef"
@@ -35,8 +37,8 @@ def n_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         count[0] += 1
         return MEASURED.kv_cost
 
-    monkeypatch.setattr(costs, "measure", measure)
-    monkeypatch.setattr(small_steps, "measure", lambda *_: MEASURED.step_cost)
+    monkeypatch.setattr(kv_cost, "measure", measure)
+    monkeypatch.setattr(step_cost, "measure", lambda *_: MEASURED.step_cost)
     return count
 
 

@@ -4,6 +4,6 @@ And files for what single slots held.
 """
 
 from llamaslot.backend.disk.slot_files import SlotFiles
-from llamaslot.backend.disk.store import DiskStore, weighed
+from llamaslot.backend.disk.store import DiskStore, fingerprint_of
 
-__all__ = ["DiskStore", "SlotFiles", "weighed"]
+__all__ = ["DiskStore", "SlotFiles", "fingerprint_of"]

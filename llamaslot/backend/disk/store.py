@@ -85,7 +85,7 @@ class DiskStore:
             os.close(self._lock)
             raise
 
-    def weigh(self, paths: Sequence[Path], on_progress: Callable[[float], bool]) -> bytes | None:
+    def fingerprint(self, paths: Sequence[Path], on_progress: Callable[[float], bool]) -> bytes | None:
         """A digest of these files, remembered until one of them changes; reads them whole the first time.
 
         None once `on_progress`, which gets the share read, has returned False. Raises `OSError`.
@@ -334,8 +334,8 @@ def _locked(path: Path) -> int:
     return descriptor
 
 
-def weighed(paths: Sequence[Path]) -> bytes:
-    """A digest of these files, which are read whole: what `DiskStore.weigh` gives. Raises `OSError`."""
+def fingerprint_of(paths: Sequence[Path]) -> bytes:
+    """A digest of these files, which are read whole: what `DiskStore.fingerprint` gives. Raises `OSError`."""
     digest = xxhash.xxh3_128()
     for path in paths:
         digest.update(_digest(path, path.stat().st_size, lambda _: True) or b"")

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import psutil
 
-from llamaslot.backend.llama import costs, library, measurements, sizing, small_steps
+from llamaslot.backend.llama import kv_cost, library, measurements, sizing, step_cost
 from llamaslot.backend.llama.llama_settings import LlamaSettings, sequences
 from llamaslot.backend.llama.loading import (
     builtin_template,
@@ -258,8 +258,8 @@ class LlamaBackend:
         copies = not self.info.unified and self.info.reuse and self.n_seqs > 1
         measured = Measurements(
             stream_copy_ms=self._measure_stream_copy() if copies else 0.0,
-            kv_cost=costs.measure(self, self._context) if settings.measure_costs else None,
-            step_cost=small_steps.measure(self, self._context) if settings.measure_costs else None,
+            kv_cost=kv_cost.measure(self, self._context) if settings.measure_costs else None,
+            step_cost=step_cost.measure(self, self._context) if settings.measure_costs else None,
         )
         if folder:
             measurements.write(folder, key, measured)

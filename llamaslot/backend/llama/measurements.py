@@ -19,7 +19,7 @@ import llama_cpp
 import msgspec
 
 from llamaslot.backend.llama import library
-from llamaslot.backend.llama.costs import MOST
+from llamaslot.backend.llama.kv_cost import MOST
 from llamaslot.backend.llama.llama_settings import LlamaSettings
 from llamaslot.backend.llama.loading import parts
 from llamaslot.base.model import KvCost, ModelInfo, StepCost

@@ -9,7 +9,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, costs, small_steps
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, kv_cost, step_cost
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.kv_ops import Load, Operation, Save
 
@@ -28,7 +28,7 @@ def test_the_ratio_is_the_time_beside_so_many_cells_over_that_in_an_empty_pool(
 ) -> None:
     """Prefill of n tokens takes n ms, and in a full pool 2.5 times as long."""
     seen = []
-    prefill = costs._prefill
+    prefill = kv_cost._prefill
 
     def timed(backend: LlamaBackend, context: object, n_tokens: int) -> float:
         prefill(backend, context, n_tokens)
@@ -43,13 +43,13 @@ def test_the_ratio_is_the_time_beside_so_many_cells_over_that_in_an_empty_pool(
         loaded.append(load(*args))
         return loaded[-1]
 
-    monkeypatch.setattr(costs, "_prefill", timed)
-    monkeypatch.setattr(small_steps, "measure", lambda *_: None)
+    monkeypatch.setattr(kv_cost, "_prefill", timed)
+    monkeypatch.setattr(step_cost, "measure", lambda *_: None)
     monkeypatch.setattr(llama_cpp, "llama_state_seq_set_data", counted)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
     cost = backend.info.kv_cost
     assert cost is not None
-    assert (cost.n_cells, cost.ratio, cost.prefill_us) == (4096 - 512, 2.5, pytest.approx(1000.0))
+    assert (cost.n_idle_cells, cost.prefill_slowdown, cost.prefill_us) == (4096 - 512, 2.5, pytest.approx(1000.0))
     assert seen == [(16, False)] * 4 + [(200, False), (200, True)] * 5
     assert all(loaded)
     assert sum(n != state_bytes(backend, 64) for n in loaded) == 5, "one of 200 tokens in each pair"
@@ -62,7 +62,7 @@ def test_saving_and_loading_are_timed_with_the_tokens_that_were_computed(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, n_saved: int
 ) -> None:
     """Prefill of 16 tokens takes so many seconds; saving n takes 3n ms, loading 2n ms."""
-    prefill, change = costs._prefill, costs._change
+    prefill, change = kv_cost._prefill, kv_cost._change
 
     def paced(*args: Any) -> float:
         prefill(*args)
@@ -74,8 +74,8 @@ def test_saving_and_loading_are_timed_with_the_tokens_that_were_computed(
         assert operation.end == n_saved
         return operation.end * (3e-3 if isinstance(operation, Save) else 2e-3)
 
-    monkeypatch.setattr(costs, "_prefill", paced)
-    monkeypatch.setattr(costs, "_change", timed)
+    monkeypatch.setattr(kv_cost, "_prefill", paced)
+    monkeypatch.setattr(kv_cost, "_change", timed)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=1024))
     cost = backend.info.kv_cost
     assert cost is not None
@@ -84,13 +84,13 @@ def test_saving_and_loading_are_timed_with_the_tokens_that_were_computed(
 
 
 def test_the_pool_is_empty_behind_it(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill = costs._prefill
+    prefill = kv_cost._prefill
 
     def fast(*args: Any) -> float:
         prefill(*args)
         return 0.01
 
-    monkeypatch.setattr(costs, "_prefill", fast)
+    monkeypatch.setattr(kv_cost, "_prefill", fast)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
     assert backend.info.kv_cost is not None
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
@@ -102,7 +102,7 @@ def test_the_pool_is_empty_behind_it(tiny_model: Path, monkeypatch: pytest.Monke
 
 
 def test_a_slow_model_is_not_kept_from_serving(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "_prefill", lambda *_: 0.3)
+    monkeypatch.setattr(kv_cost, "_prefill", lambda *_: 0.3)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096, n_ubatch=512))
     assert backend.info.kv_cost is None
     backend.close()

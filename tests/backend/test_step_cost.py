@@ -10,7 +10,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, small_steps
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, step_cost
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.commands import Submit
 from llamaslot.base.model import TILE
@@ -29,7 +29,7 @@ def test_the_cost_is_that_of_a_few_tokens_and_of_a_tile_behind_nothing_and_behin
 ) -> None:
     """Small steps take 3 ms, 1 ms a token, and 2 us for each of its cells; a tile 20 ms, and 10 us a cell."""
     seen = []
-    compute = small_steps.compute
+    compute = step_cost.compute
     now = 0.0
 
     def timed(backend: LlamaBackend, n_tokens: int, *, seq: int, start: int) -> None:
@@ -39,10 +39,10 @@ def test_the_cost_is_that_of_a_few_tokens_and_of_a_tile_behind_nothing_and_behin
         seen.append((n_tokens, n_cells))
         now += 20e-3 + n_cells * 10e-6 if n_tokens == TILE else 3e-3 + n_tokens * (1e-3 + n_cells * 2e-6)
 
-    monkeypatch.setattr(small_steps, "compute", timed)
-    monkeypatch.setattr(small_steps, "perf_counter", lambda: now)
+    monkeypatch.setattr(step_cost, "compute", timed)
+    monkeypatch.setattr(step_cost, "perf_counter", lambda: now)
     backend = LlamaBackend(settings(tiny_model))
-    cost = small_steps.measure(backend, backend._context)
+    cost = step_cost.measure(backend, backend._context)
     assert cost is not None
     assert (cost.step_us, cost.token_us, cost.token_cell_us) == pytest.approx((3000, 1000, 2))
     assert (cost.tile_us, cost.tile_cell_us) == (pytest.approx(20_000), pytest.approx(10))
@@ -51,9 +51,9 @@ def test_the_cost_is_that_of_a_few_tokens_and_of_a_tile_behind_nothing_and_behin
 
 
 def test_the_pool_is_empty_behind_it(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_steps, "_SECONDS", math.inf)
+    monkeypatch.setattr(step_cost, "_SECONDS", math.inf)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096))
-    assert small_steps.measure(backend, backend._context) is not None
+    assert step_cost.measure(backend, backend._context) is not None
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
     for start in range(0, 4096, 512):
         assert backend.decode([Run(0, start, np.full(512, 5, dtype=np.int32), output=False)]).status is Status.OK
@@ -69,8 +69,8 @@ def test_a_slow_model_is_not_kept_from_serving(tiny_model: Path, monkeypatch: py
         return 0.3
 
     backend = LlamaBackend(settings(tiny_model))
-    monkeypatch.setattr(small_steps, "_seconds", slow)
-    assert small_steps.measure(backend, backend._context) is None
+    monkeypatch.setattr(step_cost, "_seconds", slow)
+    assert step_cost.measure(backend, backend._context) is None
     assert n_computed == 1
     backend.close()
 

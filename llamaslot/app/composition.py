@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -22,22 +22,20 @@ from typing import Any
 import platformdirs
 import structlog
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from llamaslot import __version__
 from llamaslot.api import http_server as http
 from llamaslot.api.context import READINESS, ApiSettings
+from llamaslot.app.cache_budgets import Budgets, choose_budgets
+from llamaslot.app.cache_disk import claim_disk, open_disk, slot_files, slot_save_path
 from llamaslot.app.config import Config
-from llamaslot.app.disk import claim_disk, open_disk, slot_files, slot_save_path
 from llamaslot.app.models import resolve_model
-from llamaslot.app.tiers import Budgets
-from llamaslot.app.tiers import choose as choose_budgets
+from llamaslot.app.start_lines import announce
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, LoadingStopped
 from llamaslot.backend.llama.host_memory import host_memory
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError, ServerError, UnavailableError
-from llamaslot.base.model import TILE, ModelInfo, StepCost
+from llamaslot.base.model import ModelInfo
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.worker import model_thread
 from llamaslot.service.metrics import Metrics
@@ -100,7 +98,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             service.receive,
             gap_ms=config.prefill_gap_ms,
             idle_cells=budgets.idle_cells,
-            idle_life=budgets.idle_life,
+            idle_life=budgets.offload_after,
             ram_bytes=budgets.ram_bytes,
             disk=disk if disk_line else None,
             slot_store=slot_store,
@@ -113,7 +111,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         running = asyncio.create_task(engine.run(), name="engine")
         stack.push_async_callback(_ended, engine, running)
         app[READINESS].set(service)
-        announce(backend.info, budgets, disk_line, _urls(listener), config)
+        announce(backend.info, budgets, disk_line, _urls(listener), config, console=_console)
         await _first(service.stopped, stop.first)
         if service.stopped.done():
             app[READINESS].fail(ServerError("the engine stopped because of an internal error"))
@@ -222,61 +220,6 @@ def chat_template(
         raise ConfigError(f"{origin}: {error.message}", param="--chat-template") from None
 
 
-def announce(info: ModelInfo, budgets: Budgets, disk_line: str, urls: list[str], config: Config) -> None:
-    """Tell the terminal what runs where, and how to talk to it."""
-    kv = "one pool for all" if info.unified else "a part for each"
-    size = f"{info.size_bytes / 2**20:.0f} MiB"
-    reserved = f", {info.n_cache_seqs} reserved sequences" if info.n_cache_seqs else ""
-    _console.print(f"llamaslot {__version__}: [bold]{info.name}[/] on {info.device} ({info.description}, {size})")
-    if info.sizing:
-        _console.print(info.sizing, markup=False)
-    _console.print(
-        f"{info.n_slots} slots, {info.n_ctx:,} cells ({kv}), {info.n_ctx_slot:,} tokens a slot{reserved}, "
-        f"KV {info.cache_type_k}/{info.cache_type_v}, flash attention {'on' if info.flash_attn else 'off'}"
-    )
-    if not info.reuse:
-        _console.print(
-            f"[yellow]No prefix reuse with this model ({info.reuse_reason}): every prompt is computed whole.[/]"
-        )
-    _console.print(budgets.line)
-    if info.step_cost is not None:
-        _console.print(_small_steps_line(info.step_cost))
-    if disk_line:
-        _console.print(disk_line, markup=False)
-    elif config.cache_disk:
-        _console.print("[yellow]--cache-disk is not used: it keeps what RAM stores.[/]")
-    if not info.flash_attn:
-        _console.print("[yellow]Without flash attention, idle slots slow the running ones.[/]")
-    _console.print(f"listening on {', '.join(urls)}")
-    key = " -H 'Authorization: Bearer KEY'" if config.api_key or config.api_key_file else ""
-    _console.print(
-        f"try:  curl {urls[0]}/v1/chat/completions{key} -H 'Content-Type: application/json' "
-        """-d '{"messages": [{"role": "user", "content": "Hello!"}]}'""",
-        markup=False,
-    )
-    _log.info(
-        "server.ready",
-        urls=urls,
-        model=info.name,
-        device=info.device,
-        slots=info.n_slots,
-        cells=info.n_ctx,
-        tokens_a_slot=info.n_ctx_slot,
-        cache_seqs=info.n_cache_seqs,
-        flash_attention=info.flash_attn,
-        reuse=info.reuse_reason or "on",
-        disk=config.cache_disk if disk_line else "off",
-    )
-
-
-def _small_steps_line(cost: StepCost) -> str:
-    """What small steps cost behind a prefix of some length, and what is done about it."""
-    n_cells, n = 1024, 16
-    few, tile = cost.few_ms(n, n * n_cells), cost.tile_ms(n_cells)
-    costs = f"Behind {n_cells:,} cells {n} tokens take {few:,.0f} ms and {TILE} take {tile:,.0f}"
-    return f"{costs}. Steps are filled up to {TILE} where that makes them faster"
-
-
 @contextlib.asynccontextmanager
 async def _listening(app: Any, hosts: list[str], config: Config) -> AsyncIterator[http.Listener]:
     listener = await http.serve(app, hosts, config.port)
@@ -293,20 +236,13 @@ def _urls(listener: http.Listener) -> list[str]:
 
 
 async def _load(settings: LlamaSettings, thread: Executor, stop: _Signals) -> LlamaBackend | None:
-    """Load the model on its thread, with a bar on a terminal; None if a signal came first.
+    """Load the model on its thread; None if a signal came first.
 
     The first signal ends the reading of weights. What llama.cpp does after that cannot be interrupted, so a second
     one ends the process.
     """
     _log.info("model.loading", path=str(settings.model))
-    columns = (TextColumn(f"loading {settings.model.name}"), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, console=_console, transient=True, disable=not sys.stdout.isatty()) as progress:
-        task = progress.add_task("load", total=1.0)
-
-        def on_progress(share: float) -> bool:
-            progress.update(task, completed=share)
-            return not stop.first.done()
-
+    with _progress(f"loading {settings.model.name}", stop) as on_progress:
         loading = asyncio.get_running_loop().run_in_executor(thread, LlamaBackend, settings, on_progress)
         await _first(loading, stop.second)
         if not loading.done():
@@ -325,16 +261,30 @@ async def _load(settings: LlamaSettings, thread: Executor, stop: _Signals) -> Ll
 
 
 async def _open(disk: DiskStore, config: Config, info: ModelInfo, budgets: Budgets, stop: _Signals) -> str:
-    """See `open_disk`; a signal ends it."""
-    columns = (TextColumn("reading the model for its checksum"), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, console=_console, transient=True, disable=not sys.stdout.isatty()) as progress:
-        task = progress.add_task("weigh", total=1.0)
+    """Open the disk store on a thread of its own until a signal ends it; see `open_disk`."""
+    with _progress("reading the model for its checksum", stop) as on_progress:
+        return await asyncio.to_thread(open_disk, disk, config, info, budgets, on_progress)
+
+
+@contextlib.contextmanager
+def _progress(text: str, stop: _Signals) -> Iterator[Callable[[float], bool]]:
+    """A callback for the fraction done, shown as a bar on a terminal; it returns False once a signal has come."""
+    if not sys.stdout.isatty():
+        yield lambda _: not stop.first.done()
+        return
+    # Not imported at the top: without a terminal it would only make the start take longer.
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn  # noqa: PLC0415
+
+    with Progress(
+        TextColumn(text), BarColumn(), TaskProgressColumn(), console=_console, transient=True
+    ) as progress:
+        task = progress.add_task(text, total=1.0)
 
         def on_progress(share: float) -> bool:
             progress.update(task, completed=share)
             return not stop.first.done()
 
-        return await asyncio.to_thread(open_disk, disk, config, info, budgets, on_progress)
+        yield on_progress
 
 
 async def _ended(engine: Engine, running: asyncio.Task[None]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import llama_cpp
 
-from llamaslot.backend.llama.costs import compute, fill
+from llamaslot.backend.llama.kv_cost import compute, fill
 from llamaslot.base.backend import Backend
 from llamaslot.base.kv_ops import Remove
 from llamaslot.base.model import TILE, StepCost

@@ -78,8 +78,8 @@ def _measured(backend: Backend, context: Any, n_idle: int) -> KvCost | None:
         saving.append(save)
         loading.append(load)
     return KvCost(
-        n_cells=n_idle,
-        ratio=max(statistics.median(ratios), 1.0),
+        n_idle_cells=n_idle,
+        prefill_slowdown=max(statistics.median(ratios), 1.0),
         prefill_us=1e6 * statistics.median(prefill) / n_tokens,
         save_us=1e6 * statistics.median(saving) / n_saved,
         first_save_us=1e6 * max(saving) / n_saved,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from llamaslot.app.cache_budgets import break_even_tokens, choose_budgets
 from llamaslot.app.config import Config
-from llamaslot.app.tiers import choose, idle_life
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.model import KvCost, ModelInfo, SegmentSize
 
 MIB = 2**20
-COST = KvCost(n_cells=8192, ratio=2.0, prefill_us=100.0, save_us=0.4, first_save_us=0.4, load_us=0.6)
+COST = KvCost(
+    n_idle_cells=8192, prefill_slowdown=2.0, prefill_us=100.0, save_us=0.4, first_save_us=0.4, load_us=0.6
+)
 
 
 def info(**changes: object) -> ModelInfo:
@@ -32,17 +34,17 @@ def info(**changes: object) -> ModelInfo:
     ],
 )
 def test_ram_is_what_was_asked_for_or_half_of_what_is_free(given: int | str, n_free: int, ram: int) -> None:
-    assert choose(Config(cache_ram=given), info(), n_free).ram_bytes == ram
+    assert choose_budgets(Config(cache_ram=given), info(), n_free).ram_bytes == ram
 
 
 def test_weights_that_are_mapped_are_not_free() -> None:
-    assert choose(Config(), info(size_bytes=40 * MIB), 100 * MIB).ram_bytes == 30 * MIB
+    assert choose_budgets(Config(), info(size_bytes=40 * MIB), 100 * MIB).ram_bytes == 30 * MIB
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"reuse": False}, "no prefix of this model is reused"),
+        ({"reuse": False}, "no prefix of this model can be reused"),
         ({"unified": False}, "--kv-unified"),
         ({"flash_attn": False}, "flash attention"),
         ({"segment_size": None}, "no sequence id is left"),
@@ -50,35 +52,40 @@ def test_weights_that_are_mapped_are_not_free() -> None:
     ],
 )
 def test_nothing_is_stored_where_it_cannot_be_or_does_not_pay(changes: dict[str, object], words: str) -> None:
-    tiers = choose(Config(), info(**changes), 100 * MIB)
-    assert (tiers.ram_bytes, tiers.idle_life) == (0, None)
-    assert words in tiers.line
+    budgets = choose_budgets(Config(), info(**changes), 100 * MIB)
+    assert (budgets.ram_bytes, budgets.offload_after) == (0, None)
+    assert words in budgets.line
 
 
 def test_idle_prefixes_live_in_ram_where_that_is_cheaper() -> None:
-    tiers = choose(Config(), info(), 100 * MIB)
-    assert (tiers.idle_cells, tiers.idle_life) == (None, 82)
-    assert "leave the pool before more than 82 prompt tokens" in tiers.line
+    budgets = choose_budgets(Config(), info(), 100 * MIB)
+    assert (budgets.idle_cells, budgets.offload_after) == (None, 82)
+    assert "offloaded to it after 82 further prompt tokens" in budgets.line
 
 
 @pytest.mark.parametrize(
     ("config", "changes", "idle_cells", "words"),
     [
-        (Config(cache_idle_cells="all"), {}, None, "stay in the pool until"),
+        (Config(cache_idle_cells="all"), {}, None, "when their cells are needed"),
         (Config(cache_idle_cells=99), {}, 99, "keep 99 cells"),
-        (Config(), {"kv_cost": None}, None, "stay in the pool until"),
-        (Config(), {"kv_cost": msgspec.structs.replace(COST, ratio=1.0)}, None, "stay in the pool until"),
-        (Config(cache_ram=1), {}, None, "stay in the pool until"),
+        (Config(), {"kv_cost": None}, None, "when their cells are needed"),
+        (
+            Config(),
+            {"kv_cost": msgspec.structs.replace(COST, prefill_slowdown=1.0)},
+            None,
+            "when their cells are needed",
+        ),
+        (Config(cache_ram=1), {}, None, "when their cells are needed"),
     ],
     ids=["all", "a number", "unmeasured", "idle cells cost nothing", "less RAM than twice the pool"],
 )
 def test_they_stay_in_the_pool_otherwise(
     config: Config, changes: dict[str, object], idle_cells: int | None, words: str
 ) -> None:
-    tiers = choose(config, info(**changes), 100 * MIB)
-    assert (tiers.idle_cells, tiers.idle_life) == (idle_cells, None)
-    assert tiers.ram_bytes > 0
-    assert words in tiers.line
+    budgets = choose_budgets(config, info(**changes), 100 * MIB)
+    assert (budgets.idle_cells, budgets.offload_after) == (idle_cells, None)
+    assert budgets.ram_bytes > 0
+    assert words in budgets.line
 
 
 @pytest.mark.parametrize(
@@ -88,6 +95,15 @@ def test_idle_cells_have_cost_what_saving_and_loading_does_after_so_many_tokens(
     ratio: float, life: int | None
 ) -> None:
     assert (
-        idle_life(KvCost(n_cells=8192, ratio=ratio, prefill_us=100.0, save_us=4.0, first_save_us=4.0, load_us=6.0))
+        break_even_tokens(
+            KvCost(
+                n_idle_cells=8192,
+                prefill_slowdown=ratio,
+                prefill_us=100.0,
+                save_us=4.0,
+                first_save_us=4.0,
+                load_us=6.0,
+            )
+        )
         == life
     )

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from llamaslot.app.cache_budgets import Budgets
+from llamaslot.app.cache_disk import claim_disk, open_disk
 from llamaslot.app.config import Config
-from llamaslot.app.disk import claim_disk, open_disk
-from llamaslot.app.tiers import Budgets
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelInfo, SegmentSize

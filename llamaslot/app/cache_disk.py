@@ -12,9 +12,9 @@ from pathlib import Path
 
 import structlog
 
+from llamaslot.app.cache_budgets import Budgets
 from llamaslot.app.config import Config
-from llamaslot.app.tiers import Budgets
-from llamaslot.backend.disk import DiskStore, SlotFiles, weighed
+from llamaslot.backend.disk import DiskStore, SlotFiles, fingerprint_of
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelInfo
 from llamaslot.kvcache.segments import LARGEST
@@ -51,7 +51,7 @@ def open_disk(
     if not budgets.ram_bytes or info.segment_size is None:
         return ""
     try:
-        weights = disk.weigh([Path(each) for each in info.kv_files], on_progress)
+        weights = disk.fingerprint([Path(each) for each in info.kv_files], on_progress)
         if weights is None:
             return ""
         disk.open(_key(info, weights), _capacity(disk, config, info.segment_size.of(LARGEST)))
@@ -95,7 +95,7 @@ def slot_files(folder: Path | None, info: ModelInfo, disk: DiskStore | None) -> 
         if disk is not None and disk.key:
             return disk.key
         _log.info("slots.weighing", files=info.kv_files)
-        weights = weighed(paths)
+        weights = fingerprint_of(paths)
         if _stats(paths) != loaded:
             raise OSError("the model's files are others by now than those that were loaded")
         return _key(info, weights)

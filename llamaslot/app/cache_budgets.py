@@ -1,0 +1,109 @@
+"""How much RAM and how many cells idle prefixes may keep: decided once, from what was measured at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamaslot.app.config import Config
+from llamaslot.base.model import KvCost, ModelInfo
+
+_MAX_AUTO_RAM_BYTES = 8 * 2**30
+"""Upper limit of `--cache-ram auto`: llama-server's default for `--cache-ram`."""
+_AUTO_RAM_FRACTION = 0.5
+"""Fraction of free memory that `--cache-ram auto` takes."""
+_MIN_POOLS_IN_RAM = 2
+"""Pools that RAM must have room for if idle prefixes are to be offloaded early: else RAM holds less than cells."""
+_NOISE = 1.02
+"""Prefill slowdowns up to this one are taken for none."""
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Limits of what idle prefixes may keep."""
+
+    ram_bytes: int
+    """Bytes of host memory; 0 where nothing is offloaded."""
+    idle_cells: int | None
+    """Cells of the pool; None for all that nothing else needs."""
+    offload_after: int | None
+    """Prompt tokens computed beside an idle prefix until offloading it pays; None for never."""
+    line: str
+    """The line that tells the user."""
+
+
+def choose_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
+    """Return the budgets for a model, with `n_free` bytes of host memory free, mapped weights counted as free."""
+    if config.mmap and not config.mlock:
+        n_free = max(0, n_free - info.size_bytes)
+    idle_cells = config.cache_idle_cells if isinstance(config.cache_idle_cells, int) else None
+    if reason := _why_not_offloaded(config, info):
+        return Budgets(0, idle_cells, None, f"RAM: not used for prefixes ({reason}){_slowdown(info.kv_cost)}")
+    ram_bytes = _ram_bytes(config, n_free)
+    offload_after = None
+    has_room = ram_bytes > 0 and ram_bytes >= _MIN_POOLS_IN_RAM * _pool_bytes(info)
+    if config.cache_idle_cells == "auto" and info.kv_cost is not None and has_room:
+        offload_after = break_even_tokens(info.kv_cost)
+    return Budgets(ram_bytes, idle_cells, offload_after, _line(info, ram_bytes, offload_after, idle_cells))
+
+
+def break_even_tokens(cost: KvCost) -> int | None:
+    """Return after how many prompt tokens idle cells have slowed prefill by what saving and loading them takes.
+
+    None where they do not slow it. Each idle cell makes each prompt token take
+    `prefill_us * (prefill_slowdown - 1) / n_idle_cells` longer.
+    """
+    if cost.prefill_slowdown <= _NOISE:
+        return None
+    slowdown_us_per_cell = cost.prefill_us * (cost.prefill_slowdown - 1) / cost.n_idle_cells
+    return max(round((cost.save_us + cost.load_us) / slowdown_us_per_cell), 1)
+
+
+def _why_not_offloaded(config: Config, info: ModelInfo) -> str:
+    """Why no prefix is offloaded to RAM; empty where they are."""
+    cost = info.kv_cost
+    reasons = (
+        (config.cache_ram == 0, "--cache-ram 0"),
+        (not info.reuse, "no prefix of this model can be reused"),
+        (not info.unified, "that needs one pool for all slots, --kv-unified"),
+        (not info.flash_attn, "that needs flash attention"),
+        (info.segment_size is None, "no sequence id is left for it, so lower --parallel"),
+        (
+            cost is not None and cost.load_us >= cost.prefill_us,
+            "loading a token takes as long as computing it",
+        ),
+    )
+    return next((reason for holds, reason in reasons if holds), "")
+
+
+def _ram_bytes(config: Config, n_free: int) -> int:
+    if config.cache_ram == "auto":
+        return min(int(n_free * _AUTO_RAM_FRACTION), _MAX_AUTO_RAM_BYTES)
+    return n_free if config.cache_ram < 0 else config.cache_ram * _MIB
+
+
+def _pool_bytes(info: ModelInfo) -> int:
+    return info.segment_size.of(info.n_ctx) if info.segment_size is not None else 0
+
+
+def _line(info: ModelInfo, ram_bytes: int, offload_after: int | None, idle_cells: int | None) -> str:
+    assert info.segment_size is not None
+    cost = info.kv_cost
+    line = (
+        f"RAM: {ram_bytes / _MIB:,.0f} MiB for prefixes, about {ram_bytes // info.segment_size.per_token:,} tokens"
+    )
+    if cost is not None:
+        line += f" (1,000 take {cost.load_us:,.1f} ms to load, {cost.prefill_us:,.0f} ms to compute)"
+    if offload_after is not None:
+        line += f"; idle prefixes are offloaded to it after {offload_after:,} further prompt tokens"
+    elif idle_cells is not None:
+        line += f"; idle prefixes keep {idle_cells:,} cells"
+    else:
+        line += "; idle prefixes are offloaded to it when their cells are needed"
+    return line + _slowdown(cost)
+
+
+def _slowdown(cost: KvCost | None) -> str:
+    if cost is None:
+        return ""
+    return f". Prefill takes {cost.prefill_slowdown:.2f}x as long beside {cost.n_idle_cells:,} idle cells"

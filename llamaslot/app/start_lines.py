@@ -1,0 +1,72 @@
+"""The lines by which `llamaslot serve` tells the terminal what runs where, and how to talk to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import structlog
+from rich.console import Console
+
+from llamaslot import __version__
+from llamaslot.app.cache_budgets import Budgets
+from llamaslot.app.config import Config
+from llamaslot.base.model import TILE, ModelInfo, StepCost
+
+_log = structlog.get_logger(__name__)
+
+
+def announce(
+    info: ModelInfo, budgets: Budgets, disk_line: str, urls: Sequence[str], config: Config, *, console: Console
+) -> None:
+    """Print the start lines, and log the same as one event."""
+    size = f"{info.size_bytes / 2**20:,.0f} MiB"
+    console.print(f"llamaslot {__version__}: [bold]{info.name}[/] ({info.description}, {size}) on {info.device}")
+    if info.sizing:
+        console.print(info.sizing, markup=False)
+    pool = "shared by all slots" if info.unified else "in equal parts"
+    spare = f", {info.n_cache_seqs} more sequences for idle prefixes" if info.n_cache_seqs else ""
+    console.print(
+        f"{info.n_slots} slots, {info.n_ctx:,} cells (tokens of KV) {pool}, at most {info.n_ctx_slot:,} tokens a "
+        f"request{spare}; KV {info.cache_type_k}/{info.cache_type_v}, flash attention "
+        f"{'on' if info.flash_attn else 'off'}"
+    )
+    if not info.reuse:
+        console.print(f"[yellow]No prefix is reused ({info.reuse_reason}): every prompt is computed whole.[/]")
+    console.print(budgets.line)
+    if info.step_cost is not None:
+        console.print(_small_steps_line(info.step_cost))
+    if disk_line:
+        console.print(disk_line, markup=False)
+    elif config.cache_disk:
+        console.print("[yellow]--cache-disk is not used: it keeps only prefixes that are offloaded to RAM.[/]")
+    if not info.flash_attn:
+        console.print("[yellow]Without flash attention, idle prefixes slow running requests down.[/]")
+    console.print(f"listening on {', '.join(urls)}")
+    key = " -H 'Authorization: Bearer KEY'" if config.api_key or config.api_key_file else ""
+    console.print(
+        f"try:  curl {urls[0]}/v1/chat/completions{key} -H 'Content-Type: application/json' "
+        """-d '{"messages": [{"role": "user", "content": "Hello!"}]}'""",
+        markup=False,
+    )
+    _log.info(
+        "server.ready",
+        urls=urls,
+        model=info.name,
+        device=info.device,
+        slots=info.n_slots,
+        cells=info.n_ctx,
+        tokens_a_slot=info.n_ctx_slot,
+        cache_seqs=info.n_cache_seqs,
+        flash_attention=info.flash_attn,
+        reuse=info.reuse_reason or "on",
+        disk=config.cache_disk if disk_line else "off",
+    )
+
+
+def _small_steps_line(cost: StepCost) -> str:
+    n_cells, n = 1024, 16
+    small, whole = cost.few_ms(n, n * n_cells), cost.tile_ms(n_cells)
+    return (
+        f"Steps: after {n_cells:,} cached tokens, {n} more take {small:,.0f} ms and {TILE} take {whole:,.0f} ms; "
+        f"small steps are padded to {TILE} tokens where that is faster"
+    )
