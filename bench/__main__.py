@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import sys
 from argparse import ArgumentParser, Namespace
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import structlog
 
 from bench import chat, decode, idle, profile, retokenizing, scenarios, size, steps, tree
 from bench.client import BenchmarkError
@@ -221,4 +224,6 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
+    # llama.cpp's own lines about the vocabulary that is loaded here are of no interest.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     sys.exit(main(sys.argv[1:]))
