@@ -1,4 +1,4 @@
-"""The async facade of the engine: render a conversation, submit requests, query, and collect metrics.
+"""The async facade of the engine: submit requests, query, and collect metrics.
 
 It exchanges commands and events with the engine and nothing else: `connect` sets where commands go, `receive` takes
 events.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 import structlog
 
-from llamaslot.base.commands import Cancel, Command, InspectEngine, Query, QueryBody, Submit, TextPart
+from llamaslot.base.commands import Cancel, Command, InspectEngine, Query, QueryBody, Submit
 from llamaslot.base.errors import (
     InvalidRequestError,
     LlamaslotError,
@@ -118,19 +118,6 @@ class Service:
         for submit in submits:
             self.send(submit)
         return generations
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> tuple[TextPart, ...]:
-        """Return the prompt of a conversation; raises `InvalidRequestError` when the template refuses it."""
-        return self.chat_template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
-        )
 
     async def ask(self, body: QueryBody, reply_type: type[_R]) -> _R:
         """Return the engine's reply to a query, or raise its error. Cancelling this does not cancel the query."""

@@ -61,7 +61,7 @@ def rendered(service: Service, body: ChatBody) -> tuple[TextPart, ...]:
         kwargs["enable_thinking"] = False
     elif body.reasoning_effort:
         kwargs["reasoning_effort"] = body.reasoning_effort
-    return service.render_chat(
+    return service.chat_template.render(
         body.messages, tools=body.tools, add_generation_prompt=_wants_reply(body), kwargs=kwargs
     )
 
