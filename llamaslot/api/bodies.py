@@ -36,7 +36,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct):
+class RequestedFormat(msgspec.Struct):
     """OpenAI's `response_format`; only its type is read."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -88,7 +88,7 @@ class Options(msgspec.Struct, kw_only=True):
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    response_format: ResponseFormat | None = None
+    response_format: RequestedFormat | None = None
     grammar: Any = None
     json_schema: Any = None
     logprobs: bool | int | None = None
