@@ -41,8 +41,8 @@ def choose_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
         return Budgets(0, idle_cells, None, f"RAM: not used for prefixes ({reason}){_slowdown(info.kv_cost)}")
     ram_bytes = _ram_bytes(config, n_free)
     offload_after = None
-    has_room = ram_bytes > 0 and ram_bytes >= _MIN_POOLS_IN_RAM * _pool_bytes(info)
-    if config.cache_idle_cells == "auto" and info.kv_cost is not None and has_room:
+    fits = ram_bytes > 0 and ram_bytes >= _MIN_POOLS_IN_RAM * _pool_bytes(info)
+    if config.cache_idle_cells == "auto" and info.kv_cost is not None and fits:
         offload_after = break_even_tokens(info.kv_cost)
     return Budgets(ram_bytes, idle_cells, offload_after, _line(info, ram_bytes, offload_after, idle_cells))
 

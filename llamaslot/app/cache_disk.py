@@ -27,7 +27,7 @@ _SHARE = 0.5
 """Bytes, and share of what is free, to take at most where nothing else is said."""
 
 
-def claim_disk(config: Config) -> DiskStore | None:
+def lock_disk(config: Config) -> DiskStore | None:
     """The folder that the configuration names, which no other server may use now. Raises `ConfigError`."""
     if not config.cache_disk:
         return None
@@ -94,7 +94,7 @@ def slot_files(folder: Path | None, info: ModelInfo, disk: DiskStore | None) -> 
     def key() -> bytes:
         if disk is not None and disk.key:
             return disk.key
-        _log.info("slots.weighing", files=info.kv_files)
+        _log.info("slots.fingerprinting", files=info.kv_files)
         weights = fingerprint_of(paths)
         if _stats(paths) != loaded:
             raise OSError("the model's files are others by now than those that were loaded")
@@ -104,13 +104,13 @@ def slot_files(folder: Path | None, info: ModelInfo, disk: DiskStore | None) -> 
 
 
 def _stats(paths: Sequence[Path]) -> list[tuple[int, int, int]]:
-    """What changes when a file does."""
+    """Facts that change when a file does."""
     abouts = [path.stat() for path in paths]
     return [(about.st_size, about.st_mtime_ns, about.st_ino) for about in abouts]
 
 
 def _key(info: ModelInfo, weights: bytes) -> bytes:
-    """What KV depends on."""
+    """Digest of everything that KV depends on."""
     return hashlib.blake2b(info.kv_facts.encode() + weights, digest_size=32).digest()
 
 

@@ -1,6 +1,6 @@
 """The composition root of `llamaslot serve`: wires backend, engine, service and HTTP, and ends them in order.
 
-    claim the disk, listen (503), load the model, open the disk for it, run;
+    lock the disk folder, listen (503), load the model, open the disk for it, run;
     on a signal refuse and drain; stop the engine, free the model, close
 
 A second signal cuts the draining short.
@@ -26,7 +26,7 @@ from rich.console import Console
 from llamaslot.api import http_server as http
 from llamaslot.api.context import READINESS, ApiSettings
 from llamaslot.app.cache_budgets import Budgets, choose_budgets
-from llamaslot.app.cache_disk import claim_disk, open_disk, slot_files, slot_save_path
+from llamaslot.app.cache_disk import lock_disk, open_disk, slot_files, slot_save_path
 from llamaslot.app.config import Config
 from llamaslot.app.models import resolve_model
 from llamaslot.app.start_lines import announce
@@ -46,7 +46,7 @@ from llamaslot.text.volatile import pattern
 
 _log = structlog.get_logger(__name__)
 _console = Console(highlight=False, soft_wrap=True)
-"""What a person reads goes to standard output; standard error is the log's."""
+"""Lines for people go to standard output; standard error is for the log."""
 
 _FALLBACK_TEMPLATE = "chatml"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -67,7 +67,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
     stop = _Signals()
     thread = model_thread()
     async with contextlib.AsyncExitStack() as stack:
-        disk = claim_disk(config)
+        disk = lock_disk(config)
         slot_folder = slot_save_path(config)
         if disk is not None:
             stack.callback(disk.close)
@@ -124,7 +124,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
 
 
 def api_settings(config: Config) -> ApiSettings:
-    """What the HTTP layer needs of the configuration. Raises `ConfigError` for an unreadable key file."""
+    """Return the settings of the HTTP layer. Raises `ConfigError` for an unreadable key file."""
     keys = [key.strip() for key in config.api_key.split(",")]
     if config.api_key_file:
         keys += [line.strip() for line in _read(config.api_key_file, "--api-key-file").splitlines()]
@@ -151,7 +151,7 @@ def api_settings(config: Config) -> ApiSettings:
 
 
 def llama_settings(config: Config, model: Path) -> LlamaSettings:
-    """What the llama backend needs of the configuration."""
+    """Return the settings of the llama backend."""
     return LlamaSettings(
         model=model,
         n_ctx=config.ctx_size,
@@ -184,7 +184,9 @@ def read_template(config: Config) -> tuple[str, str]:
 
 
 def read_volatile(config: Config) -> re.Pattern[str] | None:
-    """What to leave out of system messages, None for nothing. Raises `ConfigError` for no such pattern."""
+    """Return the pattern to leave out of system messages, None for nothing. Raises `ConfigError` for no such
+    pattern.
+    """
     try:
         return pattern(config.drop_volatile)
     except ConfigError as error:

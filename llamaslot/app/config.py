@@ -93,8 +93,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         _row(
             "--cache-idle-cells",
             "LLAMASLOT_CACHE_IDLE_CELLS",
-            "what idle prefixes keep of the pool: so many cells; all that nothing else needs; or auto, that too "
-            "unless they are better stored in RAM while prompts are computed, as measured at start",
+            "cells that idle prefixes may keep: a number; all that nothing else needs; or auto: all, unless "
+            "offloading them to RAM makes prefill faster, as measured at start",
             words={"-1": "all"},
         ),
     ] = "auto"
@@ -256,7 +256,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         _row(
             "--escape-special",
             "LLAMASLOT_ESCAPE_SPECIAL",
-            "take control tokens that are spelled in a message as plain text; llama-server takes them as real ones",
+            "take control tokens written out in a message as plain text; llama-server takes them as real ones",
         ),
     ] = True
     drop_volatile: Annotated[
@@ -332,7 +332,7 @@ class Option:
 
     @property
     def is_bool(self) -> bool:
-        """Whether the option is a switch: on or off, without a value."""
+        """True for a switch: on or off, without a value."""
         return self.types[0] is bool
 
     @property

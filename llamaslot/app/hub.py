@@ -1,10 +1,10 @@
-"""Downloads from a Hugging Face hub into its ordinary cache. The only room that knows huggingface_hub.
+"""Downloads from a Hugging Face hub into its ordinary cache. Nothing else imports huggingface_hub.
 
 That library finds files, follows its hub's rules and keeps the cache; two things it does not do are done here.
 It throws a partial file away when a download is interrupted, and it checks a file's size but not its content.
 
     look_up      one API call: size, licence, SHA-256 and commit, before anything is downloaded
-    download     1. claim    `blobs/<sha256>.llamaslot.incomplete`, locked against a second pull
+    download     1. lock     `blobs/<sha256>.llamaslot.incomplete`, locked against a second pull
                  2. receive  what it lacks, by Range requests
                  3. verify   the SHA-256 of the whole file; a bad one is deleted
                  4. record   rename to `blobs/<sha256>`; huggingface_hub finds it there and writes the links
@@ -55,7 +55,7 @@ class RemoteFile(msgspec.Struct, frozen=True):
 
 
 def look_up(repo: str, file: str) -> RemoteFile:
-    """What the hub says of `file`. Raises ConfigError if it is not there or may not be read."""
+    """Return what the hub says of `file`. Raises ConfigError if it is not there or may not be read."""
     with _explained(repo):
         info = hf.HfApi().model_info(repo, files_metadata=True, timeout=_TIMEOUT_S)
     found = {sibling.rfilename: sibling for sibling in info.siblings or ()}
@@ -95,7 +95,7 @@ def download(remote: RemoteFile, report: Report) -> Path:
         if not blob.exists():
             blob.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("ab") as file:
-                _claim(file, remote)
+                _lock(file, remote)
                 # Another pull may have finished between the look and the lock.
                 if not blob.exists():
                     _receive(remote, file, report)
@@ -107,7 +107,7 @@ def download(remote: RemoteFile, report: Report) -> Path:
     return path
 
 
-def _claim(file: BinaryIO, remote: RemoteFile) -> None:
+def _lock(file: BinaryIO, remote: RemoteFile) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -118,7 +118,7 @@ def _receive(remote: RemoteFile, file: BinaryIO, report: Report) -> None:
     """Append to `file` what it lacks; a request that breaks off is followed by one for the rest."""
     if file.tell() > remote.size:
         _empty(file)
-    _require_room(remote.size - file.tell(), _partial(remote).parent)
+    _check_free_bytes(remote.size - file.tell(), _partial(remote).parent)
     url = hf.hf_hub_url(remote.repo, remote.file, revision=remote.commit)
     stalled = 0
     while (start := file.tell()) < remote.size:
@@ -162,7 +162,7 @@ def _empty(file: BinaryIO) -> None:
     file.truncate()
 
 
-def _require_room(needed: int, folder: Path) -> None:
+def _check_free_bytes(needed: int, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ConfigError(f"the download needs {needed:,} bytes and {folder} has {free:,} free")
@@ -220,7 +220,7 @@ def _explained(repo: str) -> Iterator[None]:
     except OSError as error:
         advice = ""
         if error.errno in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}:
-            advice = "; what has arrived is kept: make room and run the same command again"
+            advice = "; what has arrived is kept: free some space and run the same command again"
         raise ConfigError(f"cannot write to the cache ({_reason(error)}){advice}") from None
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{endpoint} does not answer like a hub ({_reason(error)})") from None

@@ -1,6 +1,6 @@
 """Which file a model's name stands for: a path, a name in models.txt, or `OWNER/REPO:FILE.gguf`.
 
-This room reads models.txt and looks at the disk. It never downloads (`llamaslot.app.hub` does) and never opens
+Reads models.txt and looks at the disk. It never downloads (`llamaslot.app.hub` does) and never opens
 a GGUF (the backend does).
 """
 
@@ -17,7 +17,7 @@ import msgspec
 from llamaslot.base.errors import ConfigError
 
 Checked: TypeAlias = Literal["shape", "weights", "nothing"]
-_CLAIMS = ("shape", "weights")
+_CHECKED = ("shape", "weights")
 _IN_PACKAGE = "-"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
@@ -28,12 +28,12 @@ class Model(msgspec.Struct, frozen=True):
     """A GGUF that is named rather than given as a path."""
 
     name: str
-    """What the user types."""
+    """The name that the user types."""
     repo: str
     """The Hugging Face repository, or empty for a file inside the package."""
     file: str
     checked: Checked
-    """What this project tried of it; models.txt defines the words, `nothing` is for what it does not list."""
+    """How far this project has tried it; models.txt defines the words, `nothing` is for what it does not list."""
     note: str = ""
 
 
@@ -67,8 +67,8 @@ def _parse_line(line: str) -> Model:
         raise ValueError(f"{repo!r} is neither OWNER/REPO nor {_IN_PACKAGE!r}")
     if not file.endswith(".gguf"):
         raise ValueError(f"{file!r} is not a .gguf file")
-    if checked not in _CLAIMS:
-        raise ValueError(f"{checked!r} is none of: {', '.join(_CLAIMS)}")
+    if checked not in _CHECKED:
+        raise ValueError(f"{checked!r} is none of: {', '.join(_CHECKED)}")
     note = columns[4].strip() if len(columns) == 5 else ""
     return Model(name, "" if repo == _IN_PACKAGE else repo, file, cast(Checked, checked), note)
 

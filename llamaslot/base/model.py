@@ -1,4 +1,4 @@
-"""What a loaded model and its context are, as plain values that msgspec can encode."""
+"""Facts about a loaded model and its context, as plain values that msgspec can encode."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class SegmentSize(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What the loaded model and its context are; fixed once the engine runs."""
+    """Facts about the loaded model and its context; fixed once the engine runs."""
 
     name: str
     """`general.name` of the file, or the file's name."""
@@ -93,7 +93,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     device: str
     """Where the model runs, for a person to read."""
     reuse: bool
-    """Whether the KV of this model may be trimmed and continued."""
+    """True if the KV of this model may be trimmed and continued."""
     reuse_reason: str = ""
     """Why not, where `reuse` is false."""
     chat_template: str = ""
@@ -107,21 +107,21 @@ class ModelInfo(msgspec.Struct, frozen=True):
     control_tokens: tuple[str, ...] = ()
     """The texts of the vocabulary's control tokens."""
     adds_bos: bool = False
-    """Whether the tokenizer puts BOS before a prompt."""
+    """True if the tokenizer puts BOS before a prompt."""
     adds_eos: bool = False
-    """Whether the tokenizer puts EOS behind a prompt."""
+    """True if the tokenizer puts EOS after a prompt."""
     n_cache_seqs: int = 0
-    """Sequence ids reserved for idle prefixes, beside the slots', a spare one to park by and the scratch one."""
+    """Sequence ids reserved for idle prefixes, beside the slots', a spare one and the scratch one."""
     stream_copy_ms: float = 0.0
-    """What it takes to copy all cells of one sequence to another, where each has its own; 0 where it cannot be."""
+    """Time to copy all cells of one sequence to another in a partitioned pool; 0 where that is impossible."""
     kv_cost: KvCost | None = None
-    """What idle prefixes cost, and to save and load them; None where it was not measured."""
+    """Cost of idle prefixes, and of saving and loading them; None where it was not measured."""
     step_cost: StepCost | None = None
-    """What small steps cost; None where it was not measured."""
+    """Durations of small steps; None where they were not measured."""
     segment_size: SegmentSize | None = None
-    """What KV takes that is saved off the pool; None where nothing can be saved."""
+    """Size of KV that is saved off the pool; None where nothing can be saved."""
     kv_facts: str = ""
-    """What else KV depends on than `kv_files`: that of a model that differs in either must not be loaded."""
+    """Everything but `kv_files` that KV depends on: KV saved under other facts must not be loaded."""
     kv_files: tuple[str, ...] = ()
     """The files of the weights, and of what computes with them."""
     sizing: str = ""

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from llamaslot.app.cache_budgets import Budgets
-from llamaslot.app.cache_disk import claim_disk, open_disk
+from llamaslot.app.cache_disk import lock_disk, open_disk
 from llamaslot.app.config import Config
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.errors import ConfigError
@@ -30,7 +30,7 @@ def info(tmp_path: Path) -> ModelInfo:
 
 def found(tmp_path: Path, info: ModelInfo, **config: object) -> tuple[int, str]:
     """How many segments a server with this model finds, and its line; it leaves one more."""
-    disk = claim_disk(Config(cache_disk=str(tmp_path / "cache"), **config))
+    disk = lock_disk(Config(cache_disk=str(tmp_path / "cache"), **config))
     assert disk is not None
     try:
         line = open_disk(disk, Config(**config), info, RAM, lambda _: True)
@@ -71,7 +71,7 @@ def test_the_size(tmp_path: Path, info: ModelInfo) -> None:
 
 
 def test_nothing_is_read_where_nothing_is_stored(tmp_path: Path, info: ModelInfo) -> None:
-    disk = claim_disk(Config(cache_disk=str(tmp_path / "cache")))
+    disk = lock_disk(Config(cache_disk=str(tmp_path / "cache")))
     assert disk is not None
     missing = msgspec.structs.replace(info, kv_files=("/nowhere",))
     assert open_disk(disk, Config(), missing, Budgets(0, None, None, ""), lambda _: True) == ""

@@ -36,7 +36,7 @@ def test_the_package_reads_the_list_at_the_top_of_the_repository():
     assert models["demo"].checked == "weights"
 
 
-def test_weights_that_nobody_has_run_are_not_claimed():
+def test_weights_that_were_never_run_are_not_listed_as_checked():
     assert {model.name for model in known_models().values() if model.checked == "weights"} == {"demo"}
 
 

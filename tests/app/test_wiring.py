@@ -380,7 +380,7 @@ async def test_replies_are_remembered_unless_it_is_turned_off(tmp_path: Path, is
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-async def test_a_control_token_that_is_spelled_in_a_message_is_plain_text_unless_that_is_turned_off(
+async def test_a_control_token_that_is_written_out_in_a_message_is_plain_text_unless_that_is_turned_off(
     tmp_path: Path, is_on: bool
 ) -> None:
     backend = FakeBackend(n_slots=1, n_ctx=512)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llamaslot.app.cache_disk import claim_disk
+from llamaslot.app.cache_disk import lock_disk
 from llamaslot.app.config import Config
 from llamaslot.backend.disk import DiskStore, files, texts
 from llamaslot.backend.disk.files import BadFileError
@@ -385,9 +385,9 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match="cannot be used"):
-            claim_disk(Config(cache_disk=str(path)))
+            lock_disk(Config(cache_disk=str(path)))
     with pytest.raises(ConfigError, match="needs RAM"):
-        claim_disk(Config(cache_disk=str(tmp_path / "folder"), cache_ram=0))
+        lock_disk(Config(cache_disk=str(tmp_path / "folder"), cache_ram=0))
 
 
 def test_a_write_that_fails_leaves_nothing_behind(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""How many sequences a context is made for, and how many cells it gets where nobody says: as documented, and as
+"""How many sequences a context is made for, and how many cells it gets without --ctx-size: as documented, and as
 llama.cpp then really allocates them.
 """
 
@@ -166,8 +166,8 @@ def test_parts_that_cannot_be_counted_are_refused() -> None:
 
 def test_the_arithmetic() -> None:
     size = pool_size([Place(HOST, 10 * GIB, 16 * GIB, 131_072)], fraction=0.75, most=10**6)
-    room = (10 - 4) * GIB // 131_072
-    assert (size.n_room, size.n_cells, size.capped) == (room, room // 256 * 256, False)
+    fitting = (10 - 4) * GIB // 131_072
+    assert (size.n_fitting, size.n_cells, size.capped) == (fitting, fitting // 256 * 256, False)
     assert size.line() == (
         "KV pool: (10.00 GiB free on the host - 25% of 16.00 GiB) / 131,072 bytes a cell = 49,152 cells; "
         "49,152 taken"
@@ -179,14 +179,14 @@ def test_the_arithmetic() -> None:
 )
 def test_no_more_is_taken_than_is_wanted_and_whole_paddings(most: int, n_cells: int, capped: bool) -> None:
     size = pool_size([Place(HOST, 3000, 3000, 1)], fraction=1, most=most)
-    assert (size.n_room, size.n_cells, size.capped) == (3000, n_cells, capped)
+    assert (size.n_fitting, size.n_cells, size.capped) == (3000, n_cells, capped)
     assert ("without --ctx-size" in size.line()) == capped
 
 
 def test_the_tightest_place_decides() -> None:
     places = [Place("GPU0", 100_000, 100_000, 10), Place(HOST, 9_000, 10_000, 2)]
     size = pool_size(places, fraction=0.9, most=10**6)
-    assert size.n_room == 4000
+    assert size.n_fitting == 4000
     assert "the smaller of (" in size.line()
     assert "on GPU0" in size.line()
     assert "on the host" in size.line()
@@ -345,7 +345,10 @@ def test_too_little_memory_is_said_and_a_size_of_ones_own_is_not_questioned(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scarce(monkeypatch, available=5 * 2**20, total=10 * 2**20)
-    with pytest.raises(ConfigError, match="no room for a KV pool"), loaded(models["demo"], n_ctx=0, n_gpu_layers=0):
+    with (
+        pytest.raises(ConfigError, match="no room for a KV pool"),
+        loaded(models["demo"], n_ctx=0, n_gpu_layers=0),
+    ):
         pass
     with loaded(models["demo"], n_ctx=1024) as backend:
         assert backend.info.n_ctx == 1024

@@ -24,10 +24,10 @@ def settings(model: Path, **fields: object) -> LlamaSettings:
     return LlamaSettings(model, **{"n_slots": 1, "n_cache_seqs": 0, "n_ctx": 2048, "n_ubatch": 512} | fields)  # type: ignore[arg-type]
 
 
-def test_the_cost_is_that_of_a_few_tokens_and_of_a_tile_behind_nothing_and_behind_many_cells(
+def test_the_cost_is_that_of_a_few_tokens_and_of_a_query_block_alone_and_after_many_cells(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small steps take 3 ms, 1 ms a token, and 2 us for each of its cells; a tile 20 ms, and 10 us a cell."""
+    """Small steps take 3 ms, 1 ms a token, and 2 us for each cell; a query block 20 ms, and 10 us a cell."""
     seen = []
     compute = step_cost.compute
     now = 0.0

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python's low-level API: the only room that touches llama_cpp.
+"""llama.cpp through llama-cpp-python's low-level API: the only package that imports llama_cpp.
 
 It must never let through a call over which llama.cpp aborts the process: ids, ranges and capabilities are checked
 here, before ctypes. Facts about llama.cpp that the code stands on are in `docs/llama-cpp.md`.

@@ -1,4 +1,4 @@
-"""`Backend` on a llama.cpp context: every call is checked against this room's own record before it is made."""
+"""`Backend` on a llama.cpp context: every call is checked against the backend's own record before it is made."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class LlamaBackend:
         self._segments.put(segment, range(start, end), state)
 
     def seq_len(self, seq: int) -> int:
-        """See `Backend.seq_len`; asks llama.cpp, and corrects this room's record by the answer."""
+        """See `Backend.seq_len`; asks llama.cpp, and corrects the backend's record by the answer."""
         self._check_seq(seq)
         self._lengths[seq] = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
         return self._lengths[seq]

@@ -67,7 +67,7 @@ def layers_on_gpu(n_layer: int, n_nextn: int, n_gpu_layers: int) -> int:
 
 
 def _is_uniform(model: Any) -> bool:
-    """Whether every layer keeps K and V of the same width in every cell."""
+    """True if every layer keeps K and V of the same width in every cell."""
     return _number(model, "attention.head_count_kv") > 0 and not (
         llama_cpp.llama_model_is_recurrent(model)
         or llama_cpp.llama_model_is_hybrid(model)
@@ -86,7 +86,7 @@ def layer_bytes(model: Any, type_k: str, type_v: str) -> int:
 
 
 def measured(model: Any, settings: LlamaSettings, n_seqs: int, n_ctx_seq: int) -> tuple[KvBytes, KvBytes]:
-    """See `kv_bytes`; by a small context of this model, whose buffers llama.cpp logs to 0.01 MiB each."""
+    """Measure with a small context of this model, whose buffers llama.cpp logs to 0.01 MiB each."""
     params = context_params(settings, n_ctx=PADDING, n_seqs=n_seqs, n_threads=1)
     params.n_batch = params.n_ubatch = _PROBE_UBATCH
     params.kv_unified = True
@@ -106,7 +106,7 @@ def _window_cells(model: Any, settings: LlamaSettings, n_seqs: int, n_ctx_seq: i
 
 
 def from_log(lines: Iterable[str], n_window_cells: int) -> tuple[KvBytes, KvBytes]:
-    """See `kv_bytes`; from what llama.cpp logged of each cache: its buffers, then its number of cells."""
+    """Compute from what llama.cpp logged of each cache: its buffers, then its number of cells."""
     per_cell, fixed = [0, 0], [0, 0]
     buffers: list[tuple[bool, int]] = []
     is_window = False

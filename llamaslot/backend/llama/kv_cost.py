@@ -1,4 +1,4 @@
-"""What keeping prefixes costs on this machine, measured: in the pool, and off it.
+"""Measurement of `KvCost`: what idle prefixes cost on this machine, in the pool and in RAM.
 
 In the pool they slow down prefill, for attention scans it up to its highest used cell. Computing as many idle
 tokens as the measurement wants would take long on a slow machine, but what they say does not matter: one short
@@ -6,7 +6,7 @@ sequence is saved, and loaded again and again behind what another sequence holds
 many times then: what is computed behind it attends to all of them, and says only how long that takes. It is cleared
 at the end, like all else.
 
-Off the pool they cost the time to save and to load them, taken with the tokens that prefill is timed with.
+In RAM they cost the time to save and to load them, taken with the tokens that prefill is timed with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llamaslot.base.model import KvCost
 from llamaslot.kvcache.segments import LARGEST
 
 MOST = 8192
-"""Idle cells to measure beside."""
+"""Idle cells that prefill is measured beside, if the pool has as many."""
 LEAST = 2048
 """Fewer say little, and cost little."""
 
@@ -39,7 +39,7 @@ _PAIRS = 5
 
 
 def measure(backend: Backend, context: Any) -> KvCost | None:
-    """The cost on a backend with this context, empty before and after; takes about two seconds.
+    """Measure the cost on a backend with this context, empty before and after; takes about two seconds.
 
     None where nothing can be saved, be it for want of memory, the pool has less than `LEAST` to spare, or the model
     is too slow to measure.
@@ -57,7 +57,7 @@ def measure(backend: Backend, context: Any) -> KvCost | None:
 
 
 def _measured(backend: Backend, context: Any, n_idle: int) -> KvCost | None:
-    """See `measure`; sequence 0 may hold something then."""
+    """Measure; sequence 0 may be left with cells."""
     _prefill(backend, context, _PROBE)
     fastest = min(_prefill(backend, context, _PROBE) for _ in range(3))
     n_tokens = min(round(_PROBE * _SECONDS / fastest), backend.info.n_ubatch)
@@ -113,7 +113,7 @@ def _change(backend: Backend, operation: Operation) -> float:
 
 
 def fill(backend: Backend, context: Any, n_cells: int) -> bool:
-    """Let sequence 1 hold so many cells that nobody computed; whether it does."""
+    """Fill sequence 1 with so many cells without computing them; False if that fails."""
     memory = llama_cpp.llama_get_memory(context)
     backend.change(Remove(0, 0))
     compute(backend, _SAVED)
@@ -128,7 +128,7 @@ def fill(backend: Backend, context: Any, n_cells: int) -> bool:
 
 
 def compute(backend: Backend, n_tokens: int, *, seq: int = 0, start: int = 0) -> None:
-    """Let a sequence that holds `start` tokens compute so many; raises `ConfigError` where the model cannot."""
+    """Compute so many tokens in a sequence that holds `start`; raises `ConfigError` where the model cannot."""
     tokens = np.arange(n_tokens, dtype=np.int32) % backend.info.n_vocab
     status = backend.decode([Run(seq=seq, start=start, tokens=tokens, output=True)]).status
     if status is not Status.OK:

@@ -1,4 +1,4 @@
-"""What the llama backend can be told."""
+"""Settings of the llama backend, and the sequence ids that follow from them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LlamaSettings:
     n_cache_seqs: int | None = None
     """Sequence ids beside the slots' that keep prefixes; None for some a slot, or none in a partitioned pool."""
     n_cache_seqs_a_slot: int = 4
-    """How many that are; fewer will do where prefixes are stored that find no id."""
+    """How many that are; fewer will do where prefixes without an id are offloaded."""
     n_batch: int = 2048
     n_ubatch: int = 512
     n_threads: int = 0
@@ -56,7 +56,7 @@ class LlamaSettings:
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     measure_costs: bool = False
-    """Whether to take the seconds that `ModelInfo.kv_cost` and `step_cost` need."""
+    """Measure `ModelInfo.kv_cost` and `step_cost`, which takes some seconds."""
     measurements: Path | None = None
     """Folder in which start-up measurements are kept for the next start; None to measure at each."""
 
@@ -64,9 +64,9 @@ class LlamaSettings:
 def sequences(settings: LlamaSettings, *, reusable: bool) -> tuple[int, int]:
     """Reserved sequence ids, and how many the context has in all. Raises `ConfigError`.
 
-    The ids are those of the slots, then the reserved ones, then in a unified pool a spare one to park by and one
-    for scratch: 255 slots leave only the last, 256 neither. Where KV cannot be trimmed there is no use for any but
-    the slots'.
+    The ids are those of the slots, then the reserved ones, then in a unified pool a spare one to move prefixes to
+    and one for scratch: 255 slots leave only the last, 256 neither. Where KV cannot be trimmed there is no use for
+    any but the slots'.
     """
     n_slots, wanted = settings.n_slots, settings.n_cache_seqs
     if not 1 <= n_slots <= MAX_SEQS:

@@ -45,7 +45,7 @@ _SAMPLING_KEYS: dict[str, tuple[str, type[int] | type[float]]] = {
 
 
 class LoadingStopped(Exception):  # noqa: N818 - nothing went wrong
-    """Loading was given up because it was asked to."""
+    """Loading was stopped on request."""
 
 
 def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) -> tuple[Any, int]:

@@ -58,7 +58,7 @@ def key_of(settings: LlamaSettings, info: ModelInfo, n_seqs: int) -> str:
 
 
 def read(folder: Path, key: str) -> Measurements | None:
-    """Return what was kept for the key; None where nothing was, or not in one piece."""
+    """Return the measurements kept for the key; None where the file is missing, corrupt or foreign."""
     try:
         kept = msgspec.json.decode((folder / f"{key}.json").read_bytes(), type=_Kept)
     except (OSError, msgspec.DecodeError):
@@ -79,5 +79,5 @@ def write(folder: Path, key: str, measurements: Measurements) -> None:
 
 
 def _identities(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """What tells a file from another one without reading it."""
+    """Path, size and modification time of each file."""
     return [(str(path.resolve()), (about := path.stat()).st_size, about.st_mtime_ns) for path in paths]

@@ -1,7 +1,7 @@
-"""KV that is taken off the pool and put back: what is stored in host memory, and what moves within the pool.
+"""KV that leaves the pool and comes back: segments in host memory, and moves within the pool.
 
 llama.cpp saves and loads whole sequences, so both go by way of a scratch sequence, which holds nothing before and
-after: a part of a sequence is lent to it to be saved, and what is loaded into it is lent on.
+after: a range of a sequence is shared with it to be saved, and what is loaded into it is shared with its holders.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SegmentStore:
 
     def __init__(self, context: Any) -> None:
         self.positions: dict[int, range] = {}
-        """What is stored."""
+        """Token positions of each segment in host memory."""
         self._context = context
         self._memory = llama_cpp.llama_get_memory(context)
         self._states: dict[int, Kv] = {}

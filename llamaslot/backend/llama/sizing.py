@@ -48,7 +48,7 @@ class Place:
     fixed: int = 0
     """Bytes of KV that do not grow with the pool."""
 
-    def room(self, fraction: float) -> int:
+    def cells_that_fit(self, fraction: float) -> int:
         """Return the cells that fit if `1 - fraction` of all the memory stays free."""
         return max(int(self.free - self.total * (1 - fraction)) - self.fixed, 0) // self.cell_bytes
 
@@ -59,25 +59,25 @@ class PoolSize:
 
     n_cells: int
     """Cells of all slots together."""
-    n_room: int
+    n_fitting: int
     """Cells that would fit, those of reserved sequences included where the pool is partitioned."""
     places: tuple[Place, ...]
     fraction: float
     capped: bool
-    """Whether more would have fitted than is taken by default."""
+    """True if more would have fitted than is taken by default."""
 
     def line(self) -> str:
         """The arithmetic, to print."""
         terms = []
         for place in self.places:
             fixed = f" - {_size(place.fixed)} beside the cells" if place.fixed else ""
-            room = (
+            free = (
                 f"{_size(place.free)} free on {place.name} - {1 - self.fraction:.0%} of {_size(place.total)}{fixed}"
             )
-            terms.append(f"({room}) / {place.cell_bytes:,} bytes a cell")
+            terms.append(f"({free}) / {place.cell_bytes:,} bytes a cell")
         smaller = "the smaller of " if len(terms) > 1 else ""
         why = ", the most without --ctx-size" if self.capped else ""
-        return f"KV pool: {smaller}{' and '.join(terms)} = {self.n_room:,} cells; {self.n_cells:,} taken{why}"
+        return f"KV pool: {smaller}{' and '.join(terms)} = {self.n_fitting:,} cells; {self.n_cells:,} taken{why}"
 
 
 def choose(model: Any, settings: LlamaSettings, n_seqs: int, n_mapped: int) -> tuple[int, str]:
@@ -111,7 +111,7 @@ def choose(model: Any, settings: LlamaSettings, n_seqs: int, n_mapped: int) -> t
 def _fitting(
     model: Any, settings: LlamaSettings, places: Sequence[Place], n_parts: int, n_streams: int
 ) -> tuple[int, str]:
-    """See `choose`; where `--ctx-size` does not say."""
+    """The cells and their line where `--ctx-size` does not say."""
     n_ctx_train = llama_cpp.llama_model_n_ctx_train(model)
     growing = [place for place in places if place.cell_bytes]
     unknown = [place.name for place in growing if not place.total]
@@ -137,7 +137,7 @@ def _warn_if_too_large(n_ctx: int, n_cells: int, places: Sequence[Place]) -> Non
         needed = n_cells * place.cell_bytes + place.fixed
         if place.total and needed > place.free:
             beside = f" + {_size(place.fixed)} beside the cells" if place.fixed else ""
-            fits = f"at most {place.room(1):,} cells fit" if place.cell_bytes else "nothing fits"
+            fits = f"at most {place.cells_that_fit(1):,} cells fit" if place.cell_bytes else "nothing fits"
             free = f"{_size(place.free)} of {_size(place.total)} are free"
             _log.warning(
                 "kv_pool.larger_than_memory",
@@ -153,11 +153,11 @@ def pool_size(
 
     A partitioned pool is `n_parts` equal ones for the slots; `n_streams`, reserved sequences included, take memory.
     """
-    n_room = min(place.room(fraction) for place in places)
-    fits = n_room // n_streams // PADDING * PADDING
+    n_fitting = min(place.cells_that_fit(fraction) for place in places)
+    fits = n_fitting // n_streams // PADDING * PADDING
     if fits < PADDING:
         needed = PADDING * n_streams
-        short = min(places, key=lambda place: place.room(fraction))
+        short = min(places, key=lambda place: place.cells_that_fit(fraction))
         raise ConfigError(
             f"no room for a KV pool of {needed:,} cells, {short.cell_bytes:,} bytes each: {_size(short.free)} of "
             f"{_size(short.total)} on {short.name} are free, and {1 - fraction:.0%} are to stay so; raise "
@@ -168,7 +168,7 @@ def pool_size(
     part = min(fits, wanted)
     return PoolSize(
         n_cells=part * n_parts,
-        n_room=n_room,
+        n_fitting=n_fitting,
         places=tuple(places),
         fraction=fraction,
         capped=fits > wanted,
@@ -176,7 +176,9 @@ def pool_size(
 
 
 def most_cells(n_ctx_train: int, n_slots: int, *, on_host: bool) -> int:
-    """What is taken at most without `--ctx-size`; never less than the longest request of the model needs."""
+    """Return the upper limit of the cells without `--ctx-size`; never less than the longest request of the model
+    needs.
+    """
     return max(n_ctx_train, min(n_slots * n_ctx_train, MOST_ON_HOST if on_host else MOST_ON_GPU))
 
 

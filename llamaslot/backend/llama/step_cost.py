@@ -1,6 +1,6 @@
-"""What small steps cost on this machine, measured: see `StepCost`.
+"""Measurement of `StepCost`: how long small steps take on this machine.
 
-A few tokens and `TILE` of them are computed, behind nothing and behind many cells, which `costs.fill` puts there.
+A few tokens and `TILE` of them are computed, behind nothing and behind many cells, which `kv_cost.fill` puts there.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ _FEW, _MORE = 8, 32
 _CELLS = 1024
 """Cells that a step attends to, where it attends to many."""
 _SECONDS = 0.2
-"""What a small step takes at most where the rest is measured at all, and what each measurement takes about."""
+"""Upper limit of a small step for anything to be measured, and the time that each measurement takes at most."""
 _MOST = 5
 """Times that a step is computed."""
 
 
 def measure(backend: Backend, context: Any) -> StepCost | None:
-    """The cost on a backend with this context, empty before and after; takes half a second, slow models some.
+    """Measure the cost on a backend with this context, empty before and after; takes half a second, slow models
+    some.
 
     None where there is no scratch sequence to pad with, the pool is too small, or the model is too slow to measure.
     """
@@ -43,20 +44,20 @@ def measure(backend: Backend, context: Any) -> StepCost | None:
 
 
 def _measured(backend: Backend, context: Any) -> StepCost | None:
-    """See `measure`; sequence 1 may hold something then."""
+    """Measure; sequence 1 may be left with cells."""
     if (few := _seconds(backend, context, _FEW)) > _SECONDS:
         return None
-    more, tile = _seconds(backend, context, _MORE), _seconds(backend, context, TILE)
+    more, block = _seconds(backend, context, _MORE), _seconds(backend, context, TILE)
     if not fill(backend, context, _CELLS):
         return None
-    few_far, tile_far = _seconds(backend, context, _FEW), _seconds(backend, context, TILE)
+    few_far, block_far = _seconds(backend, context, _FEW), _seconds(backend, context, TILE)
     token = max(more - few, 0.0) / (_MORE - _FEW)
     return StepCost(
         step_us=1e6 * max(few - _FEW * token, 0.0),
         token_us=1e6 * token,
         token_cell_us=1e6 * max(few_far - few, 0.0) / _FEW / _CELLS,
-        tile_us=1e6 * tile,
-        tile_cell_us=1e6 * max(tile_far - tile, 0.0) / _CELLS,
+        tile_us=1e6 * block,
+        tile_cell_us=1e6 * max(block_far - block, 0.0) / _CELLS,
     )
 
 

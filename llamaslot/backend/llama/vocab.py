@@ -88,7 +88,7 @@ class LlamaVocab:
         return b"".join(self._piece(token, special=True) for token in tokens)
 
     def text(self, token: int) -> str:
-        """How the vocabulary spells a token; empty for an id below 0 (no such token)."""
+        """Return the text of a token in the vocabulary; empty for an id below 0 (no such token)."""
         return self._piece(token, special=True).decode(errors="replace") if token >= 0 else ""
 
     @property
