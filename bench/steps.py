@@ -25,7 +25,7 @@ from llamaslot.base.backend import Run, Status
 from llamaslot.base.commands import Sampling
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Copy, Remove
-from llamaslot.base.model import TILE
+from llamaslot.base.model import QUERY_BLOCK
 from llamaslot.scheduler.padding import Padding
 
 PREFIXES = (0, 1024, 4096)
@@ -60,7 +60,7 @@ class Steps:
         """Seconds plain and padded, and whether the server pads."""
         runs = runs_of()
         n = sum(len(run.tokens) for run in runs)
-        padding = Run(self._scratch, 0, np.zeros(TILE - n, dtype=np.int32), output=False)
+        padding = Run(self._scratch, 0, np.zeros(QUERY_BLOCK - n, dtype=np.int32), output=False)
         kinds: dict[str, list[Run]] = {"plain": [], "padded": [padding]}
         seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
         for repeat in range(repeats + 1):
@@ -128,7 +128,9 @@ def run(*, model: Path, title: str, repeats: int, folder: Path, server_flags: Se
 
 
 def _table(title: str, results: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title=f"Steps of few tokens, {title}", caption=f"padded: up to {TILE} tokens; medians and ranges")
+    table = Table(
+        title=f"Steps of few tokens, {title}", caption=f"padded: up to {QUERY_BLOCK} tokens; medians and ranges"
+    )
     for column in ("prefix", "tokens", "plain", "range (ms)", "padded", "range (ms)", "x", "server pads"):
         table.add_column(column, justify="right")
     for result in results:

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from bench.report import Summary, console, machine, notes, write_json
 from llamaslot.base.tokens import WIDTH, packed
-from llamaslot.kvcache.tree import Tree
+from llamaslot.kvcache.radix_tree import RadixTree
 
 EVICTED = 1000
 GOALS_MS = {"match": 0.3, "insert": 1.0, "evict": 50.0}
@@ -54,7 +54,7 @@ class Shape:
 class Built:
     """A tree, the prompts that it has whole, and who holds a leaf, the least recently used first."""
 
-    tree: Tree
+    tree: RadixTree
     paths: list[bytes]
     order: list[int]
 
@@ -62,7 +62,7 @@ class Built:
 def build(shape: Shape, seed: str = "tree") -> Built:
     """A tree of that shape; the same seed gives the same tree."""
     chance = np.random.default_rng(list(seed.encode()))
-    tree = Tree()
+    tree = RadixTree()
     paths = []
     for trunk in range(shape.n_trunks):
         tokens = chance.integers(0, _LEAF_TOKENS_FROM, shape.n_path_tokens).astype(np.int32)
@@ -81,16 +81,16 @@ def build(shape: Shape, seed: str = "tree") -> Built:
     order = list(range(shape.n_leaves))
     random.Random(seed).shuffle(order)
     for now, seq in enumerate(order, start=1):
-        tip = tree.tip(seq)
-        assert tip is not None
-        tree.touch(tip, now)
+        node = tree.end_node(seq)
+        assert node is not None
+        tree.touch(node, now)
     return Built(tree, paths, order)
 
 
-def _hold(tree: Tree, seq: int, tokens: bytes) -> None:
+def _hold(tree: RadixTree, seq: int, tokens: bytes) -> None:
     found = tree.match("", tokens)
-    tree.hold(seq, found)
-    tree.extend(seq, tokens[found.n * WIDTH :])
+    tree.hold(seq, "", found.node, found.n_resident)
+    tree.extend(seq, tokens[found.n_resident * WIDTH :])
 
 
 def run(*, repeats: int, folder: Path) -> None:
@@ -131,7 +131,7 @@ def match_times(built: Built, n_rounds: int = 3) -> list[float]:
     times = []
     for path in built.paths * n_rounds:
         times.append(_timed(lambda path=path: built.tree.match("", path)))
-        assert built.tree.match("", path).n == len(path) // WIDTH
+        assert built.tree.match("", path).n_resident == len(path) // WIDTH
     return times
 
 
@@ -139,7 +139,7 @@ def insert_times(built: Built, shape: Shape) -> list[float]:
     """Seconds to find, hold, extend and pin prompts of the same length that leave a trunk in its last node."""
     tree, times = built.tree, []
     behind = ((shape.n_path_nodes - 1) * shape.n_node_tokens - shape.n_node_tokens // 2) * WIDTH
-    n_tokens, n_nodes = tree.n_tokens, tree.n_nodes
+    n_tokens, n_nodes = tree.n_tokens, _n_nodes(tree)
     for seq, path in enumerate(built.paths, start=shape.n_leaves):
         rest = np.arange(_LEAF_TOKENS_FROM + seq, _LEAF_TOKENS_FROM + seq + (len(path) - behind) // WIDTH)
         prompt = path[:behind] + packed(rest)
@@ -149,21 +149,25 @@ def insert_times(built: Built, shape: Shape) -> list[float]:
             tree.pin(seq)
 
         times.append(_timed(insert))
-        assert (tree.n_tokens, tree.n_nodes) == (n_tokens + len(rest), n_nodes + 2)
+        assert (tree.n_tokens, _n_nodes(tree)) == (n_tokens + len(rest), n_nodes + 2)
         tree.release(seq)
-        assert (tree.n_tokens, tree.n_nodes) == (n_tokens, n_nodes)
+        assert (tree.n_tokens, _n_nodes(tree)) == (n_tokens, n_nodes)
     return times
+
+
+def _n_nodes(tree: RadixTree) -> int:
+    return sum(1 for _ in tree.nodes())
 
 
 def evict_time(built: Built, n: int = EVICTED) -> float:
     """Seconds to evict `n` leaves one after another, each with a plan of its own."""
     tree, total = built.tree, 0.0
     for seq in built.order[:n]:
-        tip = tree.tip(seq)
-        assert tip is not None
-        n_cells, n_tokens = tip.n_tokens, tree.n_tokens
-        total += _timed(lambda n_cells=n_cells: tree.evict(tree.plan_eviction(n_cells)))
-        assert tree.tip(seq) is None
+        node = tree.end_node(seq)
+        assert node is not None
+        n_cells, n_tokens = node.n_tokens, tree.n_tokens
+        total += _timed(lambda n_cells=n_cells: tree.evict(tree.eviction.plan(n_cells)))
+        assert tree.end_node(seq) is None
         assert tree.n_tokens == n_tokens - n_cells
     return total
 

@@ -1,55 +1,58 @@
-"""A disk without files, which does what it is told one job at a time."""
+"""A disk without files, which carries out one job at a time when it is told to."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from llamaslot.kvcache.disk import Erase, Job, Read, Record, Use, Write
+from llamaslot.kvcache.offload.disk_io import CancelReads, Erase, Job, MarkUsed, Read, SegmentMeta, Write
 
 Path = tuple[int, ...]
 
 
-class Files:
-    """A disk that does what it is told in order, when it is told to go on, and may stop between any two jobs."""
+class FakeDisk:
+    """Carries out jobs in order, one by one, and may stop between any two of them."""
 
     def __init__(self) -> None:
-        self.records: dict[int, Record] = {}
+        self.metas: dict[int, SegmentMeta] = {}
         """The least recently used first."""
-        self.writes: list[Write | Erase | Use] = []
+        self.writes: list[Write | Erase | MarkUsed] = []
         self.reads: list[int] = []
-        self.first = 0
+        self.first_number = 0
 
     def take(self, jobs: list[Job]) -> None:
+        """Queue jobs; `CancelReads` leaves only the read that is being carried out."""
         for job in jobs:
             if isinstance(job, Read):
                 self.reads.append(job.number)
+            elif isinstance(job, CancelReads):
+                del self.reads[1:]
             else:
                 self.writes.append(job)
 
-    def next_change(self, *, is_good: bool) -> Write | None:
-        """Carry out a job; a write that is to be answered."""
+    def next_change(self, *, ok: bool) -> Write | None:
+        """Carry out the next job that is no read; returns a write, which is to be answered."""
         job = self.writes.pop(0)
         if isinstance(job, Write):
-            assert job.record.number not in self.records
-            if is_good:
-                self.records[job.record.number] = job.record
-                self.first = max(self.first, job.record.number + 1)
+            assert job.meta.number not in self.metas
+            if ok:
+                self.metas[job.meta.number] = job.meta
+                self.first_number = max(self.first_number, job.meta.number + 1)
             return job
         for number in job.numbers:
-            record = self.records.pop(number, None)
-            if isinstance(job, Use) and record is not None:
-                self.records[number] = record
+            meta = self.metas.pop(number, None)
+            if isinstance(job, MarkUsed) and meta is not None:
+                self.metas[number] = meta
         return None
 
     @property
     def kept(self) -> set[int]:
-        """What is there, and is not about to be erased."""
+        """Numbers of the files that are there and are not about to be erased."""
         erased = {number for job in self.writes if isinstance(job, Erase) for number in job.numbers}
-        return set(self.records) - erased
+        return set(self.metas) - erased
 
     def path(self, number: int) -> tuple[str, Path]:
-        """What a file stands for, by the index alone."""
-        record = self.records[number]
-        front = self.path(record.front)[1] if record.front is not None else ()
-        own = tuple(np.frombuffer(record.tokens, dtype="<i4").tolist())
-        return record.space, (*front[: record.start], *own)
+        """Namespace and all tokens of a file, by the index alone."""
+        meta = self.metas[number]
+        parent = self.path(meta.parent)[1] if meta.parent is not None else ()
+        own = tuple(np.frombuffer(meta.tokens, dtype="<i4").tolist())
+        return meta.namespace, (*parent[: meta.start], *own)

@@ -1,4 +1,4 @@
-"""A backend that keeps its own account of what each sequence holds, from what was really asked of it.
+"""A backend that keeps its own account of the tokens of each sequence, from the operations that it was given.
 
 Every token that is computed or loaded gets a cell of its own; `Copy` and `Share` pass cells on. A *prefix* is a
 namespace and the tokens so far, interned as a number, so that two positions hold the same prefix if and only if
@@ -19,7 +19,6 @@ from llamaslot.base.kv_ops import (
     Discard,
     Kv,
     Load,
-    Move,
     NotSavedError,
     Operation,
     Remove,
@@ -31,63 +30,63 @@ from llamaslot.base.tokens import Tokens
 
 @dataclass(frozen=True)
 class Failure:
-    """What the next decode does instead of succeeding."""
+    """The outcome of the next decode, which does not succeed."""
 
     status: Status
     n_applied: int
     """Tokens of the batch that stay computed, from its start, after `ABORTED` and `FATAL`."""
     loses: bool = False
-    """Whether the first sequence of the batch comes back shorter than it was."""
+    """True if the first sequence of the batch comes back shorter than it was."""
 
 
 @dataclass
 class Held:
-    """What one sequence holds: per position the cell, the token and the prefix that ends there."""
+    """Contents of one sequence: per position the cell, the token and the prefix that ends there."""
 
     cells: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     prefixes: list[int] = field(default_factory=list)
-    space: str = ""
+    namespace: str = ""
 
     def __len__(self) -> int:
         """Tokens held."""
         return len(self.cells)
 
-    def cut(self, keep: int) -> None:
+    def truncate(self, keep: int) -> None:
         for each in (self.cells, self.tokens, self.prefixes):
             del each[keep:]
 
 
 @dataclass(frozen=True)
-class Stored:
-    """What a segment holds: from `start` on the tokens and the prefixes that end there."""
+class Offloaded:
+    """Contents of a segment: from `start` on the tokens and the prefixes that end there."""
 
-    space: str
+    namespace: str
     start: int
     tokens: list[int]
     prefixes: list[int]
 
 
 class Recorder:
-    """Passes everything on to `inner`; `spaces` says for each sequence in which namespace it is computed next."""
+    """Passes everything on to `inner`; `namespaces` has the namespace in which each sequence is computed next."""
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
         self.info, self.vocab, self.n_seqs = inner.info, inner.vocab, inner.n_seqs
         self.held = [Held() for _ in range(self.n_seqs)]
-        self.spaces: dict[int, str] = {}
+        self.namespaces: dict[int, str] = {}
         self.failure: Failure | None = None
         self.refused: set[int] = set()
         """Segments for which there is no memory."""
         self.has_lost = False
         """Whether cells ever went without being removed, so that nobody can know where the others lie."""
         self.samplers: list[Sampler] = []
-        self.segments: dict[int, Stored] = {}
-        """What is stored, by number."""
-        self.saved: dict[int, Stored] = {}
-        """What was ever stored."""
+        self.segments: dict[int, Offloaded] = {}
+        """Segments in memory, by number."""
+        self.saved: dict[int, Offloaded] = {}
+        """All segments that were ever saved, by number."""
         self._is_copying = False
-        """Whether a stream is copied with the next decode."""
+        """True if a stream is copied with the next decode."""
         self._n_cells = 0
         self._prefixes: dict[tuple[str | int, int], int] = {}
 
@@ -99,12 +98,12 @@ class Recorder:
         return {cell for held in self.held for cell in held.cells}
 
     def prefixes(self, seqs: Iterable[int] | None = None) -> set[int]:
-        """What these sequences hold, all of them by default."""
+        """The prefixes that these sequences hold, all of them by default."""
         return {each for seq in (range(self.n_seqs) if seqs is None else seqs) for each in self.held[seq].prefixes}
 
-    def named(self, space: str, tokens: Iterable[int]) -> list[int]:
-        """The prefixes of some tokens."""
-        last: str | int = space
+    def named(self, namespace: str, tokens: Iterable[int]) -> list[int]:
+        """The numbers of all prefixes of some tokens."""
+        last: str | int = namespace
         found = []
         for token in tokens:
             last = self._prefixes.setdefault((last, token), len(self._prefixes))
@@ -112,7 +111,7 @@ class Recorder:
         return found
 
     def check(self) -> None:
-        """What was recorded is what the backend holds."""
+        """Verify that the backend holds what was recorded."""
         for seq, held in enumerate(self.held):
             assert self.inner.seq_len(seq) == len(held), seq
             if isinstance(self.inner, FakeBackend):
@@ -129,10 +128,7 @@ class Recorder:
             raise NotSavedError(operation.segment)
         self.inner.change(operation)
         if isinstance(operation, Remove):
-            self.held[operation.seq].cut(operation.keep)
-            return
-        if isinstance(operation, Move):
-            self._move(operation)
+            self.held[operation.seq].truncate(operation.keep)
             return
         if isinstance(operation, Save | Load):
             assert not self.held[operation.scratch].cells
@@ -144,54 +140,41 @@ class Recorder:
         source, target = self.held[operation.src], self.held[operation.dst]
         if isinstance(operation, CopyStream):
             self._is_copying = True
-            target.cut(0)
-            target.space = source.space
+            target.truncate(0)
+            target.namespace = source.namespace
             target.tokens += source.tokens[: operation.keep]
             target.prefixes += source.prefixes[: operation.keep]
             self._take_cells(target)
             return
         start, end = operation.start, operation.end
-        assert source.space == target.space or not target.cells, f"{operation} between two namespaces"
+        assert source.namespace == target.namespace or not target.cells, f"{operation} between two namespaces"
         if isinstance(operation, Copy):
             assert source.prefixes[:start] == target.prefixes, f"{operation} of something else"
-            target.space = source.space
+            target.namespace = source.namespace
             target.tokens += source.tokens[start:end]
             target.prefixes += source.prefixes[start:end]
         assert isinstance(operation, Copy | Share)
         assert source.prefixes[:end] == target.prefixes[:end], f"{operation} of something else"
         target.cells[start:end] = source.cells[start:end]
 
-    def _move(self, move: Move) -> None:
-        """All who see the cells move together."""
-        assert not self.held[move.scratch].cells
-        for piece in move.pieces:
-            n, part = piece.end - piece.start, slice(piece.start, piece.end)
-            old = self.held[piece.holders[0]].cells[part]
-            seen_by = {seq for seq, held in enumerate(self.held) if set(old) & set(held.cells)}
-            assert seen_by == set(piece.holders), f"{piece} leaves somebody behind"
-            for seq in piece.holders:
-                assert self.held[seq].cells[part] == old, f"{piece} of different cells"
-                self.held[seq].cells[part] = range(self._n_cells, self._n_cells + n)
-            self._n_cells += n
-
     def _save(self, save: Save) -> None:
         assert save.segment not in self.segments
         source, part = self.held[save.src], slice(save.start, save.end)
         assert save.end <= len(source)
         tokens, prefixes = source.tokens[part], source.prefixes[part]
-        stored = Stored(source.space, save.start, tokens, prefixes)
+        stored = Offloaded(source.namespace, save.start, tokens, prefixes)
         self.segments[save.segment] = self.saved[save.segment] = stored
 
     def _load(self, load: Load) -> None:
-        """It fits behind what the target holds, and gets cells of its own."""
+        """Load a segment that continues what the target holds; it gets cells of its own."""
         stored, target = self.segments[load.segment], self.held[load.dst]
-        assert stored.space == target.space or not target.cells, f"{load} into another namespace"
+        assert stored.namespace == target.namespace or not target.cells, f"{load} into another namespace"
         assert len(target) == load.start
         part = slice(load.start - stored.start, load.end - stored.start)
-        target.space = stored.space
+        target.namespace = stored.namespace
         target.tokens += stored.tokens[part]
         target.prefixes += stored.prefixes[part]
-        assert target.prefixes == self.named(target.space, target.tokens), f"{load} behind something else"
+        assert target.prefixes == self.named(target.namespace, target.tokens), f"{load} behind something else"
         self._take_cells(target)
         n_dropped = len(stored.tokens) - (load.end - load.start)
         assert len(self.cells) + n_dropped <= self.info.n_ctx, f"{load} of more than there was room for"
@@ -204,7 +187,7 @@ class Recorder:
         if failure is None:
             decoded = self.inner.decode(runs)
             assert decoded.status is Status.OK, decoded.status
-            self._note(runs)
+            self._record(runs)
             return decoded
         left = failure.n_applied if failure.status in (Status.ABORTED, Status.FATAL) else 0
         applied = []
@@ -215,23 +198,23 @@ class Recorder:
                 left -= len(tokens)
         if applied:
             assert self.inner.decode(applied).status is Status.OK
-            self._note(applied)
+            self._record(applied)
         if failure.loses and failure.status is Status.FATAL:
             self.has_lost = True
             self.change(Remove(runs[0].seq, runs[0].start // 2 if self.info.reuse else 0))
         return Decoded(failure.status, {run.seq: (run.start, len(run.tokens)) for run in runs})
 
-    def _note(self, runs: Sequence[Run]) -> None:
+    def _record(self, runs: Sequence[Run]) -> None:
         for run in runs:
-            held, space, tokens = self.held[run.seq], self.spaces[run.seq], run.tokens.tolist()
-            assert held.space == space or not held.cells, f"sequence {run.seq} goes on in another namespace"
-            held.space = space
+            held, namespace, tokens = self.held[run.seq], self.namespaces[run.seq], run.tokens.tolist()
+            assert held.namespace == namespace or not held.cells, f"sequence {run.seq} goes on in another namespace"
+            held.namespace = namespace
             held.tokens += tokens
-            held.prefixes = self.named(space, held.tokens)
+            held.prefixes = self.named(namespace, held.tokens)
             self._take_cells(held)
 
     def _take_cells(self, held: Held) -> None:
-        """A cell of its own for each token that has none yet."""
+        """Give each token that has no cell yet one of its own."""
         n = len(held.tokens) - len(held.cells)
         held.cells += range(self._n_cells, self._n_cells + n)
         self._n_cells += n

@@ -17,7 +17,7 @@ from llamaslot.app.config import Config
 from llamaslot.backend.disk import DiskStore, SlotFiles, fingerprint_of
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelInfo
-from llamaslot.kvcache.segments import LARGEST
+from llamaslot.kvcache.segment import MAX_SEGMENT_TOKENS
 
 _log = structlog.get_logger(__name__)
 _FLAG = "--cache-disk"
@@ -54,7 +54,7 @@ def open_disk(
         weights = disk.fingerprint([Path(each) for each in info.kv_files], on_progress)
         if weights is None:
             return ""
-        disk.open(_key(info, weights), _capacity(disk, config, info.segment_size.of(LARGEST)))
+        disk.open(_key(info, weights), _capacity(disk, config, info.segment_size.of(MAX_SEGMENT_TOKENS)))
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"{_FLAG}: {disk.folder} cannot be used: {reason}", param=_FLAG) from None

@@ -36,7 +36,7 @@ from llamaslot.backend.llama.host_memory import host_memory
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError, ServerError, UnavailableError
 from llamaslot.base.model import ModelInfo
-from llamaslot.engine.engine import Engine
+from llamaslot.engine.engine import Engine, EngineSettings
 from llamaslot.engine.worker import model_thread
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service, ServiceSettings
@@ -96,15 +96,17 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         engine = Engine(
             backend,
             service.receive,
-            gap_ms=config.prefill_gap_ms,
-            idle_cells=budgets.idle_cells,
-            idle_life=budgets.offload_after,
-            ram_bytes=budgets.ram_bytes,
+            EngineSettings(
+                gap_ms=config.prefill_gap_ms,
+                session_min_match=config.session_min_match,
+                idle_cells=budgets.idle_cells,
+                offload_after=budgets.offload_after,
+                ram_bytes=budgets.ram_bytes,
+                text_anchors=config.text_anchors,
+                debug_invariants=config.debug_invariants,
+            ),
             disk=disk if disk_line else None,
-            slot_store=slot_store,
-            anchors=config.text_anchors,
-            session_min_match=config.session_min_match,
-            debug_invariants=config.debug_invariants,
+            snapshots=slot_store,
             thread=thread,
         )
         service.connect(engine.send)

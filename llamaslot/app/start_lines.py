@@ -10,7 +10,7 @@ from rich.console import Console
 from llamaslot import __version__
 from llamaslot.app.cache_budgets import Budgets
 from llamaslot.app.config import Config
-from llamaslot.base.model import TILE, ModelInfo, StepCost
+from llamaslot.base.model import QUERY_BLOCK, ModelInfo, StepCost
 
 _log = structlog.get_logger(__name__)
 
@@ -65,8 +65,8 @@ def announce(
 
 def _small_steps_line(cost: StepCost) -> str:
     n_cells, n = 1024, 16
-    small, whole = cost.few_ms(n, n * n_cells), cost.tile_ms(n_cells)
+    small, whole = cost.small_ms(n, n * n_cells), cost.block_ms(n_cells)
     return (
-        f"Steps: after {n_cells:,} cached tokens, {n} more take {small:,.0f} ms and {TILE} take {whole:,.0f} ms; "
-        f"small steps are padded to {TILE} tokens where that is faster"
+        f"Steps: after {n_cells:,} cached tokens, {n} more take {small:,.0f} ms and {QUERY_BLOCK} take {whole:,.0f} ms; "
+        f"small steps are padded to {QUERY_BLOCK} tokens where that is faster"
     )

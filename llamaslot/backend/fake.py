@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -25,9 +25,7 @@ from llamaslot.base.kv_ops import (
     IllegalCallError,
     Kv,
     Load,
-    Move,
     Operation,
-    Piece,
     Remove,
     Save,
     Share,
@@ -155,13 +153,11 @@ class FakeBackend:
                 self._copy(src, dst, start, end)
             case CopyStream(src, dst, keep):
                 self._copy_stream(src, dst, keep)
-            case Move(pieces):
-                self._move(pieces)
             case Save(segment, src, start, end):
                 self.segments[segment] = range(start, end)
                 self._states[segment] = self._saved(src, start, end)
             case Load(segment, dst, start, end, scratch):
-                self._load(self._states[segment], [scratch])
+                self._load(self._states[segment], scratch)
                 self._copy(scratch, dst, start, end)
                 self._remove(scratch, 0, self.seq_len(scratch))
             case Discard(segment):
@@ -269,26 +265,18 @@ class FakeBackend:
             if src in cell.seqs and start <= cell.position < end:
                 cell.seqs.add(dst)
 
-    def _move(self, pieces: Sequence[Piece]) -> None:
-        saved = [self._saved(piece.holders[0], piece.start, piece.end) for piece in pieces]
-        for piece in pieces:
-            for holder in piece.holders:
-                self._remove(holder, piece.start, piece.end)
-        for piece, tokens in zip(pieces, saved, strict=True):
-            self._load(tokens, piece.holders)
-
     def _saved(self, seq: int, start: int, end: int) -> _Saved:
         """What llama.cpp saves, and loads again, goes by cell and not by position."""
         cells = self._pools[0]
         return [(c.token, c.position) for c in cells if seq in c.seqs and start <= c.position < end]
 
-    def _load(self, saved: _Saved, holders: Iterable[int]) -> None:
+    def _load(self, saved: _Saved, seq: int) -> None:
         cells = self._pools[0]
         free = [cell for cell in cells if not cell.seqs][: len(saved)]
         if len(free) < len(saved):
             raise IllegalCallError(f"{len(saved)} tokens cannot be loaded into {len(free)} cells")
         for cell, (token, position) in zip(free, saved, strict=True):
-            cell.token, cell.position, cell.seqs = token, position, set(holders)
+            cell.token, cell.position, cell.seqs = token, position, {seq}
         self._heads[0] = next((i for i, cell in enumerate(cells) if not cell.seqs), 0)
 
     def _copy_stream(self, src: int, dst: int, keep: int) -> None:

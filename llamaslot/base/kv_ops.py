@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 Kv: TypeAlias = npt.NDArray[np.uint8]
-"""The KV of a segment, as the backend saves and loads it; never changed."""
+"""KV of a segment as the backend saves and loads it; read-only."""
 
 
 class IllegalCallError(AssertionError):
-    """A call that llama.cpp must never see: a bug in this project, not in a request."""
+    """A call that would make llama.cpp abort the process: a bug, never caused by a request."""
 
 
 class NotSavedError(Exception):
-    """There is no memory for what a `Save` was to store; nothing was changed."""
+    """There is no memory for a `Save`; nothing was changed."""
 
     def __init__(self, segment: int) -> None:
         super().__init__(f"no memory for segment {segment}")
@@ -31,7 +31,7 @@ class NotSavedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Drop all but the first `keep` tokens of a sequence."""
+    """Let a sequence drop all but its first `keep` tokens."""
 
     seq: int
     keep: int
@@ -49,7 +49,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Let `dst` give up its own cells in `[start, end)` and see those of `src`, which hold the same tokens."""
+    """Let `dst` drop its own cells in `[start, end)` and see those of `src`, which have the same tokens."""
 
     src: int
     dst: int
@@ -58,30 +58,10 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """`[start, end)` of sequences that see the same cells there, all who see them."""
-
-    holders: tuple[int, ...]
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Save these pieces, let go of their cells, and load one after another into the lowest free cells.
-
-    `scratch` holds nothing before and after.
-    """
-
-    pieces: tuple[Piece, ...]
-    scratch: int
-
-
-@dataclass(frozen=True, slots=True)
 class CopyStream:
-    """Let `dst` hold a copy of the first `keep` tokens of `src`, and nothing else, where each has cells of its own.
+    """Let `dst` hold a copy of the first `keep` tokens of `src`, and nothing else, in a partitioned pool.
 
-    llama.cpp copies everything that `src` has, with the next decode: until then neither may be copied again.
+    llama.cpp copies all of `src` with the next decode (fact 3): until then neither may be copied again.
     """
 
     src: int
@@ -91,9 +71,9 @@ class CopyStream:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Store the KV of `src` in `[start, end)` off the pool, under a number that is not in use.
+    """Save the KV of `src` in `[start, end)` off the pool, under a number that is not in use.
 
-    Where there is no memory for it, `NotSavedError`. `scratch` holds nothing before and after.
+    Raises `NotSavedError` if there is no memory for it. `scratch` holds nothing before and after.
     """
 
     segment: int
@@ -120,13 +100,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Forget a segment."""
+    """Free a segment."""
 
     segment: int
 
 
-Operation: TypeAlias = Remove | Copy | Share | Move | CopyStream | Save | Load | Discard
-"""What is done to sequences between decodes."""
+Operation: TypeAlias = Remove | Copy | Share | CopyStream | Save | Load | Discard
+"""One change of sequences between decodes."""
 
 
 def check_seq(seq: int, n_seqs: int) -> None:
@@ -138,9 +118,9 @@ def check_seq(seq: int, n_seqs: int) -> None:
 def check_operation(
     operation: Operation, *, length_of: Callable[[int], int], segments: Mapping[int, range], shares: bool
 ) -> None:
-    """Raise `IllegalCallError` where an operation would leave a hole, a double position or a foreign cell.
+    """Raise `IllegalCallError` if an operation would leave a hole, a duplicate position or a foreign cell.
 
-    `segments` are the positions that are stored, by number.
+    `segments` has the positions of each saved segment, by number.
     """
     if isinstance(operation, Remove):
         if operation.keep < 0:
@@ -155,9 +135,6 @@ def check_operation(
         return
     if not shares:
         raise IllegalCallError("cells cannot be shared here")
-    if isinstance(operation, Move):
-        _check_move(operation, length_of)
-        return
     if isinstance(operation, Save | Load | Discard):
         _check_segment(operation, length_of, segments)
         return
@@ -169,27 +146,12 @@ def check_operation(
         raise IllegalCallError(f"{operation}: the target holds {n_dst} tokens")
 
 
-def _check_move(move: Move, length_of: Callable[[int], int]) -> None:
-    if length_of(move.scratch):
-        raise IllegalCallError(f"{move}: the scratch sequence holds something")
-    taken: dict[int, list[tuple[int, int]]] = {}
-    for piece in move.pieces:
-        shortest = min(map(length_of, piece.holders), default=0)
-        if not 0 <= piece.start < piece.end <= shortest:
-            raise IllegalCallError(f"{piece}: the holders hold {shortest} tokens or more")
-        for holder in piece.holders:
-            ranges = taken.setdefault(holder, [])
-            if any(piece.start < end and start < piece.end for start, end in ranges):
-                raise IllegalCallError(f"{move}: a token is moved twice")
-            ranges.append((piece.start, piece.end))
-
-
 def _check_segment(
     operation: Save | Load | Discard, length_of: Callable[[int], int], segments: Mapping[int, range]
 ) -> None:
-    stored = segments.get(operation.segment)
-    if (stored is None) != isinstance(operation, Save):
-        raise IllegalCallError(f"{operation}: the segment is {'not ' if stored is None else ''}stored")
+    saved = segments.get(operation.segment)
+    if (saved is None) != isinstance(operation, Save):
+        raise IllegalCallError(f"{operation}: the segment is {'not ' if saved is None else ''}saved")
     if isinstance(operation, Discard):
         return
     start, end = operation.start, operation.end
@@ -199,8 +161,8 @@ def _check_segment(
         if not 0 <= start < end <= length_of(operation.src):
             raise IllegalCallError(f"{operation}: the source holds {length_of(operation.src)} tokens")
     else:
-        assert stored is not None
+        assert saved is not None
         if operation.dst == operation.scratch or length_of(operation.dst) != start:
             raise IllegalCallError(f"{operation}: the target holds {length_of(operation.dst)} tokens")
-        if not stored.start <= start < end <= stored.stop:
-            raise IllegalCallError(f"{operation}: the segment has [{stored.start}, {stored.stop})")
+        if not saved.start <= start < end <= saved.stop:
+            raise IllegalCallError(f"{operation}: the segment has [{saved.start}, {saved.stop})")

@@ -23,9 +23,9 @@ class KvCost(msgspec.Struct, frozen=True):
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """Measured durations of steps: linear models of a step below `TILE` tokens, and of one of `TILE` tokens.
+    """Measured durations of steps: linear models of a step below `QUERY_BLOCK` tokens, and of one of `QUERY_BLOCK` tokens.
 
-    On a CPU llama.cpp's flash attention computes `TILE` query tokens together; in smaller steps it goes token by
+    On a CPU llama.cpp's flash attention computes `QUERY_BLOCK` query tokens together; in smaller steps it goes token by
     token, and each of them costs several times as much (facts 22 and 27).
     """
 
@@ -35,21 +35,21 @@ class StepCost(msgspec.Struct, frozen=True):
     """Microseconds that each token adds to a small step."""
     token_cell_us: float
     """Microseconds that each pair of a token and a cell it attends to adds to a small step."""
-    tile_us: float
-    """Microseconds of a step of `TILE` tokens."""
-    tile_cell_us: float
+    block_us: float
+    """Microseconds of a step of `QUERY_BLOCK` tokens."""
+    block_cell_us: float
     """Microseconds that each cell that any of its tokens attends to adds to it."""
 
-    def few_ms(self, n_tokens: int, n_attended: float) -> float:
-        """Return the milliseconds of a step below `TILE` tokens with `n_attended` pairs of token and cell."""
+    def small_ms(self, n_tokens: int, n_attended: float) -> float:
+        """Return the milliseconds of a step below `QUERY_BLOCK` tokens with `n_attended` pairs of token and cell."""
         return (self.step_us + n_tokens * self.token_us + n_attended * self.token_cell_us) / 1e3
 
-    def tile_ms(self, n_cells: int) -> float:
-        """Return the milliseconds of a step of `TILE` tokens that attend to `n_cells` different cells."""
-        return (self.tile_us + n_cells * self.tile_cell_us) / 1e3
+    def block_ms(self, n_cells: int) -> float:
+        """Return the milliseconds of a step of `QUERY_BLOCK` tokens that attend to `n_cells` different cells."""
+        return (self.block_us + n_cells * self.block_cell_us) / 1e3
 
 
-TILE = 64
+QUERY_BLOCK = 64
 """Query block: tokens of a step that llama.cpp's flash attention computes together on a CPU."""
 
 

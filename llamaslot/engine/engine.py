@@ -1,7 +1,7 @@
-"""The step loop: take in commands, plan, let the worker apply, commit, send events.
+"""Engine: the step loop takes in commands, plans, lets the worker decode, commits, and sends events.
 
 All state lives on one event loop, so there are no locks: commands that arrive while a step runs wait in the inbox
-until it has been committed. While the worker decodes a step, the loop is free to deliver the text of the last.
+until it has been committed. While the worker decodes a step, the loop delivers the text of the one before.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,117 +42,106 @@ from llamaslot.base.errors import (
     ServerError,
     UnavailableError,
 )
-from llamaslot.base.events import Accepted, Cancelled, Event, Failed, Finished, FinishReason, Output, Reply, Stopped
+from llamaslot.base.events import Accepted, Cancelled, Event, Failed, Reply, Stopped
 from llamaslot.base.prompt import TokenizedPrompt
-from llamaslot.engine.disk import Disk, DiskWorker
+from llamaslot.engine.disk_worker import Disk, DiskWorker
+from llamaslot.engine.reply_stream import ReplyStream
 from llamaslot.engine.reports import Reports, Respond
 from llamaslot.engine.slot_actions import SlotActions
 from llamaslot.engine.worker import Worker, model_thread
-from llamaslot.kvcache.shared import SharedLedger
-from llamaslot.kvcache.slot_store import SlotStore
+from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.kvcache.offload.slot_snapshot import SnapshotStore
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.prompts.worker import PromptWorker
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState
 from llamaslot.scheduler.scheduler import Broke, Sampled, Scheduler
-from llamaslot.scheduler.settings import SchedulerSettings
+from llamaslot.scheduler.scheduler_settings import SchedulerSettings
 from llamaslot.scheduler.step import StepPlan, StepResult
-from llamaslot.text.stream import TextStream
 
-_WIND_UP_SECONDS = 5.0
-"""How long the end may take for what is not on disk yet."""
+_FLUSH_TIMEOUT_S = 5.0
+"""Time that shutting down may take to write what is not on disk yet."""
 
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(slots=True)
-class _Live:
-    """A request between `Accepted` and its terminal event."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Policies of the engine; sizes and costs come from the backend."""
 
-    request: Request
-    text: TextStream
-    n_sent: int = 0
-    """Characters that were sent."""
-    unsent: list[int] = field(default_factory=list)
-    """Tokens whose text is still held back."""
+    gap_ms: float
+    """About how long prefill may make the time between two tokens of a stream."""
+    session_min_match: float
+    """Fraction of a session's text that a prompt must keep to continue from the session's tokens."""
+    idle_cells: int | None = None
+    """Cells that idle prefixes may keep; None for all that nothing else needs."""
+    offload_after: int | None = None
+    """Prompt tokens computed beside an idle prefix until it is offloaded; None for only when its cells are needed.
+    """
+    ram_bytes: int = 0
+    """Host memory for what leaves the pool."""
+    text_anchors: bool = True
+    """Continue conversations that come back as text from the tokens that were generated for them."""
+    debug_invariants: bool = False
+    """Compare the cache with the backend whenever nothing runs; a difference ends the engine."""
 
 
 class Engine:
     """Runs requests on a backend, whose calls are made on `thread` alone.
 
-    Every method is called on the loop that `run` runs on; `run` ends the thread in the end. Prefill makes the time
-    between two tokens of a stream about `gap_ms` milliseconds long. Idle prefixes keep at most `idle_cells` cells
-    (None: all that nothing else needs), and leave it once `idle_life` prompt tokens are computed beside them (None:
-    when their cells are needed); what leaves the pool is stored in up to `ram_bytes` of the host's memory, and from
-    there on `disk`, if there is one. `slot_store` has files for what single slots hold. With `anchors` a
-    conversation that comes back as text continues from the tokens that were generated for it; where it has a
-    session, of whose text `session_min_match` is kept, even if it goes on in another way. With `debug_invariants`
-    the ledger is compared with the backend whenever nothing runs, and a difference ends the engine.
+    Every method is called on the event loop of `run`, which ends the thread at its end. Offloaded prefixes are
+    written to `disk`, if there is one; `snapshots` has files for what single slots hold.
     """
 
     def __init__(
         self,
         backend: Backend,
         on_events: Callable[[list[Event]], None],
+        settings: EngineSettings,
         *,
-        gap_ms: float = 100.0,
-        idle_cells: int | None = None,
-        idle_life: int | None = None,
-        ram_bytes: int = 0,
         disk: Disk | None = None,
-        slot_store: SlotStore | None = None,
-        anchors: bool = True,
-        session_min_match: float = 0.8,
-        debug_invariants: bool = False,
+        snapshots: SnapshotStore | None = None,
         clock: Callable[[], float] = time.perf_counter,
         thread: Executor | None = None,
     ) -> None:
-        info, cost = backend.info, backend.info.kv_cost
+        info = backend.info
         self._backend = backend
         self._on_events = on_events
         self._clock = clock
+        self._debug_invariants = settings.debug_invariants
+        cache_settings = _cache_settings(backend, settings, disk)
+        disk = disk if cache_settings.writes else None
+        on_disk = disk.take_segments() if disk is not None else ()
         self.scheduler = Scheduler(
             SchedulerSettings(
-                n_slots=info.n_slots,
-                n_ctx=info.n_ctx,
                 n_ctx_slot=info.n_ctx_slot,
                 n_ubatch=info.n_ubatch,
-                n_seqs=backend.n_seqs,
-                may_move=info.flash_attn,
-                idle_cells=idle_cells,
-                idle_life=idle_life,
-                ram_bytes=ram_bytes,
-                disk_bytes=disk.capacity if disk is not None else 0,
-                segment_size=info.segment_size,
-                prefill_us=cost.prefill_us if cost is not None else 0.0,
-                save_us=cost.first_save_us if cost is not None else 0.0,
-                load_us=cost.load_us if cost is not None else 0.0,
+                gap_ms=settings.gap_ms,
                 step_cost=info.step_cost,
-                unified=info.unified,
-                reuse=info.reuse,
-                stream_copy_ms=info.stream_copy_ms,
-                gap_ms=gap_ms,
                 eog=backend.vocab.eog,
-            )
+            ),
+            cache_settings,
+            on_disk=on_disk,
+            first_number=disk.first_number if disk is not None else 0,
         )
         tokenizer = Tokenizer(
             backend.vocab,
             info.n_ctx_slot,
             # A token behind every prompt would be behind what comes before a cut, too.
-            use_anchors=anchors and info.reuse and not info.adds_eos,
-            min_match=session_min_match,
+            use_anchors=settings.text_anchors and info.reuse and not info.adds_eos,
+            min_match=settings.session_min_match,
             template=info.chat_template,
         )
         self._worker = Worker(backend, thread or model_thread(), clock, self._is_wanted)
         self._disk: DiskWorker | None = None
-        ledger = self.scheduler.ledger
-        if disk is not None and self.scheduler.settings.writes and isinstance(ledger, SharedLedger):
-            self._disk = DiskWorker(disk, backend, ledger, self._post, clock)
-            self._disk.restore()
         self._prompts = PromptWorker(tokenizer, post=self._post, fail=self._fail)
-        if disk is not None and self._disk is not None:
+        if disk is not None:
+            too_large = self.scheduler.cache.ignored
+            disk.ignore(too_large)
+            _log.info("disk.restored", segments=len(on_disk) - len(too_large), larger_than_ram=len(too_large))
+            self._disk = DiskWorker(disk, backend, self.scheduler.cache, self._post, clock)
             self._prompts.keep_in(disk, self._disk.write)
         self._reports = Reports(self.scheduler, self._prompts, backend.vocab)
-        self._slot_actions = SlotActions(slot_store, backend, self.scheduler, post=self._post, clock=clock)
+        self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
         self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {
             Tokenize: self._prompts.answer,
             Detokenize: self._prompts.answer,
@@ -162,13 +151,12 @@ class Engine:
             SlotAction: self._between_steps(self._slot_actions.handle),
             ClearCache: self._between_steps(self._clear_cache),
         }
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, ReplyStream] = {}
+        """Requests between `Accepted` and their terminal event."""
         self._inbox: deque[Callable[[], None]] = deque()
         self._outbox: list[Event] = []
         self._wake = asyncio.Event()
         self._stopping = False
-        self._interrupts_at: float | None = None
-        self._debug_invariants = debug_invariants
         self._is_checked = False
         self._n_arrived = 0
 
@@ -195,7 +183,7 @@ class Engine:
             while not self._stopping:
                 await self._step()
             if self._disk is not None:
-                await self._wind_up()
+                await self._flush_disk()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             _log.exception("engine.died")
@@ -218,23 +206,22 @@ class Engine:
         plan = self.scheduler.plan(self._clock())
         for request in self.scheduler.admitted:
             if request.miss in ("diverged", "changed") and request.diverged_at < 0:
-                self._prompts.locate(request.id, request.n_known, partial(setattr, request, "diverged_at"))
-        self._interrupts_at = self.scheduler.interrupts_at
+                self._prompts.locate(request.id, request.n_matched, partial(setattr, request, "diverged_at"))
         if not plan:
             if self._debug_invariants and not self._is_checked:
                 await self._check_invariants()
             if not self._inbox and not self._stopping:
-                await self._sleep(self.scheduler.wakes_at)
+                await self._sleep(self.scheduler.deadlines.idle)
             self._wake.clear()
             return
         self._is_checked = False
         await self._worker.run(plan, self._commit)
 
-    async def _wind_up(self) -> None:
-        """Have written what is known, as far as that goes in `_WIND_UP_SECONDS`."""
+    async def _flush_disk(self) -> None:
+        """Write everything that is cached, as far as that goes in `_FLUSH_TIMEOUT_S`."""
         assert self._disk is not None
-        until = self._clock() + _WIND_UP_SECONDS
-        self.scheduler.wind_up(self._clock())
+        until = self._clock() + _FLUSH_TIMEOUT_S
+        self.scheduler.stop(self._clock())
         self._fail_all("")
         self._flush()
         while (now := self._clock()) < until:
@@ -271,15 +258,15 @@ class Engine:
         self._flush()
 
     async def _check_invariants(self) -> None:
-        """Compare the ledger with itself and the pool, while nothing runs; raises `AssertionError`."""
-        ledger = self.scheduler.ledger
-        await self._worker.call(lambda: ledger.check(self._backend.seq_range))
+        """Compare the cache with itself and the backend, while nothing runs; raises `AssertionError`."""
+        cache = self.scheduler.cache
+        await self._worker.call(lambda: cache.check(self._backend.seq_range))
         self._is_checked = True
-        _log.debug("invariants.ok", nodes=ledger.tree.n_nodes, cells_used=ledger.n_used, sequences=ledger.n_seqs)
+        _log.debug("invariants.ok", cells_used=cache.cells.used)
 
     def _is_wanted(self) -> bool:
-        """Whether the next step has to wait for a plan; called on the worker's thread."""
-        until = self._interrupts_at
+        """True if the next step needs a plan; called on the worker's thread."""
+        until = self.scheduler.deadlines.running
         return self._stopping or bool(self._inbox) or (until is not None and self._clock() >= until)
 
     def _between_steps(self, handler: Callable[[Any, Respond], None]) -> Callable[[Any, Respond], None]:
@@ -308,10 +295,10 @@ class Engine:
             self._fail(submit.request_id, error)
             return
         self._n_arrived += 1
-        reuse = self._backend.info.reuse
-        request = Request(submit, prompt, arrival=self._n_arrived, now=now, reuse=reuse)
+        can_trim = self._backend.info.reuse
+        request = Request(submit, prompt, arrival=self._n_arrived, now=now, can_trim=can_trim)
         self.scheduler.submit(request)
-        self._live[request.id] = _Live(request, TextStream(submit.stop))
+        self._live[request.id] = ReplyStream(request, self._backend.vocab)
         shown = tuple(prompt.tokens.tolist()) if submit.return_tokens else ()
         self._outbox.append(Accepted(request.id, request.n_prompt, shown))
 
@@ -343,47 +330,27 @@ class Engine:
         self._outbox.append(Cancelled(request_id, progress))
 
     def _deliver(self, sampled: Sampled, now: float) -> None:
-        """Turn a sampled token into text, and find out whether a stop string ends the request."""
+        """Send the text of a sampled token; a stop string in it ends the request."""
         live = self._live[sampled.request.id]
-        reason: FinishReason | None = sampled.reason
-        text = ""
-        if sampled.token is not None:
-            live.unsent.append(sampled.token)
-            if reason != "eos":
-                text = live.text.push(self._backend.vocab.piece(sampled.token))
-        if live.text.stopped is not None:
-            if reason is None:
-                self.scheduler.end(live.request, now)
-            reason = "word"
+        text, reason = live.push(sampled)
+        if reason == "word" and sampled.reason is None:
+            self.scheduler.end(live.request, now)
         progress = live.request.progress(now, self._held(live.request))
         if reason is not None:
-            text += live.text.flush()
-            live.n_sent += len(text)
+            finished = live.finished(text, reason, progress, truncated=sampled.truncated)
             self._release(live)
             del self._live[live.request.id]
-            self._outbox.append(
-                Finished(
-                    request_id=live.request.id,
-                    reason=reason,
-                    progress=progress,
-                    content=text,
-                    tokens=tuple(live.unsent),
-                    stopping_word=live.text.stopped or "",
-                    truncated=sampled.truncated,
-                )
-            )
+            self._outbox.append(finished)
         elif text:
-            live.n_sent += len(text)
-            self._outbox.append(Output(live.request.id, text, tuple(live.unsent), progress))
-            live.unsent.clear()
+            self._outbox.append(live.output(text, progress))
 
-    def _release(self, live: _Live) -> None:
+    def _release(self, live: ReplyStream) -> None:
         """Have the reply remembered, if other requests may share what was computed for it."""
         request = live.request
         if request.is_private or not request.has_started:
             self._prompts.release(request.id)
         else:
-            self._prompts.remember(request.id, request.known.view(request.n_prompt).copy(), live.n_sent)
+            self._prompts.remember(request.id, request.tokens.view(request.n_prompt).copy(), live.n_sent)
 
     def _report_broken(self, broke: Broke) -> None:
         _log.error("decode.failed", request_id=broke.request.id, status=broke.status.name)
@@ -411,27 +378,28 @@ class Engine:
         self._live.clear()
 
     def _held(self, request: Request) -> int:
-        return self.scheduler.ledger.length(request.slot_id) if request.slot_id >= 0 else 0
+        return self.scheduler.cache.length(request.slot) if request.slot >= 0 else 0
 
     def _clear_cache(self, _: ClearCache, respond: Respond) -> None:
-        before = self._reports.cache_stats()
-        n_tokens = self.scheduler.ledger.clear_idle()
-        _log.info("cache.cleared", tokens=n_tokens, ram_tokens=before.ram.tokens, disk_tokens=before.disk.tokens)
-        done = partial(respond, CacheCleared(n_tokens, before.ram.tokens, before.disk.tokens))
+        dropped = self.scheduler.cache.drop()
+        n_tokens, n_ram, n_disk = dropped.n_cells, dropped.n_ram, dropped.n_disk
+        _log.info("cache.cleared", tokens=n_tokens, ram_tokens=n_ram, disk_tokens=n_disk)
+        done = partial(respond, CacheCleared(n_tokens, n_ram, n_disk))
         if self._disk is not None:
-            self._disk.start(self.scheduler.ledger.take_jobs())
+            self._disk.start(self.scheduler.cache.take_jobs())
         self._prompts.clear(lambda: self._when_written(done))
 
     def _drop_session(self, query: DropSession, respond: Respond) -> None:
-        def drop(space: str, paths: list[bytes]) -> None:
+        def drop(namespace: str, paths: list[bytes]) -> None:
             if not paths:
                 respond(SessionDropped(is_known=False))
                 return
-            given_up = [self.scheduler.ledger.give_up(space, path) for path in paths]
-            n_tokens, n_ram, n_disk = map(sum, zip(*given_up, strict=True))
+            dropped = [self.scheduler.cache.drop(namespace, path) for path in paths]
+            n_tokens = sum(each.n_cells for each in dropped)
+            n_ram, n_disk = sum(each.n_ram for each in dropped), sum(each.n_disk for each in dropped)
             _log.info("session.dropped", tokens=n_tokens, ram_tokens=n_ram, disk_tokens=n_disk)
             if self._disk is not None:
-                self._disk.start(self.scheduler.ledger.take_jobs())
+                self._disk.start(self.scheduler.cache.take_jobs())
             self._when_written(partial(respond, SessionDropped(True, n_tokens, n_ram, n_disk)))
 
         self._prompts.drop_session(query, drop, respond)
@@ -442,3 +410,24 @@ class Engine:
             action()
         else:
             self._disk.when_written(action)
+
+
+def _cache_settings(backend: Backend, settings: EngineSettings, disk: Disk | None) -> CacheSettings:
+    info, cost = backend.info, backend.info.kv_cost
+    return CacheSettings(
+        n_slots=info.n_slots,
+        n_cells=info.n_ctx,
+        n_seqs=backend.n_seqs,
+        unified=info.unified,
+        can_trim=info.reuse,
+        idle_cells=settings.idle_cells,
+        offload_after=settings.offload_after,
+        ram_bytes=settings.ram_bytes,
+        disk_bytes=disk.capacity if disk is not None else 0,
+        segment_size=info.segment_size,
+        prefill_us=cost.prefill_us if cost is not None else 0.0,
+        save_us=cost.first_save_us if cost is not None else 0.0,
+        load_us=cost.load_us if cost is not None else 0.0,
+        gap_ms=settings.gap_ms,
+        stream_copy_ms=info.stream_copy_ms,
+    )

@@ -10,10 +10,10 @@ import msgspec
 from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import InspectCache
 from llamaslot.base.errors import LlamaslotError
-from llamaslot.base.stats import CacheState, CacheStats, EngineState
+from llamaslot.base.stats import CacheState, CacheStats, EngineState, SlotState
 from llamaslot.prompts.worker import PromptWorker
-from llamaslot.scheduler import report
 from llamaslot.scheduler.scheduler import Scheduler
+from llamaslot.scheduler.slot import Slot
 from llamaslot.scheduler.step import StepPlan, StepResult
 
 Respond: TypeAlias = Callable[[msgspec.Struct | LlamaslotError], None]
@@ -42,7 +42,7 @@ class Reports:
         """Return the state of slots, queue and cache."""
         scheduler = self._scheduler
         return EngineState(
-            slots=report.slots(scheduler.settings, scheduler.ledger, scheduler.slots),
+            slots=tuple(map(self._slot_state, scheduler.slots)),
             n_queued=len(scheduler.queue),
             n_decode_calls=self._n_decode_calls,
             n_decoded_tokens=self._n_decoded,
@@ -52,19 +52,28 @@ class Reports:
 
     def cache_stats(self) -> CacheStats:
         """Return the statistics of the cache."""
-        scheduler = self._scheduler
-        anchors, sessions = self._prompts.stats
-        return report.cache_stats(
-            scheduler.settings,
-            scheduler.ledger,
-            scheduler.admission,
-            scheduler.traffic,
-            scheduler.n_preempted,
-            anchors=anchors,
-            sessions=sessions,
-        )
+        stats = self._scheduler.cache_stats()
+        stats.anchors, stats.sessions = self._prompts.stats
+        return stats
 
     def cache_state(self, query: InspectCache) -> CacheState:
         """Return the statistics of the cache with the prefixes that have the most hits."""
         detokenize = self._vocab.detokenize if query.text else None
-        return report.cache_state(self.cache_stats(), self._scheduler.ledger, query.top, detokenize)
+        return self._scheduler.cache.snapshot(self.cache_stats(), query.top, detokenize)
+
+    def _slot_state(self, slot: Slot) -> SlotState:
+        n_ctx, n_held = self._scheduler.settings.n_ctx_slot, self._scheduler.cache.length(slot.id)
+        request = slot.request
+        if request is None:
+            return SlotState(slot.id, n_ctx, n_held)
+        return SlotState(
+            id=slot.id,
+            n_ctx=n_ctx,
+            n_held=n_held,
+            request_id=request.id,
+            n_prompt=request.n_prompt,
+            n_prompt_computed=request.n_prompt_computed,
+            n_generated=request.n_generated,
+            max_tokens=request.submit.max_tokens,
+            sampling=request.submit.sampling,
+        )

@@ -1,8 +1,8 @@
-"""What is asked of single slots: to save what they hold to a file, to take it from one, to drop it.
+"""Slot actions: save what a slot holds to a file, restore it from there, or erase it.
 
-save       wait until the slot is idle, have its KV stored, write it on a thread, answer
-restore    read and verify on the thread, wait until the slot is idle, have it loaded, answer
-erase      wait until the slot is idle, answer
+save       wait until the slot is idle, save its KV, write the file on a thread, answer
+restore    read and verify the file on the thread, wait until the slot is idle, load the KV, answer
+erase      wait until the slot is idle, clear it, answer
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
@@ -24,16 +24,20 @@ from llamaslot.base.errors import (
     ServerError,
     UnavailableError,
 )
-from llamaslot.base.kv_ops import Save
-from llamaslot.base.tokens import WIDTH, packed
+from llamaslot.base.tokens import WIDTH
 from llamaslot.engine.reports import Respond
-from llamaslot.kvcache.ledger import Ledger
-from llamaslot.kvcache.shared import SharedLedger
-from llamaslot.kvcache.slot_store import BadSlotError, SavedSegment, SavedSlot, SlotStore
+from llamaslot.kvcache.offload.disk_io import SlotSaved
+from llamaslot.kvcache.offload.slot_snapshot import (
+    InvalidSnapshotError,
+    SlotSave,
+    SlotSnapshot,
+    SnapshotPart,
+    SnapshotStore,
+)
 from llamaslot.scheduler.scheduler import Scheduler
 
-_MOST_WAITING = 8
-"""Actions that may wait: those that restore have their file in memory."""
+MAX_WAITING = 8
+"""Actions that may wait for their slots; a waiting restore has its file in memory."""
 
 _log = structlog.get_logger(__name__)
 
@@ -45,13 +49,13 @@ class _Job:
     command: SlotAction
     respond: Respond
     started: float
-    saved: SavedSlot | None = None
-    """What to restore."""
+    snapshot: SlotSnapshot | None = None
+    """The snapshot to restore."""
+    save: SlotSave | None = None
+    """The snapshot that is being taken."""
     read_seconds: float = 0.0
     n_bytes: int = 0
-    space: str = ""
-    tokens: bytes = b""
-    saves: list[Save] = field(default_factory=list)
+    n_tokens: int = 0
 
 
 class SlotActions:
@@ -63,7 +67,7 @@ class SlotActions:
 
     def __init__(
         self,
-        store: SlotStore | None,
+        store: SnapshotStore | None,
         backend: Backend,
         scheduler: Scheduler,
         *,
@@ -74,7 +78,7 @@ class SlotActions:
         self._backend = backend
         self._slots = scheduler.slots
         self._n_ctx = scheduler.settings.n_ctx_slot
-        self._ledger = _shared(scheduler.ledger)
+        self._cache = scheduler.cache
         self._post = post
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-slots")
@@ -84,7 +88,7 @@ class SlotActions:
 
     def handle(self, command: SlotAction, respond: Respond) -> None:
         """Accept an action, which begins as soon as its slot is idle."""
-        if self._store is None or self._ledger is None:
+        if self._store is None or self._cache.settings.scratch is None:
             message = (
                 "this server does not save its slots: start it with --slot-save-path, one pool for all slots and "
                 "flash attention"
@@ -93,8 +97,8 @@ class SlotActions:
         elif not 0 <= command.slot < len(self._slots):
             message = f"there is no slot {command.slot}, only 0 to {len(self._slots) - 1}"
             respond(InvalidRequestError(message, param="id_slot"))
-        elif len(self._waiting) + self._n_reading >= _MOST_WAITING:
-            message = f"{_MOST_WAITING} actions wait for their slots; try later"
+        elif len(self._waiting) + self._n_reading >= MAX_WAITING:
+            message = f"{MAX_WAITING} actions wait for their slots; try later"
             respond(QueueFullError(message, retry_after=1))
         elif command.action == "restore":
             self._read(_Job(command, respond, self._clock()), self._store)
@@ -102,32 +106,27 @@ class SlotActions:
             self._waiting.append(_Job(command, respond, self._clock()))
 
     def begin(self) -> None:
-        """Have done what waits for slots that are idle now: before a plan."""
-        ledger = self._ledger
-        if ledger is None or not self._waiting:
-            return
+        """Start the actions whose slots are idle now; called before a plan."""
         idle = [job for job in self._waiting if self._slots[job.command.slot].request is None]
         self._waiting = [job for job in self._waiting if job not in idle]
-        # What two sequences computed side by side must be one before either is copied from.
-        ledger.settle()
         for job in idle:
             job.started = self._clock() - job.read_seconds
             match job.command.action:
                 case "save":
-                    self._begin_saving(job, ledger)
+                    self._begin_save(job)
                 case "restore":
-                    self._begin_restoring(job, ledger)
+                    self._begin_restore(job)
                 case "erase":
-                    job.tokens = packed(ledger.tree.tokens(job.command.slot))
-                    ledger.clear(job.command.slot)
+                    job.n_tokens = self._cache.length(job.command.slot)
+                    self._cache.truncate(job.command.slot, 0)
                     self._end(job)
 
     def done(self) -> None:
-        """The operations of the plan behind the last `begin` are done."""
+        """Go on with the actions that were started: the operations of the plan after `begin` are done."""
         begun, self._begun = self._begun, []
         for job in begun:
-            if job.saves:
-                self._write(job)
+            if job.save is not None:
+                self._write(job, job.save)
             else:
                 self._end(job)
 
@@ -135,31 +134,28 @@ class SlotActions:
         """End the thread once it is done with what it is at; what waits is never answered."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _begin_saving(self, job: _Job, ledger: SharedLedger) -> None:
+    def _begin_save(self, job: _Job) -> None:
         slot = job.command.slot
-        tip = ledger.tree.tip(slot)
-        if tip is None or not ledger.length(slot):
-            error = InvalidRequestError(f"slot {slot} holds nothing that could be saved", param="id_slot")
-            job.respond(error)
+        job.save = self._cache.save_slot(slot)
+        if job.save is None:
+            job.respond(InvalidRequestError(f"slot {slot} holds nothing that could be saved", param="id_slot"))
             return
-        job.space, job.tokens = tip.space, packed(ledger.tree.tokens(slot))
-        job.saves = ledger.save(slot)
+        job.n_tokens = self._cache.length(slot)
         self._begun.append(job)
 
-    def _begin_restoring(self, job: _Job, ledger: SharedLedger) -> None:
-        saved, job.saved = job.saved, None
-        assert saved is not None
-        given = ledger.restore(job.command.slot, saved)
-        if given is None:
-            error = UnavailableError("the pool has no room for what was saved: running requests use it")
-            job.respond(error)
+    def _begin_restore(self, job: _Job) -> None:
+        snapshot, job.snapshot = job.snapshot, None
+        assert snapshot is not None
+        parts = self._cache.restore_slot(job.command.slot, snapshot)
+        if parts is None:
+            job.respond(UnavailableError("the pool has no room for what was saved: running requests use it"))
             return
-        for number, segment in given.items():
-            self._backend.put(number, segment.start, segment.end, segment.kv)
-        job.tokens = saved.tokens
+        for number, part in parts.items():
+            self._backend.put(number, part.start, part.end, part.kv)
+        job.n_tokens = len(snapshot.tokens) // WIDTH
         self._begun.append(job)
 
-    def _read(self, job: _Job, store: SlotStore) -> None:
+    def _read(self, job: _Job, store: SnapshotStore) -> None:
         future = asyncio.get_running_loop().run_in_executor(self._thread, store.read, job.command.filename)
         self._n_reading += 1
 
@@ -168,9 +164,9 @@ class SlotActions:
             if error := future.exception():
                 job.respond(_error_of(error, job))
                 return
-            job.saved, job.n_bytes = future.result()
+            job.snapshot, job.n_bytes = future.result()
             job.read_seconds = self._clock() - job.started
-            n_tokens = len(job.saved.tokens) // WIDTH
+            n_tokens = len(job.snapshot.tokens) // WIDTH
             if n_tokens > self._n_ctx:
                 message = f"{job.command.filename} has {n_tokens} tokens, a slot here {self._n_ctx}"
                 job.respond(InvalidRequestError(message, param="filename"))
@@ -179,19 +175,17 @@ class SlotActions:
 
         future.add_done_callback(lambda _: self._post(done))
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, job: _Job, save: SlotSave) -> None:
         assert self._store is not None
-        assert self._ledger is not None
-        kvs = {save: kv for save in job.saves if (kv := self._backend.kv_of(save.segment)) is not None}
-        self._ledger.discard(list(kvs))
-        if len(kvs) < len(job.saves):
+        kvs = {each: kv for each in save.saves if (kv := self._backend.kv_of(each.segment)) is not None}
+        self._cache.on_io(SlotSaved(tuple(each.segment for each in kvs)), self._clock())
+        if len(kvs) < len(save.saves):
             job.respond(ServerError("there is no memory to save the slot in"))
             return
-        order = self._ledger.cells.cell_order
-        segments = (SavedSegment(save.start, save.end, order(save.segment), kv) for save, kv in kvs.items())
-        saved = SavedSlot(job.space, job.tokens, tuple(segments))
+        parts = tuple(SnapshotPart(each.start, each.end, kv) for each, kv in kvs.items())
+        snapshot = SlotSnapshot(save.namespace, save.tokens, parts)
         write = self._store.write
-        future = asyncio.get_running_loop().run_in_executor(self._thread, write, job.command.filename, saved)
+        future = asyncio.get_running_loop().run_in_executor(self._thread, write, job.command.filename, snapshot)
 
         def done() -> None:
             if error := future.exception():
@@ -204,18 +198,12 @@ class SlotActions:
 
     def _end(self, job: _Job) -> None:
         ms = (self._clock() - job.started) * 1e3
-        n_tokens = len(job.tokens) // WIDTH
-        command = job.command
+        command, n_tokens = job.command, job.n_tokens
         _log.info(_EVENTS[command.action], slot=command.slot, tokens=n_tokens, bytes=job.n_bytes, ms=round(ms, 2))
         job.respond(SlotActionDone(n_tokens, job.n_bytes, ms))
 
 
 _EVENTS = {"save": "slot.saved", "restore": "slot.restored", "erase": "slot.erased"}
-
-
-def _shared(ledger: Ledger) -> SharedLedger | None:
-    """The ledger, if what it has can be saved."""
-    return ledger if isinstance(ledger, SharedLedger) and ledger.scratch is not None else None
 
 
 def _error_of(error: BaseException, job: _Job) -> LlamaslotError:
@@ -224,7 +212,7 @@ def _error_of(error: BaseException, job: _Job) -> LlamaslotError:
         return InvalidRequestError(f"there is no file {name}", param="filename")
     if isinstance(error, IsADirectoryError):
         return InvalidRequestError(f"{name} is a folder", param="filename")
-    if isinstance(error, BadSlotError):
+    if isinstance(error, InvalidSnapshotError):
         return InvalidRequestError(f"{name} cannot be restored: {error}", param="filename")
     if isinstance(error, OSError):
         return ServerError(f"{name} cannot be used: {error.strerror or error}")

@@ -1,9 +1,9 @@
-"""The thread that computes: it carries out a plan, and goes on alone while nothing is to be decided.
+"""Worker: carries out plans on the thread that computes, with multi-step decode where nothing has to be decided.
 
-Between two steps that only decode, a way to the event loop and back would leave the processor waiting. So a plan
-says how many steps may follow it (`StepPlan.n_ahead`), and the worker takes them at once, each with the tokens that
-the last one sampled, until a generation ends or the loop is wanted. Each result goes to the loop, in order.
-The worker decides nothing and touches no state but the backend.
+Between two decode steps, a hop to the event loop and back would leave the processor idle (0.2 ms, fact 16). So a
+plan says how many steps may follow it (`StepPlan.n_extra_steps`), and the worker takes them at once, each with the
+tokens that the last one sampled, until a generation ends or the loop has something to do. Each result goes to the
+loop, in order. The worker decides nothing and touches no state but the backend.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TypeAlias, TypeVar
 
 from llamaslot.base.backend import Backend
-from llamaslot.scheduler.step import StepPlan, StepResult, apply, following
+from llamaslot.scheduler.step import StepPlan, StepResult, apply, next_decode_step
 
 OnStep: TypeAlias = Callable[[StepPlan, StepResult], None]
 T = TypeVar("T")
@@ -63,7 +63,9 @@ class Worker:
             step: StepPlan | None = plan
             while step is not None:
                 result = apply(step, self._backend, self._clock)
-                after = None if errors or self._is_wanted() else following(step, result, self._backend.vocab.eog)
+                after = (
+                    None if errors or self._is_wanted() else next_decode_step(step, result, self._backend.vocab.eog)
+                )
                 # Only now: the loop that it wakes should find the interpreter free, while the next step computes.
                 loop.call_soon_threadsafe(hand_over, step, result)
                 step = after

@@ -1,60 +1,108 @@
-"""A node of the radix tree."""
+"""Node of the radix tree: a run of tokens, and where its KV is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from llamaslot.base.tokens import WIDTH
 
+if TYPE_CHECKING:
+    from llamaslot.kvcache.segment import Segment
+
 
 class Node:
-    """A run of tokens that all its holders share, and what branches off behind it; a root has neither."""
+    """Tokens `[start, end)` of every path through this node; a root is empty and starts a namespace.
 
-    __slots__ = ("children", "hits", "last_used", "n_pins", "parent", "run", "space", "start", "tips")
+    A node is *resident* while sequences hold it, *offloaded* while a segment covers it, or both.
+    """
 
-    def __init__(self, run: bytearray, parent: Node | None, start: int, space: str) -> None:
+    __slots__ = (
+        "children",
+        "end_of",
+        "hits",
+        "last_used",
+        "n_pins",
+        "n_resident_children",
+        "namespace",
+        "parent",
+        "run",
+        "segment",
+        "start",
+    )
+
+    def __init__(self, run: bytearray, parent: Node | None, start: int, namespace: str) -> None:
         self.run = run
+        """The node's own tokens, packed."""
         self.parent = parent
         self.start = start
-        """Tokens in front of this run."""
-        self.space = space
-        """The namespace."""
+        """Tokens on the path above this node."""
+        self.namespace = namespace
         self.children: dict[bytes, Node] = {}
-        """By the first token."""
-        self.tips: set[int] = set()
+        """By their first token, packed."""
+        self.end_of: set[int] = set()
         """Sequences whose path ends here."""
+        self.n_resident_children = 0
         self.n_pins = 0
-        """Pinned sequences whose path goes through here or ends here: the reference count."""
+        """Running requests whose path goes through here: the reference count that protects from eviction."""
+        self.segment: Segment | None = None
+        """The segment that covers this node; a segment may cover several nodes in a row."""
         self.last_used = 0
+        """The latest use on the logical clock; never less than that of a resident child."""
         self.hits = 0
+        """Requests that started from here or from below."""
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the run."""
+        """Length of the run."""
         return len(self.run) // WIDTH
 
     @property
     def end(self) -> int:
-        """Tokens from the root to the end of this run."""
-        return self.start + self.n_tokens
+        """Tokens on the path up to the end of this node."""
+        return self.start + len(self.run) // WIDTH
 
     @property
     def is_root(self) -> bool:
-        """Whether this is the start of a namespace."""
+        """True for the start of a namespace."""
         return self.parent is None
 
     @property
     def is_idle_leaf(self) -> bool:
-        """Whether nothing branches off behind it and no request runs on it."""
-        return self.parent is not None and not self.children and not self.n_pins
+        """True if this node can be evicted: resident, not pinned, and no child is resident."""
+        is_leaf = bool(self.end_of) and not self.n_resident_children
+        return is_leaf and not self.n_pins and self.parent is not None
+
+    @property
+    def is_resident(self) -> bool:
+        """True if the KV is in the pool: a sequence ends here or below."""
+        return bool(self.end_of) or self.n_resident_children > 0
+
+    @property
+    def has_many_holders(self) -> bool:
+        """True if several sequences hold this node."""
+        return len(self.end_of) + self.n_resident_children > 1
+
+    @property
+    def resident_children(self) -> list[Node]:
+        """Children whose KV is in the pool."""
+        return [child for child in self.children.values() if child.is_resident]
 
     def path(self) -> Iterator[Node]:
-        """This node and its ancestors, without the root."""
+        """Yield this node and its ancestors, without the root."""
         node = self
         while node.parent is not None:
             yield node
             node = node.parent
 
     def prefix(self) -> bytes:
-        """All tokens from the root to the end of this run."""
+        """All tokens from the root to the end of this node, packed."""
         return b"".join(reversed([bytes(node.run) for node in self.path()]))
+
+    def holders(self) -> Iterator[int]:
+        """Yield the sequences that hold this node."""
+        rest = [self]
+        while rest:
+            node = rest.pop()
+            yield from sorted(node.end_of)
+            rest += node.resident_children

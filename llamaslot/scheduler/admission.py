@@ -1,12 +1,10 @@
-"""Which waiting request may run next, and in which slot.
+"""Admission: which waiting request runs next, and in which slot.
 
-A request waits while no slot is free, while what it needs does not fit beside what the running ones still need,
-and while a running request computes a prefix that it can share (its *leader*). Nothing is stored about leaders:
-each plan asks anew what the running requests are about to compute, so whatever ends a leader also frees who waited
-on it, and the first of them to be admitted leads the others.
+A request waits while no slot is free, while what it needs does not fit beside what the running ones still need, and
+while a running request (its leader) computes a prefix that it can share.
 
-The order: what was preempted, by arrival; then what was overtaken too often and choices whose first token came with
-another's, by arrival; then the longest known prefix first.
+Order: preempted requests by arrival; then those overtaken too often, and choices that got their first token from
+the logits of another one, by arrival; then the longest cached prefix first.
 """
 
 from __future__ import annotations
@@ -15,55 +13,52 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llamaslot.base.stats import Miss
-from llamaslot.base.tokens import WIDTH, packed
-from llamaslot.kvcache.ledger import Ledger
-from llamaslot.kvcache.seen import Seen
-from llamaslot.kvcache.tree import Match, Tree
-from llamaslot.scheduler.request import Request, RequestEvent
-from llamaslot.scheduler.settings import SchedulerSettings
-from llamaslot.scheduler.slots import Slot
+from llamaslot.kvcache.cache import KVCache
+from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.pool import Sharing
+from llamaslot.scheduler.in_flight import InFlight
+from llamaslot.scheduler.request import Request
+from llamaslot.scheduler.slot import Slot
 
-PATIENCE = 8
+MAX_OVERTAKEN = 8
 """Later requests that may be admitted before one that could run too."""
-
-_LEAST_EXPECTED = 64
-"""Tokens that a request without a limit of its own is expected to generate still, whatever others did."""
-_WEIGHT = 0.1
-"""Share of the newest length in the mean."""
-_WINDOW = 64
-"""Requests that have not started yet, from the oldest on, among which the longest known prefix goes first."""
+MIN_EXPECTED_TOKENS = 64
+"""Tokens that a request without a limit of its own is expected to generate, however short others were."""
+MAX_CANDIDATES = 64
+"""New requests, oldest first, among which the one with the longest cached prefix is admitted first."""
+_NEWEST_WEIGHT = 0.1
+"""Weight of the newest length in the moving average."""
 
 
 class Admission:
-    """The queue, and what it takes to leave it."""
+    """The queue, and what it takes to leave it. `n_ctx_slot` is the number of tokens that a slot may hold."""
 
-    def __init__(self, settings: SchedulerSettings, ledger: Ledger, slots: Sequence[Slot]) -> None:
-        self._settings = settings
-        self._ledger = ledger
+    def __init__(self, cache: KVCache, slots: Sequence[Slot], n_ctx_slot: int) -> None:
+        self._cache = cache
         self._slots = slots
-        self._promised = Tree()
-        """What the running requests hold or are about to compute, by slot."""
+        self._n_ctx_slot = n_ctx_slot
+        self._in_flight = InFlight()
         self._mean_generated = 0.0
-        self._seen = Seen()
         self.queue: list[Request] = []
         """Waiting requests by arrival."""
         self.n_waits = 0
-        """Requests that waited for what another one computed."""
+        """Requests that waited for a prefix that another one computed."""
 
     def enqueue(self, request: Request) -> None:
-        """Let a request wait, in the order of arrival."""
+        """Add a request to the queue, in the order of arrival."""
         self.queue.append(request)
         self.queue.sort(key=lambda r: r.arrival)
-        self._ledger.touch(self._found(request))
+        self._cache.touch([self.match(request)])
 
-    def renew(self) -> None:
-        """Note that what waiting requests would find is still wanted."""
-        self._ledger.touch(*map(self._found, self.queue))
+    def match(self, request: Request) -> Match:
+        """What is cached of a request's prefix; looked up again only when the cache has changed."""
+        request.match = self._cache.match(request.namespace, request.prefix, request.match)
+        return request.match
 
     def withdraw(self, request: Request) -> None:
         """Take a request from the queue."""
         self.queue.remove(request)
+        self._in_flight.remove(request)
 
     def admit(self, running: Sequence[Request], now: float) -> list[Request]:
         """Move every request that may run now from the queue into a slot; `running` are those that run already."""
@@ -71,164 +66,123 @@ class Admission:
         admitted: list[Request] = []
         passed: list[Request] = []
         for request in self._ordered(running, free) if free else ():
-            choices = _choices(request, free)
+            choices = _free_slots(request, free)
             if not choices:
                 passed.append(request)
-            elif self._wait_for_leader(request, [*running, *admitted], choices):
+            elif self._waits_for_prefix(request, [*running, *admitted], choices):
                 continue
             elif self._fits(request, [*running, *admitted]):
                 self._start(request, choices, now)
-                free.remove(self._slots[request.slot_id])
+                free.remove(self._slots[request.slot])
                 admitted.append(request)
-            elif request.has_started or request.n_overtaken >= PATIENCE:
+            elif request.has_started or request.n_overtaken >= MAX_OVERTAKEN:
                 break
             else:
                 passed.append(request)
         for request in passed:
-            pinned = request.submit.id_slot
+            wanted = request.submit.id_slot
             request.n_overtaken += sum(
-                other.arrival > request.arrival and pinned in (-1, other.slot_id) for other in admitted
+                other.arrival > request.arrival and wanted in (-1, other.slot) for other in admitted
             )
         return admitted
 
     def release(self, request: Request) -> None:
-        """A request leaves its slot, whose sequence keeps what was computed."""
-        if not request.is_private:
-            computed = packed(request.known.view(0, self._ledger.length(request.slot_id)))
-            self._seen.note(request.space, computed, request.n_known)
-        slot = self._slots[request.slot_id]
-        slot.release()
-        self._promised.release(slot.id)
-        self._ledger.unpin(slot.id)
+        """Take a request from its slot, whose sequence keeps what was computed."""
+        self._slots[request.slot].request = None
+        self._in_flight.remove(request)
+        self._cache.release(request.slot)
 
-    def note_length(self, n_generated: int) -> None:
-        """A request ended after so many tokens."""
-        self._mean_generated += _WEIGHT * (n_generated - self._mean_generated)
+    def observe_length(self, n_generated: int) -> None:
+        """Learn from a request that ended after so many tokens."""
+        self._mean_generated += _NEWEST_WEIGHT * (n_generated - self._mean_generated)
 
     def siblings(self, request: Request) -> list[Request]:
-        """The waiting requests of the same group that know exactly what `request` does and want a first token."""
-        known = request.known.view()
+        """Waiting requests of the same group with exactly the same tokens, which want a first token."""
+        tokens = request.tokens.view()
         return [
             other
             for other in self.queue
-            if _are_together(request, other)
+            if _are_siblings(request, other)
             and other.sampler is None
             and other.wants_tokens
-            and len(other.known) == len(known)
-            and np.array_equal(other.known.view(), known)
+            and len(other.tokens) == len(tokens)
+            and np.array_equal(other.tokens.view(), tokens)
         ]
 
-    def _found(self, request: Request) -> Match:
-        return self._ledger.tree.match(request.space, request.prefix)
-
     def _ordered(self, running: Sequence[Request], free: Sequence[Slot]) -> list[Request]:
-        """The queue in the order in which to try: those that cannot run now keep no place among the newest."""
+        """The queue in the order in which to try; requests that cannot run now take no candidate's place."""
         resumed: list[Request] = []
         due: list[Request] = []
         fresh: list[Request] = []
         blocked: list[Request] = []
         for request in self.queue:
-            choices = _choices(request, free)
-            if request.slot_id >= 0:
+            choices = _free_slots(request, free)
+            if request.slot >= 0:
                 resumed.append(request)
-            elif request.has_started or request.n_overtaken >= PATIENCE:
+            elif request.has_started or request.n_overtaken >= MAX_OVERTAKEN:
                 due.append(request)
             elif not choices:
                 blocked.append(request)
-            elif len(fresh) < _WINDOW and not self._wait_for_leader(request, running, choices):
+            elif len(fresh) < MAX_CANDIDATES and not self._waits_for_prefix(request, running, choices):
                 fresh.append(request)
-        fresh.sort(key=lambda r: (-self._ledger.known(r.space, r.prefix), r.arrival))
+        fresh.sort(key=lambda r: (-self.match(r).n_cached, r.arrival))
         return [*resumed, *due, *fresh, *blocked]
 
     def _start(self, request: Request, choices: Sequence[int], now: float) -> None:
         self.queue.remove(request)
-        is_first = request.slot_id < 0
-        n_copied = self._ledger.counts.n_copied_tokens
-        request.n_reused = self._ledger.known(request.space, request.prefix)
-        if is_first and not request.is_private:
-            request.n_known = request.n_reused
-            request.miss = self._miss(request)
-        request.slot_id, n_held = self._ledger.claim(choices, request.space, request.prefix)
-        if is_first:
-            request.n_found = n_held
-            request.n_copied = self._ledger.counts.n_copied_tokens - n_copied
-        self._slots[request.slot_id].claim(request)
-        request.handle(RequestEvent.ADMIT, now)
-        self._promised.hold(request.slot_id, self._promised.match(request.space, b""))
-        self._promised.extend(request.slot_id, packed(request.known.view()))
+        request.admit(self._cache.acquire(choices, self.match(request)), now)
+        self._slots[request.slot].request = request
+        self._in_flight.add(request)
 
-    def _miss(self, request: Request) -> Miss:
-        """Why no more of a prompt is known."""
-        n = request.n_known
-        if n * WIDTH == len(request.prefix):
-            return ""
-        if self._seen.continues(request.space, request.prefix, n):
-            return "evicted"
-        if n < self._settings.min_shared:
-            return "salted" if request.space else "cold"
-        if not self._ledger.branches(request.space, request.prefix, n):
-            return ""
-        return "changed" if request.prompt.is_reply_edited else "diverged"
+    def _waits_for_prefix(self, request: Request, running: Sequence[Request], choices: Sequence[int]) -> bool:
+        """True if a request should wait while a running one computes a part of its prompt.
 
-    def _wait_for_leader(self, request: Request, running: Sequence[Request], choices: Sequence[int]) -> bool:
-        """Let a request wait while a running one is about to compute a part of its prompt; whether it does.
-
-        What counts is how much of it the leader had to compute when it was admitted, however little of that is
-        left. Who has waited for a prefix goes on waiting for it when another one leads.
+        That part must be worth it: it counts how much of it the leader had to compute when it was admitted, however
+        little of that is left. A request that has waited for a prefix keeps waiting when another one leads.
         """
-        if not (self._settings.shares or self._settings.copies):
-            return False
-        promised = self._promised.match(request.space, request.prefix)
-        known = self._ledger.known(request.space, request.prefix)
-        if self._settings.copies:
-            own = max(self._ledger.tree.shared(self._found(request), choices).values())
-            if not self._ledger.copy_pays(max(promised.n, known) - own):
-                return False
-            if promised.n <= known:
-                return self._ledger.waits_for_copy(choices, request.space, request.prefix)
-        if any(_are_together(leader, request) and leader.sampler is None for leader in running):
+        match = self.match(request)
+        n_in_flight, leaders = self._in_flight.longest(request)
+        sharing = self._cache.sharing(match, choices, n_in_flight)
+        if sharing is not Sharing.SHARE:
+            return sharing is Sharing.WAIT
+        if any(_are_siblings(leader, request) and leader.sampler is None for leader in running):
             return True
-        if promised.n <= known:
+        if n_in_flight <= match.n_cached:
             return False
-        reused = min(self._reused_in(slot) for slot in self._promised.holders(promised.node))
-        if promised.n - reused > self._settings.min_shared:
-            self.n_waits += not request.awaits
-            request.awaits = max(request.awaits, promised.n)
-        return min(promised.n, request.awaits) > known
-
-    def _reused_in(self, slot_id: int) -> int:
-        request = self._slots[slot_id].request
-        assert request is not None
-        return request.n_reused
+        n_cached = min(leader.n_cached_at_admission for leader in leaders)
+        if n_in_flight - n_cached > self._cache.settings.min_shared:
+            self.n_waits += not request.n_awaited
+            request.n_awaited = max(request.n_awaited, n_in_flight)
+        return min(n_in_flight, request.n_awaited) > match.n_cached
 
     def _fits(self, request: Request, running: Sequence[Request]) -> bool:
-        """Whether a request's prompt and what it is expected to generate fit beside what the running ones need.
+        """True if a prompt and what it is expected to generate fit beside what the running requests need.
 
-        Idle cells count as free, those of the request's own prefix excepted.
+        Idle cells count as free, except those of the request's own prefix.
         """
-        if not self._settings.unified or not running:
+        cache = self._cache
+        if not cache.settings.unified or not running:
             return True
-        ledger = self._ledger
-        promised = sum(len(r.known) - ledger.length(r.slot_id) + self._expected(r) for r in running)
-        needed = len(request.known) + self._expected(request)
-        if self._settings.shares:
-            match = ledger.tree.match(request.space, request.prefix)
-            needed += ledger.tree.n_idle(match) - match.n
-        return ledger.n_pinned + promised + needed <= self._settings.n_ctx
+        promised = sum(len(r.tokens) - cache.length(r.slot) + self._n_expected(r) for r in running)
+        needed = len(request.tokens) + self._n_expected(request)
+        if cache.settings.shares_cells:
+            match = self.match(request)
+            needed += match.n_idle - match.n_resident
+        return cache.cells.pinned + promised + needed <= cache.cells.total
 
-    def _expected(self, request: Request) -> int:
+    def _n_expected(self, request: Request) -> int:
         """Tokens that a request is expected to generate still."""
-        expected = max(_LEAST_EXPECTED, round(self._mean_generated) - request.n_generated)
-        expected = min(expected, self._settings.n_ctx_slot - len(request.known))
+        expected = max(MIN_EXPECTED_TOKENS, round(self._mean_generated) - request.n_generated)
+        expected = min(expected, self._n_ctx_slot - len(request.tokens))
         remaining = request.n_remaining
         return expected if remaining is None else min(remaining, expected)
 
 
-def _choices(request: Request, free: Sequence[Slot]) -> list[int]:
-    """The free slots that a request may run in."""
+def _free_slots(request: Request, free: Sequence[Slot]) -> list[int]:
+    """Free slots that a request may run in."""
     return [slot.id for slot in free if request.submit.id_slot in (-1, slot.id)]
 
 
-def _are_together(a: Request, b: Request) -> bool:
-    """Whether two requests were asked for as choices of one prompt."""
-    return bool(a.submit.group) and (a.submit.group, a.space) == (b.submit.group, b.space)
+def _are_siblings(a: Request, b: Request) -> bool:
+    """True if two requests are choices of one prompt."""
+    return bool(a.submit.group) and (a.submit.group, a.namespace) == (b.submit.group, b.namespace)

@@ -1,7 +1,7 @@
-"""One request as the core sees it: what it wants, what it knows, how far it came.
+"""Request: what one completion asks for, the tokens that it has so far, and what of them was computed or reused.
 
-A request has no phases beyond its state: each step brings what is computed closer to what is known (the prompt and
-the tokens generated so far), and a step that reaches the end of the known yields the next token.
+A request has no prefill or decode phase: each step brings what is computed closer to its tokens (the prompt and
+those generated so far), and a step that computes the last of them yields the next token.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from llamaslot.base.namespaces import private_namespace, salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import Miss
 from llamaslot.base.tokens import WIDTH, packed
+from llamaslot.kvcache.cache import Acquired
+from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.offload.offloader import Loaded
 from llamaslot.scheduler.token_buffer import TokenBuffer
 
 
 class IllegalEventError(AssertionError):
-    """An event that a state does not allow: a bug in this project, never raised by bad input."""
+    """An event that the state of a request does not allow: a bug, never caused by input."""
 
 
 class RequestState(Enum):
@@ -31,7 +34,7 @@ class RequestState(Enum):
 
 
 class RequestEvent(Enum):
-    """What can happen to a request."""
+    """Events that change the state of a request."""
 
     ADMIT = "admit"
     PREEMPT = "preempt"
@@ -44,63 +47,59 @@ REQUEST_TABLE: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (RequestState.RUNNING, RequestEvent.PREEMPT): RequestState.QUEUED,
     (RequestState.RUNNING, RequestEvent.END): RequestState.DONE,
 }
-"""Every legal step of a request; whatever is not listed raises and changes nothing."""
+"""Every legal transition; any other pair raises and changes nothing."""
 
 
 class Request:
-    """The mutable state of one request. Times are seconds on the caller's clock.
+    """Mutable state of one request. Times are seconds on the caller's clock.
 
-    `reuse` says whether this model's KV can be trimmed and continued.
+    `can_trim` tells whether this model's KV can be trimmed and continued; without that nothing is reused.
     """
 
     def __init__(
-        self,
-        submit: Submit,
-        prompt: TokenizedPrompt,
-        *,
-        arrival: int,
-        now: float,
-        reuse: bool = True,
+        self, submit: Submit, prompt: TokenizedPrompt, *, arrival: int, now: float, can_trim: bool = True
     ) -> None:
         self.submit = submit
         self.prompt = prompt
         self.id = submit.request_id
-        self.is_private = not (submit.cache_prompt and reuse)
-        """Whether it neither uses nor feeds what other requests compute."""
-        self.space = (
+        self.is_private = not (submit.cache_prompt and can_trim)
+        """True if it neither uses nor feeds what other requests compute."""
+        self.namespace = (
             private_namespace(submit.group or self.id) if self.is_private else salt_namespace(submit.cache_salt)
         )
-        """The namespace that its tokens are looked for and kept in."""
         self.arrival = arrival
         """Order of submission; it survives preemption."""
-        self.known = TokenBuffer(prompt.tokens)
-        self.n_prompt = len(self.known)
+        self.state = RequestState.QUEUED
+        self.tokens = TokenBuffer(prompt.tokens)
+        """The prompt and the tokens generated so far."""
+        self.n_prompt = len(self.tokens)
         self.n_generated = 0
         self.n_prompt_computed = 0
-        self.state = RequestState.QUEUED
-        self.n_reused = 0
-        """Tokens that were known when it was admitted last."""
-        self.n_found = self.n_prompt
-        """Prompt tokens that it found since it was first admitted, instead of computing them; until then all, since
-        a choice may get its first token from another one's logits."""
+        self.n_reused = self.n_prompt
+        """Prompt tokens reused since it was first admitted; until then all, since a choice may get its first token
+        from the logits of another one."""
         self.n_copied = 0
-        """Of `n_found`, those taken over from another sequence."""
+        """Of `n_reused`, those taken over from another sequence."""
         self.n_loaded = 0
-        """Of `n_found`, those that were stored."""
+        """Of `n_reused`, those loaded from RAM."""
         self.n_read = 0
-        """Of `n_loaded`, those that were read from disk for it."""
-        self.miss: Miss = "" if not self.is_private else "off" if reuse else "unsupported"
-        """Why no more of its prompt was known when it was first admitted."""
-        self.n_known = 0
-        """Prompt tokens that were known then."""
+        """Of `n_loaded`, those read from disk for it."""
+        self.miss: Miss = "" if not self.is_private else "off" if can_trim else "unsupported"
+        """Why no more of its prompt was cached when it was first admitted."""
+        self.n_matched = 0
+        """Prompt tokens that were cached then."""
         self.diverged_at = -1
-        """The character where they end, once somebody has found out; -1 before."""
+        """The character of its text where they end; -1 until that is known."""
+        self.match: Match | None = None
+        """The last lookup of its prefix."""
+        self.n_cached_at_admission = 0
+        """Tokens that were cached when it was admitted last."""
+        self.n_awaited = 0
+        """Tokens of the prefix that it waited for while another one computed it; 0 if it never did."""
         self.n_overtaken = 0
         """Later requests that were admitted while this one could have been."""
-        self.awaits = 0
-        """Tokens of the prefix that it has waited for while another one computed it, 0 if it never did."""
         self.sampler: Sampler | None = None
-        self.slot_id = -1
+        self.slot = -1
         """The slot it runs in or ran in last, -1 before the first."""
         self._submitted = now
         self._admitted: float | None = None
@@ -111,36 +110,50 @@ class Request:
         self._prefix = b""
 
     def handle(self, event: RequestEvent, now: float) -> None:
-        """Move to the next state, or raise `IllegalEventError` and change nothing."""
-        following = REQUEST_TABLE.get((self.state, event))
-        if following is None:
+        """Go to the next state, or raise `IllegalEventError` and change nothing."""
+        after = REQUEST_TABLE.get((self.state, event))
+        if after is None:
             raise IllegalEventError(f"request {self.id}: {event.value} while {self.state.value}")
-        self.state = following
+        self.state = after
         if event is RequestEvent.ADMIT:
-            self._note_started(now)
+            self._mark_started(now)
         self._was_preempted |= event is RequestEvent.PREEMPT
         if event is RequestEvent.END and self.sampler is not None:
             self.sampler.close()
             self.sampler = None
 
+    def admit(self, acquired: Acquired, now: float) -> None:
+        """Run in the slot that was acquired for it."""
+        self.handle(RequestEvent.ADMIT, now)
+        is_first = self.slot < 0
+        self.slot = acquired.slot
+        self.n_cached_at_admission = acquired.n_cached
+        if not is_first:
+            return
+        self.n_reused, self.n_copied = acquired.n_resident, acquired.n_copied
+        if not self.is_private:
+            self.n_matched, self.miss = acquired.n_cached, acquired.miss
+            if self.miss == "diverged" and self.prompt.is_reply_edited:
+                self.miss = "changed"
+
     def count_computed(self, start: int, n: int, now: float) -> None:
-        """Note that positions `[start, start + n)` went into the model, from now on."""
+        """Count positions `[start, start + n)`, which are computed from now on."""
         if self._computing is None:
             self._computing = now
         self.n_prompt_computed += max(0, min(start + n, self.n_prompt) - start)
 
-    def note_found(self, n_copied: int, n_loaded: int, n_read: int) -> None:
-        """Note tokens that need not be computed, unless it may have computed them itself before."""
+    def count_loaded(self, loaded: Loaded) -> None:
+        """Count tokens that need not be computed, unless it may have computed them itself before."""
         if not self._was_preempted:
-            self.n_found += n_copied + n_loaded
-            self.n_copied += n_copied
-            self.n_loaded += n_loaded
-            self.n_read += n_read
+            self.n_reused += loaded.n_copied + loaded.n_loaded
+            self.n_copied += loaded.n_copied
+            self.n_loaded += loaded.n_loaded
+            self.n_read += loaded.n_read
 
     def add_token(self, token: int, now: float) -> None:
-        """Append a sampled token to what is known."""
-        self._note_started(now)
-        self.known.append(token)
+        """Append a sampled token."""
+        self._mark_started(now)
+        self.tokens.append(token)
         self.n_generated += 1
         self._last_token = now
         if self._first_token is None:
@@ -148,37 +161,37 @@ class Request:
 
     @property
     def has_started(self) -> bool:
-        """Whether it ever had a slot or got a token."""
+        """True once it had a slot or got a token."""
         return self._admitted is not None
 
     @property
     def prefix(self) -> bytes:
-        """What it may start from, as the tree takes it: all it knows but the last token, whose logits it needs."""
-        n = len(self.known) - 1
+        """Tokens that it may reuse, packed: all but the last one, whose logits it needs."""
+        n = len(self.tokens) - 1
         if len(self._prefix) != n * WIDTH:
-            self._prefix = packed(self.known.view(0, n))
+            self._prefix = packed(self.tokens.view(0, n))
         return self._prefix
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether anything is to be generated, rather than the prompt evaluated only."""
+        """True if tokens are to be generated, False if only the prompt is to be evaluated."""
         return self.submit.max_tokens != 0
 
     @property
     def n_remaining(self) -> int | None:
-        """Tokens that may still be generated, None without a limit of its own."""
+        """Tokens that may still be generated; None without a limit of its own."""
         limit = self.submit.max_tokens
         return None if limit < 0 else max(0, limit - self.n_generated)
 
     @property
     def n_cached(self) -> int:
-        """Prompt tokens that were never computed for it; those that it has yet to compute are none of them."""
+        """Prompt tokens that were not computed for it; those that are still to be computed do not count."""
         if not self.has_started:
             return 0
-        return max(0, min(self.n_found, self.n_prompt - self.n_prompt_computed))
+        return max(0, min(self.n_reused, self.n_prompt - self.n_prompt_computed))
 
     def progress(self, now: float, n_held: int = 0) -> Progress:
-        """The figures that users see; `n_held` is what the slot holds."""
+        """Counts and times that users see; `n_held` is what the slot holds."""
         admitted = self._admitted if self._admitted is not None else now
         computing = self._computing if self._computing is not None else now
         first = self._first_token if self._first_token is not None else now
@@ -193,7 +206,7 @@ class Request:
             predicted_ms=(last - first) * 1e3,
             load_ms=max(0.0, computing - admitted) * 1e3 if self.n_loaded else 0.0,
             n_held=n_held,
-            slot=self.slot_id,
+            slot=self.slot,
             n_copied=min(self.n_copied, self.n_cached),
             n_loaded=min(self.n_loaded, self.n_cached),
             n_read=min(self.n_read, self.n_cached),
@@ -204,6 +217,6 @@ class Request:
             diverged_at=self.diverged_at,
         )
 
-    def _note_started(self, now: float) -> None:
+    def _mark_started(self, now: float) -> None:
         if self._admitted is None:
             self._admitted = now

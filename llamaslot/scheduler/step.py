@@ -1,11 +1,11 @@
 """One step: the plan as data, and its application to a backend.
 
-    plan    (scheduler, event loop)   what is to happen; of the state only the ledger leads, see `kvcache/ledger.py`
+    plan    (scheduler, event loop)   what is to happen; the cache is ahead of the backend by its operations
     apply   (here, worker thread)     what the backend really did
     commit  (scheduler, event loop)   the state follows what really happened
 
-Where nothing is to be decided after a step, `following` gives the next one without the scheduler, and the commits
-follow in order.
+Where nothing has to be decided after a step, `next_decode_step` gives the next one without a plan (multi-step
+decode), and the commits follow in order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from llamaslot.base.backend import Backend, Decoded, Run, Sampler, Status
 from llamaslot.base.kv_ops import Discard, NotSavedError, Operation, Remove
-from llamaslot.kvcache.disk import Job
+from llamaslot.kvcache.offload.disk_io import Job
 from llamaslot.scheduler.request import Request
 
 
@@ -37,27 +37,27 @@ class Work:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step does, in this order."""
+    """Everything that one step does, in this order."""
 
     operations: list[Operation] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    """Requests that were sent back to the queue for it."""
+    """Requests that were sent back to the queue to make room."""
     padding: Run | None = None
-    """What is computed beside the work only to have it done sooner; its sequence is empty before and after."""
-    n_ahead: int = 0
-    """Steps that may follow without a decision, each computing the tokens that the one before sampled."""
+    """Tokens computed only because they make the step faster; their sequence is empty before and after."""
+    n_extra_steps: int = 0
+    """Steps that may follow without a plan, each computing the tokens that the one before sampled."""
     jobs: list[Job] = field(default_factory=list)
-    """What the disk has to do once the operations are done."""
+    """Disk jobs to start once the operations are done."""
 
     def __bool__(self) -> bool:
-        """Whether there is anything to do, or was anything changed that another plan may go on from."""
+        """Return True if there is anything to do, or anything changed that another plan may continue from."""
         return bool(self.operations or self.work or self.preempted or self.jobs)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the backend did."""
+    """Everything that the backend did in a step."""
 
     decoded: Decoded
     tokens: dict[str, int]
@@ -91,7 +91,7 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
             for request in work.samples:
                 sampler = request.sampler
                 if sampler is None:
-                    sampler = backend.new_sampler(request.submit.sampling, request.known.view())
+                    sampler = backend.new_sampler(request.submit.sampling, request.tokens.view())
                     made[request.id] = sampler
                 names.append(request.id)
                 draws.append((work.run.seq, sampler))
@@ -129,13 +129,14 @@ def _decode(plan: StepPlan, backend: Backend) -> Decoded:
     return Decoded(decoded.status, {run.seq: decoded.sent[run.seq] for run in runs})
 
 
-def following(plan: StepPlan, result: StepResult, eog: frozenset[int]) -> StepPlan | None:
-    """The step that computes what this one sampled; None where the scheduler has to decide."""
-    if plan.n_ahead == 0 or result.decoded.status is not Status.OK or not eog.isdisjoint(result.tokens.values()):
+def next_decode_step(plan: StepPlan, result: StepResult, eog: frozenset[int]) -> StepPlan | None:
+    """The step that computes what this one sampled; None if it needs a plan."""
+    ends = not eog.isdisjoint(result.tokens.values())
+    if plan.n_extra_steps == 0 or result.decoded.status is not Status.OK or ends:
         return None
     work = []
     for each in plan.work:
         run, token = each.run, result.tokens[each.request.id]
         start = run.start + len(run.tokens)
         work.append(Work(each.request, Run(run.seq, start, np.array([token], dtype=np.int32), output=True)))
-    return StepPlan(work=work, padding=plan.padding, n_ahead=plan.n_ahead - 1)
+    return StepPlan(work=work, padding=plan.padding, n_extra_steps=plan.n_extra_steps - 1)

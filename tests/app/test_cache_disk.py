@@ -13,7 +13,7 @@ from llamaslot.app.config import Config
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelInfo, SegmentSize
-from llamaslot.kvcache.disk import Record, path_digest
+from llamaslot.kvcache.offload.disk_io import Record, path_digest
 from tests.backend.test_disk import state_of
 
 MIB = 2**20

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llamaslot.kvcache.tiers import Tiers
 
 from llamaslot.app.cache_disk import lock_disk
 from llamaslot.app.config import Config
@@ -21,8 +22,7 @@ from llamaslot.backend.disk.files import BadFileError
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
-from llamaslot.kvcache.disk import BadSegmentError, Record, path_digest
-from llamaslot.kvcache.tiers import Tiers
+from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, Record, path_digest
 from llamaslot.prompts import sessions, text_anchors
 from llamaslot.prompts.sessions import Session
 from llamaslot.prompts.text_anchors import TextAnchor
@@ -164,7 +164,7 @@ def test_what_was_stored_is_there_again_in_the_order_of_use(folder: Path) -> Non
     for each in (a, b, c):
         assert np.array_equal(store.read(each.number), state_of(each.number, each.n_bytes))
     store.erase([7])
-    with pytest.raises(BadSegmentError):
+    with pytest.raises(CorruptSegmentError):
         store.read(7)
     store.close()
     store = opened(folder)
@@ -179,11 +179,11 @@ def test_a_bad_file_is_moved_aside(folder: Path) -> None:
     for number in range(15):
         path = file_of(folder, number)
         path.write_bytes(path.read_bytes()[:-1] + b"!")
-        with pytest.raises(BadSegmentError):
+        with pytest.raises(CorruptSegmentError):
             store.read(number)
         assert not path.exists()
     file_of(folder, 15).unlink()
-    with pytest.raises(BadSegmentError):
+    with pytest.raises(CorruptSegmentError):
         store.read(15)
     assert len(list((folder / "bad").iterdir())) == 8
     assert np.array_equal(store.read(16), state_of(16, SIZE.of(8)))
@@ -198,7 +198,7 @@ def test_two_files_that_changed_places_are_noticed(folder: Path) -> None:
     two.rename(one)
     (folder / "between").rename(two)
     for number in (1, 2):
-        with pytest.raises(BadSegmentError):
+        with pytest.raises(CorruptSegmentError):
             store.read(number)
     store.close()
 
@@ -463,7 +463,7 @@ def test_a_damaged_index_never_gives_a_segment_to_another_prefix(folder: Path) -
             path = segment.tokens
             try:
                 state = store.read(segment.number)
-            except BadSegmentError:
+            except CorruptSegmentError:
                 n_refused += 1
                 continue
             number = right[segment.space, path]

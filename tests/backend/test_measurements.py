@@ -18,7 +18,7 @@ MEASURED = Measurements(
     kv_cost=KvCost(
         n_idle_cells=8192, prefill_slowdown=2.0, prefill_us=100.0, save_us=0.4, first_save_us=0.4, load_us=0.6
     ),
-    step_cost=StepCost(step_us=1.0, token_us=2.0, token_cell_us=3.0, tile_us=4.0, tile_cell_us=5.0),
+    step_cost=StepCost(step_us=1.0, token_us=2.0, token_cell_us=3.0, block_us=4.0, block_cell_us=5.0),
 )
 KEY = "0123456789abcdef"
 

@@ -20,10 +20,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from llamaslot.kvcache.cells import CellMap
 
 from llamaslot.backend.llama import library
 from llamaslot.base.kv_ops import IllegalCallError, Piece
-from llamaslot.kvcache.cells import CellMap
 from tests.conftest import LONG
 
 N_CTX = 256

@@ -11,7 +11,7 @@ import pytest
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
-from llamaslot.kvcache.slot_store import BadSlotError, SavedSegment, SavedSlot
+from llamaslot.kvcache.offload.slot_snapshot import InvalidSnapshotError, SlotSnapshot, SnapshotPart
 from tests.conftest import LONG
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -22,17 +22,17 @@ def kv(n_tokens: int, seed: int = 1) -> Kv:
     return np.frombuffer(random.Random(seed).randbytes(SIZE.of(n_tokens)), dtype=np.uint8)
 
 
-def slot() -> SavedSlot:
+def slot() -> SlotSnapshot:
     order = np.array([2, 0, 1], dtype="<i2").tobytes()
     tokens = np.arange(7, dtype="<i4").tobytes()
-    return SavedSlot("space", tokens, (SavedSegment(0, 4, b"", kv(4)), SavedSegment(4, 7, order, kv(3, 2))))
+    return SlotSnapshot("space", tokens, (SnapshotPart(0, 4, b"", kv(4)), SnapshotPart(4, 7, order, kv(3, 2))))
 
 
 def folder_of(path: Path, key: bytes = KEY, size: SegmentSize = SIZE) -> SlotFiles:
     return SlotFiles(path, lambda: key, size)
 
 
-def facts(saved: SavedSlot) -> object:
+def facts(saved: SlotSnapshot) -> object:
     return saved.space, saved.tokens, [(p.start, p.end, p.cell_order, p.kv.tobytes()) for p in saved.segments]
 
 
@@ -47,7 +47,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 def test_a_file_takes_the_place_of_another_one(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     folder.write("a.bin", slot())
-    other = SavedSlot("", b"abcd", (SavedSegment(0, 1, b"", kv(1)),))
+    other = SlotSnapshot("", b"abcd", (SnapshotPart(0, 1, b"", kv(1)),))
     folder.write("a.bin", other)
     assert facts(folder.read("a.bin")[0]) == facts(other)
     assert [each.name for each in tmp_path.iterdir()] == ["a.bin"]
@@ -62,9 +62,9 @@ def test_a_file_of_another_suffix_stays_what_it_was(tmp_path: Path) -> None:
 
 def test_another_model_or_size_is_refused(tmp_path: Path) -> None:
     folder_of(tmp_path).write("a.bin", slot())
-    with pytest.raises(BadSlotError, match="another model"):
+    with pytest.raises(InvalidSnapshotError, match="another model"):
         folder_of(tmp_path, OTHER).read("a.bin")
-    with pytest.raises(BadSlotError, match="another size"):
+    with pytest.raises(InvalidSnapshotError, match="another size"):
         folder_of(tmp_path, size=SegmentSize(16, 11)).read("a.bin")
 
 
@@ -105,25 +105,25 @@ def test_a_file_that_was_changed_is_refused(tmp_path: Path, seed: int) -> None:
             at = rng.randrange(len(raw))
             raw[at : at + 8] = bytes(8) if raw[at : at + 8] != bytes(8) else b"\1" * 8
     path.write_bytes(raw)
-    with pytest.raises(BadSlotError):
+    with pytest.raises(InvalidSnapshotError):
         folder.read("a.bin")
 
 
 @pytest.mark.parametrize(
     "parts",
     [
-        (SavedSegment(0, 4, b"", kv(4)),),
-        (SavedSegment(0, 4, b"", kv(4)), SavedSegment(5, 7, b"", kv(2))),
-        (SavedSegment(0, 7, b"", kv(6)),),
-        (SavedSegment(0, 7, b"ab", kv(7)),),
-        (SavedSegment(0, 7, np.zeros(7, dtype="<i2").tobytes(), kv(7)),),
-        (SavedSegment(-1, 6, b"", kv(7)),),
+        (SnapshotPart(0, 4, b"", kv(4)),),
+        (SnapshotPart(0, 4, b"", kv(4)), SnapshotPart(5, 7, b"", kv(2))),
+        (SnapshotPart(0, 7, b"", kv(6)),),
+        (SnapshotPart(0, 7, b"ab", kv(7)),),
+        (SnapshotPart(0, 7, np.zeros(7, dtype="<i2").tobytes(), kv(7)),),
+        (SnapshotPart(-1, 6, b"", kv(7)),),
         (),
     ],
     ids=["too short", "with a gap", "of another size", "with half an order", "with no order", "before 0", "empty"],
 )
-def test_a_whole_file_with_parts_that_cannot_be_is_refused(tmp_path: Path, parts: tuple[SavedSegment, ...]) -> None:
+def test_a_whole_file_with_parts_that_cannot_be_is_refused(tmp_path: Path, parts: tuple[SnapshotPart, ...]) -> None:
     folder = folder_of(tmp_path)
-    folder.write("a.bin", SavedSlot("", slot().tokens, parts))
-    with pytest.raises(BadSlotError):
+    folder.write("a.bin", SlotSnapshot("", slot().tokens, parts))
+    with pytest.raises(InvalidSnapshotError):
         folder.read("a.bin")

@@ -13,7 +13,7 @@ import pytest
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, step_cost
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.commands import Submit
-from llamaslot.base.model import TILE
+from llamaslot.base.model import QUERY_BLOCK
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import packed
 from llamaslot.scheduler.request import Request
@@ -37,7 +37,7 @@ def test_the_cost_is_that_of_a_few_tokens_and_of_a_query_block_alone_and_after_m
         compute(backend, n_tokens, seq=seq, start=start)
         n_cells = 0 if start == 0 else 1024
         seen.append((n_tokens, n_cells))
-        now += 20e-3 + n_cells * 10e-6 if n_tokens == TILE else 3e-3 + n_tokens * (1e-3 + n_cells * 2e-6)
+        now += 20e-3 + n_cells * 10e-6 if n_tokens == QUERY_BLOCK else 3e-3 + n_tokens * (1e-3 + n_cells * 2e-6)
 
     monkeypatch.setattr(step_cost, "compute", timed)
     monkeypatch.setattr(step_cost, "perf_counter", lambda: now)
@@ -45,8 +45,8 @@ def test_the_cost_is_that_of_a_few_tokens_and_of_a_query_block_alone_and_after_m
     cost = step_cost.measure(backend, backend._context)
     assert cost is not None
     assert (cost.step_us, cost.token_us, cost.token_cell_us) == pytest.approx((3000, 1000, 2))
-    assert (cost.tile_us, cost.tile_cell_us) == (pytest.approx(20_000), pytest.approx(10))
-    assert set(seen) == {(8, 0), (32, 0), (TILE, 0), (8, 1024), (TILE, 1024)}
+    assert (cost.block_us, cost.block_cell_us) == (pytest.approx(20_000), pytest.approx(10))
+    assert set(seen) == {(8, 0), (32, 0), (QUERY_BLOCK, 0), (8, 1024), (QUERY_BLOCK, 1024)}
     backend.close()
 
 
@@ -96,7 +96,7 @@ def test_what_a_failed_decode_left_of_padding_is_removed(tiny_model: Path, monke
     submit = Submit("r", (), max_tokens=1)
     tokens = np.full(10, 5, dtype=np.int32)
     request = Request(submit, TokenizedPrompt(packed(tokens)), arrival=1, now=0.0)
-    padding = Run(scratch, 0, np.zeros(TILE - 10, dtype=np.int32), output=False)
+    padding = Run(scratch, 0, np.zeros(QUERY_BLOCK - 10, dtype=np.int32), output=False)
     plan = StepPlan(work=[Work(request, Run(0, 0, tokens, output=True))], padding=padding)
     result = apply(plan, backend, lambda: 0.0)
     assert result.decoded.status is Status.FATAL

@@ -43,4 +43,4 @@ def test_measuring_leaves_the_tree_as_it_was_but_for_what_is_evicted() -> None:
     evict_time(built, 30)
     built.tree.check()
     assert sum(not node.children for node in built.tree.nodes()) == SMALL.n_leaves - 30
-    assert [seq for seq in built.order if built.tree.tip(seq) is not None] == built.order[30:]
+    assert [seq for seq in built.order if built.tree.end_node(seq) is not None] == built.order[30:]

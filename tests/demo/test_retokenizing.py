@@ -60,7 +60,7 @@ async def counted(*, anchors: bool) -> tuple[Counter[str], list[str]]:
     counts: Counter[str] = Counter()
     texts: list[str] = []
     for first in range(0, N_CONVERSATIONS, 25):
-        async with running(LlamaBackend(SETTINGS), anchors=anchors) as harness:
+        async with running(LlamaBackend(SETTINGS), text_anchors=anchors) as harness:
             some = range(first, min(first + 25, N_CONVERSATIONS))
             texts += [await converse(harness, f"talk {i}", i, counts) for i in some]
     return counts, texts

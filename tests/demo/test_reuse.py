@@ -21,8 +21,9 @@ from llamaslot.backend.llama import backend as llama_backend
 from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import Copy, Load, Operation
 from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.node import Node
-from llamaslot.kvcache.tree import Match, Tree
+from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.text.template import ChatTemplate
 from tests.conftest import LONG
 from tests.engine.harness import Harness, running
@@ -68,7 +69,7 @@ async def generate(engine: Harness, name: str, prompt: str, **fields: object) ->
     return engine.text(name), end.progress.n_cached
 
 
-IN_RAM = {"ram_bytes": 2**30, "idle_life": 1}
+IN_RAM = {"ram_bytes": 2**30, "offload_after": 1}
 """Idle prefixes leave the pool before any prompt is computed."""
 
 
@@ -122,7 +123,7 @@ async def alternating_texts(
 
 
 def assert_sound(engine: Harness) -> None:
-    """The ledger was what the pool holds whenever nothing ran."""
+    """The cache agreed with the pool whenever nothing ran."""
     assert engine.stopped is not None
     assert not engine.stopped.reason
 
@@ -185,14 +186,14 @@ def test_two_requests_of_60_percent_of_the_pool_give_the_texts_they_give_alone()
 
 def match_one_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """A match that ends inside an edge takes the next token along: one stale token stays in the middle."""
-    match = Tree.match
+    match = RadixTree.match
 
-    def too_long(tree: Tree, space: str, tokens: bytes) -> Match:
-        found = match(tree, space, tokens)
-        ends_inside = 0 < found.n < found.node.end and found.n * WIDTH < len(tokens)
-        return Match(found.node, found.n + ends_inside)
+    def too_long(tree: RadixTree, namespace: str, tokens: bytes) -> Match:
+        found = match(tree, namespace, tokens)
+        ends_inside = 0 < found.n_resident < found.node.end and found.n_resident * WIDTH < len(tokens)
+        return replace(found, n_resident=found.n_resident + ends_inside)
 
-    monkeypatch.setattr(Tree, "match", too_long)
+    monkeypatch.setattr(RadixTree, "match", too_long)
 
 
 def never_trim(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +220,7 @@ def copy_from_the_wrong_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lose_a_holder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parked path is believed to be held, and is not."""
+    """A path moved to a spare sequence is believed to be held, and is not."""
     change = LlamaBackend.change
 
     def lost(backend: LlamaBackend, operation: Operation) -> None:
@@ -244,17 +245,17 @@ def shift_positions_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drop_the_pins_in_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path that a request runs on may be given up once another one branches off it."""
-    split = Tree._end_at
+    """A path that a request runs on may be evicted once another one branches off it."""
+    split = RadixTree._split
 
-    def forgetful(tree: Tree, node: Node, n: int) -> Node:
+    def forgetful(tree: RadixTree, node: Node, n: int) -> Node:
         upper = split(tree, node, n)
         if upper is not node:
             tree.n_pinned_tokens -= upper.n_tokens if upper.n_pins else 0
             upper.n_pins = 0
         return upper
 
-    monkeypatch.setattr(Tree, "_end_at", forgetful)
+    monkeypatch.setattr(RadixTree, "_split", forgetful)
 
 
 def load_another_segment(monkeypatch: pytest.MonkeyPatch) -> None:

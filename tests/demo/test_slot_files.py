@@ -41,7 +41,7 @@ async def test_text_behind_a_restored_slot_is_the_cold_one(tmp_path: Path) -> No
     noise = Noise(SETTINGS)
     known: list[tuple[int, ...]] = []
     backend = LlamaBackend(SETTINGS)
-    async with running(backend, slot_store=folder(backend, tmp_path)) as harness:
+    async with running(backend, snapshots=folder(backend, tmp_path)) as harness:
         for i, dialogue in enumerate(held_out(N, 5)):
             text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in dialogue.messages)
             ids = tuple(backend.vocab.tokenize(12 * text, add_special=True, parse_special=True).tolist())[:1500]
@@ -49,7 +49,7 @@ async def test_text_behind_a_restored_slot_is_the_cold_one(tmp_path: Path) -> No
             assert await act(harness, "save", i % 2, f"{i}.bin") == len(ids) + len(harness.tokens(f"first {i}")) - 1
             known.append((*ids, *harness.tokens(f"first {i}")))
     backend = LlamaBackend(SETTINGS)
-    async with running(backend, slot_store=folder(backend, tmp_path), debug_invariants=True) as harness:
+    async with running(backend, snapshots=folder(backend, tmp_path), debug_invariants=True) as harness:
         for i, ids in enumerate(known):
             await act(harness, "restore", (i + 1) % 2, f"{i}.bin")
             warm = await ask(harness, f"warm {i}", ids, id_slot=(i + 1) % 2)

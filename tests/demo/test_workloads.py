@@ -25,7 +25,7 @@ from llamaslot.base.backend import Decoded, Run
 from llamaslot.base.commands import Sampling, Submit, TextPart
 from llamaslot.base.events import Cancelled, Finished
 from llamaslot.base.model import StepCost
-from llamaslot.kvcache import pace
+from llamaslot.kvcache.offload import disk_pacing
 from llamaslot.scheduler import admission
 from llamaslot.text.template import ChatTemplate
 from tests.conftest import LONG
@@ -131,8 +131,10 @@ def open_backend(workload: Workload, *, unified: bool) -> LlamaBackend:
 
 
 def pad(backend: LlamaBackend, tally: Tally) -> None:
-    """Let every step of fewer than `TILE` tokens seem slower than one of `TILE`; counts those that are padded."""
-    cost = StepCost(step_us=1e6, token_us=0.0, token_cell_us=0.0, tile_us=0.0, tile_cell_us=0.0)
+    """Let every step of fewer than `QUERY_BLOCK` tokens seem slower than one of `QUERY_BLOCK`; counts those that
+    are padded.
+    """
+    cost = StepCost(step_us=1e6, token_us=0.0, token_cell_us=0.0, block_us=0.0, block_cell_us=0.0)
     backend.info = msgspec.structs.replace(backend.info, step_cost=cost)
     decode = backend.decode
 
@@ -188,11 +190,12 @@ async def run(
 
         await asyncio.gather(*(ask(i, each) for i, each in enumerate(workload.asks)))
         scheduler = engine.engine.scheduler
-        tally.seen["evicted tokens"] += scheduler.ledger.counts.n_lost_tokens
-        tally.seen["copied tokens"] += scheduler.ledger.counts.n_copied_tokens
-        tally.seen["read tokens"] += scheduler.ledger.counts.n_read_tokens
-        tally.seen["restored tokens"] += scheduler.ledger.counts.n_loaded_tokens
-        tally.seen["parked paths"] += scheduler.ledger.counts.n_parked
+        stats = scheduler.cache_stats()
+        tally.seen["evicted tokens"] += stats.evicted_tokens
+        tally.seen["copied tokens"] += stats.copied_tokens
+        tally.seen["read tokens"] += stats.read_tokens
+        tally.seen["restored tokens"] += stats.loaded_tokens
+        tally.seen["moved paths"] += stats.moved_paths
         tally.seen["waits"] += scheduler.admission.n_waits
         tally.seen["preemptions"] += scheduler.n_preempted
     return answers
@@ -224,7 +227,7 @@ def run_twice(workload: Workload, tally: Tally, folder: Path) -> list[tuple[Ask,
     return answers
 
 
-IN_RAM: dict[str, Any] = {"ram_bytes": 2**30, "idle_life": 1}
+IN_RAM: dict[str, Any] = {"ram_bytes": 2**30, "offload_after": 1}
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +264,7 @@ def test_every_text_is_the_cold_one(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pace, "OPEN_SECONDS", 0.0)
+    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 0.0)
     # Expecting too little makes requests outgrow the pool together, so that some are preempted.
     monkeypatch.setattr(admission, "_LEAST_EXPECTED", 2)
     tally = Tally()
@@ -296,7 +299,7 @@ def test_every_text_is_the_cold_one(
 async def test_one_known_in_cells_and_one_on_disk_in_one_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "OPEN_SECONDS", 0.0)
+    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 0.0)
     workload = Workload([], 4096, 2, 4, 512)
     first, second = ([family[-1] for family in prompts() if len(family) > 1])[:2]
     cold = await cold_tokens({first, second})

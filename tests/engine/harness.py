@@ -14,7 +14,7 @@ from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Backend
 from llamaslot.base.commands import Cancel, Query, QueryBody, Sampling, Submit, TextPart
 from llamaslot.base.events import TERMINAL, Accepted, Event, Finished, Output, Reply, Stopped
-from llamaslot.engine.engine import Engine
+from llamaslot.engine.engine import Engine, EngineSettings
 from llamaslot.engine.worker import OnStep, Worker
 from llamaslot.scheduler.step import StepPlan
 from tests.pool import check_pool
@@ -35,6 +35,13 @@ class Inline(Executor):
         return future
 
 
+def new_engine(backend: Backend, on_events: Callable[[list[Event]], None], **settings: Any) -> Engine:
+    """An engine whose policies and files are both given by name."""
+    files = {name: settings.pop(name) for name in ("disk", "snapshots", "clock", "thread") if name in settings}
+    settings = {"gap_ms": 100.0, "session_min_match": 0.8} | settings
+    return Engine(backend, on_events, EngineSettings(**settings), **files)
+
+
 class Harness:
     """An engine with its events by request.
 
@@ -43,7 +50,7 @@ class Harness:
 
     def __init__(self, backend: Backend, **settings: Any) -> None:
         self.backend = backend
-        self.engine = Engine(backend, self._receive, **settings)
+        self.engine = new_engine(backend, self._receive, **settings)
         if isinstance(backend, FakeBackend):
             thread = self.engine._prompts._thread = Inline()
             ahead = random.Random(1)

@@ -18,7 +18,7 @@ from llamaslot.base.backend import Decoded, Run
 from llamaslot.base.commands import ClearCache, Sampling
 from llamaslot.base.events import Failed, Finished, Output
 from llamaslot.base.kv_ops import Kv
-from llamaslot.kvcache import pace, tiers
+from llamaslot.kvcache.offload import disk_pacing, segment_tiers
 from tests.engine.harness import Harness, alone, running
 
 KEY = b"k" * 32
@@ -29,7 +29,7 @@ TURNS = [HEAD + "What is a slot? ", HEAD + "Who are you? ", "Something else enti
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "OPEN_SECONDS", 0.0)
+    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 0.0)
 
 
 def backend() -> FakeBackend:
@@ -54,10 +54,10 @@ async def served(folder: Path, **settings: object) -> AsyncIterator[Harness]:
 
 async def written(harness: Harness) -> int:
     """Wait until everything is on disk; how many tokens are."""
-    held = harness.engine.scheduler.tiers
+    held = harness.engine.scheduler.cache._tiers
     assert held is not None
     async with asyncio.timeout(10):
-        while held.writing or held.disk.n_tokens < harness.engine.scheduler.ledger.tree.n_tokens:
+        while held.writer.writing or held.disk.n_tokens < harness.engine.scheduler.cache._tree.n_tokens:
             await asyncio.sleep(0.005)
     return held.disk.n_tokens
 
@@ -70,7 +70,7 @@ async def test_what_was_written_is_read_after_a_restart(tmp_path: Path) -> None:
             texts[turn] = harness.text(str(i))
         n_tokens = await written(harness)
     async with served(tmp_path) as harness:
-        held = harness.engine.scheduler.tiers
+        held = harness.engine.scheduler.cache._tiers
         assert held is not None
         assert held.disk.n_tokens == n_tokens
         for i, turn in enumerate(TURNS):
@@ -79,7 +79,7 @@ async def test_what_was_written_is_read_after_a_restart(tmp_path: Path) -> None:
             assert end.progress.n_prompt_computed == 1
             assert harness.text(str(i)) == texts[turn] == await alone(turn, backend())
             assert end.progress.n_read >= len(HEAD) or i > 0
-        assert held.n_read >= sum(map(len, TURNS)) - len(HEAD) - 3
+        assert held.n_read_tokens >= sum(map(len, TURNS)) - len(HEAD) - 3
 
 
 async def test_a_bad_file_is_computed_again(tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ async def test_a_bad_file_is_computed_again(tmp_path: Path) -> None:
         end = await harness.submit("a", TURNS[0])
         assert end.progress.n_cached == 0
         assert harness.text("a") == await alone(TURNS[0], backend())
-        held = harness.engine.scheduler.tiers
-        assert held.n_bad == 1
+        held = harness.engine.scheduler.cache._tiers
+        assert held.n_corrupt_files == 1
         await written(harness)
     async with served(tmp_path) as harness:
         end = await harness.submit("a", TURNS[0])
@@ -169,7 +169,7 @@ async def test_a_disk_that_takes_long_to_fail_is_given_up(tmp_path: Path, monkey
             time.sleep(0.1)
             return None
 
-    monkeypatch.setattr(tiers, "PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(segment_tiers, "RETRY_DELAY_S", 0.05)
     async with restarted(tmp_path, Broken) as (harness, _):
         end = await harness.submit("x", HEAD + "x")
         assert end.progress.n_cached == 0
@@ -178,18 +178,18 @@ async def test_a_disk_that_takes_long_to_fail_is_given_up(tmp_path: Path, monkey
 async def test_a_disk_that_does_not_answer_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(disk_pacing, "READ_TIMEOUT_S", 0.1)
     async with restarted(tmp_path, Held) as (harness, store):
         for name in "xyz":
             end = await harness.submit(name, HEAD + name)
             assert isinstance(end, Finished)
             assert harness.text(name) == await alone(HEAD + name, backend())
-        held = harness.engine.scheduler.tiers
+        held = harness.engine.scheduler.cache._tiers
         assert held is not None
-        assert held.is_silent
+        assert held.is_unresponsive
         store.gate.set()
         async with asyncio.timeout(10):
-            while held.is_silent:
+            while held.is_unresponsive:
                 await asyncio.sleep(0.005)
         monkeypatch.undo()
         await harness.ask(ClearCache())
@@ -198,16 +198,16 @@ async def test_a_disk_that_does_not_answer_is_not_waited_for(
 async def test_a_silent_disk_is_not_left_with_all_that_was_asked_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(disk_pacing, "READ_TIMEOUT_S", 0.1)
     prompt = HEAD * 7
     async with restarted(tmp_path, Held, prompt) as (harness, store):
         await harness.submit("x", prompt + "x")
-        held = harness.engine.scheduler.tiers
+        held = harness.engine.scheduler.cache._tiers
         assert held is not None
         assert len(held.disk) >= 3
         store.gate.set()
         async with asyncio.timeout(10):
-            while held.is_silent:
+            while held.is_unresponsive:
                 await asyncio.sleep(0.005)
         monkeypatch.undo()
         await harness.submit("other", "Something else.")
@@ -220,7 +220,7 @@ async def test_a_step_that_takes_long_makes_no_disk_silent(tmp_path: Path, monke
             time.sleep(0.1)
             return super().read(number)
 
-    monkeypatch.setattr(pace, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(disk_pacing, "READ_TIMEOUT_S", 0.5)
     async with restarted(tmp_path, Slow) as (harness, _):
         decode = harness.backend.decode
 
@@ -241,12 +241,12 @@ async def test_prefixes_that_do_not_fit_into_ram_together_come_from_the_disk_in_
     n_bytes = 4 * SEGMENT_SIZE.of(512)
     texts = {}
     async with served(tmp_path, ram_bytes=n_bytes) as harness:
-        held = harness.engine.scheduler.tiers
+        held = harness.engine.scheduler.cache._tiers
         for i, prompt in enumerate(prompts):
             await harness.submit(prompt, prompt)
             texts[prompt] = harness.text(prompt)
             async with asyncio.timeout(10):
-                while held.disk.n_tokens < 1500 * (i + 1) or held.writing:
+                while held.disk.n_tokens < 1500 * (i + 1) or held.writer.writing:
                     await asyncio.sleep(0.01)
     async with served(tmp_path, ram_bytes=n_bytes) as harness:
         for i in range(2):
@@ -258,14 +258,14 @@ async def test_prefixes_that_do_not_fit_into_ram_together_come_from_the_disk_in_
 
 
 async def test_what_ended_is_written_beside_a_long_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "OPEN_SECONDS", 0.1)
+    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 0.1)
     async with served(tmp_path) as harness:
         endless = harness.submit("b", "Go on.", max_tokens=-1, sampling=Sampling(temperature=0.0, ignore_eos=True))
         await harness.wait_for("b", Output, 1)
         await harness.submit("a", HEAD)
-        held = harness.engine.scheduler.tiers
+        held = harness.engine.scheduler.cache._tiers
         async with asyncio.timeout(5):
-            while held.disk.n_tokens < len(HEAD) or held.writing:
+            while held.disk.n_tokens < len(HEAD) or held.writer.writing:
                 await asyncio.sleep(0.01)
         assert not endless.done()
         harness.cancel("b")
@@ -276,9 +276,9 @@ async def test_what_a_long_request_computed_is_on_disk_while_it_runs(tmp_path: P
     prompt = "".join(f"{i} " for i in range(400))[:1100]
     async with served(tmp_path) as harness:
         endless = harness.submit("a", prompt, max_tokens=-1, sampling=Sampling(temperature=0.0, ignore_eos=True))
-        held = harness.engine.scheduler.tiers
+        held = harness.engine.scheduler.cache._tiers
         async with asyncio.timeout(10):
-            while held.disk.n_tokens < 1024 or held.writing:
+            while held.disk.n_tokens < 1024 or held.writer.writing:
                 await asyncio.sleep(0.005)
         assert {segment.n_tokens for segment in held.disk} == {512}
         assert not endless.done()
@@ -289,12 +289,12 @@ async def test_what_a_long_request_computed_is_on_disk_while_it_runs(tmp_path: P
 async def test_what_is_not_on_disk_yet_is_written_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "OPEN_SECONDS", 1000.0)
+    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 1000.0)
     async with served(tmp_path) as harness:
         await harness.submit("a", HEAD)
         endless = harness.submit("b", HEAD + "b", max_tokens=-1)
         await harness.wait_for("b", Output, 3)
-        assert harness.engine.scheduler.tiers.disk.n_tokens == 0
+        assert harness.engine.scheduler.cache._tiers.disk.n_tokens == 0
     assert isinstance(await endless, Failed)
     async with served(tmp_path) as harness:
         assert (await harness.submit("a", HEAD)).progress.n_prompt_computed == 1
@@ -328,10 +328,10 @@ async def test_a_conversation_that_goes_on_is_written_once_more_and_not_twice(tm
             await harness.submit(str(turn), prompt)
             prompt += harness.text(str(turn)) + " and then?"
             n_tokens = await written(harness)
-        held = harness.engine.scheduler.tiers
+        held = harness.engine.scheduler.cache._tiers
         assert held.disk.n_tokens == n_tokens
         async with asyncio.timeout(5):
             while len(list((tmp_path / "segments").iterdir())) > len(held.disk):
                 await asyncio.sleep(0.01)
     async with served(tmp_path) as harness:
-        assert harness.engine.scheduler.tiers.disk.n_tokens == n_tokens
+        assert harness.engine.scheduler.cache._tiers.disk.n_tokens == n_tokens

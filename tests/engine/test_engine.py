@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import msgspec
 import pytest
 
 from llamaslot.backend.fake import FakeBackend, FakeVocab
@@ -13,8 +12,7 @@ from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.commands import Detokenize, InspectEngine, Sampling, Submit, TextPart, Tokenize, TokensPart
 from llamaslot.base.events import Accepted, Cancelled, Failed, Finished, Output
 from llamaslot.base.namespaces import salt_namespace
-from llamaslot.engine.engine import Engine
-from llamaslot.kvcache.tree import Tree
+from llamaslot.kvcache.radix_tree import RadixTree
 from tests.engine.harness import GREEDY, Harness, alone, running
 
 
@@ -68,8 +66,8 @@ async def test_cache_prompt_off_neither_reads_nor_feeds() -> None:
         await engine.submit("3", "one more private", cache_prompt=False, add_special=False)
         after = finished(await engine.submit("4", "one more private", add_special=False))
         assert after.progress.n_cached == 0
-        tree = engine.engine.scheduler.ledger.tree
-        assert {node.space for node in tree.nodes()} == {salt_namespace("")}
+        tree = engine.engine.scheduler.cache._tree
+        assert {node.namespace for node in tree.nodes()} == {salt_namespace("")}
 
 
 async def test_an_empty_slot_is_taken_before_a_slot_is_cut_in_half() -> None:
@@ -354,29 +352,22 @@ async def test_choices_of_a_prompt_that_is_refused_all_fail() -> None:
         assert {refusal.error.type for refusal in refusals} == {"exceed_context_size_error"}
 
 
-async def test_when_the_ledger_breaks_every_request_still_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_tree: Tree, _seq: int) -> None:
+async def test_when_the_cache_breaks_every_request_still_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_tree: RadixTree, _seq: int) -> None:
         raise AssertionError("a bug")
 
     async with running(FakeBackend(n_slots=2)) as engine:
         running_on = engine.submit("running", "x", max_tokens=-1, sampling=Sampling(ignore_eos=True))
         await engine.wait_for("running", Output)
-        monkeypatch.setattr(Tree, "pin", broken)
+        monkeypatch.setattr(RadixTree, "pin", broken)
         ends = [running_on, *(engine.submit(str(i), "y") for i in range(3))]
         assert {failed(end).error.type for end in await asyncio.gather(*ends)} == {"server_error"}
         assert all(sampler.closed for sampler in engine.backend.samplers)
 
 
-def test_without_flash_attention_nothing_is_moved() -> None:
-    backend = FakeBackend()
-    assert Engine(backend, lambda _: None).scheduler.settings.may_move
-    backend.info = msgspec.structs.replace(backend.info, flash_attn=False)
-    assert not Engine(backend, lambda _: None).scheduler.settings.may_move
-
-
 async def test_what_is_idle_is_stored_once_nothing_is_asked_for() -> None:
     backend = FakeBackend(n_slots=2, n_reserved=2)
-    async with running(backend, ram_bytes=10**6, idle_life=1) as engine:
+    async with running(backend, ram_bytes=10**6, offload_after=1) as engine:
         await engine.submit("a", "a prompt that is worth keeping", max_tokens=3)
         assert not backend.segments
         async with asyncio.timeout(30):

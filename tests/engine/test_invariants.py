@@ -22,7 +22,7 @@ from llamaslot.base.commands import (
 )
 from llamaslot.base.events import Event, Finished, Reply, Stopped
 from llamaslot.base.stats import CacheState
-from llamaslot.engine.engine import Engine
+from tests.engine.harness import new_engine
 
 
 class Watched(FakeBackend):
@@ -44,7 +44,7 @@ class Run:
 
     def __init__(self, backend: FakeBackend, *, debug_invariants: bool = True) -> None:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.engine = Engine(backend, self._receive, debug_invariants=debug_invariants)
+        self.engine = new_engine(backend, self._receive, debug_invariants=debug_invariants)
         self.task = asyncio.create_task(self.engine.run())
 
     def _receive(self, events: list[Event]) -> None:

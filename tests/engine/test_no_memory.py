@@ -16,7 +16,7 @@ from llamaslot.base.commands import SlotActionDone
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import Discard, NotSavedError, Operation, Remove, Save
-from llamaslot.kvcache import tiers
+from llamaslot.kvcache.offload import segment_tiers
 from llamaslot.scheduler.step import StepPlan, apply
 from tests.conftest import LONG
 from tests.engine.harness import alone, running
@@ -38,12 +38,12 @@ class Short(FakeBackend):
 
 
 async def test_what_could_not_be_stored_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(segment_tiers, "RETRY_DELAY_S", 0.0)
     backend = Short(n_slots=2, n_ctx=768, n_reserved=2)
     store = DiskStore(tmp_path)
     store.open(b"k" * 32, 10**7)
     async with running(backend, debug_invariants=True, disk=store, ram_bytes=10**6) as engine:
-        stored = engine.engine.scheduler.tiers
+        stored = engine.engine.scheduler.cache._tiers
         assert stored is not None
         computed = []
         for turn in range(3):
@@ -74,7 +74,7 @@ def test_what_the_same_plan_discards_is_not_missed() -> None:
 async def test_bursts_are_answered_right_where_ids_are_short_and_memory_is_at_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tiers, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(segment_tiers, "RETRY_DELAY_S", 0.0)
     for seed in range(100 if LONG else 10):
         chance = random.Random(seed)
         backend = Short(n_slots=chance.choice([2, 3, 4]), n_ctx=512, n_reserved=chance.choice([0, 1, 2]))
@@ -106,8 +106,7 @@ async def test_a_slot_of_which_a_part_cannot_be_saved_is_not_saved(tmp_path: Pat
             assert isinstance(failed, ErrorInfo)
             assert "memory" in failed.message
         await engine.complete("Something else.", slot=1)
-        cells = engine.engine.scheduler.ledger.cells
-        assert all(number >= 0 for number in cells.segments)
+        assert all(number >= 0 for number in engine.backend.segments)
 
 
 async def test_a_slot_that_cannot_be_saved_says_so_and_can_be_later(tmp_path: Path) -> None:

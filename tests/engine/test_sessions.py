@@ -93,10 +93,10 @@ async def test_a_model_whose_kv_cannot_be_trimmed_reports_unsupported() -> None:
 async def test_dropping_a_session_drops_what_only_it_uses(engine: Harness) -> None:
     await ask(engine, SYSTEM + "One, and more of it.", session_id="one")
     await ask(engine, SYSTEM + "Two.", session_id="two")
-    before = engine.engine.scheduler.ledger.tree.n_tokens
+    before = engine.engine.scheduler.cache._tree.n_tokens
     answer = await drop(engine, "one")
     assert answer.is_known
-    assert answer.n_tokens == before - engine.engine.scheduler.ledger.tree.n_tokens
+    assert answer.n_tokens == before - engine.engine.scheduler.cache._tree.n_tokens
     assert len("One, and more of it.") <= answer.n_tokens < len(SYSTEM)
     again = await ask(engine, SYSTEM + "One, and more of it.", session_id="one")
     assert again.session_match == "new"
@@ -106,7 +106,7 @@ async def test_dropping_a_session_drops_what_only_it_uses(engine: Harness) -> No
 
 async def test_dropping_a_session_drops_tokens_that_were_not_sent(engine: Harness) -> None:
     await ask(engine, SYSTEM + "Two.", session_id="two")
-    n_before = engine.engine.scheduler.ledger.tree.n_tokens
+    n_before = engine.engine.scheduler.cache._tree.n_tokens
     await ask(engine, SYSTEM + "One.", session_id="one", max_tokens=40, sampling=ENDLESS)
     word = last_text(engine)[10:20]
     await drop(engine, "one")
@@ -116,18 +116,18 @@ async def test_dropping_a_session_drops_tokens_that_were_not_sent(engine: Harnes
     assert isinstance(end, Finished)
     assert end.reason == "word"
     assert (await drop(engine, "one")).n_tokens > 0
-    assert engine.engine.scheduler.ledger.tree.n_tokens == n_before
+    assert engine.engine.scheduler.cache._tree.n_tokens == n_before
 
 
 async def test_dropping_a_session_drops_its_earlier_replies(engine: Harness) -> None:
     """A regenerated reply and an edited one branch off the session's last sequence."""
-    empty = engine.engine.scheduler.ledger.tree.n_tokens
+    empty = engine.engine.scheduler.cache._tree.n_tokens
     await ask(engine, SYSTEM, session_id="one", sampling=ENDLESS, max_tokens=20)
     reply = last_text(engine)
     await ask(engine, SYSTEM + reply[:5] + "another end</s>", session_id="one", max_tokens=9, sampling=ENDLESS)
     await ask(engine, SYSTEM + "Something else", session_id="one", max_tokens=9, sampling=ENDLESS)
     answer = await drop(engine, "one")
-    assert engine.engine.scheduler.ledger.tree.n_tokens == empty
+    assert engine.engine.scheduler.cache._tree.n_tokens == empty
     assert answer.n_tokens > len(SYSTEM)
 
 
@@ -231,8 +231,8 @@ async def test_one_conversation_is_evicted_completely_before_another() -> None:
 
 def n_cached(engine: Harness, texts: dict[str, str]) -> dict[str, int]:
     """How many tokens of each text are cached."""
-    ledger = engine.engine.scheduler.ledger
-    return {name: ledger.known("", packed(engine, text)) for name, text in texts.items()}
+    cache = engine.engine.scheduler.cache
+    return {name: cache.match("", packed(engine, text)).n_cached for name, text in texts.items()}
 
 
 def packed(engine: Harness, text: str) -> bytes:

@@ -77,7 +77,7 @@ class Counted:
 
 
 IN_THE_POOL: dict[str, int] = {}
-IN_RAM = {"ram_bytes": 2**30, "idle_life": 1}
+IN_RAM = {"ram_bytes": 2**30, "offload_after": 1}
 
 
 @asynccontextmanager
@@ -194,7 +194,7 @@ async def test_fifty_conversations_on_one_prefix_are_stored_once(
         for _ in range(50):
             await asking.ask_all([system + words(40)])
         await asking.ask_all([words(100)])
-        segments = asking.engine.engine.scheduler.ledger.tiers
+        segments = asking.engine.engine.scheduler.cache._tiers
         each = asking.engine.backend.info.segment_size.per_token
         print(f"{segments.ram.n_bytes:,} bytes for {each * segments.ram.n_tokens:,} of distinct tokens")
         assert segments.ram.n_tokens >= 1750 + 50 * 40

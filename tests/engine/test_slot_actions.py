@@ -16,7 +16,6 @@ from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.commands import ClearCache, Sampling, SlotAction, SlotActionDone
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Event, Finished, Output, Progress, Reply
-from llamaslot.kvcache.shared import SharedLedger
 from tests.engine.harness import Harness, alone, running
 
 KEY = b"k" * 32
@@ -54,7 +53,7 @@ async def served(folder: Path, backend: FakeBackend | None = None, **settings: A
     backend = backend or FakeBackend(n_slots=2, n_ctx=4096, n_reserved=4)
     size = backend.info.segment_size
     assert size is not None
-    async with running(backend, kind=Files, slot_store=SlotFiles(folder, lambda: KEY, size), **settings) as harness:
+    async with running(backend, kind=Files, snapshots=SlotFiles(folder, lambda: KEY, size), **settings) as harness:
         assert isinstance(harness, Files)
         yield harness
 
@@ -85,7 +84,7 @@ async def test_a_slot_that_runs_is_waited_for(tmp_path: Path) -> None:
         assert not any(reply.done() for reply in replies)
         await end
         assert [(await reply).body.n_tokens for reply in replies] == [len("<" + LONG) + 29] * 2
-        assert engine.engine.scheduler.ledger.length(0) == 0
+        assert engine.engine.scheduler.cache.length(0) == 0
 
 
 async def test_a_restored_slot_shares_the_cells_of_what_is_there(tmp_path: Path) -> None:
@@ -93,11 +92,11 @@ async def test_a_restored_slot_shares_the_cells_of_what_is_there(tmp_path: Path)
         await engine.complete(LONG)
         saved = await engine.act(0, "save")
         assert isinstance(saved, SlotActionDone)
-        ledger = engine.engine.scheduler.ledger
-        n_used = ledger.n_used
+        cache = engine.engine.scheduler.cache
+        n_used = cache.cells.used
         await engine.act(1, "restore")
         await engine.wait_a_turn()
-        assert (ledger.n_used, ledger.length(1)) == (n_used, saved.n_tokens)
+        assert (cache.cells.used, cache.length(1)) == (n_used, saved.n_tokens)
 
 
 async def test_what_the_slot_held_before_is_not_lost(tmp_path: Path) -> None:
@@ -225,9 +224,7 @@ async def test_a_slot_is_restored_beside_what_two_others_have_just_computed_side
             engine.submit(tail, "x" * 40 + tail * 20, id_slot=slot, max_tokens=0)
         await busy
         assert isinstance((await reply).body, SlotActionDone)
-        ledger = engine.engine.scheduler.ledger
-        assert isinstance(ledger, SharedLedger)
-        assert ledger.cells.n_used == ledger.n_used
+        assert engine.backend.cells_used == engine.engine.scheduler.cache.cells.used
 
 
 async def test_a_short_slot_is_still_there_once_it_is_restored(tmp_path: Path) -> None:
@@ -240,9 +237,10 @@ async def test_a_short_slot_is_still_there_once_it_is_restored(tmp_path: Path) -
         for i in range(6):
             await engine.complete(f"{i} {LONG}", slot=i % 2)
         await engine.act(1, "restore")
-        ledger = engine.engine.scheduler.ledger
-        assert ledger.length(1) == saved.n_tokens
-        assert not all(map(ledger.holds, ledger._reserved)), "no id is free to move a path by"
+        cache = engine.engine.scheduler.cache
+        assert cache.length(1) == saved.n_tokens
+        sequences = cache._sequences
+        assert not all(map(sequences.in_use, sequences.spare)), "no spare id is free"
 
 
 async def test_only_so_many_actions_may_wait(tmp_path: Path) -> None:
@@ -258,4 +256,4 @@ async def test_only_so_many_actions_may_wait(tmp_path: Path) -> None:
         erased = [(await reply).body.n_tokens for reply in replies]
         assert erased[0] > len(LONG)
         assert erased[1:] == [0] * 7
-        assert engine.engine.scheduler.ledger.length(0) == 0
+        assert engine.engine.scheduler.cache.length(0) == 0

@@ -97,7 +97,7 @@ async def test_anchors_survive_a_restart_until_they_are_cleared(tmp_path: Path) 
         await engine.submit("2", second, max_tokens=8)
         third = f"{second}{engine.text('2')}</s>then"
     n_known = len("<hello") + 8 + len("xand") + 8
-    async with served(tmp_path, anchors=False) as engine:
+    async with served(tmp_path, text_anchors=False) as engine:
         assert await n_anchored(engine, third) == 0
     async with served(tmp_path) as engine:
         assert await n_anchored(engine, third) == n_known

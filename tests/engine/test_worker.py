@@ -12,9 +12,8 @@ from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Decoded, Run, Sampler
 from llamaslot.base.commands import Cancel, InspectEngine, Query, Sampling, Submit, TextPart
 from llamaslot.base.events import TERMINAL, Cancelled, Event, Failed, Finished, Output, Reply, Stopped
-from llamaslot.engine.engine import Engine
 from llamaslot.scheduler.step import StepPlan
-from tests.engine.harness import GREEDY, alone
+from tests.engine.harness import GREEDY, alone, new_engine
 
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
 
@@ -45,7 +44,7 @@ class Threaded:
     """An engine with a real worker thread; `ends` and `texts` by request, and the number of plans."""
 
     def __init__(self, backend: FakeBackend) -> None:
-        self.engine = Engine(backend, self._receive)
+        self.engine = new_engine(backend, self._receive)
         self.ends: dict[str, asyncio.Future[object]] = {}
         self.texts: dict[str, str] = {}
         self.first = asyncio.Event()

@@ -102,7 +102,12 @@ LAYOUTS = (
 )
 
 
-STORING = ({}, {"ram_bytes": 10**6, "idle_life": 1}, {"ram_bytes": 10**6}, {"ram_bytes": 700, "idle_life": 1})
+STORING = (
+    {},
+    {"ram_bytes": 10**6, "offload_after": 1},
+    {"ram_bytes": 10**6},
+    {"ram_bytes": 700, "offload_after": 1},
+)
 
 
 @given(st.lists(jobs, min_size=1, max_size=10), failures, st.sampled_from(LAYOUTS), st.sampled_from(STORING))

@@ -16,6 +16,9 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from llamaslot.kvcache.disk import Job, Read, Write
+from llamaslot.kvcache.shared import SharedLedger
+from llamaslot.kvcache.tiers import Tiers
 
 from llamaslot.backend.fake import EOS, FakeBackend, FakeSampler
 from llamaslot.base.backend import Backend, Run, Sampler, Status
@@ -25,14 +28,11 @@ from llamaslot.base.model import SegmentSize, StepCost
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache import pace, repacking
-from llamaslot.kvcache.disk import Job, Read, Write
-from llamaslot.kvcache.shared import SharedLedger
-from llamaslot.kvcache.tiers import Tiers
 from llamaslot.scheduler import admission, padding, planner
 from llamaslot.scheduler.admission import PATIENCE
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.scheduler import Broke, Sampled, Scheduler
-from llamaslot.scheduler.settings import SchedulerSettings
+from llamaslot.scheduler.scheduler_settings import SchedulerSettings
 from llamaslot.scheduler.step import StepPlan, StepResult, apply, following
 from tests.conftest import LONG
 from tests.fake_disk import Files
@@ -41,7 +41,7 @@ from tests.recorder import Failure, Recorder
 LETTERS = 97, 98
 MIN_SHARED = 4
 
-ALWAYS_PADDED = StepCost(step_us=1.0, token_us=0.0, token_cell_us=0.0, tile_us=0.0, tile_cell_us=0.0)
+ALWAYS_PADDED = StepCost(step_us=1.0, token_us=0.0, token_cell_us=0.0, block_us=0.0, block_cell_us=0.0)
 
 COUNTS: Counter[str] = Counter()
 """What the runs went through, to see that nothing here is vacuous."""
@@ -180,8 +180,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.patches = [
             mock.patch.object(admission, "_LEAST_EXPECTED", n_expected),
             mock.patch.object(pace, "OPEN_SECONDS", 0.005),
-            mock.patch.object(padding, "TILE", (tile or 64) * self.stretch),
-            mock.patch.object(planner, "TILE", (tile or 64) * self.stretch),
+            mock.patch.object(padding, "QUERY_BLOCK", (tile or 64) * self.stretch),
+            mock.patch.object(planner, "QUERY_BLOCK", (tile or 64) * self.stretch),
             mock.patch.object(repacking, "_PADDING", self.padding),
             mock.patch.object(repacking, "_BLOCK", self.padding),
             mock.patch.object(repacking, "_SCATTER", 1),

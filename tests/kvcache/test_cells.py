@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from llamaslot.kvcache.cells import CellMap
 
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Run, Status
@@ -23,7 +24,6 @@ from llamaslot.base.kv_ops import (
     Save,
     Share,
 )
-from llamaslot.kvcache.cells import CellMap
 from tests.conftest import LONG
 
 N_SEQS = 4

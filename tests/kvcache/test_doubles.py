@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from llamaslot.base.kv_ops import Share
 from llamaslot.kvcache.doubles import Doubles
 from llamaslot.kvcache.tree import Tree
+
+from llamaslot.base.kv_ops import Share
 
 PATH = bytes(4 * 10)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from llamaslot.base.kv_ops import Move
 from llamaslot.kvcache.ledger import Ledger
 from llamaslot.kvcache.repacking import Repacker
+
+from llamaslot.base.kv_ops import Move
 from llamaslot.scheduler.request import RequestState
 from llamaslot.scheduler.step import StepPlan
 from tests.scheduler.test_scheduler import Driver, generated

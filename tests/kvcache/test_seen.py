@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from llamaslot.kvcache.seen import BLOCK, Seen
 
 from llamaslot.base.tokens import packed
-from llamaslot.kvcache.seen import BLOCK, Seen
 
 
 def run(*lengths: tuple[int, int]) -> bytes:

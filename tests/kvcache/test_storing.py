@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+from llamaslot.kvcache.ledger import Fetched
+from llamaslot.kvcache.shared import SharedLedger
+from llamaslot.kvcache.tiers import Tiers
 
 from llamaslot.base.kv_ops import Load, Save
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import packed
-from llamaslot.kvcache.ledger import Fetched
-from llamaslot.kvcache.shared import SharedLedger
-from llamaslot.kvcache.tiers import Tiers
 from llamaslot.scheduler.step import StepPlan
 from tests.scheduler.test_scheduler import Driver, generated
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
-from llamaslot.base.model import SegmentSize
-from llamaslot.base.namespaces import private_namespace
-from llamaslot.base.tokens import packed
 from llamaslot.kvcache.disk import Erase, Read, Use, Write
 from llamaslot.kvcache.pace import OPEN_SECONDS, PAUSE_SECONDS, SILENT_SECONDS
 from llamaslot.kvcache.segments import Segment
 from llamaslot.kvcache.tiers import Tiers
+
+from llamaslot.base.model import SegmentSize
+from llamaslot.base.namespaces import private_namespace
+from llamaslot.base.tokens import packed
 from tests.conftest import LONG
 from tests.fake_disk import Files
 

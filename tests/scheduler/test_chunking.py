@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-
-from llamaslot.base.model import TILE
 from llamaslot.scheduler.chunking import ChunkSizer
+
+from llamaslot.base.model import QUERY_BLOCK
 
 
 def taught(*, decode_ms: float, token_ms: float, gap_ms: float = 100.0, n_ubatch: int = 512) -> ChunkSizer:
@@ -24,14 +24,14 @@ def test_alone_a_prompt_takes_the_whole_micro_batch() -> None:
 @pytest.mark.parametrize(("decode_ms", "token_ms"), [(1, 0.2), (10, 0.5), (30, 2.0), (45, 1.0), (20, 4.0)])
 def test_beside_streams_the_step_ends_about_when_the_gap_does(decode_ms: float, token_ms: float) -> None:
     chunk = taught(decode_ms=decode_ms, token_ms=token_ms).limit(4)
-    half = TILE / 2 * token_ms
-    assert 100 - half <= decode_ms + chunk * token_ms <= 100 + half or chunk in (TILE - 4, 508)
+    half = QUERY_BLOCK / 2 * token_ms
+    assert 100 - half <= decode_ms + chunk * token_ms <= 100 + half or chunk in (QUERY_BLOCK - 4, 508)
     assert decode_ms + chunk * token_ms <= 150
 
 
 def test_chunks_fill_whole_tiles_together_with_the_streams() -> None:
     for n_decoding in (*range(1, 9), 64, 65, 130):
-        assert (taught(decode_ms=10, token_ms=0.5).limit(n_decoding) + n_decoding) % TILE == 0
+        assert (taught(decode_ms=10, token_ms=0.5).limit(n_decoding) + n_decoding) % QUERY_BLOCK == 0
 
 
 def test_what_a_step_takes_at_all_is_told_from_what_its_tokens_take() -> None:
@@ -41,7 +41,7 @@ def test_what_a_step_takes_at_all_is_told_from_what_its_tokens_take() -> None:
         sizer.observe(0, 4, 0.01)
         for n in (64, 380):
             sizer.observe(n, 4, (10 + 40 + 0.2 * n) / 1e3)
-    assert sizer.limit(4) == 4 * TILE - 4
+    assert sizer.limit(4) == 4 * QUERY_BLOCK - 4
 
 
 def test_dear_small_steps_do_not_make_the_next_ones_smaller_still() -> None:
@@ -49,7 +49,7 @@ def test_dear_small_steps_do_not_make_the_next_ones_smaller_still() -> None:
     sizer = taught(decode_ms=40, token_ms=0.6)
     for n in (40, 30, 17, 16, 16, 16, 16, 16):
         sizer.observe(n, 4, (40 + 3 * n) / 1e3)
-    assert sizer.limit(4) == 2 * TILE - 4
+    assert sizer.limit(4) == 2 * QUERY_BLOCK - 4
 
 
 def test_a_slow_spell_does_not_keep_large_chunks_away_for_good() -> None:
@@ -60,15 +60,15 @@ def test_a_slow_spell_does_not_keep_large_chunks_away_for_good() -> None:
 
     def step(slower: float) -> int:
         n = sizer.limit(4)
-        added = (0.6 * slower if n + 4 >= TILE else 2.0) * n
+        added = (0.6 * slower if n + 4 >= QUERY_BLOCK else 2.0) * n
         sizer.observe(n, 4, (40 + added) / 1e3)
         return n
 
     for _ in range(30):
         step(6.0)
-    assert step(1.0) < TILE - 4
-    assert max(step(1.0) for _ in range(300)) >= TILE - 4
-    assert step(1.0) == 2 * TILE - 4
+    assert step(1.0) < QUERY_BLOCK - 4
+    assert max(step(1.0) for _ in range(300)) >= QUERY_BLOCK - 4
+    assert step(1.0) == 2 * QUERY_BLOCK - 4
 
 
 def test_steps_with_hardly_a_prompt_token_teach_nothing() -> None:
@@ -99,7 +99,7 @@ def test_a_faster_machine_takes_larger_chunks() -> None:
 
 
 def test_a_slow_decode_may_be_doubled_by_prefill() -> None:
-    assert taught(decode_ms=200, token_ms=2).limit(4) == 2 * TILE - 4
+    assert taught(decode_ms=200, token_ms=2).limit(4) == 2 * QUERY_BLOCK - 4
 
 
 def test_before_anything_was_seen_chunks_are_small() -> None:

@@ -8,14 +8,14 @@ import pytest
 
 from llamaslot.base.backend import Decoded, Status
 from llamaslot.base.kv_ops import Remove
-from llamaslot.base.model import TILE, StepCost
+from llamaslot.base.model import QUERY_BLOCK, StepCost
 from llamaslot.scheduler.padding import Padding
 from llamaslot.scheduler.request import RequestState
 from llamaslot.scheduler.scheduler import Scheduler
 from llamaslot.scheduler.step import apply
 from tests.scheduler.test_scheduler import Driver
 
-COST = StepCost(step_us=600.0, token_us=730.0, token_cell_us=4.0, tile_us=18_000.0, tile_cell_us=16.0)
+COST = StepCost(step_us=600.0, token_us=730.0, token_cell_us=4.0, block_us=18_000.0, block_cell_us=16.0)
 """About what a model of 60M parameters takes on two cores: at 4,096 cells 16 tokens take 275 ms, 64 take 84."""
 SCRATCH = 9
 
@@ -24,11 +24,11 @@ def padding(cost: StepCost | None = COST, n_ubatch: int = 512, scratch: int | No
     return Padding(cost, scratch, n_ubatch)
 
 
-ALWAYS = StepCost(step_us=1e6, token_us=0.0, token_cell_us=0.0, tile_us=0.0, tile_cell_us=0.0)
+ALWAYS = StepCost(step_us=1e6, token_us=0.0, token_cell_us=0.0, block_us=0.0, block_cell_us=0.0)
 
 
 def padded_driver(cost: StepCost = ALWAYS, **shape: float) -> Driver:
-    """Every step of fewer than `TILE` tokens is padded."""
+    """Every step of fewer than `QUERY_BLOCK` tokens is padded."""
     driver = Driver(**{"n_slots": 2, "n_ctx": 512, "n_ubatch": 128, "n_reserved": 2} | shape)
     driver.scheduler = Scheduler(replace(driver.scheduler.settings, step_cost=cost))
     return driver
@@ -37,7 +37,7 @@ def padded_driver(cost: StepCost = ALWAYS, **shape: float) -> Driver:
 def test_a_few_tokens_behind_a_long_prefix_are_filled_up_to_a_tile() -> None:
     assert padding().gain_ms([(4096, 16)], n_used=4096) == pytest.approx(275 - 84, abs=3)
     added = padding().run(16)
-    assert (added.seq, added.start, len(added.tokens), added.output) == (SCRATCH, 0, TILE - 16, False)
+    assert (added.seq, added.start, len(added.tokens), added.output) == (SCRATCH, 0, QUERY_BLOCK - 16, False)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_a_few_tokens_behind_a_long_prefix_are_filled_up_to_a_tile() -> None:
         ([(64, 16)], 64),
         ([(4096, 1)], 4096),
         ([(1024, 1)] * 8, 8 * 1024),
-        ([(4096, TILE)], 4096),
-        ([(4096, 16), (0, TILE)], 4096),
+        ([(4096, QUERY_BLOCK)], 4096),
+        ([(4096, 16), (0, QUERY_BLOCK)], 4096),
         ([], 0),
     ],
     ids=["fresh", "short prefix", "one token", "nothing in common", "a tile", "more than a tile", "nothing"],
@@ -59,8 +59,8 @@ def test_other_steps_are_not(spans: list[tuple[int, int]], n_used: int) -> None:
 
 def test_what_a_step_takes_at_all_is_no_reason_to_pad() -> None:
     """Where 8 tokens take as long as 64, as on a GPU, more of them would gain nothing."""
-    flat = StepCost(step_us=20_000.0, token_us=0.0, token_cell_us=0.0, tile_us=20_000.0, tile_cell_us=0.0)
-    assert all(padding(flat).gain_ms([(1024, n)], n_used=1024) == 0 for n in range(1, TILE))
+    flat = StepCost(step_us=20_000.0, token_us=0.0, token_cell_us=0.0, block_us=20_000.0, block_cell_us=0.0)
+    assert all(padding(flat).gain_ms([(1024, n)], n_used=1024) == 0 for n in range(1, QUERY_BLOCK))
 
 
 def test_streams_on_one_prefix_are_padded_as_one_tile_sees_it() -> None:
@@ -73,7 +73,7 @@ def test_idle_cells_that_no_token_attends_to_change_nothing() -> None:
     assert padding().gain_ms([(4096, 16)], n_used=50_000) == padding().gain_ms([(4096, 16)], n_used=4096)
 
 
-@pytest.mark.parametrize("given", [{"cost": None}, {"n_ubatch": TILE - 1}, {"scratch": None}])
+@pytest.mark.parametrize("given", [{"cost": None}, {"n_ubatch": QUERY_BLOCK - 1}, {"scratch": None}])
 def test_without_a_cost_a_scratch_sequence_or_room_for_a_tile_nothing_is_padded(given: dict[str, None]) -> None:
     assert padding(**given).gain_ms([(4096, 32)], n_used=4096) == 0
 
@@ -85,7 +85,10 @@ def test_what_would_be_padded_takes_tokens_of_prompts_that_were_cut() -> None:
     driver.submit("p" * 300)
     driver.scheduler.chunks.limit = lambda _n_decoding: 16  # type: ignore[method-assign]
     plan = driver.step()
-    assert {work.request.id: len(work.run.tokens) for work in plan.work} == {stream.id: 1, "request 2": TILE - 1}
+    assert {work.request.id: len(work.run.tokens) for work in plan.work} == {
+        stream.id: 1,
+        "request 2": QUERY_BLOCK - 1,
+    }
     assert plan.padding is None
 
 
@@ -141,7 +144,7 @@ def test_idle_cells_make_room_for_padding_but_running_ones_never_do() -> None:
     driver.finish(driver.submit("o" * 60))
     request = driver.submit("x" * 40, max_tokens=80)
     assert driver.step().padding is not None
-    assert driver.scheduler.ledger.n_idle == 120 - TILE
+    assert driver.scheduler.ledger.n_idle == 120 - QUERY_BLOCK
     driver.finish(request)
     assert request.state is RequestState.DONE
     assert any(each.work and each.padding is None for each in driver.plans), "a full pool leaves no room"
@@ -149,7 +152,7 @@ def test_idle_cells_make_room_for_padding_but_running_ones_never_do() -> None:
 
 
 def test_idle_cells_are_not_given_up_for_a_small_gain() -> None:
-    cost = StepCost(step_us=1500.0, token_us=0.0, token_cell_us=0.0, tile_us=1000.0, tile_cell_us=0.0)
+    cost = StepCost(step_us=1500.0, token_us=0.0, token_cell_us=0.0, block_us=1000.0, block_cell_us=0.0)
     driver = padded_driver(n_ctx=120, n_slots=2, cost=cost)
     driver.finish(driver.submit("o" * 60))
     driver.submit("x" * 40)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from llamaslot.kvcache.separate import SeparateLedger
 
 from llamaslot.base.commands import Sampling, Submit
 from llamaslot.base.stats import CacheState, CacheStats
-from llamaslot.kvcache.separate import SeparateLedger
 from llamaslot.scheduler import report
 from llamaslot.scheduler.request import Request
 from tests.scheduler.test_scheduler import PROMPT_TOKEN_SECONDS, Driver, as_tokens, tokenized

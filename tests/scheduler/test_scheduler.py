@@ -13,7 +13,7 @@ from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.commands import Sampling, Submit
 from llamaslot.base.kv_ops import Remove
-from llamaslot.base.model import TILE
+from llamaslot.base.model import QUERY_BLOCK
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import Tokens, packed
@@ -21,7 +21,7 @@ from llamaslot.scheduler import admission
 from llamaslot.scheduler.admission import PATIENCE
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.scheduler import Broke, Sampled, Scheduler
-from llamaslot.scheduler.settings import SchedulerSettings
+from llamaslot.scheduler.scheduler_settings import SchedulerSettings
 from llamaslot.scheduler.step import StepPlan, apply
 from tests.conftest import LONG
 from tests.pool import check_pool
@@ -350,8 +350,8 @@ def test_chunks_grow_to_what_steps_were_seen_to_cost() -> None:
     driver.step()
     driver.step()
     allowed = round((0.125 - DECODE_SECONDS) / PROMPT_TOKEN_SECONDS)
-    whole_tiles = 2 * TILE - 1
-    assert abs(allowed - whole_tiles) < TILE / 2
+    whole_tiles = 2 * QUERY_BLOCK - 1
+    assert abs(allowed - whole_tiles) < QUERY_BLOCK / 2
     driver.submit("n" * 500)
     assert prefill(driver.step()) == whole_tiles
     assert stream.state is RequestState.RUNNING

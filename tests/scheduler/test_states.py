@@ -1,4 +1,4 @@
-"""Every pair of state and event does what the tables say, and an illegal event changes nothing."""
+"""A request goes through its states by the table alone; an illegal event raises and changes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from llamaslot.base.commands import Submit
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import packed
 from llamaslot.scheduler.request import REQUEST_TABLE, IllegalEventError, Request, RequestEvent, RequestState
-from llamaslot.scheduler.slots import SLOT_TABLE, Slot, SlotEvent, SlotState
 
 PROMPT = TokenizedPrompt(packed(np.arange(5, dtype=np.int32)))
 
@@ -21,49 +20,23 @@ def make_request(request_id: str = "r", *, cache_prompt: bool = True) -> Request
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(RequestState, RequestEvent)))
-def test_request_follows_its_table(state: RequestState, event: RequestEvent) -> None:
+def test_a_request_follows_its_table(state: RequestState, event: RequestEvent) -> None:
     request = make_request()
     request.state = state
-    following = REQUEST_TABLE.get((state, event))
-    if following is None:
+    after = REQUEST_TABLE.get((state, event))
+    before = request.progress(2.0)
+    if after is None:
         with pytest.raises(IllegalEventError):
             request.handle(event, 1.0)
         assert request.state is state
+        assert request.progress(2.0) == before
     else:
         request.handle(event, 1.0)
-        assert request.state is following
+        assert request.state is after
 
 
 def test_a_request_that_is_done_never_moves_again() -> None:
     assert not [pair for pair in REQUEST_TABLE if pair[0] is RequestState.DONE]
-
-
-def make_slot(state: SlotState) -> Slot:
-    slot = Slot(0)
-    if state is SlotState.RUNNING:
-        slot.claim(make_request())
-    assert slot.state is state
-    return slot
-
-
-EVENTS = {
-    SlotEvent.CLAIM: lambda slot: slot.claim(make_request("other")),
-    SlotEvent.RELEASE: lambda slot: slot.release(),
-}
-
-
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(SlotState, SlotEvent)))
-def test_slot_follows_its_table(state: SlotState, event: SlotEvent) -> None:
-    slot = make_slot(state)
-    before = slot.request
-    following = SLOT_TABLE.get((state, event))
-    if following is None:
-        with pytest.raises(IllegalEventError):
-            EVENTS[event](slot)
-        assert slot.request is before
-    else:
-        EVENTS[event](slot)
-        assert slot.state is following
 
 
 def test_ending_a_request_frees_its_sampler_once() -> None:
@@ -84,20 +57,20 @@ def test_ending_a_request_frees_its_sampler_once() -> None:
 
 
 def test_a_private_request_shares_with_its_group_only() -> None:
-    spaces = {
-        (cache_prompt, reuse, salt, group): Request(
+    namespaces = {
+        (cache_prompt, can_trim, salt, group): Request(
             Submit("r", (), cache_prompt=cache_prompt, cache_salt=salt, group=group),
             PROMPT,
             arrival=1,
             now=0.0,
-            reuse=reuse,
-        ).space
-        for cache_prompt, reuse, salt, group in itertools.product(
+            can_trim=can_trim,
+        ).namespace
+        for cache_prompt, can_trim, salt, group in itertools.product(
             (True, False), (True, False), ("", "s"), ("", "g")
         )
     }
-    shared = {key: space for key, space in spaces.items() if key[0] and key[1]}
+    shared = {key: name for key, name in namespaces.items() if key[0] and key[1]}
     assert shared[True, True, "", ""] == shared[True, True, "", "g"] != shared[True, True, "s", ""]
-    private = {key: space for key, space in spaces.items() if key not in shared}
+    private = {key: name for key, name in namespaces.items() if key not in shared}
     assert not set(private.values()) & set(shared.values())
     assert len(set(private.values())) == 2

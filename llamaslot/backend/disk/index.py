@@ -1,7 +1,7 @@
 """The index of a disk tier: which segments there are, on which paths, in which order they were used.
 
 An SQLite file in WAL mode, so that it is whole whenever the process ends. Each row has its own tokens alone: those
-in front of it are with the row that it names as its front, which is there as long as it is.
+before it are with the row that it names as its parent, which is there as long as it is.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from llamaslot.backend.disk.texts import ANCHORS_SCHEMA, SESSIONS_SCHEMA, Texts
-from llamaslot.kvcache.disk import Record
+from llamaslot.kvcache.offload.disk_io import SegmentMeta
 
-_SCHEMA_VERSION = 3
+_SCHEMA_VERSION = 4
 _MOST = 2**62
 _SCHEMA = """
     CREATE TABLE segments (
         number INTEGER PRIMARY KEY,
         key BLOB NOT NULL,
-        front INTEGER,
-        space TEXT NOT NULL,
+        parent INTEGER,
+        namespace TEXT NOT NULL,
         start INTEGER NOT NULL,
         tokens BLOB NOT NULL,
         n_bytes INTEGER NOT NULL,
         path BLOB NOT NULL,
-        cell_order BLOB NOT NULL,
         checksum BLOB NOT NULL,
         used INTEGER NOT NULL
     );
@@ -39,19 +38,13 @@ _SCHEMA = """
         digest BLOB NOT NULL
     );
 """
-_CHANGES = {
-    0: _SCHEMA + ANCHORS_SCHEMA + SESSIONS_SCHEMA,
-    1: ANCHORS_SCHEMA + SESSIONS_SCHEMA,
-    2: SESSIONS_SCHEMA,
-}
-"""What to do to an index of an earlier version; 0 is an empty file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A segment's record, and what its file must have."""
+    """Metadata of a segment, and what its file must match."""
 
-    record: Record
+    meta: SegmentMeta
     key: bytes
     checksum: bytes
 
@@ -73,7 +66,7 @@ class Index:
 
     def rows(self) -> list[Row]:
         """All segments, the least recently used first; to be called before any is added or used."""
-        columns = "number, front, space, start, tokens, n_bytes, path, cell_order, key, checksum, used"
+        columns = "number, parent, namespace, start, tokens, n_bytes, path, key, checksum, used"
         with named_errors():
             found = list(self._database.execute(f"SELECT {columns} FROM segments ORDER BY used"))
         rows = [_row(row) for row in found]
@@ -82,13 +75,13 @@ class Index:
 
     def add(self, row: Row) -> None:
         """Note a segment, as the last used."""
-        record = row.record
+        meta = row.meta
         self._last_use += 1
         self._database.execute(
-            "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
-                *(record.number, row.key, record.front, record.space, record.start, record.tokens),
-                *(record.n_bytes, record.path_digest, record.cell_order, row.checksum, self._last_use),
+                *(meta.number, row.key, meta.parent, meta.namespace, meta.start, meta.tokens),
+                *(meta.n_bytes, meta.path_digest, row.checksum, self._last_use),
             ),
         )
 
@@ -123,9 +116,9 @@ class Index:
         execute("PRAGMA synchronous = NORMAL")
         version: int = execute("PRAGMA user_version").fetchone()[0]
         is_new = not execute("SELECT 1 FROM sqlite_master").fetchone()
-        if version in _CHANGES and is_new == (version == 0):
-            change = f"BEGIN; {_CHANGES[version]} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;"
-            self._database.executescript(change)
+        if version == 0 and is_new:
+            schema = _SCHEMA + ANCHORS_SCHEMA + SESSIONS_SCHEMA
+            self._database.executescript(f"BEGIN; {schema} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;")
         elif version != _SCHEMA_VERSION:
             raise sqlite3.DatabaseError(f"its version is {version}, not {_SCHEMA_VERSION}")
 
@@ -150,12 +143,12 @@ def named_errors() -> Iterator[None]:
 
 def _row(columns: tuple[Any, ...]) -> Row:
     """Raises `sqlite3.DatabaseError` for what cannot have been written."""
-    number, front, space, start, tokens, n_bytes, path, order, key, checksum, used = columns
-    ints = (number, start, n_bytes, used, *(() if front is None else (front,)))
+    number, parent, namespace, start, tokens, n_bytes, path, key, checksum, used = columns
+    ints = (number, start, n_bytes, used, *(() if parent is None else (parent,)))
     if not (
         all(isinstance(each, int) and 0 <= each < _MOST for each in ints)
-        and isinstance(space, str)
-        and all(isinstance(each, bytes) for each in (tokens, path, order, key, checksum))
+        and isinstance(namespace, str)
+        and all(isinstance(each, bytes) for each in (tokens, path, key, checksum))
     ):
         raise sqlite3.DatabaseError("a row has something of another type")
-    return Row(Record(number, front, space, start, tokens, n_bytes, path, order), key, checksum)
+    return Row(SegmentMeta(number, parent, namespace, start, tokens, n_bytes, path), key, checksum)

@@ -29,7 +29,7 @@ from llamaslot.backend.disk.files import BadFileError
 from llamaslot.backend.disk.index import Index, Row, named_errors
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
-from llamaslot.kvcache.disk import BadSegmentError, Record
+from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta
 from llamaslot.prompts.sessions import Session
 from llamaslot.prompts.text_anchors import TextAnchor
 
@@ -80,7 +80,7 @@ class DiskStore:
         try:
             self._index = self._opened_index()
             self._found = _ends_first(self._index_rows())
-            self.n_bytes = sum(row.record.n_bytes for row in self._found)
+            self.n_bytes = sum(row.meta.n_bytes for row in self._found)
         except BaseException:
             os.close(self._lock)
             raise
@@ -121,7 +121,7 @@ class DiskStore:
         sizes = {each.name: each.stat().st_size for each in self._segments.iterdir() if _IS_OURS(each.name)}
         lost = []
         for row in self._found:
-            number, n_bytes = row.record.number, row.record.n_bytes
+            number, n_bytes = row.meta.number, row.meta.n_bytes
             self.first_number = max(self.first_number, number + 1)
             self._others[number] = n_bytes
             if sizes.pop(_name(number), None) != files.size(n_bytes):
@@ -129,41 +129,41 @@ class DiskStore:
             elif row.key == key:
                 del self._others[number]
                 self._note(row)
-        self._found = [row for row in self._found if row.record.number in self._own]
+        self._found = [row for row in self._found if row.meta.number in self._own]
         self.erase(lost)
         for name in sizes:
             (self._segments / name).unlink()
         if lost or sizes:
             _log.info("disk.tidied", rows_without_file=len(lost), files_without_row=len(sizes))
 
-    def take_records(self) -> list[Record]:
-        """See `Disk.take_records`."""
+    def take_segments(self) -> list[SegmentMeta]:
+        """See `Disk.take_segments`."""
         found, self._found = self._found, []
-        return [row.record for row in found]
+        return [row.meta for row in found]
 
-    def write(self, record: Record, kv: Kv) -> bool:
+    def write(self, meta: SegmentMeta, kv: Kv) -> bool:
         """See `Disk.write`."""
-        path = self._path(record.number)
+        path = self._path(meta.number)
         try:
-            self._make_room(record.n_bytes)
-            row = Row(record, self.key, files.write(path, self.key, record.path_digest, kv))
+            self._make_room(meta.n_bytes)
+            row = Row(meta, self.key, files.write(path, self.key, meta.path_digest, kv))
             try:
                 self._index.add(row)
             except BaseException:
                 path.unlink()
                 raise
         except (OSError, sqlite3.Error) as error:
-            _log.warning("disk.write_failed", segment=record.number, error=str(error))
+            _log.warning("disk.write_failed", segment=meta.number, error=str(error))
             return False
         self._note(row)
-        self.n_bytes += record.n_bytes
+        self.n_bytes += meta.n_bytes
         return True
 
     def read(self, number: int) -> Kv | None:
         """See `Disk.read`; a file that is not as it was written is moved aside."""
         file = self._own.get(number)
         if file is None:
-            raise BadSegmentError(f"segment {number} is not here")
+            raise CorruptSegmentError(f"segment {number} is not here")
         path = self._path(number)
         try:
             return files.read(path, self.key, file.path_digest, file.n_bytes, file.checksum)
@@ -171,10 +171,10 @@ class DiskStore:
             _log.warning("disk.bad_file", segment=number, error=str(error), moved_to=str(self._bad))
             with contextlib.suppress(OSError):
                 self._set_aside(path)
-            raise BadSegmentError(str(error)) from None
+            raise CorruptSegmentError(str(error)) from None
         except FileNotFoundError:
             _log.warning("disk.file_is_gone", segment=number)
-            raise BadSegmentError("the file is gone") from None
+            raise CorruptSegmentError("the file is gone") from None
         except (OSError, MemoryError) as error:
             _log.warning("disk.read_failed", segment=number, error=str(error) or type(error).__name__)
         return None
@@ -192,14 +192,14 @@ class DiskStore:
             with contextlib.suppress(OSError):
                 self._path(number).unlink(missing_ok=True)
 
-    def leave(self, numbers: Sequence[int]) -> None:
-        """See `Disk.leave`."""
+    def ignore(self, numbers: Sequence[int]) -> None:
+        """See `SegmentDisk.ignore`."""
         for number in numbers:
             self._others[number] = self._own.pop(number).n_bytes
             self.n_own_bytes -= self._others[number]
 
-    def use(self, numbers: Sequence[int]) -> None:
-        """See `Disk.use`."""
+    def mark_used(self, numbers: Sequence[int]) -> None:
+        """See `SegmentDisk.mark_used`."""
         try:
             self._index.use(numbers)
         except sqlite3.Error as error:
@@ -244,9 +244,9 @@ class DiskStore:
             return otherwise
 
     def _note(self, row: Row) -> None:
-        record = row.record
-        self._own[record.number] = _File(record.n_bytes, record.path_digest, row.checksum)
-        self.n_own_bytes += record.n_bytes
+        meta = row.meta
+        self._own[meta.number] = _File(meta.n_bytes, meta.path_digest, row.checksum)
+        self.n_own_bytes += meta.n_bytes
 
     def _make_room(self, n_bytes: int) -> None:
         """Erase of what was stored with other keys what leaves no room for so many bytes; the core sees to the
@@ -312,12 +312,12 @@ def _name(number: int) -> str:
 
 def _ends_first(rows: Sequence[Row]) -> list[Row]:
     """Rows by their last use, none before those behind it: only the use of a path's end is noted."""
-    uses = {row.record.number: i for i, row in enumerate(rows)}
-    for row in sorted(rows, key=lambda row: -row.record.start):
-        front = row.record.front
-        if front in uses:
-            uses[front] = max(uses[front], uses[row.record.number])
-    return sorted(rows, key=lambda row: (uses[row.record.number], -row.record.start))
+    uses = {row.meta.number: i for i, row in enumerate(rows)}
+    for row in sorted(rows, key=lambda row: -row.meta.start):
+        parent = row.meta.parent
+        if parent in uses:
+            uses[parent] = max(uses[parent], uses[row.meta.number])
+    return sorted(rows, key=lambda row: (uses[row.meta.number], -row.meta.start))
 
 
 def _locked(path: Path) -> int:

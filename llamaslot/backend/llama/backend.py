@@ -38,7 +38,6 @@ from llamaslot.base.kv_ops import (
     IllegalCallError,
     Kv,
     Load,
-    Move,
     Operation,
     Remove,
     Save,
@@ -103,8 +102,6 @@ class LlamaBackend:
             case Share(src, dst, start, end):
                 llama_cpp.llama_memory_seq_rm(self._memory, dst, start, end)
                 llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
-            case Move():
-                self._segments.move(operation)
             case CopyStream(src, dst, keep):
                 self._copy_stream(src, dst, keep)
             case Save():

@@ -23,7 +23,7 @@ from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Discard, Load, NotSavedError, Operation, Remove, Save
 from llamaslot.base.model import KvCost
-from llamaslot.kvcache.segments import LARGEST
+from llamaslot.kvcache.segment import MAX_SEGMENT_TOKENS
 
 MOST = 8192
 """Idle cells that prefill is measured beside, if the pool has as many."""
@@ -63,7 +63,7 @@ def _measured(backend: Backend, context: Any, n_idle: int) -> KvCost | None:
     n_tokens = min(round(_PROBE * _SECONDS / fastest), backend.info.n_ubatch)
     if n_tokens < _PROBE:
         return None
-    n_saved = min(n_tokens, LARGEST)
+    n_saved = min(n_tokens, MAX_SEGMENT_TOKENS)
     ratios, prefill, saving, loading = [], [], [], []
     for _ in range(_PAIRS):
         alone = _prefill(backend, context, n_tokens)

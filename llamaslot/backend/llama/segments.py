@@ -1,19 +1,18 @@
-"""KV that leaves the pool and comes back: segments in host memory, and moves within the pool.
+"""Segments in host memory: KV that is saved from the pool and loaded back.
 
-llama.cpp saves and loads whole sequences, so both go by way of a scratch sequence, which holds nothing before and
-after: a range of a sequence is shared with it to be saved, and what is loaded into it is shared with its holders.
+llama.cpp saves and loads whole sequences, so both go through a scratch sequence, which holds nothing before and
+after: a range of a sequence is copied to it to be saved, and what is loaded into it is copied on (fact 8).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
 from typing import Any
 
 import llama_cpp
 
 from llamaslot.backend.memory import new_kv
-from llamaslot.base.kv_ops import IllegalCallError, Kv, Load, Move, NotSavedError, Save
+from llamaslot.base.kv_ops import IllegalCallError, Kv, Load, NotSavedError, Save
 
 
 class SegmentStore:
@@ -52,20 +51,15 @@ class SegmentStore:
     def load(self, operation: Load) -> None:
         """See `Load`; raises `IllegalCallError` where the pool has no room for the whole segment."""
         state = self._states[operation.segment]
-        self._load(state, operation.scratch, [operation.dst], operation.start, operation.end)
+        start, end, scratch = operation.start, operation.end, operation.scratch
+        if llama_cpp.llama_state_seq_set_data(self._context, _bytes(state), len(state), scratch) != len(state):
+            raise IllegalCallError(f"{operation}: llama.cpp could not load what it saved")
+        llama_cpp.llama_memory_seq_cp(self._memory, scratch, operation.dst, start, end)
+        llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
 
     def discard(self, segment: int) -> None:
         """See `Discard`."""
         del self._states[segment], self.positions[segment]
-
-    def move(self, move: Move) -> None:
-        """See `Move`."""
-        saved = [self._saved(piece.holders[0], piece.start, piece.end, move.scratch) for piece in move.pieces]
-        for piece in move.pieces:
-            for holder in piece.holders:
-                llama_cpp.llama_memory_seq_rm(self._memory, holder, piece.start, piece.end)
-        for piece, state in zip(move.pieces, saved, strict=True):
-            self._load(state, move.scratch, piece.holders, piece.start, piece.end)
 
     def _saved(self, src: int, start: int, end: int, scratch: int) -> Kv:
         llama_cpp.llama_memory_seq_cp(self._memory, src, scratch, start, end)
@@ -77,14 +71,6 @@ class SegmentStore:
         if n_bytes != len(state):
             raise IllegalCallError(f"[{start}, {end}) of sequence {src}: llama.cpp could not save it")
         return state
-
-    def _load(self, state: Kv, scratch: int, holders: Iterable[int], start: int, end: int) -> None:
-        """Let the holders see `[start, end)` of what was saved."""
-        if llama_cpp.llama_state_seq_set_data(self._context, _bytes(state), len(state), scratch) != len(state):
-            raise IllegalCallError(f"[{start}, {end}) for {holders}: llama.cpp could not load what it saved")
-        for holder in holders:
-            llama_cpp.llama_memory_seq_cp(self._memory, scratch, holder, start, end)
-        llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
 
 
 def _bytes(state: Kv) -> Any:

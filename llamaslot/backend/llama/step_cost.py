@@ -13,7 +13,7 @@ import llama_cpp
 from llamaslot.backend.llama.kv_cost import compute, fill
 from llamaslot.base.backend import Backend
 from llamaslot.base.kv_ops import Remove
-from llamaslot.base.model import TILE, StepCost
+from llamaslot.base.model import QUERY_BLOCK, StepCost
 
 _FEW, _MORE = 8, 32
 """Tokens of small steps."""
@@ -32,7 +32,7 @@ def measure(backend: Backend, context: Any) -> StepCost | None:
     None where there is no scratch sequence to pad with, the pool is too small, or the model is too slow to measure.
     """
     info = backend.info
-    if info.segment_size is None or info.n_ubatch < TILE or info.n_ctx < _CELLS + 2 * TILE:
+    if info.segment_size is None or info.n_ubatch < QUERY_BLOCK or info.n_ctx < _CELLS + 2 * QUERY_BLOCK:
         return None
     try:
         return _measured(backend, context)

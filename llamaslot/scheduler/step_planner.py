@@ -1,10 +1,10 @@
-"""Handing out the tokens of one step: streams first, then what has least left; room goes to the oldest first.
+"""Plan of one step: streams first, then the prompts with least left; cells go to the oldest request first.
 
-1. Where the free cells do not do, idle ones are evicted, then the youngest request is preempted.
+1. Where free cells do not suffice, idle ones are evicted, then the youngest request is preempted.
 2. Prompts share what streams leave of the step, so that no stream waits longer than one bounded chunk: a quarter of
-   that is the oldest's, which so always comes on; the rest goes to those that have least left, since each first
-   token is somebody's wait.
-3. Where all that runs is decoding, say for how many steps nothing will have to be decided, and make room for some.
+   that goes to the oldest prompt, which so always comes on; the rest to those with least left, since each first
+   token is what a user waits for.
+3. Where all that runs is decoding, count the steps that need no decision, and make room for some of them.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ import math
 from collections.abc import Callable, Sequence
 
 from llamaslot.base.backend import Run
-from llamaslot.base.model import TILE
-from llamaslot.kvcache.ledger import Ledger
-from llamaslot.scheduler.chunking import ChunkSizer
+from llamaslot.base.model import QUERY_BLOCK
+from llamaslot.kvcache.cache import KVCache
+from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.padding import Padding
 from llamaslot.scheduler.request import Request
-from llamaslot.scheduler.settings import SchedulerSettings
+from llamaslot.scheduler.scheduler_settings import SchedulerSettings
 from llamaslot.scheduler.step import Work
 
-_OLDEST = 0.25
-"""Share of a step's prompt tokens that is the oldest prompt's."""
-_ROOM_AHEAD = 32
-"""Idle cells taken at once for steps ahead: more lose prefixes early, fewer ask for a plan more often."""
+OLDEST_PROMPT_SHARE = 0.25
+"""Share of a step's prompt tokens that goes to the oldest prompt."""
+MAX_CELLS_AHEAD = 32
+"""Idle cells evicted at once for extra steps: more evict prefixes early, fewer need a plan more often."""
 
 
-class Planner:
-    """Plans the work of one step for the running requests, oldest first; `preempt` sends one back to the queue.
+class StepPlanner:
+    """Plans one step for the running requests, oldest first; `preempt` sends one back to the queue.
 
-    To be asked in this order: `grant`, `pad`, `n_ahead`.
+    Call in this order: `grant`, `pad`, `n_extra_steps`.
     """
 
     def __init__(
         self,
         settings: SchedulerSettings,
-        ledger: Ledger,
+        cache: KVCache,
         chunks: ChunkSizer,
         padding: Padding,
         running: Sequence[Request],
@@ -45,7 +45,7 @@ class Planner:
         siblings: Callable[[Request], Sequence[Request]],
     ) -> None:
         self._settings = settings
-        self._ledger = ledger
+        self._cache = cache
         self._chunks = chunks
         self._padding = padding
         self._running = list(running)
@@ -60,15 +60,15 @@ class Planner:
         """Waiting requests whose first token this step samples."""
 
     def grant(self, requests: Sequence[Request]) -> list[Work]:
-        """This step's work for `requests`, which are among the running ones, oldest first; by sequence id."""
-        pending = {r.id: len(r.known) - self._ledger.length(r.slot_id) for r in requests}
+        """Work of this step for `requests`, running ones, oldest first; it is ordered by sequence id."""
+        pending = {r.id: len(r.tokens) - self._cache.length(r.slot) for r in requests}
         n_decoding = sum(n == 1 for n in pending.values())
         shares = self._shares(pending, self._chunks.limit(n_decoding))
         if self._cuts(pending, shares) and self._padding.gain_ms(
-            self._spans(requests, shares), self._ledger.n_used
+            self._spans(requests, shares), self._cache.cells.used
         ):
-            # What would be padded takes tokens of the prompts that were cut instead.
-            shares = self._shares(pending, TILE - n_decoding)
+            # Tokens of the prompts that were cut take the place of padding.
+            shares = self._shares(pending, QUERY_BLOCK - n_decoding)
         self._has_cut = self._cuts(pending, shares)
         granted: list[Work] = []
         for request in requests:
@@ -84,22 +84,22 @@ class Planner:
 
     @staticmethod
     def _cuts(pending: dict[str, int], shares: dict[str, int]) -> bool:
-        """Whether any request gets less than it has left."""
+        """True if any request gets less than it has left."""
         return any(shares[name] < n for name, n in pending.items())
 
     def _spans(self, requests: Sequence[Request], shares: dict[str, int]) -> list[tuple[int, int]]:
-        """What each request holds, and what it gets."""
-        return [(self._ledger.length(request.slot_id), shares[request.id]) for request in requests]
+        """For each request the tokens that it holds, and those it gets."""
+        return [(self._cache.length(request.slot), shares[request.id]) for request in requests]
 
     @staticmethod
     def _shares(pending: dict[str, int], left: int) -> dict[str, int]:
-        """The tokens of each request in this step, with so many for prompts, by what it has left, oldest first."""
+        """Tokens of each request in this step, by what it has left, oldest first; `left` of them for prompts."""
         prompts = {name: n for name, n in pending.items() if n > 1}
         shares = {name: min(n, 1) for name, n in pending.items()} | dict.fromkeys(prompts, 0)
         turns = [(name, left) for name in sorted(prompts, key=lambda name: prompts[name])]
         if prompts:
             oldest = next(iter(prompts))
-            turns.insert(0, (oldest, math.ceil(left * _OLDEST)))
+            turns.insert(0, (oldest, math.ceil(left * OLDEST_PROMPT_SHARE)))
         for name, most in turns:
             n = min(prompts[name] - shares[name], most, left)
             shares[name] += n
@@ -107,9 +107,9 @@ class Planner:
         return shares
 
     def _work(self, request: Request, n: int, *, is_last: bool) -> Work:
-        start = self._ledger.length(request.slot_id)
+        start = self._cache.length(request.slot)
         output = is_last and request.wants_tokens
-        run = Run(request.slot_id, start, request.known.view(start, start + n), output)
+        run = Run(request.slot, start, request.tokens.view(start, start + n), output)
         if not output or request.sampler is not None:
             return Work(request, run)
         siblings = tuple(other for other in self._siblings(request) if other.id not in self._served)
@@ -118,12 +118,12 @@ class Planner:
 
     def _make_room(self, wanted: int, request: Request) -> int:
         """Cells that `request` gets now, at most `wanted`; 0 if it had to be preempted itself."""
-        if not self._settings.unified or wanted == 0:
+        if not self._cache.settings.unified or wanted == 0:
             return wanted
         while True:
-            free = self._ledger.n_free - self._n_granted
+            free = self._cache.cells.free - self._n_granted
             if free < wanted:
-                free += self._ledger.evict(wanted - free)
+                free += self._cache.evict(wanted - free)
             if free > 0:
                 return min(wanted, free)
             youngest = self._running.pop()
@@ -133,44 +133,44 @@ class Planner:
                 return 0
 
     def pad(self, work: Sequence[Work]) -> Run | None:
-        """What to compute beside this step's work only to have it done sooner.
+        """Padding that makes this step faster, if any; see `padding.py`.
 
-        Nothing where a prompt was cut, whose tokens are better. Idle cells make room if it gains more than to
-        compute them again would take.
+        None if a prompt was cut: its tokens fill the step better. Idle cells make room if the gain exceeds the time
+        to compute them again.
         """
         spans = [(each.run.start, len(each.run.tokens)) for each in work]
-        gain = 0.0 if self._has_cut else self._padding.gain_ms(spans, self._ledger.n_used)
+        gain = 0.0 if self._has_cut else self._padding.gain_ms(spans, self._cache.cells.used)
         if not gain:
             return None
         run = self._padding.run(self._n_granted)
-        n, free = len(run.tokens), self._ledger.n_free - self._n_granted
+        n, free = len(run.tokens), self._cache.cells.free - self._n_granted
         may_evict = not self.preempted and gain > self._padding.price_ms
-        if free < n <= free + self._ledger.n_idle and may_evict:
-            free += self._ledger.evict(n - free)
+        if free < n <= free + self._cache.cells.idle and may_evict:
+            free += self._cache.evict(n - free)
         if free < n:
             return None
         self._n_padding = n
         return run
 
-    def n_ahead(self, work: Sequence[Work]) -> int:
-        """How many steps may follow unasked: each computes what the one before sampled, and only the last may reach
-        a limit. Takes up to `_ROOM_AHEAD` idle cells for them.
+    def n_extra_steps(self, work: Sequence[Work]) -> int:
+        """How many further steps need no plan: each computes what the one before sampled, and only the last may
+        reach a limit. Evicts up to `MAX_CELLS_AHEAD` idle cells for them.
 
-        A stop string is looked for on the loop, and a sampler that this step makes is known there only when it is
-        committed: such requests go step by step.
+        Stop strings are searched on the event loop, and a sampler that this step creates is known there only after
+        the commit: such requests go step by step.
         """
         requests = [each.request for each in work]
         if not work or not all(each.run.output and len(each.run.tokens) == 1 for each in work):
             return 0
         if any(request.sampler is None or request.submit.stop for request in requests):
             return 0
-        left = [self._settings.n_ctx_slot - len(request.known) for request in requests]
+        left = [self._settings.n_ctx_slot - len(request.tokens) for request in requests]
         left += [n for request in requests if (n := request.n_remaining) is not None]
-        n_ahead = min(left) - 1
-        if self._settings.unified:
-            free = self._ledger.n_free - self._n_granted - self._n_padding
-            wanted = min(n_ahead * len(work), max(len(work), _ROOM_AHEAD))
+        n_steps = min(left) - 1
+        if self._cache.settings.unified:
+            free = self._cache.cells.free - self._n_granted - self._n_padding
+            wanted = min(n_steps * len(work), max(len(work), MAX_CELLS_AHEAD))
             if not self.preempted and free < wanted:
-                free += self._ledger.evict(wanted - free)
-            n_ahead = min(n_ahead, free // len(work))
-        return n_ahead
+                free += self._cache.evict(wanted - free)
+            n_steps = min(n_steps, free // len(work))
+        return n_steps

@@ -1,7 +1,7 @@
-"""Has the core's disk jobs done beside the steps: one thread writes and erases, another one reads.
+"""Disk worker: runs the cache's disk jobs beside the steps, writes on one thread and reads on another one.
 
-The answers come back between two steps, like commands. Bytes that were read are handed to the backend only if the
-core still wants them then, so nothing that was planned before can hit them.
+Results come back between two steps, like commands. Bytes that were read are handed to the backend only if the cache
+still wants them by then, so they cannot interfere with anything planned before.
 """
 
 from __future__ import annotations
@@ -17,19 +17,34 @@ import structlog
 
 from llamaslot.base.backend import Backend
 from llamaslot.base.kv_ops import Kv
-from llamaslot.kvcache.disk import BadSegmentError, Erase, Job, Read, SegmentDisk, Use, Write
-from llamaslot.kvcache.shared import SharedLedger
+from llamaslot.kvcache.cache import KVCache
+from llamaslot.kvcache.offload.disk_io import (
+    CancelReads,
+    Corrupt,
+    CorruptSegmentError,
+    Erase,
+    IoEvent,
+    Job,
+    MarkUsed,
+    Read,
+    ReadDone,
+    ReadFailed,
+    ReadStarted,
+    SegmentDisk,
+    Write,
+    Written,
+)
 from llamaslot.prompts.text_store import TextStore
 
 _log = structlog.get_logger(__name__)
 
 
 class Disk(SegmentDisk, TextStore, Protocol):
-    """A disk on which segments, anchors and sessions outlive the server."""
+    """A disk on which segments, text anchors and sessions outlive the server."""
 
 
 class DiskWorker:
-    """Carries out jobs on a disk for a ledger, whose bytes `backend` has. `post` runs an answer between steps.
+    """Runs jobs of a cache whose bytes `backend` has. `post` runs a callback between two steps.
 
     Every method is called on the event loop.
     """
@@ -38,36 +53,28 @@ class DiskWorker:
         self,
         disk: Disk,
         backend: Backend,
-        ledger: SharedLedger,
+        cache: KVCache,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
     ) -> None:
         self._disk = disk
         self._backend = backend
-        self._ledger = ledger
+        self._cache = cache
         self._post = post
         self._clock = clock
+        self._n_writes = 0
         self._reads: set[Future[tuple[Kv | None, float]]] = set()
-        self._was_silent = False
+        self._is_unresponsive = False
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-disk-writer")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-disk-reader")
 
     @property
     def is_writing(self) -> bool:
-        """Whether a segment is being written."""
-        return bool(self._ledger.tiers.writing)
-
-    def restore(self) -> None:
-        """Let the core know what the disk has, before anything else."""
-        tiers, records = self._ledger.tiers, self._disk.take_records()
-        too_large = tiers.restore(records, self._disk.first_number)
-        self._disk.leave(too_large)
-        n_erased = len(records) - len(tiers.disk) - len(too_large)
-        _log.info("disk.restored", segments=len(tiers.disk), erased=n_erased, larger_than_ram=len(too_large))
+        """True while a segment is being written."""
+        return self._n_writes > 0
 
     def start(self, jobs: Sequence[Job]) -> None:
-        """Begin with jobs of which the operations before them are done."""
-        self._report_silence()
+        """Start jobs; the KV operations before them are done."""
         for job in jobs:
             match job:
                 case Write():
@@ -76,11 +83,13 @@ class DiskWorker:
                     self._read(job)
                 case Erase(numbers):
                     self.write(self._disk.erase, numbers)
-                case Use(numbers):
-                    self.write(self._disk.use, numbers)
+                case MarkUsed(numbers):
+                    self.write(self._disk.mark_used, numbers)
+                case CancelReads():
+                    self._cancel_reads()
 
     def write(self, method: Callable[..., None], *arguments: object) -> None:
-        """Call a method of the disk on the thread that writes."""
+        """Call a method of the disk on the writing thread."""
         self._writer.submit(method, *arguments).add_done_callback(_log_failure)
 
     def when_written(self, then: Callable[[], None]) -> None:
@@ -89,22 +98,27 @@ class DiskWorker:
         future.add_done_callback(lambda _: self._post(then))
 
     def close(self) -> None:
-        """Wait until everything is written, and end the threads; what is read is not wanted any more."""
+        """Wait until everything is written, and end the threads; pending reads are cancelled."""
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown()
 
+    def _report(self, event: IoEvent) -> range | None:
+        return self._cache.on_io(event, self._clock())
+
     def _write(self, job: Write) -> None:
-        number = job.record.number
+        number = job.meta.number
         kv = self._backend.kv_of(number)
         if kv is None:
-            self._ledger.tiers.was_written(number, self._clock(), is_good=False)
+            self._report(Written(number, ok=False))
             return
-        future = asyncio.get_running_loop().run_in_executor(self._writer, self._disk.write, job.record, kv)
+        future = asyncio.get_running_loop().run_in_executor(self._writer, self._disk.write, job.meta, kv)
+        self._n_writes += 1
 
         def done() -> None:
+            self._n_writes -= 1
             if error := future.exception():
                 _log.error("disk.write_failed", segment=number, exc_info=error)
-            self._ledger.tiers.was_written(number, self._clock(), is_good=error is None and future.result())
+            self._report(Written(number, ok=error is None and future.result()))
 
         future.add_done_callback(lambda _: self._post(done))
 
@@ -112,38 +126,33 @@ class DiskWorker:
         loop = asyncio.get_running_loop()
         future = self._reader.submit(self._timed_read, job.number)
         self._reads.add(future)
-        self._ledger.tiers.reads(self._clock())
+        self._report(ReadStarted())
 
         def done() -> None:
             self._reads.remove(future)
             if future.cancelled():
                 return
             error = future.exception()
-            if isinstance(error, BadSegmentError):
-                self._ledger.tiers.was_bad(job.number, self._clock())
+            if isinstance(error, CorruptSegmentError):
+                self._report(Corrupt(job.number))
             elif error is not None:
                 _log.error("disk.read_failed", segment=job.number, exc_info=error)
-                self._ledger.tiers.was_not_read(job.number, self._clock())
+                self._report(ReadFailed(job.number))
             else:
                 self._put(job.number, *future.result())
-            self._report_silence()
 
         def hand_over(_: object) -> None:
-            # A loop that is closed has nobody left who waits.
+            # A read may end after the event loop was closed: nothing waits for it then.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._post, done)
 
         future.add_done_callback(hand_over)
 
-    def _report_silence(self) -> None:
-        is_silent = self._ledger.tiers.is_silent
-        if is_silent and not self._was_silent:
-            _log.error("disk.silent")
-            for each in self._reads:
-                each.cancel()
-        elif self._was_silent and not is_silent:
-            _log.info("disk.answers_again")
-        self._was_silent = is_silent
+    def _cancel_reads(self) -> None:
+        _log.error("disk.unresponsive", reads=len(self._reads))
+        self._is_unresponsive = True
+        for each in self._reads:
+            each.cancel()
 
     def _timed_read(self, number: int) -> tuple[Kv | None, float]:
         started = perf_counter()
@@ -151,9 +160,12 @@ class DiskWorker:
 
     def _put(self, number: int, kv: Kv | None, seconds: float) -> None:
         if kv is None:
-            self._ledger.tiers.was_not_read(number, self._clock())
+            self._report(ReadFailed(number))
             return
-        positions = self._ledger.was_read(number, seconds, self._clock())
+        if self._is_unresponsive:
+            self._is_unresponsive = False
+            _log.info("disk.responsive")
+        positions = self._report(ReadDone(number, seconds))
         if positions is not None:
             self._backend.put(number, positions.start, positions.stop, kv)
 

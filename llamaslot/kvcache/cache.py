@@ -1,0 +1,412 @@
+"""The prefix cache behind one class: everything that scheduler and engine know of it.
+
+                         request: match -> acquire a slot -> load -> append ... -> release
+                                    |
+    slot (sequence id) --> path in the radix tree --> node --> cells of the pool
+                                                       |
+                                                       +-----> segment --> RAM, disk (`offload/`)
+
+The cache leads and the backend follows: each change is recorded as a KV operation, and the next step carries all of
+them out, in order, before it decodes. Disk jobs go out the same way, and their results come back by `on_io`. What a
+decode really computed comes back by `append` and `invalidate`.
+
+A step: tick, acquire and load for requests, offload_idle, evict where the step lacks cells, maintain, then take the
+operations and jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from llamaslot.base.kv_ops import Operation
+from llamaslot.base.model import SegmentSize
+from llamaslot.base.namespaces import is_private
+from llamaslot.base.stats import CacheState, CacheStats, CellStats, DiskStats, Miss, RamStats, SequenceStats
+from llamaslot.base.tokens import WIDTH, Tokens, packed
+from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.kvcache.ghost_list import GhostList
+from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.offload.disk_io import IoEvent, Job, SegmentMeta
+from llamaslot.kvcache.offload.offloader import Loaded, Offloader
+from llamaslot.kvcache.offload.policy import Deadlines, OffloadPolicy
+from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
+from llamaslot.kvcache.offload.slot_snapshot import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
+from llamaslot.kvcache.partitioned_pool import PartitionedPool
+from llamaslot.kvcache.pool import Pool, Sharing
+from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.sequences import Sequences
+from llamaslot.kvcache.snapshot import snapshot
+from llamaslot.kvcache.unified_pool import UnifiedPool
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Cells of the pool, once the operations so far are carried out."""
+
+    total: int
+    used: int
+    idle: int
+    """Cells that only idle prefixes use."""
+
+    @property
+    def free(self) -> int:
+        """Cells that nothing uses."""
+        return self.total - self.used
+
+    @property
+    def pinned(self) -> int:
+        """Cells that running requests use."""
+        return self.used - self.idle
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """A slot that a request got, and what it found."""
+
+    slot: int
+    n_cached: int
+    """Tokens that need not be computed, those to be loaded included."""
+    n_resident: int
+    """Of them, those that the slot holds now."""
+    n_copied: int
+    """Of `n_resident`, those taken over from other sequences."""
+    miss: Miss
+    """Why no more was cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Tokens that the tiers have no more."""
+
+    n_cells: int = 0
+    n_ram: int = 0
+    n_disk: int = 0
+
+
+class KVCache:
+    """Prefix cache of one context.
+
+    `prefill_seconds` estimates the time to compute so many tokens. `on_disk` is what the disk has at the start, the
+    least recently used first; new segments count from `first_number` on.
+    """
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        *,
+        prefill_seconds: Callable[[int], float] = lambda _n: 0.0,
+        on_disk: Sequence[SegmentMeta] = (),
+        first_number: int = 0,
+    ) -> None:
+        self.settings = settings
+        self._tree = RadixTree()
+        n_seqs = max(settings.n_slots, settings.n_seqs - 1) if settings.shares_cells else settings.n_seqs
+        self._sequences = Sequences(self._tree, n_slots=settings.n_slots, n_seqs=n_seqs)
+        self._tiers = SegmentTiers(
+            self._tree,
+            settings.ram_bytes if settings.offloads else 0,
+            settings.segment_size or SegmentSize(0, 1),
+            settings.segment_tokens,
+            disk_bytes=settings.disk_bytes,
+        )
+        self._offloader = Offloader(
+            self._tree,
+            self._sequences,
+            self._tiers,
+            scratch=settings.scratch,
+            load_cost=settings.load_us / settings.prefill_us if settings.prefill_us else 0.0,
+            prefill_us=settings.prefill_us,
+            n_free=lambda: self._pool.n_cells - self._pool.n_used,
+        )
+        self._policy = OffloadPolicy(settings, self._tree, self._sequences, self._tiers, self._offloader)
+        self._pool: Pool
+        if settings.shares_cells:
+            self._pool = UnifiedPool(
+                self._tree,
+                self._sequences,
+                self._offloader,
+                n_cells=settings.n_cells,
+                min_shared=settings.min_shared,
+            )
+        else:
+            copy_s = settings.stream_copy_ms / 1e3
+            n_cells = settings.n_cells
+            if not settings.unified:
+                n_cells = n_cells // settings.n_slots * settings.n_seqs
+            self._pool = PartitionedPool(
+                self._tree,
+                self._sequences,
+                self._offloader,
+                n_cells=settings.n_cells
+                if settings.unified
+                else settings.n_cells // settings.n_slots * settings.n_seqs,
+                copy_pays=lambda n: settings.copies_streams and prefill_seconds(n) > copy_s,
+            )
+        self._snapshots = SlotSnapshots(self._tree, self._sequences, self._pool, self._offloader)
+        self._ghosts = GhostList()
+        self._n_cached_at: dict[int, int] = {}
+        """Tokens that were cached when each running slot was acquired."""
+        self._load_budget: int | None = None
+        """Tokens that may still be loaded in this step; None for any number."""
+        self._n_copied = self._n_loaded = 0
+        self.ignored = self._tiers.restore(on_disk, first_number)
+        """Numbers of segments on disk that are too large to be used."""
+
+    # --- lookups ---
+
+    @property
+    def cells(self) -> Cells:
+        """How many cells are used, and by what."""
+        return Cells(self._pool.n_cells, self._pool.n_used, self._pool.n_idle)
+
+    def length(self, seq: int) -> int:
+        """Tokens that a sequence holds."""
+        return self._tree.length(seq)
+
+    def match(self, namespace: str, tokens: bytes, last: Match | None = None) -> Match:
+        """Return the longest cached prefix of `tokens`; that is `last` if nothing has changed since."""
+        if last is not None and last.version == self._tree.version and len(last.tokens) == len(tokens):
+            return last
+        match = self._tree.match(namespace, tokens)
+        parts = self._offloader.worth_loading(match)
+        return replace(match, n_cached=parts[-1].end) if parts else match
+
+    def touch(self, matches: Iterable[Match]) -> None:
+        """Record that prefixes are wanted now, so that they are evicted late."""
+        now = self._sequences.advance()
+        for match in matches:
+            self._tree.touch(match.node, now)
+
+    def sharing(self, match: Match, slots: Sequence[int], n_in_flight: int) -> Sharing:
+        """Whether a request should share a prefix of which others are computing `n_in_flight` tokens."""
+        return self._pool.sharing(match, slots, n_in_flight)
+
+    # --- a running request ---
+
+    def acquire(self, slots: Sequence[int], match: Match) -> Acquired:
+        """Let the best of `slots`, all idle, hold the resident part of a match, protected from eviction."""
+        miss = _miss_reason(match, self._ghosts, self.settings.min_shared)
+        slot, n_copied = self._pool.acquire(slots, match)
+        self._n_copied += n_copied
+        self._tree.touch(self._sequences.end(slot), self._sequences.advance(), hits=1)
+        self._tiers.touch(self._tree.match(match.namespace, match.tokens).segments)
+        self._pool.free_an_id()
+        self._n_cached_at[slot] = match.n_cached
+        return Acquired(slot, match.n_cached, self.length(slot), n_copied, miss)
+
+    def load(self, seq: int, tokens: bytes) -> Loaded:
+        """Let a running sequence hold more of `tokens`, which begin with what it holds: copied, then loaded."""
+        n_copied = self._pool.copy_resident(seq, tokens)
+        if n_copied:
+            self._pool.tidy()
+        match = self._tree.match(self._sequences.end(seq).namespace, tokens)
+        loaded = self._offloader.load(seq, match, self._load_budget)
+        if self._load_budget is not None:
+            self._load_budget = max(0, self._load_budget - loaded.n_loaded)
+        self._n_copied += n_copied
+        self._n_loaded += loaded.n_loaded
+        return replace(loaded, n_copied=n_copied)
+
+    def append(self, seq: int, tokens: Tokens) -> None:
+        """A running sequence computed these tokens behind those that it holds."""
+        self._pool.append(seq, packed(tokens))
+        if len(tokens) > 1:
+            self._sequences.clock += len(tokens)
+
+    def truncate(self, seq: int, keep: int) -> None:
+        """Let a sequence drop all but its first `keep` tokens."""
+        self._sequences.truncate(seq, keep)
+
+    def release(self, seq: int) -> None:
+        """The request in a slot has ended or was preempted; what it computed stays cached if that can be reused."""
+        self._tiers.unpin(seq)
+        end = self._tree.end_node(seq)
+        n_cached = self._n_cached_at.pop(seq, 0)
+        if end is None:
+            return
+        if not is_private(end.namespace):
+            self._ghosts.add(end.namespace, end.prefix(), n_cached)
+        if end.is_root:
+            self._tree.release(seq)
+        else:
+            self._tree.unpin(seq, self._sequences.advance())
+        if not self.settings.can_trim:
+            self._sequences.clear(seq)
+
+    def invalidate(self, seq: int) -> None:
+        """Clear a sequence that a failed decode left in an unknown state."""
+        end = self._tree.end_node(seq)
+        if end is not None:
+            self._tree.touch(end, self._sequences.advance())
+            self._tree.release(seq)
+        self._sequences.remove(seq, 0)
+
+    # --- a step ---
+
+    def tick(self, now: float, *, has_streams: bool) -> None:
+        """Begin a plan: remove duplicate cells, time out reads, start due writes.
+
+        With streams, a step may save and load only as much as fits into `gap_ms`.
+        """
+        self._pool.tidy()
+        self._tiers.tick(now)
+        self._policy.has_streams = has_streams
+        self._load_budget = self.settings.max_tokens_in_gap(self.settings.load_us) if has_streams else None
+
+    def offload_idle(self, n_prefill: int, wanted: Callable[[], Iterable[Match]]) -> None:
+        """Offload idle prefixes that would slow so many prompt tokens by more than loading them again costs.
+
+        What `wanted` returns is needed by waiting requests, and stays.
+        """
+        if n_prefill and self._policy.slows_prefill(n_prefill):
+            self.touch(wanted())
+            self._policy.offload_idle(n_prefill)
+
+    def evict(self, n_cells: int) -> int:
+        """Evict so many idle cells, or all there are; returns how many."""
+        return self._offloader.evict(n_cells)
+
+    def maintain(self, now: float, *, is_running: bool, is_busy: bool, is_stopping: bool = False) -> Deadlines:
+        """End a plan: keep the budget of idle cells, offload ahead; returns when the next plan is due.
+
+        `is_busy` tells that requests run or wait, `is_stopping` that everything is to be written at once.
+        """
+        self._policy.keep_idle_budget()
+        if self.settings.writes and is_running:
+            self._policy.offload_for_disk(now)
+        if is_stopping:
+            self._policy.flush(now)
+        self._policy.offload_while_idle(now, is_busy=is_busy)
+        return self._policy.deadlines
+
+    def take_operations(self) -> list[Operation]:
+        """KV operations that the backend carries out before it decodes, in this order."""
+        self._offloader.discard_evicted()
+        operations, self._sequences.operations = self._sequences.operations, []
+        self._offloader.on_flush()
+        self._pool.on_flush()
+        return operations
+
+    def take_jobs(self) -> list[Job]:
+        """Disk jobs to start once the operations that were taken before are done."""
+        return self._tiers.take_jobs()
+
+    def on_io(self, event: IoEvent, now: float) -> range | None:
+        """Handle the result of a job or a save; returns the positions of a segment whose bytes were read.
+
+        The backend must be given these bytes, unless the answer is None: then they are not wanted any more.
+        """
+        segment = self._tiers.on_io(event, now)
+        return range(segment.start, segment.end) if segment is not None else None
+
+    # --- dropping, and slot files ---
+
+    def drop(self, namespace: str | None = None, tokens: bytes | None = None) -> Dropped:
+        """Drop idle prefixes everywhere: of a path, of a namespace, or all there are.
+
+        A path is dropped from its end back to where another one goes on, ends or runs.
+        """
+        ram, disk = self._tiers.ram, self._tiers.disk
+        before = self._tree.n_tokens, ram.n_tokens, disk.n_tokens
+        if namespace is not None and tokens is not None:
+            match = self._tree.match(namespace, tokens)
+            _drop_path(match, self._tree, self._sequences, self._tiers)
+        else:
+            seqs = self._sequences.all if namespace is None else self._tree.sequences(namespace)
+            for each in self._tree.namespaces if namespace is None else [namespace]:
+                self._tiers.drop_namespace(each)
+            for seq in seqs:
+                if namespace is not None or not self._tree.is_pinned(seq):
+                    self._sequences.clear(seq)
+        self._offloader.discard_evicted()
+        return Dropped(before[0] - self._tree.n_tokens, before[1] - ram.n_tokens, before[2] - disk.n_tokens)
+
+    def save_slot(self, seq: int) -> SlotSave | None:
+        """Have everything saved that an idle slot holds; None if that is nothing.
+
+        The bytes are there once the next operations are done, until `SlotSaved` is reported.
+        """
+        self._pool.tidy()
+        return self._snapshots.save(seq)
+
+    def restore_slot(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
+        """Let an idle slot hold a snapshot; returns what the backend must be given first, by segment number.
+
+        None if running requests leave no room for it. What the slot held moves to a spare sequence.
+        """
+        self._pool.tidy()
+        return self._snapshots.restore(seq, snapshot)
+
+    # --- inspection ---
+
+    def stats(self) -> CacheStats:
+        """The cache's part of the statistics, in constant time; what requests reused is added by the scheduler."""
+        settings, cells, tiers = self.settings, self.cells, self._tiers
+        ram, disk, writing = tiers.ram, tiers.disk, tiers.writer.writing
+        stats = CacheStats(
+            cells=CellStats(cells.total, cells.used, cells.idle, cells.pinned, cells.free),
+            sequences=SequenceStats(settings.n_slots, settings.n_spare, self._sequences.n_in_use, settings.n_seqs),
+            copied_tokens=self._n_copied,
+            evicted_tokens=self._offloader.n_evicted_tokens,
+            stored_tokens=self._offloader.n_offloaded_tokens,
+            loaded_tokens=self._n_loaded,
+            read_tokens=tiers.n_read_tokens,
+            written_tokens=tiers.writer.n_written_tokens,
+            moved_paths=self._pool.n_moved_paths,
+            lost_paths=self._pool.n_lost_paths,
+        )
+        if settings.offloads:
+            stats.ram = RamStats(ram.capacity, ram.n_bytes, ram.n_tokens, len(ram))
+            stats.disk = DiskStats(
+                total_bytes=disk.capacity,
+                used_bytes=disk.n_bytes - sum(segment.n_bytes for segment in writing),
+                tokens=disk.n_tokens - sum(segment.n_tokens for segment in writing),
+                segments=len(disk) - len(writing),
+                bad_files=tiers.n_corrupt_files,
+            )
+        return stats
+
+    def snapshot(
+        self, stats: CacheStats, top: int, detokenize: Callable[[Sequence[int]], bytes] | None
+    ) -> CacheState:
+        """Statistics with the `top` prefixes of the tree, as text if `detokenize` is given."""
+        return snapshot(self._tree, stats, top, detokenize)
+
+    def check(self, range_of: Callable[[int], range]) -> None:
+        """Verify all invariants while no operation is pending; raises `AssertionError`.
+
+        `range_of` asks the backend for the positions that a sequence holds.
+        """
+        assert not self._sequences.operations
+        self._tiers.check(self._tree.check())
+        self._sequences.duplicates.check()
+        for seq in self._sequences.all:
+            assert range_of(seq) == range(self.length(seq)), f"sequence {seq}"
+            assert seq in self._sequences.slots or not self._tree.is_pinned(seq)
+        assert self.settings.scratch is None or range_of(self.settings.scratch) == range(0)
+        assert 0 <= self.cells.used <= self.settings.n_cells or not self.settings.shares_cells
+
+
+def _miss_reason(match: Match, ghosts: GhostList, min_shared: int) -> Miss:
+    """Why no more of some tokens is cached."""
+    n = match.n_cached
+    if n * WIDTH == len(match.tokens):
+        return ""
+    if ghosts.continues(match.namespace, match.tokens, n):
+        return "evicted"
+    if n < min_shared:
+        return "salted" if match.namespace else "cold"
+    return "diverged" if match.diverges_at(n) else ""
+
+
+def _drop_path(match: Match, tree: RadixTree, sequences: Sequences, tiers: SegmentTiers) -> None:
+    """Drop a path from its end back to where another one goes on, ends or runs."""
+    fork = match.last_fork()
+    if fork < match.n_resident:
+        for seq in list(match.node.end_of):
+            sequences.truncate(seq, fork)
+            if sequences.in_use(seq) and tree.is_covered(seq):
+                sequences.clear(seq)
+    # Truncating may have split and joined nodes.
+    tiers.drop(tree.match(match.namespace, match.tokens), fork)

@@ -1,0 +1,87 @@
+"""Settings of the prefix cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamaslot.base.model import SegmentSize
+from llamaslot.kvcache.segment import MAX_SEGMENT_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSettings:
+    """Size and policy of the cache. Costs are microseconds per token, 0 where they are not known."""
+
+    n_slots: int
+    n_cells: int
+    """Cells of the pool."""
+    n_seqs: int
+    """Sequence ids: slots first, then spare ones; where cells are shared, the last one is for scratch."""
+    unified: bool = True
+    """True if all sequences share one pool."""
+    can_trim: bool = True
+    """True if a sequence can be trimmed and continued; without that nothing is reused."""
+    idle_cells: int | None = None
+    """Cells that idle prefixes may keep; None for all that nothing else needs."""
+    offload_after: int | None = None
+    """Prompt tokens computed beside an idle prefix from which on offloading it pays; None for never."""
+    ram_bytes: int = 0
+    disk_bytes: int = 0
+    """Budgets of the tiers; 0 for none."""
+    segment_size: SegmentSize | None = None
+    """Bytes of offloaded tokens; None if nothing can be offloaded."""
+    segment_tokens: int = MAX_SEGMENT_TOKENS
+    """Tokens of a segment at most."""
+    prefill_us: float = 0.0
+    save_us: float = 0.0
+    load_us: float = 0.0
+    min_shared: int = 64
+    """Tokens from which on a shared prefix is worth waiting for, and a tail worth a sequence id."""
+    gap_ms: float
+    """Time that saving or loading may add between two tokens of a stream."""
+    write_interval_ms: float = 200.0
+    """Interval at which, while requests run, a segment is offloaded ahead for the disk."""
+    idle_delay_ms: float = 50.0
+    """Time without requests after which idle prefixes are offloaded ahead; a client's next turn may come at once.
+    """
+    stream_copy_ms: float = 0.0
+    """Time to copy all cells of a sequence in a partitioned pool; 0 if that is not possible."""
+
+    @property
+    def shares_cells(self) -> bool:
+        """True if sequences may share cells."""
+        return self.unified and self.can_trim
+
+    @property
+    def scratch(self) -> int | None:
+        """The sequence through which KV is saved and loaded; None if there is none."""
+        return self.n_seqs - 1 if self.shares_cells and self.n_seqs > self.n_slots else None
+
+    @property
+    def n_spare(self) -> int:
+        """Ids that may keep idle prefixes while all slots run; in a shared pool one more is always free."""
+        return max(0, self.n_seqs - self.n_slots - 2 * self.shares_cells)
+
+    @property
+    def offloads(self) -> bool:
+        """True if what leaves the pool is kept in RAM."""
+        return self.scratch is not None and self.ram_bytes > 0 and self.segment_size is not None
+
+    @property
+    def writes(self) -> bool:
+        """True if offloaded prefixes are written to disk."""
+        return self.offloads and self.disk_bytes > 0
+
+    @property
+    def offloads_ahead(self) -> bool:
+        """True if idle prefixes are offloaded before their cells are needed."""
+        return self.offloads and (self.offload_after is not None or self.writes)
+
+    @property
+    def copies_streams(self) -> bool:
+        """True if a sequence may become a copy of another one in a partitioned pool."""
+        return not self.unified and self.can_trim and self.stream_copy_ms > 0
+
+    def max_tokens_in_gap(self, us_per_token: float) -> int | None:
+        """Tokens that may be saved or loaded in one step beside running streams; None for any number."""
+        return max(1, int(1e3 * self.gap_ms / us_per_token)) if us_per_token else None

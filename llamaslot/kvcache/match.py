@@ -1,0 +1,77 @@
+"""Result of a lookup in the radix tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.segment import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPart:
+    """Tokens `[start, end)` of a lookup that a segment has."""
+
+    segment: Segment
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached prefix of some tokens: first what is in the pool, then what segments have behind it."""
+
+    namespace: str
+    tokens: bytes
+    """The tokens that were looked up, packed."""
+    node: Node
+    """Where the resident part ends."""
+    n_resident: int
+    """Tokens of the resident part."""
+    last: Node
+    """Where the whole match ends; below `node` if segments go on from it."""
+    n_matched: int
+    """Tokens of the tree that agree, resident, offloaded or neither."""
+    parts: tuple[SegmentPart, ...]
+    """Segments that go on where the resident part ends, without a gap."""
+    n_cached: int
+    """Tokens that need not be computed: resident ones, and those worth loading behind them."""
+    version: int
+    """Version of the tree that was looked up; the match is stale once it has changed."""
+
+    @property
+    def n_idle(self) -> int:
+        """Resident tokens that no running request holds."""
+        nodes = self.node.path()
+        return sum(min(node.end, self.n_resident) - node.start for node in nodes if not node.n_pins)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Segments that cover any node of the path, from the root on."""
+        found = dict.fromkeys(node.segment for node in self.last.path() if node.segment is not None)
+        return list(found)[::-1]
+
+    def last_fork(self) -> int:
+        """The last position of the path at which another path continues, ends or runs; 0 if there is none."""
+        node, ours = self.last, self.node.end_of
+        if self.n_matched < node.end or node.children or node.n_pins:
+            return self.n_matched
+        while node.parent is not None:
+            node = node.parent
+            if len(node.children) > 1 or node.n_pins or not node.end_of <= ours:
+                return node.end
+        return 0
+
+    def diverges_at(self, n: int) -> bool:
+        """True if the tree goes on behind the first `n` tokens, all of which match, in another way than they do."""
+        node = self.last
+        while node.parent is not None and n <= node.start:
+            node = node.parent
+        if n > self.n_matched or n > node.end:
+            return False
+        following = self.tokens[n * WIDTH : (n + 1) * WIDTH]
+        if n < node.end:
+            at = (n - node.start) * WIDTH
+            return node.run[at : at + WIDTH] != following
+        return any(first != following for first in node.children)

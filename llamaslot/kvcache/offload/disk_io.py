@@ -1,0 +1,183 @@
+"""Disk I/O of the cache as plain data: jobs that it asks for, their results, and the metadata of a segment on disk.
+
+Jobs run beside the steps, each kind in order, and those of a plan only after its KV operations. Results come back
+between two steps. A disk never fails loudly: whatever is wrong there is a segment that has to be computed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from llamaslot.base.kv_ops import Kv
+from llamaslot.base.model import SegmentSize
+from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.segment import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentMeta:
+    """Metadata of a segment on disk: which tokens of which path it has."""
+
+    number: int
+    parent: int | None
+    """Number of the segment that has the token before its first one, which is on disk too; None at position 0."""
+    namespace: str
+    start: int
+    tokens: bytes
+    """Its own tokens, packed."""
+    n_bytes: int
+    path_digest: bytes
+    """Digest of all tokens up to its end: proves that index and file speak of the same path."""
+
+
+def path_digest(namespace: str, tokens: bytes) -> bytes:
+    """16 bytes that identify these tokens in a namespace."""
+    digest = hashlib.blake2b(namespace.encode(), digest_size=16)
+    digest.update(b"\0" + tokens)
+    return digest.digest()
+
+
+def verified_path(meta: SegmentMeta, parent: Segment | None, size: SegmentSize) -> bytes | None:
+    """All tokens up to the end of a segment that continues `parent`; None if the metadata cannot be right."""
+    n_tokens, odd = divmod(len(meta.tokens), WIDTH)
+    if odd or not n_tokens or meta.n_bytes != size.of(n_tokens):
+        return None
+    tokens = meta.tokens
+    if parent is not None:
+        if parent.number != meta.parent or not parent.start < meta.start <= parent.end:
+            return None
+        tokens = parent.prefix[: meta.start * WIDTH] + tokens
+    if len(tokens) != (meta.start + n_tokens) * WIDTH:
+        return None
+    return tokens if meta.path_digest == path_digest(meta.namespace, tokens) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write a segment to disk; answered by `Written`."""
+
+    meta: SegmentMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read a segment into memory; answered by `ReadDone`, `ReadFailed` or `Corrupt`."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Erase:
+    """Delete segments from disk; some may never have got there."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MarkUsed:
+    """Record that segments were used, the least recently used first."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelReads:
+    """Cancel the pending reads: the disk does not respond, and nothing waits for them any more."""
+
+
+Job: TypeAlias = Write | Read | Erase | MarkUsed | CancelReads
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A write has ended."""
+
+    number: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStarted:
+    """A read was handed to the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """A read has succeeded, after so many seconds."""
+
+    number: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailed:
+    """A read has failed for a reason that may pass."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Corrupt:
+    """A file is not as it was written, or gone."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailed:
+    """The backend had no memory for a segment that was to be offloaded."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSaved:
+    """The bytes that were saved of a slot are not needed any more."""
+
+    numbers: tuple[int, ...]
+
+
+IoEvent: TypeAlias = Written | ReadStarted | ReadDone | ReadFailed | Corrupt | SaveFailed | SlotSaved
+
+
+class CorruptSegmentError(Exception):
+    """The disk's copy of a segment is not what was written."""
+
+
+class SegmentDisk(Protocol):
+    """Segments on a disk. `read` may be called on one thread while everything else is called on another one."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that segments may take, by their metadata."""
+
+    @property
+    def first_number(self) -> int:
+        """A number from which on none was ever in use."""
+
+    def take_segments(self) -> Sequence[SegmentMeta]:
+        """Segments that were there when it was opened, the least recently used first; it forgets the list."""
+
+    def ignore(self, numbers: Sequence[int]) -> None:
+        """Keep these segments only as long as nothing else needs their room."""
+
+    def write(self, meta: SegmentMeta, kv: Kv) -> bool:
+        """Write a segment so that it survives the process; returns True if it does."""
+
+    def read(self, number: int) -> Kv | None:
+        """The KV of a segment exactly as it was written; None if it cannot be read now.
+
+        Raises `CorruptSegmentError` if it never can be.
+        """
+
+    def erase(self, numbers: Sequence[int]) -> None:
+        """Carry out `Erase`."""
+
+    def mark_used(self, numbers: Sequence[int]) -> None:
+        """Carry out `MarkUsed`."""
+
+    def close(self) -> None:
+        """Release the disk for other servers."""

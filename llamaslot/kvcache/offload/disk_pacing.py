@@ -1,0 +1,126 @@
+"""Pacing of disk I/O: when a segment is due to be written, how fast reads are, and whether the disk responds.
+
+Times are seconds on the caller's clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from llamaslot.kvcache.segment import Segment
+
+PARTIAL_DELAY_S = 2.0
+"""Age at which a partial segment is written: a conversation's next turn usually replaces it before."""
+RETRY_DELAY_S = 30.0
+"""Time until what failed is tried again: a write, a read of a segment, an offload without memory."""
+READ_TIMEOUT_S = 10.0
+"""Time without an answer after which the disk counts as unresponsive, until it answers."""
+_NEWEST_WEIGHT = 0.2
+"""Weight of the newest read in the moving average."""
+
+
+class WriteQueue:
+    """Dirty segments in the order in which they came; `is_partial` tells which may be replaced soon."""
+
+    def __init__(self, is_partial: Callable[[Segment], bool]) -> None:
+        self._is_partial = is_partial
+        self._segments: dict[Segment, None] = {}
+        self._paused_until = 0.0
+        self._is_flushing = False
+
+    def __iter__(self) -> Iterator[Segment]:
+        """Iterate over all segments."""
+        return iter(self._segments)
+
+    @property
+    def due_at(self) -> float | None:
+        """When the next segment is due; None for an empty queue."""
+        times = map(self._due_at, self._segments)
+        return max(self._paused_until, min(times)) if self._segments else None
+
+    def is_paused(self, now: float) -> bool:
+        """True for a while after a write failed."""
+        return now < self._paused_until
+
+    def put(self, segment: Segment) -> None:
+        """Add a segment."""
+        self._segments[segment] = None
+
+    def remove(self, segment: Segment) -> None:
+        """Remove a segment, if it is here."""
+        self._segments.pop(segment, None)
+
+    def next_due(self, now: float) -> Segment | None:
+        """The first segment that is due by now; it stays here."""
+        if self.is_paused(now):
+            return None
+        return next((each for each in self._segments if self._due_at(each) <= now), None)
+
+    def pause(self, now: float) -> None:
+        """Write nothing for a while."""
+        self._paused_until = now + RETRY_DELAY_S
+
+    def flush(self) -> None:
+        """Make every segment due at once: no path will be continued."""
+        self._is_flushing = True
+
+    def _due_at(self, segment: Segment) -> float:
+        waits = self._is_partial(segment) and not self._is_flushing
+        return segment.offloaded_at + (PARTIAL_DELAY_S if waits else 0.0)
+
+
+class ReadRate:
+    """Moving average of the time to read a token from disk."""
+
+    def __init__(self) -> None:
+        self._us = 0.0
+        self._valid_until = 0.0
+
+    def observe(self, n_tokens: int, seconds: float, now: float) -> None:
+        """Learn from one read."""
+        us, average = 1e6 * seconds / n_tokens, self.us(now)
+        self._us = us if average is None else average + _NEWEST_WEIGHT * (us - average)
+        self._valid_until = now + RETRY_DELAY_S
+
+    def us(self, now: float) -> float | None:
+        """Microseconds per token; None if nothing was read lately, so that a slow disk is tried again."""
+        return self._us if now < self._valid_until else None
+
+
+class ReadWatchdog:
+    """Detects a disk that does not answer reads, which it gets one after another, within `READ_TIMEOUT_S`."""
+
+    def __init__(self) -> None:
+        self._waiting_since: float | None = None
+        self._unresponsive_until = 0.0
+
+    @property
+    def times_out_at(self) -> float | None:
+        """When the pending read times out; None if there is none."""
+        return None if self._waiting_since is None else self._waiting_since + READ_TIMEOUT_S
+
+    def is_unresponsive(self, now: float) -> bool:
+        """True while no reads should be sent."""
+        return now < self._unresponsive_until
+
+    def on_read_started(self, now: float) -> None:
+        """A read was sent."""
+        if self._waiting_since is None:
+            self._waiting_since = now
+
+    def on_answer(self, now: float, *, has_more: bool, failed: bool = False) -> None:
+        """A read was answered; `has_more` reads are pending.
+
+        An unresponsive disk that answers with a failure is left alone for a while.
+        """
+        retry = failed and self.is_unresponsive(now)
+        self._unresponsive_until = now + RETRY_DELAY_S if retry else 0.0
+        self._waiting_since = now if has_more else None
+
+    def check_timeout(self, now: float) -> bool:
+        """Return True once if the pending read has timed out by now; nothing is pending then."""
+        if self.times_out_at is None or now < self.times_out_at:
+            return False
+        self._unresponsive_until, self._waiting_since = math.inf, None
+        return True

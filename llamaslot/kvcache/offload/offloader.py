@@ -1,0 +1,251 @@
+"""Offload of KV from the pool to segments, and loading it back.
+
+Each token is offloaded once, however many sequences hold it. What is saved and loaded goes through the scratch
+sequence, the last id of all, which holds nothing before and after each operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from llamaslot.base.kv_ops import Discard, Load, Save
+from llamaslot.base.namespaces import is_private
+from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.match import Match, SegmentPart
+from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
+from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.sequences import Sequences
+
+_UNKNOWN_READ_COST = 1 / 8
+"""Time to read a token from disk over the time to compute it, until a read was measured."""
+
+
+class LoadStatus(Enum):
+    """How far a load has come."""
+
+    DONE = "nothing more to load"
+    MORE = "more in another step"
+    READING = "more once the disk has answered"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Result of a load."""
+
+    status: LoadStatus
+    n_copied: int = 0
+    """Tokens taken over from other sequences."""
+    n_loaded: int = 0
+    """Tokens loaded from RAM."""
+    n_read: int = 0
+    """Of `n_loaded`, those that were read from disk for it."""
+
+
+class Offloader:
+    """Moves KV between the pool and `tiers`. Without RAM it does nothing but count what is evicted.
+
+    `load_cost` is the time to load a token over the time to compute it, `prefill_us` the latter in microseconds,
+    `n_free` counts the free cells of the pool.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        sequences: Sequences,
+        tiers: SegmentTiers,
+        *,
+        scratch: int | None,
+        load_cost: float,
+        prefill_us: float,
+        n_free: Callable[[], int],
+    ) -> None:
+        self.n_evicted_tokens = 0
+        """Tokens that left the pool and are in no segment."""
+        self.n_offloaded_tokens = 0
+        """Tokens that left the pool and are in segments."""
+        self.scratch = scratch
+        self._tree = tree
+        self._sequences = sequences
+        self._tiers = tiers
+        self._load_cost = load_cost
+        self._prefill_us = prefill_us
+        self._n_free = n_free
+        self._saving: set[int] = set()
+        """Segments that the plan saves: none may be loaded before it is known that they were."""
+        self._ahead_at = -1
+        self._n_ahead = 0
+        """Tokens offloaded ahead since the clock stood at `_ahead_at`: ends the walk where RAM is smaller than
+        the pool."""
+
+    # --- to segments ---
+
+    def evict(self, n_cells: int, before: int | None = None) -> int:
+        """Evict so many idle cells, or all there are, that were last used before a logical time; returns how many.
+
+        What leaves the pool is offloaded as far as RAM has room for it.
+        """
+        plan = self._tree.eviction.plan(n_cells, before)
+        for seq, start, end in plan.evicted:
+            self.offload_evicted(seq, start, end)
+        for seq, keep in plan.keeps.items():
+            self._sequences.remove(seq, keep)
+        self._tree.evict(plan)
+        return plan.n_cells
+
+    def has_room(self, n_cells: int) -> bool:
+        """True if so many cells are free or idle."""
+        return n_cells <= self._n_free() + self._tree.n_tokens - self._tree.n_pinned_tokens
+
+    def make_room(self, n_cells: int) -> bool:
+        """Evict idle cells until so many are free, if there are as many; returns True if they are."""
+        n_free = self._n_free()
+        n_idle = self._tree.n_tokens - self._tree.n_pinned_tokens
+        if n_free < n_cells <= n_free + n_idle:
+            self.evict(n_cells - n_free)
+        return self._n_free() >= n_cells
+
+    def offload_evicted(self, seq: int, start: int, end: int) -> None:
+        """Offload `[start, end)` of a sequence, which no sequence will hold any more, as far as it fits."""
+        if start == end:
+            return
+        n_missing = n = end - start
+        if self._tiers.ram.capacity:
+            self._offload(seq, self._missing(seq, start, end), end)
+            n_missing = sum(b - max(a, start) for a, b in self._missing(seq, start, end))
+        self.n_evicted_tokens += n_missing
+        self.n_offloaded_tokens += n - n_missing
+
+    def offload_ahead(self, max_tokens: int, *, with_running: bool) -> int:
+        """Offload about so many tokens that no segment has; they stay resident. Returns how many.
+
+        `with_running` includes what running requests hold, but for private namespaces and for the last, partial
+        range, which still grows: it would be replaced again and again.
+        """
+        if self._ahead_at != self._sequences.clock:
+            self._ahead_at, self._n_ahead = self._sequences.clock, 0
+        tree = self._tree
+        n_all = tree.n_tokens if with_running else tree.n_tokens - tree.n_pinned_tokens
+        n_done = 0
+        for seq in self._sequences.all if self._n_ahead < n_all else ():
+            node = tree.end_node(seq)
+            runs = tree.is_pinned(seq)
+            if node is None or (runs and (not with_running or is_private(node.namespace))):
+                continue
+            ranges = self._tiers.missing(node, 0, node.end)
+            if runs:
+                ranges = [(start, end) for start, end in ranges if end - start == self._tiers.max_tokens]
+            n_done += self._offload(seq, ranges, node.end, max_tokens - n_done)
+            if n_done >= max_tokens:
+                self._n_ahead += n_done
+                return n_done
+        self._n_ahead = n_all
+        return n_done
+
+    # --- from segments ---
+
+    def worth_loading(self, match: Match) -> Sequence[SegmentPart]:
+        """The segments behind the resident part of a match that are worth loading.
+
+        A segment is loaded whole, so the last one is left out if too little of it is wanted. Nothing is worth it if
+        all together takes longer to load than to compute.
+        """
+        parts = self._tiers.readable(match.parts) if match.parts else []
+        if parts and not self._pays(parts[-1:]):
+            parts.pop()
+        return parts if self._pays(parts) else []
+
+    def load(self, seq: int, match: Match, max_tokens: int | None) -> Loaded:
+        """Load what segments have behind the tokens of a sequence, about `max_tokens` at most."""
+        parts = self.worth_loading(match)
+        if not parts:
+            self._tiers.unpin(seq)
+            return Loaded(LoadStatus.DONE)
+        self._tiers.request(seq, parts)
+        self.discard_evicted()
+        status = LoadStatus.DONE
+        n_loaded = n_read = 0
+        for part in parts:
+            segment = part.segment
+            if (max_tokens is not None and n_loaded >= max_tokens) or segment.number in self._saving:
+                status = LoadStatus.MORE
+                break
+            if not segment.state.is_loadable:
+                status = LoadStatus.READING if self._tiers.is_reading else LoadStatus.DONE
+                break
+            if not self.make_room(segment.n_tokens) or not segment.state.is_loadable:
+                break
+            start = self._tree.length(seq)
+            self._sequences.operations.append(Load(segment.number, seq, start, part.end, self._scratch))
+            self._tree.extend(seq, match.tokens[start * WIDTH : part.end * WIDTH])
+            n_loaded += part.end - start
+            n_read += (part.end - start) * segment.is_fresh
+            segment.is_fresh = False
+        if status is LoadStatus.DONE:
+            self._tiers.unpin(seq)
+        return Loaded(status, 0, n_loaded, n_read)
+
+    # --- operations ---
+
+    def discard_evicted(self) -> None:
+        """Have the backend forget the segments that left RAM."""
+        self._sequences.operations += map(Discard, self._tiers.take_discarded())
+
+    def on_flush(self) -> None:
+        """The operations so far go to the backend."""
+        self._saving.clear()
+
+    # --- inside ---
+
+    @property
+    def _scratch(self) -> int:
+        assert self.scratch is not None
+        return self.scratch
+
+    def _pays(self, parts: Sequence[SegmentPart]) -> bool:
+        n_wanted = sum(part.end - part.start for part in parts)
+        n_loaded = sum(part.segment.n_tokens for part in parts)
+        n_read = sum(part.segment.n_tokens for part in parts if not part.segment.state.is_loadable)
+        return n_wanted > self._load_cost * n_loaded + self._read_cost * n_read
+
+    @property
+    def _read_cost(self) -> float:
+        """Time to read a token from disk over the time to compute it."""
+        read_us = self._tiers.read_us
+        return read_us / self._prefill_us if read_us and self._prefill_us else _UNKNOWN_READ_COST
+
+    def _node_at(self, seq: int, end: int) -> Node:
+        """The node on the path of a sequence that has the token before `end`."""
+        return next(node for node in self._sequences.end(seq).path() if node.start < end)
+
+    def _missing(self, seq: int, start: int, end: int) -> list[tuple[int, int]]:
+        """Ranges of a sequence that no segment has and that reach into `[start, end)`.
+
+        They are cut from the start of the node, so that they stay the same when its end is evicted bit by bit.
+        """
+        node = self._node_at(seq, end)
+        return [each for each in self._tiers.missing(node, min(start, node.start), end) if each[1] > start]
+
+    def _offload(self, seq: int, ranges: Sequence[tuple[int, int]], end: int, max_tokens: int | None = None) -> int:
+        """Offload ranges of a sequence, if RAM has room for its whole path up to `end`; returns about how many
+        tokens.
+
+        The node is looked up for each range, for adding a segment may split and join nodes.
+        """
+        n_done = 0
+        if not ranges:
+            return 0
+        node = self._node_at(seq, end)
+        if not self._tiers.fits(node, self._tiers.missing(node, 0, end)):
+            return 0
+        for start, stop in ranges:
+            if max_tokens is not None and n_done >= max_tokens:
+                break
+            segment = self._tiers.add(self._node_at(seq, end), start, stop)
+            self.discard_evicted()
+            self._sequences.operations.append(Save(segment.number, seq, start, stop, self._scratch))
+            self._saving.add(segment.number)
+            n_done += stop - start
+        return n_done

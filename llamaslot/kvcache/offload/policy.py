@@ -1,0 +1,125 @@
+"""When idle prefixes leave the pool, and when they are offloaded ahead of that.
+
+- Idle cells slow prefill, for attention scans the pool up to the highest used cell (fact 5). A prefix is
+  offloaded once the prompt tokens computed since its last use have cost more time than to save and load it.
+- Idle prefixes keep at most `idle_cells`.
+- While nothing runs, idle prefixes are copied to RAM, so that the next prompt finds them offloaded already.
+- With a disk, what running requests hold is copied to RAM as well, a segment at a time, to be written from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.kvcache.offload.offloader import Offloader
+from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
+from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.sequences import Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """When the cache has something to do although no request asks for it, in seconds; None for never."""
+
+    idle: float | None = None
+    """While nothing runs."""
+    running: float | None = None
+    """While requests run."""
+
+
+class OffloadPolicy:
+    """Decides by `settings`; times are seconds on the caller's clock."""
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        tree: RadixTree,
+        sequences: Sequences,
+        tiers: SegmentTiers,
+        offloader: Offloader,
+    ) -> None:
+        self._settings = settings
+        self._tree = tree
+        self._sequences = sequences
+        self._tiers = tiers
+        self._offloader = offloader
+        self.has_streams = False
+        """True if a stream would wait for what is saved in this step."""
+        self._next_write_at = 0.0
+        self._was_busy = False
+        """True if anything ran since idle prefixes were last offloaded ahead."""
+        self._idle_work_at: float | None = None
+        """When to offload idle prefixes ahead; None if there is nothing to do."""
+
+    def slows_prefill(self, n_prefill: int) -> bool:
+        """True if some idle prefix should be offloaded before so many prompt tokens are computed."""
+        before = self._used_before(n_prefill)
+        return before is not None and self._tree.eviction.plan(1, before).n_cells > 0
+
+    def offload_idle(self, n_prefill: int) -> None:
+        """Evict, and so offload, the idle prefixes that would slow this prefill by more than loading them costs."""
+        n_idle = self._tree.n_tokens - self._tree.n_pinned_tokens
+        self._offloader.evict(self._at_most(n_idle), self._used_before(n_prefill))
+
+    def keep_idle_budget(self) -> None:
+        """Evict what idle prefixes hold beyond their budget."""
+        budget = self._settings.idle_cells
+        n_idle = self._tree.n_tokens - self._tree.n_pinned_tokens
+        if self._settings.shares_cells and budget is not None and n_idle > budget:
+            self._offloader.evict(self._at_most(n_idle - budget))
+
+    def offload_for_disk(self, now: float) -> None:
+        """While requests run: offload a segment ahead now and then, since only what is in RAM can be written."""
+        if now < self._next_write_at:
+            return
+        self._next_write_at = now + self._settings.write_interval_ms / 1e3
+        if not self._tiers.writer.has_backlog:
+            n_tokens = self._at_most(self._settings.segment_tokens)
+            self._offloader.offload_ahead(n_tokens, with_running=True)
+
+    def offload_while_idle(self, now: float, *, is_busy: bool) -> None:
+        """Offload idle prefixes ahead, a segment per call, once nothing was asked for during `idle_delay_ms`."""
+        if is_busy:
+            self._was_busy, self._idle_work_at = True, None
+        elif self._was_busy:
+            self._was_busy, self._idle_work_at = False, now + self._settings.idle_delay_ms / 1e3
+        if self._idle_work_at is None or now < self._idle_work_at or self._tiers.writer.has_backlog:
+            return
+        n_done = 0
+        if self._settings.offloads_ahead:
+            n_done = self._offloader.offload_ahead(self._settings.segment_tokens, with_running=False)
+        if not n_done:
+            self._idle_work_at = None
+
+    def flush(self, now: float) -> None:
+        """Offload and write everything at once: the server is shutting down."""
+        self._was_busy, self._idle_work_at = False, now
+        self._tiers.writer.flush()
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """When something is due."""
+        if not self._settings.offloads:
+            return Deadlines(self._idle_work_at)
+        due_at = self._tiers.due_at
+        idle_work_at = None if self._tiers.writer.has_backlog else self._idle_work_at
+        idle = min((each for each in (idle_work_at, due_at) if each is not None), default=None)
+        if not self._settings.writes:
+            return Deadlines(idle)
+        return Deadlines(idle, self._next_write_at if due_at is None else min(self._next_write_at, due_at))
+
+    def _at_most(self, n_tokens: int) -> int:
+        """So many tokens, or fewer if streams would wait too long for their being saved."""
+        limit = self._settings.max_tokens_in_gap(self._settings.save_us) if self.has_streams else None
+        return n_tokens if limit is None else min(n_tokens, limit)
+
+    def _used_before(self, n_prefill: int) -> int | None:
+        """The logical time before which a prefix must have been used last to be offloaded; None if none is.
+
+        The clock counts computed prompt tokens. What was used last of all stays.
+        """
+        after = self._settings.offload_after
+        if after is None or not self._settings.offloads:
+            return None
+        return self._sequences.clock + min(n_prefill - after, 0)

@@ -1,0 +1,409 @@
+"""Segments in RAM and on disk: which are added, evicted, written and read.
+
+`segment.py` has the states and their transitions; here is what each transition entails for budgets, jobs and the
+radix tree. In each tier the least recently used segment is evicted first. A path is always used from its end to its
+start, so no segment is evicted before its children.
+
+Nothing here knows of cells, of sequences or of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+
+from llamaslot.base.model import SegmentSize
+from llamaslot.base.namespaces import is_private
+from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.match import Match, SegmentPart
+from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.offload.disk_io import (
+    CancelReads,
+    Corrupt,
+    Erase,
+    IoEvent,
+    Job,
+    MarkUsed,
+    Read,
+    ReadDone,
+    ReadFailed,
+    ReadStarted,
+    SaveFailed,
+    SegmentMeta,
+    SlotSaved,
+    Written,
+    verified_path,
+)
+from llamaslot.kvcache.offload.disk_pacing import RETRY_DELAY_S, ReadRate, ReadWatchdog
+from llamaslot.kvcache.offload.segment_lru import SegmentLru
+from llamaslot.kvcache.offload.write_back import WriteBack
+from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.segment import MAX_SEGMENT_TOKENS, Segment
+from llamaslot.kvcache.segment import SegmentEvent as E
+from llamaslot.kvcache.segment import SegmentState as S
+
+_MAX_READS = 4
+"""Reads at a time: which segment comes next is chosen as late as possible."""
+_BUSY = frozenset({S.READING, S.WRITING})
+
+
+class SegmentTiers:
+    """All segments, each of at most `max_tokens`, in `ram_bytes` and `disk_bytes`.
+
+    Whatever is offloaded goes to RAM first, so without RAM there is no disk tier either. Times are seconds on the
+    caller's clock.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        ram_bytes: int,
+        size: SegmentSize,
+        max_tokens: int = MAX_SEGMENT_TOKENS,
+        *,
+        disk_bytes: int = 0,
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.ram = SegmentLru(ram_bytes)
+        self.disk = SegmentLru(disk_bytes if ram_bytes else 0)
+        self.writer = WriteBack(self)
+        self.now = 0.0
+        self.n_read_tokens = 0
+        self.n_corrupt_files = 0
+        self._tree = tree
+        self._size = size
+        self.busy: dict[int, Segment] = {}
+        """Segments that are being read or written, by number."""
+        self._unreadable: dict[int, Segment] = {}
+        self._load_pins: dict[int, frozenset[Segment]] = {}
+        """Segments that each sequence is about to load: they stay in RAM."""
+        self._offloads_again_at = 0.0
+        self._n_uses = 0
+        self._next_number = 0
+        self._read_rate = ReadRate()
+        self._watchdog = ReadWatchdog()
+        self._discarded: list[int] = []
+        self._used: dict[int, None] = {}
+        """Numbers of segments on disk at the ends of used paths, in the order of their last use."""
+        self._jobs: list[Job] = []
+
+    # --- lookups ---
+
+    def readable(self, parts: Sequence[SegmentPart]) -> list[SegmentPart]:
+        """The parts that can be loaded now or once they are read, up to the first that cannot."""
+        found = []
+        for part in parts:
+            state = part.segment.state
+            if state is S.UNREADABLE or not (state.is_loadable or not self.is_unresponsive):
+                break
+            found.append(part)
+        return found
+
+    def missing(self, node: Node, start: int, end: int) -> list[tuple[int, int]]:
+        """Ranges to offload, each as large as possible, so that segments cover `[start, end)` of the path to a
+        node.
+
+        A range that continues a partial segment starts with it, and replaces it.
+        """
+        ranges: list[tuple[int, int]] = []
+        at = start
+        last: Segment | None = None
+        covered = [(each, each.segment) for each in node.path() if each.segment is not None and each.start < end]
+        for each, segment in (*reversed(covered), (None, None)):
+            until = each.start if each is not None else end
+            if at < until:
+                first = last.start if last is not None and self.is_partial(last) else at
+                ranges += [(a, min(a + self.max_tokens, until)) for a in range(first, until, self.max_tokens)]
+            if each is not None:
+                at = max(at, each.end)
+            last = segment if segment is not None and each is not None and segment.end == each.end == at else None
+        return ranges
+
+    def is_partial(self, segment: Segment) -> bool:
+        """True if a longer segment replaces this one when its path goes on."""
+        return segment.n_tokens < self.max_tokens and segment.is_end_of_path
+
+    def fits(self, node: Node, ranges: Sequence[tuple[int, int]]) -> bool:
+        """True if these ranges of the path to a node fit into RAM once everything that may be evicted is.
+
+        False for a while after memory ran out.
+        """
+        if self.now < self._offloads_again_at or not self.ram.capacity:
+            return False
+        end = max((end for _, end in ranges), default=0)
+        path = {each.segment for each in node.path() if each.segment is not None and each.start < end}
+        replaced = {s for s in path if any(start <= s.start and s.end <= end for start, end in ranges)}
+        kept = path.union(self.busy.values(), *self._load_pins.values()) - replaced
+        n_bytes = sum(
+            s.n_bytes for s in kept if s.state.uses_ram and (s.state is not S.CLEAN or self._is_load_pinned(s))
+        )
+        return n_bytes + sum(self._size.of(end - start) for start, end in ranges) <= self.ram.capacity
+
+    @property
+    def read_us(self) -> float | None:
+        """Microseconds to read a token, by recent reads; None if there were none."""
+        return self._read_rate.us(self.now)
+
+    @property
+    def is_reading(self) -> bool:
+        """True while any read is pending."""
+        return self._n_reads > 0
+
+    @property
+    def is_unresponsive(self) -> bool:
+        """True if the disk does not answer: what only the disk has cannot be loaded until it does."""
+        return self._watchdog.is_unresponsive(self.now)
+
+    @property
+    def due_at(self) -> float | None:
+        """When a write is due or a read times out, if nothing happens before; None for never."""
+        times = (self.writer.due_at, self._watchdog.times_out_at)
+        return min((each for each in times if each is not None), default=None)
+
+    # --- changes ---
+
+    def tick(self, now: float) -> None:
+        """Advance the clock: time out reads, retry unreadable segments, start due writes."""
+        self.now = now
+        if self._watchdog.check_timeout(now):
+            for segment in [each for each in self.busy.values() if each.state is S.READING]:
+                self.apply(segment, E.READ_TIMED_OUT)
+            self._jobs.append(CancelReads())
+        for segment in [each for each in self._unreadable.values() if each.retry_at <= now]:
+            self.apply(segment, E.RETRY)
+        self.writer.tick()
+
+    def add(self, node: Node, start: int, end: int) -> Segment:
+        """Create a segment for `[start, end)` of the path to a node; it must fit.
+
+        It replaces segments within that range. Others are evicted from RAM for it, but none before it on its path
+        that is not on disk.
+        """
+        if not self.fits(node, [(start, end)]):
+            raise AssertionError(f"there is no room for [{start}, {end})")
+        segment = Segment(self._next_number, start, end, self._size.of(end - start), now=self.now)
+        self._next_number += 1
+        for each in self._tree.attach(segment, node):
+            self.writer.replace(each, segment)
+            self.apply(each, E.DROP, keeps_file=True)
+        self.touch(segment.path)
+        if not self._make_room(segment.n_bytes, set(segment.path)):
+            raise AssertionError("there was room")
+        self.ram.put(segment)
+        self.writer.queue(segment)
+        return segment
+
+    def touch(self, path: Sequence[Segment]) -> None:
+        """Record that the segments of a path, from the root on, are used now."""
+        self._n_uses += 1
+        for segment in path:
+            segment.last_used = self._n_uses
+        unwritten = next((segment for segment in path if not segment.state.uses_disk), None)
+        if unwritten is not None:
+            self.writer.queue(unwritten)
+        last = next((segment for segment in reversed(path) if segment.state.uses_disk), None)
+        if last is not None:
+            self._used[last.number] = self._used.pop(last.number, None)
+
+    def request(self, seq: int, parts: Iterable[SegmentPart]) -> None:
+        """Keep in RAM what a sequence is about to load, and start reading what is not there, as far as it fits."""
+        segments = [part.segment for part in parts]
+        self._load_pins[seq] = frozenset(segments)
+        for segment in segments:
+            if segment.state.uses_ram:
+                continue
+            if self._n_reads >= _MAX_READS or not self._make_room(segment.n_bytes):
+                return
+            self.apply(segment, E.READ)
+            self._jobs.append(Read(segment.number))
+
+    def unpin(self, seq: int) -> None:
+        """Let go of what a sequence was about to load."""
+        self._load_pins.pop(seq, None)
+
+    def drop(self, match: Match, fork: int) -> None:
+        """Drop the segments of a path that lie behind a fork."""
+        for segment in reversed(match.segments):
+            if segment.start < fork:
+                break
+            self.apply(segment, E.DROP)
+
+    def drop_namespace(self, namespace: str) -> None:
+        """Drop all segments of a namespace."""
+        found = dict.fromkeys(node.segment for node in self._tree.nodes(namespace) if node.segment is not None)
+        for segment in reversed(found):
+            self.apply(segment, E.DROP)
+
+    def erase(self, numbers: Iterable[int]) -> None:
+        """Have files deleted."""
+        if erased := tuple(numbers):
+            self._jobs.append(Erase(erased))
+
+    def add_job(self, job: Job) -> None:
+        """Have a job done after those so far."""
+        self._jobs.append(job)
+
+    def take_discarded(self) -> list[int]:
+        """Numbers of segments whose bytes left RAM since the last call."""
+        discarded, self._discarded = self._discarded, []
+        return discarded
+
+    def take_jobs(self) -> list[Job]:
+        """Disk jobs since the last call."""
+        jobs, self._jobs = self._jobs, []
+        if self._used:
+            jobs.append(MarkUsed(tuple(self._used)))
+            self._used.clear()
+        return jobs
+
+    def on_io(self, event: IoEvent, now: float) -> Segment | None:
+        """Handle the result of a job; returns the segment whose bytes, now read, are wanted in RAM."""
+        self.now = now
+        match event:
+            case ReadStarted():
+                self._watchdog.on_read_started(now)
+            case Written(number, ok):
+                self.writer.on_written(self.busy.get(number), ok=ok)
+            case ReadDone(number, seconds):
+                return self._on_read(number, seconds)
+            case ReadFailed(number):
+                segment = self.disk.get(number)
+                if segment is not None and segment.state not in (S.CLEAN, S.WRITING):
+                    segment.retry_at = now + RETRY_DELAY_S
+                    self.apply(segment, E.READ_FAILED)
+                self._watchdog.on_answer(now, has_more=self.is_reading, failed=True)
+            case Corrupt(number):
+                self._on_corrupt(self.disk.get(number))
+            case SaveFailed(number):
+                self._on_save_failed(number)
+            case SlotSaved(numbers):
+                self._discarded += numbers
+        return None
+
+    def restore(self, found: Sequence[SegmentMeta], first_number: int) -> list[int]:
+        """Take in what the disk has, the least recently used first; new segments count from `first_number` on.
+
+        What does not fit, or cannot be right, is erased. Returns the numbers of segments too large for RAM or
+        behind such a one: they stay on disk and are not known here.
+        """
+        self._next_number = first_number
+        uses = {meta.number: i for i, meta in enumerate(found, 1)}
+        self._n_uses = len(uses)
+        too_large: set[int] = set()
+        for meta in sorted(found, key=lambda meta: (meta.start, -len(meta.tokens))):
+            if meta.n_bytes > self.ram.capacity or meta.parent in too_large:
+                too_large.add(meta.number)
+                continue
+            parent = self.disk.get(meta.parent) if meta.parent is not None else None
+            tokens = verified_path(meta, parent, self._size)
+            known = self._tree.match(meta.namespace, tokens or b"")
+            if tokens is None or any(part.start <= meta.start < part.end for part in known.parts):
+                self.erase([meta.number])
+                continue
+            segment = Segment(meta.number, meta.start, len(tokens) // WIDTH, meta.n_bytes, state=S.DISK)
+            segment.last_used = uses[meta.number]
+            self._tree.attach(segment, self._tree.insert(meta.namespace, tokens))
+            self.disk.put(segment)
+        for segment in sorted(self.disk, key=lambda segment: -segment.start):
+            if segment.parent is not None:
+                segment.parent.last_used = max(segment.parent.last_used, segment.last_used)
+        self.writer.trim()
+        return sorted(too_large)
+
+    def apply(self, segment: Segment, event: E, *, keeps_file: bool = False) -> None:
+        """Change the state of a segment, and with it budgets, jobs and the tree."""
+        before = segment.handle(event)
+        after = segment.state
+        self._tree.version += 1
+        for lru, used, uses in (
+            (self.ram, before.uses_ram, after.uses_ram),
+            (self.disk, before.uses_disk, after.uses_disk),
+        ):
+            if used and not uses:
+                lru.remove(segment)
+            elif uses and not used:
+                lru.put(segment)
+        if before.is_loadable and not after.is_loadable:
+            self._discarded.append(segment.number)
+        if before.uses_disk and not after.uses_disk and event is not E.WRITE_FAILED and not keeps_file:
+            self.erase([segment.number])
+        for states, index in ((_BUSY, self.busy), ((S.UNREADABLE,), self._unreadable)):
+            index.pop(segment.number, None)
+            if after in states:
+                index[segment.number] = segment
+        self.writer.on_transition(segment)
+        if after is S.DROPPED:
+            self._tree.detach(segment)
+
+    def check(self, segments: set[Segment]) -> None:
+        """Verify all invariants for the segments that the tree has; raises `AssertionError`."""
+        assert segments == {segment for lru in (self.ram, self.disk) for segment in lru}
+        for lru in (self.ram, self.disk):
+            assert lru.n_bytes == sum(segment.n_bytes for segment in lru) <= lru.capacity
+            assert lru.n_tokens == sum(segment.n_tokens for segment in lru)
+        for segment in segments:
+            state, parent = segment.state, segment.parent
+            assert segment.n_tokens <= self.max_tokens
+            assert (segment in self.ram, segment in self.disk) == (state.uses_ram, state.uses_disk)
+            assert parent is None or parent.rank > segment.rank, "would be evicted before its child"
+            assert not (state.uses_disk and is_private(segment.namespace))
+            is_written = parent is not None and parent.state.uses_disk and parent.state is not S.WRITING
+            assert not state.uses_disk or segment.start == 0 or is_written, "on disk without its parent"
+            assert (segment.number in self.busy) == (state in _BUSY)
+            assert (segment.number in self._unreadable) == (state is S.UNREADABLE)
+        self.writer.check(segments)
+
+    # --- inside ---
+
+    @property
+    def _n_reads(self) -> int:
+        return sum(each.state is S.READING for each in self.busy.values())
+
+    def _is_load_pinned(self, segment: Segment) -> bool:
+        return any(segment in pins for pins in self._load_pins.values())
+
+    def _make_room(self, n_bytes: int, path: Container[Segment] = ()) -> bool:
+        """Evict segments from RAM, but none of `path` that is nowhere else; returns True if there is room then."""
+
+        def may_evict(segment: Segment) -> bool:
+            is_free = segment.state not in _BUSY and not self._is_load_pinned(segment)
+            return is_free and (segment not in path or segment.state is S.CLEAN)
+
+        while not self.ram.has_room(n_bytes):
+            oldest = self.ram.oldest(may_evict)
+            if oldest is None:
+                return False
+            self.apply(oldest, E.EVICT_RAM)
+        return True
+
+    def _on_read(self, number: int, seconds: float) -> Segment | None:
+        segment = self.busy.get(number)
+        is_wanted = segment is not None and segment.state is S.READING
+        if segment is not None and is_wanted:
+            self.apply(segment, E.READ_DONE)
+            segment.is_fresh = True
+            self.n_read_tokens += segment.n_tokens
+            self._read_rate.observe(segment.n_tokens, seconds, self.now)
+        self._watchdog.on_answer(self.now, has_more=self.is_reading)
+        return segment if is_wanted else None
+
+    def _on_save_failed(self, number: int) -> None:
+        """Drop a segment that the backend had no memory for, and offload nothing for a while.
+
+        Its children stay, and are found again once the gap is filled. A number that RAM does not have belongs to a
+        slot that was to be saved to a file.
+        """
+        self._offloads_again_at = self.now + RETRY_DELAY_S
+        segment = self.ram.get(number)
+        if segment is not None:
+            self.apply(segment, E.DROP)
+            self._discarded.remove(number)  # the backend never had it
+
+    def _on_corrupt(self, segment: Segment | None) -> None:
+        """Evict a corrupt segment from disk, and everything on disk behind it."""
+        gone = [segment] if segment is not None else []
+        self.n_corrupt_files += len(gone)
+        for each in gone:
+            gone += [child for child in each.children if child.state.uses_disk]
+        for each in reversed(gone):
+            self.apply(each, E.EVICT_DISK)
+        self._watchdog.on_answer(self.now, has_more=self.is_reading)

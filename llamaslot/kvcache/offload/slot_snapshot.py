@@ -1,0 +1,122 @@
+"""Snapshots of single slots, for files of the user's: unlike the disk tier, such a file is asked for by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from llamaslot.base.kv_ops import Discard, Kv, Load, Save
+from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.offload.offloader import Offloader
+from llamaslot.kvcache.pool import Pool
+from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.segment import MAX_SEGMENT_TOKENS
+from llamaslot.kvcache.sequences import Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPart:
+    """KV of positions `[start, end)`."""
+
+    start: int
+    end: int
+    kv: Kv
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSnapshot:
+    """Everything that a slot held."""
+
+    namespace: str
+    tokens: bytes
+    """All of them, packed."""
+    parts: tuple[SnapshotPart, ...]
+    """From the first token to the last, without a gap."""
+
+
+class InvalidSnapshotError(Exception):
+    """A file is not what was written, or belongs to another model; the message says why."""
+
+
+class SnapshotStore(Protocol):
+    """Snapshot files by name; used by one thread. Raises `OSError` if a file cannot be written or read."""
+
+    def write(self, name: str, snapshot: SlotSnapshot) -> int:
+        """Write a file, replacing one of that name; returns its size in bytes."""
+
+    def read(self, name: str) -> tuple[SlotSnapshot, int]:
+        """The snapshot in a file, and its size in bytes. Raises `InvalidSnapshotError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSave:
+    """A snapshot that is about to be taken."""
+
+    namespace: str
+    tokens: bytes
+    """Everything that the slot holds, packed."""
+    saves: tuple[Save, ...]
+    """Operations that save its KV, from the first token to the last."""
+
+
+class SlotSnapshots:
+    """Takes snapshots of idle slots and restores them; its segments belong to no tier."""
+
+    def __init__(self, tree: RadixTree, sequences: Sequences, pool: Pool, offloader: Offloader) -> None:
+        self._tree = tree
+        self._sequences = sequences
+        self._pool = pool
+        self._offloader = offloader
+        self._n_segments = 0
+
+    def save(self, seq: int) -> SlotSave | None:
+        """Have everything saved that an idle slot holds; None if that is nothing."""
+        n_tokens = self._tree.length(seq)
+        if not n_tokens:
+            return None
+        end, scratch = self._sequences.end(seq), self._offloader.scratch
+        assert scratch is not None
+        saves = tuple(
+            Save(self._new_number(), seq, start, min(start + MAX_SEGMENT_TOKENS, n_tokens), scratch)
+            for start in range(0, n_tokens, MAX_SEGMENT_TOKENS)
+        )
+        self._sequences.operations += saves
+        return SlotSave(end.namespace, end.prefix(), saves)
+
+    def restore(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
+        """Let an idle slot hold a snapshot, of which it takes over what the pool has; None if there is no room.
+
+        Returns what the backend must be given before its next operations, by segment number.
+        """
+        tokens, scratch = snapshot.tokens, self._offloader.scratch
+        assert scratch is not None
+        match = self._tree.match(snapshot.namespace, tokens)
+        n_wanted = sum(part.end - part.start for part in snapshot.parts if part.end > match.n_resident)
+        if not self._offloader.has_room(n_wanted + match.n_idle):
+            return None
+        if self._sequences.in_use(seq):
+            if not self._tree.is_covered(seq):
+                self._pool.move_to_spare(seq, 0)
+            self._sequences.clear(seq)
+        self._tree.hold(seq, snapshot.namespace)
+        self._tree.pin(seq)
+        self._pool.copy_resident(seq, tokens)
+        parts: dict[int, SnapshotPart] = {}
+        for part in snapshot.parts:
+            n = self._tree.length(seq)
+            if n >= part.end:
+                continue
+            if not self._offloader.make_room(part.end - part.start):
+                raise AssertionError("there was room")
+            number = self._new_number()
+            parts[number] = part
+            self._sequences.operations += [Load(number, seq, n, part.end, scratch), Discard(number)]
+            self._tree.extend(seq, tokens[n * WIDTH : part.end * WIDTH])
+        self._pool.free_an_id()
+        self._tree.unpin(seq, self._sequences.advance())
+        return parts
+
+    def _new_number(self) -> int:
+        """A number below 0: no segment of the tiers has one."""
+        self._n_segments += 1
+        return -self._n_segments

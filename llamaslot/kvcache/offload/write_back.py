@@ -1,0 +1,165 @@
+"""Write-back of dirty segments to disk.
+
+A segment is written once its parent is on disk, and evicted from disk only after its children: so its own tokens
+and the number of its parent are all that the index needs, and after a restart every path on disk is complete. The
+last segment of a path is replaced by a longer one as a conversation goes on, so it is written only after a while,
+and the file that it replaces is erased only once it is written itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from llamaslot.base.namespaces import is_private
+from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.offload.disk_io import SegmentMeta, Write, path_digest
+from llamaslot.kvcache.offload.disk_pacing import WriteQueue
+from llamaslot.kvcache.segment import Segment
+from llamaslot.kvcache.segment import SegmentEvent as E
+from llamaslot.kvcache.segment import SegmentState as S
+
+if TYPE_CHECKING:
+    from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
+
+_MAX_WRITES = 2
+"""Writes at a time: which segment comes next is chosen as late as possible."""
+MAX_DIRTY_FRACTION = 0.25
+"""Fraction of RAM that may be dirty before nothing more is offloaded ahead of eviction."""
+
+
+class WriteBack:
+    """Chooses which segments of the tiers are written to disk, and when."""
+
+    def __init__(self, tiers: SegmentTiers) -> None:
+        self.n_written_tokens = 0
+        self._tiers = tiers
+        self._queue = WriteQueue(tiers.is_partial)
+        self._replaced: dict[int, int] = {}
+        """Bytes of files that stay until what replaces them is written, by number."""
+
+    @property
+    def writing(self) -> list[Segment]:
+        """Segments that are counted as on disk but not there yet."""
+        return [segment for segment in self._tiers.busy.values() if segment.state is S.WRITING]
+
+    @property
+    def due_at(self) -> float | None:
+        """When the next write is due; None if there is none, or enough are pending."""
+        return self._queue.due_at if len(self.writing) < _MAX_WRITES else None
+
+    @property
+    def has_backlog(self) -> bool:
+        """True if so much is dirty that offloading more would push it out of RAM before it is written."""
+        n_bytes = sum(segment.n_bytes for segment in (*self._queue, *self.writing))
+        is_too_much = n_bytes > self._tiers.ram.capacity * MAX_DIRTY_FRACTION
+        return is_too_much and not self._queue.is_paused(self._tiers.now)
+
+    def tick(self) -> None:
+        """Start the writes that are due."""
+        while len(self.writing) < _MAX_WRITES:
+            segment = self._queue.next_due(self._tiers.now)
+            if segment is None:
+                return
+            if not self._may_write(segment) or not self._write(segment):
+                self._tiers.apply(segment, E.UNQUEUE)
+
+    def queue(self, segment: Segment) -> None:
+        """Queue a segment to be written, if it is not written and its parent is."""
+        if segment.state is S.RAM and self._may_write(segment):
+            self._tiers.apply(segment, E.QUEUE)
+
+    def flush(self) -> None:
+        """Make all writes due at once: the server is shutting down."""
+        self._queue.flush()
+
+    def replace(self, old: Segment, new: Segment) -> None:
+        """Keep the file of a segment until the one that replaces it is written."""
+        new.replaces += old.replaces
+        old.replaces = []
+        if old.state.uses_disk:
+            new.replaces.append(old.number)
+            self._replaced[old.number] = old.n_bytes
+
+    def on_transition(self, segment: Segment) -> None:
+        """Follow a change of state."""
+        self._queue.remove(segment)
+        if segment.state is S.DIRTY:
+            self._queue.put(segment)
+        elif segment.state is S.DROPPED:
+            self._erase_replaced(segment)
+
+    def on_written(self, segment: Segment | None, *, ok: bool) -> None:
+        """Handle the end of a write; None, or another state, if the segment was dropped meanwhile."""
+        if segment is None or segment.state is not S.WRITING:
+            return
+        if not ok:
+            self._queue.pause(self._tiers.now)
+            self._tiers.apply(segment, E.WRITE_FAILED)
+            self.queue(segment)
+            return
+        self._tiers.apply(segment, E.WRITTEN)
+        self.n_written_tokens += segment.n_tokens
+        self._erase_replaced(segment)
+        for child in segment.children:
+            self.queue(child)
+
+    def trim(self) -> None:
+        """Evict from disk what exceeds its budget."""
+        disk = self._tiers.disk
+        while disk.n_bytes > disk.capacity:
+            oldest = disk.oldest(_may_evict)
+            assert oldest is not None
+            self._tiers.apply(oldest, E.EVICT_DISK)
+
+    def check(self, segments: set[Segment]) -> None:
+        """Verify that the queue has the dirty segments; raises `AssertionError`."""
+        assert set(self._queue) == {segment for segment in segments if segment.state is S.DIRTY}
+
+    def _may_write(self, segment: Segment) -> bool:
+        if not self._tiers.disk.capacity or is_private(segment.namespace):
+            return False
+        parent = segment.parent
+        return segment.start == 0 or (
+            parent is not None and parent.state.uses_disk and parent.state is not S.WRITING
+        )
+
+    def _write(self, segment: Segment) -> bool:
+        """Start to write a segment; False if only what was used after it could make room."""
+        disk = self._tiers.disk
+        oldest: list[Segment] = []
+        n_missing = disk.n_bytes + sum(self._replaced.values()) + segment.n_bytes - disk.capacity
+        while n_missing > 0:
+            found = disk.oldest(lambda each: _may_evict(each, oldest))
+            if found is None or found.rank > segment.rank:
+                return False
+            oldest.append(found)
+            n_missing -= found.n_bytes
+        for each in oldest:
+            self._tiers.apply(each, E.EVICT_DISK)
+        self._tiers.apply(segment, E.WRITE)
+        parent, prefix = segment.parent, segment.prefix
+        meta = SegmentMeta(
+            number=segment.number,
+            parent=parent.number if parent is not None else None,
+            namespace=segment.namespace,
+            start=segment.start,
+            tokens=prefix[segment.start * WIDTH :],
+            n_bytes=segment.n_bytes,
+            path_digest=path_digest(segment.namespace, prefix),
+        )
+        self._tiers.add_job(Write(meta))
+        return True
+
+    def _erase_replaced(self, segment: Segment) -> None:
+        self._tiers.erase(segment.replaces)
+        for number in segment.replaces:
+            del self._replaced[number]
+        segment.replaces = []
+
+
+def _may_evict(segment: Segment, gone: Sequence[Segment] = ()) -> bool:
+    """True if a segment may be evicted from disk, once those that are `gone` have been."""
+    if segment.state in (S.READING, S.WRITING) or segment in gone:
+        return False
+    return all(child in gone for child in segment.children if child.state.uses_disk or child.replaces)

@@ -1,0 +1,143 @@
+"""Partitioned pool: each sequence has cells of its own, as it has where a model's KV cannot be trimmed.
+
+A sequence may become a copy of another one as a whole, if that beats computing. llama.cpp carries such a copy out
+with the next decode (fact 3), so until then neither of the two may take part in another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from llamaslot.base.kv_ops import CopyStream
+from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.offload.offloader import Offloader
+from llamaslot.kvcache.pool import Sharing
+from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.sequences import Sequences
+
+
+class PartitionedPool:
+    """Implements `Pool`; `copy_pays` tells whether copying a whole sequence beats computing so many tokens."""
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        sequences: Sequences,
+        offloader: Offloader,
+        *,
+        n_cells: int,
+        copy_pays: Callable[[int], bool],
+    ) -> None:
+        self.n_cells = n_cells
+        self.n_moved_paths = 0
+        self.n_lost_paths = 0
+        self._tree = tree
+        self._sequences = sequences
+        self._offloader = offloader
+        self._copy_pays = copy_pays
+        self._copying: set[int] = set()
+        """Sequences that take part in a copy before the next decode."""
+
+    @property
+    def n_used(self) -> int:
+        """Cells in use: the lengths of all sequences."""
+        return sum(map(self._tree.length, self._sequences.all))
+
+    @property
+    def n_idle(self) -> int:
+        """Cells of the sequences that no request runs in."""
+        idle = (seq for seq in self._sequences.all if not self._tree.is_pinned(seq))
+        return sum(map(self._tree.length, idle))
+
+    def acquire(self, slots: Sequence[int], match: Match) -> tuple[int, int]:
+        """Let the slot that holds most of a match continue, or become a copy of a sequence that holds more."""
+        held = self._tree.held(match, slots)
+        seq = self._choose(slots, held)
+        own = held[seq]
+        source = self._source(match, own) if seq not in self._copying else None
+        if own < self._tree.length(seq) and not self._tree.is_covered(seq):
+            # A slot takes part in one copy at a time: the wanted one goes before keeping what may be wanted later.
+            if source is not None:
+                self._offloader.n_evicted_tokens += self._tree.length(seq) - own
+            else:
+                self.move_to_spare(seq, own)
+        if source is None:
+            self._sequences.truncate(seq, own)
+            if not own:
+                self._tree.hold(seq, match.namespace)
+            self._tree.pin(seq)
+            return seq, 0
+        self._sequences.clear(seq)
+        self._copy(source, seq, match.n_resident)
+        # Clearing may have joined nodes.
+        match = self._tree.match(match.namespace, match.tokens[: match.n_resident * WIDTH])
+        self._tree.hold(seq, match.namespace, match.node, match.n_resident)
+        self._tree.pin(seq)
+        return seq, match.n_resident
+
+    def copy_resident(self, _seq: int, _tokens: bytes) -> int:
+        """Return 0: a running sequence cannot take over cells."""
+        return 0
+
+    def append(self, seq: int, tokens: bytes) -> None:
+        """A running sequence computed these tokens behind those that it holds."""
+        self._tree.extend(seq, tokens)
+
+    def tidy(self) -> None:
+        """Do nothing: no two sequences have the same cells."""
+
+    def sharing(self, match: Match, slots: Sequence[int], n_in_flight: int) -> Sharing:
+        """Share if copying a sequence beats computing what the best of `slots` lacks."""
+        own = max(self._tree.held(match, slots).values())
+        n_missing = max(n_in_flight, match.n_resident) - own
+        if n_missing <= 0 or not self._copy_pays(n_missing):
+            return Sharing.COMPUTE
+        if n_in_flight <= match.n_resident:
+            is_blocked = self._pays(match, own) and self._source(match, own) is None
+            return Sharing.WAIT if is_blocked else Sharing.COMPUTE
+        return Sharing.SHARE
+
+    def free_an_id(self) -> None:
+        """Do nothing: a spare sequence can be overwritten at any time."""
+
+    def on_flush(self) -> None:
+        """The copies so far are carried out by the next decode."""
+        self._copying.clear()
+
+    def move_to_spare(self, seq: int, keep: int) -> None:
+        """Let a spare sequence become a copy of an idle slot that is about to drop all but `keep` tokens."""
+        sequences = self._sequences
+        n_lost = self._tree.length(seq) - keep
+        may_copy = seq not in self._copying and self._copy_pays(n_lost)
+        targets = [each for each in sequences.spare if each not in self._copying] if may_copy else []
+        if not targets:
+            self._offloader.n_evicted_tokens += n_lost
+            return
+        target = min(targets, key=lambda each: (sequences.n_own(each), sequences.last_used(each)))
+        self._offloader.n_evicted_tokens += sequences.n_own(target)
+        sequences.clear(target)
+        end = sequences.end(seq)
+        self._copy(seq, target, end.end)
+        self._tree.hold(target, end.namespace, end, end.end)
+        self.n_moved_paths += 1
+
+    def _choose(self, slots: Sequence[int], held: dict[int, int]) -> int:
+        """The longest match; while a slot is empty, none that would lose over half of its tokens."""
+        empty = [seq for seq in slots if not self._tree.length(seq)]
+        kept = [seq for seq in slots if held[seq] and 2 * held[seq] >= self._tree.length(seq)]
+        candidates = (kept or empty) if empty else slots
+        return max(candidates, key=lambda seq: (held[seq], -self._sequences.last_used(seq), -seq))
+
+    def _pays(self, match: Match, own: int) -> bool:
+        return match.n_resident > own and self._copy_pays(match.n_resident - own)
+
+    def _source(self, match: Match, own: int) -> int | None:
+        """A sequence from which to copy the whole match, if that beats computing what is behind `own`."""
+        if not self._pays(match, own):
+            return None
+        return next((seq for seq in match.node.holders() if seq not in self._copying), None)
+
+    def _copy(self, src: int, dst: int, keep: int) -> None:
+        self._sequences.operations.append(CopyStream(src, dst, keep))
+        self._copying |= {src, dst}

@@ -1,0 +1,415 @@
+"""Radix tree over every token whose KV exists: in the pool, held by sequences, or off the pool, in a segment.
+
+A sequence holds a path: all tokens from the root down to its *end node*. So the holders of a node are the sequences
+that end in its subtree, and a split moves no holder. A node that no sequence holds stays as long as a segment
+covers it; a leaf without either is removed at once.
+
+    sequence 0 holds 7 tokens, sequence 1 the same first 4 and 2 others; the rest of 0's old reply is in a segment:
+
+        root
+          |
+        [a b c d]              held by 0 and 1
+         /      \
+      [e f g]   [x y]          0 ends in the left node, 1 in the right one
+        |
+      [h i]                    offloaded only
+
+Segments cannot be cut, so splitting a node leaves its segment whole: both halves lie in it. Nothing here knows of
+llama.cpp, of time or of requests; `now` is a logical clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from llamaslot.base.tokens import WIDTH, Tokens, unpacked
+from llamaslot.kvcache.eviction import EvictionPlan, EvictionQueue
+from llamaslot.kvcache.match import Match, SegmentPart
+from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.segment import Segment
+
+
+class RadixTree:
+    """Paths of all namespaces. Sequence ids are integers from 0 on."""
+
+    def __init__(self) -> None:
+        self._roots: dict[str, Node] = {}
+        self._ends: dict[int, Node] = {}
+        self._pinned: set[int] = set()
+        self.eviction = EvictionQueue()
+        self.n_tokens = 0
+        """Tokens of resident nodes: the cells that they occupy."""
+        self.n_pinned_tokens = 0
+        """Of them, those that running requests hold."""
+        self.version = 0
+        """Changes whenever a lookup might have another result."""
+
+    # --- lookups; they change nothing ---
+
+    def match(self, namespace: str, tokens: bytes) -> Match:
+        """Return the longest cached prefix of `tokens` in a namespace."""
+        root = self._roots.get(namespace) or Node(bytearray(), None, 0, namespace)
+        path = list(_walk(root, tokens))
+        last, n_matched = path[-1] if path else (root, 0)
+        n_resident_nodes = next((i for i, (node, _) in enumerate(path) if not node.is_resident), len(path))
+        node, n_resident = path[n_resident_nodes - 1] if n_resident_nodes else (root, 0)
+        parts: list[SegmentPart] = []
+        for each, end in path[n_resident_nodes:]:
+            if each.segment is None:
+                break
+            start = each.start
+            if parts and parts[-1].segment is each.segment:
+                start = parts.pop().start
+            parts.append(SegmentPart(each.segment, start, end))
+        return Match(namespace, tokens, node, n_resident, last, n_matched, tuple(parts), n_resident, self.version)
+
+    def end_node(self, seq: int) -> Node | None:
+        """The node where the path of a sequence ends; None if the sequence is not in use."""
+        return self._ends.get(seq)
+
+    def length(self, seq: int) -> int:
+        """Tokens that a sequence holds."""
+        node = self._ends.get(seq)
+        return node.end if node is not None else 0
+
+    def tokens(self, seq: int) -> Tokens:
+        """All tokens that a sequence holds, int32."""
+        node = self._ends.get(seq)
+        return unpacked(node.prefix() if node is not None else b"")
+
+    def is_pinned(self, seq: int) -> bool:
+        """True while a request runs in the sequence."""
+        return seq in self._pinned
+
+    def is_covered(self, seq: int) -> bool:
+        """True if all that a sequence holds is held by another one too."""
+        node = self._ends[seq]
+        return node.is_root or node.has_many_holders
+
+    def held(self, match: Match, seqs: Iterable[int]) -> dict[int, int]:
+        """For each of some sequences the number of leading tokens of a match that it holds."""
+        ends = {id(node): min(node.end, match.n_resident) for node in match.node.path()}
+        held = {}
+        for seq in seqs:
+            end = self._ends.get(seq)
+            held[seq] = next((ends[id(n)] for n in end.path() if id(n) in ends), 0) if end else 0
+        return held
+
+    def sequences(self, namespace: str) -> list[int]:
+        """The sequences that are in use in a namespace."""
+        return [seq for seq, node in self._ends.items() if node.namespace == namespace]
+
+    @property
+    def namespaces(self) -> list[str]:
+        """The namespaces that have any node or sequence."""
+        return list(self._roots)
+
+    def nodes(self, namespace: str | None = None) -> Iterator[Node]:
+        """Yield every node but the roots, parents first; of one namespace or of all."""
+        roots = self._roots.values() if namespace is None else filter(None, [self._roots.get(namespace)])
+        rest = [node for root in roots for node in root.children.values()]
+        while rest:
+            node = rest.pop()
+            yield node
+            rest += node.children.values()
+
+    # --- sequences ---
+
+    def hold(self, seq: int, namespace: str, node: Node | None = None, n: int = 0) -> None:
+        """Let an unused sequence hold the first `n` tokens of the path to `node`; nothing of it without a node."""
+        if seq in self._ends:
+            raise AssertionError(f"sequence {seq} is in use")
+        root = self._root(namespace)
+        end = self._split(node, n) if node is not None and n else root
+        self._end_in(seq, end, root)
+
+    def extend(self, seq: int, tokens: bytes) -> int:
+        """Append tokens to the path of a sequence; returns how many of them other sequences hold already.
+
+        Tokens that the tree has in segments only become resident in place.
+        """
+        self.version += 1
+        end = self._ends[seq]
+        n_held = 0
+        for node, at in _walk(end, tokens):
+            end = self._split(node, at)
+            n_held = at if end.is_resident else n_held
+        n_held = max(n_held - self._ends[seq].end, 0)
+        rest = tokens[(end.end - self._ends[seq].end) * WIDTH :]
+        is_own = not end.is_root and not end.children and end.end_of == {seq}
+        if rest and is_own and end.segment is None:
+            end.run += rest
+            self.n_tokens += len(rest) // WIDTH
+            self.n_pinned_tokens += len(rest) // WIDTH * bool(end.n_pins)
+            return n_held
+        if rest:
+            child = Node(bytearray(rest), end, end.end, end.namespace)
+            end.children[rest[:WIDTH]] = child
+            end = child
+        if end is not self._ends[seq]:
+            start = self._ends[seq]
+            self._end_in(seq, end, start)
+            start.end_of.discard(seq)
+            self._join(start)
+        return n_held
+
+    def truncate(self, seq: int, keep: int) -> None:
+        """Let a sequence drop all but its first `keep` tokens."""
+        old = self._ends[seq]
+        if keep >= old.end:
+            return
+        node = old
+        while node.parent is not None and keep <= node.start:
+            node = node.parent
+        new = self._split(node, keep)
+        new.end_of.add(seq)
+        self._ends[seq] = new
+        self._leave(seq, old, new)
+
+    def release(self, seq: int) -> None:
+        """Let a sequence drop everything."""
+        end = self._ends.pop(seq)
+        self._leave(seq, end, None)
+        self._pinned.discard(seq)
+
+    def pin(self, seq: int) -> None:
+        """Protect the path of a sequence from eviction: a request runs in it."""
+        if seq in self._pinned:
+            raise AssertionError(f"sequence {seq} is pinned already")
+        self._pinned.add(seq)
+        self._count_pins(self._ends[seq], None, +1)
+
+    def unpin(self, seq: int, now: int) -> None:
+        """Let the path of a sequence be evicted again; it was used now."""
+        self._pinned.remove(seq)
+        end = self._ends[seq]
+        self._count_pins(end, None, -1)
+        self.touch(end, now)
+
+    def touch(self, node: Node, now: int, hits: int = 0) -> None:
+        """Record that the path to a node is used now, by so many requests."""
+        for each in node.path():
+            each.last_used = now
+            each.hits += hits
+        self.eviction.offer(node)
+
+    def evict(self, plan: EvictionPlan) -> None:
+        """Carry out an eviction plan that was made since the last change."""
+        for seq, keep in plan.keeps.items():
+            if keep:
+                self.truncate(seq, keep)
+        for seq, keep in plan.keeps.items():
+            if not keep:
+                self.release(seq)
+
+    # --- segments ---
+
+    def insert(self, namespace: str, tokens: bytes) -> Node:
+        """Return the node that ends where `tokens` do; a new one needs a segment at once."""
+        root = self._root(namespace)
+        node = root
+        for each, end in _walk(root, tokens):
+            node = self._split(each, end)
+        if node.end < len(tokens) // WIDTH:
+            child = Node(bytearray(tokens[node.end * WIDTH :]), node, node.end, namespace)
+            node.children[bytes(child.run[:WIDTH])] = child
+            node = child
+        return node
+
+    def attach(self, segment: Segment, node: Node) -> list[Segment]:
+        """Let a segment cover its range of the path to a node; returns the segments that it replaces."""
+        while node.parent is not None and segment.end <= node.start:
+            node = node.parent
+        covered = [each for each in node.path() if each.end > segment.start and each.segment is not None]
+        replaced = list(dict.fromkeys(each.segment for each in reversed(covered) if each.segment is not None))
+        for old in replaced:
+            if not (segment.start <= old.start and old.end <= segment.end and old.nodes[-1] in covered):
+                raise AssertionError(f"[{segment.start}, {segment.end}) has a part of [{old.start}, {old.end})")
+        for old in replaced:
+            old.nodes = []
+        self.version += 1
+        node = self._split(node, segment.end)
+        nodes = [node]
+        while nodes[-1].start > segment.start:
+            assert nodes[-1].parent is not None
+            nodes.append(nodes[-1].parent)
+        if nodes[-1].start < segment.start:
+            self._split(nodes[-1], segment.start)
+        segment.nodes = nodes[::-1]
+        for each in nodes:
+            each.segment = segment
+        for each in nodes:
+            self._join(each)
+        return replaced
+
+    def detach(self, segment: Segment) -> None:
+        """Let a segment cover nothing any more."""
+        self.version += 1
+        nodes, segment.nodes = segment.nodes, []
+        for node in nodes:
+            node.segment = None
+        if not nodes:
+            return
+        above = nodes[0].parent
+        self._prune(nodes[-1])
+        for each in (above, *nodes[:-1]):
+            if each is not None and each.parent is not None:
+                self._join(each)
+
+    # --- invariants ---
+
+    def check(self) -> set[Segment]:
+        """Verify all invariants; raises `AssertionError`. Takes time in proportion to the tree. All segments."""
+        n_tokens = n_pinned = 0
+        covered: dict[Segment, list[Node]] = {}
+        for node in self.nodes():
+            parent = node.parent
+            assert parent is not None
+            assert parent.children[bytes(node.run[:WIDTH])] is node
+            assert (node.start, node.namespace) == (parent.end, parent.namespace)
+            assert node.n_tokens > 0
+            assert node.children or node.end_of or node.segment, "a leaf without KV"
+            (only,) = node.children.values() if len(node.children) == 1 else (None,)
+            assert only is None or node.end_of or only.segment is not node.segment, "a chain that could be one node"
+            children = node.children.values()
+            assert node.n_resident_children == sum(child.is_resident for child in children)
+            assert node.n_pins == sum(child.n_pins for child in children) + len(node.end_of & self._pinned)
+            assert not node.is_idle_leaf or node in self.eviction, "a leaf that cannot be evicted"
+            assert all(node.last_used >= child.last_used for child in children)
+            n_tokens += node.n_tokens * node.is_resident
+            n_pinned += node.n_tokens * bool(node.n_pins)
+            if node.segment is not None:
+                covered.setdefault(node.segment, []).append(node)
+        assert (n_tokens, n_pinned) == (self.n_tokens, self.n_pinned_tokens)
+        assert self._pinned <= self._ends.keys()
+        assert all(seq in node.end_of for seq, node in self._ends.items())
+        everything = (*self.nodes(), *self._roots.values())
+        assert sum(len(node.end_of) for node in everything) == len(self._ends)
+        assert all(root.children or root.end_of for root in self._roots.values()), "a namespace without KV"
+        for segment, nodes in covered.items():
+            assert nodes == segment.nodes
+            assert (nodes[0].start, nodes[-1].end) == (segment.start, segment.end)
+            assert all(b.parent is a for a, b in pairwise(nodes)), "a segment that branches"
+        return set(covered)
+
+    # --- inside ---
+
+    def _root(self, namespace: str) -> Node:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Node(bytearray(), None, 0, namespace)
+        return root
+
+    def _split(self, node: Node, n: int) -> Node:
+        """Return the node on this path that ends after `n` tokens; the given one keeps what lies below."""
+        if n == node.end:
+            return node
+        if node.parent is None or not node.start < n < node.end:
+            raise AssertionError(f"{n} is not within [{node.start}, {node.end}]")
+        self.version += 1
+        at = (n - node.start) * WIDTH
+        upper = Node(node.run[:at], node.parent, node.start, node.namespace)
+        upper.n_resident_children, upper.n_pins = int(node.is_resident), node.n_pins
+        upper.last_used, upper.hits, upper.segment = node.last_used, node.hits, node.segment
+        node.parent.children[bytes(upper.run[:WIDTH])] = upper
+        del node.run[:at]
+        node.start, node.parent = n, upper
+        upper.children[bytes(node.run[:WIDTH])] = node
+        if node.segment is not None:
+            node.segment.nodes.insert(node.segment.nodes.index(node), upper)
+        return upper
+
+    def _end_in(self, seq: int, node: Node, above: Node) -> None:
+        """Let the path of a sequence, which ended in `above` or nowhere, end in `node`."""
+        self.version += 1
+        was_resident = node.is_resident
+        self._ends[seq] = node
+        node.end_of.add(seq)
+        child = node
+        while child.parent is not None and not was_resident:
+            self.n_tokens += child.n_tokens
+            was_resident = child.parent.is_resident
+            child.parent.n_resident_children += 1
+            child = child.parent
+        if seq in self._pinned:
+            self._count_pins(node, above, +1)
+        self.eviction.offer(node)
+
+    def _leave(self, seq: int, old: Node, new: Node | None) -> None:
+        """Let the path of a sequence, which ended in `old`, end in its ancestor `new` or nowhere."""
+        self.version += 1
+        if seq in self._pinned:
+            self._count_pins(old, new, -1)
+        old.end_of.discard(seq)
+        node = old
+        while node.parent is not None and not node.is_resident:
+            self.n_tokens -= node.n_tokens
+            node.parent.n_resident_children -= 1
+            node = node.parent
+        self._prune(old)
+        self.eviction.offer(node)
+
+    def _count_pins(self, node: Node, above: Node | None, by: int) -> None:
+        """Change the pins from a node up to, and without, one of its ancestors (None: the root)."""
+        for each in node.path():
+            if each is above:
+                return
+            was_pinned = bool(each.n_pins)
+            each.n_pins += by
+            self.n_pinned_tokens += each.n_tokens * (bool(each.n_pins) - was_pinned)
+
+    def _prune(self, node: Node) -> None:
+        """Remove a node, and those above it, that have no KV; join what nothing separates any more."""
+        while node.parent is not None and not node.children and not node.end_of and node.segment is None:
+            parent = node.parent
+            del parent.children[bytes(node.run[:WIDTH])]
+            node.parent, node.last_used = None, -1
+            node = parent
+        if node.parent is not None:
+            self._join(node)
+        elif not node.children and not node.end_of:
+            self._roots.pop(node.namespace, None)
+
+    def _join(self, node: Node) -> None:
+        """Make a node one with its only child, if no sequence ends between them and one segment or none has both.
+
+        The child stays, because sequences refer to it as their end node.
+        """
+        self.eviction.offer(node)
+        if node.parent is None or node.end_of or len(node.children) != 1:
+            return
+        (child,) = node.children.values()
+        if child.segment is not node.segment:
+            return
+        self.version += 1
+        node.parent.children[bytes(node.run[:WIDTH])] = child
+        child.run[:0] = node.run
+        child.start, child.parent = node.start, node.parent
+        child.hits = max(child.hits, node.hits)
+        child.last_used = max(child.last_used, node.last_used)
+        if node.segment is not None:
+            node.segment.nodes.remove(node)
+        node.parent, node.last_used = None, -1
+        self.eviction.offer(child)
+
+
+def _walk(node: Node, tokens: bytes) -> Iterator[tuple[Node, int]]:
+    """Yield the nodes below `node` on the path of some tokens, and the position up to which each agrees."""
+    at = 0
+    while (child := node.children.get(tokens[at : at + WIDTH])) is not None:
+        if not tokens.startswith(child.run, at):
+            yield child, child.start + _n_equal(child.run, tokens, at)
+            return
+        at += len(child.run)
+        yield child, child.end
+        node = child
+
+
+def _n_equal(run: bytearray, tokens: bytes, at: int) -> int:
+    """Leading tokens that `run` shares with `tokens[at:]`; at least one."""
+    n = min(len(run), len(tokens) - at) // WIDTH
+    same = np.frombuffer(run, "<i4", n) == np.frombuffer(tokens, "<i4", n, at)
+    return n if same.all() else int(same.argmin())

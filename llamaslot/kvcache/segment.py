@@ -1,0 +1,206 @@
+"""Segment: the KV of some tokens behind a cached prefix, kept off the pool, and the states it goes through.
+
+What conversations share is kept once:
+
+    [0 .............. 8000) in 16 segments of 500 ---+--- [8000 .. 8100)   conversation 1
+                                                     +--- [8000 .. 8250)   conversation 2
+
+Whether its tokens are resident in the pool as well does not matter to a segment: the nodes of the radix tree know.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from llamaslot.kvcache.node import Node
+
+MAX_SEGMENT_TOKENS = 512
+"""Loading a segment of this size for only a part of it costs little."""
+
+
+class SegmentState(Enum):
+    """Where the bytes of a segment are."""
+
+    RAM = "in RAM"
+    DIRTY = "in RAM, queued to be written"
+    WRITING = "in RAM, being written"
+    CLEAN = "in RAM and on disk"
+    DISK = "on disk"
+    READING = "on disk, being read"
+    UNREADABLE = "on disk, but the last read failed"
+    DROPPED = "dropped"
+
+    @property
+    def is_loadable(self) -> bool:
+        """True if the bytes are in RAM now."""
+        return self in _LOADABLE
+
+    @property
+    def uses_ram(self) -> bool:
+        """True if it counts against the RAM budget: a read has its room reserved."""
+        return self in _LOADABLE or self is SegmentState.READING
+
+    @property
+    def uses_disk(self) -> bool:
+        """True if it counts against the disk budget: a write has its room reserved."""
+        return self in _USES_DISK
+
+
+class SegmentEvent(Enum):
+    """Events that change the state of a segment."""
+
+    QUEUE = "queue to be written"
+    UNQUEUE = "leave the write queue"
+    WRITE = "start to write"
+    WRITTEN = "written"
+    WRITE_FAILED = "write failed"
+    READ = "start to read"
+    READ_DONE = "read"
+    READ_FAILED = "read failed"
+    READ_TIMED_OUT = "no answer to a read"
+    RETRY = "may be read again"
+    EVICT_RAM = "evict from RAM"
+    EVICT_DISK = "evict from disk"
+    DROP = "drop everywhere"
+
+
+S, E = SegmentState, SegmentEvent
+_LOADABLE = frozenset({S.RAM, S.DIRTY, S.WRITING, S.CLEAN})
+_USES_DISK = frozenset({S.WRITING, S.CLEAN, S.DISK, S.READING, S.UNREADABLE})
+
+SEGMENT_TABLE: dict[tuple[SegmentState, SegmentEvent], SegmentState] = {
+    (S.RAM, E.QUEUE): S.DIRTY,
+    (S.RAM, E.EVICT_RAM): S.DROPPED,
+    (S.DIRTY, E.UNQUEUE): S.RAM,
+    (S.DIRTY, E.WRITE): S.WRITING,
+    (S.DIRTY, E.EVICT_RAM): S.DROPPED,
+    (S.WRITING, E.WRITTEN): S.CLEAN,
+    (S.WRITING, E.WRITE_FAILED): S.RAM,
+    (S.WRITING, E.EVICT_DISK): S.RAM,
+    (S.CLEAN, E.EVICT_RAM): S.DISK,
+    (S.CLEAN, E.EVICT_DISK): S.RAM,
+    (S.DISK, E.READ): S.READING,
+    (S.DISK, E.READ_FAILED): S.UNREADABLE,  # the answer to a read that had timed out
+    (S.DISK, E.EVICT_DISK): S.DROPPED,
+    (S.READING, E.READ_DONE): S.CLEAN,
+    (S.READING, E.READ_FAILED): S.UNREADABLE,
+    (S.READING, E.READ_TIMED_OUT): S.DISK,
+    (S.READING, E.EVICT_DISK): S.DROPPED,
+    (S.UNREADABLE, E.RETRY): S.DISK,
+    (S.UNREADABLE, E.READ_FAILED): S.UNREADABLE,
+    (S.UNREADABLE, E.EVICT_DISK): S.DROPPED,
+    **{(state, E.DROP): S.DROPPED for state in SegmentState if state is not S.DROPPED},
+}
+"""Every legal transition; any other pair raises and changes nothing."""
+
+
+class IllegalTransitionError(AssertionError):
+    """An event that the state of a segment does not allow: a bug, never caused by input."""
+
+
+class LruRank(NamedTuple):
+    """Place of a segment in the LRU order; the lowest is evicted first."""
+
+    last_used: int
+    minus_start: int
+    """Of segments used together, the one furthest from the root goes first."""
+    number: int
+
+
+class Segment:
+    """KV of positions `[start, end)` of a path; compared by identity."""
+
+    __slots__ = (
+        "end",
+        "is_fresh",
+        "last_used",
+        "n_bytes",
+        "nodes",
+        "number",
+        "offloaded_at",
+        "replaces",
+        "retry_at",
+        "start",
+        "state",
+    )
+
+    def __init__(
+        self, number: int, start: int, end: int, n_bytes: int, *, now: float = 0.0, state: SegmentState = S.RAM
+    ) -> None:
+        self.number = number
+        """Its name for the backend and the disk."""
+        self.start = start
+        self.end = end
+        self.n_bytes = n_bytes
+        self.state = state
+        self.nodes: list[Node] = []
+        """Nodes of the radix tree that it covers, from the root on; none once it is dropped."""
+        self.last_used = 0
+        """Logical time of the last use."""
+        self.offloaded_at = now
+        """Seconds."""
+        self.is_fresh = False
+        """True from a read until the first load: such a load counts as one from disk."""
+        self.retry_at = 0.0
+        """When an unreadable one may be read again, in seconds."""
+        self.replaces: list[int] = []
+        """Numbers of files on disk that it stands for once it is written itself."""
+
+    def handle(self, event: SegmentEvent) -> SegmentState:
+        """Go to the next state and return the one before; raises `IllegalTransitionError` and changes nothing."""
+        before, after = self.state, SEGMENT_TABLE.get((self.state, event))
+        if after is None:
+            raise IllegalTransitionError(f"segment {self.number}: {event.value} while {before.value}")
+        self.state = after
+        return before
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens whose KV it has."""
+        return self.end - self.start
+
+    @property
+    def rank(self) -> LruRank:
+        """Its place in the LRU order."""
+        return LruRank(self.last_used, -self.start, self.number)
+
+    @property
+    def parent(self) -> Segment | None:
+        """The segment that has the token before its first one."""
+        above = self.nodes[0].parent
+        return above.segment if above is not None else None
+
+    @property
+    def children(self) -> list[Segment]:
+        """The segments that have a token right behind one of its own."""
+        below = [child.segment for node in self.nodes for child in node.children.values()]
+        return list(dict.fromkeys(each for each in below if each is not None and each is not self))
+
+    @property
+    def path(self) -> list[Segment]:
+        """All segments on its path, from the root to itself."""
+        above = [node.segment for node in self.nodes[-1].path() if node.segment is not None]
+        return list(dict.fromkeys(reversed(above)))
+
+    @property
+    def is_end_of_path(self) -> bool:
+        """True if no other segment lies behind any of its tokens."""
+        rest = list(self.nodes)
+        while rest:
+            node = rest.pop()
+            if node.segment is not None and node.segment is not self:
+                return False
+            rest += [child for child in node.children.values() if child.segment is not self]
+        return True
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of its tokens."""
+        return self.nodes[0].namespace
+
+    @property
+    def prefix(self) -> bytes:
+        """All tokens from the root to its end, packed."""
+        return self.nodes[-1].prefix()

@@ -1,0 +1,79 @@
+"""Sequence ids of the context: which path each holds, and the KV operations by which the backend follows.
+
+The cache leads and the backend follows: each change is recorded as an operation, and the next step carries all of
+them out, in order, before it decodes.
+"""
+
+from __future__ import annotations
+
+from llamaslot.base.kv_ops import Operation, Remove
+from llamaslot.kvcache.duplicates import DuplicateCells
+from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.radix_tree import RadixTree
+
+
+class Sequences:
+    """The first `n_slots` ids are slots; the others are spare: they keep idle prefixes whose slot was needed."""
+
+    def __init__(self, tree: RadixTree, *, n_slots: int, n_seqs: int) -> None:
+        self.slots = range(n_slots)
+        self.spare = range(n_slots, n_seqs)
+        self.all = range(n_seqs)
+        self.operations: list[Operation] = []
+        self.duplicates = DuplicateCells(tree)
+        self.clock = 0
+        """Logical time: counts uses and computed prompt tokens."""
+        self._tree = tree
+
+    @property
+    def n_in_use(self) -> int:
+        """Ids in use."""
+        return sum(map(self.in_use, self.all))
+
+    def in_use(self, seq: int) -> bool:
+        """True if a sequence holds a path, if only an empty one."""
+        return self._tree.end_node(seq) is not None
+
+    def end(self, seq: int) -> Node:
+        """The node where the path of a sequence that is in use ends."""
+        node = self._tree.end_node(seq)
+        assert node is not None
+        return node
+
+    def advance(self) -> int:
+        """Count a use; returns the new time."""
+        self.clock += 1
+        return self.clock
+
+    def last_used(self, seq: int) -> int:
+        """When the path of a sequence was used last; 0 for one that is not in use."""
+        return self.end(seq).last_used if self.in_use(seq) else 0
+
+    def n_own(self, seq: int) -> int:
+        """Tokens at the end of a path that no other sequence holds."""
+        if not self.in_use(seq):
+            return 0
+        end = self.end(seq)
+        shared = next((node.end for node in end.path() if node.has_many_holders), 0)
+        return end.end - shared
+
+    def truncate(self, seq: int, keep: int) -> None:
+        """Let a sequence drop all but its first `keep` tokens."""
+        if keep >= self._tree.length(seq):
+            return
+        if keep:
+            self._tree.truncate(seq, keep)
+            self.remove(seq, keep)
+        else:
+            self.clear(seq)
+
+    def clear(self, seq: int) -> None:
+        """Let a sequence drop everything."""
+        if self.in_use(seq):
+            self._tree.release(seq)
+            self.remove(seq, 0)
+
+    def remove(self, seq: int, keep: int) -> None:
+        """Record that the backend drops all but the first `keep` tokens of a sequence."""
+        self.operations.append(Remove(seq, keep))
+        self.duplicates.truncate(seq, keep)

@@ -1,0 +1,137 @@
+"""Unified pool: all sequences share one pool of cells, so a prefix is copied between them at no cost.
+
+A token that several sequences hold takes one cell. Some spare id is always free, so that the path of a slot can be
+moved to it before it is known what that covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llamaslot.base.kv_ops import Copy
+from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.offload.offloader import Offloader
+from llamaslot.kvcache.pool import Sharing
+from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.sequences import Sequences
+
+
+class UnifiedPool:
+    """Implements `Pool`. A sequence with fewer than `min_shared` tokens of its own is the first to lose its id."""
+
+    def __init__(
+        self, tree: RadixTree, sequences: Sequences, offloader: Offloader, *, n_cells: int, min_shared: int
+    ) -> None:
+        self.n_cells = n_cells
+        self.n_moved_paths = 0
+        self.n_lost_paths = 0
+        self._tree = tree
+        self._sequences = sequences
+        self._offloader = offloader
+        self._min_shared = min_shared
+
+    @property
+    def n_used(self) -> int:
+        """Cells in use: one per resident token, and duplicates."""
+        return self._tree.n_tokens + self._sequences.duplicates.n_cells
+
+    @property
+    def n_idle(self) -> int:
+        """Cells that only idle sequences use."""
+        return self._tree.n_tokens - self._tree.n_pinned_tokens
+
+    def acquire(self, slots: Sequence[int], match: Match) -> tuple[int, int]:
+        """Let one of `slots` hold the resident part of a match, pinned. It is
+
+        1. a slot whose whole path lies on the match, the longest (an empty slot holds 0 tokens), else
+        2. a slot whose path others hold too: nothing is lost with it, else
+        3. the slot that holds most of the match, least recently used first; its path moves to a spare sequence.
+        """
+        held = self._tree.held(match, slots)
+        seq = self._choose(slots, held)
+        own = held[seq]
+        if own < self._tree.length(seq) and not self._tree.is_covered(seq):
+            self.move_to_spare(seq, own)
+        self._sequences.truncate(seq, own)
+        if not own:
+            self._tree.hold(seq, match.namespace)
+        self._tree.pin(seq)
+        return seq, self.copy_resident(seq, match.tokens)
+
+    def copy_resident(self, seq: int, tokens: bytes) -> int:
+        """Let a sequence see the cells that others have of `tokens` behind its own; returns how many."""
+        start = self._tree.length(seq)
+        match = self._tree.match(self._sequences.end(seq).namespace, tokens)
+        if match.n_resident <= start:
+            return 0
+        source = next(match.node.holders())
+        self._sequences.operations.append(Copy(source, seq, start, match.n_resident))
+        self._tree.extend(seq, tokens[start * WIDTH : match.n_resident * WIDTH])
+        return match.n_resident - start
+
+    def append(self, seq: int, tokens: bytes) -> None:
+        """A sequence computed these tokens; those that others hold too have two cells now."""
+        start = self._tree.length(seq)
+        n_held = self._tree.extend(seq, tokens)
+        if n_held:
+            self._sequences.duplicates.add(seq, start, start + n_held)
+
+    def tidy(self) -> None:
+        """Remove duplicate cells, and free spare ids whose paths others hold."""
+        self._sequences.operations += self._sequences.duplicates.resolve()
+        self._release_covered()
+
+    def sharing(self, _match: Match, _slots: Sequence[int], _n_in_flight: int) -> Sharing:
+        """Share always: it costs nothing."""
+        return Sharing.SHARE
+
+    def on_flush(self) -> None:
+        """Do nothing: cells can be shared again at once."""
+
+    def move_to_spare(self, seq: int, keep: int) -> None:
+        """Let a spare id hold the path of a slot, which will drop all but `keep` tokens of it."""
+        sequences = self._sequences
+        # The only spare id of a single slot would have to be freed again at once.
+        target = next((each for each in sequences.all if not sequences.in_use(each)), None)
+        end = sequences.end(seq)
+        if target is None or len(sequences.all) <= 2:
+            self._offloader.offload_evicted(seq, max(end.end - sequences.n_own(seq), keep), end.end)
+            return
+        sequences.operations.append(Copy(seq, target, 0, end.end))
+        self._tree.hold(target, end.namespace, end, end.end)
+        self.n_moved_paths += 1
+
+    def free_an_id(self) -> None:
+        """Make sure that a spare id is free.
+
+        If need be, an idle path is evicted: one with few tokens of its own first, then the least recently used.
+        """
+        sequences = self._sequences
+        self._release_covered()
+        if not sequences.spare or not all(map(sequences.in_use, sequences.spare)):
+            return
+        idle = [seq for seq in sequences.all if sequences.in_use(seq) and not self._tree.is_pinned(seq)]
+        victim: int = min(
+            idle, key=lambda seq: (sequences.n_own(seq) >= self._min_shared, sequences.last_used(seq))
+        )
+        end = sequences.end(victim).end
+        self._offloader.offload_evicted(victim, end - sequences.n_own(victim), end)
+        sequences.clear(victim)
+        self.n_lost_paths += 1
+        if victim in sequences.slots:
+            moved = sequences.spare[-1]
+            self.move_to_spare(moved, 0)
+            sequences.clear(moved)
+
+    def _choose(self, slots: Sequence[int], held: dict[int, int]) -> int:
+        whole = [seq for seq in slots if held[seq] == self._tree.length(seq)]
+        if whole:
+            return max(whole, key=lambda seq: (held[seq], -seq))
+        covered = [seq for seq in slots if self._tree.is_covered(seq)]
+        return max(covered or slots, key=lambda seq: (held[seq], -self._sequences.last_used(seq)))
+
+    def _release_covered(self) -> None:
+        for seq in self._sequences.spare:
+            if self._sequences.in_use(seq) and self._tree.is_covered(seq):
+                self._sequences.clear(seq)

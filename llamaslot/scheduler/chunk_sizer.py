@@ -1,0 +1,138 @@
+"""Chunked prefill: how many prompt tokens a step takes beside running streams.
+
+Prefill beside streams raises their inter-token latency, so the chunk is sized from the observed cost of steps: a
+step with prompt tokens beside streams should take about the allowed gap. The first query block may take half as
+long again, and any step twice what it takes without prompts.
+
+The cost of a token depends on how many there are in a step (`StepCost`): 64 tokens may be done before 32. So the
+costs of steps below and above `QUERY_BLOCK` are learned apart, or small chunks would make the next ones smaller
+still.
+"""
+
+from __future__ import annotations
+
+from llamaslot.base.model import QUERY_BLOCK
+
+MIN_CHUNK = 16
+"""Prompt tokens of the smallest chunk."""
+MIN_OBSERVED_TOKENS = 8
+"""Prompt tokens below which a step says little about the cost of one."""
+_DECAY = 0.99
+"""Factor on the estimate for large steps with each small one: a slow spell must not rule them out for good."""
+FIRST_BLOCK_FACTOR = 1.5
+"""Factor by which the first query block may exceed the allowed time."""
+_NEWEST_WEIGHT = 0.2
+"""Weight of the newest observation in the moving averages."""
+
+
+class ChunkSizer:
+    """Learns the cost of decode steps and of prompt tokens, and sizes chunks by it."""
+
+    def __init__(self, *, n_ubatch: int, gap_ms: float) -> None:
+        self._n_ubatch = n_ubatch
+        self._gap_s = gap_ms / 1e3
+        self._decode: dict[int, float] = {}
+        """Seconds of a step without prompts, by the number of streams."""
+        self._alone: float | None = None
+        """Seconds per prompt token while no stream runs."""
+        self._small: float | None = None
+        """Seconds that a prompt token adds to a step of streams with fewer than `QUERY_BLOCK` tokens."""
+        self._large: _LinearCost | None = None
+        """Seconds that prompt tokens add to a step of streams with `QUERY_BLOCK` tokens or more."""
+
+    def limit(self, n_decoding: int) -> int:
+        """Prompt tokens that the next step may take beside `n_decoding` streams."""
+        whole = self._n_ubatch - n_decoding
+        if n_decoding == 0:
+            return whole
+        decode = self._decode_seconds(n_decoding)
+        # Where a step without prompts already takes most of the gap, they may still double the time between tokens.
+        allowed = max(self._gap_s - decode, decode)
+        return max(min(self._chunk(allowed, n_decoding), whole), min(MIN_CHUNK, whole))
+
+    def seconds(self, n_tokens: int) -> float:
+        """Expected time to compute so many prompt tokens; 0 while nothing is known."""
+        return n_tokens * (self._alone or self._small or 0.0)
+
+    def observe(self, n_prefill: int, n_decoding: int, seconds: float) -> None:
+        """Learn from a step that computed so many prompt tokens, padding included, beside so many streams."""
+        if n_prefill == 0:
+            if n_decoding:
+                self._decode[n_decoding] = _blend(self._decode.get(n_decoding), seconds)
+            return
+        added = max(seconds - self._decode_seconds(n_decoding), 1e-6)
+        if n_prefill < MIN_OBSERVED_TOKENS:
+            return
+        if not n_decoding:
+            self._alone = _blend(self._alone, added / n_prefill)
+        elif n_prefill + n_decoding < QUERY_BLOCK:
+            self._small = _blend(self._small, added / n_prefill)
+            if self._large is not None:
+                self._large.decay(_DECAY)
+        elif self._large is None:
+            self._large = _LinearCost(added / n_prefill)
+        else:
+            self._large.learn(n_prefill, added)
+
+    def _chunk(self, allowed: float, n_decoding: int) -> int:
+        """Prompt tokens that add about `allowed` seconds to a step of so many streams.
+
+        With the streams they fill whole query blocks, or too little for one. The first block may take longer than
+        allowed, or as long as a small chunk: it is worth several of those.
+        """
+        block = QUERY_BLOCK - n_decoding % QUERY_BLOCK
+        line = self._large or (_LinearCost(self._alone) if self._alone else None)
+        small_cost = self._small or (line.per_token if line else None)
+        if small_cost is None:
+            return MIN_CHUNK
+        small = min(max(int(allowed / small_cost), MIN_CHUNK), block)
+        if line is None:
+            return small
+        if (large := line.tokens(allowed)) >= block:
+            return block + (large - block + QUERY_BLOCK // 2) // QUERY_BLOCK * QUERY_BLOCK
+        return block if line.seconds(block) <= max(FIRST_BLOCK_FACTOR * allowed, small_cost * small) else small
+
+    def _decode_seconds(self, n_decoding: int) -> float:
+        """Seconds of a decode step of so many streams, or of the most similar number that was seen."""
+        if not n_decoding or not self._decode:
+            return 0.0
+        return self._decode[min(self._decode, key=lambda n: (abs(n - n_decoding), n))]
+
+
+class _LinearCost:
+    """Seconds of a step as a fixed part and a part per token.
+
+    Learned by normalised least mean squares: the error of a prediction is shared out among the two parts, the more
+    to the tokens the more there were.
+    """
+
+    _RATE = 0.3
+    _EVEN = 256
+    """Tokens at which both parts take the same share of an error."""
+
+    def __init__(self, per_token: float) -> None:
+        self.per_token = per_token
+        self._base = 0.0
+
+    def seconds(self, n: int) -> float:
+        """Time of so many tokens."""
+        return max(self._base + n * self.per_token, 0.0)
+
+    def tokens(self, seconds: float) -> int:
+        """Tokens that take so long."""
+        return int((seconds - self._base) / self.per_token)
+
+    def decay(self, factor: float) -> None:
+        """Scale the estimate down."""
+        self._base *= factor
+        self.per_token *= factor
+
+    def learn(self, n: int, seconds: float) -> None:
+        """Learn from a step of so many tokens."""
+        step = self._RATE * (seconds - self._base - n * self.per_token) / (n**2 + self._EVEN**2)
+        self._base += step * self._EVEN**2
+        self.per_token = max(self.per_token + step * n, 1e-7)
+
+
+def _blend(average: float | None, value: float) -> float:
+    return value if average is None else (1 - _NEWEST_WEIGHT) * average + _NEWEST_WEIGHT * value

@@ -1,0 +1,49 @@
+"""In-flight sharing: which prefixes running requests hold or are about to compute.
+
+A waiting request that shares such a prefix waits for it instead of computing it again. Nothing is stored about who
+waits for whom: each plan compares prompts anew, so whatever ends a leader frees its followers as well, and the
+first of them to be admitted leads the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llamaslot.base.tokens import Tokens, n_common
+from llamaslot.scheduler.request import Request
+
+
+class InFlight:
+    """Tokens of the running requests, as of their admission."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, tuple[Request, Tokens]] = {}
+        self._n_common: dict[str, dict[tuple[str, int], int]] = {}
+        """By waiting request, then by running request and its number of tokens: the tokens that both begin with."""
+
+    def add(self, request: Request) -> None:
+        """A request was admitted."""
+        self._running[request.id] = request, request.tokens.view()
+        self._n_common.pop(request.id, None)
+
+    def remove(self, request: Request) -> None:
+        """A request has left its slot, or the queue."""
+        self._running.pop(request.id, None)
+        self._n_common.pop(request.id, None)
+
+    def longest(self, request: Request) -> tuple[int, Sequence[Request]]:
+        """The longest prefix that running requests of the same namespace share with a waiting one, and which do."""
+        known = self._n_common.setdefault(request.id, {})
+        prefix = request.tokens.view(0, len(request.tokens) - 1)
+        longest, leaders = 0, []
+        for leader, tokens in self._running.values():
+            if leader.namespace != request.namespace:
+                continue
+            key = leader.id, len(tokens)
+            if key not in known:
+                known[key] = n_common(prefix, tokens)
+            if known[key] > longest:
+                longest, leaders = known[key], [leader]
+            elif known[key] == longest > 0:
+                leaders.append(leader)
+        return longest, leaders
