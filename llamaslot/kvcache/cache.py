@@ -349,12 +349,12 @@ class KVCache:
             sequences=SequenceStats(settings.n_slots, settings.n_spare, self._sequences.n_in_use, settings.n_seqs),
             copied_tokens=self._n_copied,
             evicted_tokens=self._offloader.n_evicted_tokens,
-            stored_tokens=self._offloader.n_offloaded_tokens,
+            offloaded_tokens=self._offloader.n_offloaded_tokens,
             loaded_tokens=self._n_loaded,
             read_tokens=tiers.n_read_tokens,
             written_tokens=tiers.writer.n_written_tokens,
-            moved_paths=self._pool.n_moved_paths,
-            lost_paths=self._pool.n_lost_paths,
+            moved_prefixes=self._pool.n_moved_prefixes,
+            dropped_prefixes=self._pool.n_dropped_prefixes,
         )
         if settings.offloads:
             stats.ram = RamStats(ram.capacity, ram.n_bytes, ram.n_tokens, len(ram))
@@ -363,7 +363,7 @@ class KVCache:
                 used_bytes=disk.n_bytes - sum(segment.n_bytes for segment in writing),
                 tokens=disk.n_tokens - sum(segment.n_tokens for segment in writing),
                 segments=len(disk) - len(writing),
-                bad_files=tiers.n_corrupt_files,
+                corrupt_files=tiers.n_corrupt_files,
             )
         return stats
 

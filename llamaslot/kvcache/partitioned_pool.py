@@ -30,8 +30,8 @@ class PartitionedPool:
         copy_pays: Callable[[int], bool],
     ) -> None:
         self.n_cells = n_cells
-        self.n_moved_paths = 0
-        self.n_lost_paths = 0
+        self.n_moved_prefixes = 0
+        self.n_dropped_prefixes = 0
         self._tree = tree
         self._sequences = sequences
         self._offloader = offloader
@@ -120,7 +120,7 @@ class PartitionedPool:
         end = sequences.end(seq)
         self._copy(seq, target, end.end)
         self._tree.hold(target, end.namespace, end, end.end)
-        self.n_moved_paths += 1
+        self.n_moved_prefixes += 1
 
     def _choose(self, slots: Sequence[int], held: dict[int, int]) -> int:
         """The longest match; while a slot is empty, none that would lose over half of its tokens."""

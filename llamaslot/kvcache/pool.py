@@ -20,9 +20,9 @@ class Sharing(Enum):
 class Pool(Protocol):
     """Cells of the context. Sequences are named by their ids, tokens are packed."""
 
-    n_moved_paths: int
+    n_moved_prefixes: int
     """Idle paths that were moved from a slot to a spare sequence."""
-    n_lost_paths: int
+    n_dropped_prefixes: int
     """Idle paths that were evicted for lack of a sequence id."""
 
     n_cells: int

@@ -24,8 +24,8 @@ class UnifiedPool:
         self, tree: RadixTree, sequences: Sequences, offloader: Offloader, *, n_cells: int, min_shared: int
     ) -> None:
         self.n_cells = n_cells
-        self.n_moved_paths = 0
-        self.n_lost_paths = 0
+        self.n_moved_prefixes = 0
+        self.n_dropped_prefixes = 0
         self._tree = tree
         self._sequences = sequences
         self._offloader = offloader
@@ -100,7 +100,7 @@ class UnifiedPool:
             return
         sequences.operations.append(Copy(seq, target, 0, end.end))
         self._tree.hold(target, end.namespace, end, end.end)
-        self.n_moved_paths += 1
+        self.n_moved_prefixes += 1
 
     def free_an_id(self) -> None:
         """Make sure that a spare id is free.
@@ -118,7 +118,7 @@ class UnifiedPool:
         end = sequences.end(victim).end
         self._offloader.offload_evicted(victim, end - sequences.n_own(victim), end)
         sequences.clear(victim)
-        self.n_lost_paths += 1
+        self.n_dropped_prefixes += 1
         if victim in sequences.slots:
             moved = sequences.spare[-1]
             self.move_to_spare(moved, 0)

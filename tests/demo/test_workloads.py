@@ -195,7 +195,7 @@ async def run(
         tally.seen["copied tokens"] += stats.copied_tokens
         tally.seen["read tokens"] += stats.read_tokens
         tally.seen["restored tokens"] += stats.loaded_tokens
-        tally.seen["moved paths"] += stats.moved_paths
+        tally.seen["moved prefixes"] += stats.moved_prefixes
         tally.seen["waits"] += scheduler.admission.n_waits
         tally.seen["preemptions"] += scheduler.n_preempted
     return answers
