@@ -67,6 +67,7 @@ def _small_steps_line(cost: StepCost) -> str:
     n_cells, n = 1024, 16
     small, whole = cost.small_ms(n, n * n_cells), cost.block_ms(n_cells)
     return (
-        f"Steps: after {n_cells:,} cached tokens, {n} more take {small:,.0f} ms and {QUERY_BLOCK} take {whole:,.0f} ms; "
+        f"Steps: after {n_cells:,} cached tokens, {n} more take {small:,.0f} ms and {QUERY_BLOCK} take "
+        f"{whole:,.0f} ms; "
         f"small steps are padded to {QUERY_BLOCK} tokens where that is faster"
     )

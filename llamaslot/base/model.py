@@ -23,10 +23,10 @@ class KvCost(msgspec.Struct, frozen=True):
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """Measured durations of steps: linear models of a step below `QUERY_BLOCK` tokens, and of one of `QUERY_BLOCK` tokens.
+    """Measured durations of steps: a linear model of small steps, and one of steps of `QUERY_BLOCK` tokens.
 
-    On a CPU llama.cpp's flash attention computes `QUERY_BLOCK` query tokens together; in smaller steps it goes token by
-    token, and each of them costs several times as much (facts 22 and 27).
+    On a CPU llama.cpp's flash attention computes `QUERY_BLOCK` query tokens together; in smaller steps it goes
+    token by token, and each of them costs several times as much (facts 22 and 27).
     """
 
     step_us: float
@@ -41,7 +41,7 @@ class StepCost(msgspec.Struct, frozen=True):
     """Microseconds that each cell that any of its tokens attends to adds to it."""
 
     def small_ms(self, n_tokens: int, n_attended: float) -> float:
-        """Return the milliseconds of a step below `QUERY_BLOCK` tokens with `n_attended` pairs of token and cell."""
+        """Return the milliseconds of a step below `QUERY_BLOCK` tokens and `n_attended` pairs of token and cell."""
         return (self.step_us + n_tokens * self.token_us + n_attended * self.token_cell_us) / 1e3
 
     def block_ms(self, n_cells: int) -> float:

@@ -44,8 +44,8 @@ class Padding:
         # A query block visits each block of cells that any of its tokens attends to, however many do.
         n_cells = min(n_used + n_tokens, sum(start + n for start, n in spans))
         few = self._cost.small_ms(n_tokens, sum(n * (start + n / 2) for start, n in spans))
-        tile = self._cost.block_ms(n_cells)
-        return few - tile if few > MIN_SPEEDUP * tile else 0.0
+        block = self._cost.block_ms(n_cells)
+        return few - block if few > MIN_SPEEDUP * block else 0.0
 
     @property
     def price_ms(self) -> float:
