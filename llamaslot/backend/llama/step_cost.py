@@ -1,6 +1,6 @@
 """Measurement of `StepCost`: how long small steps take on this machine.
 
-A few tokens and `TILE` of them are computed, behind nothing and behind many cells, which `kv_cost.fill` puts there.
+A few tokens and `QUERY_BLOCK` of them are computed, behind nothing and behind many cells, which `kv_cost.fill` puts there.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def _measured(backend: Backend, context: Any) -> StepCost | None:
     """Measure; sequence 1 may be left with cells."""
     if (few := _seconds(backend, context, _FEW)) > _SECONDS:
         return None
-    more, block = _seconds(backend, context, _MORE), _seconds(backend, context, TILE)
+    more, block = _seconds(backend, context, _MORE), _seconds(backend, context, QUERY_BLOCK)
     if not fill(backend, context, _CELLS):
         return None
-    few_far, block_far = _seconds(backend, context, _FEW), _seconds(backend, context, TILE)
+    few_far, block_far = _seconds(backend, context, _FEW), _seconds(backend, context, QUERY_BLOCK)
     token = max(more - few, 0.0) / (_MORE - _FEW)
     return StepCost(
         step_us=1e6 * max(few - _FEW * token, 0.0),
         token_us=1e6 * token,
         token_cell_us=1e6 * max(few_far - few, 0.0) / _FEW / _CELLS,
-        tile_us=1e6 * block,
-        tile_cell_us=1e6 * max(block_far - block, 0.0) / _CELLS,
+        block_us=1e6 * block,
+        block_cell_us=1e6 * max(block_far - block, 0.0) / _CELLS,
     )
 
 
