@@ -99,6 +99,7 @@ def test_wrong_models_and_flags_are_one_line(tiny_model: Path, tmp_path: Path) -
     assert "cannot load" in refused("-m", cut)
     assert "did you mean --port" in refused("--prot", "1")
     assert "--kv-mem-fraction" in refused("-m", tiny_model, "-ngl", "0", "--kv-mem-fraction", "1e-9")
+    assert "x 768 bytes = " in refused("-m", tiny_model, "-ngl", "0", "-c", "2000000000")
     assert "--cache-seqs" in refused("-m", tiny_model, "-np", "128", "--cache-seqs", "128")
     assert "--chat-template" in refused("-m", tiny_model, "--chat-template", "{% if %}")
 

@@ -96,7 +96,7 @@ def choose(model: Any, settings: LlamaSettings, n_seqs: int, n_mapped: int) -> t
         n_cells, line = _fitting(model, settings, places, n_parts, n_streams)
     part = padded(padded(n_cells) // n_parts)
     if settings.n_ctx:
-        _warn_if_too_large(n_cells, part * n_streams, places)
+        _check_against_memory(n_cells, part * n_streams, places)
     cell_bytes = gpu.per_cell + host.per_cell
     if n_fixed:
         size = f", {_size(cell_bytes * part * n_streams)}" if cell_bytes else ""
@@ -128,10 +128,11 @@ def _fitting(
     return size.n_cells, size.line()
 
 
-def _warn_if_too_large(n_ctx: int, n_cells: int, places: Sequence[Place]) -> None:
-    """Log the arithmetic where a pool that was asked for is larger than memory, before llama.cpp tries.
+def _check_against_memory(n_ctx: int, n_cells: int, places: Sequence[Place]) -> None:
+    """Compare a pool that was asked for with memory before llama.cpp tries to allocate it.
 
-    On the host the attempt may well succeed and the system kill the server later.
+    A pool above free memory is warned of: on the host the attempt may well succeed, and the system end the server
+    later. One above all memory is a `ConfigError`: with overcommitted memory even that allocation succeeds.
     """
     for place in places:
         needed = n_cells * place.cell_bytes + place.fixed
@@ -139,11 +140,13 @@ def _warn_if_too_large(n_ctx: int, n_cells: int, places: Sequence[Place]) -> Non
             beside = f" + {_size(place.fixed)} beside the cells" if place.fixed else ""
             fits = f"at most {place.cells_that_fit(1):,} cells fit" if place.cell_bytes else "nothing fits"
             free = f"{_size(place.free)} of {_size(place.total)} are free"
-            _log.warning(
-                "kv_pool.larger_than_memory",
-                reason=f"--ctx-size {n_ctx:,} needs {n_cells:,} cells x {place.cell_bytes:,} bytes{beside} = "
-                f"{_size(needed)} on {place.name}, where {free}; {fits}",
+            reason = (
+                f"--ctx-size {n_ctx:,} needs {n_cells:,} cells x {place.cell_bytes:,} bytes{beside} = "
+                f"{_size(needed)} on {place.name}, where {free}; {fits}"
             )
+            if needed > place.total:
+                raise ConfigError(reason, param="--ctx-size")
+            _log.warning("kv_pool.larger_than_memory", reason=reason)
 
 
 def pool_size(
