@@ -1,6 +1,7 @@
 """Measurement of `StepCost`: how long small steps take on this machine.
 
-A few tokens and `QUERY_BLOCK` of them are computed, behind nothing and behind many cells, which `kv_cost.fill` puts there.
+A few tokens and `QUERY_BLOCK` of them are computed, behind nothing and behind many cells, which `kv_cost.fill` puts
+there.
 """
 
 from __future__ import annotations
