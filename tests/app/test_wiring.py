@@ -18,7 +18,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from llamaslot.api.context import ApiSettings
-from llamaslot.app import composition as server_module
 from llamaslot.app.composition import api_settings, llama_settings, read_template, serve
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import read_config
@@ -28,7 +27,8 @@ from llamaslot.backend.llama import LlamaSettings
 from llamaslot.base.backend import Decoded, Run, Sampler
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import KvCost
-from llamaslot.engine.engine import Engine
+from llamaslot.engine import engine as engine_module
+from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.text.builtin_templates import resolve
 
 MODEL = Path("some.gguf")
@@ -314,26 +314,26 @@ async def test_a_request_may_end_within_the_shutdown_timeout(tmp_path: Path) -> 
         assert await server.status == 0
 
 
-def kept_engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
-    """The engines that servers make from now on."""
-    engines: list[Engine] = []
+def cache_settings(monkeypatch: pytest.MonkeyPatch) -> list[CacheSettings]:
+    """The cache's settings of the servers that start from now on."""
+    made: list[CacheSettings] = []
 
-    class Kept(Engine):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            engines.append(self)
+    def recorded(*args: Any) -> CacheSettings:
+        made.append(make(*args))
+        return made[-1]
 
-    monkeypatch.setattr(server_module, "Engine", Kept)
-    return engines
+    make = engine_module._cache_settings
+    monkeypatch.setattr(engine_module, "_cache_settings", recorded)
+    return made
 
 
 @pytest.mark.parametrize(("given", "kept"), [("auto", None), ("all", None), (0, 0), (99, 99)])
 async def test_what_the_engine_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int | str, kept: int | None
 ) -> None:
-    engines = kept_engines(monkeypatch)
+    made = cache_settings(monkeypatch)
     async with serving(tmp_path, FakeBackend(), prefill_gap_ms=7.0, cache_idle_cells=given):
-        [settings] = [engine.scheduler.settings for engine in engines]
+        [settings] = made
         assert (settings.gap_ms, settings.idle_cells) == (7.0, kept)
 
 
@@ -345,10 +345,10 @@ async def test_where_idle_prefixes_live_is_said_and_kept_to(
         n_idle_cells=8192, prefill_slowdown=1.5, prefill_us=100.0, save_us=0.4, first_save_us=0.4, load_us=0.6
     )
     backend.info = msgspec.structs.replace(backend.info, kv_cost=cost)
-    engines = kept_engines(monkeypatch)
+    made = cache_settings(monkeypatch)
     async with serving(tmp_path, backend, cache_ram=3):
-        [settings] = [engine.scheduler.settings for engine in engines]
-    assert (settings.ram_bytes, settings.idle_life, settings.idle_cells) == (3 * 2**20, 164, None)
+        [settings] = made
+    assert (settings.ram_bytes, settings.offload_after, settings.idle_cells) == (3 * 2**20, 164, None)
     assert (settings.segment_size, settings.save_us, settings.load_us) == (backend.info.segment_size, 0.4, 0.6)
     assert "RAM: 3 MiB for prefixes" in capfd.readouterr().out
 
