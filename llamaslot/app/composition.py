@@ -36,7 +36,8 @@ from llamaslot.backend.llama.host_memory import host_memory
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError, ServerError, UnavailableError
 from llamaslot.base.model import ModelInfo
-from llamaslot.engine.engine import Engine, EngineSettings
+from llamaslot.engine.engine import Engine
+from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.worker import model_thread
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service, ServiceSettings

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,8 +35,6 @@ from llamaslot.base.commands import (
     Tokenize,
 )
 from llamaslot.base.errors import (
-    ContextSizeError,
-    InvalidRequestError,
     LlamaslotError,
     ServerError,
     UnavailableError,
@@ -45,11 +42,11 @@ from llamaslot.base.errors import (
 from llamaslot.base.events import Accepted, Cancelled, Event, Failed, Reply, Stopped
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.engine.disk_worker import Disk, DiskWorker
+from llamaslot.engine.engine_settings import EngineSettings, cache_settings, check_submit
 from llamaslot.engine.reply_stream import ReplyStream
 from llamaslot.engine.reports import Reports, Respond
 from llamaslot.engine.slot_actions import SlotActions
 from llamaslot.engine.worker import Worker, model_thread
-from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.offload.slot_snapshot import SnapshotStore
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.prompts.worker import PromptWorker
@@ -62,27 +59,6 @@ _FLUSH_TIMEOUT_S = 5.0
 """Time that shutting down may take to write what is not on disk yet."""
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """Policies of the engine; sizes and costs come from the backend."""
-
-    gap_ms: float
-    """About how long prefill may make the time between two tokens of a stream."""
-    session_min_match: float
-    """Fraction of a session's text that a prompt must keep to continue from the session's tokens."""
-    idle_cells: int | None = None
-    """Cells that idle prefixes may keep; None for all that nothing else needs."""
-    offload_after: int | None = None
-    """Prompt tokens computed beside an idle prefix until it is offloaded; None for only when its cells are needed.
-    """
-    ram_bytes: int = 0
-    """Host memory for what leaves the pool."""
-    text_anchors: bool = True
-    """Continue conversations that come back as text from the tokens that were generated for them."""
-    debug_invariants: bool = False
-    """Compare the cache with the backend whenever nothing runs; a difference ends the engine."""
 
 
 class Engine:
@@ -108,8 +84,8 @@ class Engine:
         self._on_events = on_events
         self._clock = clock
         self._debug_invariants = settings.debug_invariants
-        cache_settings = _cache_settings(backend, settings, disk)
-        disk = disk if cache_settings.writes else None
+        sizes = cache_settings(backend, settings, disk)
+        disk = disk if sizes.writes else None
         on_disk = disk.take_segments() if disk is not None else ()
         self.scheduler = Scheduler(
             SchedulerSettings(
@@ -119,7 +95,7 @@ class Engine:
                 step_cost=info.step_cost,
                 eog=backend.vocab.eog,
             ),
-            cache_settings,
+            sizes,
             on_disk=on_disk,
             first_number=disk.first_number if disk is not None else 0,
         )
@@ -289,7 +265,7 @@ class Engine:
 
     def _accept(self, now: float, submit: Submit, prompt: TokenizedPrompt) -> None:
         try:
-            self._check(submit, len(prompt.tokens))
+            check_submit(submit, len(prompt.tokens), self._backend.info)
         except LlamaslotError as error:
             self._prompts.release(submit.request_id)
             self._fail(submit.request_id, error)
@@ -301,20 +277,6 @@ class Engine:
         self._live[request.id] = ReplyStream(request, self._backend.vocab)
         shown = tuple(prompt.tokens.tolist()) if submit.return_tokens else ()
         self._outbox.append(Accepted(request.id, request.n_prompt, shown))
-
-    def _check(self, submit: Submit, n_prompt: int) -> None:
-        info = self._backend.info
-        if not n_prompt:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
-        if n_prompt >= info.n_ctx_slot:
-            raise ContextSizeError.of(n_prompt, info.n_ctx_slot)
-        if not -1 <= submit.id_slot < info.n_slots:
-            raise InvalidRequestError(f"id_slot must be between -1 and {info.n_slots - 1}", param="id_slot")
-        for token in submit.sampling.logit_bias:
-            if not 0 <= token < info.n_vocab:
-                raise InvalidRequestError(
-                    f"logit_bias names token {token}; the vocabulary has {info.n_vocab}", param="logit_bias"
-                )
 
     def _cancel(self, request_id: str) -> None:
         if self._prompts.cancel(request_id):
@@ -410,24 +372,3 @@ class Engine:
             action()
         else:
             self._disk.when_written(action)
-
-
-def _cache_settings(backend: Backend, settings: EngineSettings, disk: Disk | None) -> CacheSettings:
-    info, cost = backend.info, backend.info.kv_cost
-    return CacheSettings(
-        n_slots=info.n_slots,
-        n_cells=info.n_ctx,
-        n_seqs=backend.n_seqs,
-        unified=info.unified,
-        can_trim=info.reuse,
-        idle_cells=settings.idle_cells,
-        offload_after=settings.offload_after,
-        ram_bytes=settings.ram_bytes,
-        disk_bytes=disk.capacity if disk is not None else 0,
-        segment_size=info.segment_size,
-        prefill_us=cost.prefill_us if cost is not None else 0.0,
-        save_us=cost.first_save_us if cost is not None else 0.0,
-        load_us=cost.load_us if cost is not None else 0.0,
-        gap_ms=settings.gap_ms,
-        stream_copy_ms=info.stream_copy_ms,
-    )

@@ -313,9 +313,9 @@ class KVCache:
             match = self._tree.match(namespace, tokens)
             _drop_path(match, self._tree, self._sequences, self._tiers)
         else:
-            seqs = self._sequences.all if namespace is None else self._tree.sequences(namespace)
-            for each in self._tree.namespaces if namespace is None else [namespace]:
-                self._tiers.drop_namespace(each)
+            nodes = self._tree.nodes(namespace)
+            self._tiers.drop(reversed(dict.fromkeys(node.segment for node in nodes if node.segment is not None)))
+            seqs = self._sequences.all if namespace is None else self._sequences.in_namespace(namespace)
             for seq in seqs:
                 if namespace is not None or not self._tree.is_pinned(seq):
                     self._sequences.clear(seq)
@@ -406,7 +406,8 @@ def _drop_path(match: Match, tree: RadixTree, sequences: Sequences, tiers: Segme
     if fork < match.n_resident:
         for seq in list(match.node.end_of):
             sequences.truncate(seq, fork)
-            if sequences.in_use(seq) and tree.is_covered(seq):
+            if sequences.in_use(seq) and sequences.is_covered(seq):
                 sequences.clear(seq)
     # Truncating may have split and joined nodes.
-    tiers.drop(tree.match(match.namespace, match.tokens), fork)
+    segments = tree.match(match.namespace, match.tokens).segments
+    tiers.drop(segment for segment in reversed(segments) if segment.start >= fork)

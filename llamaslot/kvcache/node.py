@@ -79,9 +79,9 @@ class Node:
         return bool(self.end_of) or self.n_resident_children > 0
 
     @property
-    def has_many_holders(self) -> bool:
-        """True if several sequences hold this node."""
-        return len(self.end_of) + self.n_resident_children > 1
+    def is_shared(self) -> bool:
+        """True if several sequences hold this node, or if it has no tokens to hold."""
+        return self.parent is None or len(self.end_of) + self.n_resident_children > 1
 
     @property
     def resident_children(self) -> list[Node]:

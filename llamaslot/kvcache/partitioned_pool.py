@@ -56,7 +56,7 @@ class PartitionedPool:
         seq = self._choose(slots, held)
         own = held[seq]
         source = self._source(match, own) if seq not in self._copying else None
-        if own < self._tree.length(seq) and not self._tree.is_covered(seq):
+        if own < self._tree.length(seq) and not self._sequences.is_covered(seq):
             # A slot takes part in one copy at a time: the wanted one goes before keeping what may be wanted later.
             if source is not None:
                 self._offloader.n_evicted_tokens += self._tree.length(seq) - own

@@ -26,7 +26,7 @@ from itertools import pairwise
 import numpy as np
 
 from llamaslot.base.tokens import WIDTH, Tokens, unpacked
-from llamaslot.kvcache.eviction import EvictionPlan, EvictionQueue
+from llamaslot.kvcache.eviction import EvictionQueue
 from llamaslot.kvcache.match import Match, SegmentPart
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.segment import Segment
@@ -84,11 +84,6 @@ class RadixTree:
         """True while a request runs in the sequence."""
         return seq in self._pinned
 
-    def is_covered(self, seq: int) -> bool:
-        """True if all that a sequence holds is held by another one too."""
-        node = self._ends[seq]
-        return node.is_root or node.has_many_holders
-
     def held(self, match: Match, seqs: Iterable[int]) -> dict[int, int]:
         """For each of some sequences the number of leading tokens of a match that it holds."""
         ends = {id(node): min(node.end, match.n_resident) for node in match.node.path()}
@@ -97,15 +92,6 @@ class RadixTree:
             end = self._ends.get(seq)
             held[seq] = next((ends[id(n)] for n in end.path() if id(n) in ends), 0) if end else 0
         return held
-
-    def sequences(self, namespace: str) -> list[int]:
-        """The sequences that are in use in a namespace."""
-        return [seq for seq, node in self._ends.items() if node.namespace == namespace]
-
-    @property
-    def namespaces(self) -> list[str]:
-        """The namespaces that have any node or sequence."""
-        return list(self._roots)
 
     def nodes(self, namespace: str | None = None) -> Iterator[Node]:
         """Yield every node but the roots, parents first; of one namespace or of all."""
@@ -122,7 +108,7 @@ class RadixTree:
         """Let an unused sequence hold the first `n` tokens of the path to `node`; nothing of it without a node."""
         if seq in self._ends:
             raise AssertionError(f"sequence {seq} is in use")
-        root = self._root(namespace)
+        root = self._roots.setdefault(namespace, Node(bytearray(), None, 0, namespace))
         end = self._split(node, n) if node is not None and n else root
         self._end_in(seq, end, root)
 
@@ -196,20 +182,11 @@ class RadixTree:
             each.hits += hits
         self.eviction.offer(node)
 
-    def evict(self, plan: EvictionPlan) -> None:
-        """Carry out an eviction plan that was made since the last change."""
-        for seq, keep in plan.keeps.items():
-            if keep:
-                self.truncate(seq, keep)
-        for seq, keep in plan.keeps.items():
-            if not keep:
-                self.release(seq)
-
     # --- segments ---
 
     def insert(self, namespace: str, tokens: bytes) -> Node:
         """Return the node that ends where `tokens` do; a new one needs a segment at once."""
-        root = self._root(namespace)
+        root = self._roots.setdefault(namespace, Node(bytearray(), None, 0, namespace))
         node = root
         for each, end in _walk(root, tokens):
             node = self._split(each, end)
@@ -296,12 +273,6 @@ class RadixTree:
         return set(covered)
 
     # --- inside ---
-
-    def _root(self, namespace: str) -> Node:
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = Node(bytearray(), None, 0, namespace)
-        return root
 
     def _split(self, node: Node, n: int) -> Node:
         """Return the node on this path that ends after `n` tokens; the given one keeps what lies below."""

@@ -195,6 +195,10 @@ class Segment:
             rest += [child for child in node.children.values() if child.segment is not self]
         return True
 
+    def is_partial(self, max_tokens: int) -> bool:
+        """True if a longer segment replaces this one when its path goes on."""
+        return self.n_tokens < max_tokens and self.is_end_of_path
+
     @property
     def namespace(self) -> str:
         """The namespace of its tokens."""

@@ -45,6 +45,14 @@ class Sequences:
         self.clock += 1
         return self.clock
 
+    def in_namespace(self, namespace: str) -> list[int]:
+        """Ids in use in a namespace."""
+        return [seq for seq in self.all if self.in_use(seq) and self.end(seq).namespace == namespace]
+
+    def is_covered(self, seq: int) -> bool:
+        """True if all that a sequence holds is held by another one too."""
+        return self.end(seq).is_shared
+
     def last_used(self, seq: int) -> int:
         """When the path of a sequence was used last; 0 for one that is not in use."""
         return self.end(seq).last_used if self.in_use(seq) else 0
@@ -54,7 +62,7 @@ class Sequences:
         if not self.in_use(seq):
             return 0
         end = self.end(seq)
-        shared = next((node.end for node in end.path() if node.has_many_holders), 0)
+        shared = next((node.end for node in end.path() if node.is_shared), 0)
         return end.end - shared
 
     def truncate(self, seq: int, keep: int) -> None:

@@ -51,7 +51,7 @@ class UnifiedPool:
         held = self._tree.held(match, slots)
         seq = self._choose(slots, held)
         own = held[seq]
-        if own < self._tree.length(seq) and not self._tree.is_covered(seq):
+        if own < self._tree.length(seq) and not self._sequences.is_covered(seq):
             self.move_to_spare(seq, own)
         self._sequences.truncate(seq, own)
         if not own:
@@ -128,10 +128,10 @@ class UnifiedPool:
         whole = [seq for seq in slots if held[seq] == self._tree.length(seq)]
         if whole:
             return max(whole, key=lambda seq: (held[seq], -seq))
-        covered = [seq for seq in slots if self._tree.is_covered(seq)]
+        covered = [seq for seq in slots if self._sequences.is_covered(seq)]
         return max(covered or slots, key=lambda seq: (held[seq], -self._sequences.last_used(seq)))
 
     def _release_covered(self) -> None:
         for seq in self._sequences.spare:
-            if self._sequences.in_use(seq) and self._tree.is_covered(seq):
+            if self._sequences.in_use(seq) and self._sequences.is_covered(seq):
                 self._sequences.clear(seq)

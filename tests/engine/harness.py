@@ -14,7 +14,8 @@ from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Backend
 from llamaslot.base.commands import Cancel, Query, QueryBody, Sampling, Submit, TextPart
 from llamaslot.base.events import TERMINAL, Accepted, Event, Finished, Output, Reply, Stopped
-from llamaslot.engine.engine import Engine, EngineSettings
+from llamaslot.engine.engine import Engine
+from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.worker import OnStep, Worker
 from llamaslot.scheduler.step import StepPlan
 from tests.pool import check_pool

@@ -6,7 +6,7 @@ Times are seconds on the caller's clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from llamaslot.kvcache.segment import Segment
 
@@ -21,10 +21,10 @@ _NEWEST_WEIGHT = 0.2
 
 
 class WriteQueue:
-    """Dirty segments in the order in which they came; `is_partial` tells which may be replaced soon."""
+    """Dirty segments in the order in which they came; partial ones, below `max_tokens`, may be replaced soon."""
 
-    def __init__(self, is_partial: Callable[[Segment], bool]) -> None:
-        self._is_partial = is_partial
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
         self._segments: dict[Segment, None] = {}
         self._paused_until = 0.0
         self._is_flushing = False
@@ -66,7 +66,7 @@ class WriteQueue:
         self._is_flushing = True
 
     def _due_at(self, segment: Segment) -> float:
-        waits = self._is_partial(segment) and not self._is_flushing
+        waits = segment.is_partial(self._max_tokens) and not self._is_flushing
         return segment.offloaded_at + (PARTIAL_DELAY_S if waits else 0.0)
 
 

@@ -17,6 +17,7 @@ from llamaslot.kvcache.match import Match, SegmentPart
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.segment import Segment
 from llamaslot.kvcache.sequences import Sequences
 
 _UNKNOWN_READ_COST = 1 / 8
@@ -90,9 +91,9 @@ class Offloader:
         plan = self._tree.eviction.plan(n_cells, before)
         for seq, start, end in plan.evicted:
             self.offload_evicted(seq, start, end)
-        for seq, keep in plan.keeps.items():
-            self._sequences.remove(seq, keep)
-        self._tree.evict(plan)
+        for seq, keep in sorted(plan.keeps.items(), key=lambda item: item[1] == 0):
+            # Heirs first: a node must not lose its last holder before its heir ends there.
+            self._sequences.truncate(seq, keep)
         return plan.n_cells
 
     def has_room(self, n_cells: int) -> bool:
@@ -134,7 +135,7 @@ class Offloader:
             runs = tree.is_pinned(seq)
             if node is None or (runs and (not with_running or is_private(node.namespace))):
                 continue
-            ranges = self._tiers.missing(node, 0, node.end)
+            ranges = _missing(node, 0, node.end, self._tiers.max_tokens)
             if runs:
                 ranges = [(start, end) for start, end in ranges if end - start == self._tiers.max_tokens]
             n_done += self._offload(seq, ranges, node.end, max_tokens - n_done)
@@ -173,7 +174,7 @@ class Offloader:
                 status = LoadStatus.MORE
                 break
             if not segment.state.is_loadable:
-                status = LoadStatus.READING if self._tiers.is_reading else LoadStatus.DONE
+                status = LoadStatus.READING if self._tiers.n_reads else LoadStatus.DONE
                 break
             if not self.make_room(segment.n_tokens) or not segment.state.is_loadable:
                 break
@@ -226,7 +227,9 @@ class Offloader:
         They are cut from the start of the node, so that they stay the same when its end is evicted bit by bit.
         """
         node = self._node_at(seq, end)
-        return [each for each in self._tiers.missing(node, min(start, node.start), end) if each[1] > start]
+        return [
+            each for each in _missing(node, min(start, node.start), end, self._tiers.max_tokens) if each[1] > start
+        ]
 
     def _offload(self, seq: int, ranges: Sequence[tuple[int, int]], end: int, max_tokens: int | None = None) -> int:
         """Offload ranges of a sequence, if RAM has room for its whole path up to `end`; returns about how many
@@ -238,7 +241,7 @@ class Offloader:
         if not ranges:
             return 0
         node = self._node_at(seq, end)
-        if not self._tiers.fits(node, self._tiers.missing(node, 0, end)):
+        if not self._tiers.fits(node, _missing(node, 0, end, self._tiers.max_tokens)):
             return 0
         for start, stop in ranges:
             if max_tokens is not None and n_done >= max_tokens:
@@ -249,3 +252,24 @@ class Offloader:
             self._saving.add(segment.number)
             n_done += stop - start
         return n_done
+
+
+def _missing(node: Node, start: int, end: int, max_tokens: int) -> list[tuple[int, int]]:
+    """Ranges to offload, each as large as possible, so that segments cover `[start, end)` of the path to a
+    node.
+
+    A range that continues a partial segment starts with it, and replaces it.
+    """
+    ranges: list[tuple[int, int]] = []
+    at = start
+    last: Segment | None = None
+    covered = [(each, each.segment) for each in node.path() if each.segment is not None and each.start < end]
+    for each, segment in (*reversed(covered), (None, None)):
+        until = each.start if each is not None else end
+        if at < until:
+            first = last.start if last is not None and last.is_partial(max_tokens) else at
+            ranges += [(a, min(a + max_tokens, until)) for a in range(first, until, max_tokens)]
+        if each is not None:
+            at = max(at, each.end)
+        last = segment if segment is not None and each is not None and segment.end == each.end == at else None
+    return ranges

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable, Sequence
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import is_private
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.match import Match, SegmentPart
+from llamaslot.kvcache.match import SegmentPart
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.offload.disk_io import (
     CancelReads,
@@ -98,30 +98,6 @@ class SegmentTiers:
             found.append(part)
         return found
 
-    def missing(self, node: Node, start: int, end: int) -> list[tuple[int, int]]:
-        """Ranges to offload, each as large as possible, so that segments cover `[start, end)` of the path to a
-        node.
-
-        A range that continues a partial segment starts with it, and replaces it.
-        """
-        ranges: list[tuple[int, int]] = []
-        at = start
-        last: Segment | None = None
-        covered = [(each, each.segment) for each in node.path() if each.segment is not None and each.start < end]
-        for each, segment in (*reversed(covered), (None, None)):
-            until = each.start if each is not None else end
-            if at < until:
-                first = last.start if last is not None and self.is_partial(last) else at
-                ranges += [(a, min(a + self.max_tokens, until)) for a in range(first, until, self.max_tokens)]
-            if each is not None:
-                at = max(at, each.end)
-            last = segment if segment is not None and each is not None and segment.end == each.end == at else None
-        return ranges
-
-    def is_partial(self, segment: Segment) -> bool:
-        """True if a longer segment replaces this one when its path goes on."""
-        return segment.n_tokens < self.max_tokens and segment.is_end_of_path
-
     def fits(self, node: Node, ranges: Sequence[tuple[int, int]]) -> bool:
         """True if these ranges of the path to a node fit into RAM once everything that may be evicted is.
 
@@ -144,9 +120,9 @@ class SegmentTiers:
         return self._read_rate.us(self.now)
 
     @property
-    def is_reading(self) -> bool:
-        """True while any read is pending."""
-        return self._n_reads > 0
+    def n_reads(self) -> int:
+        """Pending reads."""
+        return sum(each.state is S.READING for each in self.busy.values())
 
     @property
     def is_unresponsive(self) -> bool:
@@ -211,7 +187,7 @@ class SegmentTiers:
         for segment in segments:
             if segment.state.uses_ram:
                 continue
-            if self._n_reads >= _MAX_READS or not self._make_room(segment.n_bytes):
+            if self.n_reads >= _MAX_READS or not self._make_room(segment.n_bytes):
                 return
             self.apply(segment, E.READ)
             self._jobs.append(Read(segment.number))
@@ -220,23 +196,10 @@ class SegmentTiers:
         """Let go of what a sequence was about to load."""
         self._load_pins.pop(seq, None)
 
-    def drop(self, match: Match, fork: int) -> None:
-        """Drop the segments of a path that lie behind a fork."""
-        for segment in reversed(match.segments):
-            if segment.start < fork:
-                break
+    def drop(self, segments: Iterable[Segment]) -> None:
+        """Drop segments, children before their parents."""
+        for segment in segments:
             self.apply(segment, E.DROP)
-
-    def drop_namespace(self, namespace: str) -> None:
-        """Drop all segments of a namespace."""
-        found = dict.fromkeys(node.segment for node in self._tree.nodes(namespace) if node.segment is not None)
-        for segment in reversed(found):
-            self.apply(segment, E.DROP)
-
-    def erase(self, numbers: Iterable[int]) -> None:
-        """Have files deleted."""
-        if erased := tuple(numbers):
-            self._jobs.append(Erase(erased))
 
     def add_job(self, job: Job) -> None:
         """Have a job done after those so far."""
@@ -270,7 +233,7 @@ class SegmentTiers:
                 if segment is not None and segment.state not in (S.CLEAN, S.WRITING):
                     segment.retry_at = now + RETRY_DELAY_S
                     self.apply(segment, E.READ_FAILED)
-                self._watchdog.on_answer(now, has_more=self.is_reading, failed=True)
+                self._watchdog.on_answer(now, has_more=self.n_reads > 0, failed=True)
             case Corrupt(number):
                 self._on_corrupt(self.disk.get(number))
             case SaveFailed(number):
@@ -297,7 +260,7 @@ class SegmentTiers:
             tokens = verified_path(meta, parent, self._size)
             known = self._tree.match(meta.namespace, tokens or b"")
             if tokens is None or any(part.start <= meta.start < part.end for part in known.parts):
-                self.erase([meta.number])
+                self.add_job(Erase((meta.number,)))
                 continue
             segment = Segment(meta.number, meta.start, len(tokens) // WIDTH, meta.n_bytes, state=S.DISK)
             segment.last_used = uses[meta.number]
@@ -325,7 +288,7 @@ class SegmentTiers:
         if before.is_loadable and not after.is_loadable:
             self._discarded.append(segment.number)
         if before.uses_disk and not after.uses_disk and event is not E.WRITE_FAILED and not keeps_file:
-            self.erase([segment.number])
+            self.add_job(Erase((segment.number,)))
         for states, index in ((_BUSY, self.busy), ((S.UNREADABLE,), self._unreadable)):
             index.pop(segment.number, None)
             if after in states:
@@ -354,10 +317,6 @@ class SegmentTiers:
 
     # --- inside ---
 
-    @property
-    def _n_reads(self) -> int:
-        return sum(each.state is S.READING for each in self.busy.values())
-
     def _is_load_pinned(self, segment: Segment) -> bool:
         return any(segment in pins for pins in self._load_pins.values())
 
@@ -383,7 +342,7 @@ class SegmentTiers:
             segment.is_fresh = True
             self.n_read_tokens += segment.n_tokens
             self._read_rate.observe(segment.n_tokens, seconds, self.now)
-        self._watchdog.on_answer(self.now, has_more=self.is_reading)
+        self._watchdog.on_answer(self.now, has_more=self.n_reads > 0)
         return segment if is_wanted else None
 
     def _on_save_failed(self, number: int) -> None:
@@ -406,4 +365,4 @@ class SegmentTiers:
             gone += [child for child in each.children if child.state.uses_disk]
         for each in reversed(gone):
             self.apply(each, E.EVICT_DISK)
-        self._watchdog.on_answer(self.now, has_more=self.is_reading)
+        self._watchdog.on_answer(self.now, has_more=self.n_reads > 0)

@@ -95,7 +95,7 @@ class SlotSnapshots:
         if not self._offloader.has_room(n_wanted + match.n_idle):
             return None
         if self._sequences.in_use(seq):
-            if not self._tree.is_covered(seq):
+            if not self._sequences.is_covered(seq):
                 self._pool.move_to_spare(seq, 0)
             self._sequences.clear(seq)
         self._tree.hold(seq, snapshot.namespace)

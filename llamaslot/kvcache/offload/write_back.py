@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from llamaslot.base.namespaces import is_private
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.offload.disk_io import SegmentMeta, Write, path_digest
+from llamaslot.kvcache.offload.disk_io import Erase, SegmentMeta, Write, path_digest
 from llamaslot.kvcache.offload.disk_pacing import WriteQueue
 from llamaslot.kvcache.segment import Segment
 from llamaslot.kvcache.segment import SegmentEvent as E
@@ -34,7 +34,7 @@ class WriteBack:
     def __init__(self, tiers: SegmentTiers) -> None:
         self.n_written_tokens = 0
         self._tiers = tiers
-        self._queue = WriteQueue(tiers.is_partial)
+        self._queue = WriteQueue(tiers.max_tokens)
         self._replaced: dict[int, int] = {}
         """Bytes of files that stay until what replaces them is written, by number."""
 
@@ -152,7 +152,8 @@ class WriteBack:
         return True
 
     def _erase_replaced(self, segment: Segment) -> None:
-        self._tiers.erase(segment.replaces)
+        if segment.replaces:
+            self._tiers.add_job(Erase(tuple(segment.replaces)))
         for number in segment.replaces:
             del self._replaced[number]
         segment.replaces = []
