@@ -26,7 +26,9 @@
 #   GPU_FLAGS     flags of both servers (default: -ngl 99)
 #   CMAKE_ARGS    replaces -DGGML_CUDA=on and the architecture, for example for a trial without a GPU
 #
-# Tried so far: TRIED
+# Tried so far, on two CPU cores without a GPU (CMAKE_ARGS empty, GPU_PYTHON=3.11, both models the 60m shape, one
+# pair): prepare, info, venv, build (stopped and continued), install, peers, models, tests, small-decode. CUDA, the 8B
+# shape, the other benchmarks and `pack` have not been tried anywhere yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -41,11 +43,13 @@ GPU_FLAGS=${GPU_FLAGS:--ngl 99}
 SMALL=${GPU_SMALL:-qwen3-0.6b}
 LARGE=${GPU_LARGE:-qwen3-8b}
 VERSION=$(sed -n 's/^llama[-_]cpp[-_]python==//p' .ci/constraints.txt)
-STAGES="info venv build install peers models tests small-chat small-decode small-agent large-chat large-decode large-agent"
+STAGES="info venv build install peers models tests"
+STAGES="$STAGES small-chat small-decode small-agent large-chat large-decode large-agent"
 
 # Packages that are large and that a Python for CUDA work has already, or that nothing here uses.
 HAS="numpy matplotlib pillow fonttools contourpy kiwisolver"
-UNUSED="torch tokenizers mypy mypy_extensions ast_serialize librt ruff import-linter grimp openai jiter llama_cpp_python"
+UNUSED="torch tokenizers mypy mypy_extensions ast_serialize librt ruff import-linter grimp openai jiter"
+UNUSED="$UNUSED llama_cpp_python"
 
 export XDG_CACHE_HOME=$STATE/cache PYTHONPATH=$ROOT PYTHONUNBUFFERED=1
 
@@ -57,7 +61,7 @@ main() {
         case $stage in
         prepare | pack | next) "$stage" ;;
         status) for each in $STAGES; do echo "$each: $(is_done "$each" && echo done || echo open)"; done ;;
-        *) sed -n '2,/^# Tried/p' "$0" | sed 's/^# \{0,1\}//' && exit 2 ;;
+        *) sed -n '2,/^set -euo/p' "$0" | sed '$d; s/^# \{0,1\}//' && exit 2 ;;
         esac
         ;;
     esac
@@ -132,7 +136,8 @@ prepare() {
     platforms=""
     for libc in 5 12 17 24 27 28 31 34 35; do platforms="$platforms --platform manylinux_2_${libc}_x86_64"; done
     "$python" -m pip download -q --no-deps --only-binary=:all: --implementation cp --python-version "$GPU_PYTHON" \
-        $platforms --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d "$CARRY/wheels" -r "$work/wheels.txt"
+        $platforms --platform manylinux2014_x86_64 --platform manylinux1_x86_64 \
+        -d "$CARRY/wheels" -r "$work/wheels.txt"
     du -sh "$CARRY"
     echo "gpu: copy this checkout with .gpu/carry to the GPU machine, then: bench/gpu.sh next"
 }

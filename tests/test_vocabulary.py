@@ -97,8 +97,40 @@ WORDS = (
     Word("play", "run", "play(?:s|ed|ers?)?", "plays?|played|players?", within=("bench", "tests/bench")),
     Word("tip", "end node", "tips?", within=PACKAGE),
 )
-PENDING = frozenset(word.old for word in WORDS) - {"by hand", "contender", "dialect", "figures", "mood", "play"}
-"""Words that are not replaced everywhere yet."""
+PENDING = frozenset(
+    {
+        "room",
+        "ledger",
+        "spelled",
+        "known (tokens)",
+        "at hand",
+        "guarded",
+        "park",
+        "double",
+        "settle",
+        "store ahead",
+        "make way",
+        "rent",
+        "fetch",
+        "give up",
+        "leave",
+        "discard",
+        "was_bad",
+        "bad file",
+        "silent",
+        "weigh",
+        "piece",
+        "seam",
+        "marked text",
+        "tile",
+        "following",
+        "steps ahead",
+        "awaits, promised",
+        "somebody",
+        "nobody",
+    }
+)
+"""Words that are not replaced everywhere yet: take one out when it is."""
 ENFORCED = [word for word in WORDS if word.old not in PENDING]
 
 

@@ -224,7 +224,10 @@ def _remarks(ratios: Sequence[Ratio]) -> list[str]:
 
     lines = _wrapped(f"**Goals missed:** {named('missed') or 'none'}.")
     if undecided := named("open", "few pairs"):
-        lines += ["", *_wrapped(f"**Not decided** (the interval reaches across the goal): {undecided}.")]
+        lines += [
+            "",
+            *_wrapped(f"**Not decided** (the interval reaches across the goal, or few pairs): {undecided}."),
+        ]
     return [*lines, "", *_wrapped(CPU_NOTE)]
 
 
