@@ -22,7 +22,7 @@ from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import Copy, IllegalCallError, Remove, Share
-from llamaslot.text.builtin_templates import BUILTIN_TEMPLATES
+from llamaslot.text.builtin_templates import resolve
 from tests.engine.harness import running
 
 N_CTX = 512
@@ -146,7 +146,7 @@ def test_the_description_says_how_large_the_model_is(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "mistral-v7", "gemma", "phi3"])
 def test_the_built_in_template_that_fits_a_source_is_named(name: str) -> None:
-    assert loading.builtin_template(BUILTIN_TEMPLATES[name]) == name
+    assert loading.builtin_template(resolve(name)) == name
 
 
 @pytest.mark.parametrize("source", ["", "{{ messages[0].content }}"])

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llamaslot.base.errors import ConfigError
-from llamaslot.text.builtin_templates import BUILTIN_TEMPLATES, resolve
+from llamaslot.text.builtin_templates import builtin_names, resolve
 from llamaslot.text.template import ChatTemplate
 from tests.text.rendering import rendered
 
@@ -37,7 +37,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, str]]:
     return [*first, *({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts))]
 
 
-@pytest.mark.parametrize("name", BUILTIN_TEMPLATES)
+@pytest.mark.parametrize("name", builtin_names())
 @settings(max_examples=25)
 @given(messages=conversations())
 @example(messages=[{"role": "user", "content": " <b>{{ bos_token }}\n"}])
@@ -51,7 +51,7 @@ def test_the_prompt_is_llama_cpps(name: str, messages: list[dict[str, str]]) -> 
 
 
 def test_nothing_means_chatml() -> None:
-    assert resolve("") == resolve("chatml") == BUILTIN_TEMPLATES["chatml"]
+    assert resolve("") == resolve("chatml") != ""
 
 
 @pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{%- for m in messages %}x{% endfor %}"])
@@ -64,4 +64,4 @@ def test_a_wrong_name_lists_the_known_ones_nearest_first() -> None:
         resolve("lama3")
 
     assert caught.value.param == "--chat-template"
-    assert all(name in caught.value.message for name in BUILTIN_TEMPLATES)
+    assert all(name in caught.value.message for name in builtin_names())

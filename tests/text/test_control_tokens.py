@@ -20,7 +20,7 @@ from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import Submit, TextPart
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.prompts.tokenizer import Tokenizer
-from llamaslot.text.builtin_templates import BUILTIN_TEMPLATES
+from llamaslot.text.builtin_templates import builtin_names, resolve
 from llamaslot.text.template import ChatTemplate
 from tests.text.rendering import rendered
 
@@ -220,12 +220,12 @@ def contents(draw: st.DrawFn) -> tuple[str, str]:
     return "".join(pieces), "".join("Ω" * len(p) if p in CONTROL else p for p in pieces)
 
 
-@given(data=st.data(), name=st.sampled_from(sorted(BUILTIN_TEMPLATES)))
+@given(data=st.data(), name=st.sampled_from(builtin_names()))
 def test_exactly_the_control_tokens_of_the_caller_are_plain(data: st.DataObject, name: str) -> None:
     """The same conversation with letters in place of the control tokens shows where they are."""
     drawn = data.draw(st.lists(contents(), min_size=1, max_size=4))
     roles = [("user", "assistant")[i % 2] for i in range(len(drawn))]
-    chat = template(BUILTIN_TEMPLATES[name])
+    chat = template(resolve(name))
 
     parts = chat.render([{"role": role, "content": c} for role, (c, _) in zip(roles, drawn, strict=True)])
     lettered = rendered(chat, [{"role": role, "content": c} for role, (_, c) in zip(roles, drawn, strict=True)])
