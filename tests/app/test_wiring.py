@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 
 from llamaslot.api.context import ApiSettings
 from llamaslot.app.composition import api_settings, llama_settings, read_template, serve
-from llamaslot.app.config import Config
+from llamaslot.app.config import Config, options
 from llamaslot.app.config_reader import read_config
 from llamaslot.app.flags import Parser, add_flags
 from llamaslot.backend.fake import FakeBackend
@@ -110,7 +110,7 @@ def changes(settings: Any, defaults: Any) -> dict[str, object]:
 
 def test_the_tables_name_every_option() -> None:
     named = {field for argv in [*LLAMA, *API, *SAMPLING] for field in changes(configured(argv), Config())}
-    assert named | ELSEWHERE == set(Config.__struct_fields__)
+    assert named | ELSEWHERE == {option.name for option in options()}
     assert not named & ELSEWHERE
 
 
@@ -236,7 +236,7 @@ async def serving(folder: Path, backend: FakeBackend, **config: Any) -> AsyncIte
     """A server on a free port; it is told to end when the block does."""
     model = folder / "fake.gguf"
     model.touch()
-    settings = msgspec.structs.replace(Config(), model=str(model), port=0, **config)
+    settings = replace(Config(), model=str(model), port=0, **config)
     with capture_logs() as lines:
         status = asyncio.create_task(serve(settings, backend=backend))
         async with asyncio.timeout(30), aiohttp.ClientSession() as session:
