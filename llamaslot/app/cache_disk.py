@@ -58,12 +58,12 @@ def open_disk(
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"{_FLAG}: {disk.folder} cannot be used: {reason}", param=_FLAG) from None
-    n_others = disk.n_bytes - disk.n_own_bytes
+    n_others = disk.n_other_bytes
     others = f", {n_others / _MIB:,.1f} MiB of other models" if n_others else ""
     n_tokens = disk.capacity // info.segment_size.per_token
     return (
         f"Disk stores up to {disk.capacity / _MIB:,.0f} MiB of prefixes in {disk.folder}, about {n_tokens:,} "
-        f"tokens; {disk.n_own_bytes / _MIB:,.1f} MiB are there already{others}"
+        f"tokens; {(disk.n_bytes - n_others) / _MIB:,.1f} MiB are there already{others}"
     )
 
 
@@ -96,6 +96,7 @@ def slot_files(folder: Path | None, info: ModelInfo, disk: DiskStore | None) -> 
             return disk.key
         _log.info("slots.fingerprinting", files=info.kv_files)
         weights = fingerprint_of(paths)
+        assert weights is not None
         if _stats(paths) != loaded:
             raise OSError("the model's files are others by now than those that were loaded")
         return _key(info, weights)

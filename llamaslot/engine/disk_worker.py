@@ -39,8 +39,12 @@ from llamaslot.prompts.text_store import TextStore
 _log = structlog.get_logger(__name__)
 
 
-class Disk(SegmentDisk, TextStore, Protocol):
+class Disk(SegmentDisk, Protocol):
     """A disk on which segments, text anchors and sessions outlive the server."""
+
+    @property
+    def texts(self) -> TextStore:
+        """Text anchors and sessions; its methods are called on the thread that writes."""
 
 
 class DiskWorker:

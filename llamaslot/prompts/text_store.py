@@ -13,7 +13,7 @@ class TextStore(Protocol):
     """Text anchors and sessions on disk; used by one thread at a time. What is too much goes, the oldest first."""
 
     def anchors(self) -> Sequence[TextAnchor]:
-        """Return all anchors, parents before those that continue them."""
+        """Return all anchors, the oldest first."""
 
     def write_anchor(self, anchor: TextAnchor) -> None:
         """Write an anchor."""

@@ -1,9 +1,10 @@
-"""Segments on a disk: files with their checksums, an index, and the lock that keeps a second server out.
+"""The disk tier: segments in verified files, an SQLite index, and a lock against a second server.
 
-And files for what single slots held.
+And snapshots of single slots, in files that users name.
 """
 
+from llamaslot.backend.disk.disk_store import DiskStore
+from llamaslot.backend.disk.fingerprints import fingerprint_of
 from llamaslot.backend.disk.slot_files import SlotFiles
-from llamaslot.backend.disk.store import DiskStore, fingerprint_of
 
 __all__ = ["DiskStore", "SlotFiles", "fingerprint_of"]

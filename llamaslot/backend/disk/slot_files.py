@@ -1,14 +1,16 @@
-"""What a slot held, as a file of its user's own: `SnapshotStore` in a folder.
+"""Slot files: snapshots of single slots, which users save and restore by name.
 
     magic, format version, key of all that the KV depends on, length of the head, checksum of all that follows
-    head: namespace, tokens, and for each segment its positions and its length
-    the KV of the segments
+    head: namespace, tokens, and the position at which each part of the KV ends
+    the KV of the parts
 
-A file is taken only if it is exactly what was written, by this model and in the same way to run it.
+A file is used only if it is exactly what was written, by this model with the same settings.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import struct
 from collections.abc import Callable
 from itertools import pairwise
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from llamaslot.backend.disk import files
+from llamaslot.backend.disk.segment_files import KEY_BYTES, checksum_of, write_atomically
 from llamaslot.backend.memory import new_kv
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
@@ -24,85 +26,62 @@ from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.offload.slot_snapshot import InvalidSnapshotError, SlotSnapshot, SnapshotPart
 
 VERSION = 2
-_MAGIC = b"llamslot"
-_KIND = b"slot"
-_HEADER = struct.Struct(f"<8s4sI{files.KEY_BYTES}sQ16s")
-
-
-class _Segment(msgspec.Struct, array_like=True):
-    start: int
-    end: int
-    n_bytes: int
-
-
-class _Head(msgspec.Struct, array_like=True):
-    namespace: str
-    tokens: bytes
-    segments: list[_Segment]
+_MAGIC = b"llamslotslot"
+_HEADER = struct.Struct(f"<12sI{KEY_BYTES}sQ16s")
+_decode_head = msgspec.msgpack.Decoder(tuple[str, bytes, list[int]]).decode
 
 
 class SlotFiles:
-    """See `SnapshotStore`. `key` is asked for when it is needed first: it may take as long as to read the model."""
+    """`SnapshotStore` in a folder. `key` is called when it is first needed: it may read the whole model."""
 
     def __init__(self, folder: Path, key: Callable[[], bytes], size: SegmentSize) -> None:
         self._folder = folder
-        self._key_of = key
-        self._key = b""
+        self._key = functools.cache(key)
         self._size = size
 
-    def write(self, name: str, saved: SlotSnapshot) -> int:
-        """See `SnapshotStore.write`."""
-        segments = [_Segment(each.start, each.end, len(each.kv)) for each in saved.parts]
-        head = msgspec.msgpack.encode(_Head(saved.namespace, saved.tokens, segments))
-        body = [memoryview(head), *(segment.kv.data for segment in saved.parts)]
-        header = _HEADER.pack(_MAGIC, _KIND, VERSION, self._its_key(), len(head), files.checksum_of(*body))
-        # No name that a client may give begins with a dot.
-        files.write_whole(
-            self._folder / name, [memoryview(header), *body], unfinished=self._folder / f".{name}.unfinished"
-        )
+    def write(self, name: str, snapshot: SlotSnapshot) -> int:
+        """Write a file atomically, replacing one of that name; returns its size in bytes. Raises `OSError`."""
+        ends = [part.end for part in snapshot.parts]
+        head = msgspec.msgpack.encode((snapshot.namespace, snapshot.tokens, ends))
+        body = [memoryview(head), *(part.kv.data for part in snapshot.parts)]
+        header = _HEADER.pack(_MAGIC, VERSION, self._key(), len(head), checksum_of(*body))
+        # The name of the temporary file is no client's: theirs do not begin with a dot.
+        temporary = self._folder / f".{name}.unfinished"
+        write_atomically(self._folder / name, [memoryview(header), *body], temporary=temporary)
         return len(header) + sum(map(len, body))
 
     def read(self, name: str) -> tuple[SlotSnapshot, int]:
-        """See `SnapshotStore.read`."""
-        path = self._folder / name
-        n_bytes = path.stat().st_size
-        with path.open("rb", buffering=0) as file:
+        """The snapshot in a file, and its size in bytes. Raises `OSError` or `InvalidSnapshotError`."""
+        with (self._folder / name).open("rb") as file:
+            n_bytes = os.fstat(file.fileno()).st_size
             header = file.read(_HEADER.size)
-            if len(header) < _HEADER.size or not header.startswith(_MAGIC + _KIND):
+            if len(header) < _HEADER.size or not header.startswith(_MAGIC):
                 raise InvalidSnapshotError("it is no slot's file")
-            _, _, version, key, n_head, checksum = _HEADER.unpack(header)
+            _, version, key, n_head, checksum = _HEADER.unpack(header)
             if version != VERSION:
                 raise InvalidSnapshotError(f"its format is version {version}, not {VERSION}")
-            if key != self._its_key():
+            if key != self._key():
                 raise InvalidSnapshotError("it is from another model, or from another way to run it")
             body = new_kv(n_bytes - len(header))
-            at = 0
-            while at < len(body) and (n := file.readinto(body.data[at:])):
-                at += n
-        if at < len(body) or n_head > len(body) or files.checksum_of(body.data) != checksum:
+            n_read = file.readinto(body.data)
+        if n_read < len(body) or n_head > len(body) or checksum_of(body.data) != checksum:
             raise InvalidSnapshotError("it is not what was written")
         return self._decoded(body, n_head), n_bytes
 
     def _decoded(self, body: Kv, n_head: int) -> SlotSnapshot:
         try:
-            head = msgspec.msgpack.decode(body.data[:n_head], type=_Head)
+            namespace, tokens, ends = _decode_head(body.data[:n_head])
         except msgspec.MsgspecError as error:
             raise InvalidSnapshotError(str(error)) from None
+        bounds = [0, *ends]
+        if len(tokens) != bounds[-1] * WIDTH or any(start >= end for start, end in pairwise(bounds)):
+            raise InvalidSnapshotError("its parts are not those of its tokens")
+        parts = []
         at = n_head
-        segments = []
-        for segment in head.segments:
-            kv = body[at : at + segment.n_bytes]
-            if len(kv) != segment.n_bytes or segment.n_bytes != self._size.of(segment.end - segment.start):
-                raise InvalidSnapshotError("it has segments of another size")
-            segments.append(SnapshotPart(segment.start, segment.end, kv))
-            at += segment.n_bytes
-        bounds = [0, *(segment.end for segment in segments)]
-        starts = [segment.start for segment in segments]
-        are_in_a_row = starts == bounds[:-1] and all(a < b for a, b in pairwise(bounds))
-        if not are_in_a_row or len(head.tokens) != bounds[-1] * WIDTH or at != len(body):
-            raise InvalidSnapshotError("its segments are not what its tokens want")
-        return SlotSnapshot(head.namespace, head.tokens, tuple(segments))
-
-    def _its_key(self) -> bytes:
-        self._key = self._key or self._key_of()
-        return self._key
+        for start, end in pairwise(bounds):
+            n_bytes = self._size.of(end - start)
+            parts.append(SnapshotPart(start, end, body[at : at + n_bytes]))
+            at += n_bytes
+        if at != len(body) or not parts:
+            raise InvalidSnapshotError("its KV has another size than that of its tokens")
+        return SlotSnapshot(namespace, tokens, tuple(parts))

@@ -1,0 +1,141 @@
+"""Index of the disk tier: an SQLite file with the metadata of all segments in the order of their last use.
+
+In WAL mode it stays consistent if the process ends at any time. Each row has only its segment's own tokens: those
+before them are in the row of its parent segment, which exists as long as it does.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llamaslot.backend.disk import text_tables
+from llamaslot.kvcache.offload.disk_io import SegmentMeta
+
+INDEX_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""Errors of an unusable index. What SQLite says about a damaged file is not always UTF-8, as Python expects."""
+_SCHEMA_VERSION = 4
+_INTEGER_LIMIT = 2**62
+_SCHEMA = """
+    CREATE TABLE segments (
+        number INTEGER PRIMARY KEY,
+        parent INTEGER,
+        namespace TEXT NOT NULL,
+        start INTEGER NOT NULL,
+        tokens BLOB NOT NULL,
+        n_bytes INTEGER NOT NULL,
+        path_digest BLOB NOT NULL,
+        key BLOB NOT NULL,
+        checksum BLOB NOT NULL,
+        last_use INTEGER NOT NULL
+    );
+    CREATE INDEX segments_by_use ON segments (last_use);
+    CREATE TABLE file_digests (
+        path TEXT PRIMARY KEY,
+        version TEXT NOT NULL,
+        digest BLOB NOT NULL
+    );
+"""
+_COLUMN_TYPES = (int, int, str, int, bytes, int, bytes, bytes, bytes, int)
+_ROOT_COLUMN_TYPES = (int, type(None), *_COLUMN_TYPES[2:])
+
+
+class SegmentRow(NamedTuple):
+    """Metadata of a segment, and what its file must match."""
+
+    meta: SegmentMeta
+    key: bytes
+    checksum: bytes
+
+
+class DiskIndex:
+    """An open index, used by one thread at a time. Every method but `close` may raise `INDEX_ERRORS`."""
+
+    def __init__(self, path: Path) -> None:
+        self.database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._last_use = 0
+        try:
+            self._prepare()
+            self.initial_rows = self._rows()
+            """Segments when it was opened, the least recently used first, each after its children."""
+        except INDEX_ERRORS:
+            self.database.close()
+            raise
+
+    def add(self, row: SegmentRow) -> None:
+        """Insert a segment as the most recently used."""
+        meta = row.meta
+        self._last_use += 1
+        self.database.execute(
+            "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                *(meta.number, meta.parent, meta.namespace, meta.start, meta.tokens, meta.n_bytes),
+                *(meta.path_digest, row.key, row.checksum, self._last_use),
+            ),
+        )
+
+    def remove(self, numbers: Iterable[int]) -> None:
+        """Delete segments."""
+        self._change("DELETE FROM segments WHERE number = ?", ((number,) for number in numbers))
+
+    def mark_used(self, numbers: Sequence[int]) -> None:
+        """Make segments the most recently used, the last one above all."""
+        uses = [(self._last_use + i, number) for i, number in enumerate(numbers, 1)]
+        self._last_use += len(uses)
+        self._change("UPDATE segments SET last_use = ? WHERE number = ?", uses)
+
+    def file_digest(self, path: str, version: str) -> bytes | None:
+        """The digest that was added for this version of a model file."""
+        found = self.database.execute(
+            "SELECT digest FROM file_digests WHERE (path, version) = (?, ?)", (path, version)
+        ).fetchone()
+        return found[0] if found and isinstance(found[0], bytes) else None
+
+    def add_file_digest(self, path: str, version: str, digest: bytes) -> None:
+        """Keep the digest of a model file, in place of that of an earlier version."""
+        self.database.execute("REPLACE INTO file_digests VALUES (?, ?, ?)", (path, version, digest))
+
+    def close(self) -> None:
+        """Close the file."""
+        self.database.close()
+
+    def _prepare(self) -> None:
+        execute = self.database.execute
+        execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA synchronous = NORMAL")
+        version: int = execute("PRAGMA user_version").fetchone()[0]
+        is_new = not execute("SELECT 1 FROM sqlite_master").fetchone()
+        if version == 0 and is_new:
+            schema = _SCHEMA + text_tables.SCHEMA
+            self.database.executescript(f"BEGIN; {schema} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;")
+        elif version != _SCHEMA_VERSION:
+            raise sqlite3.DatabaseError(f"its version is {version}, not {_SCHEMA_VERSION}")
+
+    def _rows(self) -> list[SegmentRow]:
+        """All segments by last use, but each after its children: only the use of a path's end is marked."""
+        columns = "number, parent, namespace, start, tokens, n_bytes, path_digest, key, checksum, last_use"
+        found = list(self.database.execute(f"SELECT {columns} FROM segments ORDER BY last_use"))
+        rows = {row[0]: _checked(row) for row in found}
+        self._last_use = found[-1][-1] if found else 0
+        last_uses = {row[0]: row[-1] for row in found}
+        for number, row in sorted(rows.items(), key=lambda item: -item[1].meta.start):
+            parent = row.meta.parent
+            if parent in last_uses:
+                last_uses[parent] = max(last_uses[parent], last_uses[number])
+        return sorted(rows.values(), key=lambda row: (last_uses[row.meta.number], -row.meta.start))
+
+    def _change(self, statement: str, rows: Iterable[tuple[int, ...]]) -> None:
+        with self.database:  # commits or rolls back, but does not begin
+            self.database.execute("BEGIN")
+            self.database.executemany(statement, rows)
+
+
+def _checked(columns: tuple[Any, ...]) -> SegmentRow:
+    """Raises `sqlite3.DatabaseError` for values that are never written: SQLite has no column types."""
+    if tuple(map(type, columns)) not in (_COLUMN_TYPES, _ROOT_COLUMN_TYPES):
+        raise sqlite3.DatabaseError("a row has values of other types")
+    if not all(0 <= each < _INTEGER_LIMIT for each in columns if isinstance(each, int)):
+        raise sqlite3.DatabaseError("a row has an integer out of range")
+    return SegmentRow(SegmentMeta(*columns[:7]), *columns[7:9])

@@ -1,0 +1,238 @@
+"""Disk store: a folder with the segments, text anchors and sessions that outlive the server.
+
+    lock            held by the one server that uses the folder
+    index.sqlite    metadata of the segments; text anchors and sessions
+    segments/       KV of the segments, a file each
+    corrupt/        files that did not match what was written, the last few of them
+
+A file is written before its row and deleted after it. So a row without a file means that the file was taken away,
+and a file without a row that a server was killed: both are deleted when the folder is opened. Segments of another
+model, or of other settings, stay as long as there is room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from llamaslot.backend.disk.disk_index import INDEX_ERRORS, DiskIndex, SegmentRow
+from llamaslot.backend.disk.fingerprints import fingerprint_of
+from llamaslot.backend.disk.segment_files import CorruptFileError, file_size, read_segment, write_segment
+from llamaslot.backend.disk.text_tables import TextTables
+from llamaslot.base.errors import ConfigError
+from llamaslot.base.kv_ops import Kv
+from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta
+
+_MAX_CORRUPT_FILES = 8
+"""Corrupt files to keep for inspection."""
+_IS_OURS = re.compile(r"\d{12}\.(kv|tmp)|index\.sqlite.*").fullmatch
+
+_log = structlog.get_logger(__name__)
+
+
+class _File(NamedTuple):
+    """What the file of a segment must match."""
+
+    n_bytes: int
+    path_digest: bytes
+    checksum: bytes
+
+    @classmethod
+    def of(cls, row: SegmentRow) -> _File:
+        return cls(row.meta.n_bytes, row.meta.path_digest, row.checksum)
+
+
+class DiskStore:
+    """`SegmentDisk` in a folder.
+
+    Call `fingerprint` for the model's files first, then `open` with a key derived from it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `ConfigError` if another server uses the folder, `OSError` if it cannot be used."""
+        self.folder = folder
+        self.capacity = 0
+        self.first_number = 0
+        self.key = b""
+        """Key of all that the KV depends on: model and settings. Empty until `open`."""
+        self.texts: TextTables
+        """Text anchors and sessions of the key, from `open` on."""
+        self._segments = folder / "segments"
+        self._corrupt = folder / "corrupt"
+        self._own: dict[int, _File] = {}
+        """Segments of the key; the reading thread only looks up single ones."""
+        self._others: dict[int, _File] = {}
+        """Segments of other keys, and ignored ones, the least recently used first."""
+        for each in (folder, self._segments, self._corrupt):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = _locked(folder / "lock")
+        try:
+            self._index = self._opened_index()
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self.n_bytes = sum(row.meta.n_bytes for row in self._index.initial_rows)
+        """KV bytes of all segments."""
+
+    @property
+    def n_other_bytes(self) -> int:
+        """KV bytes of the segments that are not used."""
+        return sum(file.n_bytes for file in self._others.values())
+
+    def fingerprint(self, paths: Sequence[Path], on_progress: Callable[[float], bool]) -> bytes | None:
+        """`fingerprint_of` these files; each is read again only once it has changed."""
+        return fingerprint_of(paths, on_progress, self._index)
+
+    def open(self, key: bytes, capacity: int) -> None:
+        """Use the segments of a key, of `KEY_BYTES`, and keep to so many bytes; delete what is incomplete.
+
+        Raises `OSError`.
+        """
+        self.key, self.capacity = key, capacity
+        self.texts = TextTables(self._index.database, key)
+        sizes = {each.name: each.stat().st_size for each in self._segments.iterdir() if _IS_OURS(each.name)}
+        lost = []
+        for row in self._index.initial_rows:
+            number = row.meta.number
+            self.first_number = max(self.first_number, number + 1)
+            (self._own if row.key == key else self._others)[number] = _File.of(row)
+            if sizes.pop(self._path(number).name, None) != file_size(row.meta.n_bytes):
+                lost.append(number)
+        self.erase(lost)
+        for name in sizes:
+            (self._segments / name).unlink()
+        if lost or sizes:
+            _log.info("disk.tidied", rows_without_file=len(lost), files_without_row=len(sizes))
+
+    def take_segments(self) -> list[SegmentMeta]:
+        """Return the segments that there were at `open`, the least recently used first, and free the list."""
+        rows, self._index.initial_rows = self._index.initial_rows, []
+        return [row.meta for row in rows if row.meta.number in self._own]
+
+    def write(self, meta: SegmentMeta, kv: Kv) -> bool:
+        """Write a segment so that it survives the process; returns True if it does."""
+        path = self._path(meta.number)
+        try:
+            self._evict_others(meta.n_bytes)
+            row = SegmentRow(meta, self.key, write_segment(path, self.key, meta.path_digest, kv))
+            self._index.add(row)
+        except (OSError, *INDEX_ERRORS) as error:
+            _log.warning("disk.write_failed", segment=meta.number, error=str(error))
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            return False
+        self._own[meta.number] = _File.of(row)
+        self.n_bytes += meta.n_bytes
+        return True
+
+    def read(self, number: int) -> Kv | None:
+        """Return the KV of a segment exactly as it was written; None if it cannot be read now.
+
+        Raises `CorruptSegmentError` if it never can be; a corrupt file is moved aside.
+        """
+        file = self._own.get(number)
+        if file is None:
+            raise CorruptSegmentError(f"segment {number} is not here")
+        path = self._path(number)
+        try:
+            return read_segment(path, self.key, *file)
+        except CorruptFileError as error:
+            _log.warning("disk.corrupt_file", segment=number, error=str(error), moved_to=str(self._corrupt))
+            with contextlib.suppress(OSError):
+                self._move_aside(path)
+            raise CorruptSegmentError(str(error)) from None
+        except FileNotFoundError:
+            _log.warning("disk.file_is_gone", segment=number)
+            raise CorruptSegmentError("the file is gone") from None
+        except (OSError, MemoryError) as error:
+            _log.warning("disk.read_failed", segment=number, error=str(error) or type(error).__name__)
+        return None
+
+    def erase(self, numbers: Sequence[int]) -> None:
+        """Delete segments; some may never have been written."""
+        try:
+            self._index.remove(numbers)
+        except INDEX_ERRORS as error:
+            _log.warning("disk.erase_failed", error=str(error))
+        for number in numbers:
+            file = self._own.pop(number, None) or self._others.pop(number, None)
+            self.n_bytes -= file.n_bytes if file is not None else 0
+            with contextlib.suppress(OSError):
+                self._path(number).unlink(missing_ok=True)
+
+    def ignore(self, numbers: Sequence[int]) -> None:
+        """Keep these segments only as long as there is room."""
+        for number in numbers:
+            self._others[number] = self._own.pop(number)
+
+    def mark_used(self, numbers: Sequence[int]) -> None:
+        """Make segments the most recently used, the last one above all."""
+        try:
+            self._index.mark_used(numbers)
+        except INDEX_ERRORS as error:
+            _log.warning("disk.use_failed", error=str(error))
+
+    def close(self) -> None:
+        """Release the folder for other servers."""
+        self._index.close()
+        os.close(self._lock)
+
+    def _evict_others(self, n_bytes: int) -> None:
+        """Delete segments that are not used, as far as so many bytes need it; the cache evicts those that are."""
+        evicted = []
+        n_over = self.n_bytes + n_bytes - self.capacity
+        for number, file in self._others.items():
+            if n_over <= 0:
+                break
+            n_over -= file.n_bytes
+            evicted.append(number)
+        if evicted:
+            self.erase(evicted)
+
+    def _opened_index(self) -> DiskIndex:
+        """Open the index, or a new one in place of a corrupt one. Raises `OSError` if there can be none."""
+        path = self.folder / "index.sqlite"
+        # SQLite gives the files beside it the same mode.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        try:
+            return DiskIndex(path)
+        except INDEX_ERRORS as error:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+            if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR):
+                raise OSError(f"{path}: {error}") from error
+            _log.warning("disk.corrupt_index", error=str(error), moved_to=str(self._corrupt))
+            for each in self.folder.glob(f"{path.name}*"):
+                self._move_aside(each)
+        return self._opened_index()
+
+    def _move_aside(self, path: Path) -> None:
+        path.replace(self._corrupt / path.name)
+        ours = [each for each in self._corrupt.iterdir() if _IS_OURS(each.name)]
+        oldest_first = sorted(ours, key=lambda each: each.stat().st_mtime_ns)
+        for each in oldest_first[:-_MAX_CORRUPT_FILES]:
+            each.unlink()
+
+    def _path(self, number: int) -> Path:
+        return self._segments / f"{number:012}.kv"
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the lock until it is closed, if only by the end of the process."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if not isinstance(error, BlockingIOError):
+            raise
+        reason = f"another server uses {path.parent}; give each its own --cache-disk"
+        raise ConfigError(reason, param="--cache-disk") from None
+    return descriptor

@@ -1,0 +1,59 @@
+"""Fingerprints of model files: KV on disk is valid only for the very weights that computed it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import structlog
+import xxhash
+
+from llamaslot.backend.disk.disk_index import INDEX_ERRORS, DiskIndex
+
+_CHUNK_BYTES = 2**24
+_log = structlog.get_logger(__name__)
+
+
+def fingerprint_of(
+    paths: Sequence[Path], on_progress: Callable[[float], bool] = lambda _: True, index: DiskIndex | None = None
+) -> bytes | None:
+    """Digest of the contents of these files, which are read whole unless `index` has their digests.
+
+    `on_progress` gets the fraction of the current file that was read; None once it has returned False. Raises
+    `OSError`.
+    """
+    fingerprint = xxhash.xxh3_128()
+    for path in paths:
+        stat = path.stat()
+        name, version = str(path.resolve()), f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+        digest = _indexed_digest(index, name, version) if index is not None else None
+        if digest is None:
+            digest = _computed_digest(path, stat.st_size, on_progress)
+            if digest is None:
+                return None
+            if index is not None:
+                with contextlib.suppress(*INDEX_ERRORS):
+                    index.add_file_digest(name, version, digest)
+        fingerprint.update(digest)
+    return fingerprint.digest()
+
+
+def _indexed_digest(index: DiskIndex, name: str, version: str) -> bytes | None:
+    try:
+        return index.file_digest(name, version)
+    except INDEX_ERRORS as error:
+        _log.warning("disk.digest_lost", path=name, error=str(error))
+        return None
+
+
+def _computed_digest(path: Path, n_bytes: int, on_progress: Callable[[float], bool]) -> bytes | None:
+    digest = xxhash.xxh3_128()
+    n_read = 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            n_read += len(chunk)
+            if not on_progress(n_read / n_bytes):
+                return None
+    return digest.digest()

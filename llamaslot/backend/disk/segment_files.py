@@ -1,0 +1,87 @@
+"""Segment files: a header that identifies the segment, then its KV as the backend saved it.
+
+    magic, format version, length of the KV, key of all that the KV depends on, path digest, checksum of the KV
+
+A file is verified byte for byte before it is used: llama.cpp loads flipped bits without an error, and ends the
+process if bytes are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+
+from llamaslot.backend.memory import new_kv
+from llamaslot.base.kv_ops import Kv
+
+VERSION = 1
+KEY_BYTES = 32
+_MAGIC = b"llamslot"
+_HEADER = struct.Struct(f"<8sQQ{KEY_BYTES}s16s16s")
+_HASH_CHUNK_BYTES = 2**20
+"""Bytes to hash at a time, so that other threads need not wait for a whole segment."""
+
+
+class CorruptFileError(Exception):
+    """A file does not have the contents that were written."""
+
+
+def file_size(n_kv_bytes: int) -> int:
+    """Size in bytes of the file of a segment with so much KV."""
+    return _HEADER.size + n_kv_bytes
+
+
+def checksum_of(*views: memoryview) -> bytes:
+    """XXH3 of these bytes, 128 bits long."""
+    digest = xxhash.xxh3_128()
+    for view in views:
+        for start in range(0, len(view), _HASH_CHUNK_BYTES):
+            digest.update(view[start : start + _HASH_CHUNK_BYTES])
+    return digest.digest()
+
+
+def write_segment(path: Path, key: bytes, path_digest: bytes, kv: Kv) -> bytes:
+    """Write a segment's file atomically, and return the checksum of its KV. Raises `OSError`."""
+    checksum = checksum_of(kv.data)
+    header = _HEADER.pack(_MAGIC, VERSION, len(kv), key, path_digest, checksum)
+    write_atomically(path, [memoryview(header), kv.data], temporary=path.with_suffix(".tmp"))
+    return checksum
+
+
+def write_atomically(path: Path, parts: Sequence[memoryview], *, temporary: Path) -> None:
+    """Write a file that has all of these bytes, or stays as it was if the process or the machine ends before.
+
+    The bytes go to a `temporary` file in the same folder first. Raises `OSError`.
+    """
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def read_segment(path: Path, key: bytes, n_bytes: int, path_digest: bytes, checksum: bytes) -> Kv:
+    """The KV in a segment's file.
+
+    Raises `CorruptFileError` unless key, path digest, length and checksum are these, `OSError` if it is unreadable.
+    """
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size != file_size(n_bytes):
+            raise CorruptFileError("its length is not what was written")
+        if file.read(_HEADER.size) != _HEADER.pack(_MAGIC, VERSION, n_bytes, key, path_digest, checksum):
+            raise CorruptFileError("its header is not what was written")
+        kv = new_kv(n_bytes)
+        n_read = file.readinto(kv.data)
+    if n_read < n_bytes or checksum_of(kv.data) != checksum:
+        raise CorruptFileError("its checksum is not what was written")
+    return kv

@@ -1,0 +1,139 @@
+"""Tables of text anchors and sessions in the index of the disk tier.
+
+Each row has a checksum, since SQLite would not notice a changed byte, and belongs to a key, since the tokens of
+other models are different. A row that is not intact is skipped: its text is tokenized again.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+import xxhash
+
+from llamaslot.base.tokens import packed, unpacked
+from llamaslot.prompts import sessions, text_anchors
+from llamaslot.prompts.sessions import Session
+from llamaslot.prompts.text_anchors import TextAnchor
+
+_TRIM_INTERVAL = 256
+"""Rows written between two checks of the limits."""
+SCHEMA = "".join(
+    f"""
+    CREATE TABLE {table} (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        key BLOB NOT NULL,
+        digest BLOB NOT NULL,
+        parent BLOB NOT NULL,
+        content BLOB NOT NULL,
+        checksum BLOB NOT NULL,
+        UNIQUE (key, digest)
+    );
+    """
+    for table in ("anchors", "sessions")
+)
+_encode = msgspec.msgpack.encode
+_decode_anchor = msgspec.msgpack.Decoder(tuple[int, bytes]).decode
+_decode_session = msgspec.msgpack.Decoder(tuple[bytes, int, int, int, bool, tuple[tuple[int, bytes], ...]]).decode
+T = TypeVar("T")
+_log = structlog.get_logger(__name__)
+
+
+class TextTables:
+    """Text anchors and sessions of one key (`TextStore`), the latest written last. Failures are only logged."""
+
+    def __init__(self, database: sqlite3.Connection, key: bytes) -> None:
+        self._database = database
+        self._key = key
+        self._n_written = 0
+
+    def anchors(self) -> list[TextAnchor]:
+        """Return the intact anchors, the oldest first."""
+        rows = self._rows("anchors", _decode_anchor)
+        return [TextAnchor(digest, parent, *fields) for digest, parent, fields in rows]
+
+    def write_anchor(self, anchor: TextAnchor) -> None:
+        """Write an anchor, in place of an earlier one of its digest."""
+        self._write("anchors", anchor.digest, anchor.parent, _encode((anchor.start, anchor.tokens)))
+
+    def sessions(self) -> list[tuple[bytes, Session]]:
+        """Return the intact sessions with their digests, the oldest first."""
+        rows = self._rows("sessions", _decode_session)
+        return [(digest, Session(unpacked(fields[0]), *fields[1:])) for digest, _, fields in rows]
+
+    def write_session(self, digest: bytes, session: Session) -> None:
+        """Write a session, in place of an earlier one of that digest."""
+        counts = session.n_added, session.n_prompt, session.n_text
+        content = _encode((packed(session.tokens), *counts, session.is_text, session.branches))
+        self._write("sessions", digest, b"", content)
+
+    def drop_session(self, digest: bytes) -> None:
+        """Delete a session."""
+        with _logged_errors():
+            self._database.execute("DELETE FROM sessions WHERE (key, digest) = (?, ?)", (self._key, digest))
+
+    def clear_texts(self) -> None:
+        """Delete all anchors and sessions."""
+        with _logged_errors():
+            self._database.execute("DELETE FROM anchors WHERE key = ?", (self._key,))
+            self._database.execute("DELETE FROM sessions WHERE key = ?", (self._key,))
+
+    def _rows(self, table: str, decode: Callable[[bytes], T]) -> list[tuple[bytes, bytes, T]]:
+        """Digest, parent and decoded content of the intact rows, the oldest first."""
+        rows = []
+        with _logged_errors():
+            self._trim()
+            for *row, checksum in self._database.execute(
+                f"SELECT digest, parent, content, checksum FROM {table} WHERE key = ? ORDER BY number", (self._key,)
+            ):
+                if checksum == _checksum(row):
+                    digest, parent, content = row
+                    rows.append((digest, parent, decode(content)))
+        return rows
+
+    def _write(self, table: str, digest: bytes, parent: bytes, content: bytes) -> None:
+        row = [digest, parent, content]
+        with _logged_errors():
+            self._database.execute(
+                f"REPLACE INTO {table} (key, digest, parent, content, checksum) VALUES (?, ?, ?, ?, ?)",
+                (self._key, *row, _checksum(row)),
+            )
+            self._n_written += 1
+            if self._n_written % _TRIM_INTERVAL == 0:
+                self._trim()
+
+    def _trim(self) -> None:
+        """Delete the oldest rows of all keys where a table has too many, and anchors whose parent is gone."""
+        n_deleted = self._trim_table("anchors", text_anchors.OVERHEAD, text_anchors.MAX_BYTES)
+        self._trim_table("sessions", sessions.OVERHEAD, sessions.MAX_BYTES)
+        while n_deleted:
+            n_deleted = self._database.execute(
+                "DELETE FROM anchors WHERE parent != x'' AND NOT EXISTS (SELECT 1 FROM anchors AS other "
+                "WHERE (other.key, other.digest) = (anchors.key, anchors.parent))"
+            ).rowcount
+
+    def _trim_table(self, table: str, overhead: int, max_bytes: int) -> int:
+        """Delete the oldest rows of a table beyond its limit, and return how many."""
+        return self._database.execute(
+            f"DELETE FROM {table} WHERE number IN (SELECT number FROM (SELECT number, sum(length(content) + ?) "
+            f"OVER (ORDER BY number DESC) AS n_bytes FROM {table}) WHERE n_bytes > ?)",
+            (overhead, max_bytes),
+        ).rowcount
+
+
+@contextmanager
+def _logged_errors() -> Iterator[None]:
+    """Log errors of an unusable index (`INDEX_ERRORS`), and of content that other code has written."""
+    try:
+        yield
+    except (sqlite3.Error, UnicodeDecodeError, msgspec.MsgspecError) as error:
+        _log.warning("disk.texts_failed", error=str(error))
+
+
+def _checksum(row: list[Any]) -> bytes:
+    """Digest of the values of a row and of their types, which differ in a damaged row."""
+    return xxhash.xxh3_128_digest(_encode(row))
