@@ -13,7 +13,7 @@ from llamaslot.app.config import Config
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelInfo, SegmentSize
-from llamaslot.kvcache.offload.disk_io import Record, path_digest
+from llamaslot.kvcache.offload.disk_io import SegmentMeta, path_digest
 from tests.backend.test_disk import state_of
 
 MIB = 2**20
@@ -34,10 +34,10 @@ def found(tmp_path: Path, info: ModelInfo, **config: object) -> tuple[int, str]:
     assert disk is not None
     try:
         line = open_disk(disk, Config(**config), info, RAM, lambda _: True)
-        n_found = len(disk.take_records())
+        n_found = len(disk.take_segments())
         tokens = bytes(4 * (n_found + 1))
-        record = Record(disk.first_number, None, "", 0, tokens, SIZE.of(n_found + 1), path_digest("", tokens))
-        assert disk.write(record, state_of(1, record.n_bytes))
+        meta = SegmentMeta(disk.first_number, None, "", 0, tokens, SIZE.of(n_found + 1), path_digest("", tokens))
+        assert disk.write(meta, state_of(1, meta.n_bytes))
         return n_found, line
     finally:
         disk.close()

@@ -13,22 +13,29 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llamaslot.kvcache.tiers import Tiers
 
 from llamaslot.app.cache_disk import lock_disk
 from llamaslot.app.config import Config
-from llamaslot.backend.disk import DiskStore, files, texts
-from llamaslot.backend.disk.files import BadFileError
+from llamaslot.backend.disk import DiskStore, text_tables
+from llamaslot.backend.disk.segment_files import (
+    KEY_BYTES,
+    CorruptFileError,
+    file_size,
+    read_segment,
+    write_segment,
+)
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
-from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, Record, path_digest
+from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta, path_digest
+from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
+from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.prompts import sessions, text_anchors
 from llamaslot.prompts.sessions import Session
 from llamaslot.prompts.text_anchors import TextAnchor
 from tests.conftest import LONG
 
-KEY, OTHER = b"k" * files.KEY_BYTES, b"o" * files.KEY_BYTES
+KEY, OTHER = b"k" * KEY_BYTES, b"o" * KEY_BYTES
 PATH = b"p" * 16
 SIZE = SegmentSize(16, 10)
 CAPACITY = 10**6
@@ -38,13 +45,16 @@ def state_of(number: int, n_bytes: int) -> Kv:
     return np.frombuffer(random.Random(number).randbytes(n_bytes), dtype=np.uint8)
 
 
-def record(number: int, front: Record | None = None, *, n_tokens: int = 8, space: str = "") -> Record:
-    """A segment of tokens that nobody else has, behind another one or at the start."""
+def segment(
+    number: int, parent: SegmentMeta | None = None, *, n_tokens: int = 8, namespace: str = ""
+) -> SegmentMeta:
+    """A segment of tokens that no other one has, behind a parent or at the start."""
     tokens = np.arange(1000 * number, 1000 * number + n_tokens, dtype="<i4").tobytes()
-    start = front.start + len(front.tokens) // 4 if front is not None else 0
-    path = path_digest(space, (paths[front.number] if front is not None else b"") + tokens)
-    paths[number] = (paths[front.number] if front is not None else b"") + tokens
-    return Record(number, front.number if front else None, space, start, tokens, SIZE.of(n_tokens), path)
+    start = parent.start + len(parent.tokens) // 4 if parent is not None else 0
+    paths[number] = (paths[parent.number] if parent is not None else b"") + tokens
+    digest = path_digest(namespace, paths[number])
+    parent_number = parent.number if parent is not None else None
+    return SegmentMeta(number, parent_number, namespace, start, tokens, SIZE.of(n_tokens), digest)
 
 
 paths: dict[int, bytes] = {}
@@ -61,8 +71,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def write(store: DiskStore, *records: Record) -> None:
-    for each in records:
+def write(store: DiskStore, *segments: SegmentMeta) -> None:
+    for each in segments:
         assert store.write(each, state_of(each.number, each.n_bytes))
 
 
@@ -77,8 +87,8 @@ def file_of(folder: Path, number: int) -> Path:
 def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     path = tmp_path / "1.kv"
     state = state_of(1, 3_000_000)
-    digest = files.write(path, KEY, PATH, state)
-    assert np.array_equal(files.read(path, KEY, PATH, len(state), digest), state)
+    digest = write_segment(path, KEY, PATH, state)
+    assert np.array_equal(read_segment(path, KEY, len(state), PATH, digest), state)
     assert path.stat().st_mode & 0o077 == 0, "others may read it"
     assert [each.name for each in tmp_path.iterdir()] == ["1.kv"]
 
@@ -87,8 +97,8 @@ def test_a_file_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypatch: 
     path = tmp_path / "1.kv"
     seen: list[tuple[int, bool]] = []
     monkeypatch.setattr(os, "fsync", lambda file: seen.append((os.fstat(file).st_size, path.exists())))
-    files.write(path, KEY, PATH, state_of(1, 1000))
-    assert seen == [(files.size(1000), False)]
+    write_segment(path, KEY, PATH, state_of(1, 1000))
+    assert seen == [(file_size(1000), False)]
     assert path.exists()
 
 
@@ -96,13 +106,13 @@ def test_no_changed_file_is_taken_for_what_was_written(tmp_path: Path) -> None:
     chance = random.Random(1)
     path = tmp_path / "1.kv"
     state = state_of(1, 500)
-    digest = files.write(path, KEY, PATH, state)
+    digest = write_segment(path, KEY, PATH, state)
     good = path.read_bytes()
-    files.write(path, OTHER, PATH, state)
+    write_segment(path, OTHER, PATH, state)
     other_model = path.read_bytes()
-    files.write(path, KEY, b"q" * 16, state)
+    write_segment(path, KEY, b"q" * 16, state)
     other_path = path.read_bytes()
-    files.write(path, KEY, PATH, state_of(2, 500))
+    write_segment(path, KEY, PATH, state_of(2, 500))
     other_state = path.read_bytes()
     kinds = {
         "cut": lambda: good[: chance.randrange(len(good))],
@@ -139,8 +149,8 @@ def test_no_changed_file_is_taken_for_what_was_written(tmp_path: Path) -> None:
         if changed == good:
             continue
         path.write_bytes(changed)
-        with pytest.raises(BadFileError):
-            files.read(path, KEY, PATH, len(state), digest)
+        with pytest.raises(CorruptFileError):
+            read_segment(path, KEY, len(state), PATH, digest)
         n_refused += 1
     assert n_refused > 9900
 
@@ -148,18 +158,18 @@ def test_no_changed_file_is_taken_for_what_was_written(tmp_path: Path) -> None:
 # --- the folder ---
 
 
-def test_what_was_stored_is_there_again_in_the_order_of_use(folder: Path) -> None:
+def test_segments_are_found_again_in_the_order_of_use(folder: Path) -> None:
     store = opened(folder)
-    a, c = record(5), record(9, space="salt")
-    b = record(7, a)
+    a, c = segment(5), segment(9, namespace="salt")
+    b = segment(7, a)
     write(store, a, b, c)
-    store.use([7, 5])
+    store.mark_used([7, 5])
     store.close()
     store = opened(folder)
     files_of = [each for each in folder.rglob("*") if each.is_file()]
     assert len(files_of) >= 5
     assert not any(each.stat().st_mode & 0o077 for each in (folder, *files_of)), "others may read it"
-    assert store.take_records() == [c, b, a]
+    assert store.take_segments() == [c, b, a]
     assert store.first_number == 10
     for each in (a, b, c):
         assert np.array_equal(store.read(each.number), state_of(each.number, each.n_bytes))
@@ -168,14 +178,14 @@ def test_what_was_stored_is_there_again_in_the_order_of_use(folder: Path) -> Non
         store.read(7)
     store.close()
     store = opened(folder)
-    assert store.take_records() == [c, a]
+    assert store.take_segments() == [c, a]
     assert len(list((folder / "segments").iterdir())) == 2
     store.close()
 
 
-def test_a_bad_file_is_moved_aside(folder: Path) -> None:
+def test_a_corrupt_file_is_moved_aside(folder: Path) -> None:
     store = opened(folder)
-    write(store, *map(record, range(20)))
+    write(store, *map(segment, range(20)))
     for number in range(15):
         path = file_of(folder, number)
         path.write_bytes(path.read_bytes()[:-1] + b"!")
@@ -185,14 +195,14 @@ def test_a_bad_file_is_moved_aside(folder: Path) -> None:
     file_of(folder, 15).unlink()
     with pytest.raises(CorruptSegmentError):
         store.read(15)
-    assert len(list((folder / "bad").iterdir())) == 8
+    assert len(list((folder / "corrupt").iterdir())) == 8
     assert np.array_equal(store.read(16), state_of(16, SIZE.of(8)))
     store.close()
 
 
-def test_two_files_that_changed_places_are_noticed(folder: Path) -> None:
+def test_two_files_that_changed_places_are_corrupt(folder: Path) -> None:
     store = opened(folder)
-    write(store, record(1), record(2))
+    write(store, segment(1), segment(2))
     one, two = file_of(folder, 1), file_of(folder, 2)
     one.rename(folder / "between")
     two.rename(one)
@@ -203,9 +213,9 @@ def test_two_files_that_changed_places_are_noticed(folder: Path) -> None:
     store.close()
 
 
-def test_what_does_not_belong_is_tidied_up(folder: Path) -> None:
+def test_files_without_a_row_and_rows_without_a_file_are_removed(folder: Path) -> None:
     store = opened(folder)
-    write(store, *map(record, range(4)))
+    write(store, *map(segment, range(4)))
     store.close()
     file_of(folder, 1).unlink()
     file_of(folder, 2).write_bytes(b"short")
@@ -213,65 +223,65 @@ def test_what_does_not_belong_is_tidied_up(folder: Path) -> None:
     (folder / "segments" / "000000000098.tmp").write_bytes(b"a killed server's")
     (folder / "segments" / "thesis.txt").write_text("mine")
     store = opened(folder)
-    assert [each.number for each in store.take_records()] == [0, 3]
+    assert [each.number for each in store.take_segments()] == [0, 3]
     left = {each.name for each in (folder / "segments").iterdir()}
     assert left == {"000000000000.kv", "000000000003.kv", "thesis.txt"}
     store.close()
 
 
-def test_other_keys_stay_as_long_as_there_is_room(folder: Path) -> None:
+def test_segments_of_other_keys_stay_as_long_as_there_is_room(folder: Path) -> None:
     size = SIZE.of(8)
     store = opened(folder, OTHER, 4 * size)
-    write(store, *map(record, range(3)))
+    write(store, *map(segment, range(3)))
     store.close()
     store = opened(folder, KEY, 4 * size)
-    assert store.take_records() == []
+    assert store.take_segments() == []
     assert store.first_number == 3
-    write(store, record(3))
+    write(store, segment(3))
     assert store.n_bytes == 4 * size
-    write(store, record(4), record(5))
+    write(store, segment(4), segment(5))
     assert store.n_bytes == 4 * size
     store.close()
     store = opened(folder, OTHER, 4 * size)
-    assert [each.number for each in store.take_records()] == [2]
+    assert [each.number for each in store.take_segments()] == [2]
     store.close()
 
 
-def test_of_other_keys_the_ends_of_paths_go_first(folder: Path) -> None:
+def test_of_other_keys_the_ends_of_paths_are_evicted_first(folder: Path) -> None:
     size = SIZE.of(8)
     store = opened(folder, OTHER)
-    a = record(0)
-    b = record(1, a)
-    write(store, a, b, record(2, b), record(3, b))
-    store.use([2, 3])
+    a = segment(0)
+    b = segment(1, a)
+    write(store, a, b, segment(2, b), segment(3, b))
+    store.mark_used([2, 3])
     store.close()
     store = opened(folder, KEY, 4 * size)
-    write(store, record(4))
+    write(store, segment(4))
     store.close()
     store = opened(folder, OTHER)
-    assert {each.number for each in store.take_records()} == {0, 1, 3}
+    assert {each.number for each in store.take_segments()} == {0, 1, 3}
     store.close()
 
 
 @pytest.mark.parametrize("used", ["'text'", "x'00ff'", 2**63 - 1, -1])
-def test_an_order_of_use_that_is_none_costs_the_index_and_nothing_else(folder: Path, used: object) -> None:
+def test_an_invalid_order_of_use_costs_the_index_and_nothing_else(folder: Path, used: object) -> None:
     store = opened(folder)
-    write(store, record(1))
-    store._index._database.execute(f"UPDATE segments SET used = {used}")
+    write(store, segment(1))
+    store._index.database.execute(f"UPDATE segments SET last_use = {used}")
     store.close()
     store = opened(folder)
-    assert store.take_records() == []
-    write(store, record(2))
+    assert store.take_segments() == []
+    write(store, segment(2))
     store.close()
 
 
-@pytest.mark.parametrize("damage", ["DROP TABLE weights", "UPDATE weights SET digest = 'text'"])
-def test_a_digest_that_is_lost_is_made_again(folder: Path, tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["DROP TABLE file_digests", "UPDATE file_digests SET digest = 'text'"])
+def test_a_lost_digest_is_computed_again(folder: Path, tmp_path: Path, damage: str) -> None:
     path = tmp_path / "1.gguf"
     path.write_bytes(b"one")
     store = DiskStore(folder)
     digest = store.fingerprint([path], lambda _: True)
-    store._index._database.execute(damage)
+    store._index.database.execute(damage)
     assert store.fingerprint([path], lambda _: True) == digest
     store.close()
 
@@ -282,94 +292,77 @@ def anchor(n: int, parent: int | None = None) -> TextAnchor:
     )
 
 
-def test_anchors_are_there_again_in_their_order_and_only_for_their_key(folder: Path) -> None:
+def test_anchors_are_read_again_the_oldest_first_and_only_for_their_key(folder: Path) -> None:
     store = opened(folder)
     for each in (anchor(2), anchor(1), anchor(3, 2), anchor(1)):
-        store.write_anchor(each)
+        store.texts.write_anchor(each)
     store.close()
     other = opened(folder, OTHER)
-    assert other.anchors() == []
-    other.write_anchor(anchor(2))
-    other.clear_texts()
+    assert other.texts.anchors() == []
+    other.texts.write_anchor(anchor(2))
+    other.texts.clear_texts()
     other.close()
     again = opened(folder)
-    assert again.anchors() == [anchor(2), anchor(1), anchor(3, 2)]
-    again.clear_texts()
-    assert again.anchors() == []
+    assert again.texts.anchors() == [anchor(2), anchor(3, 2), anchor(1)]
+    again.texts.clear_texts()
+    assert again.texts.anchors() == []
     again.close()
 
 
-def test_an_index_from_before_there_were_anchors_keeps_its_segments(folder: Path) -> None:
-    store = opened(folder)
-    write(store, record(1))
-    store.close()
-    with sqlite3.connect(folder / "index.sqlite") as database:
-        database.executescript("DROP TABLE anchors; DROP TABLE sessions; PRAGMA user_version = 1;")
-    database.close()
-    again = opened(folder)
-    assert [each.number for each in again.take_records()] == [1]
-    again.write_anchor(anchor(1))
-    assert again.anchors() == [anchor(1)]
-    again.close()
-
-
-def test_what_continues_an_anchor_that_went_goes_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_anchors, "MAX_BYTES", 3 * (200 + 4))
+def test_anchors_are_deleted_with_their_parents(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_anchors, "MAX_BYTES", 3 * (text_anchors.OVERHEAD + 8))
     store = opened(folder)
     for each in (anchor(1), anchor(2, 1), anchor(3, 2), anchor(4)):
-        store.write_anchor(each)
-    assert store.anchors() == [anchor(4)]
+        store.texts.write_anchor(each)
+    assert store.texts.anchors() == [anchor(4)]
     store.close()
 
 
-def test_an_anchor_takes_the_place_of_another_one_of_its_name(folder: Path) -> None:
+def test_an_anchor_replaces_another_one_of_its_digest(folder: Path) -> None:
     store = opened(folder)
-    store.write_anchor(anchor(1))
+    store.texts.write_anchor(anchor(1))
     other = TextAnchor(b"name 1", b"", 0, b"efghijkl")
-    store.write_anchor(other)
-    assert store.anchors() == [other]
+    store.texts.write_anchor(other)
+    assert store.texts.anchors() == [other]
     store.close()
 
 
 @pytest.mark.parametrize(
     ("column", "value"),
     [
-        ("tokens", b"abce"),
-        ("name", b"name 9"),
-        ("front", b"name 1"),
-        ("start", 4),
-        ("start", "x"),
-        ("tokens", None),
+        ("content", b"abce"),
+        ("digest", b"name 9"),
+        ("parent", b"name 1"),
+        ("parent", "name 2"),
+        ("content", 4),
+        ("content", b""),
     ],
 )
-def test_an_anchor_that_was_changed_is_none(folder: Path, column: str, value: object) -> None:
+def test_a_changed_anchor_is_skipped(folder: Path, column: str, value: object) -> None:
     store = opened(folder)
-    store.write_anchor(anchor(1))
-    store.write_anchor(anchor(2))
+    store.texts.write_anchor(anchor(1))
+    store.texts.write_anchor(anchor(2))
     store.close()
     with sqlite3.connect(folder / "index.sqlite") as database:
-        if value is None:
-            database.execute(f"UPDATE anchors SET {column} = x'' WHERE name = ?", (b"name 2",))
-        else:
-            database.execute(f"UPDATE anchors SET {column} = ? WHERE name = ?", (value, b"name 2"))
+        database.execute(f"UPDATE anchors SET {column} = ? WHERE digest = ?", (value, b"name 2"))
     database.close()
     again = opened(folder)
-    assert again.anchors() == [anchor(1)]
+    assert again.texts.anchors() == [anchor(1)]
     again.close()
 
 
-def test_the_oldest_anchors_go_where_there_are_too_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_anchors, "MAX_BYTES", 3 * (200 + 4))
-    monkeypatch.setattr(texts, "_TRIM_INTERVAL", 4)
+def test_the_oldest_anchors_beyond_the_limit_are_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_anchors, "MAX_BYTES", 3 * (text_anchors.OVERHEAD + 8))
+    monkeypatch.setattr(text_tables, "_TRIM_INTERVAL", 4)
     store = opened(folder)
     for n in range(7):
-        store.write_anchor(anchor(n))
+        store.texts.write_anchor(anchor(n))
     store.close()
     with sqlite3.connect(folder / "index.sqlite") as database:
         assert database.execute("SELECT count(*) FROM anchors").fetchone() == (6,)
     database.close()
     again = opened(folder)
-    assert again.anchors() == [anchor(4), anchor(5), anchor(6)]
+    assert again.texts.anchors() == [anchor(4), anchor(5), anchor(6)]
     again.close()
 
 
@@ -394,11 +387,11 @@ def test_a_write_that_fails_leaves_nothing_behind(folder: Path) -> None:
     store = opened(folder)
     segments = folder / "segments"
     segments.rmdir()
-    assert not store.write(record(1), state_of(1, SIZE.of(8)))
+    assert not store.write(segment(1), state_of(1, SIZE.of(8)))
     segments.mkdir()
-    write(store, record(2))
-    store._index._database.execute("DROP TABLE segments")
-    assert not store.write(record(3), state_of(3, SIZE.of(8)))
+    write(store, segment(2))
+    store._index.database.execute("DROP TABLE segments")
+    assert not store.write(segment(3), state_of(3, SIZE.of(8)))
     assert [int(each.stem) for each in segments.iterdir()] == [2]
     store.close()
 
@@ -406,45 +399,45 @@ def test_a_write_that_fails_leaves_nothing_behind(folder: Path) -> None:
 # --- the index ---
 
 
-@pytest.mark.parametrize("kind", ["noise", "empty schema", "newer"])
-def test_an_index_that_is_none_is_moved_aside(folder: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["noise", "empty schema", "newer", "older"])
+def test_an_unusable_index_is_moved_aside(folder: Path, kind: str) -> None:
     store = opened(folder)
-    write(store, record(1))
+    write(store, segment(1))
     store.close()
     index = folder / "index.sqlite"
     if kind == "noise":
         index.write_bytes(random.Random(1).randbytes(5000))
     else:
         database = sqlite3.connect(index)
-        database.execute("PRAGMA user_version = 99")
+        database.execute(f"PRAGMA user_version = {3 if kind == 'older' else 99}")
         if kind == "empty schema":
             database.execute("DROP TABLE segments")
         database.commit()
         database.close()
     store = opened(folder)
-    assert store.take_records() == []
+    assert store.take_segments() == []
     assert list((folder / "segments").iterdir()) == []
-    assert [each.name for each in (folder / "bad").iterdir()] == ["index.sqlite"]
-    write(store, record(1))
+    assert [each.name for each in (folder / "corrupt").iterdir()] == ["index.sqlite"]
+    write(store, segment(1))
     store.close()
     store = opened(folder)
-    assert len(store.take_records()) == 1
+    assert len(store.take_segments()) == 1
     store.close()
 
 
 def test_a_damaged_index_never_gives_a_segment_to_another_prefix(folder: Path) -> None:
     chance = random.Random(3)
     store = opened(folder)
-    records = []
+    segments: list[SegmentMeta] = []
     for number in range(40):
-        front = records[number // 2] if number % 4 else None
-        records.append(record(number, front, space="salt" if front is None else front.space))
-        write(store, records[-1])
+        parent = segments[number // 2] if number % 4 else None
+        segments.append(segment(number, parent, namespace="salt" if parent is None else parent.namespace))
+        write(store, segments[-1])
     store.close()
     index = folder / "index.sqlite"
     good = index.read_bytes()
     kept = {each.name: each.read_bytes() for each in (folder / "segments").iterdir()}
-    right = {(each.space, paths[each.number]): each.number for each in records}
+    right = {(each.namespace, paths[each.number]): each.number for each in segments}
     n_taken = n_refused = 0
     for _ in range(1000 if LONG else 100):
         changed = bytearray(good)
@@ -456,17 +449,18 @@ def test_a_damaged_index_never_gives_a_segment_to_another_prefix(folder: Path) -
         for name, data in kept.items():
             (folder / "segments" / name).write_bytes(data)
         store = opened(folder)
-        tiers = Tiers(10**9, SIZE, disk_bytes=10**9)
-        tiers.restore(store.take_records(), store.first_number)
-        tiers.check()
-        for segment in tiers.disk:
-            path = segment.tokens
+        tree = RadixTree()
+        tiers = SegmentTiers(tree, 10**9, SIZE, disk_bytes=10**9)
+        tiers.restore(store.take_segments(), store.first_number)
+        tiers.check(tree.check())
+        for found in tiers.disk:
+            path = found.prefix
             try:
-                state = store.read(segment.number)
+                state = store.read(found.number)
             except CorruptSegmentError:
                 n_refused += 1
                 continue
-            number = right[segment.space, path]
+            number = right[found.namespace, path]
             assert np.array_equal(state, state_of(number, SIZE.of(8)))
             n_taken += 1
         n_refused += 40 - len(tiers.disk)
@@ -499,12 +493,12 @@ def test_weights_are_read_once_until_they_change(folder: Path, tmp_path: Path) -
 WRITER = """
 import sys
 from pathlib import Path
-from tests.backend.test_disk import opened, record, state_of
+from tests.backend.test_disk import opened, segment, state_of
 store = opened(Path(sys.argv[1]))
 print("open", flush=True)
 chain, number = None, store.first_number
 while True:
-    each = record(number, chain if number % 5 else None)
+    each = segment(number, chain if number % 5 else None)
     assert store.write(each, state_of(number, each.n_bytes))
     if number % 7 == 6:
         store.erase([number])
@@ -512,7 +506,7 @@ while True:
         chain = None
         number += -number % 5
         continue
-    store.use([number])
+    store.mark_used([number])
     chain = each
     number += 1
 """
@@ -530,9 +524,9 @@ def test_whatever_was_written_survives_a_kill(folder: Path) -> None:
         process.wait()
         process.stdout.close()
         store = opened(folder, capacity=10**9)
-        found = store.take_records()
+        found = store.take_segments()
         for each in found:
-            assert each.front is None or each.front in {other.number for other in found}
+            assert each.parent is None or each.parent in {other.number for other in found}
             assert np.array_equal(store.read(each.number), state_of(each.number, each.n_bytes))
         assert len(found) >= n_found
         n_found = len(found)
@@ -547,25 +541,25 @@ def session(n: int) -> Session:
 def facts(store: DiskStore) -> list[tuple[bytes, list[int], int, int, int, bool]]:
     return [
         (name, each.tokens.tolist(), each.n_added, each.n_prompt, each.n_text, each.is_text)
-        for name, each in store.sessions()
+        for name, each in store.texts.sessions()
     ]
 
 
-def test_sessions_are_there_again_and_only_for_their_key(folder: Path) -> None:
+def test_sessions_are_read_again_and_only_for_their_key(folder: Path) -> None:
     store = opened(folder)
     for name, n in ((b"a", 1), (b"b", 2), (b"a", 3)):
-        store.write_session(name, session(n))
+        store.texts.write_session(name, session(n))
     store.close()
     other = opened(folder, OTHER)
     assert facts(other) == []
-    other.write_session(b"b", session(4))
-    other.clear_texts()
+    other.texts.write_session(b"b", session(4))
+    other.texts.clear_texts()
     other.close()
     again = opened(folder)
     assert facts(again) == [(b"b", [2, 3, 4], 1, 2, 3, True), (b"a", [3, 4, 5], 1, 2, 3, False)]
-    again.drop_session(b"b")
+    again.texts.drop_session(b"b")
     assert [name for name, *_ in facts(again)] == [b"a"]
-    again.clear_texts()
+    again.texts.clear_texts()
     assert facts(again) == []
     again.close()
 
@@ -573,19 +567,17 @@ def test_sessions_are_there_again_and_only_for_their_key(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "value"),
     [
-        ("tokens", b"abcdefgh"),
-        ("tokens", b"abc"),
+        ("content", b"abcdefgh"),
+        ("content", "x"),
         ("digest", b"x"),
-        ("n_prompt", 3),
-        ("n_text", 2),
-        ("n_added", "x"),
-        ("is_text", 0),
+        ("parent", b"a"),
+        ("checksum", b"x"),
     ],
 )
-def test_a_session_that_was_changed_is_none(folder: Path, column: str, value: object) -> None:
+def test_a_changed_session_is_skipped(folder: Path, column: str, value: object) -> None:
     store = opened(folder)
-    store.write_session(b"a", session(1))
-    store.write_session(b"b", session(2))
+    store.texts.write_session(b"a", session(1))
+    store.texts.write_session(b"b", session(2))
     store.close()
     with sqlite3.connect(folder / "index.sqlite") as database:
         database.execute(f"UPDATE sessions SET {column} = ? WHERE digest = ?", (value, b"b"))
@@ -595,23 +587,10 @@ def test_a_session_that_was_changed_is_none(folder: Path, column: str, value: ob
     again.close()
 
 
-def test_the_oldest_sessions_go_where_there_are_too_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_BYTES", 2 * (sessions.OVERHEAD + 12 + 1))
+def test_the_oldest_sessions_beyond_the_limit_are_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_BYTES", 2 * (sessions.OVERHEAD + 20))
     store = opened(folder)
     for n in range(4):
-        store.write_session(b"%d" % n, session(n))
+        store.texts.write_session(b"%d" % n, session(n))
     assert [name for name, *_ in facts(store)] == [b"2", b"3"]
     store.close()
-
-
-def test_an_index_from_before_there_were_sessions_keeps_its_anchors(folder: Path) -> None:
-    store = opened(folder)
-    store.write_anchor(anchor(1))
-    store.close()
-    with sqlite3.connect(folder / "index.sqlite") as database:
-        database.executescript("DROP TABLE sessions; PRAGMA user_version = 2;")
-    database.close()
-    again = opened(folder)
-    again.write_session(b"a", session(1))
-    assert (again.anchors(), len(facts(again))) == ([anchor(1)], 1)
-    again.close()
