@@ -16,10 +16,10 @@ from llamaslot.api.http_server import create_app, serve
 from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.commands import InspectEngine
 from llamaslot.base.stats import EngineState
-from llamaslot.engine.engine import Engine
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service, ServiceSettings
 from llamaslot.text.template import ChatTemplate
+from tests.engine.harness import new_engine
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -94,7 +94,7 @@ async def start() -> AsyncIterator[Start]:
             info = backend.info
             chat_template = ChatTemplate(template, bos_token=info.bos_token, eos_token=info.eos_token)
             service = Service(info, chat_template, ServiceSettings(max_queue=max_queue), Metrics())
-            own = Engine(backend, service.receive, **(engine or {}))
+            own = new_engine(backend, service.receive, **(engine or {}))
             service.connect(own.send)
             run = asyncio.create_task(own.run())
 

@@ -17,7 +17,7 @@ async def server(start: Any, tmp_path: Path) -> Any:
     backend = FakeBackend(n_ctx=1024, n_slots=2, n_reserved=2)
     assert backend.info.segment_size is not None
     store = SlotFiles(tmp_path, lambda: b"k" * 32, backend.info.segment_size)
-    return await start(backend=backend, engine={"slot_store": store})
+    return await start(backend=backend, engine={"snapshots": store})
 
 
 async def test_a_slot_is_saved_restored_and_erased(server: Any, tmp_path: Path) -> None:

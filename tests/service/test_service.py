@@ -37,11 +37,11 @@ from llamaslot.base.errors import (
 )
 from llamaslot.base.events import Event, Finished, Output, Progress, Reply, Stopped
 from llamaslot.base.stats import EngineState, SlotState
-from llamaslot.engine.engine import Engine
 from llamaslot.service.generations import Generations
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service, ServiceSettings
 from llamaslot.text.template import ChatTemplate
+from tests.engine.harness import new_engine
 
 _ids = itertools.count(1)
 
@@ -55,7 +55,7 @@ def service_for(backend: FakeBackend, max_queue: int = 256) -> Service:
 async def running(backend: FakeBackend, max_queue: int = 256) -> AsyncIterator[Service]:
     """A service whose engine runs inside the block."""
     service = service_for(backend, max_queue)
-    engine = Engine(backend, service.receive)
+    engine = new_engine(backend, service.receive)
     service.connect(engine.send)
     task = asyncio.create_task(engine.run())
     try:
@@ -288,7 +288,7 @@ async def test_a_query_that_is_cancelled_while_its_reply_arrives_affects_no_othe
                 queries[0].cancel()
         service.receive(events)
 
-    engine = Engine(backend, receive)
+    engine = new_engine(backend, receive)
     service.connect(engine.send)
     run = asyncio.create_task(engine.run())
     queries.append(asyncio.create_task(service.ask(Detokenize((10**6,)), Detokenized)))
