@@ -7,12 +7,13 @@ field of the wrong type or out of range is refused by name. What a value means i
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from llamaslot.api.completions.unsupported import UnsupportedOptions
 from llamaslot.base.errors import InvalidRequestError
 
 INT32_MAX = 2**31 - 1
@@ -36,12 +37,6 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class RequestedFormat(msgspec.Struct):
-    """OpenAI's `response_format`; only its type is read."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-
-
 class PromptObject(msgspec.Struct):
     """llama-server's prompt as an object."""
 
@@ -49,7 +44,7 @@ class PromptObject(msgspec.Struct):
     multimodal_data: Any = None
 
 
-class Options(msgspec.Struct, kw_only=True):
+class Options(UnsupportedOptions, kw_only=True):
     """Fields of every endpoint that generates."""
 
     stream: bool | None = None
@@ -82,35 +77,7 @@ class Options(msgspec.Struct, kw_only=True):
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
     sse_ping_interval: Count | None = None
-
-    # Known to llama-server or OpenAI and not offered here: `llamaslot.api.unsupported` lets only no-ops pass.
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    response_format: RequestedFormat | None = None
-    grammar: Any = None
-    json_schema: Any = None
-    logprobs: bool | int | None = None
-    top_logprobs: int | None = None
-    n_probs: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
     best_of: int | None = None
-    lora: Any = None
-    samplers: Any = None
-    modalities: list[str] | None = None
-    web_search_options: Any = None
-    mirostat: int | None = None
-    dynatemp_range: float | None = None
-    dry_multiplier: float | None = None
-    xtc_probability: float | None = None
-    top_n_sigma: float | None = None
-    adaptive_target: float | None = None
-    min_keep: int | None = None
-    n_indent: int | None = None
-    t_max_predict_ms: int | None = None
-    return_progress: bool | None = None
 
 
 class ChatBody(Options, kw_only=True):
@@ -167,10 +134,10 @@ def json_response(body: Any) -> web.Response:
     return web.Response(body=encode(body), content_type="application/json")
 
 
-async def read(request: web.Request, decoder: msgspec.json.Decoder[B]) -> B:
+async def read(request: web.Request, kind: type[B]) -> B:
     """Return the body of a request; raises an `InvalidRequestError` that names the field at fault."""
     try:
-        return _decoded(await request.read(), decoder)
+        return _decoded(await request.read(), kind)
     except web.RequestPayloadError as error:
         raise InvalidRequestError("the body cannot be read: it is not encoded as its headers say") from error
     except msgspec.ValidationError as error:
@@ -181,10 +148,10 @@ async def read(request: web.Request, decoder: msgspec.json.Decoder[B]) -> B:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
 
 
-def _decoded(raw: bytes, decoder: msgspec.json.Decoder[B]) -> B:
+def _decoded(raw: bytes, kind: type[B]) -> B:
     """Decode a body in which integers may be written as 2.0."""
     try:
-        return decoder.decode(raw)
+        return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
         if "got `float`" not in str(error):
             raise
@@ -192,7 +159,7 @@ def _decoded(raw: bytes, decoder: msgspec.json.Decoder[B]) -> B:
         name: int(value) if isinstance(value, float) and value.is_integer() else value
         for name, value in msgspec.json.decode(raw, type=dict[str, Any]).items()
     }
-    return msgspec.convert(fields, decoder.type)
+    return msgspec.convert(fields, kind)
 
 
 _WORDS = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 
-import msgspec
 from aiohttp import web
 
 from llamaslot.api.bodies import SessionBody, json_response, read
@@ -20,7 +19,6 @@ from llamaslot.base.errors import InvalidRequestError, NotFoundError, NotSupport
 from llamaslot.base.stats import CacheState
 from llamaslot.service.service import Service
 
-_session_decoder = msgspec.json.Decoder(SessionBody)
 _DEFAULT_TOP, _MAX_TOP = 20, 1000
 _IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
 
@@ -48,7 +46,7 @@ async def drop_session(request: web.Request) -> web.Response:
     """Drop a session of the caller's namespace, and the KV that only it uses."""
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
     session_id = request.match_info["session_id"]
-    own = (await read(request, _session_decoder)).cache_salt if request.can_read_body else None
+    own = (await read(request, SessionBody)).cache_salt if request.can_read_body else None
     salt = submission.salt(settings, own or "", given_key(request))
     dropped = await service.ask(DropSession(session_id, salt), SessionDropped)
     if not dropped.is_known:

@@ -20,7 +20,6 @@ _IS_INVALID = re.compile(r"""^$|^\.|[. ]$|[\x00-\x1f\x7f/\\:*?"<>|\ud800-\udfff]
 """Characters that some file system forbids, and names that leave the folder."""
 _MAX_NAME_BYTES = 240
 """Bytes of a file name; the temporary name during writing is longer."""
-_decoder = msgspec.json.Decoder(SlotBody)
 
 
 async def slots(request: web.Request) -> web.Response:
@@ -56,7 +55,7 @@ async def act(request: web.Request) -> web.Response:
 
 
 async def _filename(request: web.Request) -> str:
-    filename = (await read(request, _decoder)).filename
+    filename = (await read(request, SlotBody)).filename
     if _IS_INVALID(filename) or len(filename.encode()) > _MAX_NAME_BYTES:
         raise InvalidRequestError(
             "'filename' is a name without a folder and without :*?\"<>|, that does not begin with a dot, nor ends "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from aiohttp import web
 
 from llamaslot.api.bodies import DetokenizeBody, TokenizeBody, json_response, read
@@ -10,14 +9,11 @@ from llamaslot.api.completions.submission import checked, parse_prompt
 from llamaslot.api.context import READINESS
 from llamaslot.base.commands import Detokenize, Detokenized, Tokenize, Tokenized
 
-_tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
-_detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
-
 
 async def tokenize(request: web.Request) -> web.Response:
     """Return the token ids of a text or of texts and ids, with the text of each token if asked for."""
     service = request.app[READINESS].check()
-    body = await read(request, _tokenize_decoder)
+    body = await read(request, TokenizeBody)
     if body.content in (None, []):
         return json_response({"tokens": []})
     parts = parse_prompt(body.content, service.info.n_vocab, "content", special=body.parse_special is not False)
@@ -32,7 +28,7 @@ async def tokenize(request: web.Request) -> web.Response:
 async def detokenize(request: web.Request) -> web.Response:
     """Return the text of token ids."""
     service = request.app[READINESS].check()
-    body = await read(request, _detokenize_decoder)
+    body = await read(request, DetokenizeBody)
     tokens = checked(body.tokens or (), service.info.n_vocab, "tokens")
     return json_response({"content": (await service.ask(Detokenize(tokens), Detokenized)).content})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from llamaslot.api.bodies import ChatBody, encode, json_response, read
@@ -32,18 +31,16 @@ from llamaslot.service.service import Service
 _MARK = "\0"
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
-_decoder = msgspec.json.Decoder(ChatBody)
-
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Complete a conversation."""
-    return await complete(request, _decoder, lambda service, body: [rendered(service, body)], ChatFormat)
+    return await complete(request, ChatBody, lambda service, body: [rendered(service, body)], ChatFormat)
 
 
 async def apply_template(request: web.Request) -> web.Response:
     """Return the prompt that the template makes of a conversation and its tools."""
     service = request.app[READINESS].check()
-    body = await read(request, _decoder)
+    body = await read(request, ChatBody)
     unsupported.refuse(body, but_for=("tools", "tool_choice"))
     return json_response({"prompt": "".join(part.text for part in rendered(service, body))})
 

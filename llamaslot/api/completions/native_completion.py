@@ -19,8 +19,6 @@ from llamaslot.base.events import Finished, Output
 from llamaslot.service.generations import Generation
 from llamaslot.service.service import Service
 
-_decoder = msgspec.json.Decoder(CompletionBody)
-
 _NEUTRAL: dict[str, Any] = {
     "dynatemp_range": 0.0,
     "dynatemp_exponent": 1.0,
@@ -48,7 +46,7 @@ _NEUTRAL: dict[str, Any] = {
 
 async def completion(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several."""
-    return await complete(request, _decoder, prompts_of, NativeFormat)
+    return await complete(request, CompletionBody, prompts_of, NativeFormat)
 
 
 class NativeFormat(ResponseFormat[CompletionBody]):

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
-import msgspec
 from aiohttp import web
 
 from llamaslot.api.bodies import Options, json_response, read
@@ -80,13 +79,13 @@ class OpenAIFormat(ResponseFormat[B]):
 
 async def complete(
     request: web.Request,
-    decoder: msgspec.json.Decoder[B],
+    body_type: type[B],
     prompts_of: Callable[[Service, B], list[Prompt]],
     response_format: type[ResponseFormat[B]],
 ) -> web.StreamResponse:
     """Answer a request for completions of the prompts in its body."""
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
-    body = await read(request, decoder)
+    body = await read(request, body_type)
     unsupported.refuse(body)
     reply_id = f"{response_format.id_prefix}-{request[UNIQUE_ID]}"
     submits = await submissions(

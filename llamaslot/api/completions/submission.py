@@ -22,17 +22,7 @@ T = TypeVar("T")
 
 _MAX_STOP_CHARS = 8192
 _IS_ID = re.compile(r"[0-9]{1,10}").fullmatch
-_SAME_FIELDS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repeat_penalty",
-    "repeat_last_n",
-    "presence_penalty",
-    "frequency_penalty",
-    "ignore_eos",
-)
+_SAME_FIELDS = {field.name for field in msgspec.structs.fields(Sampling)} - {"top_k", "seed", "logit_bias"}
 """Request fields with the name and type that `Sampling` has."""
 
 

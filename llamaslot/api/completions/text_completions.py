@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
@@ -15,12 +14,10 @@ from llamaslot.api.completions.submission import prompts_of
 from llamaslot.base.events import Finished, Output
 from llamaslot.service.generations import Generation
 
-_decoder = msgspec.json.Decoder(CompletionBody)
-
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several."""
-    return await complete(request, _decoder, prompts_of, TextFormat)
+    return await complete(request, CompletionBody, prompts_of, TextFormat)
 
 
 class TextFormat(OpenAIFormat[CompletionBody]):

@@ -7,10 +7,14 @@ off is accepted.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from llamaslot.api.bodies import Options
+import msgspec
+
 from llamaslot.base.errors import NotSupportedError
+
+if TYPE_CHECKING:
+    from llamaslot.api.bodies import Options
 
 SAMPLERS = ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"]
 """The samplers of this server in their order, under llama-server's names."""
@@ -22,10 +26,6 @@ _SAMPLER_LETTERS = {
 }  # fmt: skip
 
 
-def _falsy(value: Any) -> bool:
-    return not value
-
-
 def _keeps_order(samplers: Any) -> bool:
     """Return True for our order, as llama-server's list of names or string of letters, and for an empty string."""
     if isinstance(samplers, str):
@@ -35,35 +35,59 @@ def _keeps_order(samplers: Any) -> bool:
     )
 
 
+class RequestedFormat(msgspec.Struct):
+    """OpenAI's `response_format`; only its type is read."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+
+def _off(is_off: Callable[[Any], bool]) -> msgspec.Meta:
+    """Attach to a field the predicate that is true for values, other than null, that leave the feature off."""
+    return msgspec.Meta(extra={"is_off": is_off})
+
+
+_FALSY = _off(lambda value: not value)
+_NOT_POSITIVE = _off(lambda value: value <= 0)
+_NO_CHOICE = _off(lambda value: value in ("none", "auto"))
+_NEVER = _off(lambda value: False)
+
+
+class UnsupportedOptions(msgspec.Struct, kw_only=True):
+    """Fields known to llama-server or OpenAI and not offered here, each with the values that are accepted."""
+
+    tools: Annotated[list[dict[str, Any]] | None, _FALSY] = None
+    tool_choice: Annotated[Any, _NO_CHOICE] = None
+    functions: Annotated[Any, _FALSY] = None
+    function_call: Annotated[Any, _NO_CHOICE] = None
+    response_format: Annotated[RequestedFormat | None, _off(lambda value: value.type == "text")] = None
+    grammar: Annotated[Any, _FALSY] = None
+    json_schema: Annotated[Any, _NEVER] = None  # even {} asks for JSON
+    logprobs: Annotated[bool | int | None, _FALSY] = None
+    top_logprobs: Annotated[int | None, _FALSY] = None
+    n_probs: Annotated[int | None, _FALSY] = None
+    echo: Annotated[bool | None, _FALSY] = None
+    suffix: Annotated[str | None, _FALSY] = None
+    lora: Annotated[Any, _FALSY] = None
+    samplers: Annotated[Any, _off(_keeps_order)] = None
+    modalities: Annotated[list[str] | None, _off(lambda value: value == ["text"])] = None
+    web_search_options: Annotated[Any, _NEVER] = None
+    mirostat: Annotated[int | None, _FALSY] = None
+    dynatemp_range: Annotated[float | None, _FALSY] = None
+    dry_multiplier: Annotated[float | None, _FALSY] = None
+    xtc_probability: Annotated[float | None, _FALSY] = None
+    top_n_sigma: Annotated[float | None, _NOT_POSITIVE] = None
+    adaptive_target: Annotated[float | None, _off(lambda value: value < 0)] = None
+    min_keep: Annotated[int | None, _off(lambda value: value <= 1)] = None
+    n_indent: Annotated[int | None, _FALSY] = None
+    t_max_predict_ms: Annotated[int | None, _NOT_POSITIVE] = None
+    return_progress: Annotated[bool | None, _FALSY] = None
+
+
 _OFF: dict[str, Callable[[Any], bool]] = {
-    "tools": _falsy,
-    "tool_choice": lambda value: value in ("none", "auto"),
-    "functions": _falsy,
-    "function_call": lambda value: value in ("none", "auto"),
-    "response_format": lambda value: value.type == "text",
-    "grammar": _falsy,
-    "json_schema": lambda value: False,  # even {} asks for JSON
-    "logprobs": _falsy,
-    "top_logprobs": _falsy,
-    "n_probs": _falsy,
-    "echo": _falsy,
-    "suffix": _falsy,
-    "lora": _falsy,
-    "samplers": _keeps_order,
-    "modalities": lambda value: value == ["text"],
-    "web_search_options": lambda value: False,
-    "mirostat": _falsy,
-    "dynatemp_range": _falsy,
-    "dry_multiplier": _falsy,
-    "xtc_probability": _falsy,
-    "top_n_sigma": lambda value: value <= 0,
-    "adaptive_target": lambda value: value < 0,
-    "min_keep": lambda value: value <= 1,
-    "n_indent": _falsy,
-    "t_max_predict_ms": lambda value: value <= 0,
-    "return_progress": _falsy,
+    name: hint.__metadata__[0].extra["is_off"]
+    for name, hint in get_type_hints(UnsupportedOptions, include_extras=True).items()
 }
-"""A predicate per field: True for a value, other than null, that leaves the feature off."""
+"""Predicates by field."""
 
 
 def refuse(options: Options, *, but_for: Container[str] = ()) -> None:
