@@ -1,0 +1,58 @@
+"""Documents name files that exist, and keep to the width of a screen."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "llamaslot"
+DOCUMENTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "bench/README.md")]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+MAX_WIDTH = 120
+
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+_MODULE = re.compile(r"`([\w/.-]+\.py)`")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_and_module_names_lead_somewhere(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    modules = [
+        "/" + path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/**/*.py") if ".venv" not in path.parts
+    ]
+    wrong = [name for name in _MODULE.findall(text) if not any(each.endswith("/" + name) for each in modules)]
+    for link, anchor in _LINK.findall(text):
+        # The published benchmark is there once it has been run.
+        if link.startswith(("http", "published/", "bench/published")):
+            continue
+        target = document.parent / link if link else document
+        if not target.exists() or (anchor and anchor not in _anchors(target)):
+            wrong.append(f"{link}#{anchor}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_lines_fit_on_a_screen(document: Path) -> None:
+    lines = document.read_text(encoding="utf-8").splitlines()
+    assert [f"{i}: {line}" for i, line in enumerate(lines, 1) if len(line) > MAX_WIDTH] == []
+
+
+def test_every_fact_that_the_code_cites_is_in_the_list() -> None:
+    listed = re.findall(
+        r"^- \*\*(\d+)\. ", (ROOT / "docs" / "llama-cpp.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    source = "\n".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    cited = [n for numbers in re.findall(r"\bfacts? ([0-9, and]+)", source) for n in re.findall(r"\d+", numbers)]
+    assert cited
+    assert set(cited) <= set(listed)
+    assert len(listed) == len(set(listed))
+
+
+def _anchors(document: Path) -> list[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    headings = _HEADING.findall(document.read_text(encoding="utf-8"))
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings]
