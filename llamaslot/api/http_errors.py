@@ -30,7 +30,6 @@ _STATUS = {
     "invalid_request_error": 400,
     "exceed_context_size_error": 400,
     "authentication_error": 401,
-    "permission_error": 403,
     "not_found_error": 404,
     "method_not_allowed_error": 405,
     "request_too_large_error": 413,

@@ -40,7 +40,7 @@ from llamaslot.engine.engine import Engine
 from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.worker import model_thread
 from llamaslot.service.metrics import Metrics
-from llamaslot.service.service import Service, ServiceSettings
+from llamaslot.service.service import Service
 from llamaslot.text.builtin_templates import resolve
 from llamaslot.text.template import ChatTemplate
 from llamaslot.text.volatile import pattern
@@ -88,8 +88,8 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         service = Service(
             backend.info,
             chat_template(backend.info, template, flag, volatile, escape_special=config.escape_special),
-            ServiceSettings(max_queue=config.max_queue),
             Metrics(),
+            max_queue=config.max_queue,
         )
         slot_store = slot_files(slot_folder, backend.info, disk)
         if slot_folder is not None and slot_store is None:

@@ -183,12 +183,12 @@ class ClearCache(msgspec.Struct, frozen=True, tag="clear_cache"):
 
 
 class CacheCleared(msgspec.Struct, frozen=True):
-    """Tokens that were dropped."""
+    """Tokens that were dropped; the reply to `POST /cache/clear` as JSON."""
 
-    n_tokens: int
+    cleared_tokens: int
     """Tokens dropped from the pool."""
-    n_ram_tokens: int = 0
-    n_disk_tokens: int = 0
+    cleared_ram_tokens: int = 0
+    cleared_disk_tokens: int = 0
 
 
 QueryBody: TypeAlias = Tokenize | Detokenize | InspectEngine | InspectCache | DropSession | SlotAction | ClearCache

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
+from llamaslot.base.commands import CacheCleared
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.stats import CachePrefix, CacheState, RamStats
 from llamaslot.cli.client import DEFAULT_URL, Client, RefusedError, add_api_key
@@ -24,14 +25,6 @@ _PIPE_COLUMNS = 200
 
 
 _R = TypeVar("_R", bound=msgspec.Struct)
-
-
-class Cleared(msgspec.Struct):
-    """The reply to `POST /cache/clear`."""
-
-    cleared_tokens: int
-    cleared_ram_tokens: int
-    cleared_disk_tokens: int
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     width = None if sys.stdout.isatty() else _PIPE_COLUMNS
     console = Console(highlight=False, markup=False, emoji=False, width=width)
     if args.clear:
-        cleared = _ask(client, "POST", "/cache/clear", Cleared)
+        cleared = _ask(client, "POST", "/cache/clear", CacheCleared)
         console.print(
             f"cleared: {_count(cleared.cleared_tokens, 'idle token')}, {cleared.cleared_ram_tokens:,} in RAM, "
             f"{cleared.cleared_disk_tokens:,} on disk"

@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -50,23 +49,16 @@ _MEAN_DECAY = 0.9
 """Weight of earlier requests in the mean duration."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceSettings:
-    """Limits of the service."""
-
-    max_queue: int = 256
-    """Requests that may wait for a slot; one more is refused."""
-
-
 class Service:
-    """The engine as seen from HTTP. Every method is called on the engine's event loop."""
+    """The engine as seen from HTTP. Every method is called on the engine's event loop.
 
-    def __init__(
-        self, info: ModelInfo, chat_template: ChatTemplate, settings: ServiceSettings, metrics: Metrics
-    ) -> None:
+    At most `max_queue` requests may wait for a slot; one more is refused.
+    """
+
+    def __init__(self, info: ModelInfo, chat_template: ChatTemplate, metrics: Metrics, *, max_queue: int) -> None:
         self.info = info
         self.chat_template = chat_template
-        self.settings = settings
+        self.max_queue = max_queue
         self.metrics = metrics
         self._send: Callable[[Command], None] | None = None
         self._generations: dict[str, Generation] = {}
@@ -96,7 +88,7 @@ class Service:
         """
         if self._refusal:
             raise self._refusal
-        most = self.info.n_slots + self.settings.max_queue
+        most = self.info.n_slots + self.max_queue
         if n > most:
             raise InvalidRequestError(f"{n} completions were asked for at once; the server takes {most}", param="n")
         if self.n_in_flight + n > most:
@@ -105,7 +97,7 @@ class Service:
             self.metrics.record_end("refused", None)
             _log.warning("request.refused", in_flight=self.n_in_flight, wanted=n, retry_after=retry_after)
             raise QueueFullError(
-                f"{self.n_in_flight} requests are in flight and {self.settings.max_queue} may wait; try later",
+                f"{self.n_in_flight} requests are in flight and {self.max_queue} may wait; try later",
                 retry_after=retry_after,
             )
 

@@ -17,7 +17,7 @@ from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.commands import InspectEngine
 from llamaslot.base.stats import EngineState
 from llamaslot.service.metrics import Metrics
-from llamaslot.service.service import Service, ServiceSettings
+from llamaslot.service.service import Service
 from llamaslot.text.template import ChatTemplate
 from tests.engine.harness import new_engine
 
@@ -93,7 +93,7 @@ async def start() -> AsyncIterator[Start]:
             backend = backend or FakeBackend(n_ctx=1024)
             info = backend.info
             chat_template = ChatTemplate(template, bos_token=info.bos_token, eos_token=info.eos_token)
-            service = Service(info, chat_template, ServiceSettings(max_queue=max_queue), Metrics())
+            service = Service(info, chat_template, Metrics(), max_queue=max_queue)
             own = new_engine(backend, service.receive, **(engine or {}))
             service.connect(own.send)
             run = asyncio.create_task(own.run())

@@ -13,12 +13,11 @@ from typing import Any
 import llama_cpp
 import psutil
 import pytest
-from llama_cpp._ggml import libggml
 from structlog.testing import capture_logs
 
 from bench import synthetic
 from llamaslot.app.models import resolve_model
-from llamaslot.backend.llama import CACHE_TYPES, LlamaSettings, library, sizing
+from llamaslot.backend.llama import LlamaSettings, library, sizing
 from llamaslot.backend.llama import host_memory as host_memory_module
 from llamaslot.backend.llama import kv_bytes as kv_bytes_module
 from llamaslot.backend.llama.host_memory import host_memory
@@ -227,13 +226,6 @@ def test_what_is_taken_without_being_asked() -> None:
     assert most_cells(4096, 4, on_host=False) == 16_384
     assert most_cells(40_960, 8, on_host=False) == MOST_ON_GPU
     assert most_cells(2**20, 8, on_host=False) == 2**20
-
-
-def test_block_sizes_are_ggmls() -> None:
-    libggml.ggml_type_size.restype = libggml.ggml_blck_size.restype = int
-    for name, (elements, size) in kv_bytes_module._BLOCKS.items():
-        kind = CACHE_TYPES[name]
-        assert (libggml.ggml_blck_size(kind), libggml.ggml_type_size(kind)) == (elements, size)
 
 
 @pytest.mark.parametrize("model", ["tiny", "demo"])

@@ -87,7 +87,7 @@ async def test_it_is_checked_once_each_time_that_nothing_runs() -> None:
     checks = [line for line in lines if line["event"] == "invariants.ok"]
     assert isinstance(cleared, CacheCleared)
     assert isinstance(state, CacheState)
-    assert (cleared.n_tokens, state.tokens) == (checks[2]["cells_used"], 0)
+    assert (cleared.cleared_tokens, state.tokens) == (checks[2]["cells_used"], 0)
     assert [check["cells_used"] > 0 for check in checks] == [False, True, True, False]
     assert all(name.startswith("llamaslot-model") for name in backend.askers)
 

@@ -39,7 +39,7 @@ from llamaslot.base.events import Event, Finished, Output, Progress, Reply, Stop
 from llamaslot.base.stats import EngineState, SlotState
 from llamaslot.service.generations import Generations
 from llamaslot.service.metrics import Metrics
-from llamaslot.service.service import Service, ServiceSettings
+from llamaslot.service.service import Service
 from llamaslot.text.template import ChatTemplate
 from tests.engine.harness import new_engine
 
@@ -48,7 +48,7 @@ _ids = itertools.count(1)
 
 def service_for(backend: FakeBackend, max_queue: int = 256) -> Service:
     template = ChatTemplate("{{ messages }}", bos_token="<s>", eos_token="</s>")
-    return Service(backend.info, template, ServiceSettings(max_queue=max_queue), Metrics())
+    return Service(backend.info, template, Metrics(), max_queue=max_queue)
 
 
 @asynccontextmanager

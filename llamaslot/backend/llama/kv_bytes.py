@@ -19,17 +19,6 @@ from llamaslot.backend.llama import library
 from llamaslot.backend.llama.llama_settings import CACHE_TYPES, LlamaSettings
 from llamaslot.backend.llama.loading import PADDING, context_params, metadata, padded
 
-_BLOCKS = {"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2)} | {
-    "q4_0": (32, 18),
-    "q4_1": (32, 20),
-    "q5_0": (32, 22),
-    "q5_1": (32, 24),
-    "q8_0": (32, 34),
-    "iq4_nl": (32, 18),
-}
-"""Elements and bytes of a block by element type: ggml's `type_traits`."""
-assert _BLOCKS.keys() == CACHE_TYPES.keys()
-
 _OTHER_ATTENTION = ("kv_lora_rank", "key_length_mla", "indexer.key_length", "shared_kv_layers")
 """Metadata of attention whose cells are not simply K and V of every layer."""
 _PROBE_UBATCH = 32
@@ -82,7 +71,8 @@ def layer_bytes(model: Any, type_k: str, type_v: str) -> int:
     n_heads = _number(model, "attention.head_count_kv")
     k = _number(model, "attention.key_length") or head
     v = _number(model, "attention.value_length") or head
-    return _row_bytes(n_heads * k, type_k) + _row_bytes(n_heads * v, type_v)
+    row_k = library.row_bytes(CACHE_TYPES[type_k], n_heads * k)
+    return row_k + library.row_bytes(CACHE_TYPES[type_v], n_heads * v)
 
 
 def measured(model: Any, settings: LlamaSettings, n_seqs: int, n_ctx_seq: int) -> tuple[KvBytes, KvBytes]:
@@ -135,8 +125,3 @@ def _number(model: Any, key: str) -> int:
     """A number of the architecture's metadata; 0 where there is none, or one for each layer."""
     text = metadata(model, f"{metadata(model, 'general.architecture')}.{key}")
     return int(text) if text.isdecimal() else 0
-
-
-def _row_bytes(width: int, kind: str) -> int:
-    elements, size = _BLOCKS[kind]
-    return -(-width // elements) * size

@@ -74,6 +74,13 @@ def paths() -> list[Path]:
     return sorted(each for each in own.parent.iterdir() if each.suffix == own.suffix)
 
 
+def row_bytes(kind: int, width: int) -> int:
+    """Bytes of a row of so many elements of a ggml type, in whole blocks."""
+    libggml.ggml_blck_size.restype = ctypes.c_int64
+    libggml.ggml_type_size.restype = ctypes.c_size_t
+    return int(-(-width // libggml.ggml_blck_size(kind)) * libggml.ggml_type_size(kind))
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """A device that ggml computes on, and its memory in bytes."""
