@@ -1,9 +1,9 @@
-"""A backend without a model, with llama.cpp's cell semantics.
+"""A backend without a model for tests, with the KV cells of llama.cpp.
 
-A cell holds a token, its position and the set of sequence ids that see it; placement and capacity are llama.cpp's
-(`llama_kv_cache::find_slot`, `seq_rm`, `seq_cp`). What it "generates" is a function of exactly the (position,
-token) pairs that a sequence sees, so wrong KV gives a wrong token. Failures come on demand. The state-machine test
-that runs on the real backend runs on this one too, so it cannot be bent to pass.
+A cell holds a token, its position and the set of sequence ids that use it, as in llama.cpp (`seq_rm`, `seq_cp`).
+A generated token is a hash of the (position, token) pairs of its sequence, so wrong KV gives a wrong token. Tests
+choose which decodes fail. The state machine that tests the real backend (`tests/backend/test_state_machine.py`)
+tests this one too, so it cannot be bent to pass.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from llamaslot.base.model import ModelInfo, SegmentSize
 from llamaslot.base.tokens import Tokens
 
 _Saved: TypeAlias = list[tuple[int, int]]
-"""Tokens and positions, by cell."""
+"""Tokens and their positions, in the order of their cells."""
 
 SEGMENT_SIZE = SegmentSize(100, 10)
 BOS, EOS = 256, 257
@@ -44,7 +44,7 @@ N_VOCAB = 258
 
 
 class FakeVocab:
-    """Bytes as tokens, and `<s>` and `</s>` as control tokens."""
+    """A token for each byte, and the control tokens `<s>` and `</s>`."""
 
     n_tokens = N_VOCAB
     longest_piece = len("</s>")
@@ -53,7 +53,7 @@ class FakeVocab:
     cut_tokens = ("</s>",)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
-        """The UTF-8 bytes of `text`."""
+        """Return the UTF-8 bytes of `text` as tokens."""
         ids = [BOS] if add_special else []
         for i, part in enumerate(text.split("</s>") if parse_special else [text]):
             ids += [EOS] * (i > 0)
@@ -61,25 +61,25 @@ class FakeVocab:
         return np.array(ids, dtype=np.int32)
 
     def piece(self, token: int) -> bytes:
-        """One byte, or nothing for a control token."""
+        """Return one byte, or none for a control token."""
         return bytes([token]) if token < BOS else b""
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
-        """The bytes, control tokens written out."""
+        """Return the bytes of all tokens, control tokens written out."""
         names = {BOS: b"<s>", EOS: b"</s>"}
         return b"".join(names.get(t) or bytes([t]) for t in tokens)
 
 
 @dataclass(slots=True)
 class FakeSampler:
-    """Greedy, or by a seed; `closed` lets tests see leaks."""
+    """Sampler that is greedy or follows a seed; `closed` lets tests find leaks."""
 
     sampling: Sampling
     n_drawn: int = 0
     closed: bool = False
 
     def close(self) -> None:
-        """Mark as freed."""
+        """Mark the sampler as freed; a bug if it is already."""
         if self.closed:
             raise IllegalCallError("a sampler was closed twice")
         self.closed = True
@@ -87,7 +87,7 @@ class FakeSampler:
 
 @dataclass(slots=True)
 class Cell:
-    """One cell of the pool; empty where no sequence sees it."""
+    """One cell of the pool; free if no sequence uses it."""
 
     token: int = -1
     position: int = -1
@@ -95,7 +95,10 @@ class Cell:
 
 
 class FakeBackend:
-    """See the module's docstring. `failures` answers the next decodes, each with the runs that stay applied."""
+    """`Backend` of a hash function.
+
+    `failures` are the results of the next decodes, each with the number of runs that are applied all the same.
+    """
 
     vocab = FakeVocab()
 
@@ -120,7 +123,7 @@ class FakeBackend:
             n_vocab=N_VOCAB, vocab_type=2, n_embd=1, n_ctx_train=n_ctx, n_ctx=n_ctx,
             n_ctx_slot=n_ctx if unified else n_ctx // n_slots, n_slots=n_slots, n_batch=n_ubatch,
             n_ubatch=n_ubatch, unified=unified, flash_attn=True, cache_type_k="f16", cache_type_v="f16",
-            device="none", reuse=reuse, reuse_reason="" if reuse else "told so", bos_token="<s>",
+            device="none", reuse=reuse, reuse_reason="" if reuse else "turned off by the test", bos_token="<s>",
             eos_token="</s>", n_cache_seqs=n_reserved, stream_copy_ms=stream_copy_ms,
             segment_size=segment_size if has_scratch else None,
         )  # fmt: skip
@@ -130,15 +133,14 @@ class FakeBackend:
         self._eos_every = eos_every
         n_pools, size = (1, n_ctx) if unified else (self.n_seqs, n_ctx // n_slots)
         self._pools = [[Cell() for _ in range(size)] for _ in range(n_pools)]
-        self._heads = [0] * n_pools
         self._rows: dict[int, int] = {}
         self._copying: set[int] = set()
         self.segments: dict[int, range] = {}
-        """The positions that are stored off the pool, by number."""
+        """Token positions of each saved segment, by number."""
         self._states: dict[int, _Saved] = {}
 
     def change(self, operation: Operation) -> None:
-        """See `Backend.change`; freed cells are searched first, as llama.cpp does."""
+        """Carry out an operation on sequences."""
         shares = self.info.unified and self.info.reuse
         check_operation(operation, length_of=self.seq_len, segments=self.segments, shares=shares)
         match operation:
@@ -157,14 +159,14 @@ class FakeBackend:
                 self.segments[segment] = range(start, end)
                 self._states[segment] = self._saved(src, start, end)
             case Load(segment, dst, start, end, scratch):
-                self._load(self._states[segment], scratch)
+                self._place(scratch, self._states[segment])
                 self._copy(scratch, dst, start, end)
                 self._remove(scratch, 0, self.seq_len(scratch))
             case Discard(segment):
                 del self.segments[segment], self._states[segment]
 
     def kv_of(self, segment: int) -> Kv | None:
-        """See `Backend.kv_of`; as long as `SegmentSize` says."""
+        """Return the KV of a segment, as many bytes as `SegmentSize` says, or None."""
         saved, size = self._states.get(segment), self.info.segment_size
         if saved is None or size is None:
             return None
@@ -174,7 +176,7 @@ class FakeBackend:
         return state
 
     def put(self, segment: int, start: int, end: int, state: Kv) -> None:
-        """See `Backend.put`."""
+        """Add a segment of KV that an earlier process saved."""
         size = self.info.segment_size
         if size is None or len(state) != size.of(end - start):
             raise ValueError(f"{len(state)} bytes are not {end - start} tokens")
@@ -183,19 +185,19 @@ class FakeBackend:
         self.segments[segment] = range(start, end)
 
     def seq_len(self, seq: int) -> int:
-        """See `Backend.seq_len`."""
+        """Return the number of tokens of a sequence."""
         check_seq(seq, self.n_seqs)
         cells = self._pools[self._pool(seq)]
         return max((cell.position + 1 for cell in cells if seq in cell.seqs), default=0)
 
     def seq_range(self, seq: int) -> range:
-        """See `Backend.seq_range`."""
+        """Return the positions that a sequence holds, from the lowest to the highest."""
         check_seq(seq, self.n_seqs)
         positions = [position for position, _ in self.seen(seq)]
         return range(positions[0], positions[-1] + 1) if positions else range(0)
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
-        """See `Backend.decode`."""
+        """Place a batch in the pool, or fail as `failures` says."""
         check_runs(runs, length_of=self.seq_len, n_ubatch=self.info.n_ubatch, n_vocab=N_VOCAB)
         self._copying.clear()
         sent = {run.seq: (run.start, len(run.tokens)) for run in runs}
@@ -204,61 +206,45 @@ class FakeBackend:
         if status in (Status.NO_ROOM, Status.INVALID) or not self._fits(runs):
             return Decoded(status if status is not Status.OK else Status.NO_ROOM, sent)
         for run in runs[:n_applied]:
-            self._store(run)
+            self._place(run.seq, [(token, run.start + i) for i, token in enumerate(run.tokens.tolist())])
             self.n_decoded += len(run.tokens)
             if status is Status.OK and run.output:
                 self._rows[run.seq] = self._logits(run.seq)
         return Decoded(status, sent)
 
     def new_sampler(self, sampling: Sampling, history: Tokens) -> FakeSampler:
-        """See `Backend.new_sampler`."""
+        """Create a sampler, and keep it in `samplers`."""
         sampler = FakeSampler(sampling)
         self.samplers.append(sampler)
         return sampler
 
     def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
-        """See `Backend.sample`."""
+        """Sample a token for each sequence id."""
         return [self._draw(self._rows[seq], sampler) for seq, sampler in draws]
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is no model to free."""
 
     def seen(self, seq: int) -> list[tuple[int, int]]:
-        """The (position, token) pairs that a sequence sees, in order."""
+        """Return the (position, token) pairs of a sequence, in order."""
         cells = self._pools[self._pool(seq)]
         return sorted((cell.position, cell.token) for cell in cells if seq in cell.seqs)
 
-    def cells_of(self, seq: int) -> list[int]:
-        """Where in its pool the tokens of a sequence lie, by position."""
-        cells = self._pools[self._pool(seq)]
-        return [i for _, i in sorted((cell.position, i) for i, cell in enumerate(cells) if seq in cell.seqs)]
-
     @property
     def cells_used(self) -> int:
-        """Cells that any sequence sees."""
+        """Number of cells that any sequence uses."""
         return sum(bool(cell.seqs) for pool in self._pools for cell in pool)
 
     @property
-    def high_water(self) -> int:
-        """The highest of them + 1, in the first pool."""
-        return max((i + 1 for i, cell in enumerate(self._pools[0]) if cell.seqs), default=0)
-
-    @property
     def bytes_stored(self) -> int:
-        """What the segments take."""
+        """Size of all saved segments."""
         size = self.info.segment_size
-        return sum(size.of(len(stored)) for stored in self.segments.values()) if size is not None else 0
+        return sum(size.of(len(saved)) for saved in self.segments.values()) if size is not None else 0
 
     def _remove(self, seq: int, start: int, end: int) -> None:
-        pool = self._pool(seq)
-        freed = []
-        for i, cell in enumerate(self._pools[pool]):
-            if seq in cell.seqs and start <= cell.position < end:
+        for cell in self._pools[self._pool(seq)]:
+            if start <= cell.position < end:
                 cell.seqs.discard(seq)
-                if not cell.seqs:
-                    freed.append(i)
-        if freed:
-            self._heads[pool] = min(self._heads[pool], freed[0])
 
     def _copy(self, src: int, dst: int, start: int, end: int) -> None:
         for cell in self._pools[self._pool(src)]:
@@ -266,18 +252,17 @@ class FakeBackend:
                 cell.seqs.add(dst)
 
     def _saved(self, seq: int, start: int, end: int) -> _Saved:
-        """What llama.cpp saves, and loads again, goes by cell and not by position."""
+        """Tokens in the order of their cells, not of their positions: so llama.cpp saves and loads them."""
         cells = self._pools[0]
         return [(c.token, c.position) for c in cells if seq in c.seqs and start <= c.position < end]
 
-    def _load(self, saved: _Saved, seq: int) -> None:
-        cells = self._pools[0]
-        free = [cell for cell in cells if not cell.seqs][: len(saved)]
+    def _place(self, seq: int, saved: _Saved) -> None:
+        """Place tokens of a sequence in the lowest free cells."""
+        free = [cell for cell in self._pools[self._pool(seq)] if not cell.seqs]
         if len(free) < len(saved):
-            raise IllegalCallError(f"{len(saved)} tokens cannot be loaded into {len(free)} cells")
-        for cell, (token, position) in zip(free, saved, strict=True):
+            raise IllegalCallError(f"{len(saved)} tokens cannot be placed in {len(free)} cells")
+        for cell, (token, position) in zip(free, saved, strict=False):
             cell.token, cell.position, cell.seqs = token, position, {seq}
-        self._heads[0] = next((i for i, cell in enumerate(cells) if not cell.seqs), 0)
 
     def _copy_stream(self, src: int, dst: int, keep: int) -> None:
         if self.info.unified or not self.info.reuse or self._copying & {src, dst}:
@@ -286,7 +271,6 @@ class FakeBackend:
         for old, new in zip(self._pools[src], self._pools[dst], strict=True):
             kept = src in old.seqs and old.position < keep
             new.token, new.position, new.seqs = old.token, old.position, {dst} if kept else set()
-        self._heads[dst] = next((i for i, cell in enumerate(self._pools[dst]) if not cell.seqs), 0)
 
     def _draw(self, row: int, sampler: Sampler) -> int:
         if not isinstance(sampler, FakeSampler) or sampler.closed:
@@ -300,20 +284,6 @@ class FakeBackend:
 
     def _logits(self, seq: int) -> int:
         return _digest(self.seen(seq))
-
-    def _store(self, run: Run) -> None:
-        pool = self._pool(run.seq)
-        cells = self._pools[pool]
-        head = self._heads[pool]
-        if head > sum(bool(c.seqs) for c in cells) + 2 * len(run.tokens):
-            head = 0
-        for offset, token in enumerate(run.tokens):
-            while cells[head % len(cells)].seqs:
-                head += 1
-            cell = cells[head % len(cells)]
-            cell.token, cell.position, cell.seqs = int(token), run.start + offset, {run.seq}
-            head += 1
-        self._heads[pool] = head % len(cells)
 
     def _fits(self, runs: Sequence[Run]) -> bool:
         wanted = [0] * len(self._pools)

@@ -1,8 +1,7 @@
-"""What the core and the engine ask of whatever runs a model, and the plain types that they pass to it.
+"""The protocols `Backend`, `Vocab` and `Sampler` of whatever runs a model, and the types of their calls.
 
-A backend is used by one thread at a time, its `vocab` by any. It refuses whatever llama.cpp would abort the
-process over (`IllegalCallError`) and changes nothing then. Positions are in tokens from 0, sequence ids from 0 to
-`n_seqs - 1`.
+A backend is used by one thread at a time, its `vocab` by any. It raises `IllegalCallError`, and changes nothing, on
+calls on which llama.cpp would abort the process. Positions count tokens from 0; sequence ids are 0 to `n_seqs - 1`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from llamaslot.base.tokens import Tokens
 
 
 class Status(IntEnum):
-    """Answers of `llama_decode`."""
+    """Result codes of `llama_decode`."""
 
     OK = 0
     NO_ROOM = 1
@@ -33,14 +32,14 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens of one sequence in a batch, at consecutive positions."""
+    """Tokens of one sequence in a batch, at consecutive positions: all that a batch may have of that sequence."""
 
     seq: int
     start: int
-    """Position of the first token; equal to the tokens that the sequence holds."""
+    """Position of the first token: as many tokens as the sequence holds."""
     tokens: Tokens
     output: bool
-    """Whether logits of the last token are wanted."""
+    """True if the logits of the last token are needed."""
 
 
 def check_runs(runs: Sequence[Run], *, length_of: Callable[[int], int], n_ubatch: int, n_vocab: int) -> None:
@@ -59,15 +58,15 @@ def check_runs(runs: Sequence[Run], *, length_of: Callable[[int], int], n_ubatch
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """The answer to one `decode`."""
+    """Result of one `decode`."""
 
     status: Status
     sent: dict[int, tuple[int, int]]
-    """Per sequence id the first position and the number of tokens that the batch really carried."""
+    """By sequence id, the first position and the number of tokens that were really in the batch."""
 
 
 class Sampler(Protocol):
-    """The state by which one request's tokens are chosen."""
+    """Sampler state of one request."""
 
     def close(self) -> None:
         """Free it; further use is an error."""
@@ -90,20 +89,20 @@ class Vocab(Protocol):
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """The texts that become one token each where special tokens are parsed, and several where they are not."""
+        """Texts that `parse_special` makes one token each, and that become several tokens without it."""
 
     @property
     def cut_tokens(self) -> tuple[str, ...]:
-        """The texts of control tokens that do not strip the text before them, ends of generation first."""
+        """Texts of control tokens that do not strip the text before them, those that end a generation first."""
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
         """Token ids of `text`; `add_special` adds BOS/EOS where the model wants them."""
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a generated token stands for; control tokens give none."""
+        """Text of a generated token as bytes; empty for control tokens."""
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
-        """The text of `tokens` as bytes, control tokens written out."""
+        """Text of `tokens` as bytes, control tokens written out."""
 
 
 class Backend(Protocol):
@@ -111,7 +110,7 @@ class Backend(Protocol):
 
     @property
     def info(self) -> ModelInfo:
-        """What was loaded."""
+        """Facts about the model and its KV pool."""
 
     @property
     def n_seqs(self) -> int:
@@ -125,29 +124,28 @@ class Backend(Protocol):
         """Carry out an operation on sequences."""
 
     def seq_len(self, seq: int) -> int:
-        """Tokens that a sequence holds (its highest position + 1)."""
+        """Number of tokens that a sequence holds: its highest position + 1."""
 
     def seq_range(self, seq: int) -> range:
-        """From the lowest to the highest position that a sequence holds."""
+        """Positions that a sequence holds, from the lowest to the highest."""
 
     def kv_of(self, segment: int) -> Kv | None:
-        """The KV of a segment, if it is stored; from any thread."""
+        """KV of a segment in host memory, None without one; may be called from any thread."""
 
     def put(self, segment: int, start: int, end: int, state: Kv) -> None:
-        """Store KV that another process saved, of these positions, under a number that is not in use; from any
-        thread.
+        """Add a segment, with a number that is not in use, of KV that an earlier process saved; from any thread.
 
-        Raises `ValueError` where it has not the size of a segment of so many tokens.
+        Raises `ValueError` if `state` does not have the size of `end - start` tokens.
         """
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
-        """Compute at most `info.n_ubatch` tokens; every run must continue its sequence."""
+        """Compute at most `info.n_ubatch` tokens, as one micro-batch; every run must continue its sequence."""
 
     def new_sampler(self, sampling: Sampling, history: Tokens) -> Sampler:
-        """A sampler that has seen `history` (for the penalties)."""
+        """Create a sampler whose penalties count the tokens of `history`."""
 
     def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
-        """For each sequence id and sampler the token that it chooses; the id had `output` in the last `decode`."""
+        """Sample a token for each sequence id and its sampler; the last `decode` had `output` for all of them."""
 
     def close(self) -> None:
         """Free the model; further use is an error."""

@@ -1,7 +1,7 @@
-"""KV operations: what is done to sequences between decodes, as plain data, and the checks that make them legal.
+"""KV operations: changes of sequences between two decodes as plain data, and the checks that they are legal.
 
 llama.cpp aborts the process on many illegal calls, so each operation is checked before it reaches ctypes.
-Positions are in tokens from 0, sequence ids from 0 on.
+Positions count tokens from 0; a sequence of n tokens holds the positions 0 to n - 1, without a gap.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Kv: TypeAlias = npt.NDArray[np.uint8]
-"""KV of a segment as the backend saves and loads it; read-only."""
+"""Bytes of a segment's KV in llama.cpp's format; read-only."""
 
 
 class IllegalCallError(AssertionError):
@@ -22,7 +22,7 @@ class IllegalCallError(AssertionError):
 
 
 class NotSavedError(Exception):
-    """There is no memory for a `Save`; nothing was changed."""
+    """The host has no memory for a `Save`; nothing was changed."""
 
     def __init__(self, segment: int) -> None:
         super().__init__(f"no memory for segment {segment}")
@@ -31,7 +31,7 @@ class NotSavedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Let a sequence drop all but its first `keep` tokens."""
+    """Truncate a sequence to its first `keep` tokens."""
 
     seq: int
     keep: int
@@ -39,7 +39,7 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Let `dst`, which holds `start` tokens, see the cells of `src` in `[start, end)` too."""
+    """Append positions `[start, end)` of `src` to `dst`, which holds `start` tokens; they share the cells then."""
 
     src: int
     dst: int
@@ -49,7 +49,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Let `dst` drop its own cells in `[start, end)` and see those of `src`, which have the same tokens."""
+    """Replace the cells of `dst` in `[start, end)` by those of `src`, which hold the same tokens."""
 
     src: int
     dst: int
@@ -59,9 +59,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class CopyStream:
-    """Let `dst` hold a copy of the first `keep` tokens of `src`, and nothing else, in a partitioned pool.
+    """Replace all that `dst` holds by a copy of the first `keep` tokens of `src`; in a partitioned pool only.
 
-    llama.cpp copies all of `src` with the next decode (fact 3): until then neither may be copied again.
+    llama.cpp copies the whole stream with the next decode (fact 3): until then neither may be copied again.
     """
 
     src: int
@@ -71,9 +71,9 @@ class CopyStream:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Save the KV of `src` in `[start, end)` off the pool, under a number that is not in use.
+    """Copy the KV of `src` in `[start, end)` to host memory, as a segment with a number that is not in use.
 
-    Raises `NotSavedError` if there is no memory for it. `scratch` holds nothing before and after.
+    Raises `NotSavedError` if there is no memory for it. `scratch` is an empty sequence, before and after.
     """
 
     segment: int
@@ -85,10 +85,10 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Let `dst`, which holds `start` tokens, hold those of a segment in `[start, end)` too, in cells of their own.
+    """Append positions `[start, end)` of a segment to `dst`, which holds `start` tokens, in cells of their own.
 
-    llama.cpp loads a segment whole, into the lowest free cells: there must be as many as it has tokens, and those
-    outside of `[start, end)` are free again at once. `scratch` holds nothing before and after.
+    llama.cpp loads a segment whole, into the lowest free cells: there must be one for each of its tokens, and those
+    outside of `[start, end)` are freed at once. `scratch` is an empty sequence, before and after.
     """
 
     segment: int
@@ -100,13 +100,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Free a segment."""
+    """Free the host memory of a segment."""
 
     segment: int
 
 
 Operation: TypeAlias = Remove | Copy | Share | CopyStream | Save | Load | Discard
-"""One change of sequences between decodes."""
+"""One change of sequences or segments between two decodes."""
 
 
 def check_seq(seq: int, n_seqs: int) -> None:
@@ -120,7 +120,8 @@ def check_operation(
 ) -> None:
     """Raise `IllegalCallError` if an operation would leave a hole, a duplicate position or a foreign cell.
 
-    `segments` has the positions of each saved segment, by number.
+    `length_of` returns the tokens of a sequence, `segments` has the positions of each saved segment by number, and
+    `shares` says if sequences can share cells.
     """
     if isinstance(operation, Remove):
         if operation.keep < 0:

@@ -1,7 +1,9 @@
-"""Disk worker: runs the cache's disk jobs beside the steps, writes on one thread and reads on another one.
+"""Disk worker: carries out the cache's disk jobs beside the steps, writes on one thread and reads on another one.
 
-Results come back between two steps, like commands. Bytes that were read are handed to the backend only if the cache
-still wants them by then, so they cannot interfere with anything planned before.
+    plan -> jobs -> DiskWorker.start -> thread -> post -> KVCache.on_io (between two steps)
+
+Two threads, so that a read for a waiting request does not queue behind write-back. KV that was read is given to the
+backend only if the cache still expects it when the result arrives, so that no plan made before is affected.
 """
 
 from __future__ import annotations
@@ -48,9 +50,9 @@ class Disk(SegmentDisk, Protocol):
 
 
 class DiskWorker:
-    """Runs jobs of a cache whose bytes `backend` has. `post` runs a callback between two steps.
+    """Carries out jobs of `cache`, whose segments in RAM `backend` has. `post` runs a callback between two steps.
 
-    Every method is called on the event loop.
+    All methods are called on the event loop.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class DiskWorker:
         return self._n_writes > 0
 
     def start(self, jobs: Sequence[Job]) -> None:
-        """Start jobs; the KV operations before them are done."""
+        """Start jobs in order, after the KV operations of their plan: a `Write` needs the segment to be saved."""
         for job in jobs:
             match job:
                 case Write():
@@ -86,23 +88,23 @@ class DiskWorker:
                 case Read():
                     self._read(job)
                 case Erase(numbers):
-                    self.write(self._disk.erase, numbers)
+                    self.submit(self._disk.erase, numbers)
                 case MarkUsed(numbers):
-                    self.write(self._disk.mark_used, numbers)
+                    self.submit(self._disk.mark_used, numbers)
                 case CancelReads():
                     self._cancel_reads()
 
-    def write(self, method: Callable[..., None], *arguments: object) -> None:
-        """Call a method of the disk on the writing thread."""
+    def submit(self, method: Callable[..., None], *arguments: object) -> None:
+        """Queue a call of a method of the disk that changes it; errors are logged."""
         self._writer.submit(method, *arguments).add_done_callback(_log_failure)
 
     def when_written(self, then: Callable[[], None]) -> None:
-        """Call `then` between two steps, once the jobs so far that change the disk are done."""
+        """Call `then` between two steps, once all changes of the disk that are queued by now are done."""
         future = asyncio.get_running_loop().run_in_executor(self._writer, lambda: None)
         future.add_done_callback(lambda _: self._post(then))
 
     def close(self) -> None:
-        """Wait until everything is written, and end the threads; pending reads are cancelled."""
+        """Wait for the queued writes, cancel pending reads, and end the threads."""
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown()
 
@@ -146,7 +148,7 @@ class DiskWorker:
                 self._put(job.number, *future.result())
 
         def hand_over(_: object) -> None:
-            # A read may end after the event loop was closed: nothing waits for it then.
+            # An unresponsive disk may end a read after the event loop was closed: nothing waits for it then.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._post, done)
 

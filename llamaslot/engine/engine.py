@@ -115,7 +115,7 @@ class Engine:
             disk.ignore(too_large)
             _log.info("disk.restored", segments=len(on_disk) - len(too_large), larger_than_ram=len(too_large))
             self._disk = DiskWorker(disk, backend, self.scheduler.cache, self._post, clock)
-            self._prompts.keep_in(disk.texts, self._disk.write)
+            self._prompts.keep_in(disk.texts, self._disk.submit)
         self._reports = Reports(self.scheduler, self._prompts, backend.vocab)
         self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
         self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {

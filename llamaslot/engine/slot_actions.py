@@ -1,8 +1,8 @@
-"""Slot actions: save what a slot holds to a file, restore it from there, or erase it.
+"""Slot actions of `POST /slots/{id}`: save a slot's KV to a file, restore it from one, or erase it.
 
-save       wait until the slot is idle, save its KV, write the file on a thread, answer
-restore    read and verify the file on the thread, wait until the slot is idle, load the KV, answer
-erase      wait until the slot is idle, clear it, answer
+save       wait until the slot is idle; copy its KV to host memory with the next step; write the file on a thread
+restore    read and verify the file on the thread; wait until the slot is idle; load the KV with the next step
+erase      wait until the slot is idle; clear it
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from llamaslot.kvcache.offload.slot_snapshot import (
 from llamaslot.scheduler.scheduler import Scheduler
 
 MAX_WAITING = 8
-"""Actions that may wait for their slots; a waiting restore has its file in memory."""
+"""Actions that may wait for their slots; a restore that waits has its whole file in memory."""
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
 class _Job:
-    """An action that waits for its slot, or for a step."""
+    """An action that was accepted and is not answered yet."""
 
     command: SlotAction
     respond: Respond
@@ -52,17 +52,17 @@ class _Job:
     snapshot: SlotSnapshot | None = None
     """The snapshot to restore."""
     save: SlotSave | None = None
-    """The snapshot that is being taken."""
+    """The snapshot that the next step takes."""
     read_seconds: float = 0.0
     n_bytes: int = 0
     n_tokens: int = 0
 
 
 class SlotActions:
-    """Carries out actions on slots, on the event loop, even if the client that asked for one has gone away.
+    """Carries out actions on slots on the event loop, even if the clients that asked for them have disconnected.
 
-    `post` runs something between two steps. Without a `store`, or where slots do not share cells, every action is
-    refused.
+    `post` runs a callback between two steps. Every action is refused without a `store`, and if slots cannot share
+    cells.
     """
 
     def __init__(
@@ -84,10 +84,12 @@ class SlotActions:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-slots")
         self._n_reading = 0
         self._waiting: list[_Job] = []
-        self._begun: list[_Job] = []
+        """Actions whose slots are busy, in the order of their arrival."""
+        self._in_step: list[_Job] = []
+        """Saves and restores whose KV operations are in the current plan."""
 
     def handle(self, command: SlotAction, respond: Respond) -> None:
-        """Accept an action, which begins as soon as its slot is idle."""
+        """Accept or refuse an action; it begins as soon as its slot is idle."""
         if self._store is None or self._cache.settings.scratch is None:
             message = (
                 "this server does not save its slots: start it with --slot-save-path, one pool for all slots and "
@@ -106,7 +108,7 @@ class SlotActions:
             self._waiting.append(_Job(command, respond, self._clock()))
 
     def begin(self) -> None:
-        """Start the actions whose slots are idle now; called before a plan."""
+        """Begin the actions whose slots are idle, so that the next plan has their KV operations."""
         idle = [job for job in self._waiting if self._slots[job.command.slot].request is None]
         self._waiting = [job for job in self._waiting if job not in idle]
         for job in idle:
@@ -122,16 +124,16 @@ class SlotActions:
                     self._end(job)
 
     def done(self) -> None:
-        """Go on with the actions that were started: the operations of the plan after `begin` are done."""
-        begun, self._begun = self._begun, []
-        for job in begun:
+        """Continue after a step: write the snapshots that it took, answer the restores that it loaded."""
+        in_step, self._in_step = self._in_step, []
+        for job in in_step:
             if job.save is not None:
                 self._write(job, job.save)
             else:
                 self._end(job)
 
     def close(self) -> None:
-        """End the thread once it is done with what it is at; what waits is never answered."""
+        """Wait for the file that is being read or written, and end the thread; waiting actions get no answer."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _begin_save(self, job: _Job) -> None:
@@ -141,7 +143,7 @@ class SlotActions:
             job.respond(InvalidRequestError(f"slot {slot} holds nothing that could be saved", param="id_slot"))
             return
         job.n_tokens = self._cache.length(slot)
-        self._begun.append(job)
+        self._in_step.append(job)
 
     def _begin_restore(self, job: _Job) -> None:
         snapshot, job.snapshot = job.snapshot, None
@@ -153,7 +155,7 @@ class SlotActions:
         for number, part in parts.items():
             self._backend.put(number, part.start, part.end, part.kv)
         job.n_tokens = len(snapshot.tokens) // WIDTH
-        self._begun.append(job)
+        self._in_step.append(job)
 
     def _read(self, job: _Job, store: SnapshotStore) -> None:
         future = asyncio.get_running_loop().run_in_executor(self._thread, store.read, job.command.filename)
