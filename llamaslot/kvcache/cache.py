@@ -33,31 +33,11 @@ from llamaslot.kvcache.offload.policy import Deadlines, OffloadPolicy
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.offload.slot_snapshot import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
 from llamaslot.kvcache.partitioned_pool import PartitionedPool
-from llamaslot.kvcache.pool import Pool, Sharing
+from llamaslot.kvcache.pool import Cells, Pool, Sharing
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.snapshot import snapshot
 from llamaslot.kvcache.unified_pool import UnifiedPool
-
-
-@dataclass(frozen=True, slots=True)
-class Cells:
-    """Cells of the pool, once the operations so far are carried out."""
-
-    total: int
-    used: int
-    idle: int
-    """Cells that only idle prefixes use."""
-
-    @property
-    def free(self) -> int:
-        """Cells that nothing uses."""
-        return self.total - self.used
-
-    @property
-    def pinned(self) -> int:
-        """Cells that running requests use."""
-        return self.used - self.idle
 
 
 @dataclass(frozen=True, slots=True)

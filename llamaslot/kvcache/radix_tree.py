@@ -330,6 +330,8 @@ class RadixTree:
                 return
             was_pinned = bool(each.n_pins)
             each.n_pins += by
+            if each.n_pins < 0:
+                raise AssertionError(f"[{each.start}, {each.end}) was not pinned")
             self.n_pinned_tokens += each.n_tokens * (bool(each.n_pins) - was_pinned)
 
     def _prune(self, node: Node) -> None:
