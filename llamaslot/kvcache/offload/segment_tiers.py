@@ -139,6 +139,7 @@ class SegmentTiers:
 
     def tick(self, now: float) -> None:
         """Advance the clock: time out reads, retry unreadable segments, start due writes."""
+        before = self.is_unresponsive, self.read_us
         self.now = now
         if self._watchdog.check_timeout(now):
             for segment in [each for each in self.busy.values() if each.state is S.READING]:
@@ -146,6 +147,8 @@ class SegmentTiers:
             self._jobs.append(CancelReads())
         for segment in [each for each in self._unreadable.values() if each.retry_at <= now]:
             self.apply(segment, E.RETRY)
+        # Lookups say what is worth loading, which depends on how fast the disk answers.
+        self._tree.version += (self.is_unresponsive, self.read_us) != before
         self.writer.tick()
 
     def add(self, node: Node, start: int, end: int) -> Segment:
@@ -220,6 +223,7 @@ class SegmentTiers:
 
     def on_io(self, event: IoEvent, now: float) -> Segment | None:
         """Handle the result of a job; returns the segment whose bytes, now read, are wanted in RAM."""
+        self._tree.version += 1
         self.now = now
         match event:
             case ReadStarted():
