@@ -272,7 +272,7 @@ class Scheduler:
 
     def _rewind(self, request: Request) -> None:
         """All tokens were computed, yet nothing was sampled: the logits of the last one are needed again."""
-        if self.cache.settings.can_trim:
+        if self.cache.settings.can_trim and len(request.tokens) > 1:
             self.cache.truncate(request.slot, len(request.tokens) - 1)
         else:
             self._invalidate(request.slot)

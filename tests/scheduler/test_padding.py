@@ -1,8 +1,6 @@
-"""Steps are padded where that makes them faster, and nobody can tell but by the clock."""
+"""Steps are padded where that makes them faster, and nothing but the time tells."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 
@@ -11,7 +9,6 @@ from llamaslot.base.kv_ops import Remove
 from llamaslot.base.model import QUERY_BLOCK, StepCost
 from llamaslot.scheduler.padding import Padding
 from llamaslot.scheduler.request import RequestState
-from llamaslot.scheduler.scheduler import Scheduler
 from llamaslot.scheduler.step import apply
 from tests.scheduler.test_scheduler import Driver
 
@@ -29,12 +26,10 @@ ALWAYS = StepCost(step_us=1e6, token_us=0.0, token_cell_us=0.0, block_us=0.0, bl
 
 def padded_driver(cost: StepCost = ALWAYS, **shape: float) -> Driver:
     """Every step of fewer than `QUERY_BLOCK` tokens is padded."""
-    driver = Driver(**{"n_slots": 2, "n_ctx": 512, "n_ubatch": 128, "n_reserved": 2} | shape)
-    driver.scheduler = Scheduler(replace(driver.scheduler.settings, step_cost=cost))
-    return driver
+    return Driver(**{"n_slots": 2, "n_ctx": 512, "n_ubatch": 128, "n_reserved": 2} | shape, step_cost=cost)
 
 
-def test_a_few_tokens_behind_a_long_prefix_are_filled_up_to_a_tile() -> None:
+def test_a_few_tokens_behind_a_long_prefix_are_padded_to_a_query_block() -> None:
     assert padding().gain_ms([(4096, 16)], n_used=4096) == pytest.approx(275 - 84, abs=3)
     added = padding().run(16)
     assert (added.seq, added.start, len(added.tokens), added.output) == (SCRATCH, 0, QUERY_BLOCK - 16, False)
@@ -51,34 +46,36 @@ def test_a_few_tokens_behind_a_long_prefix_are_filled_up_to_a_tile() -> None:
         ([(4096, 16), (0, QUERY_BLOCK)], 4096),
         ([], 0),
     ],
-    ids=["fresh", "short prefix", "one token", "nothing in common", "a tile", "more than a tile", "nothing"],
+    ids=["fresh", "short prefix", "one token", "nothing in common", "a block", "more than a block", "nothing"],
 )
-def test_other_steps_are_not(spans: list[tuple[int, int]], n_used: int) -> None:
+def test_other_steps_are_not_padded(spans: list[tuple[int, int]], n_used: int) -> None:
     assert padding().gain_ms(spans, n_used) == 0
 
 
-def test_what_a_step_takes_at_all_is_no_reason_to_pad() -> None:
+def test_a_fixed_cost_per_step_is_no_reason_to_pad() -> None:
     """Where 8 tokens take as long as 64, as on a GPU, more of them would gain nothing."""
     flat = StepCost(step_us=20_000.0, token_us=0.0, token_cell_us=0.0, block_us=20_000.0, block_cell_us=0.0)
     assert all(padding(flat).gain_ms([(1024, n)], n_used=1024) == 0 for n in range(1, QUERY_BLOCK))
 
 
-def test_streams_on_one_prefix_are_padded_as_one_tile_sees_it() -> None:
+def test_streams_on_one_prefix_are_padded_and_those_on_several_are_not() -> None:
     streams = [(4096, 1)] * 8
     assert padding().gain_ms(streams, n_used=4096) > 0
     assert padding().gain_ms(streams, n_used=8 * 4096) == 0
 
 
-def test_idle_cells_that_no_token_attends_to_change_nothing() -> None:
+def test_idle_cells_do_not_count_for_padding() -> None:
     assert padding().gain_ms([(4096, 16)], n_used=50_000) == padding().gain_ms([(4096, 16)], n_used=4096)
 
 
 @pytest.mark.parametrize("given", [{"cost": None}, {"n_ubatch": QUERY_BLOCK - 1}, {"scratch": None}])
-def test_without_a_cost_a_scratch_sequence_or_room_for_a_tile_nothing_is_padded(given: dict[str, None]) -> None:
+def test_nothing_is_padded_without_a_cost_a_scratch_sequence_or_room_for_a_query_block(
+    given: dict[str, None],
+) -> None:
     assert padding(**given).gain_ms([(4096, 32)], n_used=4096) == 0
 
 
-def test_what_would_be_padded_takes_tokens_of_prompts_that_were_cut() -> None:
+def test_tokens_of_a_prompt_that_was_cut_take_the_place_of_padding() -> None:
     driver = padded_driver(n_ctx=1024)
     stream = driver.submit("s" * 4, max_tokens=100)
     driver.step()
@@ -92,17 +89,17 @@ def test_what_would_be_padded_takes_tokens_of_prompts_that_were_cut() -> None:
     assert plan.padding is None
 
 
-def test_padding_is_gone_by_the_end_of_the_step_and_counts_for_nobody() -> None:
+def test_padding_is_removed_at_the_end_of_the_step_and_counts_for_no_request() -> None:
     driver = padded_driver()
     request = driver.submit("x" * 40, max_tokens=3)
     plan = driver.scheduler.plan(0.0)
     assert plan.padding is not None
     result = apply(plan, driver.backend, lambda: 0.0)
-    assert result.decoded == Decoded(Status.OK, {request.slot_id: (0, 40)})
+    assert result.decoded == Decoded(Status.OK, {request.slot: (0, 40)})
     assert driver.backend.cells_used == 40
     driver.scheduler.commit(plan, result, 0.0)
-    assert driver.scheduler.ledger.n_used == 40
-    assert driver.scheduler.ledger.clock < 2 * 40
+    assert driver.cache.cells.used == 40
+    assert driver.cache._sequences.clock < 2 * 40
     driver.finish(request)
     assert request.n_prompt_computed == 40
 
@@ -116,18 +113,18 @@ def test_padding_of_a_failed_step_is_removed_too() -> None:
     assert driver.backend.seq_len(plan.padding.seq) == 0
 
 
-def test_steps_ahead_are_padded_and_leave_room_for_it() -> None:
+def test_extra_steps_are_padded_and_leave_room_for_it() -> None:
     driver = padded_driver(n_ctx=40 + 63 + 5)
     driver.submit("x" * 40, max_tokens=20)
     driver.step()
     driver.step()
     plan = driver.scheduler.plan(0.0)
     assert plan.padding is not None
-    n_free = driver.scheduler.ledger.n_free
-    assert plan.n_ahead == n_free - len(plan.work) - len(plan.padding.tokens)
+    n_free = driver.cache.cells.free
+    assert plan.n_extra_steps == n_free - len(plan.work) - len(plan.padding.tokens)
 
 
-def test_a_request_that_fails_beside_padding_is_tried_again_without() -> None:
+def test_a_request_that_fails_beside_padding_is_retried_without() -> None:
     driver = padded_driver()
     request = driver.submit("x" * 40)
     driver.backend.failures.append((Status.INVALID, 0))
@@ -139,28 +136,28 @@ def test_a_request_that_fails_beside_padding_is_tried_again_without() -> None:
     assert request.n_generated == 1
 
 
-def test_idle_cells_make_room_for_padding_but_running_ones_never_do() -> None:
+def test_idle_cells_are_evicted_for_padding_but_no_request_is_preempted() -> None:
     driver = padded_driver(n_ctx=120, n_slots=2)
     driver.finish(driver.submit("o" * 60))
     request = driver.submit("x" * 40, max_tokens=80)
     assert driver.step().padding is not None
-    assert driver.scheduler.ledger.n_idle == 120 - QUERY_BLOCK
+    assert driver.cache.cells.idle == 120 - QUERY_BLOCK
     driver.finish(request)
     assert request.state is RequestState.DONE
     assert any(each.work and each.padding is None for each in driver.plans), "a full pool leaves no room"
     assert not driver.preempted
 
 
-def test_idle_cells_are_not_given_up_for_a_small_gain() -> None:
+def test_idle_cells_are_not_evicted_for_a_small_gain() -> None:
     cost = StepCost(step_us=1500.0, token_us=0.0, token_cell_us=0.0, block_us=1000.0, block_cell_us=0.0)
     driver = padded_driver(n_ctx=120, n_slots=2, cost=cost)
     driver.finish(driver.submit("o" * 60))
     driver.submit("x" * 40)
     assert driver.step().padding is None
-    assert driver.scheduler.ledger.n_idle >= 60
+    assert driver.cache.cells.idle >= 60
 
 
-def test_nothing_but_scratch_is_removed_for_it() -> None:
+def test_padding_removes_nothing_but_the_scratch_sequence() -> None:
     driver = padded_driver()
     removed = []
     change = driver.backend.change

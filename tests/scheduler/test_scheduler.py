@@ -1,4 +1,4 @@
-"""The scheduler step by step on the fake backend: plan, apply, commit, on a clock that only the model moves."""
+"""The scheduler step by step on the fake backend: plan, apply, commit, on a clock that only the model advances."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.commands import Sampling, Submit
 from llamaslot.base.kv_ops import Remove
-from llamaslot.base.model import QUERY_BLOCK
+from llamaslot.base.model import QUERY_BLOCK, StepCost
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import Tokens, packed
+from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.kvcache.match import Match
 from llamaslot.scheduler import admission
-from llamaslot.scheduler.admission import PATIENCE
+from llamaslot.scheduler.admission import MAX_OVERTAKEN
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.scheduler import Broke, Sampled, Scheduler
 from llamaslot.scheduler.scheduler_settings import SchedulerSettings
@@ -43,53 +45,55 @@ class TimedBackend(FakeBackend):
 
 
 class Driver:
-    """A scheduler on a backend, one step a call, with what every step did."""
+    """A scheduler on a backend, one step a call, with a record of every step."""
 
     def __init__(
         self,
         *,
         gap_ms: float = 125.0,
         idle_cells: int | None = None,
-        idle_life: int | None = None,
+        offload_after: int | None = None,
         ram_bytes: int = 0,
         segment_tokens: int = 512,
         save_us: float = 0.0,
         load_us: float = 0.0,
         prefill_us: float = 0.0,
-        rest_ms: float = 0.0,
+        idle_delay_ms: float = 0.0,
         min_shared: int = 64,
-        repack_gain: int = 1024,
-        may_move: bool = True,
+        step_cost: StepCost | None = None,
         **shape: float,
     ) -> None:
         self.backend = TimedBackend(**shape)
         info = self.backend.info
         self.scheduler = Scheduler(
             SchedulerSettings(
-                n_slots=info.n_slots,
-                n_ctx=info.n_ctx,
                 n_ctx_slot=info.n_ctx_slot,
                 n_ubatch=info.n_ubatch,
+                gap_ms=gap_ms,
+                step_cost=step_cost,
+                eog=self.backend.vocab.eog,
+            ),
+            CacheSettings(
+                n_slots=info.n_slots,
+                n_cells=info.n_ctx,
                 n_seqs=self.backend.n_seqs,
+                unified=info.unified,
+                can_trim=info.reuse,
                 idle_cells=idle_cells,
-                idle_life=idle_life,
+                offload_after=offload_after,
                 ram_bytes=ram_bytes,
                 segment_size=info.segment_size,
                 segment_tokens=segment_tokens,
                 save_us=save_us,
                 load_us=load_us,
                 prefill_us=prefill_us,
-                rest_ms=rest_ms,
                 min_shared=min_shared,
-                repack_gain=repack_gain,
-                may_move=may_move,
-                stream_copy_ms=info.stream_copy_ms,
-                unified=info.unified,
-                reuse=info.reuse,
                 gap_ms=gap_ms,
-                eog=self.backend.vocab.eog,
-            )
+                idle_delay_ms=idle_delay_ms,
+                stream_copy_ms=info.stream_copy_ms,
+            ),
         )
+        self.cache = self.scheduler.cache
         self.plans: list[StepPlan] = []
         self.preempted: list[Request] = []
         self.admitted: list[Request] = []
@@ -106,13 +110,13 @@ class Driver:
             max_tokens=max_tokens,
             **fields,
         )
-        now, reuse = self.backend.now, self.backend.info.reuse
-        request = Request(submit, tokenized(prompt), arrival=self.n_submitted, now=now, reuse=reuse)
+        now, can_trim = self.backend.now, self.backend.info.reuse
+        request = Request(submit, tokenized(prompt), arrival=self.n_submitted, now=now, can_trim=can_trim)
         self.scheduler.submit(request)
         return request
 
     def step(self) -> StepPlan:
-        """One step, and the outcomes kept."""
+        """Plan, apply and commit one step."""
         running, queued = set(self.scheduler.running), list(self.scheduler.queue)
         plan = self.scheduler.plan(self.backend.now)
         self.preempted += [request for request in self.scheduler.queue if request in running]
@@ -137,19 +141,18 @@ class Driver:
         self.finish(request)
         return request
 
-    def match(self, prompt: str) -> int:
-        """Tokens of a prompt that are in the pool."""
-        return self.scheduler.ledger.tree.match(salt_namespace(""), packed(as_tokens(prompt))).n
+    def match(self, prompt: str) -> Match:
+        """The lookup of a prompt."""
+        return self.cache.match(salt_namespace(""), packed(as_tokens(prompt)))
 
     def holders(self, prompt: str) -> list[int]:
         """The sequences that hold all tokens of a prompt."""
-        tokens = packed(as_tokens(prompt))
-        match = self.scheduler.ledger.tree.match(salt_namespace(""), tokens)
-        return list(self.scheduler.ledger.tree.holders(match.node)) if match.n == len(prompt) else []
+        match = self.match(prompt)
+        return list(match.node.holders()) if match.n_resident == len(prompt) else []
 
     def held(self, request: Request) -> int:
-        """Tokens that the slot holds which a request runs in or ran in last."""
-        return self.scheduler.ledger.length(request.slot_id)
+        """Tokens that the slot holds in which a request runs or ran last."""
+        return self.cache.length(request.slot)
 
 
 def tokenized(prompt: str) -> TokenizedPrompt:
@@ -161,7 +164,7 @@ def as_tokens(prompt: str) -> Tokens:
 
 
 def trims(plan: StepPlan) -> dict[int, int]:
-    """What a plan keeps of the sequences that it cuts."""
+    """Tokens that the truncated sequences of a plan keep."""
     return {each.seq: each.keep for each in plan.operations if isinstance(each, Remove)}
 
 
@@ -172,22 +175,22 @@ def prefill(plan: StepPlan) -> int:
 
 def generated(request: Request) -> list[int]:
     """The tokens that a request sampled."""
-    return request.known.view()[request.n_prompt :].tolist()
+    return request.tokens.view()[request.n_prompt :].tolist()
 
 
-def test_idle_cells_are_taken_from_the_least_recently_used_path_first() -> None:
+def test_idle_cells_are_evicted_from_the_least_recently_used_path_first() -> None:
     driver = Driver(n_slots=4, n_ctx=64, n_ubatch=64)
     a, b, c = (driver.run(letter * 15) for letter in "abc")
     driver.run("a" * 15)  # which makes b the least recently used
     driver.submit("d" * 39)
     plan = driver.step()
-    assert {b.slot_id: 0, c.slot_id: 10}.items() <= trims(plan).items()
+    assert {b.slot: 0, c.slot: 10}.items() <= trims(plan).items()
     assert driver.holders("a" * 15)
-    assert plan.work[0].request.slot_id not in {b.slot_id, c.slot_id}
-    assert a.slot_id == 0
+    assert plan.work[0].request.slot not in {b.slot, c.slot}
+    assert a.slot == 0
 
 
-def test_no_room_costs_idle_kv_before_it_costs_a_request() -> None:
+def test_a_decode_without_room_evicts_idle_cells_before_it_ends_a_request() -> None:
     driver = Driver(n_slots=3, n_ctx=128)
     idle = driver.run("a" * 20)
     request = driver.submit("c" * 20, max_tokens=4)
@@ -195,34 +198,34 @@ def test_no_room_costs_idle_kv_before_it_costs_a_request() -> None:
     driver.step()
     assert driver.outcomes == []
     assert request.state is RequestState.RUNNING
-    assert trims(driver.step())[idle.slot_id] == 0
+    assert trims(driver.step())[idle.slot] == 0
     driver.finish(request)
     assert generated(request) == generated(Driver(n_slots=3, n_ctx=128).run("c" * 20, max_tokens=4))
 
 
 @pytest.mark.parametrize(("max_tokens", "fits"), [(6, True), (7, False)])
-def test_a_newcomer_waits_until_it_fits_beside_what_the_running_ones_still_need(
+def test_a_new_request_waits_until_it_fits_beside_what_the_running_ones_still_need(
     max_tokens: int, fits: bool
 ) -> None:
     driver = Driver(n_slots=3, n_ctx=100, n_ubatch=64)
     running = driver.submit("a" * 60, max_tokens=5)
     driver.step()
-    newcomer = driver.submit("b" * 29, max_tokens=max_tokens)
+    later = driver.submit("b" * 29, max_tokens=max_tokens)
     driver.step()
-    assert (newcomer.state is RequestState.RUNNING) == fits
-    driver.finish(running, newcomer)
+    assert (later.state is RequestState.RUNNING) == fits
+    driver.finish(running, later)
     assert driver.preempted == []
 
 
-def test_without_a_limit_of_its_own_a_request_is_not_given_its_whole_context() -> None:
+def test_a_request_without_a_limit_does_not_reserve_its_whole_context() -> None:
     driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64)
     first, second = (driver.submit(letter * 40, max_tokens=-1) for letter in "ab")
     driver.step()
     assert driver.admitted == [first, second]
 
 
-def test_lengths_seen_before_are_expected_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "_WEIGHT", 0.5)
+def test_the_expected_length_follows_the_lengths_of_earlier_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_NEWEST_WEIGHT", 0.5)
     driver = Driver(n_slots=2, n_ctx=512, n_ubatch=64)
     for _ in range(6):
         driver.run("x", max_tokens=200)
@@ -233,21 +236,21 @@ def test_lengths_seen_before_are_expected_again(monkeypatch: pytest.MonkeyPatch)
     assert driver.preempted == []
 
 
-def test_one_that_does_not_fit_is_passed_so_often_and_no_more() -> None:
+def test_a_request_that_does_not_fit_is_overtaken_a_limited_number_of_times() -> None:
     driver = Driver(n_slots=3, n_ctx=256, n_ubatch=128)
     running = driver.submit("r" * 60, max_tokens=60)
     driver.step()
     big = driver.submit("b" * 150, max_tokens=4)
-    small = [driver.submit(f"{i:02} small", max_tokens=3) for i in range(PATIENCE + 5)]
+    small = [driver.submit(f"{i:02} small", max_tokens=3) for i in range(MAX_OVERTAKEN + 5)]
     driver.finish(running)
-    assert driver.admitted[1:] == small[:PATIENCE]
+    assert driver.admitted[1:] == small[:MAX_OVERTAKEN]
     driver.step()
-    assert driver.admitted[1 + PATIENCE] is big
-    assert big.n_overtaken == PATIENCE
+    assert driver.admitted[1 + MAX_OVERTAKEN] is big
+    assert big.n_overtaken == MAX_OVERTAKEN
     driver.finish(big, *small)
 
 
-def test_the_longest_known_prefix_goes_first() -> None:
+def test_the_longest_cached_prefix_is_admitted_first() -> None:
     driver = Driver(n_slots=1, n_reserved=4, n_ctx=512, n_ubatch=128)
     driver.run("h" * 50)
     blocking = driver.submit("x" * 5, max_tokens=5)
@@ -257,29 +260,29 @@ def test_the_longest_known_prefix_goes_first() -> None:
     assert driver.admitted[2:] == waiting[::-1]
 
 
-def test_a_stream_of_better_matches_does_not_keep_another_one_waiting_for_ever() -> None:
+def test_better_matches_do_not_keep_another_request_waiting_for_ever() -> None:
     driver = Driver(n_slots=1, n_reserved=4, n_ctx=512, n_ubatch=128)
     driver.run("h" * 50)
     blocking = driver.submit("x" * 5, max_tokens=2)
     driver.step()
     other = driver.submit("n" * 60)
-    better = [driver.submit("h" * 50 + chr(97 + i)) for i in range(PATIENCE + 3)]
+    better = [driver.submit("h" * 50 + chr(97 + i)) for i in range(MAX_OVERTAKEN + 3)]
     driver.finish(blocking, other, *better)
-    assert driver.admitted.index(other) == 2 + PATIENCE
+    assert driver.admitted.index(other) == 2 + MAX_OVERTAKEN
 
 
-def test_a_request_for_a_certain_slot_is_passed_so_often_and_no_more() -> None:
+def test_a_request_for_a_certain_slot_is_overtaken_a_limited_number_of_times() -> None:
     driver = Driver(n_slots=1, n_reserved=4, n_ctx=512, n_ubatch=128)
     driver.run("h" * 50)
     blocking = driver.submit("x" * 5, max_tokens=2)
     driver.step()
     pinned = driver.submit("n" * 60, id_slot=0)
-    better = [driver.submit("h" * 50 + chr(97 + i)) for i in range(PATIENCE + 3)]
+    better = [driver.submit("h" * 50 + chr(97 + i)) for i in range(MAX_OVERTAKEN + 3)]
     driver.finish(blocking, pinned, *better)
-    assert driver.admitted.index(pinned) == 2 + PATIENCE
+    assert driver.admitted.index(pinned) == 2 + MAX_OVERTAKEN
 
 
-def test_a_preempted_request_is_back_before_any_that_came_after_it() -> None:
+def test_a_preempted_request_resumes_before_any_that_came_after_it() -> None:
     driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64)
     oldest = driver.submit("a" * 60, max_tokens=100)
     preempted = driver.submit("b" * 60, max_tokens=100)
@@ -300,20 +303,20 @@ def test_a_partitioned_layout_gives_each_slot_its_own_cells() -> None:
     assert driver.admitted == requests
     driver.finish(*requests)
     assert driver.preempted == []
-    assert driver.scheduler.ledger.n_used == 62
-    third = driver.run("a" * 24 + "more", id_slot=requests[0].slot_id)
-    assert third.slot_id == requests[0].slot_id
-    other = driver.scheduler.slots[requests[1].slot_id]
-    assert driver.scheduler.ledger.length(other.id) == 31
+    assert driver.cache.cells.used == 62
+    third = driver.run("a" * 24 + "more", id_slot=requests[0].slot)
+    assert third.slot == requests[0].slot
+    other = driver.scheduler.slots[requests[1].slot]
+    assert driver.cache.length(other.id) == 31
 
 
 def test_a_long_prompt_takes_its_chunk_beside_a_stream_that_never_waits() -> None:
     driver = Driver(n_slots=3, n_ctx=1024, n_ubatch=256)
     stream = driver.submit("s" * 4, max_tokens=200)
     driver.step()
-    newcomers = [driver.submit(letter * 300) for letter in "ab"]
+    later = [driver.submit(letter * 300) for letter in "ab"]
     n_beside = 0
-    while any(request.state is not RequestState.DONE for request in newcomers):
+    while any(request.state is not RequestState.DONE for request in later):
         limit = driver.scheduler.chunks.limit(1)
         n_generated = stream.n_generated
         plan = driver.step()
@@ -328,7 +331,7 @@ def shares(plan: StepPlan) -> dict[str, int]:
     return {work.request.id: len(work.run.tokens) for work in plan.work}
 
 
-def test_what_has_least_left_goes_first_and_the_oldest_always_comes_on() -> None:
+def test_the_prompt_with_least_left_goes_first_and_the_oldest_always_gets_a_share() -> None:
     driver = Driver(n_slots=4, n_ctx=2048, n_ubatch=128)
     oldest = driver.submit("o" * 1000)
     driver.step()
@@ -337,27 +340,27 @@ def test_what_has_least_left_goes_first_and_the_oldest_always_comes_on() -> None
     assert shares(driver.step()) == {oldest.id: 32, longer.id: 96}
 
 
-def test_the_oldest_gets_no_more_than_it_has_left() -> None:
+def test_the_oldest_prompt_gets_no_more_than_it_has_left() -> None:
     driver = Driver(n_slots=2, n_ctx=1024, n_ubatch=128)
     oldest, other = driver.submit("o" * 10), driver.submit("l" * 300)
     assert shares(driver.step()) == {oldest.id: 10, other.id: 118}
 
 
-def test_chunks_grow_to_what_steps_were_seen_to_cost() -> None:
+def test_chunks_grow_to_what_fits_the_gap_by_the_measured_cost() -> None:
     driver = Driver(gap_ms=125.0, n_slots=2, n_ctx=1024, n_ubatch=256)
     assert driver.scheduler.chunks.limit(1) == 16
     stream = driver.submit("s" * 128, max_tokens=50)
     driver.step()
     driver.step()
     allowed = round((0.125 - DECODE_SECONDS) / PROMPT_TOKEN_SECONDS)
-    whole_tiles = 2 * QUERY_BLOCK - 1
-    assert abs(allowed - whole_tiles) < QUERY_BLOCK / 2
+    whole_blocks = 2 * QUERY_BLOCK - 1
+    assert abs(allowed - whole_blocks) < QUERY_BLOCK / 2
     driver.submit("n" * 500)
-    assert prefill(driver.step()) == whole_tiles
+    assert prefill(driver.step()) == whole_blocks
     assert stream.state is RequestState.RUNNING
 
 
-def test_two_requests_that_want_60_percent_of_the_pool_each() -> None:
+def test_two_requests_that_need_60_percent_of_the_pool_each_both_end() -> None:
     driver = Driver(n_slots=2, n_ctx=256, n_ubatch=128)
     old = driver.submit("o" * 54, max_tokens=100)
     young = driver.submit("y" * 54, max_tokens=100)
@@ -382,28 +385,28 @@ def test_the_oldest_is_never_preempted() -> None:
             plan = driver.step()
             n_preempted[seed] += len(plan.preempted)
             assert not running or running[0] not in plan.preempted
-            assert driver.scheduler.ledger.n_used <= 160
+            assert driver.cache.cells.used <= 160
             assert len(driver.plans) < 3000
     assert sum(n_preempted.values()) > 10
 
 
-def test_apart_a_slot_is_not_cut_by_more_than_half_while_another_is_empty() -> None:
+def test_a_partitioned_slot_does_not_lose_more_than_half_while_another_is_empty() -> None:
     driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64, unified=False)
     first = driver.run("h" * 10 + "a" * 10)
-    assert driver.run("h" * 10 + "b" * 10, max_tokens=0).slot_id == first.slot_id
+    assert driver.run("h" * 10 + "b" * 10, max_tokens=0).slot == first.slot
     driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64, unified=False)
     first = driver.run("h" * 10 + "a" * 11)
-    assert driver.run("h" * 10 + "b" * 10, max_tokens=0).slot_id != first.slot_id
+    assert driver.run("h" * 10 + "b" * 10, max_tokens=0).slot != first.slot
 
 
 @pytest.mark.parametrize("other", ["b" * 20, "h" * 4, "h" * 8])
-def test_apart_and_without_an_empty_slot_the_longest_match_wins_however_much_is_cut(other: str) -> None:
+def test_without_an_empty_partitioned_slot_the_longest_match_wins_whatever_is_lost(other: str) -> None:
     driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64, unified=False)
     driver.run(other, id_slot=1)
     driver.run("h" * 10 + "a" * 40, id_slot=0)  # the most recently used one
     request = driver.submit("h" * 10 + "c" * 10)
     plan = driver.step()
-    assert request.slot_id == 0
+    assert request.slot == 0
     assert trims(plan) == {0: 10}
     assert plan.work[0].run.start == 10
 
@@ -421,7 +424,7 @@ def test_queue_time_ends_with_the_first_admission() -> None:
     assert progress.prompt_ms == pytest.approx(108 * PROMPT_TOKEN_SECONDS * 1e3)
 
 
-def test_waiting_for_a_slot_is_queue_time() -> None:
+def test_waiting_for_a_slot_counts_as_queue_time() -> None:
     driver = Driver(n_slots=1, n_ctx=128, n_ubatch=64)
     first = driver.submit("a" * 27, max_tokens=11)
     second = driver.submit("b" * 27)
@@ -446,7 +449,7 @@ def test_prompt_tokens_computed_again_after_a_preemption_are_counted() -> None:
 @pytest.mark.parametrize("status", [Status.FATAL, Status.ABORTED])
 @pytest.mark.parametrize("others", [0, 1, 2])
 @pytest.mark.parametrize("first", [True, False])
-def test_a_request_without_tokens_ends_after_a_failed_step_that_computed_it(
+def test_a_request_for_no_tokens_ends_after_a_failed_step_that_computed_it(
     status: Status, others: int, first: bool
 ) -> None:
     driver = Driver(n_slots=3, n_ctx=128, n_ubatch=64)
@@ -460,19 +463,28 @@ def test_a_request_without_tokens_ends_after_a_failed_step_that_computed_it(
     assert driver.run("next one", max_tokens=2).n_generated == 2
 
 
+@pytest.mark.parametrize("unified", [True, False])
+def test_a_prompt_of_one_token_runs_again_after_a_failed_step_that_computed_it(unified: bool) -> None:
+    driver = Driver(n_slots=2, n_ctx=128, n_ubatch=64, unified=unified)
+    requests = [driver.submit("a", max_tokens=3), driver.submit("bc", max_tokens=3)]
+    driver.backend.failures.append((Status.ABORTED, 2))
+    driver.finish(*requests)
+    assert [len(generated(request)) for request in requests] == [3, 3]
+
+
 def test_choices_that_have_their_first_token_do_not_keep_an_older_request_waiting_for_ever() -> None:
     driver = Driver(n_slots=1, n_reserved=4, n_ctx=512, n_ubatch=128)
     driver.run("h" * 50)
     blocking = driver.submit("x" * 5, max_tokens=3)
     driver.step()
     older = driver.submit("n" * 60)
-    choices = [driver.submit("h" * 50 + "!", max_tokens=3, group="g") for _ in range(PATIENCE + 20)]
+    choices = [driver.submit("h" * 50 + "!", max_tokens=3, group="g") for _ in range(MAX_OVERTAKEN + 20)]
     driver.finish(blocking, older, *choices)
-    assert driver.admitted.index(older) - driver.admitted.index(choices[0]) == PATIENCE
+    assert driver.admitted.index(older) - driver.admitted.index(choices[0]) == MAX_OVERTAKEN
 
 
 @pytest.mark.parametrize("why", ["a busy slot", "a leader"])
-def test_many_that_cannot_run_yet_do_not_hide_one_that_can(why: str) -> None:
+def test_many_requests_that_cannot_run_yet_do_not_hide_one_that_can(why: str) -> None:
     driver = Driver(n_slots=4, n_reserved=4, n_ctx=1024, n_ubatch=16)
     head = "h" * 300
     running = driver.submit(head + "r", max_tokens=60, id_slot=0)
@@ -488,8 +500,8 @@ def test_many_that_cannot_run_yet_do_not_hide_one_that_can(why: str) -> None:
     assert running.state is RequestState.RUNNING
 
 
-def test_cancelled_requests_say_nothing_of_how_long_answers_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "_WEIGHT", 0.5)
+def test_cancelled_requests_do_not_change_the_expected_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_NEWEST_WEIGHT", 0.5)
     driver = Driver(n_slots=2, n_ctx=512, n_ubatch=64)
     for _ in range(6):
         driver.run("x", max_tokens=200)

@@ -1,11 +1,11 @@
-"""The chunk sizer keeps about to the gap it was given, whatever the machine's speed."""
+"""The chunk sizer keeps about to its gap, whatever the machine's speed."""
 
 from __future__ import annotations
 
 import pytest
-from llamaslot.scheduler.chunking import ChunkSizer
 
 from llamaslot.base.model import QUERY_BLOCK
+from llamaslot.scheduler.chunk_sizer import ChunkSizer
 
 
 def taught(*, decode_ms: float, token_ms: float, gap_ms: float = 100.0, n_ubatch: int = 512) -> ChunkSizer:
@@ -17,7 +17,7 @@ def taught(*, decode_ms: float, token_ms: float, gap_ms: float = 100.0, n_ubatch
     return sizer
 
 
-def test_alone_a_prompt_takes_the_whole_micro_batch() -> None:
+def test_a_prompt_beside_no_stream_takes_the_whole_micro_batch() -> None:
     assert taught(decode_ms=10, token_ms=1).limit(0) == 512
 
 
@@ -29,12 +29,12 @@ def test_beside_streams_the_step_ends_about_when_the_gap_does(decode_ms: float, 
     assert decode_ms + chunk * token_ms <= 150
 
 
-def test_chunks_fill_whole_tiles_together_with_the_streams() -> None:
+def test_chunks_fill_whole_query_blocks_together_with_the_streams() -> None:
     for n_decoding in (*range(1, 9), 64, 65, 130):
         assert (taught(decode_ms=10, token_ms=0.5).limit(n_decoding) + n_decoding) % QUERY_BLOCK == 0
 
 
-def test_what_a_step_takes_at_all_is_told_from_what_its_tokens_take() -> None:
+def test_the_fixed_cost_of_a_step_is_told_from_the_cost_of_its_tokens() -> None:
     # 40 ms for any prompt at all and 0.2 ms for each of its tokens: of 90 ms allowed, 50 are left for 250 of them.
     sizer = ChunkSizer(n_ubatch=512, gap_ms=100)
     for _ in range(100):
@@ -44,7 +44,7 @@ def test_what_a_step_takes_at_all_is_told_from_what_its_tokens_take() -> None:
     assert sizer.limit(4) == 4 * QUERY_BLOCK - 4
 
 
-def test_dear_small_steps_do_not_make_the_next_ones_smaller_still() -> None:
+def test_expensive_small_steps_do_not_make_the_next_ones_smaller_still() -> None:
     # What the attention of llama.cpp costs on a CPU: 3 ms for each token of a small step, 0.6 ms in a larger one.
     sizer = taught(decode_ms=40, token_ms=0.6)
     for n in (40, 30, 17, 16, 16, 16, 16, 16):
@@ -52,7 +52,7 @@ def test_dear_small_steps_do_not_make_the_next_ones_smaller_still() -> None:
     assert sizer.limit(4) == 2 * QUERY_BLOCK - 4
 
 
-def test_a_slow_spell_does_not_keep_large_chunks_away_for_good() -> None:
+def test_large_chunks_come_back_after_a_slow_period() -> None:
     """A machine where small steps cost 2 ms a token and large ones 0.6, six times as much for a while."""
     sizer = taught(decode_ms=40, token_ms=0.6)
     for _ in range(5):
@@ -71,7 +71,7 @@ def test_a_slow_spell_does_not_keep_large_chunks_away_for_good() -> None:
     assert step(1.0) == 2 * QUERY_BLOCK - 4
 
 
-def test_steps_with_hardly_a_prompt_token_teach_nothing() -> None:
+def test_steps_with_few_prompt_tokens_do_not_change_the_estimates() -> None:
     sizer = taught(decode_ms=10, token_ms=0.5)
     before = sizer.limit(4)
     for _ in range(50):
@@ -81,11 +81,11 @@ def test_steps_with_hardly_a_prompt_token_teach_nothing() -> None:
     assert sizer.seconds(100) == pytest.approx(0.05)
 
 
-def test_where_a_tile_takes_far_too_long_chunks_stay_small() -> None:
+def test_chunks_stay_small_where_a_query_block_takes_far_too_long() -> None:
     assert taught(decode_ms=100, token_ms=50).limit(4) == 16
 
 
-def test_the_cost_of_decoding_is_known_for_each_number_of_streams() -> None:
+def test_the_cost_of_decoding_is_learned_for_each_number_of_streams() -> None:
     sizer = taught(decode_ms=10, token_ms=0.5)
     for _ in range(20):
         sizer.observe(0, 8, 0.05)
@@ -102,7 +102,7 @@ def test_a_slow_decode_may_be_doubled_by_prefill() -> None:
     assert taught(decode_ms=200, token_ms=2).limit(4) == 2 * QUERY_BLOCK - 4
 
 
-def test_before_anything_was_seen_chunks_are_small() -> None:
+def test_chunks_are_small_before_anything_was_measured() -> None:
     assert ChunkSizer(n_ubatch=512, gap_ms=100).limit(1) == 16
 
 

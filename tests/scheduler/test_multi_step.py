@@ -1,4 +1,4 @@
-"""For how many steps nothing has to be decided, and what these steps are."""
+"""Multi-step decode: how many steps may follow without a plan, and what they compute."""
 
 from __future__ import annotations
 
@@ -10,70 +10,70 @@ from llamaslot.base.commands import Sampling, Submit
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import packed
 from llamaslot.scheduler.request import Request, RequestState
-from llamaslot.scheduler.step import StepPlan, StepResult, Work, following
+from llamaslot.scheduler.step import StepPlan, StepResult, Work, next_decode_step
 from tests.scheduler.test_scheduler import Driver, trims
 
 EOG = frozenset({0})
 
 
-def test_nothing_is_to_be_decided_until_the_first_of_the_streams_reaches_its_limit() -> None:
+def test_extra_steps_end_where_the_first_stream_reaches_its_limit() -> None:
     driver = Driver(n_slots=3, n_ctx=512, n_ubatch=64)
     short, endless = driver.submit("a" * 20, max_tokens=10), driver.submit("b" * 20, max_tokens=-1)
-    assert driver.step().n_ahead == 0  # a prompt
+    assert driver.step().n_extra_steps == 0  # a prompt
     for n_left in range(8, -1, -1):
-        assert driver.step().n_ahead == n_left
+        assert driver.step().n_extra_steps == n_left
     assert short.state is RequestState.DONE
-    assert driver.step().n_ahead == 512 - driver.scheduler.ledger.n_used
+    assert driver.step().n_extra_steps == 512 - driver.cache.cells.used
     assert endless.state is RequestState.RUNNING
     driver.submit("c" * 20, max_tokens=-1)
-    assert driver.step().n_ahead == 0
+    assert driver.step().n_extra_steps == 0
 
 
-def test_a_stop_string_has_to_be_looked_for_after_each_step() -> None:
+def test_a_request_with_stop_strings_has_no_extra_steps() -> None:
     driver = Driver(n_slots=2, n_ctx=512)
     driver.submit("a" * 20, max_tokens=10, stop=("x",))
     for _ in range(9):
-        assert driver.step().n_ahead == 0
+        assert driver.step().n_extra_steps == 0
 
 
-def test_streams_do_not_run_ahead_beyond_the_pool() -> None:
+def test_extra_steps_fit_into_the_pool() -> None:
     driver = Driver(n_slots=2, n_ctx=161, n_ubatch=64)
     for letter in "ab":
         driver.submit(letter * 16, max_tokens=-1)
     driver.step()
     plan = driver.step()
-    assert driver.scheduler.ledger.n_used == 34
-    assert plan.n_ahead == (161 - 34) // 2
+    assert driver.cache.cells.used == 34
+    assert plan.n_extra_steps == (161 - 34) // 2
 
 
-def test_room_for_some_steps_is_made_at_once() -> None:
+def test_idle_cells_for_several_extra_steps_are_evicted_at_once() -> None:
     driver = Driver(n_slots=2, n_ctx=128, n_ubatch=64)
     idle = driver.run("a" * 64)
     stream = driver.submit("b" * 62, max_tokens=-1)
     driver.step()
     driver.step()
     plan = driver.step()
-    assert trims(plan) == {idle.slot_id: 64 - 32}
-    assert plan.n_ahead == 32
+    assert trims(plan) == {idle.slot: 64 - 32}
+    assert plan.n_extra_steps == 32
     assert stream.state is RequestState.RUNNING
 
 
-def test_a_first_step_of_one_token_has_to_be_committed_before_its_sampler_is_known() -> None:
+def test_a_step_that_creates_a_sampler_has_no_extra_steps() -> None:
     driver = Driver(n_slots=2, n_ctx=512)
     driver.submit("a", max_tokens=10)
-    assert driver.step().n_ahead == 0
-    assert driver.step().n_ahead > 0
+    assert driver.step().n_extra_steps == 0
+    assert driver.step().n_extra_steps > 0
 
 
-def test_slots_with_cells_of_their_own_are_bounded_by_their_context_alone() -> None:
+def test_extra_steps_of_partitioned_slots_are_bounded_by_their_context_alone() -> None:
     driver = Driver(n_slots=2, n_ctx=64, n_ubatch=64, unified=False)
     for letter in "ab":
         driver.submit(letter * 8, max_tokens=-1)
     driver.step()
-    assert driver.step().n_ahead == 32 - 9 - 1
+    assert driver.step().n_extra_steps == 32 - 9 - 1
 
 
-def test_requests_of_a_failed_step_go_on_step_by_step() -> None:
+def test_requests_of_a_failed_step_have_no_extra_steps() -> None:
     driver = Driver(n_slots=2, n_ctx=512, n_ubatch=64)
     for letter in "ab":
         driver.submit(letter * 8, max_tokens=50)
@@ -81,12 +81,12 @@ def test_requests_of_a_failed_step_go_on_step_by_step() -> None:
     driver.backend.failures.append((Status.FATAL, 0))
     driver.step()
     assert driver.scheduler.suspects
-    assert driver.step().n_ahead == 0
-    assert driver.step().n_ahead == 0
-    assert driver.step().n_ahead > 0
+    assert driver.step().n_extra_steps == 0
+    assert driver.step().n_extra_steps == 0
+    assert driver.step().n_extra_steps > 0
 
 
-def test_no_idle_cells_are_taken_ahead_from_a_request_that_is_preempted_meanwhile() -> None:
+def test_extra_steps_do_not_evict_the_cells_of_a_request_that_was_just_preempted() -> None:
     driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64)
     for letter in "ab":
         driver.submit(letter * 60, max_tokens=150)
@@ -96,19 +96,19 @@ def test_no_idle_cells_are_taken_ahead_from_a_request_that_is_preempted_meanwhil
     assert driver.held(preempted) >= 127 - 1
 
 
-def test_many_streams_take_no_more_cells_ahead_than_one() -> None:
+def test_many_streams_evict_no_more_cells_for_extra_steps_than_one() -> None:
     driver = Driver(n_slots=5, n_ctx=512, n_ubatch=256)
     idle = driver.run("z" * 300)
     for letter in "abcd":
         driver.submit(letter * 48, max_tokens=-1)
-    while trims(driver.step()).get(idle.slot_id, 300) == 300:
+    while trims(driver.step()).get(idle.slot, 300) == 300:
         pass
     held = driver.held(idle)
     assert 300 - held <= 32 + 4
-    assert driver.plans[-1].n_ahead in {0, 8}
+    assert driver.plans[-1].n_extra_steps in {0, 8}
 
 
-def test_a_resumed_request_that_gets_its_tokens_one_by_one_is_not_run_ahead_of() -> None:
+def test_there_are_no_extra_steps_while_a_resumed_request_is_computed_token_by_token() -> None:
     driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64)
     requests = [driver.submit(letter * 60, max_tokens=150) for letter in "ab"]
     while not driver.preempted:
@@ -118,32 +118,34 @@ def test_a_resumed_request_that_gets_its_tokens_one_by_one_is_not_run_ahead_of()
     driver.finish(*requests)
     incomplete = [plan for plan in driver.plans[n_before:] if any(not work.run.output for work in plan.work)]
     assert incomplete
-    assert all(plan.n_ahead == 0 for plan in incomplete)
+    assert all(plan.n_extra_steps == 0 for plan in incomplete)
 
 
-def test_a_request_that_waits_for_a_slot_holds_nobody_up() -> None:
+def test_a_request_that_waits_for_a_slot_does_not_end_extra_steps() -> None:
     driver = Driver(n_slots=1, n_ctx=512)
     driver.submit("a" * 8, max_tokens=50)
     driver.step()
     driver.submit("b" * 8, max_tokens=50)
-    assert driver.step().n_ahead == 48
+    assert driver.step().n_extra_steps == 48
 
 
-def step_of(n_ahead: int, tokens: dict[int, int], status: Status = Status.OK) -> tuple[StepPlan, StepResult]:
+def step_of(n_extra_steps: int, tokens: dict[int, int], status: Status = Status.OK) -> tuple[StepPlan, StepResult]:
     """A step in which sequences 1 and 3 were at positions 7 and 20."""
     prompt = TokenizedPrompt(packed(np.array([1], dtype=np.int32)))
     requests = [Request(Submit(f"r{seq}", (), sampling=Sampling()), prompt, arrival=seq, now=0.0) for seq in (1, 3)]
     runs = [Run(seq, start, np.array([5], dtype=np.int32), output=True) for seq, start in ((1, 7), (3, 20))]
     work = [Work(request, run) for request, run in zip(requests, runs, strict=True)]
     sampled = {f"r{seq}": token for seq, token in tokens.items()}
-    return StepPlan(work=work, n_ahead=n_ahead), StepResult(Decoded(status, {}), sampled, {}, {}, 0.0, 0.0)
+    return StepPlan(work=work, n_extra_steps=n_extra_steps), StepResult(
+        Decoded(status, {}), sampled, {}, {}, 0.0, 0.0
+    )
 
 
-def test_the_next_step_computes_what_this_one_sampled() -> None:
+def test_the_next_decode_step_computes_what_this_one_sampled() -> None:
     plan, result = step_of(2, {1: 8, 3: 9})
-    after = following(plan, result, EOG)
+    after = next_decode_step(plan, result, EOG)
     assert after is not None
-    assert (after.n_ahead, after.operations, after.preempted) == (1, [], [])
+    assert (after.n_extra_steps, after.operations, after.preempted) == (1, [], [])
     assert [each.request for each in after.work] == [each.request for each in plan.work]
     assert [(w.run.seq, w.run.start, w.run.tokens.tolist(), w.run.output) for w in after.work] == [
         (1, 8, [8], True),
@@ -152,10 +154,10 @@ def test_the_next_step_computes_what_this_one_sampled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n_ahead", "tokens", "status"),
+    ("n_extra_steps", "tokens", "status"),
     [(0, {1: 8, 3: 9}, Status.OK), (2, {1: 8, 3: 0}, Status.OK), (2, {}, Status.NO_ROOM), (2, {}, Status.FATAL)],
 )
-def test_no_step_follows_the_last_one_an_end_or_a_failure(
-    n_ahead: int, tokens: dict[int, int], status: Status
+def test_no_decode_step_follows_the_last_one_an_end_or_a_failure(
+    n_extra_steps: int, tokens: dict[int, int], status: Status
 ) -> None:
-    assert following(*step_of(n_ahead, tokens, status), EOG) is None
+    assert next_decode_step(*step_of(n_extra_steps, tokens, status), EOG) is None
