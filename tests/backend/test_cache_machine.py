@@ -26,7 +26,7 @@ class LlamaMachine(CacheMachine):
     layouts = "shared", "shared", "shared", "partitions", "copied partitions"
     pools = 256, 512
     ubatches = 16, N_UBATCH
-    padding = 16
+
     stretch = 4
 
     model: Path

@@ -1,8 +1,8 @@
-"""The whole cache against an oracle: whatever is asked for or fails, nothing is lost, mixed up or held back.
+"""Scheduler and cache against an oracle: whatever is asked for or fails, nothing is lost, mixed up or held back.
 
-A state machine drives the scheduler on a backend, plan by plan, and believes neither: `Recorder` notes what was
-really done to each sequence, and what must hold is worked out from that and from what was asked for. `Asked` is
-what the machine knows of a request. Tokens are two letters, so that prefixes are shared, branch and meet again.
+A state machine drives the scheduler on a backend, plan by plan, and trusts neither: `Recorder` has what was really
+done to each sequence, and the invariants are worked out from that and from the requests. `Asked` is the machine's
+own account of a request. Tokens are two letters, so that prefixes are shared, branch and meet again.
 """
 
 from __future__ import annotations
@@ -16,26 +16,28 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from llamaslot.kvcache.disk import Job, Read, Write
-from llamaslot.kvcache.shared import SharedLedger
-from llamaslot.kvcache.tiers import Tiers
 
 from llamaslot.backend.fake import EOS, FakeBackend, FakeSampler
 from llamaslot.base.backend import Backend, Run, Sampler, Status
 from llamaslot.base.commands import Sampling, Submit
-from llamaslot.base.kv_ops import CopyStream, Kv, Load, Move, Remove, Save
+from llamaslot.base.kv_ops import CopyStream, Kv, Load, Remove, Save
 from llamaslot.base.model import SegmentSize, StepCost
 from llamaslot.base.prompt import TokenizedPrompt
-from llamaslot.base.tokens import packed
-from llamaslot.kvcache import pace, repacking
-from llamaslot.scheduler import admission, padding, planner
-from llamaslot.scheduler.admission import PATIENCE
+from llamaslot.base.tokens import packed, unpacked
+from llamaslot.kvcache.cache import KVCache
+from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.kvcache.offload import disk_pacing
+from llamaslot.kvcache.offload.disk_io import Corrupt, Job, Read, ReadDone, ReadFailed, ReadStarted, Write, Written
+from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
+from llamaslot.kvcache.segment import SegmentState
+from llamaslot.scheduler import admission, padding, step_planner
+from llamaslot.scheduler.admission import MAX_OVERTAKEN
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.scheduler import Broke, Sampled, Scheduler
 from llamaslot.scheduler.scheduler_settings import SchedulerSettings
-from llamaslot.scheduler.step import StepPlan, StepResult, apply, following
+from llamaslot.scheduler.step import StepPlan, StepResult, apply, next_decode_step
 from tests.conftest import LONG
-from tests.fake_disk import Files
+from tests.fake_disk import FakeDisk
 from tests.recorder import Failure, Recorder
 
 LETTERS = 97, 98
@@ -44,27 +46,27 @@ MIN_SHARED = 4
 ALWAYS_PADDED = StepCost(step_us=1.0, token_us=0.0, token_cell_us=0.0, block_us=0.0, block_cell_us=0.0)
 
 COUNTS: Counter[str] = Counter()
-"""What the runs went through, to see that nothing here is vacuous."""
+"""How often each event came up in the runs, to see that no check is vacuous."""
 
 
 @dataclass(frozen=True)
 class Shape:
     """A context and how it is used.
 
-    The layouts are a shared pool, a partitioned one without and with copies of streams, and models without reuse.
+    The layouts are a unified pool, a partitioned one without and with copies of streams, and models without reuse.
     """
 
     layout: str
     n_slots: int
-    n_reserved: int
+    n_spare: int
     n_ctx: int
     n_ubatch: int
     idle_cells: int | None
-    idle_life: int | None
+    offload_after: int | None
     ram: float
-    """What may be stored, in pools; 0 for nothing."""
+    """The RAM tier, in pools; 0 for none."""
     disk: float
-    """What may be on disk, in pools; 0 without one."""
+    """The disk tier, in pools; 0 for none."""
     eos_every: int
 
     @property
@@ -78,28 +80,28 @@ class Shape:
 
 @dataclass(eq=False)
 class Asked:
-    """A request and what became of it, by the machine's own account."""
+    """A request and its history, by the machine's own account."""
 
     request: Request
     prompt: list[int]
-    space: str
+    namespace: str
     generated: list[int] = field(default_factory=list)
     slot: int = -1
-    """Where it runs."""
+    """Where it runs; -1 while it does not."""
     n_start: int = 0
-    """Tokens that were known when it was admitted last."""
+    """Tokens that were cached when it was admitted last."""
     promise: list[int] = field(default_factory=list)
-    """The prefixes of what it knew then."""
+    """The prefixes of all its tokens then."""
     has_started: bool = False
     has_ended: bool = False
     n_computed: int = 0
     """Positions of the prompt sent to the backend."""
     n_overtaken: int = 0
     has_waited: bool = False
-    """Whether it ever had a leader to wait for."""
+    """True if it ever had a leader to wait for."""
 
     @property
-    def known(self) -> list[int]:
+    def tokens(self) -> list[int]:
         return self.prompt + self.generated
 
     @property
@@ -108,7 +110,7 @@ class Asked:
 
     @property
     def is_private(self) -> bool:
-        return self.space.startswith("private")
+        return self.namespace.startswith("private")
 
 
 class TinyFake(FakeBackend):
@@ -124,19 +126,17 @@ def common(a: list[int], b: list[int]) -> int:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Subclasses say which backend, and which token a cold run would have given."""
+    """Subclasses choose the backend, and the token that a cold run would have given."""
 
     layouts: ClassVar[tuple[str, ...]] = (
         *("shared", "shared", "shared", "shared", "partitions", "copied partitions", "whole", "whole partitions"),
     )
     pools: ClassVar[tuple[int, int]] = (48, 96)
     ubatches: ClassVar[tuple[int, int]] = (4, 24)
-    padding: ClassVar[int] = 4
-    """Cells that a pool is repacked by."""
     largest: ClassVar[int] = 8
     """Tokens of a segment."""
     stretch: ClassVar[int] = 1
-    """How much longer prompts are than the rules say."""
+    """Factor by which prompts are longer than the rules say."""
 
     def new_backend(self, shape: Shape) -> Backend:
         raise NotImplementedError
@@ -147,11 +147,11 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         layout=st.integers(0, 20),
         n_slots=st.integers(2, 3),
-        n_reserved=st.integers(0, 3),
+        n_spare=st.integers(0, 3),
         share=st.floats(0, 1),
         batch=st.floats(0, 1),
         idle_cells=st.sampled_from([None, None, 0, 16]),
-        idle_life=st.sampled_from([None, None, 1, 12, 40]),
+        offload_after=st.sampled_from([None, None, 1, 12, 40]),
         ram=st.sampled_from([0, 0.2, 0.4, 1, 10, 10]),
         disk=st.sampled_from([0, 1, 10, 10]),
         load_us=st.sampled_from([0, 0, 2e4]),
@@ -164,11 +164,11 @@ class CacheMachine(RuleBasedStateMachine):
         *,
         layout: int,
         n_slots: int,
-        n_reserved: int,
+        n_spare: int,
         share: float,
         batch: float,
         idle_cells: int | None,
-        idle_life: int | None,
+        offload_after: int | None,
         ram: float,
         disk: float,
         load_us: float,
@@ -176,16 +176,12 @@ class CacheMachine(RuleBasedStateMachine):
         n_expected: int,
         tile: int | None,
     ) -> None:
-        # Small pools are outgrown only by requests of which less is expected, and repacked in smaller blocks.
+        # Small pools are outgrown only if requests are expected to be short.
         self.patches = [
-            mock.patch.object(admission, "_LEAST_EXPECTED", n_expected),
-            mock.patch.object(pace, "OPEN_SECONDS", 0.005),
+            mock.patch.object(admission, "MIN_EXPECTED_TOKENS", n_expected),
+            mock.patch.object(disk_pacing, "PARTIAL_DELAY_S", 0.005),
             mock.patch.object(padding, "QUERY_BLOCK", (tile or 64) * self.stretch),
-            mock.patch.object(planner, "QUERY_BLOCK", (tile or 64) * self.stretch),
-            mock.patch.object(repacking, "_PADDING", self.padding),
-            mock.patch.object(repacking, "_BLOCK", self.padding),
-            mock.patch.object(repacking, "_SCATTER", 1),
-            mock.patch.object(repacking, "_PROMPT", 4 * self.padding),
+            mock.patch.object(step_planner, "QUERY_BLOCK", (tile or 64) * self.stretch),
         ]
         for patch in self.patches:
             patch.start()
@@ -193,57 +189,59 @@ class CacheMachine(RuleBasedStateMachine):
         name = self.layouts[layout % len(self.layouts)]
         n_ctx = int(low + share * (high - low)) // n_slots * n_slots
         n_ubatch = int(self.ubatches[0] + batch * (self.ubatches[1] - self.ubatches[0]))
-        n_reserved = n_reserved if name in ("shared", "copied partitions") else 0
+        n_spare = n_spare if name in ("shared", "copied partitions") else 0
         ram = ram if name == "shared" else 0
         disk = disk if ram else 0
-        shape = Shape(name, n_slots, n_reserved, n_ctx, n_ubatch, idle_cells, idle_life, ram, disk, eos_every)
+        shape = Shape(name, n_slots, n_spare, n_ctx, n_ubatch, idle_cells, offload_after, ram, disk, eos_every)
         self.shape = shape
         self.backend = Recorder(self.new_backend(shape))
         info = self.backend.info
         self.n_ctx_slot = info.n_ctx_slot
         self.ram_bytes = self.size_of(int(ram * n_ctx))
         self.disk_bytes = self.size_of(int(disk * n_ctx))
-        self.files = Files()
+        self.disk = FakeDisk()
         self.states: dict[int, Kv] = {}
-        """What the files hold."""
+        """The bytes of the files."""
         self.unreadable: set[int] = set()
         self.is_short = self.was_short = False
-        """Whether there is no memory to save in, and whether there ever was none."""
+        """True while there is no memory to save in, and true if there ever was none."""
         self.scheduler = Scheduler(
             SchedulerSettings(
-                n_slots=info.n_slots,
-                n_ctx=info.n_ctx,
                 n_ctx_slot=info.n_ctx_slot,
                 n_ubatch=info.n_ubatch,
+                gap_ms=100.0,
+                step_cost=ALWAYS_PADDED if tile else None,
+                eog=self.backend.vocab.eog,
+            ),
+            CacheSettings(
+                n_slots=info.n_slots,
+                n_cells=info.n_ctx,
                 n_seqs=self.backend.n_seqs,
+                unified=info.unified,
+                can_trim=info.reuse,
                 idle_cells=idle_cells,
-                idle_life=idle_life,
+                offload_after=offload_after,
                 ram_bytes=self.ram_bytes,
                 disk_bytes=self.disk_bytes,
-                store_ms=0.0,
                 segment_size=info.segment_size,
                 segment_tokens=self.largest,
-                rest_ms=0.0,
                 load_us=load_us,
-                step_cost=ALWAYS_PADDED if tile else None,
                 min_shared=MIN_SHARED,
+                gap_ms=100.0,
+                write_interval_ms=0.0,
+                idle_delay_ms=0.0,
                 stream_copy_ms=1e-9 if shape.copies else 0.0,
-                repack_gain=self.padding,
-                unified=info.unified,
-                reuse=info.reuse,
-                eog=self.backend.vocab.eog,
-            )
+            ),
         )
         self.is_sound = True
         self.asked: list[Asked] = []
         self.now = 0.0
         self.shaken: set[int] = set()
-        """Slots whose sequence the last, failed, step may have left in any state."""
+        """Slots whose sequence the last step, which failed, may have left in any state."""
         self.is_recovering = False
-        """Whether the last step failed, so that the next plan may give up what it likes."""
-        self.uses: dict[int, int] = {}
+        """True if the last step failed, so that the next plan may evict what it likes."""
 
-    # --- what is asked for ---
+    # --- requests ---
 
     def new_request(
         self, prompt: list[int], *, salt: int = 0, cached: bool = True, max_tokens: int = 1, seed: int = 0,
@@ -261,20 +259,20 @@ class CacheMachine(RuleBasedStateMachine):
             group=group,
             id_slot=pin if pin < self.shape.n_slots else -1,
         )
-        reuse = self.backend.info.reuse
+        can_trim = self.backend.info.reuse
         tokenized = TokenizedPrompt(packed(np.array(prompt, dtype=np.int32)))
-        request = Request(submit, tokenized, arrival=len(self.asked), now=self.now, reuse=reuse)
+        request = Request(submit, tokenized, arrival=len(self.asked), now=self.now, can_trim=can_trim)
         self.scheduler.submit(request)
-        space = f"salt {salt}" if cached and reuse else f"private {group or name}"
-        self.asked.append(Asked(request, prompt, space))
+        namespace = f"salt {salt}" if cached and can_trim else f"private {group or name}"
+        self.asked.append(Asked(request, prompt, namespace))
         COUNTS["requests"] += 1
 
     def prompt(self, origin: int, share: float, tail: int, n_tail: int) -> list[int]:
-        """The start of something asked before and a tail."""
+        """The start of an earlier request's tokens, and a tail."""
         n_tail *= self.stretch
         letters = [LETTERS[tail >> (i % 40) & 1] for i in range(n_tail)]
-        known = self.asked[-1 - origin % len(self.asked)].known if self.asked else []
-        head = [token for token in known if token != EOS]
+        earlier = self.asked[-1 - origin % len(self.asked)].tokens if self.asked else []
+        head = [token for token in earlier if token != EOS]
         return head[: int(share * len(head))] + letters
 
     kinds = st.sampled_from([0, 0, 0, 0, 0, 1]), st.sampled_from([True] * 5 + [False])
@@ -304,7 +302,7 @@ class CacheMachine(RuleBasedStateMachine):
     def ask_side_by_side(
         self, *, origin: int, share: float, tail: int, n_tail: int, n: int, max_tokens: int, cached: bool
     ) -> None:
-        """Some requests that share a head and differ at the end, or in nothing."""
+        """Some requests that share a prefix and differ at the end, or in nothing."""
         head = self.prompt(origin, share, tail, n_tail)
         for i in range(n):
             end = [LETTERS[i >> bit & 1] for bit in range(n_tail % 4)]
@@ -339,7 +337,7 @@ class CacheMachine(RuleBasedStateMachine):
         asked.has_ended, asked.slot = True, -1
         COUNTS["cancelled"] += 1
 
-    # --- what happens ---
+    # --- events ---
 
     @rule(
         status=st.sampled_from([Status.FATAL, Status.FATAL, Status.ABORTED, Status.NO_ROOM, Status.INVALID]),
@@ -352,78 +350,82 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.shape.ram)
     @rule(is_short=st.sampled_from([False, False, True]))
     def change_memory(self, is_short: bool) -> None:
-        """What could not be stored is tried again after a pause."""
+        """What could not be saved is tried again after a pause."""
         if self.is_short and not is_short:
-            self.now += pace.PAUSE_SECONDS
+            self.now += disk_pacing.RETRY_DELAY_S
         self.is_short = is_short
 
-    @rule(n=st.integers(5, 15), n_ahead=st.integers(0, 3), n_jobs=st.integers(0, 2))
-    def go_on(self, n: int, n_ahead: int, n_jobs: int) -> None:
-        self.step(n, n_ahead, is_late=False, n_jobs=n_jobs)
+    @rule(n=st.integers(5, 15), n_extra=st.integers(0, 3), n_jobs=st.integers(0, 2))
+    def go_on(self, n: int, n_extra: int, n_jobs: int) -> None:
+        self.step(n, n_extra, is_late=False, n_jobs=n_jobs)
 
-    @rule(n=st.integers(1, 4), n_ahead=st.integers(0, 3), is_late=st.booleans(), n_jobs=st.integers(0, 2))
-    def step(self, n: int, n_ahead: int, is_late: bool, n_jobs: int) -> None:
-        """So many plans, each with at most `n_ahead` steps ahead, committed as they come or all at the end."""
+    @rule(n=st.integers(1, 4), n_extra=st.integers(0, 3), is_late=st.booleans(), n_jobs=st.integers(0, 2))
+    def step(self, n: int, n_extra: int, is_late: bool, n_jobs: int) -> None:
+        """So many plans, each with at most `n_extra` extra steps, committed as they come or all at the end."""
         self.is_sound = False
         for _ in range(n):
             plan = self.plan()
             if self.shape.disk:
-                self.let_the_disk_work(n_jobs, n_jobs, True, "good")
+                self.run_disk_jobs(n_jobs, n_jobs, True, "good")
             done = [(plan, self.apply(plan))]
-            while len(done) <= n_ahead:
+            while len(done) <= n_extra:
                 if not is_late:
                     self.commit(*done[-1])
-                after = following(*done[-1], self.backend.vocab.eog)
+                after = next_decode_step(*done[-1], self.backend.vocab.eog)
                 if after is None:
                     break
-                COUNTS["steps ahead"] += 1
+                COUNTS["extra steps"] += 1
                 done.append((after, self.apply(after)))
-            for each in done if is_late else done[n_ahead:]:
+            for each in done if is_late else done[n_extra:]:
                 self.commit(*each)
-            if self.scheduler.ledger.is_settled:
+            if not self.cache._sequences.operations:
                 self.check_agreement()
         self.is_sound = True
 
-    @precondition(lambda self: self.files.writes or self.files.reads)
+    @precondition(lambda self: self.disk.writes or self.disk.reads)
     @rule(
         n_writes=st.integers(0, 9), n_reads=st.integers(0, 3), is_written=st.sampled_from([True] * 9 + [False]),
         answer=st.sampled_from(["good"] * 9 + ["not now", "bad"]),
     )  # fmt: skip
-    def let_the_disk_work(self, n_writes: int, n_reads: int, is_written: bool, answer: str) -> None:
-        tiers = self.tiers
-        for _ in range(min(n_writes, len(self.files.writes))):
-            job = self.files.next_change(is_good=is_written)
+    def run_disk_jobs(self, n_writes: int, n_reads: int, is_written: bool, answer: str) -> None:
+        for _ in range(min(n_writes, len(self.disk.writes))):
+            job = self.disk.next_change(ok=is_written)
             if job is not None:
-                tiers.was_written(job.record.number, self.now, is_good=is_written)
+                self.cache.on_io(Written(job.meta.number, ok=is_written), self.now)
                 COUNTS["written"] += is_written
-        for _ in range(min(n_reads, len(self.files.reads))):
-            number = self.files.reads.pop(0)
-            if answer == "good" and number in self.files.records:
-                positions = self.scheduler.ledger.was_read(number, 1e-6, self.now)
+        for _ in range(min(n_reads, len(self.disk.reads))):
+            number = self.disk.reads.pop(0)
+            if answer == "good" and number in self.disk.metas:
+                positions = self.cache.on_io(ReadDone(number, 1e-6), self.now)
                 if positions is not None:
                     self.backend.put(number, positions.start, positions.stop, self.states[number])
                     COUNTS["read"] += 1
             elif answer == "not now":
-                self.unreadable |= {segment.number for segment in tiers.reading if segment.number == number}
-                tiers.was_not_read(number, self.now)
+                segment = self.tiers.busy.get(number)
+                if segment is not None and segment.state is SegmentState.READING:
+                    self.unreadable.add(number)
+                self.cache.on_io(ReadFailed(number), self.now)
             else:
-                tiers.was_bad(number, self.now)
-        self.take_jobs(self.scheduler.ledger.take_jobs())
+                self.cache.on_io(Corrupt(number), self.now)
+        self.take_jobs(self.cache.take_jobs())
 
     def take_jobs(self, jobs: list[Job]) -> None:
-        self.files.take(jobs)
+        self.disk.take(jobs)
         for job in jobs:
-            COUNTS["readings"] += isinstance(job, Read)
+            COUNTS["reads"] += isinstance(job, Read)
             if isinstance(job, Write):
-                number = job.record.number
+                number = job.meta.number
                 self.states[number] = self.backend.kv_of(number)
-                stored = self.backend.saved[number]
-                assert not stored.space.startswith("private"), "a private prefix is written"
+                saved = self.backend.saved[number]
+                assert not saved.namespace.startswith("private"), "a private prefix is written"
 
     @property
-    def tiers(self) -> Tiers:
-        assert isinstance(self.scheduler.ledger, SharedLedger)
-        return self.scheduler.ledger.tiers
+    def cache(self) -> KVCache:
+        return self.scheduler.cache
+
+    @property
+    def tiers(self) -> SegmentTiers:
+        return self.cache._tiers
 
     def size_of(self, n_tokens: int) -> int:
         """Bytes of a segment; nothing takes none."""
@@ -435,22 +437,17 @@ class CacheMachine(RuleBasedStateMachine):
         was_suspected = [a for a in self.running if a.request.id in self.scheduler.suspects]
         plan = self.scheduler.plan(self.now)
         COUNTS["plans"] += 1
-        admitted = self.note_places(plan)
+        admitted = self.record_slots(plan)
         for each in plan.operations:
             COUNTS["streams copied"] += isinstance(each, CopyStream)
-            if isinstance(each, Move):
-                holders = {holder for piece in each.pieces for holder in piece.holders}
-                assert not holders & {asked.slot for asked in self.running}, "moved while it runs"
-                COUNTS["moves"] += 1
-                COUNTS["moves while idle"] += not self.living
         self.carry_out(plan)
         for asked in admitted:
-            asked.n_start = self.n_known(asked)
-            asked.promise = self.backend.named(asked.space, asked.known)
+            asked.n_start = self.n_cached(asked)
+            asked.promise = self.backend.named(asked.namespace, asked.tokens)
         self.check_agreement()
         self.check_running(before, plan)
         self.check_restored(plan)
-        self.check_fetched(plan)
+        self.check_loaded(plan)
         self.check_admissions(plan, admitted)
         self.check_preempted(plan, admitted)
         if not was_suspected:
@@ -462,7 +459,7 @@ class CacheMachine(RuleBasedStateMachine):
         return replace(plan, operations=[], jobs=[])
 
     def carry_out(self, plan: StepPlan) -> None:
-        """All of a plan but its work. While memory is short nothing is saved."""
+        """Carry out all of a plan but its work. While memory is short nothing is saved."""
         loaded = {each.segment for each in plan.operations if isinstance(each, Load)}
         saved = {each.segment for each in plan.operations if isinstance(each, Save)}
         assert not saved & loaded, "loaded before it is known to be saved"
@@ -472,18 +469,18 @@ class CacheMachine(RuleBasedStateMachine):
         self.scheduler.commit(only, result, self.now)
         jobs = []
         for job in plan.jobs:
-            if isinstance(job, Write) and job.record.number in result.unsaved:
-                self.tiers.was_written(job.record.number, self.now, is_good=False)
+            if isinstance(job, Write) and job.meta.number in result.unsaved:
+                self.cache.on_io(Written(job.meta.number, ok=False), self.now)
             else:
                 jobs.append(job)
                 if isinstance(job, Read):
-                    self.tiers.reads(self.now)
+                    self.cache.on_io(ReadStarted(), self.now)
         self.take_jobs(jobs)
         self.was_short |= bool(result.unsaved)
         COUNTS["not saved"] += len(result.unsaved)
 
-    def note_places(self, plan: StepPlan) -> list[Asked]:
-        """Who runs where from now on; those who came to run are returned."""
+    def record_slots(self, plan: StepPlan) -> list[Asked]:
+        """Record which request runs where from now on; returns those that were admitted."""
         gone = [asked for asked in self.asked if asked.request in plan.preempted]
         for asked in gone:
             assert asked.slot >= 0, "preempted while not running"
@@ -504,26 +501,26 @@ class CacheMachine(RuleBasedStateMachine):
     def apply(self, plan: StepPlan) -> StepResult:
         for work in plan.work:
             asked = self.find(work.request)
-            self.backend.spaces[asked.slot] = asked.space
+            self.backend.namespaces[asked.slot] = asked.namespace
             self.check_run(asked, work.run)
             asked.n_computed += max(
                 0, min(work.run.start + len(work.run.tokens), len(asked.prompt)) - work.run.start
             )
         COUNTS["steps"] += 1
         if plan.padding is not None:
-            self.backend.spaces[plan.padding.seq] = "padding"
+            self.backend.namespaces[plan.padding.seq] = "padding"
             COUNTS["padded steps"] += 1
-            COUNTS["padded steps ahead"] += plan.n_ahead > 0
+            COUNTS["padded steps with extra ones"] += plan.n_extra_steps > 0
         result = apply(plan, self.backend, lambda: self.now)
         if result.decoded.status is Status.OK:
             for work in plan.work:
                 for request in work.samples:
-                    self.note_token(self.find(request), result.tokens[request.id])
+                    self.record_token(self.find(request), result.tokens[request.id])
         return result
 
-    def note_token(self, asked: Asked, token: int) -> None:
-        """A token was sampled; it must be the one of a cold run."""
-        self.check_token(asked.known, asked.submit.sampling, len(asked.generated), token)
+    def record_token(self, asked: Asked, token: int) -> None:
+        """Record a sampled token, which must be the one of a cold run."""
+        self.check_token(asked.tokens, asked.submit.sampling, len(asked.generated), token)
         asked.generated.append(token)
         COUNTS["tokens"] += 1
 
@@ -556,7 +553,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert not sampled or result.decoded.status is not Status.OK
 
     def reason(self, asked: Asked, outcome: Sampled) -> str | None:
-        """Why a request must end with this token; with steps ahead more tokens may be noted by now."""
+        """Why a request must end with this token; with extra steps more tokens may be recorded by now."""
         n = asked.request.n_generated
         assert asked.generated[n - 1] == outcome.token
         if outcome.token in self.backend.vocab.eog:
@@ -565,69 +562,71 @@ class CacheMachine(RuleBasedStateMachine):
         assert outcome.truncated == (is_full and n != asked.submit.max_tokens)
         return "limit" if n == asked.submit.max_tokens or is_full else None
 
-    # --- what must hold ---
+    # --- invariants ---
 
     def check_agreement(self) -> None:
-        """With nothing left to carry out, the ledger says what was recorded, and so does the backend."""
-        ledger, backend = self.scheduler.ledger, self.backend
+        """With no operation pending, the cache says what was recorded, and so does the backend."""
+        cache, backend = self.cache, self.backend
         backend.check()
-        ledger.check(backend.seq_range)
-        if self.shape.shares and isinstance(backend.inner, FakeBackend) and not backend.has_lost:
-            assert isinstance(ledger, SharedLedger)
-            for seq in range(backend.n_seqs):
-                assert ledger.cells.cells(seq).tolist() == backend.inner.cells_of(seq), "cells lie elsewhere"
-            assert ledger.cells.high_water == backend.inner.high_water
-            at_hand = {segment.number for segment in ledger.tiers.ram if ledger.tiers.is_at_hand(segment)}
-            assert at_hand == backend.segments.keys()
+        cache.check(backend.seq_range)
+        if self.shape.shares:
+            in_ram = {segment.number for segment in self.tiers.ram if segment.state.is_loadable}
+            assert in_ram == backend.segments.keys()
         for seq, held in enumerate(backend.held):
-            assert ledger.tree.tokens(seq).tolist() == held.tokens, seq
-            assert ledger.length(seq) == len(held)
-        assert ledger.n_used == (len(backend.cells) if self.shape.shares else sum(map(len, backend.held)))
+            assert cache._tree.tokens(seq).tolist() == held.tokens, seq
+            assert cache.length(seq) == len(held)
+        assert cache.cells.used == (len(backend.cells) if self.shape.shares else sum(map(len, backend.held)))
         if backend.info.reuse:
             self.check_tree()
-        wanted = {asked.space for asked in self.living}
+        wanted = {asked.namespace for asked in self.living}
         for held in backend.held:
-            assert not held.cells or not held.space.startswith("private") or held.space in wanted, "left behind"
-        stored = [prefix for segment in backend.segments.values() for prefix in segment.prefixes]
-        assert len(stored) == len(set(stored)), "stored twice"
+            is_left = held.cells and held.namespace.startswith("private") and held.namespace not in wanted
+            assert not is_left, "a private prefix was left behind"
+        offloaded = [prefix for segment in backend.segments.values() for prefix in segment.prefixes]
+        assert len(offloaded) == len(set(offloaded)), "offloaded twice"
         assert sum(self.size_of(len(segment.tokens)) for segment in backend.segments.values()) <= self.ram_bytes
         for segment in backend.segments.values():
             assert len(segment.tokens) <= self.largest
-            assert not segment.space.startswith("private") or segment.space in wanted, "left in RAM"
+            assert not segment.namespace.startswith("private") or segment.namespace in wanted, "left in RAM"
 
     def check_tree(self) -> None:
-        """Cells, pins and holders are counted right."""
-        ledger, backend = self.scheduler.ledger, self.backend
+        """Cells, pins, holders and segments are those that were recorded."""
+        tree, backend = self.cache._tree, self.backend
         running = [asked.slot for asked in self.running]
         pinned, everything = backend.prefixes(running), backend.prefixes()
-        assert (ledger.tree.n_tokens, ledger.tree.n_pinned_tokens) == (len(everything), len(pinned))
-        assert ledger.n_idle == len(everything - pinned)
+        assert (tree.n_tokens, tree.n_pinned_tokens) == (len(everything), len(pinned))
+        if self.shape.shares:
+            assert self.cache.cells.idle == len(everything - pinned)
         held_by = {seq: set(held.prefixes) for seq, held in enumerate(backend.held) if held.cells}
-        for node in ledger.tree.nodes():
-            holders = set(ledger.tree.holders(node))
-            last = backend.held[min(holders)].prefixes[node.end - 1]
-            assert holders == {seq for seq, prefixes in held_by.items() if last in prefixes}
-            assert node.n_pins == sum(last in held_by.get(seq, ()) for seq in running), "a reference count"
+        namespaces = {asked.request.namespace: asked.namespace for asked in self.asked}
+        for node in tree.nodes():
+            prefixes = backend.named(namespaces[node.namespace], unpacked(node.prefix()).tolist())
+            holders = set(node.holders())
+            assert holders == {seq for seq, prefixes_of in held_by.items() if prefixes[-1] in prefixes_of}
+            assert node.n_pins == sum(prefixes[-1] in held_by.get(seq, ()) for seq in running), "a reference count"
+            if node.segment is not None:
+                saved = backend.saved[node.segment.number]
+                assert prefixes[saved.start :] == saved.prefixes[: node.end - saved.start], "another path"
 
     def check_running(self, before: Before, plan: StepPlan) -> None:
-        """Nothing was taken from those who ran already, and each used cell holds another prefix."""
+        """Nothing was taken from requests that ran already, and each used cell holds another prefix."""
         held = self.backend.held
         for asked, prefixes in before.running.items():
             if asked.slot not in self.shaken and asked.slot >= 0:
                 assert held[asked.slot].prefixes[: len(prefixes)] == prefixes, "taken from a running request"
         if self.shape.shares:
-            assert len(self.backend.cells) == len(self.backend.prefixes()), "computed twice and kept twice"
+            assert len(self.backend.cells) == len(self.backend.prefixes()), "duplicate cells"
             budget, idle = self.shape.idle_cells, self.idle
             assert budget is None or len(idle) <= budget, "more idle cells than allowed"
             ready = [self.find(work.request) for work in plan.work]
-            pending = [len(asked.known) - len(held[asked.slot]) for asked in ready]
+            pending = [len(asked.tokens) - len(held[asked.slot]) for asked in ready]
             n_pending = sum(n for n in pending if n > 1)
-            if self.shape.idle_life is not None and self.shape.ram and n_pending:
-                for node in self.scheduler.ledger.tree.nodes():
+            if self.shape.offload_after is not None and self.shape.ram and n_pending:
+                for node in self.cache._tree.nodes():
                     n_since = before.clock - node.last_used
-                    is_new = n_since <= 0 or n_since + n_pending <= self.shape.idle_life
-                    assert is_new or not node.is_idle_leaf, "in the way of prompts"
-                COUNTS["looked for what is in the way"] += 1
+                    is_new = n_since <= 0 or n_since + n_pending <= self.shape.offload_after
+                    assert is_new or not node.is_idle_leaf, "an idle prefix slows prompts"
+                COUNTS["looked for idle prefixes that slow prompts"] += 1
         n_granted = sum(len(work.run.tokens) for work in plan.work)
         if self.backend.info.unified:
             assert len(self.backend.cells) + n_granted <= self.backend.info.n_ctx
@@ -635,49 +634,49 @@ class CacheMachine(RuleBasedStateMachine):
         if self.shape.shares:
             for seq in range(self.shape.n_slots, self.backend.n_seqs):
                 others = self.backend.prefixes(other for other in range(self.backend.n_seqs) if other != seq)
-                assert not held[seq].cells or held[seq].prefixes[-1] not in others, "an id for nothing"
+                assert not held[seq].cells or held[seq].prefixes[-1] not in others, "an id for a covered path"
 
     def check_restored(self, plan: StepPlan) -> None:
-        """A running request whose sequence had to be cleared starts again from all that is known."""
+        """A running request whose sequence had to be cleared starts again from all that is cached."""
         for asked in self.running:
             if self.shape.shares and asked.slot in self.shaken and Remove(asked.slot, 0) in plan.operations:
-                known = self.backend.named(asked.space, asked.known)[:-1]
-                n_known = max(common(known, held.prefixes) for held in self.backend.held)
-                assert len(self.backend.held[asked.slot]) == n_known, "not restored"
+                prefixes = self.backend.named(asked.namespace, asked.tokens)[:-1]
+                n_cached = max(common(prefixes, held.prefixes) for held in self.backend.held)
+                assert len(self.backend.held[asked.slot]) == n_cached, "not restored"
                 COUNTS["restored"] += 1
 
-    def check_fetched(self, plan: StepPlan) -> None:
-        """Nothing is computed that is known, unless the pool is too full to load it."""
+    def check_loaded(self, plan: StepPlan) -> None:
+        """Nothing is computed that is cached, unless the pool is too full to load it."""
         COUNTS["loads"] += sum(isinstance(each, Load) for each in plan.operations)
         COUNTS["saves"] += sum(isinstance(each, Save) for each in plan.operations)
         n_pinned = len(self.backend.prefixes(asked.slot for asked in self.running))
         is_full = self.backend.info.n_ctx - n_pinned < self.largest or (self.shape.disk and self.shape.ram < 10)
         for work in plan.work:
             asked = self.find(work.request)
-            if self.shape.shares and len(asked.known) - work.run.start > 1:
-                n_missing = self.n_known(asked) - work.run.start
+            if self.shape.shares and len(asked.tokens) - work.run.start > 1:
+                n_missing = self.n_cached(asked) - work.run.start
                 # A segment that has to be read takes longer than to compute an eighth of its tokens.
-                is_dear = self.shape.disk and n_missing <= self.n_segments(asked, work.run.start)
-                assert not n_missing or is_full or plan.preempted or is_dear, "computes what is known"
-                COUNTS["looked for what is known"] += 1
+                is_slow = self.shape.disk and n_missing <= self.n_segments(asked, work.run.start)
+                assert not n_missing or is_full or plan.preempted or is_slow, "computes what is cached"
+                COUNTS["looked for what is cached"] += 1
 
     def check_admissions(self, plan: StepPlan, admitted: list[Asked]) -> None:
-        """Who was admitted holds all that is known of its prompt, or is about to, and has not passed its leader."""
+        """An admitted request holds all that is cached of its prompt, or is about to, and waited for its leader."""
         loading = {each.dst for each in plan.operations if isinstance(each, Load)}
         for asked in admitted:
-            known = self.backend.named(asked.space, asked.known)[:-1]
+            wanted = self.backend.named(asked.namespace, asked.tokens)[:-1]
             prefixes = self.backend.held[asked.slot].prefixes
-            assert prefixes == known[: len(prefixes)], "not its own prefix"
+            assert prefixes == wanted[: len(prefixes)], "not its own prefix"
             assert len(prefixes) <= asked.n_start
             COUNTS["reused tokens"] += asked.n_start
             if self.shape.shares:
                 others = [held.prefixes for seq, held in enumerate(self.backend.held) if seq != asked.slot]
-                longest = max(common(known, other) for other in others)
+                longest = max(common(wanted, other) for other in others)
                 assert len(prefixes) >= longest or asked.slot in loading, "a longer match was left"
             if not self.backend.info.reuse:
                 assert asked.n_start == 0 or asked.submit.group
             running = [other for other in self.running if other not in admitted]
-            # A RAM that is too small may lose what was known when they were admitted.
+            # A RAM that is too small may lose what was cached when they were admitted.
             is_lossy = 0 < self.shape.ram < 10 or self.unreadable or 0 < self.shape.disk < 10 or self.was_short
             waits = self.waits(asked, asked.n_start, running)
             assert not waits or is_lossy, "computed side by side with its leader"
@@ -686,23 +685,23 @@ class CacheMachine(RuleBasedStateMachine):
                 also = self.waits(other, other.n_start, [asked])
                 assert not (first and also) or is_lossy, "admitted side by side"
 
-    def waits(self, asked: Asked, n_known: int, running: list[Asked], min_shared: int = MIN_SHARED) -> bool:
-        """Whether one of these computes something that a request should wait for; `n_known` is there already."""
+    def waits(self, asked: Asked, n_cached: int, running: list[Asked], min_shared: int = MIN_SHARED) -> bool:
+        """True if one of these computes something that a request should wait for, beyond `n_cached`."""
         if not self.shape.shares:
             return False
-        known = self.backend.named(asked.space, asked.known)[:-1]
+        wanted = self.backend.named(asked.namespace, asked.tokens)[:-1]
         for leader in running:
-            if leader.space != asked.space:
+            if leader.namespace != asked.namespace:
                 continue
             if asked.submit.group and leader.submit.group == asked.submit.group and not leader.generated:
                 return True
-            n = common(known, leader.promise)
-            if n > n_known and n - leader.n_start > min_shared:
+            n = common(wanted, leader.promise)
+            if n > n_cached and n - leader.n_start > min_shared:
                 return True
         return False
 
     def check_preempted(self, plan: StepPlan, admitted: list[Asked]) -> None:
-        """The youngest, never the oldest, and only with nothing idle left."""
+        """The youngest request is preempted, never the oldest, and only with nothing idle left."""
         if not plan.preempted:
             return
         COUNTS["preempted"] += len(plan.preempted)
@@ -711,23 +710,23 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(asked.request.arrival < oldest for asked in self.running), "not the youngest"
         assert self.running, "the oldest was preempted"
         assert not set(gone) & set(admitted)
-        left = {each for asked in gone for each in self.backend.named(asked.space, asked.known)}
+        left = {each for asked in gone for each in self.backend.named(asked.namespace, asked.tokens)}
         assert not self.shape.shares or self.idle <= left, "preempted with idle cells left"
 
     def check_waiting(self, before: Before, plan: StepPlan, admitted: list[Asked]) -> None:
-        """Who still waits has a reason to, and is not overtaken for ever."""
+        """A request that still waits has a reason to, and is not overtaken for ever."""
         waiting = [asked for asked in self.living if asked.slot < 0]
         free = [slot.id for slot in self.scheduler.slots if slot.request is None]
-        first = [a for a in waiting if a.has_started or a.request.n_overtaken >= PATIENCE]
+        first = [a for a in waiting if a.has_started or a.request.n_overtaken >= MAX_OVERTAKEN]
         for asked in waiting:
             if asked.request in plan.preempted:
                 continue
-            n_known = self.n_known(asked)
-            waits = self.waits(asked, n_known, self.running)
+            n_cached = self.n_cached(asked)
+            waits = self.waits(asked, n_cached, self.running)
             asked.has_waited |= waits
-            may_wait = waits or (asked.has_waited and self.waits(asked, n_known, self.running, min_shared=0))
-            # What a copy costs decides there; who could share nothing with anybody must not wait all the same.
-            may_wait |= self.shape.copies and any(other.space == asked.space for other in self.asked)
+            may_wait = waits or (asked.has_waited and self.waits(asked, n_cached, self.running, min_shared=0))
+            # The cost of a copy decides there; a request that could share nothing must not wait all the same.
+            may_wait |= self.shape.copies and any(other.namespace == asked.namespace for other in self.asked)
             # What is loaded in this plan takes room as if it were not shared yet.
             may_wait |= any(isinstance(each, Load) for each in plan.operations)
             for other in admitted:
@@ -741,20 +740,20 @@ class CacheMachine(RuleBasedStateMachine):
                 ):
                     asked.n_overtaken += 1
                     COUNTS["overtaken"] += 1
-            # In the plan in which its patience ends, those in front of it are not counted one by one.
-            assert asked.n_overtaken < PATIENCE + self.shape.n_slots, "overtaken too often"
+            # In the plan in which the limit is reached, the requests ahead of it are not counted one by one.
+            assert asked.n_overtaken < MAX_OVERTAKEN + self.shape.n_slots, "overtaken too often"
             may_run = any(asked.submit.id_slot in (-1, slot) for slot in free)
             if may_run and not may_wait and not plan.preempted and not set(first) - {asked}:
                 assert not self.surely_fits(asked), "held back without a reason"
-        assert self.running or not waiting or plan.preempted, "nobody runs"
+        assert self.running or not waiting or plan.preempted, "no request runs"
 
     def surely_fits(self, asked: Asked) -> bool:
-        """Whether there is room for a request and the running ones whatever they generate."""
+        """True if there is room for a request and the running ones whatever they generate."""
         if not self.backend.info.unified or not self.running:
             return True
         held = self.backend.held
         needed = sum(
-            len(r.known) - len(held[r.slot]) * (r is not asked) + self.most(r) for r in (*self.running, asked)
+            len(r.tokens) - len(held[r.slot]) * (r is not asked) + self.most(r) for r in (*self.running, asked)
         )
         if self.shape.shares:
             pinned = len(self.backend.prefixes(r.slot for r in self.running))
@@ -764,20 +763,26 @@ class CacheMachine(RuleBasedStateMachine):
 
     def most(self, asked: Asked) -> int:
         """Tokens that a request may generate still."""
-        room = self.n_ctx_slot - len(asked.known)
+        room = self.n_ctx_slot - len(asked.tokens)
         limit = asked.submit.max_tokens
         return room if limit < 0 else min(room, limit - len(asked.generated))
 
     def check_losses(self, before: Before, plan: StepPlan) -> None:
-        """What was known and may be wanted again is given up only where age, ids, cells or the budget say so."""
-        spaces = {asked.space for asked in self.living}
-        lost = before.prefixes_in(spaces) - self.backend.prefixes() - self.stored
+        """What was cached and may be wanted again is evicted only for lack of RAM, ids, cells or budget."""
+        namespaces = {asked.namespace for asked in self.living}
+        lost = before.prefixes_in(namespaces) - self.backend.prefixes() - self.offloaded
         if not lost or self.is_recovering:
             return
         COUNTS["losses"] += 1
         if self.shape.ram:
             n_bytes = sum(self.size_of(len(segment.tokens)) for segment in self.backend.segments.values())
-            is_full = self.ram_bytes - n_bytes < 2 * self.size_of(self.largest) or 0 < self.shape.disk < 10
+            written = (
+                *self.disk.metas.values(),
+                *(each.meta for each in self.disk.writes if isinstance(each, Write)),
+            )
+            n_written = sum(meta.n_bytes for meta in written)
+            most = min(self.ram_bytes - n_bytes, self.disk_bytes - n_written if self.shape.disk else self.ram_bytes)
+            is_full = most < 2 * self.size_of(self.largest) or 0 < self.shape.disk < 10
             # A RAM of a pool or less has no room for the longest prefixes.
             assert is_full or self.shape.ram < 10 or self.was_short, "lost while there is room in RAM"
             COUNTS["losses for RAM"] += 1
@@ -787,7 +792,7 @@ class CacheMachine(RuleBasedStateMachine):
         n_free = self.backend.info.n_ctx - len(self.backend.cells) - sum(len(work.run.tokens) for work in plan.work)
         n_free -= len(plan.padding.tokens) if plan.padding is not None else 0
         are_decoding = bool(plan.work) and all(work.run.output and len(work.run.tokens) == 1 for work in plan.work)
-        if n_free <= ((plan.n_ahead + 1) * len(plan.work) - 1 if are_decoding else 0):
+        if n_free <= ((plan.n_extra_steps + 1) * len(plan.work) - 1 if are_decoding else 0):
             COUNTS["losses for cells"] += 1
             return
         running = {asked.slot for asked in self.running}
@@ -803,11 +808,11 @@ class CacheMachine(RuleBasedStateMachine):
             assert set(workers) <= set(was_suspected)
         else:
             for asked in self.running:
-                is_stream = len(asked.known) - len(self.backend.held[asked.slot]) == 1
+                is_stream = len(asked.tokens) - len(self.backend.held[asked.slot]) == 1
                 assert not is_stream or asked in workers, "a stream was held up"
         assert sum(len(work.run.tokens) for work in plan.work) <= self.backend.info.n_ubatch
         is_loading = any(isinstance(each, Load) for each in plan.operations)
-        is_reading = any(asked.slot >= 0 for asked in self.living) and self.files.reads
+        is_reading = any(asked.slot >= 0 for asked in self.living) and self.disk.reads
         assert plan.work or plan.preempted or is_loading or is_reading or not self.living, "nothing is done"
 
     def check_run(self, asked: Asked, run: Run) -> None:
@@ -815,23 +820,23 @@ class CacheMachine(RuleBasedStateMachine):
         assert run.seq == asked.slot
         assert not asked.has_ended
         assert run.start == len(held)
-        assert held.tokens + run.tokens.tolist() == asked.known[: run.start + len(run.tokens)]
-        is_last = run.start + len(run.tokens) == len(asked.known)
+        assert held.tokens + run.tokens.tolist() == asked.tokens[: run.start + len(run.tokens)]
+        is_last = run.start + len(run.tokens) == len(asked.tokens)
         assert run.output == (is_last and asked.submit.max_tokens != 0)
 
     @invariant()
     @precondition(lambda self: hasattr(self, "scheduler"))
     def the_tree_is_sound(self) -> None:
-        self.scheduler.ledger.tree.check()
+        self.cache._tree.check()
         for asked in self.running:
-            assert self.scheduler.ledger.tree.is_pinned(asked.slot) or asked.slot in self.shaken
+            assert self.cache._tree.is_pinned(asked.slot) or asked.slot in self.shaken
         for asked in self.asked:
             assert (asked.request.state is RequestState.DONE) == asked.has_ended
-            assert asked.request.known.view().tolist() == asked.known
+            assert asked.request.tokens.view().tolist() == asked.tokens
             assert asked.request.n_prompt_computed == asked.n_computed
 
     def teardown(self) -> None:
-        """Whoever is left comes to an end too."""
+        """Let all requests end."""
         try:
             if getattr(self, "is_sound", False):
                 self.finish()
@@ -848,14 +853,14 @@ class CacheMachine(RuleBasedStateMachine):
             if not self.living:
                 break
             self.step(1, 0, False, n_jobs=3)
-        assert not self.living, "somebody never ended"
+        assert not self.living, "a request never ended"
         self.check_samplers()
         self.backend.close()
 
     def check_samplers(self) -> None:
-        """Those of requests that have ended are freed."""
+        """Verify that the samplers of ended requests are freed."""
 
-    # --- what is known ---
+    # --- lookups ---
 
     @property
     def living(self) -> list[Asked]:
@@ -870,21 +875,22 @@ class CacheMachine(RuleBasedStateMachine):
         return [asked for asked in self.asked if asked.slot >= 0]
 
     @property
-    def stored(self) -> set[int]:
-        """Prefixes whose last token is stored, and can be loaded by and by."""
-        on_disk = [self.backend.saved[number] for number in self.files.kept - self.unreadable]
+    def offloaded(self) -> set[int]:
+        """Prefixes whose last token is offloaded, and can be loaded by and by."""
+        on_disk = [self.backend.saved[number] for number in self.disk.kept - self.unreadable]
         return {prefix for each in (*self.backend.segments.values(), *on_disk) for prefix in each.prefixes}
 
-    def n_known(self, asked: Asked) -> int:
+    def n_cached(self, asked: Asked) -> int:
         """Tokens of a request that need not be computed."""
-        prefixes = self.backend.named(asked.space, asked.known)[:-1]
+        prefixes = self.backend.named(asked.namespace, asked.tokens)[:-1]
         n = max(common(prefixes, held.prefixes) for held in self.backend.held)
-        stored = self.stored
-        return next((i for i in range(n, len(prefixes)) if prefixes[i] not in stored), len(prefixes))
+        offloaded = self.offloaded
+        return next((i for i in range(n, len(prefixes)) if prefixes[i] not in offloaded), len(prefixes))
 
     def n_segments(self, asked: Asked, start: int) -> int:
-        """Segments that hold what a request knows from `start` on, as far as all of it is stored."""
-        return len(self.tiers.stored(asked.request.space, asked.request.prefix, start))
+        """Segments that have tokens of a request from `start` on, without a gap."""
+        match = self.cache._tree.match(asked.request.namespace, asked.request.prefix)
+        return sum(part.end > start for part in self.tiers.readable(match.parts))
 
     @property
     def idle(self) -> set[int]:
@@ -896,23 +902,23 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 class Before:
-    """What was recorded before a plan."""
+    """The recorded state before a plan."""
 
     def __init__(self, machine: CacheMachine) -> None:
         held = machine.backend.held
-        self.clock = machine.scheduler.ledger.clock
+        self.clock = machine.cache._sequences.clock
         self.running = {asked: list(held[asked.slot].prefixes) for asked in machine.running}
         self.fresh = {asked for asked in machine.living if asked.slot < 0 and not asked.has_started}
-        self.held = [(each.space, set(each.prefixes)) for each in held]
-        stored = [*machine.backend.segments.values(), *map(machine.backend.saved.get, machine.files.kept)]
-        self.held += [(each.space, set(each.prefixes)) for each in stored]
+        self.held = [(each.namespace, set(each.prefixes)) for each in held]
+        offloaded = [*machine.backend.segments.values(), *map(machine.backend.saved.get, machine.disk.kept)]
+        self.held += [(each.namespace, set(each.prefixes)) for each in offloaded]
 
-    def prefixes_in(self, spaces: set[str]) -> set[int]:
-        """What was held, in these namespaces or for everybody."""
+    def prefixes_in(self, namespaces: set[str]) -> set[int]:
+        """The prefixes that were held or offloaded, but for private ones of other namespaces than these."""
         return {
             each
-            for space, prefixes in self.held
-            if space in spaces or not space.startswith("private")
+            for namespace, prefixes in self.held
+            if namespace in namespaces or not namespace.startswith("private")
             for each in prefixes
         }
 
@@ -922,7 +928,7 @@ class FakeMachine(CacheMachine):
         self.cold = TinyFake(n_slots=1, n_ctx=128, n_ubatch=128, eos_every=shape.eos_every)
         return TinyFake(
             n_slots=shape.n_slots,
-            n_reserved=shape.n_reserved,
+            n_reserved=shape.n_spare,
             n_ctx=shape.n_ctx,
             n_ubatch=shape.n_ubatch,
             unified="partitions" not in shape.layout,

@@ -12,8 +12,9 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from llamaslot.base.tokens import packed
+from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.node import Node
-from llamaslot.kvcache.radix_tree import Match, RadixTree
+from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import Segment
 
 SEQS = 8

@@ -1,4 +1,4 @@
-"""What waiting requests share with running ones: who waits on whom, and what happens when a leader ends."""
+"""Prefixes shared between requests: in flight, where one waits for another, and between idle and running ones."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from llamaslot.base.kv_ops import Copy, CopyStream, Share
 from llamaslot.scheduler.request import Request, RequestState
 from tests.scheduler.test_scheduler import PROMPT_TOKEN_SECONDS, Driver, generated
 
-HEAD = "h" * 40
+PREFIX = "h" * 40
 MIN_SHARED = 16
 
 
 def driver(**shape: int | bool | None) -> Driver:
-    """A pool in which a prefix of 40 tokens takes five steps and is worth waiting for."""
+    """A scheduler on a pool in which a prefix of 40 tokens takes five steps and is worth waiting for."""
     return Driver(**{"n_slots": 4, "n_reserved": 4, "n_ctx": 1024, "n_ubatch": 8, "min_shared": MIN_SHARED} | shape)
 
 
@@ -24,29 +24,29 @@ def computed(shared: Driver) -> int:
 
 
 def fan_out(shared: Driver, n: int = 4, **fields: object) -> list[Request]:
-    """Requests for the same head and tails of their own."""
-    return [shared.submit(HEAD + chr(97 + i) * 3, **fields) for i in range(n)]
+    """Requests with the same prefix and different ends."""
+    return [shared.submit(PREFIX + chr(97 + i) * 3, **fields) for i in range(n)]
 
 
-def test_what_a_leader_computes_is_waited_for_and_copied() -> None:
+def test_followers_wait_for_the_prefix_that_their_leader_computes_and_copy_it() -> None:
     shared = driver()
-    leader, *waiters = fan_out(shared, max_tokens=9)
+    leader, *followers = fan_out(shared, max_tokens=9)
     for _ in range(5):
         shared.step()
-        assert all(waiter.state is RequestState.QUEUED for waiter in waiters)
+        assert all(follower.state is RequestState.QUEUED for follower in followers)
     assert shared.held(leader) == 40
     shared.step()
-    assert all(waiter.state is RequestState.RUNNING for waiter in waiters)
-    shared.finish(leader, *waiters)
+    assert all(follower.state is RequestState.RUNNING for follower in followers)
+    shared.finish(leader, *followers)
     assert computed(shared) == 40 + 4 * (3 + 8)
-    assert [waiter.n_prompt_computed for waiter in waiters] == [3, 3, 3]
-    for waiter in waiters:
-        prompt = "".join(map(chr, waiter.known.view()[:43]))
-        assert generated(waiter) == generated(driver().run(prompt, max_tokens=9))
+    assert [follower.n_prompt_computed for follower in followers] == [3, 3, 3]
+    for follower in followers:
+        prompt = "".join(map(chr, follower.tokens.view()[:43]))
+        assert generated(follower) == generated(driver().run(prompt, max_tokens=9))
 
 
 @pytest.mark.parametrize(("n_shared", "waits"), [(MIN_SHARED, False), (MIN_SHARED + 1, True)])
-def test_little_is_not_waited_for(n_shared: int, waits: bool) -> None:
+def test_a_short_prefix_is_not_waited_for(n_shared: int, waits: bool) -> None:
     shared = driver()
     shared.submit("h" * n_shared + "a" * 30)
     other = shared.submit("h" * n_shared + "b" * 30)
@@ -54,30 +54,30 @@ def test_little_is_not_waited_for(n_shared: int, waits: bool) -> None:
     assert (other.state is RequestState.QUEUED) == waits
 
 
-def test_what_is_left_of_a_long_prefix_is_waited_for_however_little_it_is() -> None:
+def test_the_rest_of_a_long_prefix_is_waited_for_however_short_it_is() -> None:
     shared = driver()
-    leader, *waiters = fan_out(shared)
+    leader, *followers = fan_out(shared)
     for _ in range(4):
         shared.step()
     assert shared.held(leader) == 32
-    assert all(waiter.state is RequestState.QUEUED for waiter in waiters)
+    assert all(follower.state is RequestState.QUEUED for follower in followers)
 
 
 @pytest.mark.parametrize(
     "other", [{"cache_prompt": False}, {"cache_salt": "other"}], ids=["cache_prompt off", "another salt"]
 )
-def test_nobody_waits_across_namespaces(other: dict[str, object]) -> None:
+def test_no_request_waits_for_one_of_another_namespace(other: dict[str, object]) -> None:
     shared = driver()
-    shared.submit(HEAD + "a")
-    apart = shared.submit(HEAD + "b", **other)
+    shared.submit(PREFIX + "a")
+    other_request = shared.submit(PREFIX + "b", **other)
     shared.step()
-    assert apart.state is RequestState.RUNNING
-    shared.finish(apart)
-    assert apart.n_prompt_computed == 41
+    assert other_request.state is RequestState.RUNNING
+    shared.finish(other_request)
+    assert other_request.n_prompt_computed == 41
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed", "preempted"])
-def test_when_a_leader_ends_the_oldest_waiter_leads(how: str) -> None:
+def test_when_a_leader_ends_its_oldest_follower_leads(how: str) -> None:
     shared = driver()
     leader, first, *others = fan_out(shared)
     for _ in range(3):
@@ -101,27 +101,27 @@ def test_when_a_leader_ends_the_oldest_waiter_leads(how: str) -> None:
     assert sum(request.n_prompt_computed for request in (first, *others)) == 40 - n_shared + 3 * 3
 
 
-def test_a_leader_may_be_bound_to_a_slot_and_so_may_a_waiter() -> None:
+def test_leaders_and_followers_may_ask_for_a_certain_slot() -> None:
     shared = driver()
-    leader = shared.submit(HEAD + "a", id_slot=2)
-    waiter = shared.submit(HEAD + "b", id_slot=2)
-    other = shared.submit(HEAD + "c", id_slot=1)
-    shared.finish(leader, waiter, other)
-    assert [request.slot_id for request in (leader, waiter, other)] == [2, 2, 1]
+    leader = shared.submit(PREFIX + "a", id_slot=2)
+    follower = shared.submit(PREFIX + "b", id_slot=2)
+    other = shared.submit(PREFIX + "c", id_slot=1)
+    shared.finish(leader, follower, other)
+    assert [request.slot for request in (leader, follower, other)] == [2, 2, 1]
     assert computed(shared) == 40 + 3
 
 
-def test_a_preempted_leader_is_not_waited_for_by_itself() -> None:
+def test_a_preempted_leader_does_not_wait_for_itself() -> None:
     shared = driver()
-    leader, *waiters = fan_out(shared)
+    leader, *followers = fan_out(shared)
     for _ in range(3):
         shared.step()
     shared.scheduler._preempt(leader, shared.backend.now)
-    shared.finish(leader, *waiters)
+    shared.finish(leader, *followers)
     assert computed(shared) == 40 + 4 * 3
 
 
-def test_choices_of_one_prompt_wait_however_short_it_is_and_share_one_row_of_logits() -> None:
+def test_choices_of_one_prompt_share_one_row_of_logits_however_short_it_is() -> None:
     shared = driver(n_slots=2)
     group = [shared.submit("hello", max_tokens=5, group="g") for _ in range(4)]
     shared.step()
@@ -135,25 +135,25 @@ def test_choices_of_one_prompt_wait_however_short_it_is_and_share_one_row_of_log
 
 
 @pytest.mark.parametrize(("unified", "reuse"), [(False, True), (True, False)])
-def test_where_nothing_can_be_shared_choices_still_get_their_answers(unified: bool, reuse: bool) -> None:
+def test_choices_get_their_answers_where_no_cells_can_be_shared(unified: bool, reuse: bool) -> None:
     shared = driver(n_slots=2, unified=unified, reuse=reuse)
-    group = [shared.submit(HEAD, max_tokens=5, group="g") for _ in range(4)]
+    group = [shared.submit(PREFIX, max_tokens=5, group="g") for _ in range(4)]
     shared.finish(*group)
-    alone = generated(driver().run(HEAD, max_tokens=5))
+    alone = generated(driver().run(PREFIX, max_tokens=5))
     assert all(generated(request) == alone for request in group)
-    assert shared.scheduler.ledger.n_used == (0 if not reuse else shared.backend.cells_used)
+    assert shared.cache.cells.used == (0 if not reuse else shared.backend.cells_used)
 
 
 def test_private_choices_share_among_themselves_and_leave_nothing_behind() -> None:
     shared = driver(n_slots=1)
-    group = [shared.submit(HEAD, max_tokens=5, group="g", cache_prompt=False) for _ in range(3)]
+    group = [shared.submit(PREFIX, max_tokens=5, group="g", cache_prompt=False) for _ in range(3)]
     shared.finish(*group)
     assert computed(shared) == 40 + 3 * 4
     shared.step()
     assert shared.backend.cells_used == 0
 
 
-def test_a_choice_may_end_with_its_first_token_before_it_ever_had_a_slot() -> None:
+def test_a_choice_may_end_with_its_first_token_without_ever_having_a_slot() -> None:
     shared = driver(n_slots=1)
     group = [shared.submit("hello", max_tokens=n, group="g") for n in (3, 1, 3)]
     shared.step()
@@ -164,9 +164,9 @@ def test_a_choice_may_end_with_its_first_token_before_it_ever_had_a_slot() -> No
     assert computed(shared) == 5 + 2 * 2
 
 
-def test_identical_prompts_of_strangers_are_computed_once_too() -> None:
+def test_identical_prompts_of_separate_requests_are_computed_once_too() -> None:
     shared = driver()
-    requests = [shared.submit(HEAD, max_tokens=3) for _ in range(3)]
+    requests = [shared.submit(PREFIX, max_tokens=3) for _ in range(3)]
     shared.finish(*requests)
     assert [request.n_prompt_computed for request in requests] == [40, 1, 1]
     assert generated(requests[0]) == generated(requests[1]) == generated(requests[2])
@@ -174,17 +174,17 @@ def test_identical_prompts_of_strangers_are_computed_once_too() -> None:
 
 def test_tokens_computed_side_by_side_are_kept_once() -> None:
     shared = driver(n_ubatch=128, min_shared=64)
-    first, second = (shared.submit(HEAD + letter * 3, max_tokens=20) for letter in "ab")
+    first, second = (shared.submit(PREFIX + letter * 3, max_tokens=20) for letter in "ab")
     shared.step()
     assert computed(shared) == 2 * 43
-    assert shared.scheduler.ledger.n_used == 2 * 43
+    assert shared.cache.cells.used == 2 * 43
     (share,) = [each for each in shared.step().operations if isinstance(each, Share)]
     assert (share.start, share.end) == (0, 40)
     assert shared.backend.cells_used == 40 + 2 * 3 + 2
     shared.finish(first, second)
 
 
-def test_a_repeated_greedy_answer_takes_no_cells_twice() -> None:
+def test_a_repeated_greedy_answer_takes_no_further_cells() -> None:
     shared = driver()
     once = shared.run("hello", max_tokens=30)
     again = shared.run("hello", max_tokens=30)
@@ -193,7 +193,7 @@ def test_a_repeated_greedy_answer_takes_no_cells_twice() -> None:
     assert shared.backend.cells_used == 5 + 29
 
 
-def test_twenty_conversations_in_turn_find_their_whole_history() -> None:
+def test_each_of_twenty_alternating_conversations_finds_its_whole_history() -> None:
     shared = driver(n_slots=4, n_reserved=16, n_ubatch=64)
     talks = [chr(65 + i) * 9 for i in range(20)]
     for turn in range(4):
@@ -203,7 +203,7 @@ def test_twenty_conversations_in_turn_find_their_whole_history() -> None:
             talks[i] = talk + "12345"
 
 
-def test_a_slot_gives_way_without_losing_what_it_holds() -> None:
+def test_the_path_of_a_reused_slot_moves_to_a_spare_sequence() -> None:
     shared = driver(n_slots=1)
     shared.run("a" * 30)
     shared.run("b" * 30)
@@ -212,7 +212,7 @@ def test_a_slot_gives_way_without_losing_what_it_holds() -> None:
     assert shared.run("b" * 30 + "!").n_prompt_computed == 1
 
 
-def test_a_short_tail_is_given_up_for_its_id_before_a_long_one() -> None:
+def test_a_path_with_few_tokens_of_its_own_loses_its_id_first() -> None:
     shared = driver(n_slots=1, n_reserved=1, n_ubatch=64)
     shared.run("long " * 10)
     shared.run("short")
@@ -221,23 +221,23 @@ def test_a_short_tail_is_given_up_for_its_id_before_a_long_one() -> None:
     assert not shared.holders("short")
 
 
-def test_a_single_slot_with_a_single_spare_id_parks_nothing_in_vain() -> None:
+def test_a_single_slot_with_a_single_spare_id_moves_no_path() -> None:
     shared = driver(n_slots=1, n_reserved=0, n_ubatch=64)
     for letter in "abc":
         shared.run(letter * 30)
-    counts = shared.scheduler.ledger.counts
-    assert (counts.n_parked, counts.n_lost_paths, counts.n_lost_tokens) == (0, 0, 60)
+    pool = shared.cache._pool
+    assert (pool.n_moved_paths, pool.n_lost_paths, shared.cache._offloader.n_evicted_tokens) == (0, 0, 60)
     assert shared.holders("c" * 30) == [0]
 
 
-def test_a_bound_request_does_not_cost_what_its_slot_holds_while_another_is_empty() -> None:
+def test_a_request_for_a_certain_slot_moves_its_path_to_an_empty_slot() -> None:
     shared = driver(n_slots=2, n_reserved=0, n_ubatch=64)
     shared.run("a" * 30, id_slot=0)
     shared.run("b" * 30, id_slot=0)
     assert shared.holders("a" * 30) == [1]
 
 
-def test_the_idle_budget_is_kept_and_does_not_cut_what_is_about_to_be_used() -> None:
+def test_the_idle_budget_is_kept_and_spares_prefixes_that_are_about_to_be_used() -> None:
     shared = driver(n_slots=1, idle_cells=0)
     requests = fan_out(shared)
     shared.finish(*requests)
@@ -252,8 +252,8 @@ def test_the_idle_budget_is_kept_and_does_not_cut_what_is_about_to_be_used() -> 
     assert bounded.holders("c" * 30)
 
 
-def apart(**shape: int | float | None) -> Driver:
-    """Slots with cells of their own, where copying all of a slot's takes as long as computing 16 tokens."""
+def partitioned(**shape: int | float | None) -> Driver:
+    """A scheduler on a partitioned pool where copying a slot takes as long as computing 16 tokens."""
     cost = 1e3 * 16 * PROMPT_TOKEN_SECONDS
     copying = Driver(
         **{
@@ -266,7 +266,7 @@ def apart(**shape: int | float | None) -> Driver:
         }
         | shape
     )
-    copying.run("to learn what a token costs")
+    copying.run("to measure what a token costs")
     return copying
 
 
@@ -275,17 +275,17 @@ def copies(copying: Driver) -> list[CopyStream]:
 
 
 @pytest.mark.parametrize(("n_shared", "pays"), [(16, False), (17, True)])
-def test_apart_a_whole_slot_is_copied_where_that_beats_computing(n_shared: int, pays: bool) -> None:
-    copying = apart()
+def test_a_whole_partitioned_slot_is_copied_where_that_beats_computing(n_shared: int, pays: bool) -> None:
+    copying = partitioned()
     copying.run("h" * n_shared + "a" * 30, id_slot=0)
     other = copying.run("h" * n_shared + "b" * 9, id_slot=1)
     assert copies(copying) == ([CopyStream(0, 1, n_shared)] if pays else [])
     assert other.n_prompt_computed == (9 if pays else n_shared + 9)
 
 
-def test_apart_a_prefix_spreads_from_slot_to_slot_each_copied_once_a_step() -> None:
-    copying = apart()
-    requests = [copying.submit(HEAD + letter * 3, max_tokens=9) for letter in "abcd"]
+def test_a_partitioned_slot_takes_part_in_one_copy_per_step() -> None:
+    copying = partitioned()
+    requests = [copying.submit(PREFIX + letter * 3, max_tokens=9) for letter in "abcd"]
     copying.finish(*requests)
     assert [request.n_prompt_computed for request in requests] == [43, 3, 3, 3]
     for plan in copying.plans:
@@ -294,26 +294,26 @@ def test_apart_a_prefix_spreads_from_slot_to_slot_each_copied_once_a_step() -> N
         ]
         assert len(taking_part) == len(set(taking_part))
     for request in requests:
-        prompt = "".join(map(chr, request.known.view()[:43]))
+        prompt = "".join(map(chr, request.tokens.view()[:43]))
         assert generated(request) == generated(driver().run(prompt, max_tokens=9))
 
 
-def test_apart_what_a_slot_has_itself_is_not_copied() -> None:
-    copying = apart()
-    first = copying.run(HEAD + "a")
-    again = copying.run(HEAD + "a" + "more")
-    assert again.slot_id == first.slot_id
+def test_a_partitioned_slot_does_not_copy_tokens_that_it_holds() -> None:
+    copying = partitioned()
+    first = copying.run(PREFIX + "a")
+    again = copying.run(PREFIX + "a" + "more")
+    assert again.slot == first.slot
     assert not copies(copying)
 
 
-def test_apart_a_path_moves_to_a_reserved_sequence_where_that_beats_computing_it_again() -> None:
-    copying = apart(n_slots=1, n_reserved=2)
+def test_a_partitioned_path_moves_to_a_spare_sequence_where_that_beats_computing_it_again() -> None:
+    copying = partitioned(n_slots=1, n_reserved=2)
     for letter in "ab":
         copying.run(letter * 60)
     again = copying.run("a" * 60 + "more")
     assert again.n_prompt_computed == 4
     assert generated(again) == generated(driver().run("a" * 60 + "more"))
-    short = apart(n_slots=1, n_reserved=2)
+    short = partitioned(n_slots=1, n_reserved=2)
     for letter in "ab":
         short.run(letter * 9)
     assert all(each.keep > 16 for each in copies(short))
@@ -328,8 +328,8 @@ def test_every_sequence_id_may_be_a_slot(n_slots: int) -> None:
         shared.run(f"{i:03} again", id_slot=0)
 
 
-def test_apart_a_slot_can_be_copied_again_after_the_next_decode() -> None:
-    copying = apart()
+def test_a_partitioned_slot_can_be_copied_again_after_the_next_decode() -> None:
+    copying = partitioned()
     copying.run("h" * 60 + "a", id_slot=0)
     for slot in (1, 2):
         copying.run("h" * 60 + chr(97 + slot), id_slot=slot)

@@ -1,42 +1,42 @@
-"""What leaves the pool is stored, and comes back: when, how much at once, and what that costs the others."""
+"""Offload to RAM and loading back: when, how much per step, and at which cost to streams."""
 
 from __future__ import annotations
 
 import numpy as np
-from llamaslot.kvcache.ledger import Fetched
-from llamaslot.kvcache.shared import SharedLedger
-from llamaslot.kvcache.tiers import Tiers
 
 from llamaslot.base.kv_ops import Load, Save
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import packed
+from llamaslot.kvcache.cache import KVCache
+from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.kvcache.offload.offloader import Loaded, LoadStatus
 from llamaslot.scheduler.step import StepPlan
 from tests.scheduler.test_scheduler import Driver, generated
 
 
 def driver(**shape: float | None) -> Driver:
-    """Plenty of RAM, and prefixes that are better stored beside prompts of more than 50 tokens."""
+    """A scheduler with plenty of RAM, where idle prefixes are offloaded after 50 prompt tokens."""
     return Driver(
-        **{"n_slots": 4, "n_reserved": 4, "n_ctx": 1024, "n_ubatch": 64, "ram_bytes": 10**6, "idle_life": 50}
+        **{"n_slots": 4, "n_reserved": 4, "n_ctx": 1024, "n_ubatch": 64, "ram_bytes": 10**6, "offload_after": 50}
         | shape
     )
 
 
-def test_what_would_be_in_the_way_of_a_prompt_for_too_long_is_stored_first() -> None:
+def test_idle_prefixes_that_would_slow_a_long_prompt_are_offloaded_first() -> None:
     shared = driver()
     shared.run("a" * 30)
     shared.run("b" * 20)
     shared.step()
     assert shared.holders("a" * 30)
     long = shared.submit("c" * 60)
-    assert len(saved(shared.step())) == 0, "it was stored while nothing ran"
+    assert len(saved(shared.step())) == 0, "it was saved while nothing ran"
     assert not shared.holders("a" * 30)
     assert not shared.holders("b" * 20)
     shared.finish(long)
     assert shared.run("a" * 30 + "!").n_prompt_computed == 1
 
 
-def test_what_is_idle_is_stored_while_nothing_runs() -> None:
+def test_idle_prefixes_are_offloaded_ahead_while_nothing_runs() -> None:
     shared = driver()
     shared.run("a" * 30)
     (save,) = saved(shared.step())
@@ -45,7 +45,7 @@ def test_what_is_idle_is_stored_while_nothing_runs() -> None:
     assert not shared.step()
 
 
-def test_what_a_waiting_request_wants_stays() -> None:
+def test_a_prefix_that_a_waiting_request_needs_stays_resident() -> None:
     shared = driver(n_slots=2)
     shared.run("a" * 30)
     stream = shared.submit("s" * 5, max_tokens=400, id_slot=0)
@@ -53,14 +53,14 @@ def test_what_a_waiting_request_wants_stays() -> None:
     waiting = shared.submit("a" * 30 + "!", id_slot=0)
     long = shared.submit("b" * 200, id_slot=1)
     shared.finish(long)
-    assert waiting.slot_id == -1
+    assert waiting.slot == -1
     assert shared.holders("a" * 30)
     shared.finish(stream, waiting)
     assert waiting.n_loaded == 0
 
 
-def test_what_was_used_lately_stays() -> None:
-    shared = driver(idle_life=150)
+def test_a_recently_used_prefix_stays_resident() -> None:
+    shared = driver(offload_after=150)
     shared.run("a" * 30)
     shared.run("b" * 100)
     shared.run("c" * 100)
@@ -68,8 +68,8 @@ def test_what_was_used_lately_stays() -> None:
     assert shared.holders("b" * 100)
 
 
-def test_streams_are_in_nobodys_way() -> None:
-    shared = driver(idle_life=1)
+def test_streams_alone_offload_nothing() -> None:
+    shared = driver(offload_after=1)
     stream = shared.submit("b" * 30, max_tokens=60)
     shared.step()
     shared.run("a")
@@ -79,7 +79,7 @@ def test_streams_are_in_nobodys_way() -> None:
     assert shared.holders("a")
 
 
-def test_a_shared_prefix_is_loaded_once_for_all_who_want_it() -> None:
+def test_a_shared_prefix_is_loaded_once_for_all_requests() -> None:
     shared = driver()
     shared.run("a" * 40)
     shared.run("b" * 200)
@@ -90,7 +90,7 @@ def test_a_shared_prefix_is_loaded_once_for_all_who_want_it() -> None:
     assert sum(request.n_copied for request in requests) == 80
 
 
-def test_streams_go_on_while_a_long_prefix_is_loaded_bit_by_bit() -> None:
+def test_streams_go_on_while_a_long_prefix_is_loaded_in_several_steps() -> None:
     shared = driver(n_ctx=4096, load_us=250.0, n_ubatch=512)
     shared.run("a" * 1500)
     shared.run("b" * 1500)
@@ -103,11 +103,11 @@ def test_streams_go_on_while_a_long_prefix_is_loaded_bit_by_bit() -> None:
         plans.append(shared.step())
     assert [len(loaded(plan)) for plan in plans] == [1, 1, 1]
     assert all(stream in [work.request for work in plan.work] for plan in plans)
-    assert [plan.n_ahead for plan in plans[:-1]] == [0, 0], "the worker would go on without it"
+    assert [plan.n_extra_steps for plan in plans[:-1]] == [0, 0], "the worker would go on without it"
     assert again.n_prompt_computed == 1
 
 
-def test_without_streams_all_is_loaded_at_once() -> None:
+def test_a_prefix_is_loaded_in_one_step_beside_no_stream() -> None:
     shared = driver(n_ctx=4096, load_us=250.0, n_ubatch=512)
     shared.run("a" * 1500)
     shared.run("b" * 1500)
@@ -116,8 +116,8 @@ def test_without_streams_all_is_loaded_at_once() -> None:
     shared.finish(again)
 
 
-def test_what_is_yet_to_be_loaded_is_no_prompt_to_make_way_for() -> None:
-    shared = driver(n_ctx=4096, load_us=250.0, n_ubatch=512, idle_life=300)
+def test_tokens_that_are_still_to_be_loaded_do_not_count_as_prefill() -> None:
+    shared = driver(n_ctx=4096, load_us=250.0, n_ubatch=512, offload_after=300)
     shared.run("a" * 1500)
     shared.run("b" * 1500)
     shared.run("c" * 20)
@@ -128,8 +128,8 @@ def test_what_is_yet_to_be_loaded_is_no_prompt_to_make_way_for() -> None:
     assert shared.holders("c" * 20)
 
 
-def test_a_step_beside_streams_saves_no_more_than_fits_its_gap() -> None:
-    shared = driver(n_ctx=4096, save_us=250.0, n_ubatch=512, rest_ms=1e9)
+def test_a_step_beside_streams_saves_no_more_than_fits_the_gap() -> None:
+    shared = driver(n_ctx=4096, save_us=250.0, n_ubatch=512, idle_delay_ms=1e9)
     shared.run("a" * 1500)
     stream = shared.submit("s" * 5, max_tokens=100)
     shared.step()
@@ -140,8 +140,8 @@ def test_a_step_beside_streams_saves_no_more_than_fits_its_gap() -> None:
     assert max(n_saved) <= 500 + 512
 
 
-def test_a_preempted_request_goes_on_from_what_was_stored() -> None:
-    shared = driver(n_slots=2, n_ctx=220, idle_life=None)
+def test_a_preempted_request_resumes_from_its_offloaded_cells() -> None:
+    shared = driver(n_slots=2, n_ctx=220, offload_after=None)
     old, young = (shared.submit(letter * 40, max_tokens=100) for letter in "ab")
     shared.finish(old, young)
     assert young in shared.preempted
@@ -150,8 +150,8 @@ def test_a_preempted_request_goes_on_from_what_was_stored() -> None:
     assert [generated(old), generated(young)] == [generated(alone.run(x * 40, max_tokens=100)) for x in "ab"]
 
 
-def test_a_prefix_larger_than_ram_is_not_stored_in_place_of_all_others() -> None:
-    shared = driver(ram_bytes=driver().backend.info.segment_size.of(900), idle_life=1, n_ctx=4096)
+def test_a_prefix_larger_than_ram_does_not_evict_all_others() -> None:
+    shared = driver(ram_bytes=driver().backend.info.segment_size.of(900), offload_after=1, n_ctx=4096)
     shared.run("a" * 50)
     shared.run("b" * 2000)
     shared.run("c" * 50)
@@ -160,17 +160,17 @@ def test_a_prefix_larger_than_ram_is_not_stored_in_place_of_all_others() -> None
     assert shared.run("b" * 2000).n_prompt_computed == 2000
 
 
-def test_nor_is_it_stored_bit_by_bit() -> None:
-    """Nobody could load the end of a prefix whose start has no room."""
-    shared = driver(ram_bytes=driver().backend.info.segment_size.of(900), idle_life=None, n_slots=1, n_ctx=2048)
+def test_a_prefix_larger_than_ram_is_not_offloaded_in_parts() -> None:
+    """The end of a prefix whose start has no room could never be loaded."""
+    shared = driver(ram_bytes=driver().backend.info.segment_size.of(900), offload_after=None, n_slots=1, n_ctx=2048)
     shared.run("a" * 50)
     shared.run("b" * 1500)
     shared.run("c" * 100, max_tokens=900)
-    assert shared.scheduler.ledger.counts.n_lost_tokens > 0
+    assert shared.cache._offloader.n_evicted_tokens > 0
     assert sum(map(len, shared.backend.segments.values())) <= 50
 
 
-def test_all_who_load_share_what_fits_a_streams_gap() -> None:
+def test_all_loads_of_a_step_share_what_fits_the_gap() -> None:
     shared = driver(n_ctx=8192, load_us=250.0, n_ubatch=512)
     for letter in "abcd":
         shared.run(letter * 1500)
@@ -183,8 +183,8 @@ def test_all_who_load_share_what_fits_a_streams_gap() -> None:
     assert max(n_loaded) <= 500 + 512
 
 
-def test_what_is_over_the_budget_is_saved_bit_by_bit_beside_streams() -> None:
-    shared = driver(n_ctx=4096, save_us=250.0, n_ubatch=512, idle_cells=0, idle_life=None)
+def test_cells_over_the_idle_budget_are_saved_in_several_steps_beside_streams() -> None:
+    shared = driver(n_ctx=4096, save_us=250.0, n_ubatch=512, idle_cells=0, offload_after=None)
     stream = shared.submit("s" * 5, max_tokens=100)
     shared.run("a" * 1500)
     shared.finish(stream)
@@ -193,26 +193,26 @@ def test_what_is_over_the_budget_is_saved_bit_by_bit_beside_streams() -> None:
     assert max(n_saved) <= 500 + 512
 
 
-def test_who_finds_most_in_ram_goes_first() -> None:
+def test_the_request_with_the_longest_prefix_in_ram_goes_first() -> None:
     shared = driver(n_slots=1)
     shared.run("a" * 200)
     shared.run("b" * 200)
     assert not shared.holders("a" * 200)
     stream = shared.submit("s" * 5, max_tokens=5)
     shared.step()
-    unknown, known = shared.submit("y" * 30), shared.submit("a" * 200 + "!")
-    shared.finish(stream, unknown, known)
-    assert shared.admitted[-2:] == [known, unknown]
+    new, cached = shared.submit("y" * 30), shared.submit("a" * 200 + "!")
+    shared.finish(stream, new, cached)
+    assert shared.admitted[-2:] == [cached, new]
 
 
-def test_nothing_is_stored_ahead_of_need_before_a_rest() -> None:
-    shared = driver(rest_ms=1e9)
+def test_nothing_is_offloaded_ahead_before_the_idle_delay() -> None:
+    shared = driver(idle_delay_ms=1e9)
     shared.run("a" * 30)
     assert not shared.step()
     assert not shared.backend.segments
 
 
-def test_a_last_segment_is_left_of_which_little_is_wanted() -> None:
+def test_the_last_segment_is_not_loaded_if_little_of_it_is_wanted() -> None:
     shared = driver(load_us=1.0, prefill_us=10.0, segment_tokens=64)
     shared.run("a" * 128)
     shared.run("b" * 200)
@@ -220,51 +220,51 @@ def test_a_last_segment_is_left_of_which_little_is_wanted() -> None:
     assert (request.n_loaded, request.n_prompt_computed) == (64, 4)
 
 
-def test_a_segment_is_not_loaded_for_less_than_that_costs() -> None:
+def test_a_segment_is_not_loaded_if_computing_is_faster() -> None:
     shared = driver(load_us=1.0, prefill_us=10.0)
     shared.run("a" * 200)
     shared.run("b" * 200)
     little, more = shared.run("a" * 20 + "x"), shared.run("a" * 21 + "y")
     assert (little.n_loaded, little.n_prompt_computed) == (0, 21)
-    assert more.n_cached == 20, "taken over from the other one, which is in the pool now"
+    assert more.n_cached == 20, "copied from the other one, which is resident now"
     shared.run("c" * 200)
     assert shared.run("a" * 25 + "z").n_loaded == 25
 
 
-def test_a_little_of_a_segment_is_loaded_for_what_lies_behind_it() -> None:
-    shared = driver(load_us=1.0, prefill_us=10.0, n_slots=2, n_ctx=700, segment_tokens=64, idle_life=None)
+def test_a_little_of_a_segment_is_loaded_for_the_segments_behind_it() -> None:
+    shared = driver(load_us=1.0, prefill_us=10.0, n_slots=2, n_ctx=700, segment_tokens=64, offload_after=None)
     shared.run("a" * 600)
     shared.run("b" * 194)
-    assert 512 - 6 <= shared.match("a" * 600) < 512
+    assert 512 - 6 <= shared.match("a" * 600).n_resident < 512
     more = shared.run("a" * 600)
     assert more.n_prompt_computed == 1
 
 
-def test_storing_ahead_of_need_comes_to_an_end_where_ram_holds_less_than_the_pool() -> None:
+def test_offloading_ahead_ends_where_ram_holds_less_than_the_pool() -> None:
     size = driver().backend.info.segment_size
-    shared = driver(ram_bytes=size.of(300), idle_life=10**6)
+    shared = driver(ram_bytes=size.of(300), offload_after=10**6)
     shared.finish(*(shared.submit(letter * 200) for letter in "abc"))
-    assert shared.scheduler.ledger.n_idle == 600
+    assert shared.cache.cells.idle == 600
     for _ in range(20):
         if not shared.step():
             return
-    raise AssertionError("it goes on for ever")
+    raise AssertionError("it never ends")
 
 
-def test_what_keeps_to_itself_is_not_stored() -> None:
+def test_private_prefixes_are_not_offloaded() -> None:
     shared = driver()
     shared.finish(shared.submit("a" * 40, cache_prompt=False))
     shared.run("b" * 200)
     shared.step()
     assert sum(map(len, shared.backend.segments.values())) == 200
-    assert shared.scheduler.ledger.counts.n_stored_tokens == 0
+    assert shared.cache._offloader.n_offloaded_tokens == 0
 
 
-def test_clearing_the_cache_clears_what_is_stored() -> None:
+def test_dropping_everything_drops_the_segments() -> None:
     shared = driver()
     shared.run("a" * 40)
     shared.run("b" * 200)
-    shared.scheduler.ledger.clear_idle()
+    shared.cache.drop()
     shared.step()
     assert not shared.backend.segments
     assert shared.run("a" * 40).n_prompt_computed == 40
@@ -278,19 +278,27 @@ def loaded(plan: StepPlan) -> list[Load]:
     return [each for each in plan.operations if isinstance(each, Load)]
 
 
-def test_what_a_plan_stores_is_loaded_by_the_next_one_only() -> None:
-    tiers = Tiers(10**6, SegmentSize(0, 1))
-    ledger = SharedLedger(n_slots=2, n_seqs=4, n_cells=256, min_shared=8, tiers=tiers)
+def test_a_segment_that_a_plan_saves_is_loaded_by_the_next_one_only() -> None:
+    settings = CacheSettings(
+        n_slots=2,
+        n_cells=256,
+        n_seqs=4,
+        min_shared=8,
+        gap_ms=100.0,
+        ram_bytes=10**6,
+        segment_size=SegmentSize(0, 1),
+    )
+    cache = KVCache(settings)
     tokens = np.arange(50, dtype=np.int32)
-    ledger.claim([0], "", packed(tokens))
-    ledger.append(0, tokens)
-    ledger.unpin(0)
-    ledger.take_operations()
-    assert ledger.evict(30) == 30
-    seq, n = ledger.claim([0, 1], "", packed(tokens))
-    assert n == 20
-    assert ledger.fetch(seq, packed(tokens)) is Fetched.SOME
-    assert [type(each) for each in ledger.take_operations() if isinstance(each, Save | Load)] == [Save]
-    assert ledger.fetch(seq, packed(tokens)) is Fetched.ALL
-    assert [type(each) for each in ledger.take_operations()] == [Load]
-    assert ledger.length(seq) == 50
+    cache.acquire([0], cache.match("", packed(tokens)))
+    cache.append(0, tokens)
+    cache.release(0)
+    cache.take_operations()
+    assert cache.evict(30) == 30
+    acquired = cache.acquire([0, 1], cache.match("", packed(tokens)))
+    assert (acquired.n_resident, acquired.n_cached) == (20, 50)
+    assert cache.load(acquired.slot, packed(tokens)).status is LoadStatus.MORE
+    assert [type(each) for each in cache.take_operations() if isinstance(each, Save | Load)] == [Save]
+    assert cache.load(acquired.slot, packed(tokens)) == Loaded(LoadStatus.DONE, n_loaded=30)
+    assert [type(each) for each in cache.take_operations()] == [Load]
+    assert cache.length(acquired.slot) == 50
