@@ -226,7 +226,7 @@ def test_a_single_slot_with_a_single_spare_id_moves_no_path() -> None:
     for letter in "abc":
         shared.run(letter * 30)
     pool = shared.cache._pool
-    assert (pool.n_moved_paths, pool.n_lost_paths, shared.cache._offloader.n_evicted_tokens) == (0, 0, 60)
+    assert (pool.n_moved_prefixes, pool.n_dropped_prefixes, shared.cache._offloader.n_evicted_tokens) == (0, 0, 60)
     assert shared.holders("c" * 30) == [0]
 
 
