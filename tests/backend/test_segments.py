@@ -121,7 +121,7 @@ def test_a_segment_that_llama_cpp_cannot_save_is_told(tiny_model: Path, monkeypa
             with pytest.raises(IllegalCallError, match="could not save"):
                 backend.change(Save(0, 0, 0, 200, SCRATCH))
         assert [len(backend.seq_range(seq)) for seq in range(6)] == [200, 0, 0, 0, 0, 0]
-        with pytest.raises(IllegalCallError, match="not stored"):
+        with pytest.raises(IllegalCallError, match="not saved"):
             backend.change(Load(0, 1, 0, 200, SCRATCH))
         backend.change(Save(0, 0, 0, 200, SCRATCH))
 

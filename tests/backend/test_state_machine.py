@@ -20,12 +20,12 @@ from llamaslot.backend.fake import FakeBackend
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.commands import Sampling
-from llamaslot.base.kv_ops import Copy, Discard, IllegalCallError, Load, Move, Operation, Piece, Remove, Save, Share
+from llamaslot.base.kv_ops import Copy, Discard, IllegalCallError, Load, Operation, Remove, Save, Share
 from tests.conftest import LONG
 from tests.noise import Noise
 
 N_SLOTS, N_RESERVED = 2, 1
-N_SEQS = N_SLOTS + N_RESERVED + 2  # one to park by, one for scratch
+N_SEQS = N_SLOTS + N_RESERVED + 2  # one spare for moving paths, one for scratch
 SCRATCH = N_SEQS - 1
 N_CTX = 256
 N_UBATCH = 64
@@ -36,7 +36,7 @@ seqs = st.integers(0, N_SEQS - 2)
 
 
 class SequencesMachine(RuleBasedStateMachine):
-    """Subclasses say which backend, and whether two greedy tokens may stand for the same answer."""
+    """Subclasses choose the backend, and whether two greedy tokens count as the same answer."""
 
     def new_backend(self) -> Backend:
         raise NotImplementedError
@@ -50,7 +50,7 @@ class SequencesMachine(RuleBasedStateMachine):
         self.oracle: dict[int, list[tuple[int, int]]] = {seq: [] for seq in range(N_SEQS)}
         self.n_computed = 0
         self.segments: dict[int, tuple[int, list[int]]] = {}
-        """Where each starts, and all tokens up to where it ends."""
+        """The start of each, and all tokens up to its end."""
 
     def teardown(self) -> None:
         self.backend.close()
@@ -96,7 +96,7 @@ class SequencesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pairs)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        """A range anywhere in the middle: what the target holds in front and behind stays its own."""
+        """Share a range in the middle: the target keeps its own cells before and behind it."""
         src, dst = data.draw(st.sampled_from(self.pairs))
         end = data.draw(st.integers(1, common(self.held(src), self.held(dst))))
         start = data.draw(st.integers(0, end - 1))
@@ -112,34 +112,8 @@ class SequencesMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.oracle.values()))
     @rule(data=st.data())
-    def move(self, data: st.DataObject) -> None:
-        """Parts of sequences, with all who see them, to other cells: nobody can tell."""
-        chosen = data.draw(st.lists(st.sampled_from([s for s, held in self.oracle.items() if held]), min_size=1))
-        pieces: list[Piece] = []
-        seen: set[int] = set()
-        for seq in chosen:
-            end = data.draw(st.integers(1, len(self.oracle[seq])))
-            start = data.draw(st.integers(0, end - 1))
-            part = self.oracle[seq][start:end]
-            cells = {cell for cell, _ in part}
-            holders = {s for s, held in self.oracle.items() if cells & {cell for cell, _ in held}}
-            if seen.isdisjoint(cells) and all(self.oracle[s][start:end] == part for s in holders):
-                pieces.append(Piece(tuple(holders), start, end))
-                seen |= cells
-        self.backend.change(Move(tuple(pieces), SCRATCH))
-        taken = next(seq for seq, held in self.oracle.items() if held)
-        whole = Piece((taken,), 0, len(self.oracle[taken]))
-        self.refuses(Move((whole,), taken))
-        self.refuses(Move((whole, whole), SCRATCH))
-        self.refuses(Move((Piece((taken,), 0, whole.end + 1),), SCRATCH))
-        self.refuses(Move((Piece((taken,), 1, 1),), SCRATCH))
-        self.refuses(Move((Piece((), 0, 1),), SCRATCH))
-        self.refuses(Move((Piece((taken, N_SEQS), 0, 1),), SCRATCH))
-
-    @precondition(lambda self: any(self.oracle.values()))
-    @rule(data=st.data())
     def save(self, data: st.DataObject) -> None:
-        """A part of a sequence, or all of it; it stays what it is, and so does what is stored."""
+        """Save a part of a sequence, or all of it; neither it nor other segments change."""
         src = data.draw(st.sampled_from([seq for seq, held in self.oracle.items() if held]))
         n = len(self.oracle[src])
         start = data.draw(st.sampled_from([0, n // 2, n - 1]))
@@ -158,7 +132,7 @@ class SequencesMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.segments)
     @rule(data=st.data(), is_crowded=st.booleans())
     def load(self, data: st.DataObject, *, is_crowded: bool) -> None:
-        """A part of a segment behind a part of what is before it; llama.cpp needs room for the whole segment."""
+        """Load a part of a segment behind some of the tokens before it; the whole segment needs room."""
         shared = {
             (number, dst): min(common(self.held(dst), history), len(history) - 1)
             for number, (_, history) in self.segments.items()
@@ -200,7 +174,7 @@ class SequencesMachine(RuleBasedStateMachine):
         self.refuses(Discard(number))
 
     @rule(seq=seqs, shift=st.sampled_from([-1, 1, 7]))
-    def decode_elsewhere(self, seq: int, shift: int) -> None:
+    def decode_at_another_position(self, seq: int, shift: int) -> None:
         run = Run(seq, len(self.oracle[seq]) + shift, np.array([97], dtype=np.int32), True)
         self.refused(lambda: self.backend.decode([run]))
 
@@ -209,7 +183,7 @@ class SequencesMachine(RuleBasedStateMachine):
         self.refused(lambda: self.backend.decode([self.run_of(seq, [token], True)]))
 
     @rule(seq=st.sampled_from([-1, N_SEQS, 255, 256]))
-    def name_a_sequence_that_does_not_exist(self, seq: int) -> None:
+    def use_a_sequence_that_does_not_exist(self, seq: int) -> None:
         for operation in (Remove(seq, 0), Copy(seq, 0, 0, 1), Copy(0, seq, 0, 1), Share(0, seq, 0, 1)):
             self.refuses(operation)
         self.refused(lambda: self.backend.seq_len(seq))
@@ -223,7 +197,7 @@ class SequencesMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(len(s) > 1 for s in self.oracle.values()))
     @rule(data=st.data())
-    def copy_into_what_is_taken(self, data: st.DataObject) -> None:
+    def copy_onto_taken_positions(self, data: st.DataObject) -> None:
         src = data.draw(st.sampled_from([s for s, held in self.oracle.items() if len(held) > 1]))
         dst = data.draw(seqs.filter(lambda s: s != src))
         n_src, n_dst = len(self.oracle[src]), len(self.oracle[dst])
@@ -235,7 +209,7 @@ class SequencesMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.oracle.values()))
     @rule(data=st.data())
-    def share_what_one_of_them_lacks(self, data: st.DataObject) -> None:
+    def share_positions_that_one_of_them_lacks(self, data: st.DataObject) -> None:
         src = data.draw(st.sampled_from([s for s, held in self.oracle.items() if held]))
         dst = data.draw(seqs.filter(lambda s: s != src))
         n_src, n_dst = len(self.oracle[src]), len(self.oracle[dst])
@@ -272,11 +246,11 @@ class SequencesMachine(RuleBasedStateMachine):
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """Sequences that start alike."""
+        """Sequences with a common prefix."""
         return [(a, b) for a in self.oracle for b in self.oracle if a != b and common(self.held(a), self.held(b))]
 
     def refused_with_too_few_cells(self, load: Load, n_free: int) -> None:
-        """Another sequence takes all but so many cells for a while."""
+        """Refuse a load while another sequence leaves only so many cells."""
         other = (load.dst + 1) % SCRATCH
         n_missing = N_CTX - self.cells_used - n_free
         for n in [N_UBATCH] * (n_missing // N_UBATCH) + [n_missing % N_UBATCH] * (n_missing % N_UBATCH > 0):
@@ -299,7 +273,7 @@ class SequencesMachine(RuleBasedStateMachine):
 
 
 def common(a: list[int], b: list[int]) -> int:
-    """Tokens at the start of two sequences that are the same."""
+    """Leading tokens that two sequences have in common."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
