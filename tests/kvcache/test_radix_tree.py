@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from llamaslot.base.tokens import packed
+from llamaslot.kvcache.eviction import EvictionPlan
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -29,6 +30,22 @@ def run_of(tokens: Path) -> bytes:
 
 def common(a: Path, b: Path) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def evict(tree: RadixTree, plan: EvictionPlan) -> None:
+    """Carry out a plan: heirs first, so that no node loses its last holder before its heir ends there."""
+    for seq, keep in plan.keeps.items():
+        if keep:
+            tree.truncate(seq, keep)
+    for seq, keep in plan.keeps.items():
+        if not keep:
+            tree.release(seq)
+
+
+def end_of(tree: RadixTree, seq: int) -> Node:
+    node = tree.end_node(seq)
+    assert node is not None
+    return node
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -89,9 +106,7 @@ class TreeMachine(RuleBasedStateMachine):
         assert shorter.n_resident == n
         self.tree.hold(seq, namespace, shorter.node, n)
         self.now += 1
-        end = self.tree.end_node(seq)
-        assert end is not None
-        self.tree.touch(end, self.now, hits)
+        self.tree.touch(end_of(self.tree, seq), self.now, hits)
         self.held[seq] = (namespace, tokens[:n])
 
     @precondition(lambda self: self.held)
@@ -144,7 +159,7 @@ class TreeMachine(RuleBasedStateMachine):
             for seq, start, end in plan.evicted
             for n in range(start, end)
         ]
-        self.tree.evict(plan)
+        evict(self.tree, plan)
         for seq, keep in plan.keeps.items():
             namespace, path = self.held[seq]
             assert keep < len(path)
@@ -196,9 +211,7 @@ class TreeMachine(RuleBasedStateMachine):
         if start >= len(path) or any((namespace, path[: i + 1]) in taken for i in range(start, len(path))):
             return
         segment = Segment(next(self.numbers), start, len(path), 1)
-        end = self.tree.end_node(seq)
-        assert end is not None
-        assert self.tree.attach(segment, end) == []
+        assert self.tree.attach(segment, end_of(self.tree, seq)) == []
         self.segments[segment] = (namespace, path)
 
     @precondition(lambda self: self.segments)
@@ -261,7 +274,7 @@ class TreeMachine(RuleBasedStateMachine):
             assert self.tree.length(seq) == len(path)
             assert self.tree.is_pinned(seq) == (seq in self.pinned)
             others = self.prefixes(set(self.held) - {seq})
-            assert self.tree.is_covered(seq) == (not path or self.held[seq] in others)
+            assert end_of(self.tree, seq).is_shared == (not path or self.held[seq] in others)
 
     @invariant()
     def segments_know_their_neighbours(self) -> None:
@@ -286,7 +299,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.matches = [each for each in self.matches if each.version == self.tree.version][-20:]
         for each in self.matches:
             again = self.tree.match(each.namespace, each.tokens)
-            if self.tree.namespaces.count(each.namespace):
+            if each.namespace in self.tree._roots:
                 assert again == each
             assert (again.n_resident, again.n_matched, again.parts) == (each.n_resident, each.n_matched, each.parts)
 
@@ -302,12 +315,6 @@ def holding(tree: RadixTree, *paths: Path, first: int = 0) -> None:
     for seq, path in enumerate(paths, first):
         tree.hold(seq, "")
         tree.extend(seq, run_of(path))
-
-
-def end_of(tree: RadixTree, seq: int) -> Node:
-    node = tree.end_node(seq)
-    assert node is not None
-    return node
 
 
 def runs_of(tree: RadixTree) -> list[str]:
@@ -336,7 +343,7 @@ def test_a_lookup_changes_nothing() -> None:
     assert [(bytes(node.run), node.hits, node.last_used) for node in tree.nodes()] == before
     assert tree.version == version
     assert tree.match("unknown", run_of((1, 2))).n_matched == 0
-    assert tree.namespaces == [""], "a lookup added a namespace"
+    assert list(tree._roots) == [""], "a lookup added a namespace"
 
 
 def test_the_least_recently_used_leaf_goes_first_and_ancestors_last() -> None:
@@ -388,14 +395,13 @@ def test_a_namespace_without_kv_leaves_nothing_behind() -> None:
     tree.hold(1, "salt")
     assert tree.extend(0, run_of((1, 2))) == 0
     assert tree.extend(1, run_of((1, 2, 3))) == 2
-    assert tree.sequences("salt") == [0, 1]
     segment = Segment(0, 0, 2, 1)
     tree.attach(segment, end_of(tree, 0))
     tree.release(0)
     tree.release(1)
-    assert tree.namespaces == ["salt"]
+    assert list(tree._roots) == ["salt"]
     tree.detach(segment)
-    assert not tree.namespaces
+    assert not tree._roots
     tree.check()
 
 
@@ -512,7 +518,7 @@ def test_dropping_a_segment_keeps_the_nodes_above_those_behind_it() -> None:
     assert (match.n_resident, match.n_matched, match.parts) == (0, 4, ()), "a gap ends what can be loaded"
     tree.detach(second)
     assert runs_of(tree) == []
-    assert not tree.namespaces
+    assert not tree._roots
 
 
 def test_a_longer_segment_replaces_those_within_its_range() -> None:
@@ -550,7 +556,7 @@ def test_evicting_an_offloaded_leaf_frees_its_cells_and_keeps_the_node() -> None
     tree.attach(Segment(0, 0, 4, 1), end_of(tree, 0))
     plan = tree.eviction.plan(4)
     assert plan.evicted == [(0, 0, 4)]
-    tree.evict(plan)
+    evict(tree, plan)
     assert runs_of(tree) == ["0:1234 in 0"]
     assert tree.n_tokens == 0
     assert tree.eviction.plan(4).n_cells == 0

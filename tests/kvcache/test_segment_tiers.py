@@ -32,6 +32,7 @@ from llamaslot.kvcache.offload.disk_io import (
     Written,
 )
 from llamaslot.kvcache.offload.disk_pacing import PARTIAL_DELAY_S, READ_TIMEOUT_S, RETRY_DELAY_S
+from llamaslot.kvcache.offload.offloader import _missing
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import Segment, SegmentState
@@ -102,7 +103,7 @@ class Tiers:
 
     def missing(self, tokens: Path, start: int, namespace: str = "") -> list[tuple[int, int]]:
         with self.resident(namespace, tokens) as node:
-            return self.tiers.missing(node, start, len(tokens))
+            return _missing(node, start, len(tokens), self.tiers.max_tokens)
 
     def fits(self, tokens: Path, ranges: list[tuple[int, int]], namespace: str = "") -> bool:
         with self.resident(namespace, tokens) as node:
@@ -285,7 +286,8 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(namespace=NAMESPACES)
     def drop_namespace(self, namespace: str) -> None:
-        self.tiers.drop_namespace(namespace)
+        found = {known.segment: None for known in self.known.values() if known.namespace == namespace}
+        self.tiers.drop(sorted(found, key=lambda segment: -segment.start))
         self.follow()
         assert all(known.namespace != namespace for known in self.known.values())
 
@@ -298,7 +300,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert match.last_fork() == fork
         expected = {k.segment.number for k, n in others if n == len(k.path) and k.start >= fork + more}
         before = set(self.known)
-        self.tiers.drop(match, fork + more)
+        self.tiers.drop(segment for segment in reversed(match.segments) if segment.start >= fork + more)
         self.follow()
         assert before - set(self.known) == expected
 
@@ -631,7 +633,7 @@ def test_waiting_requests_look_again_once_an_unresponsive_disk_is_tried_again() 
     held.tiers.tick(1000.0 + READ_TIMEOUT_S)
     held.tiers.on_io(ReadFailed(first.number), 1100.0)
     assert held.tiers.is_unresponsive
-    held.tiers.drop(held.tree.match("", run_of(tuple(range(200)))), 0)
+    held.tiers.drop(reversed(held.path(tuple(range(200)))))
     version = held.tree.version
     held.tiers.tick(1100.0 + RETRY_DELAY_S)
     assert not held.tiers.is_unresponsive
