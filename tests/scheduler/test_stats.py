@@ -1,14 +1,14 @@
-"""What is told of the cache, against the fake pool and against what each request found."""
+"""Statistics and snapshots of the cache, against the fake pool and against what each request reused."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from llamaslot.kvcache.separate import SeparateLedger
 
 from llamaslot.base.commands import Sampling, Submit
 from llamaslot.base.stats import CacheState, CacheStats
-from llamaslot.scheduler import report
+from llamaslot.kvcache.cache import Dropped, KVCache
+from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.scheduler.request import Request
 from tests.scheduler.test_scheduler import PROMPT_TOKEN_SECONDS, Driver, as_tokens, tokenized
 
@@ -16,18 +16,16 @@ PROMPTS = st.lists(st.text("ab", min_size=1, max_size=12), min_size=1, max_size=
 
 
 def stats(driver: Driver) -> CacheStats:
-    scheduler = driver.scheduler
-    ledger, admission = scheduler.ledger, scheduler.admission
-    return report.cache_stats(scheduler.settings, ledger, admission, scheduler.traffic, scheduler.n_preempted)
+    return driver.scheduler.cache_stats()
 
 
 def state_of(driver: Driver, top: int = 1000, *, text: bool = False) -> CacheState:
     detokenize = driver.backend.vocab.detokenize if text else None
-    return report.cache_state(stats(driver), driver.scheduler.ledger, top, detokenize)
+    return driver.cache.snapshot(stats(driver), top, detokenize)
 
 
 def texts_of(state: CacheState) -> list[str]:
-    """The text of each prefix from its root on, put together from the edges."""
+    """The whole text of each prefix, put together from the edges."""
     whole: list[str] = []
     for prefix in state.prefixes:
         whole.append((whole[prefix.parent] if prefix.parent is not None else "") + str(prefix.text))
@@ -35,7 +33,7 @@ def texts_of(state: CacheState) -> list[str]:
 
 
 @given(prompts=PROMPTS, n_running=st.integers(0, 3), top=st.integers(1, 9))
-def test_the_list_is_the_pool_and_no_prefix_stands_before_its_ancestors(
+def test_a_snapshot_lists_the_pool_and_no_prefix_before_its_ancestors(
     prompts: list[str], n_running: int, top: int
 ) -> None:
     driver = Driver(n_slots=4, n_reserved=4, n_ctx=96, n_ubatch=32, min_shared=2)
@@ -45,7 +43,7 @@ def test_the_list_is_the_pool_and_no_prefix_stands_before_its_ancestors(
         driver.submit(prompt + "c", max_tokens=50)
     for _ in range(2 * bool(n_running)):
         driver.step()
-    state, ledger = state_of(driver, text=True), driver.scheduler.ledger
+    state = state_of(driver, text=True)
     texts = texts_of(state)
     for i, (prefix, text) in enumerate(zip(state.prefixes, texts, strict=True)):
         assert prefix.parent is None or prefix.parent < i
@@ -53,7 +51,7 @@ def test_the_list_is_the_pool_and_no_prefix_stands_before_its_ancestors(
         assert prefix.edge_tokens == len(str(prefix.text))
         assert prefix.holders
         for seq in prefix.holders:
-            assert bytes(ledger.tree.tokens(seq).tolist()).decode().startswith(text)
+            assert bytes(driver.cache._tree.tokens(seq).tolist()).decode().startswith(text)
         runs = {slot.id for slot in driver.scheduler.slots if slot.request}
         assert prefix.pinned == bool(runs & set(prefix.holders))
     parents = {prefix.parent for prefix in state.prefixes}
@@ -73,7 +71,7 @@ def test_the_list_is_the_pool_and_no_prefix_stands_before_its_ancestors(
 
 
 @given(prompts=PROMPTS)
-def test_hits_and_misses_are_what_the_requests_found(prompts: list[str]) -> None:
+def test_hits_and_misses_are_what_the_requests_reused(prompts: list[str]) -> None:
     driver = Driver(n_slots=3, n_reserved=3, n_ctx=96, n_ubatch=32, min_shared=2)
     ended = [driver.run(prompt) for prompt in prompts]
     found = [request.progress(0.0) for request in ended]
@@ -86,7 +84,7 @@ def test_hits_and_misses_are_what_the_requests_found(prompts: list[str]) -> None
     assert all(p.n_copied <= p.n_cached for p in found)
 
 
-def test_a_hit_is_of_its_own_slot_or_of_another() -> None:
+def test_a_hit_counts_for_its_own_slot_or_for_another() -> None:
     driver = Driver(n_slots=2, n_reserved=2, n_ctx=128, n_ubatch=64, min_shared=2)
     driver.run("shared head, tail one")
     assert stats(driver).requests.misses == 1
@@ -97,7 +95,7 @@ def test_a_hit_is_of_its_own_slot_or_of_another() -> None:
     assert other.progress(0.0).n_copied == other.n_cached == len("shared head, tail ")
 
 
-def test_prefixes_of_other_namespaces_are_told_apart_and_not_by_their_names() -> None:
+def test_namespaces_are_told_apart_by_numbers_and_not_by_their_names() -> None:
     driver = Driver(n_slots=4, n_reserved=4, n_ctx=128, n_ubatch=64)
     for i, salt in enumerate(("", "pepper", "pepper")):
         submit = Submit(f"r{i}", (), sampling=Sampling(ignore_eos=True), max_tokens=1, cache_salt=salt)
@@ -111,14 +109,14 @@ def test_prefixes_of_other_namespaces_are_told_apart_and_not_by_their_names() ->
     assert not any(prefix.text for prefix in state.prefixes)
 
 
-def test_a_long_edge_is_spelled_in_part() -> None:
+def test_the_text_of_a_long_edge_is_cut() -> None:
     driver = Driver(n_slots=2, n_ctx=512, n_ubatch=64)
     driver.run("x" * 400)
     [prefix] = state_of(driver, text=True).prefixes
     assert (prefix.tokens, prefix.text) == (400, "x" * 256)
 
 
-def test_a_request_that_ended_before_its_prompt_was_computed_reused_none_of_the_rest() -> None:
+def test_a_request_that_ended_during_prefill_did_not_reuse_the_rest_of_its_prompt() -> None:
     driver = Driver(n_slots=2, n_reserved=2, n_ctx=256, n_ubatch=8)
     cold = driver.submit("c" * 100)
     for _ in range(3):
@@ -134,7 +132,7 @@ def test_a_request_that_ended_before_its_prompt_was_computed_reused_none_of_the_
     assert (stats(driver).requests.misses, stats(driver).requests.hits) == (1, 1)
 
 
-def test_who_never_looked_counts_as_neither() -> None:
+def test_private_and_unstarted_requests_are_neither_hits_nor_misses() -> None:
     driver = Driver(n_slots=1, n_ctx=256, n_ubatch=64)
     driver.run("a prompt")
     private = Request(
@@ -156,7 +154,7 @@ def test_who_never_looked_counts_as_neither() -> None:
     )
 
 
-def test_clearing_gives_up_what_is_idle_and_nothing_that_runs() -> None:
+def test_dropping_everything_spares_running_requests() -> None:
     driver = Driver(n_slots=3, n_reserved=3, n_ctx=256, n_ubatch=64, min_shared=2)
     for prompt in ("head and one", "head and two", "something else", "head and three"):
         driver.run(prompt)
@@ -164,7 +162,7 @@ def test_clearing_gives_up_what_is_idle_and_nothing_that_runs() -> None:
     driver.step()
     before = state_of(driver)
     assert before.cells.idle > 0
-    assert driver.scheduler.ledger.clear_idle() == before.tokens - before.tokens_pinned
+    assert driver.cache.drop() == Dropped(n_cells=before.tokens - before.tokens_pinned)
     driver.step()
     after = state_of(driver)
     assert (after.cells.idle, after.leaves, after.sequences.used) == (0, 1, 1)
@@ -172,11 +170,11 @@ def test_clearing_gives_up_what_is_idle_and_nothing_that_runs() -> None:
     assert after.evicted_tokens == before.evicted_tokens
     driver.finish(runs)
     alone = Driver(n_slots=1, n_ctx=256, n_ubatch=64).run("head and two, then more", max_tokens=40)
-    assert runs.known.view().tolist() == alone.known.view().tolist()
+    assert runs.tokens.view().tolist() == alone.tokens.view().tolist()
     assert driver.run("something else").n_cached == 0
 
 
-def test_in_a_partitioned_pool_every_slot_counts_its_own_cells() -> None:
+def test_every_slot_of_a_partitioned_pool_counts_its_own_cells() -> None:
     driver = Driver(n_slots=4, n_ctx=256, n_ubatch=64, unified=False)
     for slot in (0, 1):
         driver.run("the same", id_slot=slot)
@@ -190,7 +188,7 @@ def test_in_a_partitioned_pool_every_slot_counts_its_own_cells() -> None:
     assert state.sequences.used == 3
 
 
-def test_in_a_partitioned_pool_reserved_sequences_count_too() -> None:
+def test_spare_sequences_of_a_partitioned_pool_count_too() -> None:
     cost = 1e3 * 16 * PROMPT_TOKEN_SECONDS
     driver = Driver(n_slots=1, n_reserved=2, n_ctx=256, n_ubatch=64, unified=False, stream_copy_ms=cost)
     for letter in "abc":
@@ -204,18 +202,18 @@ def test_in_a_partitioned_pool_reserved_sequences_count_too() -> None:
     assert cells.pinned == 0
 
 
-def test_clearing_frees_an_idle_slot_whose_path_a_running_one_has_too() -> None:
-    ledger = SeparateLedger(n_slots=2, n_seqs=2, n_cells=64)
+def test_dropping_everything_clears_an_idle_slot_whose_path_a_running_one_has_too() -> None:
+    cache = KVCache(CacheSettings(n_slots=2, n_cells=64, n_seqs=2, unified=False, gap_ms=100.0))
     for seq in (0, 1):
-        ledger.claim([seq], "", b"")
-        ledger.append(seq, as_tokens("the same"))
-    ledger.unpin(0)
-    assert ledger.clear_idle() == 0
-    assert (ledger.length(0), ledger.length(1)) == (0, 8)
+        cache.acquire([seq], cache.match("", b""))
+        cache.append(seq, as_tokens("the same"))
+    cache.release(0)
+    assert cache.drop() == Dropped(n_cells=0)
+    assert (cache.length(0), cache.length(1)) == (0, 8)
 
 
-def test_what_is_stored_is_told_as_the_backend_has_it() -> None:
-    driver = Driver(n_slots=2, n_reserved=2, n_ctx=512, n_ubatch=64, ram_bytes=9000, idle_life=1)
+def test_statistics_of_ram_agree_with_the_backend() -> None:
+    driver = Driver(n_slots=2, n_reserved=2, n_ctx=512, n_ubatch=64, ram_bytes=9000, offload_after=1)
     requests = [driver.run(prompt) for prompt in ("a" * 70, "b" * 90, "a" * 70 + "c" * 9, "d" * 40, "b" * 90)]
     found = stats(driver)
     stored = driver.backend.segments.values()
@@ -226,15 +224,15 @@ def test_what_is_stored_is_told_as_the_backend_has_it() -> None:
     assert n_loaded == [0, 0, 70, 0, 89]
     assert found.loaded_tokens == sum(n_loaded)
     assert (found.requests.hits, found.requests.from_ram, found.requests.cross_slot) == (2, 2, 0)
-    left = [sum(each.n_tokens for each in driver.scheduler.ledger.tree.nodes()), found.loaded_tokens]
+    left = [driver.cache._tree.n_tokens, found.loaded_tokens]
     n_computed = sum(len(work.run.tokens) for plan in driver.plans for work in plan.work)
     assert found.offloaded_tokens == n_computed + left[1] - left[0]
     assert found.evicted_tokens == 0
 
 
-def test_room_is_made_in_ram_before_more_is_stored() -> None:
+def test_segments_are_evicted_from_ram_before_more_are_saved() -> None:
     size = Driver().backend.info.segment_size
-    driver = Driver(n_slots=2, n_reserved=2, n_ctx=512, n_ubatch=64, ram_bytes=size.of(100), idle_life=1)
+    driver = Driver(n_slots=2, n_reserved=2, n_ctx=512, n_ubatch=64, ram_bytes=size.of(100), offload_after=1)
     most = 0
     change = driver.backend.change
 
