@@ -26,7 +26,6 @@ class LlamaMachine(CacheMachine):
     layouts = "shared", "shared", "shared", "partitions", "copied partitions"
     pools = 256, 512
     ubatches = 16, N_UBATCH
-
     stretch = 4
 
     model: Path
@@ -39,7 +38,7 @@ class LlamaMachine(CacheMachine):
                 self.model,
                 n_ctx=shape.n_ctx,
                 n_slots=shape.n_slots,
-                n_cache_seqs=shape.n_reserved,
+                n_cache_seqs=shape.n_spare,
                 n_ubatch=shape.n_ubatch,
                 n_threads=1,
                 unified=shape.layout == "shared",

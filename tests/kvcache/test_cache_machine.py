@@ -355,6 +355,33 @@ class CacheMachine(RuleBasedStateMachine):
             self.now += disk_pacing.RETRY_DELAY_S
         self.is_short = is_short
 
+    @precondition(lambda self: self.asked)
+    @rule(
+        kind=st.sampled_from(["path", "path", "path", "namespace", "everything"]),
+        index=st.integers(0, 9), share=st.sampled_from([0.5, 1, 1]),
+    )  # fmt: skip
+    def drop(self, kind: str, index: int, share: float) -> None:
+        """Drop prefixes on demand: nothing idle is left of them, and nothing is taken from running requests."""
+        cache, asked = self.cache, self.asked[-1 - index % len(self.asked)]
+        namespace, running = asked.request.namespace, list(self.running)
+        if kind == "everything":
+            cache.drop()
+            assert cache._tree.n_tokens == cache._tree.n_pinned_tokens
+            assert not len(self.tiers.ram) + len(self.tiers.disk)
+        elif kind == "path":
+            tokens = asked.tokens[: int(share * len(asked.tokens))]
+            path = packed(np.array(tokens, dtype=np.int32))
+            cache.drop(namespace, path)
+            again = cache._tree.match(namespace, path)
+            assert again.n_matched == again.last_fork()
+        elif all(other.request.namespace != namespace for other in running):
+            cache.drop(namespace)
+            assert not list(cache._tree.nodes(namespace))
+        for other in running:
+            assert cache._tree.is_pinned(other.slot) or other.slot in self.shaken
+        self.is_recovering = True
+        COUNTS[f"dropped: {kind}"] += 1
+
     @rule(n=st.integers(5, 15), n_extra=st.integers(0, 3), n_jobs=st.integers(0, 2))
     def go_on(self, n: int, n_extra: int, n_jobs: int) -> None:
         self.step(n, n_extra, is_late=False, n_jobs=n_jobs)
