@@ -177,10 +177,10 @@ class KVCache:
 
     def load(self, seq: int, tokens: bytes) -> Loaded:
         """Let a running sequence hold more of `tokens`, which begin with what it holds: copied, then loaded."""
-        n_copied = self._pool.copy_resident(seq, tokens)
+        match = self._tree.match(self._sequences.end(seq).namespace, tokens)
+        n_copied = self._pool.copy_resident(seq, match)
         if n_copied:
             self._pool.tidy()
-        match = self._tree.match(self._sequences.end(seq).namespace, tokens)
         loaded = self._offloader.load(seq, match, self._load_budget)
         if self._load_budget is not None:
             self._load_budget = max(0, self._load_budget - loaded.n_loaded)

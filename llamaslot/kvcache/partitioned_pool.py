@@ -76,7 +76,7 @@ class PartitionedPool:
         self._tree.pin(seq)
         return seq, match.n_resident
 
-    def copy_resident(self, _seq: int, _tokens: bytes) -> int:
+    def copy_resident(self, _seq: int, _match: Match) -> int:
         """Return 0: a running sequence cannot take over cells."""
         return 0
 

@@ -66,8 +66,8 @@ class Pool(Protocol):
         Returns the slot, and the tokens that it took over from other sequences.
         """
 
-    def copy_resident(self, seq: int, tokens: bytes) -> int:
-        """Let a sequence hold what others do of `tokens` behind its own; returns how many tokens that is."""
+    def copy_resident(self, seq: int, match: Match) -> int:
+        """Let a sequence hold what others do of a match behind its own; returns how many tokens that is."""
 
     def append(self, seq: int, tokens: bytes) -> None:
         """A running sequence computed these tokens behind those that it holds."""

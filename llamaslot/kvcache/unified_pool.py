@@ -57,17 +57,17 @@ class UnifiedPool:
         if not own:
             self._tree.hold(seq, match.namespace)
         self._tree.pin(seq)
-        return seq, self.copy_resident(seq, match.tokens)
+        # The tree has changed since the lookup.
+        return seq, self.copy_resident(seq, self._tree.match(match.namespace, match.tokens))
 
-    def copy_resident(self, seq: int, tokens: bytes) -> int:
-        """Let a sequence see the cells that others have of `tokens` behind its own; returns how many."""
+    def copy_resident(self, seq: int, match: Match) -> int:
+        """Let a sequence see the cells that others have of a match behind its own; returns how many."""
         start = self._tree.length(seq)
-        match = self._tree.match(self._sequences.end(seq).namespace, tokens)
         if match.n_resident <= start:
             return 0
         source = next(match.node.holders())
         self._sequences.operations.append(Copy(source, seq, start, match.n_resident))
-        self._tree.extend(seq, tokens[start * WIDTH : match.n_resident * WIDTH])
+        self._tree.extend(seq, match.tokens[start * WIDTH : match.n_resident * WIDTH])
         return match.n_resident - start
 
     def append(self, seq: int, tokens: bytes) -> None:

@@ -100,7 +100,7 @@ class SlotSnapshots:
             self._sequences.clear(seq)
         self._tree.hold(seq, snapshot.namespace)
         self._tree.pin(seq)
-        self._pool.copy_resident(seq, tokens)
+        self._pool.copy_resident(seq, self._tree.match(snapshot.namespace, tokens))
         parts: dict[int, SnapshotPart] = {}
         for part in snapshot.parts:
             n = self._tree.length(seq)
