@@ -12,17 +12,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from llamaslot.base.errors import (
-    AuthenticationError,
-    ContextSizeError,
-    InvalidRequestError,
-    LlamaslotError,
-    NotFoundError,
-    NotSupportedError,
-    QueueFullError,
-    ServerError,
-    TooLargeError,
-)
+from llamaslot.base import errors
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -43,7 +33,7 @@ _encoder = msgspec.json.Encoder()
 _log = structlog.get_logger(__name__)
 
 
-class MethodNotAllowedError(LlamaslotError):
+class MethodNotAllowedError(errors.LlamaslotError):
     """The address does not take this HTTP method."""
 
     type = "method_not_allowed_error"
@@ -70,42 +60,42 @@ class ErrorBody(msgspec.Struct):
     error: ErrorDetail
 
 
-def status(error: LlamaslotError) -> int:
+def status(error: errors.LlamaslotError) -> int:
     """Return the HTTP status.
 
     An unsupported field gets 400 instead of 501, because clients repeat requests that end in a server error.
     """
-    if isinstance(error, NotSupportedError) and error.param:
+    if isinstance(error, errors.NotSupportedError) and error.param:
         return 400
     return _STATUS.get(error.type, 500)
 
 
-def body(error: LlamaslotError) -> bytes:
+def body(error: errors.LlamaslotError) -> bytes:
     """Return the error as JSON."""
     detail = ErrorDetail(status(error), error.message, error.type, error.param)
-    if isinstance(error, ContextSizeError):
+    if isinstance(error, errors.ContextSizeError):
         detail.n_prompt_tokens, detail.n_ctx = error.n_prompt_tokens, error.n_ctx
     return _encoder.encode(ErrorBody(detail))
 
 
-def response(error: LlamaslotError) -> web.Response:
+def response(error: errors.LlamaslotError) -> web.Response:
     """Return the error as a reply, with the headers of its status."""
     headers = {}
-    if isinstance(error, QueueFullError):
+    if isinstance(error, errors.QueueFullError):
         headers["Retry-After"] = str(error.retry_after)
-    elif isinstance(error, AuthenticationError):
+    elif isinstance(error, errors.AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, MethodNotAllowedError):
         headers["Allow"] = ", ".join(sorted(error.allowed))
     return web.Response(status=status(error), body=body(error), content_type="application/json", headers=headers)
 
 
-def described(error: Exception) -> LlamaslotError:
+def described(error: Exception) -> errors.LlamaslotError:
     """Return the error for the client; an unexpected exception is logged here."""
-    if isinstance(error, LlamaslotError):
+    if isinstance(error, errors.LlamaslotError):
         return error
     _log.error("request.crashed", exc_info=error)
-    return ServerError("the server met an unexpected error; its log tells more under this request's id")
+    return errors.ServerError("the server met an unexpected error; its log tells more under this request's id")
 
 
 @web.middleware
@@ -121,16 +111,16 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return response(described(error))
 
 
-def _translated(request: web.Request, error: web.HTTPException) -> LlamaslotError:
+def _translated(request: web.Request, error: web.HTTPException) -> errors.LlamaslotError:
     """Return aiohttp's own errors as ours."""
     if isinstance(error, web.HTTPMethodNotAllowed):
         return MethodNotAllowedError(
             f"{request.path} does not take {error.method}", allowed=set(error.allowed_methods)
         )
     if isinstance(error, web.HTTPNotFound):
-        return NotFoundError(f"there is nothing at {request.path}")
+        return errors.NotFoundError(f"there is nothing at {request.path}")
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return TooLargeError("the request's body is over the server's limit")
+        return errors.TooLargeError("the request's body is over the server's limit")
     if error.status < 500:
-        return InvalidRequestError(error.reason)
-    return ServerError(error.reason)
+        return errors.InvalidRequestError(error.reason)
+    return errors.ServerError(error.reason)

@@ -16,22 +16,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from llamaslot.base import kv_ops
 from llamaslot.base.backend import Decoded, Run, Sampler, Status, check_runs
 from llamaslot.base.commands import Sampling
-from llamaslot.base.kv_ops import (
-    Copy,
-    CopyStream,
-    Discard,
-    IllegalCallError,
-    Kv,
-    Load,
-    Operation,
-    Remove,
-    Save,
-    Share,
-    check_operation,
-    check_seq,
-)
 from llamaslot.base.model import ModelInfo, SegmentSize
 from llamaslot.base.tokens import Tokens
 
@@ -81,7 +68,7 @@ class FakeSampler:
     def close(self) -> None:
         """Mark the sampler as freed; a bug if it is already."""
         if self.closed:
-            raise IllegalCallError("a sampler was closed twice")
+            raise kv_ops.IllegalCallError("a sampler was closed twice")
         self.closed = True
 
 
@@ -139,33 +126,33 @@ class FakeBackend:
         """Token positions of each saved segment, by number."""
         self._states: dict[int, _Saved] = {}
 
-    def change(self, operation: Operation) -> None:
+    def change(self, operation: kv_ops.Operation) -> None:
         """Carry out an operation on sequences."""
         shares = self.info.unified and self.info.reuse
-        check_operation(operation, length_of=self.seq_len, segments=self.segments, shares=shares)
+        kv_ops.check_operation(operation, length_of=self.seq_len, segments=self.segments, shares=shares)
         match operation:
-            case Remove(seq, keep):
+            case kv_ops.Remove(seq, keep):
                 if not self.info.reuse and 0 < keep < self.seq_len(seq):
-                    raise IllegalCallError("this model's sequences can only be cleared whole")
+                    raise kv_ops.IllegalCallError("this model's sequences can only be cleared whole")
                 self._remove(seq, keep, self.seq_len(seq))
-            case Share(src, dst, start, end):
+            case kv_ops.Share(src, dst, start, end):
                 self._remove(dst, start, end)
                 self._copy(src, dst, start, end)
-            case Copy(src, dst, start, end):
+            case kv_ops.Copy(src, dst, start, end):
                 self._copy(src, dst, start, end)
-            case CopyStream(src, dst, keep):
+            case kv_ops.CopyStream(src, dst, keep):
                 self._copy_stream(src, dst, keep)
-            case Save(segment, src, start, end):
+            case kv_ops.Save(segment, src, start, end):
                 self.segments[segment] = range(start, end)
                 self._states[segment] = self._saved(src, start, end)
-            case Load(segment, dst, start, end, scratch):
+            case kv_ops.Load(segment, dst, start, end, scratch):
                 self._place(scratch, self._states[segment])
                 self._copy(scratch, dst, start, end)
                 self._remove(scratch, 0, self.seq_len(scratch))
-            case Discard(segment):
+            case kv_ops.Discard(segment):
                 del self.segments[segment], self._states[segment]
 
-    def kv_of(self, segment: int) -> Kv | None:
+    def kv_of(self, segment: int) -> kv_ops.Kv | None:
         """Return the KV of a segment, as many bytes as `SegmentSize` says, or None."""
         saved, size = self._states.get(segment), self.info.segment_size
         if saved is None or size is None:
@@ -175,7 +162,7 @@ class FakeBackend:
         state[: len(pairs)] = pairs
         return state
 
-    def put(self, segment: int, start: int, end: int, state: Kv) -> None:
+    def put(self, segment: int, start: int, end: int, state: kv_ops.Kv) -> None:
         """Add a segment of KV that an earlier process saved."""
         size = self.info.segment_size
         if size is None or len(state) != size.of(end - start):
@@ -186,13 +173,13 @@ class FakeBackend:
 
     def seq_len(self, seq: int) -> int:
         """Return the number of tokens of a sequence."""
-        check_seq(seq, self.n_seqs)
+        kv_ops.check_seq(seq, self.n_seqs)
         cells = self._pools[self._pool(seq)]
         return max((cell.position + 1 for cell in cells if seq in cell.seqs), default=0)
 
     def seq_range(self, seq: int) -> range:
         """Return the positions that a sequence holds, from the lowest to the highest."""
-        check_seq(seq, self.n_seqs)
+        kv_ops.check_seq(seq, self.n_seqs)
         positions = [position for position, _ in self.seen(seq)]
         return range(positions[0], positions[-1] + 1) if positions else range(0)
 
@@ -260,13 +247,13 @@ class FakeBackend:
         """Place tokens of a sequence in the lowest free cells."""
         free = [cell for cell in self._pools[self._pool(seq)] if not cell.seqs]
         if len(free) < len(saved):
-            raise IllegalCallError(f"{len(saved)} tokens cannot be placed in {len(free)} cells")
+            raise kv_ops.IllegalCallError(f"{len(saved)} tokens cannot be placed in {len(free)} cells")
         for cell, (token, position) in zip(free, saved, strict=False):
             cell.token, cell.position, cell.seqs = token, position, {seq}
 
     def _copy_stream(self, src: int, dst: int, keep: int) -> None:
         if self.info.unified or not self.info.reuse or self._copying & {src, dst}:
-            raise IllegalCallError(f"the stream of {src} cannot be copied to that of {dst} now")
+            raise kv_ops.IllegalCallError(f"the stream of {src} cannot be copied to that of {dst} now")
         self._copying |= {src, dst}
         for old, new in zip(self._pools[src], self._pools[dst], strict=True):
             kept = src in old.seqs and old.position < keep
@@ -274,7 +261,7 @@ class FakeBackend:
 
     def _draw(self, row: int, sampler: Sampler) -> int:
         if not isinstance(sampler, FakeSampler) or sampler.closed:
-            raise IllegalCallError("sampling with a freed sampler")
+            raise kv_ops.IllegalCallError("sampling with a freed sampler")
         sampler.n_drawn += 1
         if sampler.sampling.temperature > 0:
             row = _digest((row, sampler.sampling.seed, sampler.n_drawn))

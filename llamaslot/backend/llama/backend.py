@@ -12,39 +12,16 @@ import msgspec
 import numpy as np
 import psutil
 
-from llamaslot.backend.llama import kv_cost, library, measurements, sizing, step_cost
+from llamaslot.backend.llama import kv_cost, library, loading, measurements, sizing, step_cost
 from llamaslot.backend.llama.llama_settings import LlamaSettings, sequences
-from llamaslot.backend.llama.loading import (
-    builtin_template,
-    kv_facts,
-    load_model,
-    make_context,
-    metadata,
-    parts,
-    sampling_defaults,
-    why_not_reusable,
-)
 from llamaslot.backend.llama.measurements import Measurements
 from llamaslot.backend.llama.sampler import LlamaSampler, Logits
 from llamaslot.backend.llama.segments import SegmentStore
 from llamaslot.backend.llama.vocab import LlamaVocab
+from llamaslot.base import kv_ops
 from llamaslot.base.backend import Decoded, Run, Sampler, Status, check_runs
 from llamaslot.base.commands import Sampling
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.kv_ops import (
-    Copy,
-    CopyStream,
-    Discard,
-    IllegalCallError,
-    Kv,
-    Load,
-    Operation,
-    Remove,
-    Save,
-    Share,
-    check_operation,
-    check_seq,
-)
 from llamaslot.base.model import ModelInfo, SegmentSize
 from llamaslot.base.tokens import Tokens
 
@@ -58,11 +35,11 @@ class LlamaBackend:
         library.initialise()
         n_threads = settings.n_threads or psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
         self._closed = False
-        self._model, n_mapped = load_model(settings, on_progress)
+        self._model, n_mapped = loading.load_model(settings, on_progress)
         try:
-            n_cache_seqs, n_seqs = sequences(settings, reusable=not why_not_reusable(self._model))
+            n_cache_seqs, n_seqs = sequences(settings, reusable=not loading.why_not_reusable(self._model))
             n_ctx, size = sizing.choose(self._model, settings, n_seqs, n_mapped)
-            self._context, flash_attn = make_context(
+            self._context, flash_attn = loading.make_context(
                 self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads
             )
         except ConfigError:
@@ -88,35 +65,35 @@ class LlamaBackend:
             raise
         self.info = msgspec.structs.replace(self.info, **measured)
 
-    def change(self, operation: Operation) -> None:
+    def change(self, operation: kv_ops.Operation) -> None:
         """See `Backend.change`."""
         shares = self.info.unified and self.info.reuse
         segments = self._segments.positions
-        check_operation(operation, length_of=self._recorded_length, segments=segments, shares=shares)
+        kv_ops.check_operation(operation, length_of=self._recorded_length, segments=segments, shares=shares)
         match operation:
-            case Remove(seq, keep):
+            case kv_ops.Remove(seq, keep):
                 self._remove(seq, keep)
-            case Copy(src, dst, start, end):
+            case kv_ops.Copy(src, dst, start, end):
                 llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
                 self._lengths[dst] = end
-            case Share(src, dst, start, end):
+            case kv_ops.Share(src, dst, start, end):
                 llama_cpp.llama_memory_seq_rm(self._memory, dst, start, end)
                 llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
-            case CopyStream(src, dst, keep):
+            case kv_ops.CopyStream(src, dst, keep):
                 self._copy_stream(src, dst, keep)
-            case Save():
+            case kv_ops.Save():
                 self._segments.save(operation)
-            case Load(dst=dst, end=end):
+            case kv_ops.Load(dst=dst, end=end):
                 self._segments.load(operation)
                 self._lengths[dst] = end
-            case Discard(segment):
+            case kv_ops.Discard(segment):
                 self._segments.discard(segment)
 
-    def kv_of(self, segment: int) -> Kv | None:
+    def kv_of(self, segment: int) -> kv_ops.Kv | None:
         """See `Backend.kv_of`."""
         return self._segments.kv_of(segment)
 
-    def put(self, segment: int, start: int, end: int, state: Kv) -> None:
+    def put(self, segment: int, start: int, end: int, state: kv_ops.Kv) -> None:
         """See `Backend.put`."""
         size = self.info.segment_size
         if size is None or len(state) != size.of(end - start):
@@ -163,7 +140,7 @@ class LlamaBackend:
         tokens = []
         for seq, sampler in draws:
             if not isinstance(sampler, LlamaSampler) or seq not in self._rows:
-                raise IllegalCallError(f"sequence {seq} has no logits or a foreign sampler")
+                raise kv_ops.IllegalCallError(f"sequence {seq} has no logits or a foreign sampler")
             tokens.append(sampler.choose(self._context, self._rows[seq], self._logits))
         return tokens
 
@@ -189,13 +166,13 @@ class LlamaBackend:
         model, context, vocab = self._model, self._context, self.vocab
         n_ctx_train = llama_cpp.llama_model_n_ctx_train(model)
         n_ctx_seq = llama_cpp.llama_n_ctx_seq(context)
-        reason = why_not_reusable(model)
+        reason = loading.why_not_reusable(model)
         gpus = library.gpus() if settings.n_gpu_layers != 0 else []
         template = (llama_cpp.llama_model_chat_template(model, None) or b"").decode(errors="replace")
         return ModelInfo(
-            name=metadata(model, "general.name") or settings.model.stem,
+            name=loading.metadata(model, "general.name") or settings.model.stem,
             path=str(settings.model),
-            architecture=metadata(model, "general.architecture"),
+            architecture=loading.metadata(model, "general.architecture"),
             description=_description(model),
             n_params=llama_cpp.llama_model_n_params(model),
             size_bytes=llama_cpp.llama_model_size(model),
@@ -211,8 +188,8 @@ class LlamaBackend:
             n_ubatch=llama_cpp.llama_n_ubatch(context),
             unified=settings.unified,
             flash_attn=flash_attn,
-            kv_facts=kv_facts(model, context, settings, flash_attn=flash_attn),
-            kv_files=tuple(map(str, (*parts(settings.model), *library.paths()))),
+            kv_facts=loading.kv_facts(model, context, settings, flash_attn=flash_attn),
+            kv_files=tuple(map(str, (*loading.parts(settings.model), *library.paths()))),
             sizing=size,
             cache_type_k=settings.cache_type_k,
             cache_type_v=settings.cache_type_v,
@@ -220,8 +197,8 @@ class LlamaBackend:
             reuse=not reason,
             reuse_reason=reason,
             chat_template=template,
-            builtin_template=builtin_template(template),
-            sampling=sampling_defaults(model),
+            builtin_template=loading.builtin_template(template),
+            sampling=loading.sampling_defaults(model),
             bos_token=vocab.text(vocab.bos),
             eos_token=vocab.text(vocab.eos),
             adds_bos=vocab.adds_bos,
@@ -275,7 +252,7 @@ class LlamaBackend:
         plain = min(step() for _ in range(3))
         copying = []
         for _ in range(3):
-            self.change(CopyStream(0, 1, self._lengths[0]))
+            self.change(kv_ops.CopyStream(0, 1, self._lengths[0]))
             copying.append(step())
         self._clear()
         return max(min(copying[1:]) - plain, 0.01)
@@ -291,13 +268,13 @@ class LlamaBackend:
         if keep >= self._lengths[seq]:
             return
         if keep > 0 and not self.info.reuse:
-            raise IllegalCallError("this model's sequences can only be cleared whole")
+            raise kv_ops.IllegalCallError("this model's sequences can only be cleared whole")
         llama_cpp.llama_memory_seq_rm(self._memory, seq, keep if keep else -1, -1)
         self._lengths[seq] = keep
 
     def _copy_stream(self, src: int, dst: int, keep: int) -> None:
         if self.info.unified or not self.info.reuse or self._copying & {src, dst}:
-            raise IllegalCallError(f"the stream of {src} cannot be copied to that of {dst} now")
+            raise kv_ops.IllegalCallError(f"the stream of {src} cannot be copied to that of {dst} now")
         self._copying |= {src, dst}
         llama_cpp.llama_memory_seq_cp(self._memory, src, dst, -1, -1)
         if keep < self._lengths[src]:
@@ -306,8 +283,8 @@ class LlamaBackend:
 
     def _check_seq(self, seq: int) -> None:
         if self._closed:
-            raise IllegalCallError("the backend is closed")
-        check_seq(seq, self.n_seqs)
+            raise kv_ops.IllegalCallError("the backend is closed")
+        kv_ops.check_seq(seq, self.n_seqs)
 
     def _recorded_length(self, seq: int) -> int:
         self._check_seq(seq)

@@ -113,37 +113,29 @@ class LlamaSampler:
         return k + len(self._biases) + (self._window if penalised else 0)
 
     def _build(self, sampling: Sampling, penalised: bool) -> Any:
-        chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
-        for link in self._links(sampling, penalised):
-            llama_cpp.llama_sampler_chain_add(chain, link)
-        return chain
-
-    def _links(self, sampling: Sampling, penalised: bool) -> list[Any]:
+        """Return a chain in llama-server's order, without the links that would change nothing."""
         links = []
         if self._biases:
             array = (llama_cpp.llama_logit_bias * len(self._biases))(*self._biases.items())
             links.append(llama_cpp.llama_sampler_init_logit_bias(self._n_vocab, len(self._biases), array))
         if penalised:
-            links.append(
-                llama_cpp.llama_sampler_init_penalties(
-                    self._n_vocab,
-                    self._window,
-                    sampling.repeat_penalty,
-                    sampling.frequency_penalty,
-                    sampling.presence_penalty,
-                )
-            )
+            penalties = (sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+            links.append(llama_cpp.llama_sampler_init_penalties(self._n_vocab, self._window, *penalties))
         if sampling.temperature <= 0:
-            return [*links, llama_cpp.llama_sampler_init_greedy()]
-        return [
-            *links,
-            llama_cpp.llama_sampler_init_top_k(sampling.top_k),
-            llama_cpp.llama_sampler_init_typical(sampling.typical_p, 1),
-            llama_cpp.llama_sampler_init_top_p(sampling.top_p, 1),
-            llama_cpp.llama_sampler_init_min_p(sampling.min_p, 1),
-            llama_cpp.llama_sampler_init_temp(sampling.temperature),
-            llama_cpp.llama_sampler_init_dist(sampling.seed & _SEED_MASK),
-        ]
+            links.append(llama_cpp.llama_sampler_init_greedy())
+        else:
+            links += [
+                llama_cpp.llama_sampler_init_top_k(sampling.top_k),
+                llama_cpp.llama_sampler_init_typical(sampling.typical_p, 1),
+                llama_cpp.llama_sampler_init_top_p(sampling.top_p, 1),
+                llama_cpp.llama_sampler_init_min_p(sampling.min_p, 1),
+                llama_cpp.llama_sampler_init_temp(sampling.temperature),
+                llama_cpp.llama_sampler_init_dist(sampling.seed & _SEED_MASK),
+            ]
+        chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+        for link in links:
+            llama_cpp.llama_sampler_chain_add(chain, link)
+        return chain
 
 
 def highest(logits: Logits, n: int) -> npt.NDArray[np.int64] | None:
