@@ -28,14 +28,15 @@ from llamaslot.base.commands import Sampling, Submit, TokensPart
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import TERMINAL, Event, Finished, Output
 from llamaslot.engine.engine import Engine
+from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.worker import model_thread
 
 
 async def measure(config: Config, *, streams: int, tokens: int, prompt_tokens: int) -> float:
     """Tokens per second of all streams together, while all of them decode; raises `BenchmarkError`."""
     thread = model_thread()
-    settings = llama_settings(config, resolve_model(config.model))
-    backend = await asyncio.get_running_loop().run_in_executor(thread, LlamaBackend, settings, lambda _share: True)
+    model = llama_settings(config, resolve_model(config.model))
+    backend = await asyncio.get_running_loop().run_in_executor(thread, LlamaBackend, model, lambda _share: True)
     arrivals: dict[str, list[float]] = {str(i): [] for i in range(streams)}
     ended: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -47,7 +48,8 @@ async def measure(config: Config, *, streams: int, tokens: int, prompt_tokens: i
             if isinstance(event, TERMINAL):
                 ended.put_nowait(event)
 
-    engine = Engine(backend, receive, thread=thread)
+    settings = EngineSettings(gap_ms=config.prefill_gap_ms, session_min_match=config.session_min_match)
+    engine = Engine(backend, receive, settings, thread=thread)
     running = asyncio.create_task(engine.run())
     random = np.random.default_rng()
     sampling = Sampling(temperature=0.0, ignore_eos=True)

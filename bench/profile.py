@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import random
 import secrets
@@ -25,6 +26,7 @@ from time import process_time_ns, thread_time_ns
 from typing import Any
 
 import llama_cpp
+import structlog
 import uvloop
 from rich.table import Table
 
@@ -54,7 +56,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "fill": [(LlamaBackend, "decode")],
     "decode": [(llama_cpp, "llama_decode")],
     "sample": [(LlamaBackend, "sample")],
-    "follow": [(worker, "apply"), (worker, "following")],
+    "follow": [(worker, "apply"), (worker, "next_decode_step")],
     "plan": [(Scheduler, "plan")],
     "commit": [(Scheduler, "commit")],
     "detokenize": [(Engine, "_deliver")],
@@ -217,4 +219,6 @@ def table(measured: Sequence[Measurement]) -> Table:
 
 
 if __name__ == "__main__":
+    # llama.cpp's lines would be among the results on standard output.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     asyncio.run(_ask(*sys.argv[1:]))
