@@ -22,32 +22,30 @@ def create_app(settings: ApiSettings) -> web.Application:
     app[SETTINGS] = settings
     app[READINESS] = Readiness()
     app.on_response_prepare.append(add_headers)
-    for path, get in (
-        ("/health", server_endpoints.health),
-        ("/v1/health", server_endpoints.health),
-        ("/models", server_endpoints.models),
-        ("/v1/models", server_endpoints.models),
-        ("/v1/models/{name:.+}", server_endpoints.model),
-        ("/props", server_endpoints.props),
-        ("/slots", slot_endpoints.slots),
-        ("/cache", cache_endpoints.cache),
-        ("/metrics", server_endpoints.metrics),
-    ):
-        app.router.add_get(path, get)
-    for path, post in (
-        ("/chat/completions", chat_completions.chat_completions),
-        ("/v1/chat/completions", chat_completions.chat_completions),
-        ("/v1/completions", text_completions.completions),
-        ("/completion", native_completion.completion),
-        ("/completions", native_completion.completion),
-        ("/apply-template", chat_completions.apply_template),
-        ("/cache/clear", cache_endpoints.clear),
-        ("/slots/{id_slot}", slot_endpoints.act),
-        ("/tokenize", token_endpoints.tokenize),
-        ("/detokenize", token_endpoints.detokenize),
-    ):
-        app.router.add_post(path, post)
-    app.router.add_delete("/sessions/{session_id:.+}", cache_endpoints.drop_session)
+    app.router.add_routes(
+        [
+            web.get("/health", server_endpoints.health),
+            web.get("/v1/health", server_endpoints.health),
+            web.get("/models", server_endpoints.models),
+            web.get("/v1/models", server_endpoints.models),
+            web.get("/v1/models/{name:.+}", server_endpoints.model),
+            web.get("/props", server_endpoints.props),
+            web.get("/slots", slot_endpoints.slots),
+            web.get("/cache", cache_endpoints.cache),
+            web.get("/metrics", server_endpoints.metrics),
+            web.post("/chat/completions", chat_completions.chat_completions),
+            web.post("/v1/chat/completions", chat_completions.chat_completions),
+            web.post("/v1/completions", text_completions.completions),
+            web.post("/completion", native_completion.completion),
+            web.post("/completions", native_completion.completion),
+            web.post("/apply-template", chat_completions.apply_template),
+            web.post("/cache/clear", cache_endpoints.clear),
+            web.post("/slots/{id_slot}", slot_endpoints.act),
+            web.post("/tokenize", token_endpoints.tokenize),
+            web.post("/detokenize", token_endpoints.detokenize),
+            web.delete("/sessions/{session_id:.+}", cache_endpoints.drop_session),
+        ]
+    )
     return app
 
 

@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
     settings = api_settings(config)
     path = resolve_model(config.model)
     template, flag = read_template(config)
-    volatile = read_volatile(config)
+    volatile = pattern(config.drop_volatile)
     app = http.create_app(settings)
     hosts = [host.strip() for host in config.host.split(",")]
     stop = _Signals()
@@ -72,7 +72,8 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         slot_folder = slot_save_path(config)
         if disk is not None:
             stack.callback(disk.close)
-        listener = await stack.enter_async_context(_listening(app, hosts, config))
+        listener = await http.serve(app, hosts, config.port)
+        stack.push_async_callback(listener.close)
         if backend is None:
             backend = await _load(llama_settings(config, path), thread, stop)
         if backend is None:
@@ -186,16 +187,6 @@ def read_template(config: Config) -> tuple[str, str]:
     return (resolve(config.chat_template), "--chat-template") if config.chat_template else ("", "")
 
 
-def read_volatile(config: Config) -> re.Pattern[str] | None:
-    """Return the pattern to leave out of system messages, None for nothing. Raises `ConfigError` for no such
-    pattern.
-    """
-    try:
-        return pattern(config.drop_volatile)
-    except ConfigError as error:
-        raise ConfigError(error.message, param="--drop-volatile") from None
-
-
 def chat_template(
     info: ModelInfo,
     source: str,
@@ -223,15 +214,6 @@ def chat_template(
         )
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error.message}", param="--chat-template") from None
-
-
-@contextlib.asynccontextmanager
-async def _listening(app: Any, hosts: list[str], config: Config) -> AsyncIterator[http.Listener]:
-    listener = await http.serve(app, hosts, config.port)
-    try:
-        yield listener
-    finally:
-        await listener.close()
 
 
 def _urls(listener: http.Listener) -> list[str]:

@@ -32,10 +32,13 @@ def pattern(words: str) -> re.Pattern[str] | None:
     except re.error as error:
         known = ", ".join(KNOWN)
         raise ConfigError(
-            f"{words!r} is no regular expression ({error}), and the known names are: {known}"
+            f"{words!r} is no regular expression ({error}), and the known names are: {known}",
+            param="--drop-volatile",
         ) from None
     if found.match(""):
-        raise ConfigError(f"{words!r} matches an empty text: it would leave out nothing, or anything")
+        raise ConfigError(
+            f"{words!r} matches an empty text: it would leave out nothing, or anything", param="--drop-volatile"
+        )
     return found
 
 

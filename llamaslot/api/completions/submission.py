@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import itertools
 import re
 import secrets
 from collections.abc import Iterable, Sequence
@@ -87,19 +88,13 @@ def parse_prompt(prompt: object, n_vocab: int, param: str, *, special: bool = Tr
     if not prompt:
         raise InvalidRequestError(f"'{param}' must not be empty", param=param)
     parts: list[PromptPart] = []
-    run: list[int] = []
-    for item in prompt:
-        if isinstance(item, int):
-            run.append(item)
-            continue
-        if not isinstance(item, str):
+    for kind, items in itertools.groupby(prompt, type):
+        if kind is int:
+            parts.append(TokensPart(checked(items, n_vocab, param)))
+        elif kind is str:
+            parts += [TextPart(text, special=special) for text in items]
+        else:
             raise InvalidRequestError(f"'{param}' must hold strings and token ids only", param=param)
-        if run:
-            parts.append(TokensPart(checked(run, n_vocab, param)))
-            run = []
-        parts.append(TextPart(item, special=special))
-    if run:
-        parts.append(TokensPart(checked(run, n_vocab, param)))
     return tuple(parts)
 
 

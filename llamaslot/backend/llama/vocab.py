@@ -52,18 +52,16 @@ class LlamaVocab:
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> Tokens:
         data = text.encode(errors="replace")
         capacity = len(data) + 8
-        out = np.empty(capacity, dtype=np.int32)
-        n = llama_cpp.llama_tokenize(
-            self._vocab, data, len(data), _pointer(out), capacity, add_special, parse_special
-        )
-        if n < 0:
-            out = np.empty(-n, dtype=np.int32)
+        # Where that is too small, llama.cpp returns the negative number of tokens.
+        for _ in range(2):
+            out = np.empty(capacity, dtype=np.int32)
             n = llama_cpp.llama_tokenize(
-                self._vocab, data, len(data), _pointer(out), len(out), add_special, parse_special
+                self._vocab, data, len(data), _pointer(out), capacity, add_special, parse_special
             )
-        if n < 0:
-            raise IllegalCallError(f"tokenizing {len(data)} bytes gave {n}")
-        return out[:n].copy()
+            if n >= 0:
+                return out[:n].copy()
+            capacity = -n
+        raise IllegalCallError(f"tokenizing {len(data)} bytes gave {n}")
 
     def _tokenize_in_parts(self, text: str, add_special: bool) -> Tokens:
         """The same, cut before control tokens: llama.cpp takes quadratic time in their number."""
