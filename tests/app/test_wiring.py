@@ -322,8 +322,8 @@ def cache_settings(monkeypatch: pytest.MonkeyPatch) -> list[CacheSettings]:
         made.append(make(*args))
         return made[-1]
 
-    make = engine_module._cache_settings
-    monkeypatch.setattr(engine_module, "_cache_settings", recorded)
+    make = engine_module.cache_settings
+    monkeypatch.setattr(engine_module, "cache_settings", recorded)
     return made
 
 
