@@ -1,4 +1,4 @@
-"""The engine where the host has no memory left: what was to be stored is computed again, and all goes on."""
+"""The engine on a host without free memory: what cannot be offloaded is computed again, and replies stay right."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPTS = [f"{i} is where this one begins. " * 12 for i in range(3)]
 
 
 class Short(FakeBackend):
-    """Saves nothing while memory is short."""
+    """A backend that saves nothing while memory is short."""
 
     is_short = True
 
@@ -37,14 +37,16 @@ class Short(FakeBackend):
         super().change(operation)
 
 
-async def test_what_could_not_be_stored_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prefix_that_could_not_be_offloaded_is_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(segment_tiers, "RETRY_DELAY_S", 0.0)
     backend = Short(n_slots=2, n_ctx=768, n_reserved=2)
     store = DiskStore(tmp_path)
     store.open(b"k" * 32, 10**7)
     async with running(backend, debug_invariants=True, disk=store, ram_bytes=10**6) as engine:
-        stored = engine.engine.scheduler.cache._tiers
-        assert stored is not None
+        tiers = engine.engine.scheduler.cache._tiers
+        assert tiers is not None
         computed = []
         for turn in range(3):
             backend.is_short = turn == 0
@@ -53,15 +55,15 @@ async def test_what_could_not_be_stored_is_computed_again(tmp_path: Path, monkey
                 assert isinstance(end, Finished)
                 assert engine.text(f"{turn}-{i}") == await alone(prompt, FakeBackend(n_slots=1, n_ctx=768))
                 computed.append(end.progress.n_prompt_computed)
-            assert bool(stored.ram.n_tokens) != backend.is_short
-        assert computed[3] > 1, "the first was lost"
+            assert bool(tiers.ram.n_tokens) != backend.is_short
+        assert computed[3] > 1, "the first was not offloaded"
         assert computed[6:] == [1, 1, 1]
     store.close()
     assert engine.stopped is not None
     assert not engine.stopped.reason
 
 
-def test_what_the_same_plan_discards_is_not_missed() -> None:
+def test_a_failed_save_that_the_same_plan_discards_is_not_reported() -> None:
     backend = Short(n_slots=1, n_ctx=64, n_reserved=1)
     tokens = np.arange(10, dtype=np.int32)
     backend.decode([Run(0, 0, tokens, output=False)])
@@ -71,7 +73,7 @@ def test_what_the_same_plan_discards_is_not_missed() -> None:
     assert backend.seq_len(0) == 0
 
 
-async def test_bursts_are_answered_right_where_ids_are_short_and_memory_is_at_times(
+async def test_replies_to_bursts_are_right_with_few_sequence_ids_and_failing_saves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(segment_tiers, "RETRY_DELAY_S", 0.0)
@@ -92,7 +94,7 @@ async def test_bursts_are_answered_right_where_ids_are_short_and_memory_is_at_ti
         assert not engine.stopped.reason
 
 
-async def test_a_slot_of_which_a_part_cannot_be_saved_is_not_saved(tmp_path: Path) -> None:
+async def test_a_slot_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:
     class Shorter(Short):
         def change(self, operation: Operation) -> None:
             """Refuse to save all but the first segment."""
@@ -109,7 +111,7 @@ async def test_a_slot_of_which_a_part_cannot_be_saved_is_not_saved(tmp_path: Pat
         assert all(number >= 0 for number in engine.backend.segments)
 
 
-async def test_a_slot_that_cannot_be_saved_says_so_and_can_be_later(tmp_path: Path) -> None:
+async def test_a_failed_save_of_a_slot_can_be_repeated(tmp_path: Path) -> None:
     backend = Short(n_slots=2, n_ctx=4096, n_reserved=4)
     async with served(tmp_path, backend, debug_invariants=True) as engine:
         await engine.complete(PROMPTS[0])

@@ -1,4 +1,4 @@
-"""Slots that are saved to files, restored from them and erased, also beside requests that run."""
+"""Slots are saved to files, restored from them and erased, also while requests run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def served(folder: Path, backend: FakeBackend | None = None, **settings: A
         yield harness
 
 
-async def test_what_was_saved_is_there_in_another_server(tmp_path: Path) -> None:
+async def test_a_saved_slot_can_be_restored_in_another_server(tmp_path: Path) -> None:
     async with served(tmp_path) as engine:
         asked = await engine.complete(LONG)
         saved = await engine.act(0, "save")
@@ -75,7 +75,7 @@ async def test_what_was_saved_is_there_in_another_server(tmp_path: Path) -> None
         assert engine.last_text() == await alone(LONG + text, FakeBackend(n_slots=1, n_ctx=4096), max_tokens=4)
 
 
-async def test_a_slot_that_runs_is_waited_for(tmp_path: Path) -> None:
+async def test_an_action_waits_until_its_slot_is_idle(tmp_path: Path) -> None:
     async with served(tmp_path) as engine:
         end = engine.submit("running", LONG, id_slot=0, max_tokens=30, sampling=ENDLESS)
         await engine.wait_for("running", Output, 2)
@@ -87,7 +87,7 @@ async def test_a_slot_that_runs_is_waited_for(tmp_path: Path) -> None:
         assert engine.engine.scheduler.cache.length(0) == 0
 
 
-async def test_a_restored_slot_shares_the_cells_of_what_is_there(tmp_path: Path) -> None:
+async def test_a_restored_slot_shares_the_cells_of_resident_prefixes(tmp_path: Path) -> None:
     async with served(tmp_path) as engine:
         await engine.complete(LONG)
         saved = await engine.act(0, "save")
@@ -99,7 +99,7 @@ async def test_a_restored_slot_shares_the_cells_of_what_is_there(tmp_path: Path)
         assert (cache.cells.used, cache.length(1)) == (n_used, saved.n_tokens)
 
 
-async def test_what_the_slot_held_before_is_not_lost(tmp_path: Path) -> None:
+async def test_the_prefix_that_a_slot_held_before_a_restore_stays_cached(tmp_path: Path) -> None:
     async with served(tmp_path) as engine:
         await engine.complete("One. " + LONG)
         await engine.act(0, "save")
@@ -108,7 +108,7 @@ async def test_what_the_slot_held_before_is_not_lost(tmp_path: Path) -> None:
         assert (await engine.complete("Two. " + LONG, slot=1)).n_prompt_computed == 1
 
 
-async def test_idle_prefixes_make_room_and_running_requests_do_not(tmp_path: Path) -> None:
+async def test_a_restore_evicts_idle_prefixes_but_no_running_request(tmp_path: Path) -> None:
     def pool() -> FakeBackend:
         return FakeBackend(n_slots=2, n_ctx=2000, n_reserved=4)
 
@@ -137,7 +137,9 @@ async def test_idle_prefixes_make_room_and_running_requests_do_not(tmp_path: Pat
         (0, "restore", "other", "it is no slot's file"),
     ],
 )
-async def test_what_is_refused(tmp_path: Path, slot: int, action: str, filename: str, words: str) -> None:
+async def test_impossible_actions_are_refused_with_a_reason(
+    tmp_path: Path, slot: int, action: str, filename: str, words: str
+) -> None:
     (tmp_path / "other").write_bytes(b"something else" * 10)
     async with served(tmp_path) as engine:
         refused = await engine.act(slot, action, filename)
@@ -146,7 +148,7 @@ async def test_what_is_refused(tmp_path: Path, slot: int, action: str, filename:
         await engine.complete(LONG)
 
 
-async def test_a_slot_that_is_too_small_says_so(tmp_path: Path) -> None:
+async def test_a_restore_that_does_not_fit_the_slot_is_refused(tmp_path: Path) -> None:
     async with served(tmp_path) as engine:
         await engine.complete(LONG)
         await engine.act(0, "save")
@@ -157,7 +159,7 @@ async def test_a_slot_that_is_too_small_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unified", [True, False])
-async def test_without_a_folder_or_one_pool_nothing_is_done(tmp_path: Path, unified: bool) -> None:
+async def test_actions_are_refused_without_a_folder_or_a_unified_pool(tmp_path: Path, unified: bool) -> None:
     backend = FakeBackend(n_slots=2, n_ctx=1024, unified=unified)
     async with running(backend, kind=Files) as engine:
         assert isinstance(engine, Files)
@@ -167,7 +169,7 @@ async def test_without_a_folder_or_one_pool_nothing_is_done(tmp_path: Path, unif
 
 
 @pytest.mark.parametrize(("n_ctx", "n_reserved", "ram_bytes"), [(1500, 4, 20_000), (1500, 0, 0), (900, 0, 0)])
-async def test_actions_beside_traffic_leave_every_answer_as_it_is(
+async def test_actions_do_not_change_the_replies_of_requests_beside_them(
     tmp_path: Path, n_ctx: int, n_reserved: int, ram_bytes: int
 ) -> None:
     """Saves, restores and erasures of all slots while requests come and go, with invariants checked."""
@@ -193,7 +195,7 @@ async def test_actions_beside_traffic_leave_every_answer_as_it_is(
             assert engine.text(name) == await alone(prompt, FakeBackend(n_slots=1, n_ctx=1500), max_tokens=n)
 
 
-async def test_an_empty_slot_of_a_resting_server_is_answered_at_once(tmp_path: Path) -> None:
+async def test_an_idle_server_answers_actions_on_empty_slots_at_once(tmp_path: Path) -> None:
     async with served(tmp_path) as engine:
         await asyncio.sleep(0.3)
         assert isinstance(await asyncio.wait_for(engine.act(0, "erase"), 5), SlotActionDone)
@@ -201,8 +203,8 @@ async def test_an_empty_slot_of_a_resting_server_is_answered_at_once(tmp_path: P
         assert isinstance(await asyncio.wait_for(engine.act(0, "save"), 5), ErrorInfo)
 
 
-async def test_a_slot_is_restored_beside_what_two_others_have_just_computed_side_by_side(tmp_path: Path) -> None:
-    """The two share less than what anybody waits for, so each has cells of its own for it at first."""
+async def test_a_slot_is_restored_beside_duplicate_cells_of_two_others(tmp_path: Path) -> None:
+    """The two share too little for one to wait for the other, so each has cells of its own for it at first."""
     backend = FakeBackend(n_slots=3, n_ctx=2000, n_reserved=4, n_ubatch=256)
     async with served(tmp_path, backend, debug_invariants=True) as engine:
         await engine.complete("x" * 40 + "C" * 20, slot=2)
@@ -227,8 +229,8 @@ async def test_a_slot_is_restored_beside_what_two_others_have_just_computed_side
         assert engine.backend.cells_used == engine.engine.scheduler.cache.cells.used
 
 
-async def test_a_short_slot_is_still_there_once_it_is_restored(tmp_path: Path) -> None:
-    """Short tails are the first to go for the sake of a free id, but not this one for its own."""
+async def test_a_restore_does_not_evict_the_short_prefix_that_it_loads(tmp_path: Path) -> None:
+    """To free a sequence id, short tails are evicted first, but not the one that the restore has just loaded."""
     async with served(tmp_path, FakeBackend(n_slots=2, n_ctx=4096, n_reserved=2)) as engine:
         await engine.complete("short")
         saved = await engine.act(0, "save")
@@ -243,7 +245,7 @@ async def test_a_short_slot_is_still_there_once_it_is_restored(tmp_path: Path) -
         assert not all(map(sequences.in_use, sequences.spare)), "no spare id is free"
 
 
-async def test_only_so_many_actions_may_wait(tmp_path: Path) -> None:
+async def test_actions_beyond_the_limit_are_refused(tmp_path: Path) -> None:
     async with served(tmp_path) as engine:
         end = engine.submit("busy", LONG, id_slot=0, max_tokens=-1, sampling=ENDLESS)
         await engine.wait_for("busy", Output, 2)

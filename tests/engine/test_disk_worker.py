@@ -1,4 +1,4 @@
-"""The engine with a disk: what was known before the server ended is known after it started again."""
+"""The engine with a disk: prefixes outlive the server, and no failure of the disk changes or delays a reply."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def backend() -> FakeBackend:
 
 
 def contents(folder: Path) -> bytes:
-    """All that is in any file of a folder."""
+    """The contents of all files of a folder."""
     return b"".join(each.read_bytes() for each in folder.rglob("*") if each.is_file())
 
 
@@ -53,16 +53,16 @@ async def served(folder: Path, **settings: object) -> AsyncIterator[Harness]:
 
 
 async def written(harness: Harness) -> int:
-    """Wait until everything is on disk; how many tokens are."""
-    held = harness.engine.scheduler.cache._tiers
-    assert held is not None
+    """Wait until everything is on disk, and return its number of tokens."""
+    tiers = harness.engine.scheduler.cache._tiers
+    assert tiers is not None
     async with asyncio.timeout(10):
-        while held.writer.writing or held.disk.n_tokens < harness.engine.scheduler.cache._tree.n_tokens:
+        while tiers.writer.writing or tiers.disk.n_tokens < harness.engine.scheduler.cache._tree.n_tokens:
             await asyncio.sleep(0.005)
-    return held.disk.n_tokens
+    return tiers.disk.n_tokens
 
 
-async def test_what_was_written_is_read_after_a_restart(tmp_path: Path) -> None:
+async def test_prefixes_are_read_from_disk_after_a_restart(tmp_path: Path) -> None:
     texts = {}
     async with served(tmp_path) as harness:
         for i, turn in enumerate(TURNS):
@@ -70,19 +70,19 @@ async def test_what_was_written_is_read_after_a_restart(tmp_path: Path) -> None:
             texts[turn] = harness.text(str(i))
         n_tokens = await written(harness)
     async with served(tmp_path) as harness:
-        held = harness.engine.scheduler.cache._tiers
-        assert held is not None
-        assert held.disk.n_tokens == n_tokens
+        tiers = harness.engine.scheduler.cache._tiers
+        assert tiers is not None
+        assert tiers.disk.n_tokens == n_tokens
         for i, turn in enumerate(TURNS):
             end = await harness.submit(str(i), turn)
             assert isinstance(end, Finished)
             assert end.progress.n_prompt_computed == 1
             assert harness.text(str(i)) == texts[turn] == await alone(turn, backend())
             assert end.progress.n_read >= len(HEAD) or i > 0
-        assert held.n_read_tokens >= sum(map(len, TURNS)) - len(HEAD) - 3
+        assert tiers.n_read_tokens >= sum(map(len, TURNS)) - len(HEAD) - 3
 
 
-async def test_a_bad_file_is_computed_again(tmp_path: Path) -> None:
+async def test_the_tokens_of_a_corrupt_file_are_computed_again(tmp_path: Path) -> None:
     async with served(tmp_path) as harness:
         await harness.submit("a", TURNS[0])
         await written(harness)
@@ -92,16 +92,16 @@ async def test_a_bad_file_is_computed_again(tmp_path: Path) -> None:
         end = await harness.submit("a", TURNS[0])
         assert end.progress.n_cached == 0
         assert harness.text("a") == await alone(TURNS[0], backend())
-        held = harness.engine.scheduler.cache._tiers
-        assert held.n_corrupt_files == 1
+        tiers = harness.engine.scheduler.cache._tiers
+        assert tiers.n_corrupt_files == 1
         await written(harness)
     async with served(tmp_path) as harness:
         end = await harness.submit("a", TURNS[0])
         assert end.progress.n_prompt_computed == 1
 
 
-class Held(DiskStore):
-    """A disk that reads when it is told to."""
+class GatedDisk(DiskStore):
+    """A disk whose reads wait for a gate."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -116,7 +116,7 @@ class Held(DiskStore):
 
 @asynccontextmanager
 async def restarted(folder: Path, kind: type[Store], prompt: str = HEAD) -> AsyncIterator[tuple[Harness, Store]]:
-    """A server that finds a prompt on a disk of this kind."""
+    """A server that finds the KV of a prompt on a disk of this class."""
     async with served(folder) as harness:
         await harness.submit("a", prompt)
         await written(harness)
@@ -127,8 +127,8 @@ async def restarted(folder: Path, kind: type[Store], prompt: str = HEAD) -> Asyn
     store.close()
 
 
-async def test_others_go_on_while_one_waits_for_the_disk_and_two_wait_for_one_reading(tmp_path: Path) -> None:
-    async with restarted(tmp_path, Held) as (harness, store):
+async def test_two_requests_wait_for_one_read_while_others_run(tmp_path: Path) -> None:
+    async with restarted(tmp_path, GatedDisk) as (harness, store):
         waiting = [harness.submit(name, HEAD + name) for name in "xy"]
         end = await harness.submit("other", "Something else.", max_tokens=30)
         assert isinstance(end, Finished)
@@ -142,8 +142,8 @@ async def test_others_go_on_while_one_waits_for_the_disk_and_two_wait_for_one_re
             assert harness.text(name) == await alone(HEAD + name, backend())
 
 
-async def test_who_waits_for_the_disk_can_be_cancelled_and_the_server_stopped(tmp_path: Path) -> None:
-    async with restarted(tmp_path, Held) as (harness, store):
+async def test_a_request_that_waits_for_the_disk_can_be_cancelled(tmp_path: Path) -> None:
+    async with restarted(tmp_path, GatedDisk) as (harness, store):
         first, second = harness.submit("x", HEAD + "x"), harness.submit("y", HEAD + "y")
         await harness.submit("other", "Something else.")
         harness.cancel("x")
@@ -153,8 +153,8 @@ async def test_who_waits_for_the_disk_can_be_cancelled_and_the_server_stopped(tm
         await second
 
 
-async def test_the_server_ends_while_somebody_waits_for_the_disk(tmp_path: Path) -> None:
-    async with restarted(tmp_path, Held) as (harness, store):
+async def test_the_server_stops_while_a_request_waits_for_the_disk(tmp_path: Path) -> None:
+    async with restarted(tmp_path, GatedDisk) as (harness, store):
         waiting = harness.submit("x", HEAD + "x")
         await harness.submit("other", "Something else.")
         started = time.monotonic()
@@ -163,7 +163,9 @@ async def test_the_server_ends_while_somebody_waits_for_the_disk(tmp_path: Path)
     store.gate.set()
 
 
-async def test_a_disk_that_takes_long_to_fail_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_is_computed_after_a_read_has_failed_slowly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken(DiskStore):
         def read(self, number: int) -> Kv | None:
             time.sleep(0.1)
@@ -175,46 +177,46 @@ async def test_a_disk_that_takes_long_to_fail_is_given_up(tmp_path: Path, monkey
         assert end.progress.n_cached == 0
 
 
-async def test_a_disk_that_does_not_answer_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_request_waits_for_an_unresponsive_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_pacing, "READ_TIMEOUT_S", 0.1)
-    async with restarted(tmp_path, Held) as (harness, store):
+    async with restarted(tmp_path, GatedDisk) as (harness, store):
         for name in "xyz":
             end = await harness.submit(name, HEAD + name)
             assert isinstance(end, Finished)
             assert harness.text(name) == await alone(HEAD + name, backend())
-        held = harness.engine.scheduler.cache._tiers
-        assert held is not None
-        assert held.is_unresponsive
+        tiers = harness.engine.scheduler.cache._tiers
+        assert tiers is not None
+        assert tiers.is_unresponsive
         store.gate.set()
         async with asyncio.timeout(10):
-            while held.is_unresponsive:
+            while tiers.is_unresponsive:
                 await asyncio.sleep(0.005)
         monkeypatch.undo()
         await harness.ask(ClearCache())
 
 
-async def test_a_silent_disk_is_not_left_with_all_that_was_asked_of_it(
+async def test_pending_reads_of_an_unresponsive_disk_are_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_pacing, "READ_TIMEOUT_S", 0.1)
     prompt = HEAD * 7
-    async with restarted(tmp_path, Held, prompt) as (harness, store):
+    async with restarted(tmp_path, GatedDisk, prompt) as (harness, store):
         await harness.submit("x", prompt + "x")
-        held = harness.engine.scheduler.cache._tiers
-        assert held is not None
-        assert len(held.disk) >= 3
+        tiers = harness.engine.scheduler.cache._tiers
+        assert tiers is not None
+        assert len(tiers.disk) >= 3
         store.gate.set()
         async with asyncio.timeout(10):
-            while held.is_unresponsive:
+            while tiers.is_unresponsive:
                 await asyncio.sleep(0.005)
         monkeypatch.undo()
         await harness.submit("other", "Something else.")
         assert store.n_reads == 1
 
 
-async def test_a_step_that_takes_long_makes_no_disk_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_step_does_not_make_the_disk_unresponsive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Slow(DiskStore):
         def read(self, number: int) -> Kv | None:
             time.sleep(0.1)
@@ -236,17 +238,17 @@ async def test_a_step_that_takes_long_makes_no_disk_silent(tmp_path: Path, monke
         await other
 
 
-async def test_prefixes_that_do_not_fit_into_ram_together_come_from_the_disk_in_turn(tmp_path: Path) -> None:
+async def test_prefixes_larger_than_ram_together_are_read_in_turn(tmp_path: Path) -> None:
     prompts = ["".join(f"{name}{i} " for i in range(600))[:1500] for name in "xyz"]
     n_bytes = 4 * SEGMENT_SIZE.of(512)
     texts = {}
     async with served(tmp_path, ram_bytes=n_bytes) as harness:
-        held = harness.engine.scheduler.cache._tiers
+        tiers = harness.engine.scheduler.cache._tiers
         for i, prompt in enumerate(prompts):
             await harness.submit(prompt, prompt)
             texts[prompt] = harness.text(prompt)
             async with asyncio.timeout(10):
-                while held.disk.n_tokens < 1500 * (i + 1) or held.writer.writing:
+                while tiers.disk.n_tokens < 1500 * (i + 1) or tiers.writer.writing:
                     await asyncio.sleep(0.01)
     async with served(tmp_path, ram_bytes=n_bytes) as harness:
         for i in range(2):
@@ -257,38 +259,38 @@ async def test_prefixes_that_do_not_fit_into_ram_together_come_from_the_disk_in_
                 assert end.progress.n_read >= 500 or i > 0
 
 
-async def test_what_ended_is_written_beside_a_long_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_finished_request_is_written_while_another_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 0.1)
     async with served(tmp_path) as harness:
         endless = harness.submit("b", "Go on.", max_tokens=-1, sampling=Sampling(temperature=0.0, ignore_eos=True))
         await harness.wait_for("b", Output, 1)
         await harness.submit("a", HEAD)
-        held = harness.engine.scheduler.cache._tiers
+        tiers = harness.engine.scheduler.cache._tiers
         async with asyncio.timeout(5):
-            while held.disk.n_tokens < len(HEAD) or held.writer.writing:
+            while tiers.disk.n_tokens < len(HEAD) or tiers.writer.writing:
                 await asyncio.sleep(0.01)
         assert not endless.done()
         harness.cancel("b")
         await endless
 
 
-async def test_what_a_long_request_computed_is_on_disk_while_it_runs(tmp_path: Path) -> None:
+async def test_whole_segments_of_a_running_request_are_written(tmp_path: Path) -> None:
     prompt = "".join(f"{i} " for i in range(400))[:1100]
     async with served(tmp_path) as harness:
         endless = harness.submit("a", prompt, max_tokens=-1, sampling=Sampling(temperature=0.0, ignore_eos=True))
-        held = harness.engine.scheduler.cache._tiers
+        tiers = harness.engine.scheduler.cache._tiers
         async with asyncio.timeout(10):
-            while held.disk.n_tokens < 1024 or held.writer.writing:
+            while tiers.disk.n_tokens < 1024 or tiers.writer.writing:
                 await asyncio.sleep(0.005)
-        assert {segment.n_tokens for segment in held.disk} == {512}
+        assert {segment.n_tokens for segment in tiers.disk} == {512}
         assert not endless.done()
         harness.cancel("a")
         await endless
 
 
-async def test_what_is_not_on_disk_yet_is_written_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_rest_is_written_at_shutdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 1000.0)
     async with served(tmp_path) as harness:
         await harness.submit("a", HEAD)
@@ -301,7 +303,7 @@ async def test_what_is_not_on_disk_yet_is_written_at_the_end(
         assert (await harness.submit("b", HEAD + "b")).progress.n_prompt_computed == 1
 
 
-async def test_what_is_cleared_is_off_the_disk_before_the_answer(tmp_path: Path) -> None:
+async def test_files_are_deleted_before_a_clear_is_answered(tmp_path: Path) -> None:
     async with served(tmp_path) as harness:
         await harness.submit("a", HEAD)
         n_tokens = await written(harness)
@@ -310,7 +312,7 @@ async def test_what_is_cleared_is_off_the_disk_before_the_answer(tmp_path: Path)
         assert list((tmp_path / "segments").iterdir()) == []
 
 
-async def test_what_must_not_be_shared_is_not_written(tmp_path: Path) -> None:
+async def test_private_prompts_and_salts_are_not_written(tmp_path: Path) -> None:
     async with served(tmp_path) as harness:
         await harness.submit("secret", "My word is Rumpelstiltskin.", cache_prompt=False)
         await harness.submit("salted", HEAD, cache_salt="of one tenant")
@@ -321,17 +323,17 @@ async def test_what_must_not_be_shared_is_not_written(tmp_path: Path) -> None:
     assert HEAD.encode("utf-32-le") in everything
 
 
-async def test_a_conversation_that_goes_on_is_written_once_more_and_not_twice(tmp_path: Path) -> None:
+async def test_a_longer_segment_replaces_the_partial_one_of_a_conversation(tmp_path: Path) -> None:
     async with served(tmp_path) as harness:
         prompt = HEAD
         for turn in range(4):
             await harness.submit(str(turn), prompt)
             prompt += harness.text(str(turn)) + " and then?"
             n_tokens = await written(harness)
-        held = harness.engine.scheduler.cache._tiers
-        assert held.disk.n_tokens == n_tokens
+        tiers = harness.engine.scheduler.cache._tiers
+        assert tiers.disk.n_tokens == n_tokens
         async with asyncio.timeout(5):
-            while len(list((tmp_path / "segments").iterdir())) > len(held.disk):
+            while len(list((tmp_path / "segments").iterdir())) > len(tiers.disk):
                 await asyncio.sleep(0.01)
     async with served(tmp_path) as harness:
         assert harness.engine.scheduler.cache._tiers.disk.n_tokens == n_tokens
