@@ -190,8 +190,8 @@ class FakeBackend:
         sent = {run.seq: (run.start, len(run.tokens)) for run in runs}
         status, n_applied = self.failures.popleft() if self.failures else (Status.OK, len(runs))
         self._rows = {}
-        if status in (Status.NO_ROOM, Status.INVALID) or not self._fits(runs):
-            return Decoded(status if status is not Status.OK else Status.NO_ROOM, sent)
+        if status in (Status.NO_CELLS, Status.INVALID) or not self._fits(runs):
+            return Decoded(status if status is not Status.OK else Status.NO_CELLS, sent)
         for run in runs[:n_applied]:
             self._place(run.seq, [(token, run.start + i) for i, token in enumerate(run.tokens.tolist())])
             self.n_decoded += len(run.tokens)
@@ -223,7 +223,7 @@ class FakeBackend:
         return sum(bool(cell.seqs) for pool in self._pools for cell in pool)
 
     @property
-    def bytes_stored(self) -> int:
+    def n_segment_bytes(self) -> int:
         """Size of all saved segments."""
         size = self.info.segment_size
         return sum(size.of(len(saved)) for saved in self.segments.values()) if size is not None else 0

@@ -21,7 +21,7 @@ class Status(IntEnum):
     """Result codes of `llama_decode`."""
 
     OK = 0
-    NO_ROOM = 1
+    NO_CELLS = 1
     """No free cells for the batch; nothing was changed."""
     ABORTED = 2
     INVALID = -1

@@ -255,7 +255,7 @@ class Scheduler:
             if self._n_pending(work.request) == 0:
                 self._rewind(work.request)
         # Exact accounting of cells cannot run out of room (fact 12); if it does, idle KV makes room.
-        if result.decoded.status is Status.NO_ROOM and self.cache.evict(self.cache.cells.idle):
+        if result.decoded.status is Status.NO_CELLS and self.cache.evict(self.cache.cells.idle):
             return []
         if len(plan.work) > 1 or plan.padding is not None:
             self.suspects = [work.request.id for work in plan.work]

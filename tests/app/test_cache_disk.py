@@ -14,7 +14,7 @@ from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelInfo, SegmentSize
 from llamaslot.kvcache.offload.disk_io import SegmentMeta, path_digest
-from tests.backend.test_disk import state_of
+from tests.backend.test_disk_store import state_of
 
 MIB = 2**20
 SIZE = SegmentSize(100, 10)

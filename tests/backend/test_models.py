@@ -201,7 +201,7 @@ def test_the_pool_is_one_or_in_parts(tiny_model: Path) -> None:
         assert (backend.info.n_ctx, backend.info.n_ctx_slot) == (1024, 256)
         for _ in range(4):
             assert feed(backend, 0, [300] * 64).status is Status.OK
-        assert feed(backend, 0, [300]).status is Status.NO_ROOM
+        assert feed(backend, 0, [300]).status is Status.NO_CELLS
         assert feed(backend, 1, [300]).status is Status.OK
         for end in (0, 64):
             with pytest.raises(IllegalCallError):
@@ -316,7 +316,7 @@ def test_a_failure_that_changed_nothing_leaves_the_length(
     with loaded(tiny_model) as backend:
         feed(backend, 0, [300] * 5)
         again = Run(0, 5, np.array([301] * 7, dtype=np.int32), True)
-        for code, status in ((1, Status.NO_ROOM), (2, Status.ABORTED), (-1, Status.INVALID), (-2, Status.FATAL)):
+        for code, status in ((1, Status.NO_CELLS), (2, Status.ABORTED), (-1, Status.INVALID), (-2, Status.FATAL)):
             with monkeypatch.context() as patch:
                 patch.setattr(llama_cpp, "llama_decode", lambda _context, _batch, code=code: code)
                 assert backend.decode([again]).status is status

@@ -80,7 +80,7 @@ def test_a_prefix_put_together_from_segments_answers_as_a_cold_one(tiny_model: P
             assert warm == cold or noise.explains(history, warm, cold)
         # 440 cells for the prefixes, and one more for each answer: exactly what is left can be filled.
         assert feed(backend, 1, [301] * (N_CTX - 443)) is Status.OK
-        assert feed(backend, 1, [301]) is Status.NO_ROOM
+        assert feed(backend, 1, [301]) is Status.NO_CELLS
 
 
 def test_a_wrong_segment_is_noticed_by_what_is_answered(tiny_model: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_pool_too_full_for_a_segment_stays_as_it_is(tiny_model: Path) -> None:
         backend.change(Load(0, 2, 0, 1, SCRATCH))
         assert [len(backend.seq_range(seq)) for seq in range(6)] == [200, 112, 1, 0, 0, 0]
         assert feed(backend, 1, [301] * 199) is Status.OK
-        assert feed(backend, 1, [301]) is Status.NO_ROOM
+        assert feed(backend, 1, [301]) is Status.NO_CELLS
 
 
 def test_a_segment_that_llama_cpp_cannot_save_is_told(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

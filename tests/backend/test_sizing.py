@@ -141,7 +141,7 @@ def test_reserved_ids_take_nothing_from_the_slots_of_a_pool_in_parts(
         for seq in range(backend.n_seqs):
             for _ in range(8):
                 assert feed(backend, seq, [300] * 64).status is Status.OK
-            assert feed(backend, seq, [300]).status is Status.NO_ROOM
+            assert feed(backend, seq, [300]).status is Status.NO_CELLS
 
 
 @pytest.mark.parametrize(("n_ctx", "n_slots"), [(1, 3), (256, 3), (300, 2), (1000, 7), (1025, 4), (8192, 4)])

@@ -63,7 +63,7 @@ class SequencesMachine(RuleBasedStateMachine):
         runs = [self.run_of(seq, run, output) for seq, (run, output) in batch.items()]
         decoded = self.backend.decode(runs)
         if self.cells_used + total > N_CTX:
-            assert decoded.status is Status.NO_ROOM
+            assert decoded.status is Status.NO_CELLS
             return
         assert decoded.status is Status.OK
         assert decoded.sent == {run.seq: (run.start, len(run.tokens)) for run in runs}
@@ -230,7 +230,7 @@ class SequencesMachine(RuleBasedStateMachine):
                 assert self.backend.seen(seq) == [(i, token) for i, (_, token) in enumerate(held)]
             stored = {number: range(start, len(history)) for number, (start, history) in self.segments.items()}
             assert self.backend.segments == stored
-            assert self.backend.bytes_stored == sum(100 + 10 * len(each) for each in stored.values())
+            assert self.backend.n_segment_bytes == sum(100 + 10 * len(each) for each in stored.values())
 
     def extend(self, seq: int, run: list[int]) -> None:
         """A sequence holds more tokens, in cells of their own."""

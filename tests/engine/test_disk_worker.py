@@ -308,7 +308,7 @@ async def test_files_are_deleted_before_a_clear_is_answered(tmp_path: Path) -> N
         await harness.submit("a", HEAD)
         n_tokens = await written(harness)
         cleared = await harness.ask(ClearCache())
-        assert cleared.n_disk_tokens == n_tokens
+        assert cleared.cleared_disk_tokens == n_tokens
         assert list((tmp_path / "segments").iterdir()) == []
 
 

@@ -188,7 +188,7 @@ async def test_cancelling_before_the_prompt_is_tokenized() -> None:
 
 
 @pytest.mark.parametrize("n_applied", [0, 1, 2, 3])
-@pytest.mark.parametrize("status", [Status.FATAL, Status.INVALID, Status.NO_ROOM, Status.ABORTED])
+@pytest.mark.parametrize("status", [Status.FATAL, Status.INVALID, Status.NO_CELLS, Status.ABORTED])
 async def test_a_failed_step_costs_nobody_anything(status: Status, n_applied: int) -> None:
     backend = FakeBackend(n_slots=3)
     prompts = ["first prompt", "second prompt", "third prompt"]

@@ -340,7 +340,7 @@ class CacheMachine(RuleBasedStateMachine):
     # --- events ---
 
     @rule(
-        status=st.sampled_from([Status.FATAL, Status.FATAL, Status.ABORTED, Status.NO_ROOM, Status.INVALID]),
+        status=st.sampled_from([Status.FATAL, Status.FATAL, Status.ABORTED, Status.NO_CELLS, Status.INVALID]),
         n_applied=st.integers(0, 24),
         loses=st.booleans(),
     )

@@ -155,7 +155,7 @@ def test_the_next_decode_step_computes_what_this_one_sampled() -> None:
 
 @pytest.mark.parametrize(
     ("n_extra_steps", "tokens", "status"),
-    [(0, {1: 8, 3: 9}, Status.OK), (2, {1: 8, 3: 0}, Status.OK), (2, {}, Status.NO_ROOM), (2, {}, Status.FATAL)],
+    [(0, {1: 8, 3: 9}, Status.OK), (2, {1: 8, 3: 0}, Status.OK), (2, {}, Status.NO_CELLS), (2, {}, Status.FATAL)],
 )
 def test_no_decode_step_follows_the_last_one_an_end_or_a_failure(
     n_extra_steps: int, tokens: dict[int, int], status: Status

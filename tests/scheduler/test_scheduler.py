@@ -194,7 +194,7 @@ def test_a_decode_without_room_evicts_idle_cells_before_it_ends_a_request() -> N
     driver = Driver(n_slots=3, n_ctx=128)
     idle = driver.run("a" * 20)
     request = driver.submit("c" * 20, max_tokens=4)
-    driver.backend.failures.append((Status.NO_ROOM, 0))
+    driver.backend.failures.append((Status.NO_CELLS, 0))
     driver.step()
     assert driver.outcomes == []
     assert request.state is RequestState.RUNNING

@@ -217,7 +217,7 @@ def test_statistics_of_ram_agree_with_the_backend() -> None:
     requests = [driver.run(prompt) for prompt in ("a" * 70, "b" * 90, "a" * 70 + "c" * 9, "d" * 40, "b" * 90)]
     found = stats(driver)
     stored = driver.backend.segments.values()
-    assert (found.ram.total_bytes, found.ram.used_bytes) == (9000, driver.backend.bytes_stored)
+    assert (found.ram.total_bytes, found.ram.used_bytes) == (9000, driver.backend.n_segment_bytes)
     assert (found.ram.segments, found.ram.tokens) == (len(stored), sum(map(len, stored)))
     assert found.ram.segments != found.ram.tokens
     n_loaded = [request.n_loaded for request in requests]
@@ -239,7 +239,7 @@ def test_segments_are_evicted_from_ram_before_more_are_saved() -> None:
     def watched(operation: object) -> None:
         nonlocal most
         change(operation)
-        most = max(most, driver.backend.bytes_stored)
+        most = max(most, driver.backend.n_segment_bytes)
 
     driver.backend.change = watched
     for letter in "abcdef":

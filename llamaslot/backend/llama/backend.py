@@ -344,7 +344,7 @@ def _as(array: Any, kind: Any) -> Any:
 
 
 def _status(code: int) -> Status:
-    if code in (Status.OK, Status.NO_ROOM, Status.ABORTED, Status.INVALID):
+    if code in (Status.OK, Status.NO_CELLS, Status.ABORTED, Status.INVALID):
         return Status(code)
     return Status.FATAL
 

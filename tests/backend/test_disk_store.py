@@ -1,4 +1,4 @@
-"""Segments on a disk: what comes back is what was written, or nothing; whatever happened to the files meanwhile."""
+"""The disk store returns exactly what was written, or nothing, whatever happens to its files in between."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from llamaslot.app.cache_disk import lock_disk
 from llamaslot.app.config import Config
@@ -493,7 +494,7 @@ def test_weights_are_read_once_until_they_change(folder: Path, tmp_path: Path) -
 WRITER = """
 import sys
 from pathlib import Path
-from tests.backend.test_disk import opened, segment, state_of
+from tests.backend.test_disk_store import opened, segment, state_of
 store = opened(Path(sys.argv[1]))
 print("open", flush=True)
 chain, number = None, store.first_number
@@ -535,12 +536,12 @@ def test_whatever_was_written_survives_a_kill(folder: Path) -> None:
 
 
 def session(n: int) -> Session:
-    return Session(np.arange(n, n + 3, dtype=np.int32), 1, 2, 3, n % 2 == 0)
+    return Session(np.arange(n, n + 3, dtype=np.int32), 1, 2, 3, n % 2 == 0, ((n, b"abcd"),))
 
 
-def facts(store: DiskStore) -> list[tuple[bytes, list[int], int, int, int, bool]]:
+def facts(store: DiskStore) -> list[tuple[object, ...]]:
     return [
-        (name, each.tokens.tolist(), each.n_added, each.n_prompt, each.n_text, each.is_text)
+        (name, each.tokens.tolist(), each.n_added, each.n_prompt, each.n_text, each.is_text, each.branches)
         for name, each in store.texts.sessions()
     ]
 
@@ -556,7 +557,10 @@ def test_sessions_are_read_again_and_only_for_their_key(folder: Path) -> None:
     other.texts.clear_texts()
     other.close()
     again = opened(folder)
-    assert facts(again) == [(b"b", [2, 3, 4], 1, 2, 3, True), (b"a", [3, 4, 5], 1, 2, 3, False)]
+    assert facts(again) == [
+        (b"b", [2, 3, 4], 1, 2, 3, True, ((2, b"abcd"),)),
+        (b"a", [3, 4, 5], 1, 2, 3, False, ((3, b"abcd"),)),
+    ]
     again.texts.drop_session(b"b")
     assert [name for name, *_ in facts(again)] == [b"a"]
     again.texts.clear_texts()
@@ -588,9 +592,22 @@ def test_a_changed_session_is_skipped(folder: Path, column: str, value: object) 
 
 
 def test_the_oldest_sessions_beyond_the_limit_are_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_BYTES", 2 * (sessions.OVERHEAD + 20))
+    monkeypatch.setattr(sessions, "MAX_BYTES", 2 * (sessions.OVERHEAD + 28))
     store = opened(folder)
     for n in range(4):
         store.texts.write_session(b"%d" % n, session(n))
     assert [name for name, *_ in facts(store)] == [b"2", b"3"]
+    store.close()
+
+
+def test_missing_tables_of_texts_are_logged_and_nothing_else(folder: Path) -> None:
+    store = opened(folder)
+    store.texts.write_anchor(anchor(1))
+    store._index.database.executescript("DROP TABLE anchors; DROP TABLE sessions;")
+    with capture_logs() as logs:
+        store.texts.write_session(b"a", session(1))
+        store.texts.drop_session(b"a")
+        store.texts.clear_texts()
+        assert (store.texts.anchors(), store.texts.sessions()) == ([], [])
+    assert [each["event"] for each in logs] == ["disk.texts_failed"] * 5
     store.close()
