@@ -91,38 +91,13 @@ class KVCache:
             disk_bytes=settings.disk_bytes,
         )
         self._offloader = Offloader(
-            self._tree,
-            self._sequences,
-            self._tiers,
-            scratch=settings.scratch,
-            load_cost=settings.load_us / settings.prefill_us if settings.prefill_us else 0.0,
-            prefill_us=settings.prefill_us,
-            n_free=lambda: self._pool.n_cells - self._pool.n_used,
+            self._tree, self._sequences, self._tiers, settings, n_free=lambda: self.cells.free
         )
         self._policy = OffloadPolicy(settings, self._tree, self._sequences, self._tiers, self._offloader)
-        self._pool: Pool
-        if settings.shares_cells:
-            self._pool = UnifiedPool(
-                self._tree,
-                self._sequences,
-                self._offloader,
-                n_cells=settings.n_cells,
-                min_shared=settings.min_shared,
-            )
-        else:
-            copy_s = settings.stream_copy_ms / 1e3
-            n_cells = settings.n_cells
-            if not settings.unified:
-                n_cells = n_cells // settings.n_slots * settings.n_seqs
-            self._pool = PartitionedPool(
-                self._tree,
-                self._sequences,
-                self._offloader,
-                n_cells=settings.n_cells
-                if settings.unified
-                else settings.n_cells // settings.n_slots * settings.n_seqs,
-                copy_pays=lambda n: settings.copies_streams and prefill_seconds(n) > copy_s,
-            )
+        parts = self._tree, self._sequences, self._offloader, settings
+        self._pool: Pool = (
+            UnifiedPool(*parts) if settings.shares_cells else PartitionedPool(*parts, prefill_seconds)
+        )
         self._snapshots = SlotSnapshots(self._tree, self._sequences, self._pool, self._offloader)
         self._ghosts = GhostList()
         self._n_cached_at: dict[int, int] = {}
@@ -138,7 +113,7 @@ class KVCache:
     @property
     def cells(self) -> Cells:
         """How many cells are used, and by what."""
-        return Cells(self._pool.n_cells, self._pool.n_used, self._pool.n_idle)
+        return Cells(self.settings.pool_cells, self._pool.n_used, self._pool.n_idle)
 
     def length(self, seq: int) -> int:
         """Tokens that a sequence holds."""

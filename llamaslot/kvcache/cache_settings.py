@@ -48,6 +48,11 @@ class CacheSettings:
     """Time to copy all cells of a sequence in a partitioned pool; 0 if that is not possible."""
 
     @property
+    def pool_cells(self) -> int:
+        """All cells: in a partitioned pool, spare sequences have as many as slots."""
+        return self.n_cells if self.unified else self.n_cells // self.n_slots * self.n_seqs
+
+    @property
     def shares_cells(self) -> bool:
         """True if sequences may share cells."""
         return self.unified and self.can_trim
@@ -81,6 +86,11 @@ class CacheSettings:
     def copies_streams(self) -> bool:
         """True if a sequence may become a copy of another one in a partitioned pool."""
         return not self.unified and self.can_trim and self.stream_copy_ms > 0
+
+    @property
+    def load_cost(self) -> float:
+        """Time to load a token over the time to compute it; 0 if it is not known."""
+        return self.load_us / self.prefill_us if self.prefill_us else 0.0
 
     def max_tokens_in_gap(self, us_per_token: float) -> int | None:
         """Tokens that may be saved or loaded in one step beside running streams; None for any number."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from llamaslot.base.kv_ops import CopyStream
 from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.pool import Sharing
@@ -18,24 +19,23 @@ from llamaslot.kvcache.sequences import Sequences
 
 
 class PartitionedPool:
-    """Implements `Pool`; `copy_pays` tells whether copying a whole sequence beats computing so many tokens."""
+    """Implements `Pool`; `prefill_seconds` estimates the time to compute so many tokens."""
 
     def __init__(
         self,
         tree: RadixTree,
         sequences: Sequences,
         offloader: Offloader,
-        *,
-        n_cells: int,
-        copy_pays: Callable[[int], bool],
+        settings: CacheSettings,
+        prefill_seconds: Callable[[int], float],
     ) -> None:
-        self.n_cells = n_cells
         self.n_moved_prefixes = 0
         self.n_dropped_prefixes = 0
         self._tree = tree
         self._sequences = sequences
         self._offloader = offloader
-        self._copy_pays = copy_pays
+        self._settings = settings
+        self._prefill_seconds = prefill_seconds
         self._copying: set[int] = set()
         """Sequences that take part in a copy before the next decode."""
 
@@ -128,6 +128,11 @@ class PartitionedPool:
         kept = [seq for seq in slots if held[seq] and 2 * held[seq] >= self._tree.length(seq)]
         candidates = (kept or empty) if empty else slots
         return max(candidates, key=lambda seq: (held[seq], -self._sequences.last_used(seq), -seq))
+
+    def _copy_pays(self, n_tokens: int) -> bool:
+        """True if copying a whole sequence beats computing so many tokens."""
+        settings = self._settings
+        return settings.copies_streams and self._prefill_seconds(n_tokens) > settings.stream_copy_ms / 1e3
 
     def _pays(self, match: Match, own: int) -> bool:
         return match.n_resident > own and self._copy_pays(match.n_resident - own)

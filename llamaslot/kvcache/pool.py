@@ -46,9 +46,6 @@ class Pool(Protocol):
     n_dropped_prefixes: int
     """Idle paths that were evicted for lack of a sequence id."""
 
-    n_cells: int
-    """All cells."""
-
     @property
     def n_used(self) -> int:
         """Cells in use, once the operations so far are carried out."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from llamaslot.base.kv_ops import Copy
 from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.pool import Sharing
@@ -21,15 +22,14 @@ class UnifiedPool:
     """Implements `Pool`. A sequence with fewer than `min_shared` tokens of its own is the first to lose its id."""
 
     def __init__(
-        self, tree: RadixTree, sequences: Sequences, offloader: Offloader, *, n_cells: int, min_shared: int
+        self, tree: RadixTree, sequences: Sequences, offloader: Offloader, settings: CacheSettings
     ) -> None:
-        self.n_cells = n_cells
         self.n_moved_prefixes = 0
         self.n_dropped_prefixes = 0
         self._tree = tree
         self._sequences = sequences
         self._offloader = offloader
-        self._min_shared = min_shared
+        self._min_shared = settings.min_shared
 
     @property
     def n_used(self) -> int:

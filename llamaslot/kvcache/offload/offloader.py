@@ -13,6 +13,7 @@ from enum import Enum
 from llamaslot.base.kv_ops import Discard, Load, Save
 from llamaslot.base.namespaces import is_private
 from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match, SegmentPart
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
@@ -48,7 +49,6 @@ class Loaded:
 class Offloader:
     """Moves KV between the pool and `tiers`. Without RAM it does nothing but count what is evicted.
 
-    `load_cost` is the time to load a token over the time to compute it, `prefill_us` the latter in microseconds,
     `n_free` counts the free cells of the pool.
     """
 
@@ -57,22 +57,18 @@ class Offloader:
         tree: RadixTree,
         sequences: Sequences,
         tiers: SegmentTiers,
-        *,
-        scratch: int | None,
-        load_cost: float,
-        prefill_us: float,
+        settings: CacheSettings,
         n_free: Callable[[], int],
     ) -> None:
         self.n_evicted_tokens = 0
         """Tokens that left the pool and are in no segment."""
         self.n_offloaded_tokens = 0
         """Tokens that left the pool and are in segments."""
-        self.scratch = scratch
+        self.scratch = settings.scratch
         self._tree = tree
         self._sequences = sequences
         self._tiers = tiers
-        self._load_cost = load_cost
-        self._prefill_us = prefill_us
+        self._settings = settings
         self._n_free = n_free
         self._saving: set[int] = set()
         """Segments that the plan saves: none may be loaded before it is known that they were."""
@@ -209,13 +205,14 @@ class Offloader:
         n_wanted = sum(part.end - part.start for part in parts)
         n_loaded = sum(part.segment.n_tokens for part in parts)
         n_read = sum(part.segment.n_tokens for part in parts if not part.segment.state.is_loadable)
-        return n_wanted > self._load_cost * n_loaded + self._read_cost * n_read
+        return n_wanted > self._settings.load_cost * n_loaded + self._read_cost * n_read
 
     @property
     def _read_cost(self) -> float:
         """Time to read a token from disk over the time to compute it."""
         read_us = self._tiers.read_us
-        return read_us / self._prefill_us if read_us and self._prefill_us else _UNKNOWN_READ_COST
+        prefill_us = self._settings.prefill_us
+        return read_us / prefill_us if read_us and prefill_us else _UNKNOWN_READ_COST
 
     def _node_at(self, seq: int, end: int) -> Node:
         """The node on the path of a sequence that has the token before `end`."""
