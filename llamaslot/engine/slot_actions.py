@@ -42,7 +42,7 @@ MAX_WAITING = 8
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Job:
     """An action that was accepted and is not answered yet."""
 
