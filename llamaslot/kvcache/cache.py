@@ -1,4 +1,4 @@
-"""The prefix cache behind one class: everything that scheduler and engine know of it.
+"""KVCache: the prefix cache as scheduler and engine know it.
 
                          request: match -> acquire a slot -> load -> append ... -> release
                                     |
@@ -57,7 +57,7 @@ class Acquired:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Tokens that the tiers have no more."""
+    """Tokens that were dropped, by where they were."""
 
     n_cells: int = 0
     n_ram: int = 0
@@ -67,8 +67,8 @@ class Dropped:
 class KVCache:
     """Prefix cache of one context.
 
-    `prefill_seconds` estimates the time to compute so many tokens. `on_disk` is what the disk has at the start, the
-    least recently used first; new segments count from `first_number` on.
+    `prefill_seconds` estimates the time to compute a number of tokens. `on_disk` lists the segments on disk at the
+    start, the least recently used first; new segments count from `first_number` on.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class KVCache:
 
     @property
     def cells(self) -> Cells:
-        """How many cells are used, and by what."""
+        """Number of cells, by what uses them."""
         return Cells(self.settings.pool_cells, self._pool.n_used, self._pool.n_idle)
 
     def length(self, seq: int) -> int:
@@ -134,13 +134,13 @@ class KVCache:
             self._tree.touch(match.node, now)
 
     def sharing(self, match: Match, slots: Sequence[int], n_in_flight: int) -> Sharing:
-        """Whether a request should share a prefix of which others are computing `n_in_flight` tokens."""
+        """Decide how a request gets a prefix of which others are computing `n_in_flight` tokens."""
         return self._pool.sharing(match, slots, n_in_flight)
 
     # --- a running request ---
 
     def acquire(self, slots: Sequence[int], match: Match) -> Acquired:
-        """Let the best of `slots`, all idle, hold the resident part of a match, protected from eviction."""
+        """Give the resident part of a match to the best of `slots`, all idle, and pin it against eviction."""
         miss = _miss_reason(match, self._ghosts, self.settings.min_shared)
         slot, n_copied = self._pool.acquire(slots, match)
         self._n_copied += n_copied
@@ -151,7 +151,7 @@ class KVCache:
         return Acquired(slot, match.n_cached, self.length(slot), n_copied, miss)
 
     def load(self, seq: int, tokens: bytes) -> Loaded:
-        """Let a running sequence hold more of `tokens`, which begin with what it holds: copied, then loaded."""
+        """Extend a running sequence by what else is cached of `tokens`: copy it, then load it."""
         match = self._tree.match(self._sequences.end(seq).namespace, tokens)
         n_copied = self._pool.copy_resident(seq, match)
         if n_copied:
@@ -164,17 +164,17 @@ class KVCache:
         return replace(loaded, n_copied=n_copied)
 
     def append(self, seq: int, tokens: Tokens) -> None:
-        """A running sequence computed these tokens behind those that it holds."""
+        """Append tokens that a running sequence computed."""
         self._pool.append(seq, packed(tokens))
         if len(tokens) > 1:
             self._sequences.clock += len(tokens)
 
     def truncate(self, seq: int, keep: int) -> None:
-        """Let a sequence drop all but its first `keep` tokens."""
+        """Truncate a sequence to its first `keep` tokens."""
         self._sequences.truncate(seq, keep)
 
     def release(self, seq: int) -> None:
-        """The request in a slot has ended or was preempted; what it computed stays cached if that can be reused."""
+        """Unpin a slot whose request ended or was preempted; what it computed stays cached if it can be reused."""
         self._tiers.unpin(seq)
         end = self._tree.end_node(seq)
         n_cached = self._n_cached_at.pop(seq, 0)
@@ -190,7 +190,7 @@ class KVCache:
             self._sequences.clear(seq)
 
     def invalidate(self, seq: int) -> None:
-        """Clear a sequence that a failed decode left in an unknown state."""
+        """Remove a sequence whose content is unknown after a failed decode."""
         end = self._tree.end_node(seq)
         if end is not None:
             self._tree.touch(end, self._sequences.advance())
@@ -210,20 +210,20 @@ class KVCache:
         self._load_budget = self.settings.max_tokens_in_gap(self.settings.load_us) if has_streams else None
 
     def offload_idle(self, n_prefill: int, wanted: Callable[[], Iterable[Match]]) -> None:
-        """Offload idle prefixes that would slow so many prompt tokens by more than loading them again costs.
+        """Offload idle prefixes that would slow `n_prefill` prompt tokens by more than loading them again costs.
 
-        What `wanted` returns is needed by waiting requests, and stays.
+        Prefixes that `wanted` returns are needed by waiting requests, and stay.
         """
         if n_prefill and self._policy.slows_prefill(n_prefill):
             self.touch(wanted())
             self._policy.offload_idle(n_prefill)
 
     def evict(self, n_cells: int) -> int:
-        """Evict so many idle cells, or all there are; returns how many."""
+        """Evict `n_cells` idle cells, or all there are; returns how many."""
         return self._offloader.evict(n_cells)
 
     def maintain(self, now: float, *, is_running: bool, is_busy: bool, is_stopping: bool = False) -> Deadlines:
-        """End a plan: keep the budget of idle cells, offload ahead; returns when the next plan is due.
+        """End a plan: keep the budget of idle cells, offload ahead; returns the time of the next plan.
 
         `is_busy` tells that requests run or wait, `is_stopping` that everything is to be written at once.
         """
@@ -260,7 +260,7 @@ class KVCache:
     def drop(self, namespace: str | None = None, tokens: bytes | None = None) -> Dropped:
         """Drop idle prefixes everywhere: of a path, of a namespace, or all there are.
 
-        A path is dropped from its end back to where another one goes on, ends or runs.
+        A path is dropped back to the last position at which another one continues, ends or runs.
         """
         ram, disk = self._tiers.ram, self._tiers.disk
         before = self._tree.n_tokens, ram.n_tokens, disk.n_tokens
@@ -278,7 +278,7 @@ class KVCache:
         return Dropped(before[0] - self._tree.n_tokens, before[1] - ram.n_tokens, before[2] - disk.n_tokens)
 
     def save_slot(self, seq: int) -> SlotSave | None:
-        """Have everything saved that an idle slot holds; None if that is nothing.
+        """Record operations that save everything an idle slot holds; None if that is nothing.
 
         The bytes are there once the next operations are done, until `SlotSaved` is reported.
         """
@@ -286,9 +286,10 @@ class KVCache:
         return self._snapshots.save(seq)
 
     def restore_slot(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
-        """Let an idle slot hold a snapshot; returns what the backend must be given first, by segment number.
+        """Replace what an idle slot holds by a snapshot; returns KV for the backend, by segment number.
 
-        None if running requests leave no room for it. What the slot held moves to a spare sequence.
+        The backend must be given it before the next operations. None if running requests leave no cells for it.
+        What the slot held moves to a spare sequence.
         """
         self._pool.tidy()
         return self._snapshots.restore(seq, snapshot)
@@ -356,7 +357,7 @@ def _miss_reason(match: Match, ghosts: GhostList, min_shared: int) -> Miss:
 
 
 def _drop_path(match: Match, tree: RadixTree, sequences: Sequences, tiers: SegmentTiers) -> None:
-    """Drop a path from its end back to where another one goes on, ends or runs."""
+    """Drop a path back to the last position at which another one continues, ends or runs."""
     fork = match.last_fork()
     if fork < match.n_resident:
         for seq in list(match.node.end_of):

@@ -33,7 +33,7 @@ class GhostList:
             self._blocks.popitem(last=False)
 
     def continues(self, namespace: str, tokens: bytes, n: int) -> bool:
-        """True if the first whole block that ends behind the first `n` tokens was computed once."""
+        """True if the first whole block that ends after the first `n` tokens was computed once."""
         end = (n // BLOCK_TOKENS + 1) * BLOCK_TOKENS * WIDTH
         if end > len(tokens):
             return False
@@ -41,7 +41,7 @@ class GhostList:
 
 
 def _digests(namespace: str, tokens: bytes, start: int) -> Iterator[bytes]:
-    """Yield the digests of the blocks that end behind the first `start` tokens."""
+    """Yield the digests of the blocks that end after the first `start` tokens."""
     digest = hashlib.blake2b(namespace.encode() + b"\0", digest_size=8)
     done = 0
     for end in range((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS * WIDTH, len(tokens) + 1, BLOCK_TOKENS * WIDTH):

@@ -20,23 +20,23 @@ class SegmentPart:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix of some tokens: first what is in the pool, then what segments have behind it."""
+    """The longest cached prefix of some tokens: what is in the pool, then what segments add to it."""
 
     namespace: str
     tokens: bytes
     """The tokens that were looked up, packed."""
     node: Node
-    """Where the resident part ends."""
+    """Node in which the resident part ends."""
     n_resident: int
     """Tokens of the resident part."""
     last: Node
-    """Where the whole match ends; below `node` if segments go on from it."""
+    """Node in which the whole match ends; below `node` if segments continue it."""
     n_matched: int
     """Tokens of the tree that agree, resident, offloaded or neither."""
     parts: tuple[SegmentPart, ...]
-    """Segments that go on where the resident part ends, without a gap."""
+    """Segments that continue the resident part, without a gap."""
     n_cached: int
-    """Tokens that need not be computed: resident ones, and those worth loading behind them."""
+    """Tokens that need not be computed: resident ones, and those worth loading after them."""
     version: int
     """Version of the tree that was looked up; the match is stale once it has changed."""
 
@@ -64,14 +64,14 @@ class Match:
         return 0
 
     def diverges_at(self, n: int) -> bool:
-        """True if the tree goes on behind the first `n` tokens, all of which match, in another way than they do."""
+        """True if cached paths continue the first `n` tokens, all of which match, but none as `tokens` do."""
         node = self.last
         while node.parent is not None and n <= node.start:
             node = node.parent
         if n > self.n_matched or n > node.end:
             return False
-        following = self.tokens[n * WIDTH : (n + 1) * WIDTH]
+        next_token = self.tokens[n * WIDTH : (n + 1) * WIDTH]
         if n < node.end:
             at = (n - node.start) * WIDTH
-            return node.run[at : at + WIDTH] != following
-        return any(first != following for first in node.children)
+            return node.run[at : at + WIDTH] != next_token
+        return any(first != next_token for first in node.children)

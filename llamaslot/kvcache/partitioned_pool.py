@@ -51,7 +51,7 @@ class PartitionedPool:
         return sum(map(self._tree.length, idle))
 
     def acquire(self, slots: Sequence[int], match: Match) -> tuple[int, int]:
-        """Let the slot that holds most of a match continue, or become a copy of a sequence that holds more."""
+        """Choose the slot that holds most of a match; copy a sequence that holds more to it, if that pays."""
         held = self._tree.held(match, slots)
         seq = self._choose(slots, held)
         own = held[seq]
@@ -81,7 +81,7 @@ class PartitionedPool:
         return 0
 
     def append(self, seq: int, tokens: bytes) -> None:
-        """A running sequence computed these tokens behind those that it holds."""
+        """Append tokens that a running sequence computed."""
         self._tree.extend(seq, tokens)
 
     def tidy(self) -> None:
@@ -102,11 +102,11 @@ class PartitionedPool:
         """Do nothing: a spare sequence can be overwritten at any time."""
 
     def on_flush(self) -> None:
-        """The copies so far are carried out by the next decode."""
+        """Note that the next decode carries out the copies so far."""
         self._copying.clear()
 
     def move_to_spare(self, seq: int, keep: int) -> None:
-        """Let a spare sequence become a copy of an idle slot that is about to drop all but `keep` tokens."""
+        """Copy an idle slot, which is about to drop all but `keep` tokens, to a spare sequence."""
         sequences = self._sequences
         n_lost = self._tree.length(seq) - keep
         may_copy = seq not in self._copying and self._copy_pays(n_lost)
@@ -138,7 +138,7 @@ class PartitionedPool:
         return match.n_resident > own and self._copy_pays(match.n_resident - own)
 
     def _source(self, match: Match, own: int) -> int | None:
-        """A sequence from which to copy the whole match, if that beats computing what is behind `own`."""
+        """A sequence from which to copy the whole match, if that beats computing what `own` tokens lack of it."""
         if not self._pays(match, own):
             return None
         return next((seq for seq in match.node.holders() if seq not in self._copying), None)

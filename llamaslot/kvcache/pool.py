@@ -11,7 +11,7 @@ from llamaslot.kvcache.match import Match
 
 
 class Sharing(Enum):
-    """How a request gets a prefix that others have, or are about to have."""
+    """Ways in which a request gets a prefix that others have, or are about to have."""
 
     SHARE = "take over its cells"
     COMPUTE = "compute it: taking it over would cost more"
@@ -55,28 +55,28 @@ class Pool(Protocol):
         """Cells that only idle sequences use."""
 
     def sharing(self, match: Match, slots: Sequence[int], n_in_flight: int) -> Sharing:
-        """How the best of `slots` gets a prefix of which running requests compute `n_in_flight` tokens."""
+        """Decide how the best of `slots` gets a prefix of which running requests compute `n_in_flight` tokens."""
 
     def acquire(self, slots: Sequence[int], match: Match) -> tuple[int, int]:
-        """Let one of `slots`, all idle or empty, hold the resident part of a match, pinned.
+        """Choose one of `slots`, all idle or empty, and give it the resident part of a match, pinned.
 
-        Returns the slot, and the tokens that it took over from other sequences.
+        Returns the slot, and the number of tokens that it took over from other sequences.
         """
 
     def copy_resident(self, seq: int, match: Match) -> int:
-        """Let a sequence hold what others do of a match behind its own; returns how many tokens that is."""
+        """Extend a sequence by what others hold of a match beyond its own tokens; returns how many those are."""
 
     def append(self, seq: int, tokens: bytes) -> None:
-        """A running sequence computed these tokens behind those that it holds."""
+        """Append tokens that a running sequence computed."""
 
     def tidy(self) -> None:
-        """Clean up what the last step left."""
+        """Remove duplicate cells, and free spare sequences that hold nothing of their own."""
 
     def move_to_spare(self, seq: int, keep: int) -> None:
         """Keep the path of an idle slot, which is about to drop all but `keep` tokens, in a spare sequence."""
 
     def free_an_id(self) -> None:
-        """Make sure that the next path can be moved to a spare sequence."""
+        """Free a spare sequence id if none is free, so that the next path can be moved to one."""
 
     def on_flush(self) -> None:
-        """The operations so far go to the backend, which carries them out before its next decode."""
+        """Note that the operations so far go to the backend, which carries them out before its next decode."""

@@ -105,7 +105,7 @@ class RadixTree:
     # --- sequences ---
 
     def hold(self, seq: int, namespace: str, node: Node | None = None, n: int = 0) -> None:
-        """Let an unused sequence hold the first `n` tokens of the path to `node`; nothing of it without a node."""
+        """Give an unused sequence the first `n` tokens of the path to `node`; an empty path without a node."""
         if seq in self._ends:
             raise AssertionError(f"sequence {seq} is in use")
         root = self._roots.setdefault(namespace, Node(bytearray(), None, 0, namespace))
@@ -143,7 +143,7 @@ class RadixTree:
         return n_held
 
     def truncate(self, seq: int, keep: int) -> None:
-        """Let a sequence drop all but its first `keep` tokens."""
+        """Truncate the path of a sequence to its first `keep` tokens."""
         old = self._ends[seq]
         if keep >= old.end:
             return
@@ -156,7 +156,7 @@ class RadixTree:
         self._leave(seq, old, new)
 
     def release(self, seq: int) -> None:
-        """Let a sequence drop everything."""
+        """End the use of a sequence id; what only it held is no longer resident."""
         end = self._ends.pop(seq)
         self._leave(seq, end, None)
         self._pinned.discard(seq)
@@ -169,14 +169,14 @@ class RadixTree:
         self._count_pins(self._ends[seq], None, +1)
 
     def unpin(self, seq: int, now: int) -> None:
-        """Let the path of a sequence be evicted again; it was used now."""
+        """Remove the protection of a path from eviction; it was used at `now`."""
         self._pinned.remove(seq)
         end = self._ends[seq]
         self._count_pins(end, None, -1)
         self.touch(end, now)
 
     def touch(self, node: Node, now: int, hits: int = 0) -> None:
-        """Record that the path to a node is used now, by so many requests."""
+        """Record that `hits` requests use the path to a node at `now`."""
         for each in node.path():
             each.last_used = now
             each.hits += hits
@@ -197,7 +197,7 @@ class RadixTree:
         return node
 
     def attach(self, segment: Segment, node: Node) -> list[Segment]:
-        """Let a segment cover its range of the path to a node; returns the segments that it replaces."""
+        """Cover a range of the path to a node by its segment; returns the segments that it replaces."""
         while node.parent is not None and segment.end <= node.start:
             node = node.parent
         covered = [each for each in node.path() if each.end > segment.start and each.segment is not None]
@@ -223,7 +223,7 @@ class RadixTree:
         return replaced
 
     def detach(self, segment: Segment) -> None:
-        """Let a segment cover nothing any more."""
+        """Remove a segment from the nodes that it covers."""
         self.version += 1
         nodes, segment.nodes = segment.nodes, []
         for node in nodes:
@@ -239,7 +239,10 @@ class RadixTree:
     # --- invariants ---
 
     def check(self) -> set[Segment]:
-        """Verify all invariants; raises `AssertionError`. Takes time in proportion to the tree. All segments."""
+        """Verify all invariants; raises `AssertionError`. Takes time in proportion to the tree.
+
+        Returns all segments.
+        """
         n_tokens = n_pinned = 0
         covered: dict[Segment, list[Node]] = {}
         for node in self.nodes():
@@ -294,7 +297,7 @@ class RadixTree:
         return upper
 
     def _end_in(self, seq: int, node: Node, above: Node) -> None:
-        """Let the path of a sequence, which ended in `above` or nowhere, end in `node`."""
+        """Move the end of a sequence down to `node`, from its ancestor `above`, or set it first."""
         self.version += 1
         was_resident = node.is_resident
         self._ends[seq] = node
@@ -310,7 +313,7 @@ class RadixTree:
         self.eviction.offer(node)
 
     def _leave(self, seq: int, old: Node, new: Node | None) -> None:
-        """Let the path of a sequence, which ended in `old`, end in its ancestor `new` or nowhere."""
+        """Move the end of a sequence up from `old` to its ancestor `new`, or remove it."""
         self.version += 1
         if seq in self._pinned:
             self._count_pins(old, new, -1)

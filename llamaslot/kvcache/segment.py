@@ -1,4 +1,4 @@
-"""Segment: the KV of some tokens behind a cached prefix, kept off the pool, and the states it goes through.
+"""Segment: the KV of a range of a path, kept off the pool, and the states it goes through.
 
 What conversations share is kept once:
 
@@ -21,7 +21,7 @@ MAX_SEGMENT_TOKENS = 512
 
 
 class SegmentState(Enum):
-    """Where the bytes of a segment are."""
+    """Places where the bytes of a segment can be."""
 
     RAM = "in RAM"
     DIRTY = "in RAM, queued to be written"
@@ -144,7 +144,7 @@ class Segment:
         self.is_fresh = False
         """True from a read until the first load: such a load counts as one from disk."""
         self.retry_at = 0.0
-        """When an unreadable one may be read again, in seconds."""
+        """Time from which on an unreadable one may be read again, in seconds."""
         self.replaces: list[int] = []
         """Numbers of files on disk that it stands for once it is written itself."""
 
@@ -174,7 +174,7 @@ class Segment:
 
     @property
     def children(self) -> list[Segment]:
-        """The segments that have a token right behind one of its own."""
+        """The segments that have a token right after one of its own."""
         below = [child.segment for node in self.nodes for child in node.children.values()]
         return list(dict.fromkeys(each for each in below if each is not None and each is not self))
 
@@ -186,7 +186,7 @@ class Segment:
 
     @property
     def is_end_of_path(self) -> bool:
-        """True if no other segment lies behind any of its tokens."""
+        """True if no other segment has tokens that continue its own."""
         rest = list(self.nodes)
         while rest:
             node = rest.pop()
@@ -196,7 +196,7 @@ class Segment:
         return True
 
     def is_partial(self, max_tokens: int) -> bool:
-        """True if a longer segment replaces this one when its path goes on."""
+        """True if a longer segment replaces this one when its path is continued."""
         return self.n_tokens < max_tokens and self.is_end_of_path
 
     @property

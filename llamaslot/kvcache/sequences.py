@@ -41,7 +41,7 @@ class Sequences:
         return node
 
     def advance(self) -> int:
-        """Count a use; returns the new time."""
+        """Advance the logical clock by one use; returns the new time."""
         self.clock += 1
         return self.clock
 
@@ -54,7 +54,7 @@ class Sequences:
         return self.end(seq).is_shared
 
     def last_used(self, seq: int) -> int:
-        """When the path of a sequence was used last; 0 for one that is not in use."""
+        """Logical time of the last use of a path; 0 for a sequence that is not in use."""
         return self.end(seq).last_used if self.in_use(seq) else 0
 
     def n_own(self, seq: int) -> int:
@@ -66,7 +66,7 @@ class Sequences:
         return end.end - shared
 
     def truncate(self, seq: int, keep: int) -> None:
-        """Let a sequence drop all but its first `keep` tokens."""
+        """Truncate a sequence to its first `keep` tokens, in the tree and in the backend."""
         if keep >= self._tree.length(seq):
             return
         if keep:
@@ -76,7 +76,7 @@ class Sequences:
             self.clear(seq)
 
     def clear(self, seq: int) -> None:
-        """Let a sequence drop everything."""
+        """Remove everything that a sequence holds, in the tree and in the backend."""
         if self.in_use(seq):
             self._tree.release(seq)
             self.remove(seq, 0)

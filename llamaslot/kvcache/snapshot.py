@@ -68,7 +68,7 @@ def snapshot(
 
 
 def _ends_edge(node: Node) -> bool:
-    """True if a resident node is a leaf, a sequence ends in it, or paths part behind it."""
+    """True if a resident node is a leaf, a sequence ends in it, or paths branch after it."""
     return bool(node.end_of) or node.n_resident_children > 1
 
 

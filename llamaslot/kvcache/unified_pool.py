@@ -42,7 +42,7 @@ class UnifiedPool:
         return self._tree.n_tokens - self._tree.n_pinned_tokens
 
     def acquire(self, slots: Sequence[int], match: Match) -> tuple[int, int]:
-        """Let one of `slots` hold the resident part of a match, pinned. It is
+        """Choose one of `slots` and give it the resident part of a match, pinned. It is
 
         1. a slot whose whole path lies on the match, the longest (an empty slot holds 0 tokens), else
         2. a slot whose path others hold too: nothing is lost with it, else
@@ -61,7 +61,7 @@ class UnifiedPool:
         return seq, self.copy_resident(seq, self._tree.match(match.namespace, match.tokens))
 
     def copy_resident(self, seq: int, match: Match) -> int:
-        """Let a sequence see the cells that others have of a match behind its own; returns how many."""
+        """Share the cells that others have of a match beyond the tokens of a sequence; returns how many."""
         start = self._tree.length(seq)
         if match.n_resident <= start:
             return 0
@@ -71,7 +71,7 @@ class UnifiedPool:
         return match.n_resident - start
 
     def append(self, seq: int, tokens: bytes) -> None:
-        """A sequence computed these tokens; those that others hold too have two cells now."""
+        """Append computed tokens; those that others hold too have two cells now."""
         start = self._tree.length(seq)
         n_held = self._tree.extend(seq, tokens)
         if n_held:
@@ -90,7 +90,7 @@ class UnifiedPool:
         """Do nothing: cells can be shared again at once."""
 
     def move_to_spare(self, seq: int, keep: int) -> None:
-        """Let a spare id hold the path of a slot, which will drop all but `keep` tokens of it."""
+        """Give the path of a slot, which will drop all but `keep` tokens of it, to a spare id."""
         sequences = self._sequences
         # The only spare id of a single slot would have to be freed again at once.
         target = next((each for each in sequences.all if not sequences.in_use(each)), None)

@@ -1,7 +1,7 @@
 """Disk I/O of the cache as plain data: jobs that it asks for, their results, and the metadata of a segment on disk.
 
 Jobs run beside the steps, each kind in order, and those of a plan only after its KV operations. Results come back
-between two steps. A disk never fails loudly: whatever is wrong there is a segment that has to be computed again.
+between two steps. A disk error never fails a request: its segment is computed again.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ReadStarted:
 
 @dataclass(frozen=True, slots=True)
 class ReadDone:
-    """A read has succeeded, after so many seconds."""
+    """A read has succeeded, and took `seconds`."""
 
     number: int
     seconds: float
@@ -159,10 +159,10 @@ class SegmentDisk(Protocol):
         """A number from which on none was ever in use."""
 
     def take_segments(self) -> Sequence[SegmentMeta]:
-        """Segments that were there when it was opened, the least recently used first; it forgets the list."""
+        """Segments that were there when it was opened, the least recently used first; callable once."""
 
     def ignore(self, numbers: Sequence[int]) -> None:
-        """Keep these segments only as long as nothing else needs their room."""
+        """Keep these segments only until something else needs their bytes."""
 
     def write(self, meta: SegmentMeta, kv: Kv) -> bool:
         """Write a segment so that it survives the process; returns True if it does."""

@@ -35,12 +35,12 @@ class WriteQueue:
 
     @property
     def due_at(self) -> float | None:
-        """When the next segment is due; None for an empty queue."""
+        """Time at which the next segment is due; None for an empty queue."""
         times = map(self._due_at, self._segments)
         return max(self._paused_until, min(times)) if self._segments else None
 
     def is_paused(self, now: float) -> bool:
-        """True for a while after a write failed."""
+        """True for `RETRY_DELAY_S` after a write failed."""
         return now < self._paused_until
 
     def put(self, segment: Segment) -> None:
@@ -58,7 +58,7 @@ class WriteQueue:
         return next((each for each in self._segments if self._due_at(each) <= now), None)
 
     def pause(self, now: float) -> None:
-        """Write nothing for a while."""
+        """Write nothing for `RETRY_DELAY_S`."""
         self._paused_until = now + RETRY_DELAY_S
 
     def flush(self) -> None:
@@ -97,7 +97,7 @@ class ReadWatchdog:
 
     @property
     def times_out_at(self) -> float | None:
-        """When the pending read times out; None if there is none."""
+        """Time at which the pending read times out; None if there is none."""
         return None if self._waiting_since is None else self._waiting_since + READ_TIMEOUT_S
 
     def is_unresponsive(self, now: float) -> bool:
@@ -112,7 +112,7 @@ class ReadWatchdog:
     def on_answer(self, now: float, *, has_more: bool, failed: bool = False) -> None:
         """A read was answered; `has_more` reads are pending.
 
-        An unresponsive disk that answers with a failure is left alone for a while.
+        An unresponsive disk that answers with a failure gets no reads for `RETRY_DELAY_S`.
         """
         retry = failed and self.is_unresponsive(now)
         self._unresponsive_until = now + RETRY_DELAY_S if retry else 0.0

@@ -26,7 +26,7 @@ _UNKNOWN_READ_COST = 1 / 8
 
 
 class LoadStatus(Enum):
-    """How far a load has come."""
+    """Progress of a load."""
 
     DONE = "nothing more to load"
     MORE = "more in another step"
@@ -80,9 +80,9 @@ class Offloader:
     # --- to segments ---
 
     def evict(self, n_cells: int, before: int | None = None) -> int:
-        """Evict so many idle cells, or all there are, that were last used before a logical time; returns how many.
+        """Evict `n_cells` idle cells, or all there are, last used before a logical time; returns how many.
 
-        What leaves the pool is offloaded as far as RAM has room for it.
+        They are offloaded as far as they fit into RAM.
         """
         plan = self._tree.eviction.plan(n_cells, before)
         for seq, start, end in plan.evicted:
@@ -93,11 +93,11 @@ class Offloader:
         return plan.n_cells
 
     def has_room(self, n_cells: int) -> bool:
-        """True if so many cells are free or idle."""
+        """True if `n_cells` are free or idle."""
         return n_cells <= self._n_free() + self._tree.n_tokens - self._tree.n_pinned_tokens
 
     def make_room(self, n_cells: int) -> bool:
-        """Evict idle cells until so many are free, if there are as many; returns True if they are."""
+        """Evict idle cells until `n_cells` are free, unless even all of them are too few; True if they are free."""
         n_free = self._n_free()
         n_idle = self._tree.n_tokens - self._tree.n_pinned_tokens
         if n_free < n_cells <= n_free + n_idle:
@@ -116,7 +116,7 @@ class Offloader:
         self.n_offloaded_tokens += n - n_missing
 
     def offload_ahead(self, max_tokens: int, *, with_running: bool) -> int:
-        """Offload about so many tokens that no segment has; they stay resident. Returns how many.
+        """Offload about `max_tokens` that no segment has; they stay resident. Returns how many.
 
         `with_running` includes what running requests hold, but for private namespaces and for the last, partial
         range, which still grows: it would be replaced again and again.
@@ -144,7 +144,7 @@ class Offloader:
     # --- from segments ---
 
     def worth_loading(self, match: Match) -> Sequence[SegmentPart]:
-        """The segments behind the resident part of a match that are worth loading.
+        """The segments after the resident part of a match that are worth loading.
 
         A segment is loaded whole, so the last one is left out if too little of it is wanted. Nothing is worth it if
         all together takes longer to load than to compute.
@@ -155,7 +155,7 @@ class Offloader:
         return parts if self._pays(parts) else []
 
     def load(self, seq: int, match: Match, max_tokens: int | None) -> Loaded:
-        """Load what segments have behind the tokens of a sequence, about `max_tokens` at most."""
+        """Load what segments have after the tokens of a sequence, about `max_tokens` at most."""
         parts = self.worth_loading(match)
         if not parts:
             self._tiers.unpin(seq)
@@ -187,11 +187,11 @@ class Offloader:
     # --- operations ---
 
     def discard_evicted(self) -> None:
-        """Have the backend forget the segments that left RAM."""
+        """Record that the backend frees the segments that left RAM."""
         self._sequences.operations += map(Discard, self._tiers.take_discarded())
 
     def on_flush(self) -> None:
-        """The operations so far go to the backend."""
+        """Note that the operations so far go to the backend: what they save may be loaded from then on."""
         self._saving.clear()
 
     # --- inside ---

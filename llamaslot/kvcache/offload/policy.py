@@ -1,4 +1,4 @@
-"""When idle prefixes leave the pool, and when they are offloaded ahead of that.
+"""Offload policy: decides when idle prefixes leave the pool, and when they are offloaded ahead of that.
 
 - Idle cells slow prefill, for attention scans the pool up to the highest used cell (fact 5). A prefix is
   offloaded once the prompt tokens computed since its last use have cost more time than to save and load it.
@@ -20,7 +20,7 @@ from llamaslot.kvcache.sequences import Sequences
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """When the cache has something to do although no request asks for it, in seconds; None for never."""
+    """Times at which the cache has work although no request asks for it, in seconds; None for never."""
 
     idle: float | None = None
     """While nothing runs."""
@@ -50,10 +50,10 @@ class OffloadPolicy:
         self._was_busy = False
         """True if anything ran since idle prefixes were last offloaded ahead."""
         self._idle_work_at: float | None = None
-        """When to offload idle prefixes ahead; None if there is nothing to do."""
+        """Time to offload idle prefixes ahead; None if there is nothing to do."""
 
     def slows_prefill(self, n_prefill: int) -> bool:
-        """True if some idle prefix should be offloaded before so many prompt tokens are computed."""
+        """True if some idle prefix should be offloaded before `n_prefill` prompt tokens are computed."""
         before = self._used_before(n_prefill)
         return before is not None and self._tree.eviction.plan(1, before).n_cells > 0
 
@@ -99,7 +99,7 @@ class OffloadPolicy:
 
     @property
     def deadlines(self) -> Deadlines:
-        """When something is due."""
+        """Times at which something is due."""
         if not self._settings.offloads:
             return Deadlines(self._idle_work_at)
         due_at = self._tiers.due_at

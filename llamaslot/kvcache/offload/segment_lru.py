@@ -44,7 +44,7 @@ class SegmentLru:
         return self._segments.get(number)
 
     def has_room(self, n_bytes: int) -> bool:
-        """True if so many bytes fit beside what is here."""
+        """True if `n_bytes` more are within the capacity."""
         return self.n_bytes + n_bytes <= self.capacity
 
     def put(self, segment: Segment) -> None:

@@ -131,7 +131,7 @@ class SegmentTiers:
 
     @property
     def due_at(self) -> float | None:
-        """When a write is due or a read times out, if nothing happens before; None for never."""
+        """Time at which a write is due or a read times out; None for never."""
         times = (self.writer.due_at, self._watchdog.times_out_at)
         return min((each for each in times if each is not None), default=None)
 
@@ -196,7 +196,7 @@ class SegmentTiers:
             self._jobs.append(Read(segment.number))
 
     def unpin(self, seq: int) -> None:
-        """Let go of what a sequence was about to load."""
+        """Remove the load pins of a sequence."""
         self._load_pins.pop(seq, None)
 
     def drop(self, segments: Iterable[Segment]) -> None:
@@ -249,8 +249,8 @@ class SegmentTiers:
     def restore(self, found: Sequence[SegmentMeta], first_number: int) -> list[int]:
         """Take in what the disk has, the least recently used first; new segments count from `first_number` on.
 
-        What does not fit, or cannot be right, is erased. Returns the numbers of segments too large for RAM or
-        behind such a one: they stay on disk and are not known here.
+        Segments that do not fit, or cannot be right, are erased. Returns the numbers of those that are too large
+        for RAM, and of their descendants: they stay on disk and are unknown here.
         """
         self._next_number = first_number
         uses = {meta.number: i for i, meta in enumerate(found, 1)}
@@ -262,8 +262,8 @@ class SegmentTiers:
                 continue
             parent = self.disk.get(meta.parent) if meta.parent is not None else None
             tokens = verified_path(meta, parent, self._size)
-            known = self._tree.match(meta.namespace, tokens or b"")
-            if tokens is None or any(part.start <= meta.start < part.end for part in known.parts):
+            match = self._tree.match(meta.namespace, tokens or b"")
+            if tokens is None or any(part.start <= meta.start < part.end for part in match.parts):
                 self.add_job(Erase((meta.number,)))
                 continue
             segment = Segment(meta.number, meta.start, len(tokens) // WIDTH, meta.n_bytes, state=S.DISK)
@@ -362,7 +362,7 @@ class SegmentTiers:
             self._discarded.remove(number)  # the backend never had it
 
     def _on_corrupt(self, segment: Segment | None) -> None:
-        """Evict a corrupt segment from disk, and everything on disk behind it."""
+        """Evict a corrupt segment and its descendants from disk."""
         gone = [segment] if segment is not None else []
         self.n_corrupt_files += len(gone)
         for each in gone:

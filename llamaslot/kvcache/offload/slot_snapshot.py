@@ -1,4 +1,4 @@
-"""Snapshots of single slots, for files of the user's: unlike the disk tier, such a file is asked for by name."""
+"""Snapshots of single slots, for files that users name (`POST /slots/{id}`); independent of the disk tier."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class SlotSnapshots:
         self._n_segments = 0
 
     def save(self, seq: int) -> SlotSave | None:
-        """Have everything saved that an idle slot holds; None if that is nothing."""
+        """Record operations that save everything an idle slot holds; None if that is nothing."""
         n_tokens = self._tree.length(seq)
         if not n_tokens:
             return None
@@ -84,7 +84,7 @@ class SlotSnapshots:
         return SlotSave(end.namespace, end.prefix(), saves)
 
     def restore(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
-        """Let an idle slot hold a snapshot, of which it takes over what the pool has; None if there is no room.
+        """Replace what an idle slot holds by a snapshot, sharing resident cells; None if there are too few cells.
 
         Returns what the backend must be given before its next operations, by segment number.
         """

@@ -45,12 +45,12 @@ class WriteBack:
 
     @property
     def due_at(self) -> float | None:
-        """When the next write is due; None if there is none, or enough are pending."""
+        """Time of the next write; None if there is none, or enough are pending."""
         return self._queue.due_at if len(self.writing) < _MAX_WRITES else None
 
     @property
     def has_backlog(self) -> bool:
-        """True if so much is dirty that offloading more would push it out of RAM before it is written."""
+        """True if more than `MAX_DIRTY_FRACTION` of RAM is dirty: more would push it out before it is written."""
         n_bytes = sum(segment.n_bytes for segment in (*self._queue, *self.writing))
         is_too_much = n_bytes > self._tiers.ram.capacity * MAX_DIRTY_FRACTION
         return is_too_much and not self._queue.is_paused(self._tiers.now)
