@@ -1,4 +1,4 @@
-"""How much RAM and how many cells idle prefixes may keep: decided once, from what was measured at start."""
+"""Limits of the RAM and the cells that idle prefixes may keep, decided once from measurements at start."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def break_even_tokens(cost: KvCost) -> int | None:
 
 
 def _why_not_offloaded(config: Config, info: ModelInfo) -> str:
-    """Why no prefix is offloaded to RAM; empty where they are."""
+    """Return the reason why no prefix is offloaded to RAM; empty where they are."""
     cost = info.kv_cost
     reasons = (
         (config.cache_ram == 0, "--cache-ram 0"),

@@ -71,7 +71,7 @@ def look_up(repo: str, file: str) -> RemoteFile:
 
 
 def cached(repo: str, file: str) -> Path | None:
-    """Where the cache has `file`, whichever program downloaded it; of several commits the latest to arrive."""
+    """Return the path of `file` in the cache, or None; of several commits the one that arrived last."""
     snapshots = (_repo_folder(repo) / "snapshots").glob("*")
     files = [path for snapshot in snapshots if (path := snapshot / file).is_file()]
     return max(files, key=lambda path: path.lstat().st_mtime, default=None)

@@ -33,7 +33,7 @@ class Model(msgspec.Struct, frozen=True):
     """The Hugging Face repository, or empty for a file inside the package."""
     file: str
     checked: Checked
-    """How far this project has tried it; models.txt defines the words, `nothing` is for what it does not list."""
+    """Extent to which this project has tried it, as models.txt defines; `nothing` if it is not listed."""
     note: str = ""
 
 
@@ -94,7 +94,7 @@ def find_model(name: str) -> Model:
 
 
 def local_file(model: Model) -> Path | None:
-    """Where `model` lies on this machine, or None."""
+    """Return the path of `model` on this machine, or None."""
     if model.repo:
         # Only here: who serves a file by its path should not carry the hub's library in memory.
         from llamaslot.app import hub  # noqa: PLC0415

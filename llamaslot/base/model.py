@@ -91,11 +91,11 @@ class ModelInfo(msgspec.Struct, frozen=True):
     cache_type_k: str
     cache_type_v: str
     device: str
-    """Where the model runs, for a person to read."""
+    """Device that the model runs on, for a person to read."""
     reuse: bool
     """True if the KV of this model may be trimmed and continued."""
     reuse_reason: str = ""
-    """Why not, where `reuse` is false."""
+    """The reason where `reuse` is false."""
     chat_template: str = ""
     """The Jinja source in the model's metadata, or empty."""
     builtin_template: str = ""
@@ -125,4 +125,4 @@ class ModelInfo(msgspec.Struct, frozen=True):
     kv_files: tuple[str, ...] = ()
     """The files of the weights, and of what computes with them."""
     sizing: str = ""
-    """Where the pool's size comes from, for a person to read; empty where it was given."""
+    """Origin of the pool's size, for a person to read; empty where it was given."""

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from llamaslot.base.commands import Sampling
 
 Miss: TypeAlias = Literal["", "cold", "salted", "diverged", "changed", "evicted", "off", "unsupported"]
-"""Why no more of a prompt was cached when its request got a slot.
+"""Reason why no more of a prompt was cached when its request got a slot.
 
     ""           everything computed of it so far was cached: the rest is new
     cold         nothing was cached
@@ -186,7 +186,7 @@ class CacheState(CacheStats, kw_only=True):
 
 
 class SlotState(msgspec.Struct):
-    """What a slot holds and runs."""
+    """State of a slot and of the request that runs in it."""
 
     id: int
     n_ctx: int

@@ -257,7 +257,7 @@ async def test_a_file_larger_than_the_disk_is_refused_before_the_download(puller
 
 async def test_a_pull_that_fills_the_disk_can_be_resumed(puller: Puller, hub: FakeHub):
     error = (await puller.pull(largest_file=200_000)).error
-    assert "make room and run the same command again" in error
+    assert "free some space and run the same command again" in error
     kept = puller.blobs()[0].stat().st_size
     assert 0 < kept <= 200_000
     assert (await puller.pull()).path.read_bytes() == CONTENT

@@ -35,7 +35,7 @@ class Timings(msgspec.Struct):
 
 
 class CacheUse(msgspec.Struct):
-    """Where the prompt tokens came from, and why no more of them were reused."""
+    """Origin of the prompt tokens, and the reason why no more of them were reused."""
 
     cells: int
     """Prompt tokens whose KV was in the pool."""

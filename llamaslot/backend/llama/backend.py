@@ -66,7 +66,7 @@ class LlamaBackend:
         self.info = msgspec.structs.replace(self.info, **measured)
 
     def change(self, operation: kv_ops.Operation) -> None:
-        """See `Backend.change`."""
+        """Carry out an operation on sequences, checked first."""
         shares = self.info.unified and self.info.reuse
         segments = self._segments.positions
         kv_ops.check_operation(operation, length_of=self._recorded_length, segments=segments, shares=shares)
@@ -90,24 +90,24 @@ class LlamaBackend:
                 self._segments.discard(segment)
 
     def kv_of(self, segment: int) -> kv_ops.Kv | None:
-        """See `Backend.kv_of`."""
+        """Return the KV of a segment in host memory, None without one."""
         return self._segments.kv_of(segment)
 
     def put(self, segment: int, start: int, end: int, state: kv_ops.Kv) -> None:
-        """See `Backend.put`."""
+        """Add a segment of KV that an earlier process saved."""
         size = self.info.segment_size
         if size is None or len(state) != size.of(end - start):
             raise ValueError(f"{len(state)} bytes are not {end - start} tokens")
         self._segments.put(segment, range(start, end), state)
 
     def seq_len(self, seq: int) -> int:
-        """See `Backend.seq_len`; asks llama.cpp, and corrects the backend's record by the answer."""
+        """Return the tokens of a sequence: asks llama.cpp, and corrects the backend's record by the answer."""
         self._check_seq(seq)
         self._lengths[seq] = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
         return self._lengths[seq]
 
     def seq_range(self, seq: int) -> range:
-        """See `Backend.seq_range`."""
+        """Return the positions that a sequence holds, from the lowest to the highest."""
         self._check_seq(seq)
         end = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
         # Layers with a sliding window and recurrent states drop what is behind; nothing of such models is shared.
@@ -115,7 +115,7 @@ class LlamaBackend:
         return range(start, end) if end else range(0)
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
-        """See `Backend.decode`."""
+        """Compute a batch."""
         check_runs(runs, length_of=self._recorded_length, n_ubatch=self.info.n_ubatch, n_vocab=self.vocab.n_tokens)
         self._copying.clear()
         self._rows = self._batch.fill(runs)
@@ -126,7 +126,7 @@ class LlamaBackend:
         return Decoded(_status(code), self._batch.sent())
 
     def new_sampler(self, sampling: Sampling, history: Tokens) -> LlamaSampler:
-        """See `Backend.new_sampler`."""
+        """Create a sampler whose penalties count the tokens of `history`."""
         return LlamaSampler(
             sampling,
             history=history,
@@ -136,7 +136,7 @@ class LlamaBackend:
         )
 
     def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
-        """See `Backend.sample`."""
+        """Sample a token for each sequence id and its sampler."""
         tokens = []
         for seq, sampler in draws:
             if not isinstance(sampler, LlamaSampler) or seq not in self._rows:
@@ -145,14 +145,14 @@ class LlamaBackend:
         return tokens
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Free context and model; without effect if that is done already."""
         if not self._closed:
             self._closed = True
             llama_cpp.llama_free(self._context)
             llama_cpp.llama_model_free(self._model)
 
     def _logits(self, row: int) -> Logits:
-        """The logits of a batch row, float32 of the vocabulary's size, valid until the next decode."""
+        """Return the logits of a batch row, float32 of the vocabulary's size, valid until the next decode."""
         address = ctypes.addressof(llama_cpp.llama_get_logits_ith(self._context, row).contents)
         view = self._views.get(address)
         if view is None:
@@ -240,7 +240,7 @@ class LlamaBackend:
         return measured
 
     def _measure_stream_copy(self) -> float:
-        """Milliseconds by which a decode takes longer that has a stream to copy, memory touched before."""
+        """Return the milliseconds by which copying a stream delays a decode, in memory that was touched before."""
         token = np.zeros(1, dtype=np.int32)
 
         def step() -> float:
@@ -258,7 +258,7 @@ class LlamaBackend:
         return max(min(copying[1:]) - plain, 0.01)
 
     def _measure_segments(self, token: Tokens) -> SegmentSize:
-        """See `ModelInfo.segment_size`; sequence 0 holds one token."""
+        """Return `ModelInfo.segment_size` from the sizes of one and two tokens; sequence 0 holds one."""
         one = self._segments.n_bytes(0)
         self.decode([Run(seq=0, start=1, tokens=token, output=False)])
         two = self._segments.n_bytes(0)

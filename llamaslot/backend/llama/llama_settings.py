@@ -27,7 +27,7 @@ MAX_SEQS = 256
 
 @dataclass(frozen=True, slots=True)
 class LlamaSettings:
-    """How to load a model; 0 means llama.cpp's or the model's own choice."""
+    """Settings for loading a model; 0 means llama.cpp's or the model's own choice."""
 
     model: Path
     n_ctx: int = 0
@@ -38,7 +38,7 @@ class LlamaSettings:
     n_cache_seqs: int | None = None
     """Sequence ids beside the slots' that keep prefixes; None for some a slot, or none in a partitioned pool."""
     n_cache_seqs_a_slot: int = 4
-    """How many that are; fewer will do where prefixes without an id are offloaded."""
+    """Reserved ids a slot without `n_cache_seqs`; fewer will do where prefixes without an id are offloaded."""
     n_batch: int = 2048
     n_ubatch: int = 512
     n_threads: int = 0

@@ -31,7 +31,7 @@ _LOAD_MODES = {
     (False, False): llama_cpp.LLAMA_LOAD_MODE_NONE,
     (False, True): llama_cpp.LLAMA_LOAD_MODE_MLOCK,
 }
-"""How llama.cpp loads weights, by whether they are mapped from the file and locked in memory."""
+"""llama.cpp's ways to load weights: mapped from the file or not, locked in memory or not."""
 _SAMPLING_KEYS: dict[str, tuple[str, type[int] | type[float]]] = {
     "temp": ("temperature", float),
     "top_k": ("top_k", int),
@@ -84,7 +84,7 @@ def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) ->
 
 
 def parts(path: Path) -> list[Path]:
-    """All files of a model, of which the first is given; llama.cpp finds the others by their names."""
+    """Return all files of a model by the first one; llama.cpp finds the others by their names."""
     found = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
     if found is None:
         return [path]
@@ -93,7 +93,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def kv_facts(model: Any, context: Any, settings: LlamaSettings, *, flash_attn: bool) -> str:
-    """See `ModelInfo.kv_facts`. How positions are turned depends on the context where a model has two ways."""
+    """Return `ModelInfo.kv_facts`. A model with long RoPE takes its factors by the size of the context."""
     architecture = metadata(model, "general.architecture")
     n_short = metadata(model, f"{architecture}.rope.scaling.original_context_length")
     n_ctx_short = int(n_short) if n_short.isdecimal() else llama_cpp.llama_model_n_ctx_train(model)
@@ -182,18 +182,18 @@ def in_parts(n_ctx: int, n_slots: int, n_seqs: int) -> int:
 
 
 def padded(n_cells: int) -> int:
-    """As many cells as llama.cpp makes of them."""
+    """Round a number of cells up, as llama.cpp does."""
     return -(-n_cells // PADDING) * PADDING
 
 
 def logged_bytes(what: str, lines: Iterable[str]) -> int:
-    """The sizes that llama.cpp logged of buffers of a kind, together; exact to 0.01 MiB each."""
+    """Return the sum of the sizes that llama.cpp logged for buffers of a kind, exact to 0.01 MiB each."""
     pattern = re.compile(re.escape(what) + r" size = +([\d.]+) MiB")
     return sum(round(float(found[1]) * 2**20) for line in lines if (found := pattern.search(line)))
 
 
 def metadata(model: Any, key: str) -> str:
-    """A value of the file's metadata, or empty."""
+    """Return a value of the file's metadata, or an empty text."""
     size = 256
     while True:
         buffer = ctypes.create_string_buffer(size)
@@ -238,7 +238,7 @@ def _prompt_by_builtin(template: bytes) -> bytes:
 
 
 def why_not_reusable(model: Any) -> str:
-    """Why the KV of this model cannot be trimmed and continued, or empty where it can.
+    """Return the reason why the KV of this model cannot be trimmed and continued; empty where it can.
 
     Read from the model, never inferred from what `seq_rm` answers: on sliding-window models a trim claims success
     and leaves wrong logits behind.

@@ -47,7 +47,7 @@ class LlamaSampler:
         self._biases = {**sampling.logit_bias, **{int(token): -np.inf for token in self._banned}}
         self._raised = np.array([token for token, bias in self._biases.items() if bias > 0], dtype=np.int64)
         self._n_best = 0
-        """See `_n_enough`."""
+        """Candidates that hold all that the chain can choose, 0 for all tokens (`_n_enough`)."""
         self._chain: Any = None
         if sampling.temperature > 0 or penalised or sampling.logit_bias:
             self._n_best = self._n_enough(sampling, penalised)
@@ -57,7 +57,7 @@ class LlamaSampler:
                     llama_cpp.llama_sampler_accept(self._chain, int(token))
 
     def choose(self, context: Any, row: int, logits_of: Callable[[int], Logits]) -> int:
-        """The next token from the logits of batch row `row` of the last decode."""
+        """Return the next token from the logits of batch row `row` of the last decode."""
         if self._closed:
             raise IllegalCallError("sampling with a freed sampler")
         logits = logits_of(row)
@@ -69,7 +69,7 @@ class LlamaSampler:
         return self._choose_among(np.union1d(best, self._raised), logits)
 
     def close(self) -> None:
-        """See `Sampler.close`."""
+        """Free the chain; further use is an error."""
         if self._closed:
             raise IllegalCallError("a sampler was closed twice")
         self._closed = True
@@ -98,8 +98,9 @@ class LlamaSampler:
         return token
 
     def _n_enough(self, sampling: Sampling, penalised: bool) -> int:
-        """How many of the highest logits, with the tokens that a bias raises, hold all that can be chosen; 0 where
-        all are needed.
+        """Return how many of the highest logits, with the tokens that a bias raises, hold all that can be chosen.
+
+        Returns 0 where all logits are needed.
 
         The chain changes logits, then keeps the k highest (without temperature, 1). At most m tokens are lowered:
         those with a bias, the banned ones among them, and those in the penalties' window. Of the k + m

@@ -31,16 +31,16 @@ class SegmentStore:
         return n_bytes
 
     def kv_of(self, segment: int) -> Kv | None:
-        """See `Backend.kv_of`."""
+        """Return the KV of a segment, None if there is no such segment."""
         return self._states.get(segment)
 
     def put(self, segment: int, positions: range, state: Kv) -> None:
-        """See `Backend.put`."""
+        """Add a segment of KV at these token positions."""
         self._states[segment] = state
         self.positions[segment] = positions
 
     def save(self, operation: Save) -> None:
-        """See `Save`."""
+        """Save a range of a sequence; raises `NotSavedError` if there is no memory for it."""
         start, end = operation.start, operation.end
         try:
             state = self._saved(operation.src, start, end, operation.scratch)
@@ -49,7 +49,10 @@ class SegmentStore:
         self.put(operation.segment, range(start, end), state)
 
     def load(self, operation: Load) -> None:
-        """See `Load`; raises `IllegalCallError` where the pool has no room for the whole segment."""
+        """Load a segment, and copy the wanted range of it to a sequence.
+
+        Raises `IllegalCallError` where the pool has too few free cells for the whole segment.
+        """
         state = self._states[operation.segment]
         start, end, scratch = operation.start, operation.end, operation.scratch
         if llama_cpp.llama_state_seq_set_data(self._context, _bytes(state), len(state), scratch) != len(state):
@@ -58,7 +61,7 @@ class SegmentStore:
         llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
 
     def discard(self, segment: int) -> None:
-        """See `Discard`."""
+        """Free a segment."""
         del self._states[segment], self.positions[segment]
 
     def _saved(self, src: int, start: int, end: int, scratch: int) -> Kv:

@@ -44,7 +44,7 @@ class LlamaVocab:
         self._pieces: dict[int, bytes] = {}
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
-        """See `Vocab.tokenize`."""
+        """Return the token ids of `text`; a long text is tokenized in parts where that gives the same ids."""
         if parse_special and len(text) > _LONG_TEXT and not self.adds_eos:
             return self._tokenize_in_parts(text, add_special)
         return self._tokenize(text, add_special, parse_special)
@@ -64,7 +64,7 @@ class LlamaVocab:
         raise IllegalCallError(f"tokenizing {len(data)} bytes gave {n}")
 
     def _tokenize_in_parts(self, text: str, add_special: bool) -> Tokens:
-        """The same, cut before control tokens: llama.cpp takes quadratic time in their number."""
+        """Tokenize a text cut before control tokens, as llama.cpp takes quadratic time in their number."""
         cuts = [0]
         for at in range(_PART, len(text), _PART):
             near = range(at, min(at + _SEARCHED, len(text)))
@@ -75,14 +75,14 @@ class LlamaVocab:
         return np.concatenate([self._tokenize(p, add_special and i == 0, True) for i, p in enumerate(parts)])
 
     def piece(self, token: int) -> bytes:
-        """See `Vocab.piece`."""
+        """Return the text of a generated token as bytes; empty for control tokens."""
         piece = self._pieces.get(token)
         if piece is None:
             piece = self._pieces[token] = self._piece(token, special=False)
         return piece
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
-        """See `Vocab.detokenize`."""
+        """Return the text of `tokens` as bytes, control tokens written out."""
         return b"".join(self._piece(token, special=True) for token in tokens)
 
     def text(self, token: int) -> str:
