@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.scheduler.scheduler import Scheduler
+from tests.fake_backend import FakeBackend
 
 
 def check_pool(scheduler: Scheduler, backend: FakeBackend, *, computing: bool = False) -> None:

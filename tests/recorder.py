@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Backend, Decoded, Run, Sampler, Status
 from llamaslot.base.commands import Sampling
 from llamaslot.base.kv_ops import (
@@ -26,6 +25,7 @@ from llamaslot.base.kv_ops import (
     Share,
 )
 from llamaslot.base.tokens import Tokens
+from tests.fake_backend import FakeBackend
 
 
 @dataclass(frozen=True)

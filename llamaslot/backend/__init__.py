@@ -1,4 +1,1 @@
-"""Implementations of `llamaslot.base.backend.Backend`: `llama` runs models, `fake` runs tests.
-
-`llamaslot.backend.llama` is the only room that touches llama_cpp.
-"""
+"""Resources of the engine: models (`llama`, the only importer of llama_cpp), and files of KV and texts (`disk`)."""

@@ -13,13 +13,13 @@ import pytest
 
 from llamaslot.api.context import READINESS, ApiSettings
 from llamaslot.api.http_server import create_app, serve
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.commands import InspectEngine
 from llamaslot.base.stats import EngineState
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service
 from llamaslot.text.template import ChatTemplate
 from tests.engine.harness import new_engine
+from tests.fake_backend import FakeBackend
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Status
+from tests.fake_backend import FakeBackend
 
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/completion"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}

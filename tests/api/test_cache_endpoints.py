@@ -13,8 +13,8 @@ from llamaslot.api.bodies import CompletionBody
 from llamaslot.api.completions import submission
 from llamaslot.api.context import ApiSettings
 from llamaslot.api.middleware import Caller
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.commands import Submit
+from tests.fake_backend import FakeBackend
 from tests.service.test_service import Wire
 
 SECRET = "The secret word of another user is xylophone."

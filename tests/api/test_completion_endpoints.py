@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llamaslot.backend.fake import FakeBackend
+from tests.fake_backend import FakeBackend
 
 GREEDY = {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True, "max_tokens": 8}
 

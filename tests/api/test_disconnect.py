@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llamaslot.backend.fake import FakeBackend
+from tests.fake_backend import FakeBackend
 
 ENDLESS = {"prompt": "Hello", "ignore_eos": True, "temperature": 0, "max_tokens": 19_000}
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from llamaslot.backend.fake import FakeBackend
+from tests.fake_backend import FakeBackend
 
 
 async def test_health(server: Any) -> None:

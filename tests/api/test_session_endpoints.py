@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llamaslot.backend.fake import FakeBackend
+from tests.fake_backend import FakeBackend
 
 HELLO = "Hello, this is the first message of a conversation. " * 3
 NATIVE, TEXT, CHAT = "/completion", "/v1/completions", "/v1/chat/completions"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llamaslot.backend.disk import SlotFiles
-from llamaslot.backend.fake import FakeBackend
+from tests.fake_backend import FakeBackend
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 
 from llamaslot.app.cache_budgets import break_even_tokens, choose_budgets
 from llamaslot.app.config import Config
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.model import KvCost, ModelInfo, SegmentSize
+from tests.fake_backend import FakeBackend
 
 MIB = 2**20
 COST = KvCost(

@@ -10,11 +10,11 @@ import pytest
 from llamaslot.app.cache_budgets import Budgets
 from llamaslot.app.cache_disk import lock_disk, open_disk
 from llamaslot.app.config import Config
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelInfo, SegmentSize
 from llamaslot.kvcache.offload.disk_io import SegmentMeta, path_digest
 from tests.backend.test_disk_store import state_of
+from tests.fake_backend import FakeBackend
 
 MIB = 2**20
 SIZE = SegmentSize(100, 10)

@@ -22,7 +22,6 @@ from llamaslot.app.composition import api_settings, llama_settings, read_templat
 from llamaslot.app.config import Config, options
 from llamaslot.app.config_reader import read_config
 from llamaslot.app.flags import Parser, add_flags
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.backend.llama import LlamaSettings
 from llamaslot.base.backend import Decoded, Run, Sampler
 from llamaslot.base.errors import ConfigError
@@ -30,6 +29,7 @@ from llamaslot.base.model import KvCost
 from llamaslot.engine import engine as engine_module
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.text.builtin_templates import resolve
+from tests.fake_backend import FakeBackend
 
 MODEL = Path("some.gguf")
 

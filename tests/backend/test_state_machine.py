@@ -16,12 +16,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.commands import Sampling
 from llamaslot.base.kv_ops import Copy, Discard, IllegalCallError, Load, Operation, Remove, Save, Share
 from tests.conftest import LONG
+from tests.fake_backend import FakeBackend
 from tests.noise import Noise
 
 N_SLOTS, N_RESERVED = 2, 1

@@ -10,7 +10,6 @@ from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 from typing import Any
 
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Backend
 from llamaslot.base.commands import Cancel, Query, QueryBody, Sampling, Submit, TextPart
 from llamaslot.base.events import TERMINAL, Accepted, Event, Finished, Output, Reply, Stopped
@@ -18,6 +17,7 @@ from llamaslot.engine.engine import Engine
 from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.worker import OnStep, Worker
 from llamaslot.scheduler.step import StepPlan
+from tests.fake_backend import FakeBackend
 from tests.pool import check_pool
 
 GREEDY = Sampling(temperature=0.0)

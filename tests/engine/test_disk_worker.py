@@ -13,13 +13,13 @@ from typing import TypeVar
 import pytest
 
 from llamaslot.backend.disk import DiskStore
-from llamaslot.backend.fake import SEGMENT_SIZE, FakeBackend
 from llamaslot.base.backend import Decoded, Run
 from llamaslot.base.commands import ClearCache, Sampling
 from llamaslot.base.events import Failed, Finished, Output
 from llamaslot.base.kv_ops import Kv
 from llamaslot.kvcache.offload import disk_pacing, segment_tiers
 from tests.engine.harness import Harness, alone, running
+from tests.fake_backend import SEGMENT_SIZE, FakeBackend
 
 KEY = b"k" * 32
 Store = TypeVar("Store", bound=DiskStore)

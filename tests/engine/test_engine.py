@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from llamaslot.backend.fake import FakeBackend, FakeVocab
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.commands import Detokenize, InspectEngine, Sampling, Submit, TextPart, Tokenize, TokensPart
 from llamaslot.base.events import Accepted, Cancelled, Failed, Finished, Output
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.kvcache.radix_tree import RadixTree
 from tests.engine.harness import GREEDY, Harness, alone, running
+from tests.fake_backend import FakeBackend, FakeVocab
 
 
 class CountingBackend(FakeBackend):

@@ -8,7 +8,6 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.commands import (
     CacheCleared,
     ClearCache,
@@ -23,6 +22,7 @@ from llamaslot.base.commands import (
 from llamaslot.base.events import Event, Finished, Reply, Stopped
 from llamaslot.base.stats import CacheState
 from tests.engine.harness import new_engine
+from tests.fake_backend import FakeBackend
 
 
 class Watched(FakeBackend):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.disk import DiskStore
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Run
 from llamaslot.base.commands import SlotActionDone
 from llamaslot.base.errors import ErrorInfo
@@ -21,6 +20,7 @@ from llamaslot.scheduler.step import StepPlan, apply
 from tests.conftest import LONG
 from tests.engine.harness import alone, running
 from tests.engine.test_slot_actions import served
+from tests.fake_backend import FakeBackend
 
 PROMPTS = [f"{i} is where this one begins. " * 12 for i in range(3)]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from llamaslot.backend.disk import DiskStore
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.commands import ClearCache, DropSession, Sampling, SessionDropped, Submit, TextPart
 from llamaslot.base.events import Cancelled, Finished, Output, Progress
 from tests.engine.harness import Harness, running
+from tests.fake_backend import FakeBackend
 
 SYSTEM = "You are a helpful assistant who answers at length. " * 4
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from llamaslot.backend.disk import SlotFiles
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.commands import ClearCache, Sampling, SlotAction, SlotActionDone
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Event, Finished, Output, Progress, Reply
 from tests.engine.harness import Harness, alone, running
+from tests.fake_backend import FakeBackend
 
 KEY = b"k" * 32
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)

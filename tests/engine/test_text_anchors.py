@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from llamaslot.backend.disk import DiskStore
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Sampler
 from llamaslot.base.commands import ClearCache
 from llamaslot.base.events import Cancelled, Finished, Output
 from tests.engine.harness import Harness, running
+from tests.fake_backend import FakeBackend
 
 BROKEN = "\ufffd"
 

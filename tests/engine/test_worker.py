@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Decoded, Run, Sampler
 from llamaslot.base.commands import Cancel, InspectEngine, Query, Sampling, Submit, TextPart
 from llamaslot.base.events import TERMINAL, Cancelled, Event, Failed, Finished, Output, Reply, Stopped
 from llamaslot.scheduler.step import StepPlan
 from tests.engine.harness import GREEDY, alone, new_engine
+from tests.fake_backend import FakeBackend
 
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Status
 from llamaslot.base.events import Cancelled, Failed, Finished
 from tests.engine.harness import alone, running
+from tests.fake_backend import FakeBackend
 
 HEADS = ("", "a" * 9, "ab" * 8, "ab" * 8 + "c" * 12, "system prompt ")
 

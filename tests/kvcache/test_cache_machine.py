@@ -17,7 +17,6 @@ import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llamaslot.backend.fake import EOS, FakeBackend, FakeSampler
 from llamaslot.base.backend import Backend, Run, Sampler, Status
 from llamaslot.base.commands import Sampling, Submit
 from llamaslot.base.kv_ops import CopyStream, Kv, Load, Remove, Save
@@ -37,6 +36,7 @@ from llamaslot.scheduler.scheduler import Broke, Sampled, Scheduler
 from llamaslot.scheduler.scheduler_settings import SchedulerSettings
 from llamaslot.scheduler.step import StepPlan, StepResult, apply, next_decode_step
 from tests.conftest import LONG
+from tests.fake_backend import EOS, FakeBackend, FakeSampler
 from tests.fake_disk import FakeDisk
 from tests.recorder import Failure, Recorder
 

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 import pytest
 
-from llamaslot.backend.fake import FakeVocab
 from llamaslot.base.commands import DropSession, Submit, TextPart, Tokenize, TokensPart
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError
 from llamaslot.base.prompt import TokenizedPrompt
@@ -18,6 +17,7 @@ from llamaslot.prompts.sessions import Session
 from llamaslot.prompts.text_anchors import TextAnchor
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.prompts.worker import PromptWorker
+from tests.fake_backend import FakeVocab
 
 BROKEN = np.array([0x80, 0x80], dtype=np.int32)
 """A reply of two invalid characters, whose text gives other tokens."""

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.commands import Sampling, Submit
 from llamaslot.base.kv_ops import Remove
@@ -26,6 +25,7 @@ from llamaslot.scheduler.scheduler import Broke, Sampled, Scheduler
 from llamaslot.scheduler.scheduler_settings import SchedulerSettings
 from llamaslot.scheduler.step import StepPlan, apply
 from tests.conftest import LONG
+from tests.fake_backend import FakeBackend
 from tests.pool import check_pool
 
 DECODE_SECONDS = 1 / 64

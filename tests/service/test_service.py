@@ -13,7 +13,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.base.backend import Decoded, Run
 from llamaslot.base.commands import (
     Command,
@@ -42,6 +41,7 @@ from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service
 from llamaslot.text.template import ChatTemplate
 from tests.engine.harness import new_engine
+from tests.fake_backend import FakeBackend
 
 _ids = itertools.count(1)
 

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.synthetic import CHAT_TEMPLATE
-from llamaslot.backend.fake import FakeBackend
 from llamaslot.backend.llama.backend import LlamaBackend
 from llamaslot.backend.llama.llama_settings import LlamaSettings
 from llamaslot.base.backend import Vocab
@@ -22,6 +21,7 @@ from llamaslot.base.errors import InvalidRequestError
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.text.builtin_templates import builtin_names, resolve
 from llamaslot.text.template import ChatTemplate
+from tests.fake_backend import FakeBackend
 from tests.text.rendering import rendered
 
 CONTROL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|channel|>", "[INST]", "[/INST]")
