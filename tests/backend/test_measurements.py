@@ -123,11 +123,12 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         lambda data: data[:-10],
         lambda data: b"",
         lambda data: b"\x00\xff",
+        lambda data: data.replace(KEY.encode(), b"\xff" * len(KEY)),
         lambda data: data.replace(b"8192", b'"many"'),
         lambda data: data.replace(KEY.encode(), b"another"),
         lambda data: b"[1, 2]",
     ],
-    ids=["cut", "empty", "no text", "a wrong type", "another key", "other JSON"],
+    ids=["cut", "empty", "no text", "no UTF-8", "a wrong type", "another key", "other JSON"],
 )
 def test_a_corrupt_or_foreign_file_counts_as_missing_and_is_replaced(tmp_path: Path, change: object) -> None:
     measurements.write(tmp_path, KEY, MEASURED)

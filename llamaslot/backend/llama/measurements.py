@@ -61,7 +61,7 @@ def read(folder: Path, key: str) -> Measurements | None:
     """Return the measurements kept for the key; None where the file is missing, corrupt or foreign."""
     try:
         kept = msgspec.json.decode((folder / f"{key}.json").read_bytes(), type=_Kept)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         return None
     return kept.measurements if kept.key == key else None
 
