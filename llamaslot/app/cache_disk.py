@@ -17,7 +17,7 @@ from llamaslot.app.config import Config
 from llamaslot.backend.disk import DiskStore, SlotFiles, fingerprint_of
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelInfo
-from llamaslot.kvcache.segment import MAX_SEGMENT_TOKENS
+from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 
 _log = structlog.get_logger(__name__)
 _FLAG = "--cache-disk"

@@ -33,7 +33,7 @@ from llamaslot.kvcache.offload.policy import Deadlines, OffloadPolicy
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.offload.slot_snapshot import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
 from llamaslot.kvcache.partitioned_pool import PartitionedPool
-from llamaslot.kvcache.pool import Cells, Pool, Sharing
+from llamaslot.kvcache.pool import Pool, Sharing
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.snapshot import snapshot
@@ -111,9 +111,10 @@ class KVCache:
     # --- lookups ---
 
     @property
-    def cells(self) -> Cells:
-        """Number of cells, by what uses them."""
-        return Cells(self.settings.pool_cells, self._pool.n_used, self._pool.n_idle)
+    def cells(self) -> CellStats:
+        """Number of cells by what uses them, once the operations so far are carried out."""
+        total, used, idle = self.settings.pool_cells, self._pool.n_used, self._pool.n_idle
+        return CellStats(total, used, idle, pinned=used - idle, free=total - used)
 
     def length(self, seq: int) -> int:
         """Tokens that a sequence holds."""
@@ -298,10 +299,18 @@ class KVCache:
 
     def stats(self) -> CacheStats:
         """The cache's part of the statistics, in constant time; what requests reused is added by the scheduler."""
-        settings, cells, tiers = self.settings, self.cells, self._tiers
+        settings, tiers = self.settings, self._tiers
         ram, disk, writing = tiers.ram, tiers.disk, tiers.writer.writing
-        stats = CacheStats(
-            cells=CellStats(cells.total, cells.used, cells.idle, cells.pinned, cells.free),
+        return CacheStats(
+            cells=self.cells,
+            ram=RamStats(ram.capacity, ram.n_bytes, ram.n_tokens, len(ram)),
+            disk=DiskStats(
+                total_bytes=disk.capacity,
+                used_bytes=disk.n_bytes - sum(segment.n_bytes for segment in writing),
+                tokens=disk.n_tokens - sum(segment.n_tokens for segment in writing),
+                segments=len(disk) - len(writing),
+                corrupt_files=tiers.n_corrupt_files,
+            ),
             sequences=SequenceStats(settings.n_slots, settings.n_spare, self._sequences.n_in_use, settings.n_seqs),
             copied_tokens=self._n_copied,
             evicted_tokens=self._offloader.n_evicted_tokens,
@@ -312,16 +321,6 @@ class KVCache:
             moved_prefixes=self._pool.n_moved_prefixes,
             dropped_prefixes=self._pool.n_dropped_prefixes,
         )
-        if settings.offloads:
-            stats.ram = RamStats(ram.capacity, ram.n_bytes, ram.n_tokens, len(ram))
-            stats.disk = DiskStats(
-                total_bytes=disk.capacity,
-                used_bytes=disk.n_bytes - sum(segment.n_bytes for segment in writing),
-                tokens=disk.n_tokens - sum(segment.n_tokens for segment in writing),
-                segments=len(disk) - len(writing),
-                corrupt_files=tiers.n_corrupt_files,
-            )
-        return stats
 
     def snapshot(
         self, stats: CacheStats, top: int, detokenize: Callable[[Sequence[int]], bytes] | None

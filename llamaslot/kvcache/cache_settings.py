@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llamaslot.base.model import SegmentSize
-from llamaslot.kvcache.segment import MAX_SEGMENT_TOKENS
+
+MAX_SEGMENT_TOKENS = 512
+"""Tokens of a segment at most: loading one of this size for only a part of it costs little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,6 @@ class CacheSettings:
     segment_size: SegmentSize | None = None
     """Bytes of offloaded tokens; None if nothing can be offloaded."""
     segment_tokens: int = MAX_SEGMENT_TOKENS
-    """Tokens of a segment at most."""
     prefill_us: float = 0.0
     save_us: float = 0.0
     load_us: float = 0.0

@@ -83,11 +83,6 @@ class Node:
         """True if several sequences hold this node, or if it has no tokens to hold."""
         return self.parent is None or len(self.end_of) + self.n_resident_children > 1
 
-    @property
-    def resident_children(self) -> list[Node]:
-        """Children whose KV is in the pool."""
-        return [child for child in self.children.values() if child.is_resident]
-
     def path(self) -> Iterator[Node]:
         """Yield this node and its ancestors, without the root."""
         node = self
@@ -105,4 +100,4 @@ class Node:
         while rest:
             node = rest.pop()
             yield from sorted(node.end_of)
-            rest += node.resident_children
+            rest += [child for child in node.children.values() if child.is_resident]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -16,26 +15,6 @@ class Sharing(Enum):
     SHARE = "take over its cells"
     COMPUTE = "compute it: taking it over would cost more"
     WAIT = "copy it after the next decode"
-
-
-@dataclass(frozen=True, slots=True)
-class Cells:
-    """Cells of the pool, once the operations so far are carried out."""
-
-    total: int
-    used: int
-    idle: int
-    """Cells that only idle prefixes use."""
-
-    @property
-    def free(self) -> int:
-        """Cells that nothing uses."""
-        return self.total - self.used
-
-    @property
-    def pinned(self) -> int:
-        """Cells that running requests use."""
-        return self.used - self.idle
 
 
 class Pool(Protocol):

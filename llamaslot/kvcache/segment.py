@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from llamaslot.kvcache.node import Node
 
-MAX_SEGMENT_TOKENS = 512
-"""Loading a segment of this size for only a part of it costs little."""
-
 
 class SegmentState(Enum):
     """Places where the bytes of a segment can be."""

@@ -451,7 +451,7 @@ def test_a_damaged_index_never_gives_a_segment_to_another_prefix(folder: Path) -
             (folder / "segments" / name).write_bytes(data)
         store = opened(folder)
         tree = RadixTree()
-        tiers = SegmentTiers(tree, 10**9, SIZE, disk_bytes=10**9)
+        tiers = SegmentTiers(tree, 10**9, SIZE, 512, disk_bytes=10**9)
         tiers.restore(store.take_segments(), store.first_number)
         tiers.check(tree.check())
         for found in tiers.disk:

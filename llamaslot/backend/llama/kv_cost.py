@@ -23,7 +23,7 @@ from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Discard, Load, NotSavedError, Operation, Remove, Save
 from llamaslot.base.model import KvCost
-from llamaslot.kvcache.segment import MAX_SEGMENT_TOKENS
+from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 
 MOST = 8192
 """Idle cells that prefill is measured beside, if the pool has as many."""

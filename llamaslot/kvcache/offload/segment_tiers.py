@@ -37,7 +37,7 @@ from llamaslot.kvcache.offload.disk_pacing import RETRY_DELAY_S, ReadRate, ReadW
 from llamaslot.kvcache.offload.segment_lru import SegmentLru
 from llamaslot.kvcache.offload.write_back import WriteBack
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import MAX_SEGMENT_TOKENS, Segment
+from llamaslot.kvcache.segment import Segment
 from llamaslot.kvcache.segment import SegmentEvent as E
 from llamaslot.kvcache.segment import SegmentState as S
 
@@ -58,7 +58,7 @@ class SegmentTiers:
         tree: RadixTree,
         ram_bytes: int,
         size: SegmentSize,
-        max_tokens: int = MAX_SEGMENT_TOKENS,
+        max_tokens: int,
         *,
         disk_bytes: int = 0,
     ) -> None:

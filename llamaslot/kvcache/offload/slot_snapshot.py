@@ -7,10 +7,10 @@ from typing import Protocol
 
 from llamaslot.base.kv_ops import Discard, Kv, Load, Save
 from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.pool import Pool
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import MAX_SEGMENT_TOKENS
 from llamaslot.kvcache.sequences import Sequences
 
 
