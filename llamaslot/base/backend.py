@@ -1,4 +1,4 @@
-"""The protocols `Backend`, `Vocab` and `Sampler` of whatever runs a model, and the types of their calls.
+"""The protocols `Backend`, `Vocab` and `Sampler`, and the types of their calls.
 
 A backend is used by one thread at a time, its `vocab` by any. It raises `IllegalCallError`, and changes nothing, on
 calls on which llama.cpp would abort the process. Positions count tokens from 0; sequence ids are 0 to `n_seqs - 1`.

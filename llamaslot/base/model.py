@@ -60,7 +60,7 @@ class SegmentSize(msgspec.Struct, frozen=True):
     per_token: int
 
     def of(self, n_tokens: int) -> int:
-        """Bytes of so many tokens."""
+        """Bytes of `n_tokens` tokens."""
         return self.fixed + n_tokens * self.per_token
 
 

@@ -21,5 +21,5 @@ def private_namespace(name: str) -> str:
 
 
 def is_private(namespace: str) -> bool:
-    """True if the namespace ends with its requests."""
+    """True for a namespace of one request or group, dropped when that ends."""
     return namespace.startswith(_PRIVATE)

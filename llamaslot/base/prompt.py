@@ -17,7 +17,7 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
     session_match: SessionMatch = ""
     """Result of comparing the prompt with its session's last sequence."""
     n_approximate: int = 0
-    """Tokens taken from the session behind the first one that tokenizing the whole text would give otherwise; 0
+    """Tokens taken from the session after the first that differs from those of tokenizing the whole text; 0
     unless `session_match` is "diverge"."""
     is_reply_edited: bool = False
     """True if the text departs from that of its session within the session's last reply."""

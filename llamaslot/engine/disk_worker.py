@@ -2,7 +2,7 @@
 
     plan -> jobs -> DiskWorker.start -> thread -> post -> KVCache.on_io (between two steps)
 
-Two threads, so that a read for a waiting request does not queue behind write-back. KV that was read is given to the
+Two threads, so that a read for a waiting request does not wait for write-back. KV that was read is given to the
 backend only if the cache still expects it when the result arrives, so that no plan made before is affected.
 """
 

@@ -51,7 +51,7 @@ from llamaslot.kvcache.offload.slot_snapshot import SnapshotStore
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.prompts.worker import PromptWorker
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState
-from llamaslot.scheduler.scheduler import Broke, Sampled, Scheduler
+from llamaslot.scheduler.scheduler import DecodeFailed, Sampled, Scheduler
 from llamaslot.scheduler.scheduler_settings import SchedulerSettings
 from llamaslot.scheduler.step import StepPlan, StepResult
 
@@ -102,12 +102,12 @@ class Engine:
         tokenizer = Tokenizer(
             backend.vocab,
             info.n_ctx_slot,
-            # A token behind every prompt would be behind what comes before a cut, too.
+            # EOS after every prompt would also follow the text before a cut point.
             use_anchors=settings.text_anchors and info.reuse and not info.adds_eos,
             min_match=settings.session_min_match,
             template=info.chat_template,
         )
-        self._worker = Worker(backend, thread or model_thread(), clock, self._is_wanted)
+        self._worker = Worker(backend, thread or model_thread(), clock, self._needs_plan)
         self._disk: DiskWorker | None = None
         self._prompts = PromptWorker(tokenizer, post=self._post, fail=self._fail)
         if disk is not None:
@@ -147,12 +147,12 @@ class Engine:
                 self._queries[type(body)](body, partial(self._reply, request_id))
 
     def stop(self) -> None:
-        """End `run` after the current step; whatever is unfinished fails as unavailable."""
+        """End `run` after the current step; unfinished requests fail as unavailable."""
         self._stopping = True
         self._wake.set()
 
     async def run(self) -> None:
-        """Run steps until `stop`, or until something breaks that no request is to blame for."""
+        """Run steps until `stop`, or until an error that is not one request's."""
         reason = ""
         self._prompts.start()
         try:
@@ -194,7 +194,7 @@ class Engine:
         await self._worker.run(plan, self._commit)
 
     async def _flush_disk(self) -> None:
-        """Write everything that is cached, as far as that goes in `_FLUSH_TIMEOUT_S`."""
+        """Write what is cached to disk, for at most `_FLUSH_TIMEOUT_S`."""
         assert self._disk is not None
         until = self._clock() + _FLUSH_TIMEOUT_S
         self.scheduler.stop(self._clock())
@@ -229,7 +229,7 @@ class Engine:
             if isinstance(outcome, Sampled):
                 self._deliver(outcome, now)
             else:
-                self._report_broken(outcome)
+                self._fail_decode(outcome)
         self._reports.count(plan, result)
         self._flush()
 
@@ -240,7 +240,7 @@ class Engine:
         self._is_checked = True
         _log.debug("invariants.ok", cells_used=cache.cells.used)
 
-    def _is_wanted(self) -> bool:
+    def _needs_plan(self) -> bool:
         """True if the next step needs a plan; called on the worker's thread."""
         until = self.scheduler.deadlines.running
         return self._stopping or bool(self._inbox) or (until is not None and self._clock() >= until)
@@ -288,7 +288,7 @@ class Engine:
         now = self._clock()
         self.scheduler.end(live.request, now, cancelled=True)
         self._release(live)
-        progress = live.request.progress(now, self._held(live.request))
+        progress = live.request.progress(now, self._n_held(live.request))
         self._outbox.append(Cancelled(request_id, progress))
 
     def _deliver(self, sampled: Sampled, now: float) -> None:
@@ -297,7 +297,7 @@ class Engine:
         text, reason = live.push(sampled)
         if reason == "word" and sampled.reason is None:
             self.scheduler.end(live.request, now)
-        progress = live.request.progress(now, self._held(live.request))
+        progress = live.request.progress(now, self._n_held(live.request))
         if reason is not None:
             finished = live.finished(text, reason, progress, truncated=sampled.truncated)
             self._release(live)
@@ -314,32 +314,32 @@ class Engine:
         else:
             self._prompts.remember(request.id, request.tokens.view(request.n_prompt).copy(), live.n_sent)
 
-    def _report_broken(self, broke: Broke) -> None:
-        _log.error("decode.failed", request_id=broke.request.id, status=broke.status.name)
-        del self._live[broke.request.id]
-        self._prompts.release(broke.request.id)
-        error = ServerError(f"the model could not compute this request ({broke.status.name})")
-        self._fail(broke.request.id, error, broke.request)
+    def _fail_decode(self, failed: DecodeFailed) -> None:
+        _log.error("decode.failed", request_id=failed.request.id, status=failed.status.name)
+        del self._live[failed.request.id]
+        self._prompts.release(failed.request.id)
+        error = ServerError(f"the model could not compute this request ({failed.status.name})")
+        self._fail(failed.request.id, error, failed.request)
 
     def _fail(self, request_id: str, error: LlamaslotError, request: Request | None = None) -> None:
-        progress = request.progress(self._clock(), self._held(request)) if request else None
+        progress = request.progress(self._clock(), self._n_held(request)) if request else None
         self._outbox.append(Failed(request_id, error.info(), progress))
 
     def _fail_all(self, reason: str) -> None:
-        """Fail whatever is unfinished, because the engine was told to stop or for a reason of its own."""
+        """Fail all unfinished requests: because the engine was told to stop, or because of an internal error."""
         error: LlamaslotError = UnavailableError("the server is shutting down")
         if reason:
             error = ServerError("the engine stopped because of an internal error")
         for request_id in self._prompts.cancel_all():
             self._fail(request_id, error)
         for request_id, live in self._live.items():
-            # The scheduler may be what broke: it is not asked for anything any more.
+            # The scheduler may be in an undefined state, so the request is ended without it.
             if live.request.state is not RequestState.DONE:
                 live.request.handle(RequestEvent.END, self._clock())
             self._fail(request_id, error, live.request)
         self._live.clear()
 
-    def _held(self, request: Request) -> int:
+    def _n_held(self, request: Request) -> int:
         return self.scheduler.cache.length(request.slot) if request.slot >= 0 else 0
 
     def _clear_cache(self, _: ClearCache, respond: Respond) -> None:
@@ -367,7 +367,7 @@ class Engine:
         self._prompts.drop_session(query, drop, respond)
 
     def _when_written(self, action: Callable[[], None]) -> None:
-        """Run an action once the disk has done what it was asked to so far."""
+        """Run an action once the disk has carried out all jobs so far."""
         if self._disk is None:
             action()
         else:

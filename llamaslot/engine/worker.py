@@ -32,16 +32,16 @@ def model_thread() -> Executor:
 class Worker:
     """Runs plans on a backend, whose calls are all made on `thread`; `clock` gives seconds.
 
-    `is_wanted` is asked on the thread after each step: whether the loop has anything to do before the next one.
+    `needs_plan` is called on the thread after each step: True if the next one must be planned by the loop.
     """
 
     def __init__(
-        self, backend: Backend, thread: Executor, clock: Callable[[], float], is_wanted: Callable[[], bool]
+        self, backend: Backend, thread: Executor, clock: Callable[[], float], needs_plan: Callable[[], bool]
     ) -> None:
         self._backend = backend
         self._thread = thread
         self._clock = clock
-        self._is_wanted = is_wanted
+        self._needs_plan = needs_plan
 
     async def run(self, plan: StepPlan, on_step: OnStep) -> None:
         """Carry out `plan` and what follows from it; `on_step` is called on the loop as soon as each step is done.
@@ -64,7 +64,9 @@ class Worker:
             while step is not None:
                 result = apply(step, self._backend, self._clock)
                 after = (
-                    None if errors or self._is_wanted() else next_decode_step(step, result, self._backend.vocab.eog)
+                    None
+                    if errors or self._needs_plan()
+                    else next_decode_step(step, result, self._backend.vocab.eog)
                 )
                 # Only now: the loop that it wakes should find the interpreter free, while the next step computes.
                 loop.call_soon_threadsafe(hand_over, step, result)
@@ -76,9 +78,9 @@ class Worker:
             raise errors[0]
 
     async def call(self, function: Callable[[], T]) -> T:
-        """What `function` gives on the thread that computes. Never to be called while `run` runs."""
+        """Return the result of `function` on the thread that computes. Never to be called while `run` runs."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def close(self) -> None:
-        """Wait for the step that is being computed, and end the thread; `is_wanted` must be true by now."""
+        """Wait for the step that is being computed, and end the thread; `needs_plan` must be true by now."""
         self._thread.shutdown()

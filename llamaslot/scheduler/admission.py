@@ -31,7 +31,7 @@ _NEWEST_WEIGHT = 0.1
 
 
 class Admission:
-    """The queue, and what it takes to leave it. `n_ctx_slot` is the number of tokens that a slot may hold."""
+    """The queue, and the choice of what leaves it. `n_ctx_slot` is the number of tokens that a slot may hold."""
 
     def __init__(self, cache: KVCache, slots: Sequence[Slot], n_ctx_slot: int) -> None:
         self._cache = cache
@@ -51,7 +51,7 @@ class Admission:
         self._cache.touch([self.match(request)])
 
     def match(self, request: Request) -> Match:
-        """What is cached of a request's prefix; looked up again only when the cache has changed."""
+        """Match a request's prefix; the lookup is repeated only when the cache has changed."""
         request.match = self._cache.match(request.namespace, request.prefix, request.match)
         return request.match
 
@@ -64,11 +64,11 @@ class Admission:
         """Move every request that may run now from the queue into a slot; `running` are those that run already."""
         free = [slot for slot in self._slots if slot.request is None]
         admitted: list[Request] = []
-        passed: list[Request] = []
+        skipped: list[Request] = []
         for request in self._ordered(running, free) if free else ():
             choices = _free_slots(request, free)
             if not choices:
-                passed.append(request)
+                skipped.append(request)
             elif self._waits_for_prefix(request, [*running, *admitted], choices):
                 continue
             elif self._fits(request, [*running, *admitted]):
@@ -78,8 +78,8 @@ class Admission:
             elif request.has_started or request.n_overtaken >= MAX_OVERTAKEN:
                 break
             else:
-                passed.append(request)
-        for request in passed:
+                skipped.append(request)
+        for request in skipped:
             wanted = request.submit.id_slot
             request.n_overtaken += sum(
                 other.arrival > request.arrival and wanted in (-1, other.slot) for other in admitted
@@ -93,7 +93,7 @@ class Admission:
         self._cache.release(request.slot)
 
     def observe_length(self, n_generated: int) -> None:
-        """Learn from a request that ended after so many tokens."""
+        """Learn from a request that ended after `n_generated` tokens."""
         self._mean_generated += _NEWEST_WEIGHT * (n_generated - self._mean_generated)
 
     def siblings(self, request: Request) -> list[Request]:
@@ -110,7 +110,7 @@ class Admission:
         ]
 
     def _ordered(self, running: Sequence[Request], free: Sequence[Slot]) -> list[Request]:
-        """The queue in the order in which to try; requests that cannot run now take no candidate's place."""
+        """Sort the queue by admission order; requests that cannot run now do not count as candidates."""
         resumed: list[Request] = []
         due: list[Request] = []
         fresh: list[Request] = []
@@ -151,9 +151,9 @@ class Admission:
             return False
         n_cached = min(leader.n_cached_at_admission for leader in leaders)
         if n_in_flight - n_cached > self._cache.settings.min_shared:
-            self.n_waits += not request.n_awaited
-            request.n_awaited = max(request.n_awaited, n_in_flight)
-        return min(n_in_flight, request.n_awaited) > match.n_cached
+            self.n_waits += not request.n_waited_for
+            request.n_waited_for = max(request.n_waited_for, n_in_flight)
+        return min(n_in_flight, request.n_waited_for) > match.n_cached
 
     def _fits(self, request: Request, running: Sequence[Request]) -> bool:
         """True if a prompt and what it is expected to generate fit beside what the running requests need.
@@ -163,12 +163,12 @@ class Admission:
         cache = self._cache
         if not cache.settings.unified or not running:
             return True
-        promised = sum(len(r.tokens) - cache.length(r.slot) + self._n_expected(r) for r in running)
+        reserved = sum(len(r.tokens) - cache.length(r.slot) + self._n_expected(r) for r in running)
         needed = len(request.tokens) + self._n_expected(request)
         if cache.settings.shares_cells:
             match = self.match(request)
             needed += match.n_idle - match.n_resident
-        return cache.cells.pinned + promised + needed <= cache.cells.total
+        return cache.cells.pinned + reserved + needed <= cache.cells.total
 
     def _n_expected(self, request: Request) -> int:
         """Tokens that a request is expected to generate still."""

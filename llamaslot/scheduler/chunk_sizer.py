@@ -18,7 +18,7 @@ MIN_CHUNK = 16
 MIN_OBSERVED_TOKENS = 8
 """Prompt tokens below which a step says little about the cost of one."""
 _DECAY = 0.99
-"""Factor on the estimate for large steps with each small one: a slow spell must not rule them out for good."""
+"""Factor on the estimate for large steps with each small one: a passing slowdown must not rule them out."""
 FIRST_BLOCK_FACTOR = 1.5
 """Factor by which the first query block may exceed the allowed time."""
 _NEWEST_WEIGHT = 0.2
@@ -51,11 +51,11 @@ class ChunkSizer:
         return max(min(self._chunk(allowed, n_decoding), whole), min(MIN_CHUNK, whole))
 
     def seconds(self, n_tokens: int) -> float:
-        """Expected time to compute so many prompt tokens; 0 while nothing is known."""
+        """Expected time to compute `n_tokens` prompt tokens; 0 before the first was observed."""
         return n_tokens * (self._alone or self._small or 0.0)
 
     def observe(self, n_prefill: int, n_decoding: int, seconds: float) -> None:
-        """Learn from a step that computed so many prompt tokens, padding included, beside so many streams."""
+        """Learn from a step of `n_prefill` prompt tokens, padding included, beside `n_decoding` streams."""
         if n_prefill == 0:
             if n_decoding:
                 self._decode[n_decoding] = _blend(self._decode.get(n_decoding), seconds)
@@ -75,7 +75,7 @@ class ChunkSizer:
             self._large.learn(n_prefill, added)
 
     def _chunk(self, allowed: float, n_decoding: int) -> int:
-        """Prompt tokens that add about `allowed` seconds to a step of so many streams.
+        """Prompt tokens that add about `allowed` seconds to a step of `n_decoding` streams.
 
         With the streams they fill whole query blocks, or too little for one. The first block may take longer than
         allowed, or as long as a small chunk: it is worth several of those.
@@ -93,7 +93,7 @@ class ChunkSizer:
         return block if line.seconds(block) <= max(FIRST_BLOCK_FACTOR * allowed, small_cost * small) else small
 
     def _decode_seconds(self, n_decoding: int) -> float:
-        """Seconds of a decode step of so many streams, or of the most similar number that was seen."""
+        """Seconds of a step of `n_decoding` streams, or of the nearest number that was observed."""
         if not n_decoding or not self._decode:
             return 0.0
         return self._decode[min(self._decode, key=lambda n: (abs(n - n_decoding), n))]
@@ -115,11 +115,11 @@ class _LinearCost:
         self._base = 0.0
 
     def seconds(self, n: int) -> float:
-        """Time of so many tokens."""
+        """Time of `n` tokens."""
         return max(self._base + n * self.per_token, 0.0)
 
     def tokens(self, seconds: float) -> int:
-        """Tokens that take so long."""
+        """Tokens that take `seconds`."""
         return int((seconds - self._base) / self.per_token)
 
     def decay(self, factor: float) -> None:
@@ -128,7 +128,7 @@ class _LinearCost:
         self.per_token *= factor
 
     def learn(self, n: int, seconds: float) -> None:
-        """Learn from a step of so many tokens."""
+        """Learn from a step of `n` tokens."""
         step = self._RATE * (seconds - self._base - n * self.per_token) / (n**2 + self._EVEN**2)
         self._base += step * self._EVEN**2
         self.per_token = max(self.per_token + step * n, 1e-7)

@@ -33,17 +33,17 @@ class InFlight:
 
     def longest(self, request: Request) -> tuple[int, Sequence[Request]]:
         """The longest prefix that running requests of the same namespace share with a waiting one, and which do."""
-        known = self._n_common.setdefault(request.id, {})
+        lengths = self._n_common.setdefault(request.id, {})
         prefix = request.tokens.view(0, len(request.tokens) - 1)
         longest, leaders = 0, []
         for leader, tokens in self._running.values():
             if leader.namespace != request.namespace:
                 continue
             key = leader.id, len(tokens)
-            if key not in known:
-                known[key] = n_common(prefix, tokens)
-            if known[key] > longest:
-                longest, leaders = known[key], [leader]
-            elif known[key] == longest > 0:
+            if key not in lengths:
+                lengths[key] = n_common(prefix, tokens)
+            if lengths[key] > longest:
+                longest, leaders = lengths[key], [leader]
+            elif lengths[key] == longest > 0:
                 leaders.append(leader)
         return longest, leaders

@@ -4,7 +4,7 @@ llama.cpp's attention on a CPU takes a step of fewer than `QUERY_BLOCK` tokens t
 query block at a time (`StepCost`, fact 22). A prompt whose prefix is cached has few tokens left and a long prefix
 to attend to: with padding it is often done several times as fast. Padding runs in the scratch sequence, which no
 other token attends to, and its cells are free again by the end of the step. `step.py` sends it last, so that the
-cells of real tokens lie where they would lie without.
+cells of real tokens are the same with and without it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Padding:
         self._scratch = scratch
 
     def run(self, n_tokens: int) -> Run:
-        """Padding that fills a step of so many tokens up to a query block."""
+        """Padding that fills a step of `n_tokens` up to a query block."""
         assert self._scratch is not None
         return Run(self._scratch, 0, np.zeros(QUERY_BLOCK - n_tokens, dtype=np.int32), output=False)
 
@@ -48,6 +48,6 @@ class Padding:
         return few - block if few > MIN_SPEEDUP * block else 0.0
 
     @property
-    def price_ms(self) -> float:
-        """The most that evicting idle cells for padding can cost: computing as many tokens again."""
+    def eviction_cost_ms(self) -> float:
+        """Upper bound on the cost of evicting idle cells for padding: computing as many tokens again."""
         return self._cost.block_ms(QUERY_BLOCK) if self._cost is not None else 0.0

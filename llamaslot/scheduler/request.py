@@ -26,7 +26,7 @@ class IllegalEventError(AssertionError):
 
 
 class RequestState(Enum):
-    """Where a request is in its life."""
+    """States of a request."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -51,7 +51,7 @@ REQUEST_TABLE: dict[tuple[RequestState, RequestEvent], RequestState] = {
 
 
 class Request:
-    """Mutable state of one request. Times are seconds on the caller's clock.
+    """State of one request. Times are seconds on the caller's clock.
 
     `can_trim` tells whether this model's KV can be trimmed and continued; without that nothing is reused.
     """
@@ -94,8 +94,8 @@ class Request:
         """The last lookup of its prefix."""
         self.n_cached_at_admission = 0
         """Tokens that were cached when it was admitted last."""
-        self.n_awaited = 0
-        """Tokens of the prefix that it waited for while another one computed it; 0 if it never did."""
+        self.n_waited_for = 0
+        """Tokens of a prefix that it waited for while another request computed it; 0 if it never did."""
         self.n_overtaken = 0
         """Later requests that were admitted while this one could have been."""
         self.sampler: Sampler | None = None
@@ -174,7 +174,7 @@ class Request:
 
     @property
     def wants_tokens(self) -> bool:
-        """True if tokens are to be generated, False if only the prompt is to be evaluated."""
+        """True if tokens are wanted, False if only the prompt is to be evaluated."""
         return self.submit.max_tokens != 0
 
     @property

@@ -1,4 +1,4 @@
-"""Scheduler: owns every request and slot, plans each step, and commits what came of it.
+"""Scheduler: owns every request and slot, plans each step, and commits its result.
 
     submit, end                      between steps only
     plan(now) -> StepPlan            admits, loads, evicts, preempts; every plan is carried out before the next one
@@ -47,15 +47,15 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Broke:
-    """A request failed alone in its step and was ended."""
+class DecodeFailed:
+    """A request was ended because its decode failed even alone in its step."""
 
     request: Request
     status: Status
 
 
 class Scheduler:
-    """State of all requests and slots, owned by one event loop. Times are seconds on one clock."""
+    """Plans steps for all requests and slots; used on one event loop. Times are seconds on one clock."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Scheduler:
         self.reuse = ReuseStats()
         self._padding = Padding(settings.step_cost, cache_settings.scratch, settings.n_ubatch)
         self.deadlines = Deadlines()
-        """When to plan again although nothing is asked for."""
+        """Times at which to plan again although no command has arrived."""
         self.suspects: list[str] = []
         """Requests of a failed step, to be retried one by one before anything else runs."""
         self.admitted: list[Request] = []
@@ -162,7 +162,7 @@ class Scheduler:
             jobs=self.cache.take_jobs(),
         )
 
-    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Sampled | Broke]:
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Sampled | DecodeFailed]:
         """Change the state to what the backend did for `plan`."""
         for number in result.unsaved:
             self.cache.on_io(SaveFailed(number), now)
@@ -191,7 +191,7 @@ class Scheduler:
         return len(request.tokens) - self.cache.length(request.slot)
 
     def _reacquire_invalidated(self) -> None:
-        """Let running requests whose sequence was invalidated restart from what is cached of their tokens."""
+        """Restart running requests whose sequence was invalidated from what is cached of their tokens."""
         for slot in self._invalidated:
             request = self.slots[slot].request
             if request is not None:
@@ -199,7 +199,7 @@ class Scheduler:
         self._invalidated.clear()
 
     def _load(self, running: Sequence[Request]) -> tuple[list[Request], bool]:
-        """Let prompts take over what is cached of them by now.
+        """Extend running prompts by what is cached of them by now.
 
         Returns the requests that have nothing more to load, and whether another one can load more in the next step.
         """
@@ -243,8 +243,8 @@ class Scheduler:
             self.end(request, now)
         return Sampled(request, token, reason, truncated)
 
-    def _recover(self, plan: StepPlan, result: StepResult, now: float) -> list[Sampled | Broke]:
-        """After a failed decode, keep what stayed applied and look for the request at fault."""
+    def _recover(self, plan: StepPlan, result: StepResult, now: float) -> list[Sampled | DecodeFailed]:
+        """Handle a failed decode: keep what stayed applied, and find the request at fault by running each alone."""
         for work in plan.work:
             run = work.run
             n_applied = result.lengths[run.seq] - run.start
@@ -264,14 +264,14 @@ class Scheduler:
         self.suspects = [s for s in self.suspects if s != request.id]
         self.cache.invalidate(request.slot)
         self.end(request, now)
-        return [Broke(request, result.decoded.status)]
+        return [DecodeFailed(request, result.decoded.status)]
 
     def _invalidate(self, slot: int) -> None:
         self.cache.invalidate(slot)
         self._invalidated.add(slot)
 
     def _rewind(self, request: Request) -> None:
-        """All tokens were computed, yet nothing was sampled: the logits of the last one are needed again."""
+        """Drop the last token of a request: all were computed, but nothing was sampled from its logits."""
         if self.cache.settings.can_trim and len(request.tokens) > 1:
             self.cache.truncate(request.slot, len(request.tokens) - 1)
         else:

@@ -1,4 +1,4 @@
-"""Slot: the place where one request runs. Its id is also its llama.cpp sequence id."""
+"""Slot: runs one request at a time. Its id is also its llama.cpp sequence id."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Everything that the backend did in a step."""
+    """Result of a step."""
 
     decoded: Decoded
     tokens: dict[str, int]
@@ -67,7 +67,7 @@ class StepResult:
     lengths: dict[int, int]
     """After a failed decode, the tokens that each sequence of the batch holds now."""
     started: float
-    """When decoding began, on the caller's clock: behind the operations."""
+    """Time at which decoding began, after the operations, on the caller's clock."""
     seconds: float
     """Time that decoding and sampling took."""
     unsaved: frozenset[int] = frozenset()
@@ -102,8 +102,9 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
 
 
 def _change(operations: Sequence[Operation], backend: Backend) -> frozenset[int]:
-    """Carry out operations in order; the segments that could not be saved for want of memory, without those that
-    were discarded again. No plan loads what it saves.
+    """Carry out operations in order; returns the segments that could not be saved for want of memory.
+
+    Those that the same plan discards again are left out. No plan loads what it saves.
     """
     unsaved: set[int] = set()
     for operation in operations:

@@ -53,7 +53,7 @@ class StepPlanner:
         self._siblings = siblings
         self._n_granted = 0
         self._n_padding = 0
-        self._has_cut = False
+        self._is_chunked = False
         self.preempted: list[Request] = []
         """Requests that were sent back to the queue."""
         self._served: set[str] = set()
@@ -64,12 +64,12 @@ class StepPlanner:
         pending = {r.id: len(r.tokens) - self._cache.length(r.slot) for r in requests}
         n_decoding = sum(n == 1 for n in pending.values())
         shares = self._shares(pending, self._chunks.limit(n_decoding))
-        if self._cuts(pending, shares) and self._padding.gain_ms(
+        if self._leaves_rest(pending, shares) and self._padding.gain_ms(
             self._spans(requests, shares), self._cache.cells.used
         ):
-            # Tokens of the prompts that were cut take the place of padding.
+            # More tokens of these prompts take the place of padding.
             shares = self._shares(pending, QUERY_BLOCK - n_decoding)
-        self._has_cut = self._cuts(pending, shares)
+        self._is_chunked = self._leaves_rest(pending, shares)
         granted: list[Work] = []
         for request in requests:
             if request not in self._running:
@@ -83,7 +83,7 @@ class StepPlanner:
         return granted
 
     @staticmethod
-    def _cuts(pending: dict[str, int], shares: dict[str, int]) -> bool:
+    def _leaves_rest(pending: dict[str, int], shares: dict[str, int]) -> bool:
         """True if any request gets less than it has left."""
         return any(shares[name] < n for name, n in pending.items())
 
@@ -117,7 +117,7 @@ class StepPlanner:
         return Work(request, run, siblings)
 
     def _make_room(self, wanted: int, request: Request) -> int:
-        """Cells that `request` gets now, at most `wanted`; 0 if it had to be preempted itself."""
+        """Free cells for `request`, evicting and preempting; returns how many, 0 if it was preempted itself."""
         if not self._cache.settings.unified or wanted == 0:
             return wanted
         while True:
@@ -135,16 +135,16 @@ class StepPlanner:
     def pad(self, work: Sequence[Work]) -> Run | None:
         """Padding that makes this step faster, if any; see `padding.py`.
 
-        None if a prompt was cut: its tokens fill the step better. Idle cells make room if the gain exceeds the time
-        to compute them again.
+        None if a prompt has tokens left, which fill the step better. Idle cells are evicted for it if the gain
+        exceeds the time to compute them again.
         """
         spans = [(each.run.start, len(each.run.tokens)) for each in work]
-        gain = 0.0 if self._has_cut else self._padding.gain_ms(spans, self._cache.cells.used)
+        gain = 0.0 if self._is_chunked else self._padding.gain_ms(spans, self._cache.cells.used)
         if not gain:
             return None
         run = self._padding.run(self._n_granted)
         n, free = len(run.tokens), self._cache.cells.free - self._n_granted
-        may_evict = not self.preempted and gain > self._padding.price_ms
+        may_evict = not self.preempted and gain > self._padding.eviction_cost_ms
         if free < n <= free + self._cache.cells.idle and may_evict:
             free += self._cache.evict(n - free)
         if free < n:
@@ -153,8 +153,8 @@ class StepPlanner:
         return run
 
     def n_extra_steps(self, work: Sequence[Work]) -> int:
-        """How many further steps need no plan: each computes what the one before sampled, and only the last may
-        reach a limit. Evicts up to `MAX_CELLS_AHEAD` idle cells for them.
+        """Count the further steps that need no plan: each computes what the one before sampled, and only the last
+        may reach a limit. Evicts up to `MAX_CELLS_AHEAD` idle cells for them.
 
         Stop strings are searched on the event loop, and a sampler that this step creates is known there only after
         the commit: such requests go step by step.

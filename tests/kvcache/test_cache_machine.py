@@ -32,7 +32,7 @@ from llamaslot.kvcache.segment import SegmentState
 from llamaslot.scheduler import admission, padding, step_planner
 from llamaslot.scheduler.admission import MAX_OVERTAKEN
 from llamaslot.scheduler.request import Request, RequestState
-from llamaslot.scheduler.scheduler import Broke, Sampled, Scheduler
+from llamaslot.scheduler.scheduler import DecodeFailed, Sampled, Scheduler
 from llamaslot.scheduler.scheduler_settings import SchedulerSettings
 from llamaslot.scheduler.step import StepPlan, StepResult, apply, next_decode_step
 from tests.conftest import LONG
@@ -565,7 +565,7 @@ class CacheMachine(RuleBasedStateMachine):
         for outcome in outcomes:
             asked = self.find(outcome.request)
             assert not asked.has_ended, "ended twice"
-            if isinstance(outcome, Broke):
+            if isinstance(outcome, DecodeFailed):
                 assert outcome.status is result.decoded.status is not Status.OK
                 assert len(plan.work) == 1, "failed, but not alone"
                 COUNTS["broke"] += 1
@@ -575,7 +575,7 @@ class CacheMachine(RuleBasedStateMachine):
             else:
                 sampled.remove(asked.request.id)
                 assert outcome.reason == self.reason(asked, outcome)
-            if isinstance(outcome, Broke) or outcome.reason:
+            if isinstance(outcome, DecodeFailed) or outcome.reason:
                 asked.has_ended, asked.slot = True, -1
                 COUNTS["ended"] += 1
             else:

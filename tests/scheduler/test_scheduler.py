@@ -21,7 +21,7 @@ from llamaslot.kvcache.match import Match
 from llamaslot.scheduler import admission
 from llamaslot.scheduler.admission import MAX_OVERTAKEN
 from llamaslot.scheduler.request import Request, RequestState
-from llamaslot.scheduler.scheduler import Broke, Sampled, Scheduler
+from llamaslot.scheduler.scheduler import DecodeFailed, Sampled, Scheduler
 from llamaslot.scheduler.scheduler_settings import SchedulerSettings
 from llamaslot.scheduler.step import StepPlan, apply
 from tests.conftest import LONG
@@ -97,7 +97,7 @@ class Driver:
         self.plans: list[StepPlan] = []
         self.preempted: list[Request] = []
         self.admitted: list[Request] = []
-        self.outcomes: list[Sampled | Broke] = []
+        self.outcomes: list[Sampled | DecodeFailed] = []
         self.n_submitted = 0
 
     def submit(self, prompt: str, *, max_tokens: int = 1, **fields: object) -> Request:
