@@ -98,15 +98,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         engine = Engine(
             backend,
             service.receive,
-            EngineSettings(
-                gap_ms=config.prefill_gap_ms,
-                session_min_match=config.session_min_match,
-                idle_cells=budgets.idle_cells,
-                offload_after=budgets.offload_after,
-                ram_bytes=budgets.ram_bytes,
-                text_anchors=config.text_anchors,
-                debug_invariants=config.debug_invariants,
-            ),
+            engine_settings(config, budgets),
             disk=disk if disk_line else None,
             snapshots=slot_store,
             thread=thread,
@@ -177,6 +169,19 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         cache_type_v=config.cache_type_v,
         measure_costs=True,
         measurements=platformdirs.user_cache_path("llamaslot") / "measurements",
+    )
+
+
+def engine_settings(config: Config, budgets: Budgets) -> EngineSettings:
+    """Return the policies of the engine."""
+    return EngineSettings(
+        gap_ms=config.prefill_gap_ms,
+        session_min_match=config.session_min_match,
+        idle_cells=budgets.idle_cells,
+        offload_after=budgets.offload_after,
+        ram_bytes=budgets.ram_bytes,
+        text_anchors=config.text_anchors,
+        debug_invariants=config.debug_invariants,
     )
 
 
