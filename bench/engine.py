@@ -29,7 +29,7 @@ from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import TERMINAL, Event, Finished, Output
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.engine_settings import EngineSettings
-from llamaslot.engine.worker import model_thread
+from llamaslot.engine.model_worker import model_thread
 
 
 async def measure(config: Config, *, streams: int, tokens: int, prompt_tokens: int) -> float:

@@ -40,9 +40,9 @@ from llamaslot.app.config import Config
 from llamaslot.app.config_reader import read_config
 from llamaslot.app.flags import Parser, add_flags
 from llamaslot.app.logs import configure_logging
-from llamaslot.backend.llama.backend import LlamaBackend
+from llamaslot.backend.llama.llama_backend import LlamaBackend
 from llamaslot.base.errors import ConfigError
-from llamaslot.engine import worker
+from llamaslot.engine import model_worker
 from llamaslot.engine.engine import Engine
 from llamaslot.scheduler.scheduler import Scheduler
 from llamaslot.service.service import Service
@@ -56,7 +56,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "fill": [(LlamaBackend, "decode")],
     "decode": [(llama_cpp, "llama_decode")],
     "sample": [(LlamaBackend, "sample")],
-    "follow": [(worker, "apply"), (worker, "next_decode_step")],
+    "follow": [(model_worker, "apply"), (model_worker, "next_decode_step")],
     "plan": [(Scheduler, "plan")],
     "commit": [(Scheduler, "commit")],
     "detokenize": [(Engine, "_deliver")],

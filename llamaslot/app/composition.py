@@ -38,7 +38,7 @@ from llamaslot.base.errors import ConfigError, ServerError, UnavailableError
 from llamaslot.base.model import ModelInfo
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.engine_settings import EngineSettings
-from llamaslot.engine.worker import model_thread
+from llamaslot.engine.model_worker import model_thread
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service
 from llamaslot.text.builtin_templates import resolve

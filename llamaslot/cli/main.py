@@ -16,7 +16,7 @@ _COMMANDS = {
     "cache": "Show what a running server's prefix cache holds.",
     "pull": "Download a model.",
 }
-"""Help texts by command; each command is the module of that name in this package."""
+"""Help texts by command; each command is a module NAME_command of this package."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         if name in args[:1]:
             # Only the command that runs is imported: the others would make it start later.
-            module = import_module(f"llamaslot.cli.{name}")
+            module = import_module(f"llamaslot.cli.{name}_command")
             module.configure(command)
             command.set_defaults(run=module.run, parser=command)
     try:

@@ -43,13 +43,13 @@ from llamaslot.base.events import Accepted, Cancelled, Event, Failed, Reply, Sto
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.engine.disk_worker import Disk, DiskWorker
 from llamaslot.engine.engine_settings import EngineSettings, cache_settings, check_submit
+from llamaslot.engine.model_worker import Worker, model_thread
 from llamaslot.engine.reply_stream import ReplyStream
 from llamaslot.engine.reports import Reports, Respond
 from llamaslot.engine.slot_actions import SlotActions
-from llamaslot.engine.worker import Worker, model_thread
 from llamaslot.kvcache.offload.slot_snapshot import SnapshotStore
+from llamaslot.prompts.prompt_worker import PromptWorker
 from llamaslot.prompts.tokenizer import Tokenizer
-from llamaslot.prompts.worker import PromptWorker
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState
 from llamaslot.scheduler.scheduler import DecodeFailed, Sampled, Scheduler
 from llamaslot.scheduler.scheduler_settings import SchedulerSettings

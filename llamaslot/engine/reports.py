@@ -11,7 +11,7 @@ from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import InspectCache
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.stats import CacheState, CacheStats, EngineState, SlotState
-from llamaslot.prompts.worker import PromptWorker
+from llamaslot.prompts.prompt_worker import PromptWorker
 from llamaslot.scheduler.scheduler import Scheduler
 from llamaslot.scheduler.slot import Slot
 from llamaslot.scheduler.step import StepPlan, StepResult

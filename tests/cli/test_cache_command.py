@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from llamaslot.base.stats import CachePrefix
-from llamaslot.cli.cache import tree
+from llamaslot.cli.cache_command import tree
 from tests.live import Server, serving
 
 HEAD = "the head of all prompts, "

@@ -15,7 +15,7 @@ from llamaslot.base.commands import Cancel, Query, QueryBody, Sampling, Submit, 
 from llamaslot.base.events import TERMINAL, Accepted, Event, Finished, Output, Reply, Stopped
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.engine_settings import EngineSettings
-from llamaslot.engine.worker import OnStep, Worker
+from llamaslot.engine.model_worker import OnStep, Worker
 from llamaslot.scheduler.step import StepPlan
 from tests.fake_backend import FakeBackend
 from tests.pool import check_pool

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.synthetic import CHAT_TEMPLATE
-from llamaslot.backend.llama.backend import LlamaBackend
+from llamaslot.backend.llama.llama_backend import LlamaBackend
 from llamaslot.backend.llama.llama_settings import LlamaSettings
 from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import Submit, TextPart

@@ -4,7 +4,7 @@ It must never let through a call over which llama.cpp aborts the process: ids, r
 here, before ctypes. Facts about llama.cpp that the code stands on are in `docs/llama-cpp.md`.
 """
 
-from llamaslot.backend.llama.backend import LlamaBackend
+from llamaslot.backend.llama.llama_backend import LlamaBackend
 from llamaslot.backend.llama.llama_settings import CACHE_TYPES, LlamaSettings
 from llamaslot.backend.llama.loading import LoadingStopped
 

@@ -13,10 +13,10 @@ from llamaslot.base.errors import InvalidRequestError, LlamaslotError
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import AnchorStats, SessionStats
 from llamaslot.base.tokens import Tokens
+from llamaslot.prompts.prompt_worker import PromptWorker
 from llamaslot.prompts.sessions import Session
 from llamaslot.prompts.text_anchors import TextAnchor
 from llamaslot.prompts.tokenizer import Tokenizer
-from llamaslot.prompts.worker import PromptWorker
 from tests.fake_backend import FakeVocab
 
 BROKEN = np.array([0x80, 0x80], dtype=np.int32)
