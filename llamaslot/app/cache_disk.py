@@ -1,6 +1,6 @@
-"""The disk on which prefixes outlive the server: claimed before the model is loaded, opened for it afterwards.
+"""Folders of the disk tier (`--cache-disk`) and of slot files (`--slot-save-path`), and the key of what is in them.
 
-And the folder for what single slots hold.
+The disk tier is locked before the model is loaded, and opened for the model afterwards.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 _log = structlog.get_logger(__name__)
 _FLAG = "--cache-disk"
 _MIB = 2**20
-_MOST = 64 * 2**30
-_SHARE = 0.5
-"""Bytes, and share of what is free, to take at most where nothing else is said."""
+_MAX_AUTO_BYTES = 64 * 2**30
+"""Upper limit of `--cache-disk-size auto`."""
+_AUTO_DISK_FRACTION = 0.5
+"""Fraction of free disk space that `--cache-disk-size auto` takes."""
 
 
 def lock_disk(config: Config) -> DiskStore | None:
-    """The folder that the configuration names, which no other server may use now. Raises `ConfigError`."""
+    """Lock the configured folder against other servers; None without one. Raises `ConfigError`."""
     if not config.cache_disk:
         return None
     if config.cache_ram == 0:
@@ -43,10 +44,10 @@ def lock_disk(config: Config) -> DiskStore | None:
 def open_disk(
     disk: DiskStore, config: Config, info: ModelInfo, budgets: Budgets, on_progress: Callable[[float], bool]
 ) -> str:
-    """Find out what this model stored there before; the line that says so, empty where nothing can be stored.
+    """Open the segments of this model; returns a line for the user, empty where prefixes cannot be offloaded.
 
-    The first time it reads the model's files whole, as long as `on_progress`, which gets the share read, says so.
-    Raises `ConfigError`.
+    The model's files are read whole the first time. `on_progress` gets the fraction read, and stops that by
+    returning False. Raises `ConfigError`.
     """
     if not budgets.ram_bytes or info.segment_size is None:
         return ""
@@ -68,7 +69,7 @@ def open_disk(
 
 
 def slot_save_path(config: Config) -> Path | None:
-    """The folder for what single slots hold; None without one. Raises `ConfigError`."""
+    """Return the folder of slot files; None without one. Raises `ConfigError`."""
     if not config.slot_save_path:
         return None
     folder = Path(config.slot_save_path).expanduser()
@@ -81,9 +82,9 @@ def slot_save_path(config: Config) -> Path | None:
 
 
 def slot_files(folder: Path | None, info: ModelInfo, disk: DiskStore | None) -> SlotFiles | None:
-    """The files in that folder; None where slots cannot be saved.
+    """Return the slot files in that folder; None where slots cannot be saved.
 
-    Without a disk tier, which has done it, the model's files are read whole when one is used first.
+    Without a disk tier, the model's files are read whole when the first slot file is used.
     """
     if folder is None or info.segment_size is None:
         return None
@@ -117,7 +118,7 @@ def _key(info: ModelInfo, weights: bytes) -> bytes:
 
 def _capacity(disk: DiskStore, config: Config, n_least: int) -> int:
     if config.cache_disk_size == "auto":
-        return min(int((shutil.disk_usage(disk.folder).free + disk.n_bytes) * _SHARE), _MOST)
+        return min(int((shutil.disk_usage(disk.folder).free + disk.n_bytes) * _AUTO_DISK_FRACTION), _MAX_AUTO_BYTES)
     n_bytes = config.cache_disk_size * _MIB
     if n_bytes < n_least:
         raise ConfigError(

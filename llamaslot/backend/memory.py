@@ -13,7 +13,7 @@ _HUGE_PAGES_MIN_BYTES = 2**22
 
 
 def new_kv(n_bytes: int) -> Kv:
-    """Allocate uninitialized memory for so much KV. Raises `OSError` or `MemoryError`.
+    """Allocate `n_bytes` of uninitialized memory for KV. Raises `OSError` or `MemoryError`.
 
     numpy asks for huge pages for large arrays. The system has to find and clear each of them before its first byte
     is written, which takes several times as long as ordinary pages if free memory is fragmented, as on many virtual

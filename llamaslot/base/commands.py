@@ -133,8 +133,8 @@ class InspectEngine(msgspec.Struct, frozen=True, tag="inspect_engine"):
 class InspectCache(msgspec.Struct, frozen=True, tag="inspect_cache"):
     """Ask for the cache's statistics and its radix tree; answered by `CacheState`."""
 
-    top: int = 20
-    """Most prefixes to list, those with the most hits first."""
+    top: int
+    """Number of prefixes to list, those with the most hits first."""
     text: bool = False
     """Show the prefixes' text, which is what users wrote."""
 

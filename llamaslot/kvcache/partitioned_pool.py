@@ -19,7 +19,7 @@ from llamaslot.kvcache.sequences import Sequences
 
 
 class PartitionedPool:
-    """Implements `Pool`; `prefill_seconds` estimates the time to compute so many tokens."""
+    """Implements `Pool`; `prefill_seconds` estimates the time to compute a number of tokens."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class PartitionedPool:
         return max(candidates, key=lambda seq: (held[seq], -self._sequences.last_used(seq), -seq))
 
     def _copy_pays(self, n_tokens: int) -> bool:
-        """True if copying a whole sequence beats computing so many tokens."""
+        """True if copying a whole sequence beats computing `n_tokens`."""
         settings = self._settings
         return settings.copies_streams and self._prefill_seconds(n_tokens) > settings.stream_copy_ms / 1e3
 

@@ -76,9 +76,9 @@ class PromptText:
         return found
 
     def digest_with(self, reply: str) -> bytes:
-        """The digest that the cut point behind a reply has in the next prompt."""
+        """The digest that the cut point after a reply has in the next prompt."""
         digest = self._digest.copy()
-        # Templates write replies into parts that are parsed: the last part goes on if it is one.
+        # Templates write replies into parts that are parsed: the reply continues the last part if it is one.
         if reply and not (self._ends and self._ends[-1][1]):
             digest.update(_SPECIAL)
         digest.update(reply.encode(errors="replace"))
@@ -128,7 +128,7 @@ class TextScanner:
         return data[at : at + 1] == b" " and not before.isspace()
 
     def has_control_token(self, text: str, start: int = 0) -> bool:
-        """True if a control token is written out in a text and ends behind `start`."""
+        """True if a control token is written out in a text and ends after `start`."""
         return any(match.end() > start for match in self._controls.finditer(text))
 
 

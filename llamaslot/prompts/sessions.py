@@ -26,7 +26,7 @@ class Session:
     """The tokens of a prompt and of the reply to it.
 
     First come those that the model wants before every prompt (such as BOS), then those of the prompt's text, then
-    those of the reply as far as it was sent, then what was generated behind that:
+    those of the reply as far as it was sent, then what was generated after that:
 
         | added | prompt | sent | not sent |
                 n_added  n_prompt n_text

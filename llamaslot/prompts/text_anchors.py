@@ -1,7 +1,7 @@
 """Text anchors: remembered token ids of texts whose re-tokenization would differ.
 
 A conversation comes back as text. Tokens that were generated for a reply need not be those that tokenizing its text
-gives, so the prefix match would end at the reply and everything behind it be computed again. A *text anchor* maps
+gives, so the prefix match would end at the reply and everything after it be computed again. A *text anchor* maps
 the digest of a prompt with its reply (`prompts/cut_points.py`) to their token ids. It continues the anchor that
 its prompt began with, so that each token of a conversation is kept once.
 
@@ -23,7 +23,7 @@ OVERHEAD = 200
 
 @dataclass(frozen=True, slots=True)
 class TextAnchor:
-    """Token ids of a text, behind those of its parent."""
+    """Token ids of a text, without those of its parent at the start."""
 
     digest: bytes
     """Identifies the text."""

@@ -50,7 +50,7 @@ from llamaslot.prompts.text_anchors import TextAnchor, TextAnchors
 from llamaslot.prompts.written_tokens import WrittenTokens, write_out
 
 _MAX_TAIL = 2**14
-"""Characters behind the last cut point up to which replies get anchors: all of them are tokenized again then."""
+"""Most characters after the last cut point for a reply to get an anchor: all of them are tokenized again then."""
 MIN_KEPT_CHARACTERS = 100
 """Characters of a session's text that a prompt must keep where it departs from it."""
 
@@ -93,7 +93,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self, vocab: Vocab, n_ctx: int, *, use_anchors: bool = True, min_match: float = 0.8, template: str = ""
+        self, vocab: Vocab, n_ctx: int, *, min_match: float, use_anchors: bool = True, template: str = ""
     ) -> None:
         self.anchors = TextAnchors()
         self.sessions: LruCache[Session] = LruCache(MAX_BYTES)
@@ -222,7 +222,7 @@ class Tokenizer:
     def _after_session(
         self, submit: Submit, text: PromptText, compared: SessionComparison, n_kept: int
     ) -> ReplyContext | None:
-        """Tokenize the prompt behind the first tokens of its session; None if that would not give its text."""
+        """Tokenize the prompt after the first tokens of its session; None if that would not give its text."""
         if not n_kept:
             return None
         session, at = compared.session, compared.end(n_kept)

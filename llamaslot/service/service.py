@@ -84,7 +84,7 @@ class Service:
 
     def check_capacity(self, n: int) -> None:
         """Raise if `n` more requests cannot be taken: `UnavailableError` when shutting down, `QueueFullError` when
-        too many are in flight, `InvalidRequestError` when so many never can be.
+        too many are in flight, `InvalidRequestError` when `n` always exceeds the limit.
         """
         if self._refusal:
             raise self._refusal

@@ -82,7 +82,7 @@ async def test_it_is_checked_once_each_time_that_nothing_runs() -> None:
             for question in range(3):
                 await run.ask(f"{name}{question}", InspectEngine())
         cleared = await run.ask("clear", ClearCache())
-        state = await run.ask("cache", InspectCache())
+        state = await run.ask("cache", InspectCache(top=20))
         await run.stop()
     checks = [line for line in lines if line["event"] == "invariants.ok"]
     assert isinstance(cleared, CacheCleared)

@@ -25,7 +25,7 @@ WORDS = ["Hello", " world", "\n", "  ", " naïve", " 12", "34", "é", "😀", " 
 
 @pytest.fixture
 def tokenizer(vocab: LlamaVocab) -> Tokenizer:
-    return Tokenizer(vocab, N_CTX)
+    return Tokenizer(vocab, N_CTX, min_match=0.8)
 
 
 def submit(*parts: TextPart | TokensPart | str, **fields: object) -> Submit:
@@ -231,7 +231,7 @@ def test_a_reply_with_an_invalid_character_is_found_by_the_text_that_was_sent(
 
 
 def test_without_anchors_every_text_gets_its_own_tokens(vocab: LlamaVocab) -> None:
-    tokenizer = Tokenizer(vocab, N_CTX, use_anchors=False)
+    tokenizer = Tokenizer(vocab, N_CTX, min_match=0.8, use_anchors=False)
     context = tokenizer.tokenize_prompt(submit(turn("Hi")))
     assert tokenizer.remember(context, tokenized_otherwise(vocab, random.Random(1), "Hello"), 5) == Remembered()
     assert context.prompt.tokens.tolist() == canonical(vocab, turn("Hi"))

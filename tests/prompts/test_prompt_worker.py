@@ -86,7 +86,7 @@ class Failing(Tokenizer):
 
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
-    engine = Engine(Tokenizer(FakeVocab(), 100))
+    engine = Engine(Tokenizer(FakeVocab(), 100, min_match=0.8))
     yield engine
     engine.worker.close()
 
@@ -144,11 +144,11 @@ async def test_a_refused_request_fails_once_and_leaves_nothing(
 
 
 async def test_bugs_in_the_tokenizer_end_the_request_and_nothing_else() -> None:
-    engine = Engine(Failing(FakeVocab(), 100))
+    engine = Engine(Failing(FakeVocab(), 100, min_match=0.8))
     await engine.submit("a")
     assert engine.failed["a"].type == "server_error"
     assert (engine.worker._contexts, engine.worker._waiting) == ({}, {})
-    context = Tokenizer(FakeVocab(), 100).tokenize_prompt(Submit("b", (TextPart("hello"),)))
+    context = Tokenizer(FakeVocab(), 100, min_match=0.8).tokenize_prompt(Submit("b", (TextPart("hello"),)))
     engine.worker._contexts["b"] = context
     engine.worker.remember("b", BROKEN, 2)
     await engine.run_posted()

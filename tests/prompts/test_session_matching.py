@@ -216,7 +216,7 @@ def test_a_reply_in_a_session_gets_an_anchor_for_requests_without_one(vocab: Lla
 
 
 def test_without_anchors_sessions_are_not_compared_by_text(vocab: LlamaVocab) -> None:
-    tokenizer = Tokenizer(vocab, N_CTX, use_anchors=False)
+    tokenizer = Tokenizer(vocab, N_CTX, min_match=0.8, use_anchors=False)
     submit = Submit("r", (TextPart("Hello"),), session_id="mine")
     context = tokenizer.tokenize_prompt(submit)
     assert context.prompt.session_match == "new"
@@ -264,7 +264,7 @@ def spaced(model: int) -> Spaced:
 
 def without_probing(vocab: LlamaVocab) -> Tokenizer:
     """A tokenizer that takes all control tokens for exact cut points."""
-    tokenizer = Tokenizer(vocab, N_CTX)
+    tokenizer = Tokenizer(vocab, N_CTX, min_match=0.8)
     tokenizer._scanner = TextScanner(vocab.cut_tokens, vocab.special_tokens)
     return tokenizer
 
@@ -301,7 +301,7 @@ def test_the_least_recently_used_sessions_go_first(talk: Talk) -> None:
 
 
 def test_a_prompt_too_long_with_its_sessions_tokens_gets_its_own(vocab: LlamaVocab) -> None:
-    tokenizer = Tokenizer(vocab, 100)
+    tokenizer = Tokenizer(vocab, 100, min_match=0.8)
     context = tokenizer.tokenize_prompt(Submit("r", (TextPart(turn("Hi")),), session_id="mine"))
     tokenizer.remember(context, np.array(byte_tokens(vocab, LONG[:90].encode()), dtype=np.int32), 90)
     text = turn("Hi") + LONG[:90] + END

@@ -241,7 +241,7 @@ def check_tokens(vocab: Vocab, source: str, real: list[Any], forged: str) -> Non
         token: vocab.detokenize([token]).decode() for token in range(vocab.n_tokens) if not vocab.piece(token)
     }
     chat = template(source, control_tokens=list(control.values()))
-    tokenizer = Tokenizer(vocab, 4096)
+    tokenizer = Tokenizer(vocab, 4096, min_match=0.8)
 
     def tokens(*parts: TextPart) -> list[int]:
         return tokenizer.tokenize_prompt(Submit("1", parts, add_special=False)).prompt.tokens.tolist()

@@ -92,7 +92,7 @@ class DiskStore:
         return fingerprint_of(paths, on_progress, self._index)
 
     def open(self, key: bytes, capacity: int) -> None:
-        """Use the segments of a key, of `KEY_BYTES`, and keep to so many bytes; delete what is incomplete.
+        """Use the segments of a key of `KEY_BYTES`, within `capacity` bytes; delete incomplete ones.
 
         Raises `OSError`.
         """
@@ -186,7 +186,7 @@ class DiskStore:
         os.close(self._lock)
 
     def _evict_others(self, n_bytes: int) -> None:
-        """Delete segments that are not used, as far as so many bytes need it; the cache evicts those that are."""
+        """Delete segments of other keys until `n_bytes` more fit; the cache evicts those of its own."""
         evicted = []
         n_over = self.n_bytes + n_bytes - self.capacity
         for number, file in self._others.items():

@@ -32,7 +32,7 @@ class CorruptFileError(Exception):
 
 
 def file_size(n_kv_bytes: int) -> int:
-    """Size in bytes of the file of a segment with so much KV."""
+    """Size in bytes of the file of a segment with `n_kv_bytes` of KV."""
     return _HEADER.size + n_kv_bytes
 
 

@@ -1,12 +1,11 @@
 """Measurement of `KvCost`: what idle prefixes cost on this machine, in the pool and in RAM.
 
-In the pool they slow down prefill, for attention scans it up to its highest used cell. Computing as many idle
-tokens as the measurement wants would take long on a slow machine, but what they say does not matter: one short
-sequence is saved, and loaded again and again behind what another sequence holds already. That one has each position
-many times then: what is computed behind it attends to all of them, and says only how long that takes. It is cleared
-at the end, like all else.
+In the pool they slow down prefill, for attention scans it up to its highest used cell. Computing enough idle tokens
+would take long on a slow machine, but their content does not matter: one short sequence is saved, and loaded many
+times into another sequence. That one then has each position many times, and tokens computed after it attend to all
+of them, which is good enough to time. Everything is cleared at the end.
 
-In RAM they cost the time to save and to load them, taken with the tokens that prefill is timed with.
+In RAM they cost the time to save and to load them, measured with the tokens of the timed prefill.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def _measured(backend: Backend, context: Any, n_idle: int) -> KvCost | None:
 
 
 def _prefill(backend: Backend, context: Any, n_tokens: int) -> float:
-    """Seconds in which sequence 0 computes so many tokens."""
+    """Seconds in which sequence 0 computes `n_tokens`."""
     backend.change(Remove(0, 0))
     started = perf_counter()
     compute(backend, n_tokens)
@@ -97,7 +96,7 @@ def _prefill(backend: Backend, context: Any, n_tokens: int) -> float:
 
 
 def _save_and_load(backend: Backend, n_tokens: int) -> tuple[float, float]:
-    """Seconds to save so many tokens of sequence 0, and to load them again."""
+    """Seconds to save `n_tokens` of sequence 0, and to load them again."""
     scratch = backend.n_seqs - 1
     save = _change(backend, Save(0, 0, 0, n_tokens, scratch))
     backend.change(Remove(0, 0))
@@ -113,7 +112,7 @@ def _change(backend: Backend, operation: Operation) -> float:
 
 
 def fill(backend: Backend, context: Any, n_cells: int) -> bool:
-    """Fill sequence 1 with so many cells without computing them; False if that fails."""
+    """Fill sequence 1 with `n_cells` without computing them; False if that fails."""
     memory = llama_cpp.llama_get_memory(context)
     backend.change(Remove(0, 0))
     compute(backend, _SAVED)
@@ -128,7 +127,7 @@ def fill(backend: Backend, context: Any, n_cells: int) -> bool:
 
 
 def compute(backend: Backend, n_tokens: int, *, seq: int = 0, start: int = 0) -> None:
-    """Compute so many tokens in a sequence that holds `start`; raises `ConfigError` where the model cannot."""
+    """Compute `n_tokens` in a sequence that holds `start`; raises `ConfigError` where the model cannot."""
     tokens = np.arange(n_tokens, dtype=np.int32) % backend.info.n_vocab
     status = backend.decode([Run(seq=seq, start=start, tokens=tokens, output=True)]).status
     if status is not Status.OK:

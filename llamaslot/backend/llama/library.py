@@ -75,7 +75,7 @@ def paths() -> list[Path]:
 
 
 def row_bytes(kind: int, width: int) -> int:
-    """Bytes of a row of so many elements of a ggml type, in whole blocks."""
+    """Bytes of a row of elements of a ggml type, in whole blocks."""
     libggml.ggml_blck_size.restype = ctypes.c_int64
     libggml.ggml_type_size.restype = ctypes.c_size_t
     return int(-(-width // libggml.ggml_blck_size(kind)) * libggml.ggml_type_size(kind))

@@ -110,7 +110,7 @@ class LlamaBackend:
         """Return the positions that a sequence holds, from the lowest to the highest."""
         self._check_seq(seq)
         end = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
-        # Layers with a sliding window and recurrent states drop what is behind; nothing of such models is shared.
+        # Layers with a sliding window and recurrent states drop early positions; such models share nothing.
         start = llama_cpp.llama_memory_seq_pos_min(self._memory, seq) if self.info.reuse else 0
         return range(start, end) if end else range(0)
 

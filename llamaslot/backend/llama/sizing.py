@@ -32,7 +32,7 @@ _log = structlog.get_logger(__name__)
 
 MOST_ON_HOST = 32_768
 MOST_ON_GPU = 131_072
-"""An operation on a sequence scans the pool: 0.1 ms at so many cells, and the mask of a step is that wide."""
+"""Limit of a computed pool size: operations scan the pool (0.1 ms at this size), and masks are as wide."""
 
 HOST = "the host"
 

@@ -1,7 +1,7 @@
 """Measurement of `StepCost`: how long small steps take on this machine.
 
-A few tokens and `QUERY_BLOCK` of them are computed, behind nothing and behind many cells, which `kv_cost.fill` puts
-there.
+A few tokens, and `QUERY_BLOCK` of them, are timed in an empty sequence and after many cells, which `kv_cost.fill`
+provides.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _measured(backend: Backend, context: Any) -> StepCost | None:
 
 
 def _seconds(backend: Backend, context: Any, n_tokens: int) -> float:
-    """Time in which sequence 1 computes so many tokens behind what it holds: the least of some."""
+    """Minimum time of several runs in which sequence 1 computes `n_tokens` after those that it holds."""
     start = backend.seq_len(1)
     taken: list[float] = []
     while not taken or (sum(taken) < _SECONDS and len(taken) < _MOST):

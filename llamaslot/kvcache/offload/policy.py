@@ -110,7 +110,7 @@ class OffloadPolicy:
         return Deadlines(idle, self._next_write_at if due_at is None else min(self._next_write_at, due_at))
 
     def _at_most(self, n_tokens: int) -> int:
-        """So many tokens, or fewer if streams would wait too long for their being saved."""
+        """Limit `n_tokens` to what can be saved without delaying streams for too long."""
         limit = self._settings.max_tokens_in_gap(self._settings.save_us) if self.has_streams else None
         return n_tokens if limit is None else min(n_tokens, limit)
 
