@@ -149,7 +149,7 @@ class FakeBackend:
                 self._place(scratch, self._states[segment])
                 self._copy(scratch, dst, start, end)
                 self._remove(scratch, 0, self.seq_len(scratch))
-            case kv_ops.Discard(segment):
+            case kv_ops.Free(segment):
                 del self.segments[segment], self._states[segment]
 
     def kv_of(self, segment: int) -> kv_ops.Kv | None:

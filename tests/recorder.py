@@ -15,7 +15,7 @@ from llamaslot.base.commands import Sampling
 from llamaslot.base.kv_ops import (
     Copy,
     CopyStream,
-    Discard,
+    Free,
     Kv,
     Load,
     NotSavedError,
@@ -79,7 +79,7 @@ class Recorder:
         self.refused: set[int] = set()
         """Segments for which there is no memory."""
         self.has_lost = False
-        """Whether cells ever went without being removed, so that nobody can know where the others lie."""
+        """Whether cells ever went without being removed, so that the cells of the others are unknown."""
         self.samplers: list[Sampler] = []
         self.segments: dict[int, Offloaded] = {}
         """Segments in memory, by number."""
@@ -134,7 +134,7 @@ class Recorder:
             assert not self.held[operation.scratch].cells
             self._save(operation) if isinstance(operation, Save) else self._load(operation)
             return
-        if isinstance(operation, Discard):
+        if isinstance(operation, Free):
             del self.segments[operation.segment]
             return
         source, target = self.held[operation.src], self.held[operation.dst]

@@ -99,13 +99,13 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Discard:
+class Free:
     """Free the host memory of a segment."""
 
     segment: int
 
 
-Operation: TypeAlias = Remove | Copy | Share | CopyStream | Save | Load | Discard
+Operation: TypeAlias = Remove | Copy | Share | CopyStream | Save | Load | Free
 """One change of sequences or segments between two decodes."""
 
 
@@ -136,7 +136,7 @@ def check_operation(
         return
     if not shares:
         raise IllegalCallError("cells cannot be shared here")
-    if isinstance(operation, Save | Load | Discard):
+    if isinstance(operation, Save | Load | Free):
         _check_segment(operation, length_of, segments)
         return
     start, end = operation.start, operation.end
@@ -148,12 +148,12 @@ def check_operation(
 
 
 def _check_segment(
-    operation: Save | Load | Discard, length_of: Callable[[int], int], segments: Mapping[int, range]
+    operation: Save | Load | Free, length_of: Callable[[int], int], segments: Mapping[int, range]
 ) -> None:
     saved = segments.get(operation.segment)
     if (saved is None) != isinstance(operation, Save):
         raise IllegalCallError(f"{operation}: the segment is {'not ' if saved is None else ''}saved")
-    if isinstance(operation, Discard):
+    if isinstance(operation, Free):
         return
     start, end = operation.start, operation.end
     if length_of(operation.scratch):

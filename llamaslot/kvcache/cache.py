@@ -238,7 +238,7 @@ class KVCache:
 
     def take_operations(self) -> list[Operation]:
         """KV operations that the backend carries out before it decodes, in this order."""
-        self._offloader.discard_evicted()
+        self._offloader.free_evicted()
         operations, self._sequences.operations = self._sequences.operations, []
         self._offloader.on_flush()
         self._pool.on_flush()
@@ -275,7 +275,7 @@ class KVCache:
             for seq in seqs:
                 if namespace is not None or not self._tree.is_pinned(seq):
                     self._sequences.clear(seq)
-        self._offloader.discard_evicted()
+        self._offloader.free_evicted()
         return Dropped(before[0] - self._tree.n_tokens, before[1] - ram.n_tokens, before[2] - disk.n_tokens)
 
     def save_slot(self, seq: int) -> SlotSave | None:

@@ -153,12 +153,12 @@ class RadixTree:
         new = self._split(node, keep)
         new.end_of.add(seq)
         self._ends[seq] = new
-        self._leave(seq, old, new)
+        self._shorten(seq, old, new)
 
     def release(self, seq: int) -> None:
         """End the use of a sequence id; what only it held is no longer resident."""
         end = self._ends.pop(seq)
-        self._leave(seq, end, None)
+        self._shorten(seq, end, None)
         self._pinned.discard(seq)
 
     def pin(self, seq: int) -> None:
@@ -312,7 +312,7 @@ class RadixTree:
             self._count_pins(node, above, +1)
         self.eviction.offer(node)
 
-    def _leave(self, seq: int, old: Node, new: Node | None) -> None:
+    def _shorten(self, seq: int, old: Node, new: Node | None) -> None:
         """Move the end of a sequence up from `old` to its ancestor `new`, or remove it."""
         self.version += 1
         if seq in self._pinned:

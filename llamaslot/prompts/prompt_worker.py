@@ -80,12 +80,7 @@ class PromptWorker:
 
     def start(self) -> None:
         """Probe for exact cut points, so that the first prompt need not wait for it."""
-
-        def prepared(is_as_wanted: bool) -> None:
-            if not is_as_wanted:
-                _log.warning("text_anchors.off", reason="no control token of this vocabulary has exact cut points")
-
-        self._call(prepared, lambda _: None, self._tokenizer.prepare)
+        self._thread.submit(self._prepare)
 
     def close(self) -> None:
         """End the thread once its current call is done: it must not outlive the vocabulary."""
@@ -192,6 +187,14 @@ class PromptWorker:
             then()
 
         self._call(cleared, cleared, self._tokenizer.clear)
+
+    def _prepare(self) -> None:
+        """Run on the thread; nothing is posted, since that would interrupt a multi-step decode."""
+        try:
+            if not self._tokenizer.prepare():
+                _log.warning("text_anchors.off", reason="no control token of this vocabulary has exact cut points")
+        except Exception:
+            _log.exception("prompt_worker.failed", method="prepare")
 
     def _call(
         self,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llamaslot.base.backend import Backend, Decoded, Run, Sampler, Status
-from llamaslot.base.kv_ops import Discard, NotSavedError, Operation, Remove
+from llamaslot.base.kv_ops import Free, NotSavedError, Operation, Remove
 from llamaslot.kvcache.offload.disk_io import Job
 from llamaslot.scheduler.request import Request
 
@@ -71,7 +71,7 @@ class StepResult:
     seconds: float
     """Time that decoding and sampling took."""
     unsaved: frozenset[int] = frozenset()
-    """Segments that could not be saved for want of memory, and were not discarded since."""
+    """Segments that could not be saved for want of memory, and were not freed since."""
 
 
 def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepResult:
@@ -108,7 +108,7 @@ def _change(operations: Sequence[Operation], backend: Backend) -> frozenset[int]
     """
     unsaved: set[int] = set()
     for operation in operations:
-        if isinstance(operation, Discard) and operation.segment in unsaved:
+        if isinstance(operation, Free) and operation.segment in unsaved:
             unsaved.remove(operation.segment)
             continue
         try:

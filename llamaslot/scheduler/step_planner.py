@@ -74,7 +74,7 @@ class StepPlanner:
         for request in requests:
             if request not in self._running:
                 continue
-            n = self._make_room(shares[request.id], request)
+            n = self._free_cells(shares[request.id], request)
             if n == 0:
                 continue
             granted.append(self._work(request, n, is_last=n == pending[request.id]))

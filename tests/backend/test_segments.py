@@ -15,7 +15,7 @@ from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, segments
 from llamaslot.backend.llama.loading import parts
 from llamaslot.base.backend import Run, Status
-from llamaslot.base.kv_ops import Copy, Discard, IllegalCallError, Load, NotSavedError, Remove, Save
+from llamaslot.base.kv_ops import Copy, Free, IllegalCallError, Load, NotSavedError, Remove, Save
 from tests.noise import Noise
 
 N_CTX = 512
@@ -139,7 +139,7 @@ def test_the_size_of_a_segment_is_known_beforehand(tiny_model: Path, cache_type:
             backend.change(Save(number, 0, start, end, SCRATCH))
             state = backend._segments._states[number]
             assert len(state) == size.of(end - start)
-            backend.change(Discard(number))
+            backend.change(Free(number))
         assert not backend._segments._states
 
 

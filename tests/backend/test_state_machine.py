@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.commands import Sampling
-from llamaslot.base.kv_ops import Copy, Discard, IllegalCallError, Load, Operation, Remove, Save, Share
+from llamaslot.base.kv_ops import Copy, Free, IllegalCallError, Load, Operation, Remove, Save, Share
 from tests.conftest import LONG
 from tests.fake_backend import FakeBackend
 from tests.noise import Noise
@@ -169,9 +169,9 @@ class SequencesMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def discard(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.segments)))
-        self.backend.change(Discard(number))
+        self.backend.change(Free(number))
         del self.segments[number]
-        self.refuses(Discard(number))
+        self.refuses(Free(number))
 
     @rule(seq=seqs, shift=st.sampled_from([-1, 1, 7]))
     def decode_at_another_position(self, seq: int, shift: int) -> None:

@@ -90,7 +90,7 @@ async def test_without_any_match_the_least_recently_used_slot_goes() -> None:
         assert slots[0] != slots[1]
 
 
-async def test_a_pinned_request_waits_for_its_slot_and_holds_up_nobody() -> None:
+async def test_a_pinned_request_waits_for_its_slot_and_blocks_no_other() -> None:
     async with running(FakeBackend(n_slots=2)) as engine:
         blocker = engine.submit("blocker", "long", max_tokens=60, id_slot=1, sampling=Sampling(ignore_eos=True))
         await engine.wait_for("blocker", Output)
@@ -189,7 +189,7 @@ async def test_cancelling_before_the_prompt_is_tokenized() -> None:
 
 @pytest.mark.parametrize("n_applied", [0, 1, 2, 3])
 @pytest.mark.parametrize("status", [Status.FATAL, Status.INVALID, Status.NO_CELLS, Status.ABORTED])
-async def test_a_failed_step_costs_nobody_anything(status: Status, n_applied: int) -> None:
+async def test_a_failed_step_costs_no_request_anything(status: Status, n_applied: int) -> None:
     backend = FakeBackend(n_slots=3)
     prompts = ["first prompt", "second prompt", "third prompt"]
     async with running(backend) as engine:

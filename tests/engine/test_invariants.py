@@ -1,4 +1,4 @@
-"""`debug_invariants`: the ledger is held against the pool whenever nothing runs, on the thread of the model."""
+"""`debug_invariants`: the cache is compared with the pool whenever nothing runs, on the thread of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker goes on alone while nothing is to be decided, and stops where somebody has to be asked."""
+"""The worker continues alone while nothing has to be decided, and stops where the event loop must decide."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from llamaslot.base.backend import Run
 from llamaslot.base.commands import SlotActionDone
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Finished
-from llamaslot.base.kv_ops import Discard, NotSavedError, Operation, Remove, Save
+from llamaslot.base.kv_ops import Free, NotSavedError, Operation, Remove, Save
 from llamaslot.kvcache.offload import segment_tiers
 from llamaslot.scheduler.step import StepPlan, apply
 from tests.conftest import LONG
@@ -67,7 +67,7 @@ def test_a_failed_save_that_the_same_plan_discards_is_not_reported() -> None:
     backend = Short(n_slots=1, n_ctx=64, n_reserved=1)
     tokens = np.arange(10, dtype=np.int32)
     backend.decode([Run(0, 0, tokens, output=False)])
-    operations = [Save(0, 0, 0, 5, 3), Save(1, 0, 5, 10, 3), Discard(0), Remove(0, 0)]
+    operations = [Save(0, 0, 0, 5, 3), Save(1, 0, 5, 10, 3), Free(0), Remove(0, 0)]
     result = apply(StepPlan(operations), backend, lambda: 0.0)
     assert result.unsaved == {1}
     assert backend.seq_len(0) == 0

@@ -90,7 +90,7 @@ class Asked:
     """Where it runs; -1 while it does not."""
     n_start: int = 0
     """Tokens that were cached when it was admitted last."""
-    promise: list[int] = field(default_factory=list)
+    expected_prefixes: list[int] = field(default_factory=list)
     """The prefixes of all its tokens then."""
     has_started: bool = False
     has_ended: bool = False
@@ -157,7 +157,7 @@ class CacheMachine(RuleBasedStateMachine):
         load_us=st.sampled_from([0, 0, 2e4]),
         eos_every=st.sampled_from([6, 12, 10**9]),
         n_expected=st.sampled_from([1, 1, 2, 64]),
-        tile=st.sampled_from([None, 4, 12]),
+        query_block=st.sampled_from([None, 4, 12]),
     )
     def start(
         self,
@@ -174,14 +174,14 @@ class CacheMachine(RuleBasedStateMachine):
         load_us: float,
         eos_every: int,
         n_expected: int,
-        tile: int | None,
+        query_block: int | None,
     ) -> None:
         # Small pools are outgrown only if requests are expected to be short.
         self.patches = [
             mock.patch.object(admission, "MIN_EXPECTED_TOKENS", n_expected),
             mock.patch.object(disk_pacing, "PARTIAL_DELAY_S", 0.005),
-            mock.patch.object(padding, "QUERY_BLOCK", (tile or 64) * self.stretch),
-            mock.patch.object(step_planner, "QUERY_BLOCK", (tile or 64) * self.stretch),
+            mock.patch.object(padding, "QUERY_BLOCK", (query_block or 64) * self.stretch),
+            mock.patch.object(step_planner, "QUERY_BLOCK", (query_block or 64) * self.stretch),
         ]
         for patch in self.patches:
             patch.start()
@@ -210,7 +210,7 @@ class CacheMachine(RuleBasedStateMachine):
                 n_ctx_slot=info.n_ctx_slot,
                 n_ubatch=info.n_ubatch,
                 gap_ms=100.0,
-                step_cost=ALWAYS_PADDED if tile else None,
+                step_cost=ALWAYS_PADDED if query_block else None,
                 eog=self.backend.vocab.eog,
             ),
             CacheSettings(
@@ -473,7 +473,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.carry_out(plan)
         for asked in admitted:
             asked.n_start = self.n_cached(asked)
-            asked.promise = self.backend.named(asked.namespace, asked.tokens)
+            asked.expected_prefixes = self.backend.named(asked.namespace, asked.tokens)
         self.check_agreement()
         self.check_running(before, plan)
         self.check_restored(plan)
@@ -725,7 +725,7 @@ class CacheMachine(RuleBasedStateMachine):
                 continue
             if asked.submit.group and leader.submit.group == asked.submit.group and not leader.generated:
                 return True
-            n = common(wanted, leader.promise)
+            n = common(wanted, leader.expected_prefixes)
             if n > n_cached and n - leader.n_start > min_shared:
                 return True
         return False
@@ -793,9 +793,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def most(self, asked: Asked) -> int:
         """Tokens that a request may generate still."""
-        room = self.n_ctx_slot - len(asked.tokens)
+        n_free = self.n_ctx_slot - len(asked.tokens)
         limit = asked.submit.max_tokens
-        return room if limit < 0 else min(room, limit - len(asked.generated))
+        return n_free if limit < 0 else min(n_free, limit - len(asked.generated))
 
     def check_losses(self, before: Before, plan: StepPlan) -> None:
         """What was cached and may be wanted again is evicted only for lack of RAM, ids, cells or budget."""

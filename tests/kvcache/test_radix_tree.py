@@ -181,8 +181,8 @@ class TreeMachine(RuleBasedStateMachine):
     )
     def attach(self, namespace: str, origin: int, keep: int, tokens: Path, n: int) -> None:
         """Offload the last `n` tokens of a path that begins like something in the tree."""
-        known = [path for ns, path in (*self.held.values(), *self.segments.values()) if ns == namespace] or [()]
-        path = (known[origin % len(known)][:keep] + tokens)[:14]
+        tracked = [path for ns, path in (*self.held.values(), *self.segments.values()) if ns == namespace] or [()]
+        path = (tracked[origin % len(tracked)][:keep] + tokens)[:14]
         if not path:
             return
         start = max(0, len(path) - n)
@@ -226,8 +226,8 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(namespace=NAMESPACES, origin=st.integers(0, 20), keep=st.integers(0, 12), tokens=SOME)
     def match(self, namespace: str, origin: int, keep: int, tokens: Path) -> None:
-        known = [path for ns, path in (*self.held.values(), *self.segments.values()) if ns == namespace] or [()]
-        tokens = known[origin % len(known)][:keep] + tokens
+        tracked = [path for ns, path in (*self.held.values(), *self.segments.values()) if ns == namespace] or [()]
+        tokens = tracked[origin % len(tracked)][:keep] + tokens
         match = self.tree.match(namespace, run_of(tokens))
         self.matches.append(match)
         n, n_matched = (self.longest(namespace, tokens, each) for each in (self.prefixes(), self.in_tree()))
@@ -254,8 +254,8 @@ class TreeMachine(RuleBasedStateMachine):
         prefixes, pinned = self.in_tree(), self.prefixes(self.pinned)
         ends = {path for ns, path in self.held.values() if ns == namespace}
         for n in range(len(path), 0, -1):
-            following = {p[n] for ns, p in prefixes if ns == namespace and len(p) == n + 1 and p[:n] == path[:n]}
-            if following - set(path[n : n + 1]) or (namespace, path[:n]) in pinned:
+            next_token = {p[n] for ns, p in prefixes if ns == namespace and len(p) == n + 1 and p[:n] == path[:n]}
+            if next_token - set(path[n : n + 1]) or (namespace, path[:n]) in pinned:
                 return n
             if n < len(path) and path[:n] in ends:
                 return n

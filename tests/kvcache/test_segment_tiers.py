@@ -55,7 +55,7 @@ def common(a: Path, b: Path) -> int:
 
 
 @dataclass(eq=False)
-class Known:
+class Tracked:
     """A segment by the oracle's account: all tokens up to its end, and where its bytes are."""
 
     segment: Segment
@@ -155,7 +155,7 @@ class TiersMachine(RuleBasedStateMachine):
     def start(self, ram: int, disk: int) -> None:
         self.ram, self.disk_bytes = ram, disk
         self.disk = FakeDisk()
-        self.known: dict[int, Known] = {}
+        self.tracked: dict[int, Tracked] = {}
         self.now = 0
         self.seconds = 0.0
         self.new_tiers()
@@ -165,49 +165,49 @@ class TiersMachine(RuleBasedStateMachine):
         self.tiers, self.tree = self.held.tiers, self.held.tree
 
     def is_offloaded(self, namespace: str, tokens: Path, position: int) -> bool:
-        return any(known.has(namespace, tokens, position) for known in self.known.values())
+        return any(tracked.has(namespace, tokens, position) for tracked in self.tracked.values())
 
     def record_use(self, namespace: str, tokens: Path) -> None:
         self.now += 1
-        for known in self.known.values():
-            if known.is_used_by(namespace, tokens):
-                known.last_used = self.now
+        for tracked in self.tracked.values():
+            if tracked.is_used_by(namespace, tokens):
+                tracked.last_used = self.now
 
-    def follow(self) -> list[Known]:
+    def follow(self) -> list[Tracked]:
         """Take the jobs, and let the oracle follow what was evicted; returns what left RAM."""
-        discarded = [self.known[number] for number in self.tiers.take_discarded()]
-        for known in discarded:
-            assert known.in_ram
-            known.in_ram = False
+        freed = [self.tracked[number] for number in self.tiers.take_freed()]
+        for tracked in freed:
+            assert tracked.in_ram
+            tracked.in_ram = False
         jobs = self.tiers.take_jobs()
         for job in jobs:
             if isinstance(job, Write):
-                known = self.known[job.meta.number]
-                assert known.in_ram
-                known.on_disk = True
+                tracked = self.tracked[job.meta.number]
+                assert tracked.in_ram
+                tracked.on_disk = True
             elif isinstance(job, Read):
-                assert self.known[job.number].on_disk
-                self.known[job.number].in_ram = True
+                assert self.tracked[job.number].on_disk
+                self.tracked[job.number].in_ram = True
                 self.on_io(ReadStarted())
         self.disk.take(jobs)
         living = {segment.number for tier in (self.tiers.ram, self.tiers.disk) for segment in tier}
-        for known in self.known.values():
-            known.on_disk = known.segment in self.tiers.disk
-            known.in_ram = known.segment in self.tiers.ram
-        for number, known in self.known.items():
-            assert (known.segment.state is SegmentState.DROPPED) == (number not in living)
-        self.known = {number: known for number, known in self.known.items() if number in living}
-        return discarded
+        for tracked in self.tracked.values():
+            tracked.on_disk = tracked.segment in self.tiers.disk
+            tracked.in_ram = tracked.segment in self.tiers.ram
+        for number, tracked in self.tracked.items():
+            assert (tracked.segment.state is SegmentState.DROPPED) == (number not in living)
+        self.tracked = {number: tracked for number, tracked in self.tracked.items() if number in living}
+        return freed
 
     def on_io(self, event: IoEvent) -> Segment | None:
         return self.tiers.on_io(event, self.seconds)
 
-    def is_reading(self, known: Known) -> bool:
-        return known.segment.state is SegmentState.READING
+    def is_reading(self, tracked: Tracked) -> bool:
+        return tracked.segment.state is SegmentState.READING
 
     @property
     def n_reading(self) -> int:
-        return sum(map(self.is_reading, self.known.values()))
+        return sum(map(self.is_reading, self.tracked.values()))
 
     @rule(namespace=NAMESPACES, tokens=SOME, share=st.floats(0, 1))
     def look(self, namespace: str, tokens: Path, share: float) -> None:
@@ -216,12 +216,12 @@ class TiersMachine(RuleBasedStateMachine):
             found = self.tiers.readable(self.tree.match(namespace, run_of(tokens)).parts)
         at = start
         for each in found:
-            known = self.known[each.segment.number]
+            tracked = self.tracked[each.segment.number]
             assert each.start == at < each.end
-            assert all(known.has(namespace, tokens, position) for position in range(each.start, each.end))
-            assert each.segment.state.is_loadable or known.on_disk
+            assert all(tracked.has(namespace, tokens, position) for position in range(each.start, each.end))
+            assert each.segment.state.is_loadable or tracked.on_disk
             at = each.end
-        rest = [known for known in self.known.values() if known.has(namespace, tokens, at)]
+        rest = [tracked for tracked in self.tracked.values() if tracked.has(namespace, tokens, at)]
         is_unresponsive = self.tiers.is_unresponsive
         for each in rest:
             is_unreadable = each.segment.state is SegmentState.UNREADABLE
@@ -238,44 +238,44 @@ class TiersMachine(RuleBasedStateMachine):
         assert sum(b - a for a, b in ranges) == len(told)
         assert all(0 < b - a <= MAX_TOKENS for a, b in ranges)
         for each in told - missing:
-            (again,) = (known for known in self.known.values() if known.has(namespace, tokens, each))
+            (again,) = (tracked for tracked in self.tracked.values() if tracked.has(namespace, tokens, each))
             assert again.path == tokens[: len(again.path)], "a shared segment would be offloaded again"
             assert len(again.path) - again.start < MAX_TOKENS
             assert again.start in {a for a, _ in ranges}, "only a part of a segment is replaced"
         if not ranges:
             return
         last = max(b for _, b in ranges)
-        used = [known for known in self.known.values() if known.is_used_by(namespace, tokens[:last])]
+        used = [tracked for tracked in self.tracked.values() if tracked.is_used_by(namespace, tokens[:last])]
         kept = [k for k in used if not any(a <= k.start and len(k.path) <= b for a, b in ranges)]
-        stuck = [k for k in self.known.values() if k not in used and not self.may_leave(k)]
-        n_bytes = sum(k.n_bytes for k in kept if k.in_ram and not (self.may_leave(k) and k.on_disk))
+        stuck = [k for k in self.tracked.values() if k not in used and not self.may_be_evicted(k)]
+        n_bytes = sum(k.n_bytes for k in kept if k.in_ram and not (self.may_be_evicted(k) and k.on_disk))
         n_bytes += sum(k.n_bytes for k in stuck) + sum(HEADER + b - a for a, b in ranges)
         fits = self.held.fits(tokens, ranges, namespace)
         assert fits == (n_bytes <= self.ram)
         for a, b in ranges if fits else ():
             self.add(namespace, tokens[:b], a)
 
-    def may_leave(self, known: Known) -> bool:
+    def may_be_evicted(self, tracked: Tracked) -> bool:
         """True if it is not in RAM, or may be evicted."""
         pins = self.tiers._load_pins.values()
-        is_busy = known.segment.state in (SegmentState.READING, SegmentState.WRITING)
-        return not known.in_ram or not (is_busy or any(known.segment in each for each in pins))
+        is_busy = tracked.segment.state in (SegmentState.READING, SegmentState.WRITING)
+        return not tracked.in_ram or not (is_busy or any(tracked.segment in each for each in pins))
 
     def add(self, namespace: str, path: Path, start: int) -> None:
         self.record_use(namespace, path)
-        above = [known for known in self.known.values() if known.is_used_by(namespace, path[:start])]
+        above = [tracked for tracked in self.tracked.values() if tracked.is_used_by(namespace, path[:start])]
         segment = self.held.add(path, start, namespace)
-        assert segment.number not in self.known
-        self.known[segment.number] = Known(segment, namespace, path, start, self.now)
-        before = list(self.known.values())
+        assert segment.number not in self.tracked
+        self.tracked[segment.number] = Tracked(segment, namespace, path, start, self.now)
+        before = list(self.tracked.values())
         gone = self.follow()
-        assert all(known.segment.number in self.known for known in above), "its parents were dropped for it"
+        assert all(tracked.segment.number in self.tracked for tracked in above), "its parents were dropped for it"
         for each in gone:
             is_replaced = (
                 each.namespace == namespace and each.start >= start and each.path == path[: len(each.path)]
             )
             if not is_replaced:
-                others = [k for k in before if k.in_ram and self.may_leave(k) and k not in above]
+                others = [k for k in before if k.in_ram and self.may_be_evicted(k) and k not in above]
                 assert all(each.last_used <= other.last_used for other in others), "not the oldest"
 
     @rule(namespace=NAMESPACES, tokens=SOME)
@@ -286,34 +286,34 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(namespace=NAMESPACES)
     def drop_namespace(self, namespace: str) -> None:
-        found = {known.segment: None for known in self.known.values() if known.namespace == namespace}
+        found = {tracked.segment: None for tracked in self.tracked.values() if tracked.namespace == namespace}
         self.tiers.drop(sorted(found, key=lambda segment: -segment.start))
         self.follow()
-        assert all(known.namespace != namespace for known in self.known.values())
+        assert all(tracked.namespace != namespace for tracked in self.tracked.values())
 
     @rule(namespace=NAMESPACES, tokens=SOME, more=st.integers(0, 3))
     def drop(self, namespace: str, tokens: Path, more: int) -> None:
         """Drop a path from its end back to the last fork, or to a later position."""
-        others = [(k, common(k.path, tokens)) for k in self.known.values() if k.namespace == namespace]
+        others = [(k, common(k.path, tokens)) for k in self.tracked.values() if k.namespace == namespace]
         fork = max((n for k, n in others if n < len(k.path)), default=0)
         match = self.tree.match(namespace, run_of(tokens))
         assert match.last_fork() == fork
         expected = {k.segment.number for k, n in others if n == len(k.path) and k.start >= fork + more}
-        before = set(self.known)
+        before = set(self.tracked)
         self.tiers.drop(segment for segment in reversed(match.segments) if segment.start >= fork + more)
         self.follow()
-        assert before - set(self.known) == expected
+        assert before - set(self.tracked) == expected
 
     @rule(index=st.integers(0, 20))
     def fail_to_save(self, index: int) -> None:
         """The backend had no memory for a segment: it is dropped, and nothing is offloaded for a while."""
-        found = [k for k in self.known.values() if k.in_ram and not self.is_reading(k) and not k.on_disk]
+        found = [k for k in self.tracked.values() if k.in_ram and not self.is_reading(k) and not k.on_disk]
         if not found:
             return
-        known = found[index % len(found)]
-        self.on_io(SaveFailed(known.segment.number))
+        tracked = found[index % len(found)]
+        self.on_io(SaveFailed(tracked.segment.number))
         assert self.follow() == [], "the backend never had it"
-        assert known.segment.number not in self.known
+        assert tracked.segment.number not in self.tracked
         assert not self.held.fits((1,), [(0, 1)])
         self.wait(RETRY_DELAY_S)
 
@@ -331,21 +331,23 @@ class TiersMachine(RuleBasedStateMachine):
         self.follow()
         due_at = self.tiers.due_at
         assert due_at is None or due_at > self.seconds
-        for known in self.known.values():
-            assert known.segment.state is not SegmentState.UNREADABLE or known.segment.retry_at > self.seconds
+        for tracked in self.tracked.values():
+            assert tracked.segment.state is not SegmentState.UNREADABLE or tracked.segment.retry_at > self.seconds
 
     @rule(namespace=NAMESPACES, tokens=SOME, seq=st.integers(0, 2))
     def request(self, namespace: str, tokens: Path, seq: int) -> None:
         """A sequence keeps in RAM what it is about to load, and has the rest read as far as there is room."""
         self.tiers.unpin(seq)
         wanted = self.held.readable(tokens, namespace)
-        before = [k for k in self.known.values() if k.in_ram and self.may_leave(k) and k.segment not in wanted]
+        before = [
+            k for k in self.tracked.values() if k.in_ram and self.may_be_evicted(k) and k.segment not in wanted
+        ]
         self.held.request(seq, tokens, namespace)
         self.follow()
         first = next((s for s in wanted if not s.state.is_loadable), None)
         if first is not None and self.n_reading < 4 and first.state is not SegmentState.READING:
             assert first.n_bytes + self.tiers.ram.n_bytes > self.ram, "there was room"
-            assert not any(known.in_ram for known in before), "others could have been evicted"
+            assert not any(tracked.in_ram for tracked in before), "others could have been evicted"
 
     @rule(seq=st.integers(0, 2))
     def unpin(self, seq: int) -> None:
@@ -365,14 +367,14 @@ class TiersMachine(RuleBasedStateMachine):
     def read(self, answer: str) -> None:
         number = self.disk.reads.pop(0)
         was_unresponsive = self.tiers.is_unresponsive
-        known = self.known.get(number)
-        is_wanted = known is not None and self.is_reading(known)
+        tracked = self.tracked.get(number)
+        is_wanted = tracked is not None and self.is_reading(tracked)
         if answer == "good" and number in self.disk.metas:
             segment = self.on_io(ReadDone(number, 1e-3))
             assert (segment is not None) == is_wanted
-            if known is not None and segment is not None:
-                assert self.disk.path(number) == (known.namespace, known.path), "the bytes are another prefix's"
-                assert (segment, segment.start, segment.end) == (known.segment, known.start, len(known.path))
+            if tracked is not None and segment is not None:
+                assert self.disk.path(number) == (tracked.namespace, tracked.path), "the bytes are another prefix's"
+                assert (segment, segment.start, segment.end) == (tracked.segment, tracked.start, len(tracked.path))
         elif answer == "corrupt":
             self.on_io(Corrupt(number))
         else:
@@ -380,7 +382,7 @@ class TiersMachine(RuleBasedStateMachine):
             assert self.tiers.is_unresponsive == was_unresponsive
             was_unresponsive = False
         self.follow()
-        assert known is None or not self.is_reading(known)
+        assert tracked is None or not self.is_reading(tracked)
         assert not (self.tiers.is_unresponsive and was_unresponsive)
 
     @rule(ram=st.sampled_from([0.5, 1, 1, 1]))
@@ -394,15 +396,15 @@ class TiersMachine(RuleBasedStateMachine):
         was = {number: self.disk.path(number) for number in metas}
         self.new_tiers()
         ignored = self.tiers.restore(list(metas.values()), self.disk.first_number)
-        self.known = {
-            segment.number: Known(segment, *was[segment.number], segment.start, 0, in_ram=False, on_disk=True)
+        self.tracked = {
+            segment.number: Tracked(segment, *was[segment.number], segment.start, 0, in_ram=False, on_disk=True)
             for segment in self.tiers.disk
         }
         for number, (namespace, path) in was.items():
             meta = metas[number]
             assert (number in ignored) == (meta.n_bytes > self.ram or meta.parent in ignored)
             if number not in ignored:
-                longer = any(known.has(namespace, path, len(path) - 1) for known in self.known.values())
+                longer = any(tracked.has(namespace, path, len(path) - 1) for tracked in self.tracked.values())
                 assert longer, "it is lost"
         self.follow()
         self.held.check()
@@ -412,12 +414,12 @@ class TiersMachine(RuleBasedStateMachine):
     def agree(self) -> None:
         self.held.check()
         ram, disk = self.tiers.ram, self.tiers.disk
-        known = self.known.values()
-        assert {segment.number for segment in ram} == {k.segment.number for k in known if k.in_ram}
-        assert {segment.number for segment in disk} == {k.segment.number for k in known if k.on_disk}
-        assert ram.n_bytes == sum(k.n_bytes for k in known if k.in_ram) <= ram.capacity
-        assert disk.n_bytes == sum(k.n_bytes for k in known if k.on_disk) <= disk.capacity
-        positions = [(k.namespace, k.path[: i + 1]) for k in known for i in range(k.start, len(k.path))]
+        tracked = self.tracked.values()
+        assert {segment.number for segment in ram} == {k.segment.number for k in tracked if k.in_ram}
+        assert {segment.number for segment in disk} == {k.segment.number for k in tracked if k.on_disk}
+        assert ram.n_bytes == sum(k.n_bytes for k in tracked if k.in_ram) <= ram.capacity
+        assert disk.n_bytes == sum(k.n_bytes for k in tracked if k.on_disk) <= disk.capacity
+        positions = [(k.namespace, k.path[: i + 1]) for k in tracked for i in range(k.start, len(k.path))]
         assert len(positions) == len(set(positions)), "offloaded twice"
         written = {segment.number for segment in disk if segment.state is not SegmentState.WRITING}
         assert written <= self.disk.metas.keys()
@@ -444,7 +446,7 @@ def test_a_partial_segment_is_replaced_by_a_longer_one() -> None:
     held.add(tuple(range(100)))
     assert held.missing(tuple(range(130)), 100) == [(0, 130)]
     held.add(tuple(range(130)))
-    assert (len(held.tiers.ram), held.tiers.take_discarded()) == (1, [0])
+    assert (len(held.tiers.ram), held.tiers.take_freed()) == (1, [0])
 
 
 def test_a_partial_segment_with_children_is_not_replaced() -> None:
@@ -567,7 +569,7 @@ def test_a_failed_save_drops_the_segment_and_stops_offloading_for_a_while() -> N
     for each in gone:
         held.tiers.on_io(SaveFailed(each.number), 1000.0)
     held.check()
-    assert held.tiers.take_discarded() == []
+    assert held.tiers.take_freed() == []
     assert held.readable(path) == [kept]
     assert not held.fits(path, [(100, 200)])
     held.tiers.tick(1000.0 + RETRY_DELAY_S)

@@ -20,7 +20,7 @@ import numpy as np
 
 from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.kv_ops import Discard, Load, NotSavedError, Operation, Remove, Save
+from llamaslot.base.kv_ops import Free, Load, NotSavedError, Operation, Remove, Save
 from llamaslot.base.model import KvCost
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 
@@ -101,7 +101,7 @@ def _save_and_load(backend: Backend, n_tokens: int) -> tuple[float, float]:
     save = _change(backend, Save(0, 0, 0, n_tokens, scratch))
     backend.change(Remove(0, 0))
     load = _change(backend, Load(0, 0, 0, n_tokens, scratch))
-    backend.change(Discard(0))
+    backend.change(Free(0))
     return save, load
 
 

@@ -86,7 +86,7 @@ class LlamaBackend:
             case kv_ops.Load(dst=dst, end=end):
                 self._segments.load(operation)
                 self._lengths[dst] = end
-            case kv_ops.Discard(segment):
+            case kv_ops.Free(segment):
                 self._segments.discard(segment)
 
     def kv_of(self, segment: int) -> kv_ops.Kv | None:

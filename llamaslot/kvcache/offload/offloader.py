@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from llamaslot.base.kv_ops import Discard, Load, Save
+from llamaslot.base.kv_ops import Free, Load, Save
 from llamaslot.base.namespaces import is_private
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CacheSettings
@@ -73,7 +73,7 @@ class Offloader:
         self._saving: set[int] = set()
         """Segments that the plan saves: none may be loaded before it is known that they were."""
         self._ahead_at = -1
-        self._n_ahead = 0
+        self._n_offloaded_ahead = 0
         """Tokens offloaded ahead since the clock stood at `_ahead_at`: ends the walk where RAM is smaller than
         the pool."""
 
@@ -92,11 +92,11 @@ class Offloader:
             self._sequences.truncate(seq, keep)
         return plan.n_cells
 
-    def has_room(self, n_cells: int) -> bool:
+    def can_free(self, n_cells: int) -> bool:
         """True if `n_cells` are free or idle."""
         return n_cells <= self._n_free() + self._tree.n_tokens - self._tree.n_pinned_tokens
 
-    def make_room(self, n_cells: int) -> bool:
+    def free_cells(self, n_cells: int) -> bool:
         """Evict idle cells until `n_cells` are free, unless even all of them are too few; True if they are free."""
         n_free = self._n_free()
         n_idle = self._tree.n_tokens - self._tree.n_pinned_tokens
@@ -122,11 +122,11 @@ class Offloader:
         range, which still grows: it would be replaced again and again.
         """
         if self._ahead_at != self._sequences.clock:
-            self._ahead_at, self._n_ahead = self._sequences.clock, 0
+            self._ahead_at, self._n_offloaded_ahead = self._sequences.clock, 0
         tree = self._tree
         n_all = tree.n_tokens if with_running else tree.n_tokens - tree.n_pinned_tokens
         n_done = 0
-        for seq in self._sequences.all if self._n_ahead < n_all else ():
+        for seq in self._sequences.all if self._n_offloaded_ahead < n_all else ():
             node = tree.end_node(seq)
             runs = tree.is_pinned(seq)
             if node is None or (runs and (not with_running or is_private(node.namespace))):
@@ -136,9 +136,9 @@ class Offloader:
                 ranges = [(start, end) for start, end in ranges if end - start == self._tiers.max_tokens]
             n_done += self._offload(seq, ranges, node.end, max_tokens - n_done)
             if n_done >= max_tokens:
-                self._n_ahead += n_done
+                self._n_offloaded_ahead += n_done
                 return n_done
-        self._n_ahead = n_all
+        self._n_offloaded_ahead = n_all
         return n_done
 
     # --- from segments ---
@@ -161,7 +161,7 @@ class Offloader:
             self._tiers.unpin(seq)
             return Loaded(LoadStatus.DONE)
         self._tiers.request(seq, parts)
-        self.discard_evicted()
+        self.free_evicted()
         status = LoadStatus.DONE
         n_loaded = n_read = 0
         for part in parts:
@@ -172,7 +172,7 @@ class Offloader:
             if not segment.state.is_loadable:
                 status = LoadStatus.READING if self._tiers.n_reads else LoadStatus.DONE
                 break
-            if not self.make_room(segment.n_tokens) or not segment.state.is_loadable:
+            if not self.free_cells(segment.n_tokens) or not segment.state.is_loadable:
                 break
             start = self._tree.length(seq)
             self._sequences.operations.append(Load(segment.number, seq, start, part.end, self._scratch))
@@ -186,9 +186,9 @@ class Offloader:
 
     # --- operations ---
 
-    def discard_evicted(self) -> None:
+    def free_evicted(self) -> None:
         """Record that the backend frees the segments that left RAM."""
-        self._sequences.operations += map(Discard, self._tiers.take_discarded())
+        self._sequences.operations += map(Free, self._tiers.take_freed())
 
     def on_flush(self) -> None:
         """Note that the operations so far go to the backend: what they save may be loaded from then on."""
@@ -244,7 +244,7 @@ class Offloader:
             if max_tokens is not None and n_done >= max_tokens:
                 break
             segment = self._tiers.add(self._node_at(seq, end), start, stop)
-            self.discard_evicted()
+            self.free_evicted()
             self._sequences.operations.append(Save(segment.number, seq, start, stop, self._scratch))
             self._saving.add(segment.number)
             n_done += stop - start

@@ -43,7 +43,7 @@ class SegmentLru:
         """The segment of this number, if it is here."""
         return self._segments.get(number)
 
-    def has_room(self, n_bytes: int) -> bool:
+    def fits(self, n_bytes: int) -> bool:
         """True if `n_bytes` more are within the capacity."""
         return self.n_bytes + n_bytes <= self.capacity
 

@@ -81,7 +81,7 @@ class SegmentTiers:
         self._next_number = 0
         self._read_rate = ReadRate()
         self._watchdog = ReadWatchdog()
-        self._discarded: list[int] = []
+        self._freed: list[int] = []
         self._used: dict[int, None] = {}
         """Numbers of segments on disk at the ends of used paths, in the order of their last use."""
         self._jobs: list[Job] = []
@@ -165,7 +165,7 @@ class SegmentTiers:
             self.writer.replace(each, segment)
             self.apply(each, E.DROP, keeps_file=True)
         self.touch(segment.path)
-        if not self._make_room(segment.n_bytes, set(segment.path)):
+        if not self._free_ram(segment.n_bytes, set(segment.path)):
             raise AssertionError("there was room")
         self.ram.put(segment)
         self.writer.queue(segment)
@@ -190,7 +190,7 @@ class SegmentTiers:
         for segment in segments:
             if segment.state.uses_ram:
                 continue
-            if self.n_reads >= _MAX_READS or not self._make_room(segment.n_bytes):
+            if self.n_reads >= _MAX_READS or not self._free_ram(segment.n_bytes):
                 return
             self.apply(segment, E.READ)
             self._jobs.append(Read(segment.number))
@@ -208,10 +208,10 @@ class SegmentTiers:
         """Have a job done after those so far."""
         self._jobs.append(job)
 
-    def take_discarded(self) -> list[int]:
+    def take_freed(self) -> list[int]:
         """Numbers of segments whose bytes left RAM since the last call."""
-        discarded, self._discarded = self._discarded, []
-        return discarded
+        freed, self._freed = self._freed, []
+        return freed
 
     def take_jobs(self) -> list[Job]:
         """Disk jobs since the last call."""
@@ -243,7 +243,7 @@ class SegmentTiers:
             case SaveFailed(number):
                 self._on_save_failed(number)
             case SlotSaved(numbers):
-                self._discarded += numbers
+                self._freed += numbers
         return None
 
     def restore(self, found: Sequence[SegmentMeta], first_number: int) -> list[int]:
@@ -290,7 +290,7 @@ class SegmentTiers:
             elif uses and not used:
                 lru.put(segment)
         if before.is_loadable and not after.is_loadable:
-            self._discarded.append(segment.number)
+            self._freed.append(segment.number)
         if before.uses_disk and not after.uses_disk and event is not E.WRITE_FAILED and not keeps_file:
             self.add_job(Erase((segment.number,)))
         for states, index in ((_BUSY, self.busy), ((S.UNREADABLE,), self._unreadable)):
@@ -324,14 +324,14 @@ class SegmentTiers:
     def _is_load_pinned(self, segment: Segment) -> bool:
         return any(segment in pins for pins in self._load_pins.values())
 
-    def _make_room(self, n_bytes: int, path: Container[Segment] = ()) -> bool:
+    def _free_ram(self, n_bytes: int, path: Container[Segment] = ()) -> bool:
         """Evict segments from RAM, but none of `path` that is nowhere else; returns True if there is room then."""
 
         def may_evict(segment: Segment) -> bool:
             is_free = segment.state not in _BUSY and not self._is_load_pinned(segment)
             return is_free and (segment not in path or segment.state is S.CLEAN)
 
-        while not self.ram.has_room(n_bytes):
+        while not self.ram.fits(n_bytes):
             oldest = self.ram.oldest(may_evict)
             if oldest is None:
                 return False
@@ -359,7 +359,7 @@ class SegmentTiers:
         segment = self.ram.get(number)
         if segment is not None:
             self.apply(segment, E.DROP)
-            self._discarded.remove(number)  # the backend never had it
+            self._freed.remove(number)  # the backend never had it
 
     def _on_corrupt(self, segment: Segment | None) -> None:
         """Evict a corrupt segment and its descendants from disk."""

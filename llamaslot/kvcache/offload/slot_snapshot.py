@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from llamaslot.base.kv_ops import Discard, Kv, Load, Save
+from llamaslot.base.kv_ops import Free, Kv, Load, Save
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 from llamaslot.kvcache.offload.offloader import Offloader
@@ -92,7 +92,7 @@ class SlotSnapshots:
         assert scratch is not None
         match = self._tree.match(snapshot.namespace, tokens)
         n_wanted = sum(part.end - part.start for part in snapshot.parts if part.end > match.n_resident)
-        if not self._offloader.has_room(n_wanted + match.n_idle):
+        if not self._offloader.can_free(n_wanted + match.n_idle):
             return None
         if self._sequences.in_use(seq):
             if not self._sequences.is_covered(seq):
@@ -106,11 +106,11 @@ class SlotSnapshots:
             n = self._tree.length(seq)
             if n >= part.end:
                 continue
-            if not self._offloader.make_room(part.end - part.start):
+            if not self._offloader.free_cells(part.end - part.start):
                 raise AssertionError("there was room")
             number = self._new_number()
             parts[number] = part
-            self._sequences.operations += [Load(number, seq, n, part.end, scratch), Discard(number)]
+            self._sequences.operations += [Load(number, seq, n, part.end, scratch), Free(number)]
             self._tree.extend(seq, tokens[n * WIDTH : part.end * WIDTH])
         self._pool.free_an_id()
         self._tree.unpin(seq, self._sequences.advance())
