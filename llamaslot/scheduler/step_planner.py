@@ -116,7 +116,7 @@ class StepPlanner:
         self._served.update(other.id for other in siblings)
         return Work(request, run, siblings)
 
-    def _make_room(self, wanted: int, request: Request) -> int:
+    def _free_cells(self, wanted: int, request: Request) -> int:
         """Free cells for `request`, evicting and preempting; returns how many, 0 if it was preempted itself."""
         if not self._cache.settings.unified or wanted == 0:
             return wanted
