@@ -9,7 +9,7 @@ It throws a partial file away when a download is interrupted, and it checks a fi
                  3. verify   the SHA-256 of the whole file; a bad one is deleted
                  4. record   rename to `blobs/<sha256>`; huggingface_hub finds it there and writes the links
 
-Whatever goes wrong is a ConfigError of one line. Nothing here prints.
+Every failure is a ConfigError of one line. Nothing here prints.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BLOCK = 1 << 20
 
 Stage: TypeAlias = Literal["download", "check"]
 Report: TypeAlias = Callable[[Stage, int], None]
-"""Told the bytes of the file that a stage is through with, those of an earlier run included."""
+"""Called with the bytes of the file that a stage has done, those of an earlier run included."""
 
 
 class RemoteFile(msgspec.Struct, frozen=True):

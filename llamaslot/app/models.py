@@ -1,4 +1,4 @@
-"""Which file a model's name stands for: a path, a name in models.txt, or `OWNER/REPO:FILE.gguf`.
+"""Model names: a path, a name in models.txt, or `OWNER/REPO:FILE.gguf`, resolved to a file.
 
 Reads models.txt and looks at the disk. It never downloads (`llamaslot.app.hub` does) and never opens
 a GGUF (the backend does).
@@ -96,7 +96,7 @@ def find_model(name: str) -> Model:
 def local_file(model: Model) -> Path | None:
     """Return the path of `model` on this machine, or None."""
     if model.repo:
-        # Only here: who serves a file by its path should not carry the hub's library in memory.
+        # Imported only here: a server that is given a path should not hold the hub's library in memory.
         from llamaslot.app import hub  # noqa: PLC0415
 
         return hub.cached(model.repo, model.file)

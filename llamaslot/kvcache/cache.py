@@ -156,7 +156,7 @@ class KVCache:
         match = self._tree.match(self._sequences.end(seq).namespace, tokens)
         n_copied = self._pool.copy_resident(seq, match)
         if n_copied:
-            self._pool.tidy()
+            self._pool.deduplicate()
         loaded = self._offloader.load(seq, match, self._load_budget)
         if self._load_budget is not None:
             self._load_budget = max(0, self._load_budget - loaded.n_loaded)
@@ -205,7 +205,7 @@ class KVCache:
 
         With streams, a step may save and load only as much as fits into `gap_ms`.
         """
-        self._pool.tidy()
+        self._pool.deduplicate()
         self._tiers.tick(now)
         self._policy.has_streams = has_streams
         self._load_budget = self.settings.max_tokens_in_gap(self.settings.load_us) if has_streams else None
@@ -283,7 +283,7 @@ class KVCache:
 
         The bytes are there once the next operations are done, until `SlotSaved` is reported.
         """
-        self._pool.tidy()
+        self._pool.deduplicate()
         return self._snapshots.save(seq)
 
     def restore_slot(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
@@ -292,7 +292,7 @@ class KVCache:
         The backend must be given it before the next operations. None if running requests leave no cells for it.
         What the slot held moves to a spare sequence.
         """
-        self._pool.tidy()
+        self._pool.deduplicate()
         return self._snapshots.restore(seq, snapshot)
 
     # --- inspection ---

@@ -84,7 +84,7 @@ class PartitionedPool:
         """Append tokens that a running sequence computed."""
         self._tree.extend(seq, tokens)
 
-    def tidy(self) -> None:
+    def deduplicate(self) -> None:
         """Do nothing: no two sequences have the same cells."""
 
     def sharing(self, match: Match, slots: Sequence[int], n_in_flight: int) -> Sharing:

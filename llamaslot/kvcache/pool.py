@@ -48,8 +48,8 @@ class Pool(Protocol):
     def append(self, seq: int, tokens: bytes) -> None:
         """Append tokens that a running sequence computed."""
 
-    def tidy(self) -> None:
-        """Remove duplicate cells, and free spare sequences that hold nothing of their own."""
+    def deduplicate(self) -> None:
+        """Remove duplicate cells, and clear spare sequences that hold nothing of their own."""
 
     def move_to_spare(self, seq: int, keep: int) -> None:
         """Keep the path of an idle slot, which is about to drop all but `keep` tokens, in a spare sequence."""

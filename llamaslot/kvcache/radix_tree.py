@@ -47,6 +47,11 @@ class RadixTree:
         self.version = 0
         """Changes whenever a lookup might have another result."""
 
+    @property
+    def n_idle_tokens(self) -> int:
+        """Resident tokens that no running request holds."""
+        return self.n_tokens - self.n_pinned_tokens
+
     # --- lookups; they change nothing ---
 
     def match(self, namespace: str, tokens: bytes) -> Match:

@@ -39,7 +39,7 @@ class UnifiedPool:
     @property
     def n_idle(self) -> int:
         """Cells that only idle sequences use."""
-        return self._tree.n_tokens - self._tree.n_pinned_tokens
+        return self._tree.n_idle_tokens
 
     def acquire(self, slots: Sequence[int], match: Match) -> tuple[int, int]:
         """Choose one of `slots` and give it the resident part of a match, pinned. It is
@@ -77,7 +77,7 @@ class UnifiedPool:
         if n_held:
             self._sequences.duplicates.add(seq, start, start + n_held)
 
-    def tidy(self) -> None:
+    def deduplicate(self) -> None:
         """Remove duplicate cells, and free spare ids whose paths others hold."""
         self._sequences.operations += self._sequences.duplicates.resolve()
         self._release_covered()

@@ -94,14 +94,13 @@ class Offloader:
 
     def can_free(self, n_cells: int) -> bool:
         """True if `n_cells` are free or idle."""
-        return n_cells <= self._n_free() + self._tree.n_tokens - self._tree.n_pinned_tokens
+        return n_cells <= self._n_free() + self._tree.n_idle_tokens
 
     def free_cells(self, n_cells: int) -> bool:
         """Evict idle cells until `n_cells` are free, unless even all of them are too few; True if they are free."""
-        n_free = self._n_free()
-        n_idle = self._tree.n_tokens - self._tree.n_pinned_tokens
-        if n_free < n_cells <= n_free + n_idle:
-            self.evict(n_cells - n_free)
+        n_missing = n_cells - self._n_free()
+        if 0 < n_missing <= self._tree.n_idle_tokens:
+            self.evict(n_missing)
         return self._n_free() >= n_cells
 
     def offload_evicted(self, seq: int, start: int, end: int) -> None:
@@ -124,7 +123,7 @@ class Offloader:
         if self._ahead_at != self._sequences.clock:
             self._ahead_at, self._n_offloaded_ahead = self._sequences.clock, 0
         tree = self._tree
-        n_all = tree.n_tokens if with_running else tree.n_tokens - tree.n_pinned_tokens
+        n_all = tree.n_tokens if with_running else tree.n_idle_tokens
         n_done = 0
         for seq in self._sequences.all if self._n_offloaded_ahead < n_all else ():
             node = tree.end_node(seq)

@@ -59,15 +59,13 @@ class OffloadPolicy:
 
     def offload_idle(self, n_prefill: int) -> None:
         """Evict, and so offload, the idle prefixes that would slow this prefill by more than loading them costs."""
-        n_idle = self._tree.n_tokens - self._tree.n_pinned_tokens
-        self._offloader.evict(self._at_most(n_idle), self._used_before(n_prefill))
+        self._offloader.evict(self._at_most(self._tree.n_idle_tokens), self._used_before(n_prefill))
 
     def keep_idle_budget(self) -> None:
         """Evict what idle prefixes hold beyond their budget."""
         budget = self._settings.idle_cells
-        n_idle = self._tree.n_tokens - self._tree.n_pinned_tokens
-        if self._settings.shares_cells and budget is not None and n_idle > budget:
-            self._offloader.evict(self._at_most(n_idle - budget))
+        if self._settings.shares_cells and budget is not None and self._tree.n_idle_tokens > budget:
+            self._offloader.evict(self._at_most(self._tree.n_idle_tokens - budget))
 
     def offload_for_disk(self, now: float) -> None:
         """While requests run: offload a segment ahead now and then, since only what is in RAM can be written."""
