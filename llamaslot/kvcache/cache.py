@@ -192,6 +192,7 @@ class KVCache:
 
     def invalidate(self, seq: int) -> None:
         """Remove a sequence whose content is unknown after a failed decode."""
+        self._tiers.unpin(seq)
         end = self._tree.end_node(seq)
         if end is not None:
             self._tree.touch(end, self._sequences.advance())
@@ -339,6 +340,7 @@ class KVCache:
         for seq in self._sequences.all:
             assert range_of(seq) == range(self.length(seq)), f"sequence {seq}"
             assert seq in self._sequences.slots or not self._tree.is_pinned(seq)
+            assert self._tree.is_pinned(seq) or not self._tiers.is_loading(seq), f"sequence {seq} keeps segments"
         assert self.settings.scratch is None or range_of(self.settings.scratch) == range(0)
         assert 0 <= self.cells.used <= self.settings.n_cells or not self.settings.shares_cells
 

@@ -107,6 +107,20 @@ def test_streams_go_on_while_a_long_prefix_is_loaded_in_several_steps() -> None:
     assert again.n_prompt_computed == 1
 
 
+def test_a_request_that_ends_while_its_prefix_is_loaded_keeps_no_segments_in_ram() -> None:
+    shared = driver(n_ctx=4096, load_us=250.0, n_ubatch=512)
+    shared.run("a" * 1500)
+    shared.run("b" * 1500)
+    shared.submit("c" * 5, max_tokens=40)
+    shared.step()
+    again = shared.submit("a" * 1500)
+    shared.step()
+    tiers = shared.scheduler.cache._tiers
+    assert tiers.is_loading(again.slot)
+    shared.scheduler.end(again, 0.0, cancelled=True)
+    assert not tiers.is_loading(again.slot)
+
+
 def test_a_prefix_is_loaded_in_one_step_beside_no_stream() -> None:
     shared = driver(n_ctx=4096, load_us=250.0, n_ubatch=512)
     shared.run("a" * 1500)

@@ -98,6 +98,10 @@ class SegmentTiers:
             found.append(part)
         return found
 
+    def is_loading(self, seq: int) -> bool:
+        """True if segments are kept in RAM because a sequence is about to load them."""
+        return seq in self._load_pins
+
     def fits(self, node: Node, ranges: Sequence[tuple[int, int]]) -> bool:
         """True if these ranges of the path to a node fit into RAM once everything that may be evicted is.
 
