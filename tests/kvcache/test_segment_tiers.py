@@ -28,8 +28,10 @@ from llamaslot.kvcache.offload.disk_io import (
     ReadFailed,
     ReadStarted,
     SaveFailed,
+    SegmentMeta,
     Write,
     Written,
+    path_digest,
 )
 from llamaslot.kvcache.offload.disk_pacing import PARTIAL_DELAY_S, READ_TIMEOUT_S, RETRY_DELAY_S
 from llamaslot.kvcache.offload.offloader import _missing
@@ -683,3 +685,17 @@ def test_the_use_of_a_path_is_reported_by_its_last_segment() -> None:
     held.touch(tuple(range(250)))
     held.touch(tuple(range(150)))
     assert held.tiers.take_jobs() == [MarkUsed((2, 1))]
+
+
+def test_a_segment_larger_than_ram_stays_on_disk_unknown_with_all_behind_it() -> None:
+    size = SegmentSize(HEADER, 1)
+    long, short, other = (1, 2, 3, 4), (1, 2, 3, 4, 5), (9,)
+    metas = [
+        SegmentMeta(0, None, "", 0, run_of(long), size.of(4), path_digest("", run_of(long))),
+        SegmentMeta(1, 0, "", 4, run_of(short[4:]), size.of(1), path_digest("", run_of(short))),
+        SegmentMeta(2, None, "", 0, run_of(other), size.of(1), path_digest("", run_of(other))),
+    ]
+    tiers = SegmentTiers(RadixTree(), size.of(1), size, MAX_TOKENS, disk_bytes=100)
+    assert tiers.restore(metas, 3) == [0, 1]
+    assert [segment.number for segment in tiers.disk] == [2]
+    assert tiers.take_jobs() == []
