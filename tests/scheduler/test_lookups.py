@@ -148,3 +148,18 @@ def test_a_match_is_looked_up_again_for_more_tokens() -> None:
     assert match.n_resident * WIDTH == len(request.prefix)
     request.add_token(ord("a"), 0.0)
     assert busy.scheduler.admission.match(request).n_resident == 30
+
+
+def test_what_was_compared_of_a_request_is_forgotten_once_it_ends() -> None:
+    shared = Driver(n_slots=2, n_ctx=1024)
+    leader = shared.submit("a" * 100, max_tokens=50)
+    shared.step()
+    follower = shared.submit("a" * 99 + "b", id_slot=leader.slot)
+    waiting = shared.submit("a" * 200)
+    shared.step()
+    in_flight = shared.scheduler.admission._in_flight
+    assert in_flight._n_common
+    for request in (follower, waiting, leader):
+        shared.scheduler.end(request, 0.0, cancelled=True)
+    assert not in_flight._n_common
+    assert not in_flight._running
