@@ -266,7 +266,7 @@ def test_every_text_is_the_cold_one(
 ) -> None:
     monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 0.0)
     # Expecting too little makes requests outgrow the pool together, so that some are preempted.
-    monkeypatch.setattr(admission, "_LEAST_EXPECTED", 2)
+    monkeypatch.setattr(admission, "MIN_EXPECTED_TOKENS", 2)
     tally = Tally()
     noise = Noise(LlamaSettings(resolve_model("demo"), n_ctx=4096, n_ubatch=512, n_threads=1))
     for i, workload in enumerate(workloads):
