@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from llamaslot.base.kv_ops import Operation
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import is_private
@@ -80,6 +82,8 @@ class KVCache:
         first_number: int = 0,
     ) -> None:
         self.settings = settings
+        self._counters = CacheStats()
+        """The fields that only grow, counted where it happens."""
         self._tree = RadixTree()
         n_seqs = max(settings.n_slots, settings.n_seqs - 1) if settings.shares_cells else settings.n_seqs
         self._sequences = Sequences(self._tree, n_slots=settings.n_slots, n_seqs=n_seqs)
@@ -88,13 +92,14 @@ class KVCache:
             settings.ram_bytes if settings.offloads else 0,
             settings.segment_size or SegmentSize(0, 1),
             settings.segment_tokens,
+            self._counters,
             disk_bytes=settings.disk_bytes,
         )
         self._offloader = Offloader(
-            self._tree, self._sequences, self._tiers, settings, n_free=lambda: self.cells.free
+            self._tree, self._sequences, self._tiers, settings, self._counters, n_free=lambda: self.cells.free
         )
         self._policy = OffloadPolicy(settings, self._tree, self._sequences, self._tiers, self._offloader)
-        parts = self._tree, self._sequences, self._offloader, settings
+        parts = self._tree, self._sequences, self._offloader, settings, self._counters
         self._pool: Pool = (
             UnifiedPool(*parts) if settings.shares_cells else PartitionedPool(*parts, prefill_seconds)
         )
@@ -104,7 +109,6 @@ class KVCache:
         """Tokens that were cached when each running slot was acquired."""
         self._load_budget: int | None = None
         """Tokens that may still be loaded in this step; None for any number."""
-        self._n_copied = self._n_loaded = 0
         self.ignored = self._tiers.restore(on_disk, first_number)
         """Numbers of segments on disk that are too large to be used."""
 
@@ -144,7 +148,7 @@ class KVCache:
         """Give the resident part of a match to the best of `slots`, all idle, and pin it against eviction."""
         miss = _miss_reason(match, self._ghosts, self.settings.min_shared)
         slot, n_copied = self._pool.acquire(slots, match)
-        self._n_copied += n_copied
+        self._counters.copied_tokens += n_copied
         self._tree.touch(self._sequences.end(slot), self._sequences.advance(), hits=1)
         self._tiers.touch(self._tree.match(match.namespace, match.tokens).segments)
         self._pool.free_an_id()
@@ -160,8 +164,8 @@ class KVCache:
         loaded = self._offloader.load(seq, match, self._load_budget)
         if self._load_budget is not None:
             self._load_budget = max(0, self._load_budget - loaded.n_loaded)
-        self._n_copied += n_copied
-        self._n_loaded += loaded.n_loaded
+        self._counters.copied_tokens += n_copied
+        self._counters.loaded_tokens += loaded.n_loaded
         return replace(loaded, n_copied=n_copied)
 
     def append(self, seq: int, tokens: Tokens) -> None:
@@ -302,7 +306,8 @@ class KVCache:
         """The cache's part of the statistics, in constant time; what requests reused is added by the scheduler."""
         settings, tiers = self.settings, self._tiers
         ram, disk, writing = tiers.ram, tiers.disk, tiers.writer.writing
-        return CacheStats(
+        return structs.replace(
+            self._counters,
             cells=self.cells,
             ram=RamStats(ram.capacity, ram.n_bytes, ram.n_tokens, len(ram)),
             disk=DiskStats(
@@ -310,17 +315,9 @@ class KVCache:
                 used_bytes=disk.n_bytes - sum(segment.n_bytes for segment in writing),
                 tokens=disk.n_tokens - sum(segment.n_tokens for segment in writing),
                 segments=len(disk) - len(writing),
-                corrupt_files=tiers.n_corrupt_files,
+                corrupt_files=self._counters.disk.corrupt_files,
             ),
             sequences=SequenceStats(settings.n_slots, settings.n_spare, self._sequences.n_in_use, settings.n_seqs),
-            copied_tokens=self._n_copied,
-            evicted_tokens=self._offloader.n_evicted_tokens,
-            offloaded_tokens=self._offloader.n_offloaded_tokens,
-            loaded_tokens=self._n_loaded,
-            read_tokens=tiers.n_read_tokens,
-            written_tokens=tiers.writer.n_written_tokens,
-            moved_prefixes=self._pool.n_moved_prefixes,
-            dropped_prefixes=self._pool.n_dropped_prefixes,
         )
 
     def snapshot(

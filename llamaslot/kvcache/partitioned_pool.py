@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from llamaslot.base.kv_ops import CopyStream
+from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match
@@ -27,14 +28,14 @@ class PartitionedPool:
         sequences: Sequences,
         offloader: Offloader,
         settings: CacheSettings,
+        counters: CacheStats,
         prefill_seconds: Callable[[int], float],
     ) -> None:
-        self.n_moved_prefixes = 0
-        self.n_dropped_prefixes = 0
         self._tree = tree
         self._sequences = sequences
         self._offloader = offloader
         self._settings = settings
+        self._counters = counters
         self._prefill_seconds = prefill_seconds
         self._copying: set[int] = set()
         """Sequences that take part in a copy before the next decode."""
@@ -59,7 +60,7 @@ class PartitionedPool:
         if own < self._tree.length(seq) and not self._sequences.is_covered(seq):
             # A slot takes part in one copy at a time: the wanted one goes before keeping what may be wanted later.
             if source is not None:
-                self._offloader.n_evicted_tokens += self._tree.length(seq) - own
+                self._counters.evicted_tokens += self._tree.length(seq) - own
             else:
                 self.move_to_spare(seq, own)
         if source is None:
@@ -112,15 +113,15 @@ class PartitionedPool:
         may_copy = seq not in self._copying and self._copy_pays(n_lost)
         targets = [each for each in sequences.spare if each not in self._copying] if may_copy else []
         if not targets:
-            self._offloader.n_evicted_tokens += n_lost
+            self._counters.evicted_tokens += n_lost
             return
         target = min(targets, key=lambda each: (sequences.n_own(each), sequences.last_used(each)))
-        self._offloader.n_evicted_tokens += sequences.n_own(target)
+        self._counters.evicted_tokens += sequences.n_own(target)
         sequences.clear(target)
         end = sequences.end(seq)
         self._copy(seq, target, end.end)
         self._tree.hold(target, end.namespace, end, end.end)
-        self.n_moved_prefixes += 1
+        self._counters.moved_prefixes += 1
 
     def _choose(self, slots: Sequence[int], held: dict[int, int]) -> int:
         """The longest match; while a slot is empty, none that would lose over half of its tokens."""

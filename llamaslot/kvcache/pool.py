@@ -20,11 +20,6 @@ class Sharing(Enum):
 class Pool(Protocol):
     """Cells of the context. Sequences are named by their ids, tokens are packed."""
 
-    n_moved_prefixes: int
-    """Idle paths that were moved from a slot to a spare sequence."""
-    n_dropped_prefixes: int
-    """Idle paths that were evicted for lack of a sequence id."""
-
     @property
     def n_used(self) -> int:
         """Cells in use, once the operations so far are carried out."""

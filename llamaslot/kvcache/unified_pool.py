@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llamaslot.base.kv_ops import Copy
+from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match
@@ -22,14 +23,18 @@ class UnifiedPool:
     """Implements `Pool`. A sequence with fewer than `min_shared` tokens of its own is the first to lose its id."""
 
     def __init__(
-        self, tree: RadixTree, sequences: Sequences, offloader: Offloader, settings: CacheSettings
+        self,
+        tree: RadixTree,
+        sequences: Sequences,
+        offloader: Offloader,
+        settings: CacheSettings,
+        counters: CacheStats,
     ) -> None:
-        self.n_moved_prefixes = 0
-        self.n_dropped_prefixes = 0
         self._tree = tree
         self._sequences = sequences
         self._offloader = offloader
         self._min_shared = settings.min_shared
+        self._counters = counters
 
     @property
     def n_used(self) -> int:
@@ -100,7 +105,7 @@ class UnifiedPool:
             return
         sequences.operations.append(Copy(seq, target, 0, end.end))
         self._tree.hold(target, end.namespace, end, end.end)
-        self.n_moved_prefixes += 1
+        self._counters.moved_prefixes += 1
 
     def free_an_id(self) -> None:
         """Make sure that a spare id is free.
@@ -118,7 +123,7 @@ class UnifiedPool:
         end = sequences.end(victim).end
         self._offloader.offload_evicted(victim, end - sequences.n_own(victim), end)
         sequences.clear(victim)
-        self.n_dropped_prefixes += 1
+        self._counters.dropped_prefixes += 1
         if victim in sequences.slots:
             moved = sequences.spare[-1]
             self.move_to_spare(moved, 0)

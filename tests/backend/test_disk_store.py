@@ -28,6 +28,7 @@ from llamaslot.backend.disk.segment_files import (
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
+from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta, path_digest
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -451,7 +452,7 @@ def test_a_damaged_index_never_gives_a_segment_to_another_prefix(folder: Path) -
             (folder / "segments" / name).write_bytes(data)
         store = opened(folder)
         tree = RadixTree()
-        tiers = SegmentTiers(tree, 10**9, SIZE, 512, disk_bytes=10**9)
+        tiers = SegmentTiers(tree, 10**9, SIZE, 512, CacheStats(), disk_bytes=10**9)
         tiers.restore(store.take_segments(), store.first_number)
         tiers.check(tree.check())
         for found in tiers.disk:

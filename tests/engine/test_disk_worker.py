@@ -79,7 +79,7 @@ async def test_prefixes_are_read_from_disk_after_a_restart(tmp_path: Path) -> No
             assert end.progress.n_prompt_computed == 1
             assert harness.text(str(i)) == texts[turn] == await alone(turn, backend())
             assert end.progress.n_read >= len(HEAD) or i > 0
-        assert tiers.n_read_tokens >= sum(map(len, TURNS)) - len(HEAD) - 3
+        assert tiers.counters.read_tokens >= sum(map(len, TURNS)) - len(HEAD) - 3
 
 
 async def test_the_tokens_of_a_corrupt_file_are_computed_again(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ async def test_the_tokens_of_a_corrupt_file_are_computed_again(tmp_path: Path) -
         assert end.progress.n_cached == 0
         assert harness.text("a") == await alone(TURNS[0], backend())
         tiers = harness.engine.scheduler.cache._tiers
-        assert tiers.n_corrupt_files == 1
+        assert tiers.counters.disk.corrupt_files == 1
         await written(harness)
     async with served(tmp_path) as harness:
         end = await harness.submit("a", TURNS[0])

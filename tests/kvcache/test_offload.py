@@ -180,7 +180,7 @@ def test_a_prefix_larger_than_ram_is_not_offloaded_in_parts() -> None:
     shared.run("a" * 50)
     shared.run("b" * 1500)
     shared.run("c" * 100, max_tokens=900)
-    assert shared.cache._offloader.n_evicted_tokens > 0
+    assert shared.cache.stats().evicted_tokens > 0
     assert sum(map(len, shared.backend.segments.values())) <= 50
 
 
@@ -271,7 +271,7 @@ def test_private_prefixes_are_not_offloaded() -> None:
     shared.run("b" * 200)
     shared.step()
     assert sum(map(len, shared.backend.segments.values())) == 200
-    assert shared.cache._offloader.n_offloaded_tokens == 0
+    assert shared.cache.stats().offloaded_tokens == 0
 
 
 def test_dropping_everything_drops_the_segments() -> None:

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import private_namespace
+from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.offload.disk_io import (
@@ -92,7 +93,7 @@ class Tiers:
 
     def __init__(self, ram: int, size: SegmentSize, max_tokens: int = 512, *, disk_bytes: int = 0) -> None:
         self.tree = RadixTree()
-        self.tiers = SegmentTiers(self.tree, ram, size, max_tokens, disk_bytes=disk_bytes)
+        self.tiers = SegmentTiers(self.tree, ram, size, max_tokens, CacheStats(), disk_bytes=disk_bytes)
 
     @contextmanager
     def resident(self, namespace: str, tokens: Path) -> Iterator[Node]:
@@ -653,7 +654,7 @@ def test_the_children_of_a_corrupt_file_are_evicted_from_disk_with_it() -> None:
     assert list(held.tiers.disk) == other
     assert held.tiers.take_jobs() == [Erase((each.number,)) for each in reversed(path)]
     held.tiers.on_io(Corrupt(path[1].number), 1000.0)
-    assert held.tiers.n_corrupt_files == 1, "one that was erased meanwhile is not corrupt"
+    assert held.tiers.counters.disk.corrupt_files == 1, "one that was erased meanwhile is not corrupt"
 
 
 def test_a_partial_segment_stays_on_disk_until_its_replacement_is_written() -> None:

@@ -225,8 +225,8 @@ def test_a_single_slot_with_a_single_spare_id_moves_no_path() -> None:
     shared = driver(n_slots=1, n_reserved=0, n_ubatch=64)
     for letter in "abc":
         shared.run(letter * 30)
-    pool = shared.cache._pool
-    assert (pool.n_moved_prefixes, pool.n_dropped_prefixes, shared.cache._offloader.n_evicted_tokens) == (0, 0, 60)
+    stats = shared.cache.stats()
+    assert (stats.moved_prefixes, stats.dropped_prefixes, stats.evicted_tokens) == (0, 0, 60)
     assert shared.holders("c" * 30) == [0]
 
 

@@ -12,6 +12,7 @@ from enum import Enum
 
 from llamaslot.base.kv_ops import Free, Load, Save
 from llamaslot.base.namespaces import is_private
+from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match, SegmentPart
@@ -58,17 +59,15 @@ class Offloader:
         sequences: Sequences,
         tiers: SegmentTiers,
         settings: CacheSettings,
+        counters: CacheStats,
         n_free: Callable[[], int],
     ) -> None:
-        self.n_evicted_tokens = 0
-        """Tokens that left the pool and are in no segment."""
-        self.n_offloaded_tokens = 0
-        """Tokens that left the pool and are in segments."""
         self.scratch = settings.scratch
         self._tree = tree
         self._sequences = sequences
         self._tiers = tiers
         self._settings = settings
+        self._counters = counters
         self._n_free = n_free
         self._saving: set[int] = set()
         """Segments that the plan saves: none may be loaded before it is known that they were."""
@@ -111,8 +110,8 @@ class Offloader:
         if self._tiers.ram.capacity:
             self._offload(seq, self._missing(seq, start, end), end)
             n_missing = sum(b - max(a, start) for a, b in self._missing(seq, start, end))
-        self.n_evicted_tokens += n_missing
-        self.n_offloaded_tokens += n - n_missing
+        self._counters.evicted_tokens += n_missing
+        self._counters.offloaded_tokens += n - n_missing
 
     def offload_ahead(self, max_tokens: int, *, with_running: bool) -> int:
         """Offload about `max_tokens` that no segment has; they stay resident. Returns how many.

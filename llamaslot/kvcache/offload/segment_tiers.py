@@ -13,6 +13,7 @@ from collections.abc import Container, Iterable, Sequence
 
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import is_private
+from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.match import SegmentPart
 from llamaslot.kvcache.node import Node
@@ -59,6 +60,7 @@ class SegmentTiers:
         ram_bytes: int,
         size: SegmentSize,
         max_tokens: int,
+        counters: CacheStats,
         *,
         disk_bytes: int = 0,
     ) -> None:
@@ -67,8 +69,7 @@ class SegmentTiers:
         self.disk = SegmentLru(disk_bytes if ram_bytes else 0)
         self.writer = WriteBack(self)
         self.now = 0.0
-        self.n_read_tokens = 0
-        self.n_corrupt_files = 0
+        self.counters = counters
         self._tree = tree
         self._size = size
         self.busy: dict[int, Segment] = {}
@@ -348,7 +349,7 @@ class SegmentTiers:
         if segment is not None and is_wanted:
             self.apply(segment, E.READ_DONE)
             segment.is_fresh = True
-            self.n_read_tokens += segment.n_tokens
+            self.counters.read_tokens += segment.n_tokens
             self._read_rate.observe(segment.n_tokens, seconds, self.now)
         self._watchdog.on_answer(self.now, has_more=self.n_reads > 0)
         return segment if is_wanted else None
@@ -368,7 +369,7 @@ class SegmentTiers:
     def _on_corrupt(self, segment: Segment | None) -> None:
         """Evict a corrupt segment and its descendants from disk."""
         gone = [segment] if segment is not None else []
-        self.n_corrupt_files += len(gone)
+        self.counters.disk.corrupt_files += len(gone)
         for each in gone:
             gone += [child for child in each.children if child.state.uses_disk]
         for each in reversed(gone):

@@ -32,7 +32,6 @@ class WriteBack:
     """Chooses which segments of the tiers are written to disk, and when."""
 
     def __init__(self, tiers: SegmentTiers) -> None:
-        self.n_written_tokens = 0
         self._tiers = tiers
         self._queue = WriteQueue(tiers.max_tokens)
         self._replaced: dict[int, int] = {}
@@ -99,7 +98,7 @@ class WriteBack:
             self.queue(segment)
             return
         self._tiers.apply(segment, E.WRITTEN)
-        self.n_written_tokens += segment.n_tokens
+        self._tiers.counters.written_tokens += segment.n_tokens
         self._erase_replaced(segment)
         for child in segment.children:
             self.queue(child)
