@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from llamaslot.base.tokens import unpacked
+from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.scheduler.scheduler import Scheduler
 from tests.fake_backend import FakeBackend
 
@@ -17,7 +19,7 @@ def check_pool(scheduler: Scheduler, backend: FakeBackend, *, computing: bool = 
     if cache._sequences.operations:
         return
     for seq in range(backend.n_seqs):
-        held, seen = list(enumerate(tree.tokens(seq).tolist())), backend.seen(seq)
+        held, seen = list(enumerate(tokens_of(tree, seq))), backend.seen(seq)
         running = seq < len(scheduler.slots) and scheduler.slots[seq].request is not None
         assert seen[: len(held)] == held, seq
         assert seen == held or (running and computing), seq
@@ -25,3 +27,9 @@ def check_pool(scheduler: Scheduler, backend: FakeBackend, *, computing: bool = 
     if not computing:
         cache.check(backend.seq_range)
         assert backend.cells_used == cache.cells.used
+
+
+def tokens_of(tree: RadixTree, seq: int) -> list[int]:
+    """All tokens that a sequence holds."""
+    end = tree.end_node(seq)
+    return unpacked(end.prefix()).tolist() if end is not None else []

@@ -1,7 +1,7 @@
 """Statistics of the engine and its prefix cache, as plain values that msgspec can encode.
 
 `GET /cache` is `CacheState` as JSON, and `/metrics` names fields of `EngineState` by their path: a counter is
-listed once here and once in the table of `llamaslot.service.metrics`.
+listed once here and once in the table of `llamaslot.service.metrics`. The cache counts in a `CacheStats` itself.
 """
 
 from __future__ import annotations

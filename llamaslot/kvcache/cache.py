@@ -100,9 +100,11 @@ class KVCache:
         )
         self._policy = OffloadPolicy(settings, self._tree, self._sequences, self._tiers, self._offloader)
         parts = self._tree, self._sequences, self._offloader, settings, self._counters
-        self._pool: Pool = (
-            UnifiedPool(*parts) if settings.shares_cells else PartitionedPool(*parts, prefill_seconds)
-        )
+        self._pool: Pool
+        if settings.shares_cells:
+            self._pool = UnifiedPool(*parts)
+        else:
+            self._pool = PartitionedPool(*parts, prefill_seconds=prefill_seconds)
         self._snapshots = SlotSnapshots(self._tree, self._sequences, self._pool, self._offloader)
         self._ghosts = GhostList()
         self._n_cached_at: dict[int, int] = {}
@@ -337,7 +339,7 @@ class KVCache:
         for seq in self._sequences.all:
             assert range_of(seq) == range(self.length(seq)), f"sequence {seq}"
             assert seq in self._sequences.slots or not self._tree.is_pinned(seq)
-            assert self._tree.is_pinned(seq) or not self._tiers.is_loading(seq), f"sequence {seq} keeps segments"
+            assert self._tree.is_pinned(seq) or seq not in self._tiers.load_pins, f"sequence {seq} keeps segments"
         assert self.settings.scratch is None or range_of(self.settings.scratch) == range(0)
         assert 0 <= self.cells.used <= self.settings.n_cells or not self.settings.shares_cells
 

@@ -29,6 +29,7 @@ class PartitionedPool:
         offloader: Offloader,
         settings: CacheSettings,
         counters: CacheStats,
+        *,
         prefill_seconds: Callable[[int], float],
     ) -> None:
         self._tree = tree

@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from llamaslot.base.tokens import WIDTH, Tokens, unpacked
+from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.eviction import EvictionQueue
 from llamaslot.kvcache.match import Match, SegmentPart
 from llamaslot.kvcache.node import Node
@@ -79,11 +79,6 @@ class RadixTree:
         """Tokens that a sequence holds."""
         node = self._ends.get(seq)
         return node.end if node is not None else 0
-
-    def tokens(self, seq: int) -> Tokens:
-        """All tokens that a sequence holds, int32."""
-        node = self._ends.get(seq)
-        return unpacked(node.prefix() if node is not None else b"")
 
     def is_pinned(self, seq: int) -> bool:
         """True while a request runs in the sequence."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bench.tree import Shape, build, evict_time, insert_times, match_times
 from llamaslot.base.tokens import WIDTH
+from tests.pool import tokens_of
 
 SMALL = Shape(n_tokens=2_000, n_leaves=50, n_path_nodes=16, n_path_tokens=120, n_node_tokens=5)
 
@@ -26,8 +27,8 @@ def test_the_tree_is_sound_and_the_same_again() -> None:
     built, again = build(SMALL), build(SMALL)
     built.tree.check()
     assert (built.paths, built.order) == (again.paths, again.order)
-    assert [built.tree.tokens(seq).tolist() for seq in built.order] == [
-        again.tree.tokens(seq).tolist() for seq in again.order
+    assert [tokens_of(built.tree, seq) for seq in built.order] == [
+        tokens_of(again.tree, seq) for seq in again.order
     ]
     assert len(set(built.paths)) == SMALL.n_trunks
     assert {len(path) // WIDTH for path in built.paths} == {SMALL.n_path_tokens}

@@ -38,6 +38,7 @@ from llamaslot.scheduler.step import StepPlan, StepResult, apply, next_decode_st
 from tests.conftest import LONG
 from tests.fake_backend import EOS, FakeBackend, FakeSampler
 from tests.fake_disk import FakeDisk
+from tests.pool import tokens_of
 from tests.recorder import Failure, Recorder
 
 LETTERS = 97, 98
@@ -603,7 +604,7 @@ class CacheMachine(RuleBasedStateMachine):
             in_ram = {segment.number for segment in self.tiers.ram if segment.state.is_loadable}
             assert in_ram == backend.segments.keys()
         for seq, held in enumerate(backend.held):
-            assert cache._tree.tokens(seq).tolist() == held.tokens, seq
+            assert tokens_of(cache._tree, seq) == held.tokens, seq
             assert cache.length(seq) == len(held)
         assert cache.cells.used == (len(backend.cells) if self.shape.shares else sum(map(len, backend.held)))
         if backend.info.reuse:

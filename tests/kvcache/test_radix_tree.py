@@ -17,6 +17,7 @@ from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import Segment
+from tests.pool import tokens_of
 
 SEQS = 8
 NAMESPACES = st.sampled_from(["", "salt"])
@@ -270,7 +271,7 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.n_pinned_tokens == len(self.prefixes(self.pinned))
         assert sum(node.n_tokens for node in self.tree.nodes()) == len(self.in_tree())
         for seq, (_, path) in self.held.items():
-            assert tuple(self.tree.tokens(seq).tolist()) == path
+            assert tuple(tokens_of(self.tree, seq)) == path
             assert self.tree.length(seq) == len(path)
             assert self.tree.is_pinned(seq) == (seq in self.pinned)
             others = self.prefixes(set(self.held) - {seq})

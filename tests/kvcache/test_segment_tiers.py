@@ -260,7 +260,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def may_be_evicted(self, tracked: Tracked) -> bool:
         """True if it is not in RAM, or may be evicted."""
-        pins = self.tiers._load_pins.values()
+        pins = self.tiers.load_pins.values()
         is_busy = tracked.segment.state in (SegmentState.READING, SegmentState.WRITING)
         return not tracked.in_ram or not (is_busy or any(tracked.segment in each for each in pins))
 
@@ -696,7 +696,7 @@ def test_a_segment_larger_than_ram_stays_on_disk_unknown_with_all_behind_it() ->
         SegmentMeta(1, 0, "", 4, run_of(short[4:]), size.of(1), path_digest("", run_of(short))),
         SegmentMeta(2, None, "", 0, run_of(other), size.of(1), path_digest("", run_of(other))),
     ]
-    tiers = SegmentTiers(RadixTree(), size.of(1), size, MAX_TOKENS, disk_bytes=100)
+    tiers = SegmentTiers(RadixTree(), size.of(1), size, MAX_TOKENS, CacheStats(), disk_bytes=100)
     assert tiers.restore(metas, 3) == [0, 1]
     assert [segment.number for segment in tiers.disk] == [2]
     assert tiers.take_jobs() == []

@@ -10,6 +10,7 @@ from llamaslot.base.stats import CacheState, CacheStats
 from llamaslot.kvcache.cache import Dropped, KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.scheduler.request import Request
+from tests.pool import tokens_of
 from tests.scheduler.test_scheduler import PROMPT_TOKEN_SECONDS, Driver, as_tokens, tokenized
 
 PROMPTS = st.lists(st.text("ab", min_size=1, max_size=12), min_size=1, max_size=25)
@@ -51,7 +52,7 @@ def test_a_snapshot_lists_the_pool_and_no_prefix_before_its_ancestors(
         assert prefix.edge_tokens == len(str(prefix.text))
         assert prefix.holders
         for seq in prefix.holders:
-            assert bytes(driver.cache._tree.tokens(seq).tolist()).decode().startswith(text)
+            assert bytes(tokens_of(driver.cache._tree, seq)).decode().startswith(text)
         runs = {slot.id for slot in driver.scheduler.slots if slot.request}
         assert prefix.pinned == bool(runs & set(prefix.holders))
     parents = {prefix.parent for prefix in state.prefixes}

@@ -60,6 +60,7 @@ class Offloader:
         tiers: SegmentTiers,
         settings: CacheSettings,
         counters: CacheStats,
+        *,
         n_free: Callable[[], int],
     ) -> None:
         self.scratch = settings.scratch

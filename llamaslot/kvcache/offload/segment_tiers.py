@@ -75,7 +75,7 @@ class SegmentTiers:
         self.busy: dict[int, Segment] = {}
         """Segments that are being read or written, by number."""
         self._unreadable: dict[int, Segment] = {}
-        self._load_pins: dict[int, frozenset[Segment]] = {}
+        self.load_pins: dict[int, frozenset[Segment]] = {}
         """Segments that each sequence is about to load: they stay in RAM."""
         self._offloads_again_at = 0.0
         self._n_uses = 0
@@ -99,10 +99,6 @@ class SegmentTiers:
             found.append(part)
         return found
 
-    def is_loading(self, seq: int) -> bool:
-        """True if segments are kept in RAM because a sequence is about to load them."""
-        return seq in self._load_pins
-
     def fits(self, node: Node, ranges: Sequence[tuple[int, int]]) -> bool:
         """True if these ranges of the path to a node fit into RAM once everything that may be evicted is.
 
@@ -113,7 +109,7 @@ class SegmentTiers:
         end = max((end for _, end in ranges), default=0)
         path = {each.segment for each in node.path() if each.segment is not None and each.start < end}
         replaced = {s for s in path if any(start <= s.start and s.end <= end for start, end in ranges)}
-        kept = path.union(self.busy.values(), *self._load_pins.values()) - replaced
+        kept = path.union(self.busy.values(), *self.load_pins.values()) - replaced
         n_bytes = sum(
             s.n_bytes for s in kept if s.state.uses_ram and (s.state is not S.CLEAN or self._is_load_pinned(s))
         )
@@ -191,7 +187,7 @@ class SegmentTiers:
     def request(self, seq: int, parts: Iterable[SegmentPart]) -> None:
         """Keep in RAM what a sequence is about to load, and start reading what is not there, as far as it fits."""
         segments = [part.segment for part in parts]
-        self._load_pins[seq] = frozenset(segments)
+        self.load_pins[seq] = frozenset(segments)
         for segment in segments:
             if segment.state.uses_ram:
                 continue
@@ -202,7 +198,7 @@ class SegmentTiers:
 
     def unpin(self, seq: int) -> None:
         """Remove the load pins of a sequence."""
-        self._load_pins.pop(seq, None)
+        self.load_pins.pop(seq, None)
 
     def drop(self, segments: Iterable[Segment]) -> None:
         """Drop segments, children before their parents."""
@@ -327,7 +323,7 @@ class SegmentTiers:
     # --- inside ---
 
     def _is_load_pinned(self, segment: Segment) -> bool:
-        return any(segment in pins for pins in self._load_pins.values())
+        return any(segment in pins for pins in self.load_pins.values())
 
     def _free_ram(self, n_bytes: int, path: Container[Segment] = ()) -> bool:
         """Evict segments from RAM, but none of `path` that is nowhere else; returns True if there is room then."""
