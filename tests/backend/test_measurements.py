@@ -157,3 +157,17 @@ def test_a_folder_that_cannot_be_used_is_no_error(tiny_model: Path, tmp_path: Pa
     in_the_way.touch()
     assert start(tiny_model, in_the_way).kv_cost == MEASURED.kv_cost
     assert n_measured == [1]
+
+
+def test_old_measurements_count_as_missing(tmp_path: Path) -> None:
+    measurements.write(tmp_path, KEY, MEASURED)
+    (file,) = tmp_path.iterdir()
+    os.utime(file, (0, file.stat().st_mtime - measurements.MAX_AGE_S - 60))
+    assert measurements.read(tmp_path, KEY) is None
+
+
+def test_costs_that_turn_offloading_off_are_measured_again(tmp_path: Path) -> None:
+    assert MEASURED.kv_cost is not None
+    slow = msgspec.structs.replace(MEASURED.kv_cost, load_us=MEASURED.kv_cost.prefill_us)
+    measurements.write(tmp_path, KEY, msgspec.structs.replace(MEASURED, kv_cost=slow))
+    assert measurements.read(tmp_path, KEY) is None

@@ -32,15 +32,18 @@ _LOAD_MODES = {
     (False, True): llama_cpp.LLAMA_LOAD_MODE_MLOCK,
 }
 """llama.cpp's ways to load weights: mapped from the file or not, locked in memory or not."""
-_SAMPLING_KEYS: dict[str, tuple[str, type[int] | type[float]]] = {
-    "temp": ("temperature", float),
-    "top_k": ("top_k", int),
-    "top_p": ("top_p", float),
-    "min_p": ("min_p", float),
-    "penalty_last_n": ("repeat_last_n", int),
-    "penalty_repeat": ("repeat_penalty", float),
+_INT32_MAX = 2**31 - 1
+_SAMPLING_KEYS: dict[str, tuple[str, type[int] | type[float], float, float]] = {
+    "temp": ("temperature", float, 0, 100),
+    "top_k": ("top_k", int, 0, _INT32_MAX),
+    "top_p": ("top_p", float, 0, 1),
+    "min_p": ("min_p", float, 0, 1),
+    "penalty_last_n": ("repeat_last_n", int, -1, _INT32_MAX),
+    "penalty_repeat": ("repeat_penalty", float, 0.01, 100),
 }
-"""Fields of `Sampling` by the keys of a GGUF file behind `general.sampling.`; others (XTC, Mirostat) have no field.
+"""Fields of `Sampling` with their types and bounds, by the keys of a GGUF file after `general.sampling.`.
+
+Other keys (XTC, Mirostat) have no field.
 """
 
 
@@ -206,15 +209,18 @@ def metadata(model: Any, key: str) -> str:
 
 
 def sampling_defaults(model: Any) -> dict[str, int | float]:
-    """Return the fields of `Sampling` for which the model file recommends a value (`general.sampling.*`)."""
+    """Return the fields of `Sampling` for which the model file recommends a value (`general.sampling.*`).
+
+    Values outside the bounds that requests have are ignored: llama.cpp takes them unchecked.
+    """
     found: dict[str, int | float] = {}
-    for key, (name, kind) in _SAMPLING_KEYS.items():
+    for key, (name, kind, low, high) in _SAMPLING_KEYS.items():
         text = metadata(model, f"general.sampling.{key}")
         try:
             value = kind(text) if text else math.nan
         except ValueError:
             value = math.nan
-        if math.isfinite(value):
+        if math.isfinite(value) and low <= value <= high:
             found[name] = value
     return found
 

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from llamaslot.backend.llama.llama_settings import LlamaSettings
 from llamaslot.backend.llama.loading import parts
 from llamaslot.base.model import KvCost, ModelInfo, StepCost
 
+MAX_AGE_S = 7 * 86_400
+"""Age at which measurements are taken again: the machine may have been busy, or have changed."""
 FORMAT = 1
 """Counted up whenever something is measured in another way."""
 
@@ -58,16 +61,26 @@ def key_of(settings: LlamaSettings, info: ModelInfo, n_seqs: int) -> str:
 
 
 def read(folder: Path, key: str) -> Measurements | None:
-    """Return the measurements kept for the key; None where the file is missing, corrupt or foreign."""
+    """Return the measurements kept for the key; None where the file is missing, too old, corrupt or foreign."""
+    path = folder / f"{key}.json"
     try:
-        kept = msgspec.json.decode((folder / f"{key}.json").read_bytes(), type=_Kept)
+        if abs(time.time() - path.stat().st_mtime) > MAX_AGE_S:
+            return None
+        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         return None
     return kept.measurements if kept.key == key else None
 
 
 def write(folder: Path, key: str, measurements: Measurements) -> None:
-    """Keep measurements for the key; without effect where the folder cannot be written to."""
+    """Keep measurements for the key; without effect where the folder cannot be written to.
+
+    Costs by which nothing would be offloaded are not kept: a busy machine may have caused them, and they would turn
+    RAM and disk off at every start.
+    """
+    cost = measurements.kv_cost
+    if cost is not None and cost.load_us >= cost.prefill_us:
+        return
     unfinished = folder / f".{key}.{os.getpid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
