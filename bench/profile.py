@@ -63,7 +63,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "pass on": [(Service, "receive")],
     "send": [(EventStream, "write_now")],
 }
-"""What is measured by itself, in the order of a step. `sample` chooses the tokens, `follow` prepares the next step;
+"""Functions that are timed, in the order of a step. `sample` chooses the tokens, `follow` prepares the next step;
 `send` writes the chunk and hands it to the event loop, whose own work, the writes to sockets among it, is `turns`.
 """
 ON_MODEL_THREAD = ("fill", "decode", "sample", "follow")
@@ -76,7 +76,7 @@ class Clocks:
         self.spent: Counter[str] = Counter()
         self._inner = threading.local()
         self._own = 0
-        """What a function that does nothing seems to take."""
+        """Measured time of a function that does nothing."""
         nothing = self.around("nothing", int)
         for _ in range(2000):
             nothing()

@@ -36,7 +36,7 @@ _LEAF_TOKENS_FROM = 100_000
 
 @dataclass(frozen=True)
 class Shape:
-    """What to build; every number is met exactly."""
+    """Shape of the tree to build; every number is met exactly."""
 
     n_tokens: int = 1_000_000
     n_leaves: int = 10_000

@@ -33,15 +33,15 @@ class StoredFile:
 
 @dataclass
 class FakeHub:
-    """What the hub has, what it does wrong, and which requests for bytes it saw."""
+    """Contents of the hub, its faults, and the requests for bytes that it saw."""
 
     repos: dict[str, dict[str, StoredFile]] = field(default_factory=dict)
     licence: str | None = "apache-2.0"
     gated: bool = False
     portal: bool = False
-    """Whether something in between answers with a page of its own."""
+    """True if a proxy answers with a page of its own."""
     ranges: bool = True
-    """Whether Range requests are honoured."""
+    """True if Range requests are honoured."""
     cuts: list[int] = field(default_factory=list)
     """For each request for bytes in turn: how many to send before the connection is closed."""
     stalls: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""How far logits move when nothing changes but the size of the chunks or the cells that they are computed in."""
+"""Distance that logits move when only the size of chunks changes, or the cells that they are computed in."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Noise:
             backend.close()
 
     def explains(self, history: Sequence[int], warm: int, cold: int) -> bool:
-        """Whether `warm` may stand for `cold` as the token after `history`."""
+        """True if `warm` may stand for `cold` as the token after `history`."""
         whole = self._settings.n_ubatch
         reference = self.logits(history, whole, 0)
         # A token alone in its batch goes through other kernels, and cells out of order are added up in another one.

@@ -79,7 +79,7 @@ class Recorder:
         self.refused: set[int] = set()
         """Segments for which there is no memory."""
         self.has_lost = False
-        """Whether cells ever went without being removed, so that the cells of the others are unknown."""
+        """True once cells were lost without being removed, so that the cells of the others are unknown."""
         self.samplers: list[Sampler] = []
         self.segments: dict[int, Offloaded] = {}
         """Segments in memory, by number."""

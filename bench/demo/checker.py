@@ -50,5 +50,5 @@ def _patterns() -> tuple[re.Pattern[str], ...]:
 
 
 def is_grammatical(sentence: str) -> bool:
-    """Whether the grammar has this sentence among those of the assistant."""
+    """True if the grammar has this sentence among those of the assistant."""
     return any(pattern.fullmatch(sentence) for pattern in _patterns())

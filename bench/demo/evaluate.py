@@ -31,7 +31,7 @@ GOAL_RECALL, GOAL_MARGIN = 0.95, 10.0
 
 @dataclass
 class Reply:
-    """What the model answered, and by how much each token won."""
+    """Answer of the model, and the margin by which each token won."""
 
     tokens: list[int] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)

@@ -22,7 +22,7 @@ class Attribute(NamedTuple):
 
 
 class Story(NamedTuple):
-    """What tells one story from the others."""
+    """Parts that differ between stories."""
 
     hero: str  # the usual name
     friend: str

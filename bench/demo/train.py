@@ -182,7 +182,7 @@ def make_rows(stage: Stage, encoder: TalkEncoder, rng: random.Random) -> tuple[n
 
 @dataclass(frozen=True)
 class Run:
-    """How one training run goes."""
+    """Settings of one training run."""
 
     stages: tuple[Stage, ...]
     seed: int

@@ -13,7 +13,7 @@ HELD_OUT_ONE_IN = 8
 
 
 def is_held_out(key: str, value: str) -> bool:
-    """Whether this combination of fact and value is kept away from training."""
+    """True if this combination of fact and value is kept away from training."""
     return zlib.crc32(f"{key}|{value}".encode()) % HELD_OUT_ONE_IN == 0
 
 

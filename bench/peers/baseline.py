@@ -65,7 +65,7 @@ class BothVersions:
         return list(self.servers if repeat % 2 == 0 else self.servers[::-1])
 
     def expected(self, _workload: Workload, _repeat: int) -> int:
-        """How many servers run a pair."""
+        """Number of servers that run a pair."""
         return len(self.servers)
 
 

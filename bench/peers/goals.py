@@ -143,7 +143,7 @@ class Selection:
         return chosen if repeat % 2 == 0 else chosen[::-1]
 
     def expected(self, workload: Workload, repeat: int) -> int:
-        """How many servers will run a pair, as far as that is known before the first run."""
+        """Number of servers that will run a pair, as far as it is known before the first run."""
         n = len(self._taking_part(workload, repeat))
         return n if repeat < N_ALL or workload.name not in GOALS else min(n, 2)
 

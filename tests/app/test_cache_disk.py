@@ -29,7 +29,7 @@ def info(tmp_path: Path) -> ModelInfo:
 
 
 def found(tmp_path: Path, info: ModelInfo, **config: object) -> tuple[int, str]:
-    """How many segments a server with this model finds, and its line; it leaves one more."""
+    """Number of segments that a server with this model finds, and its line; it writes one more."""
     disk = lock_disk(Config(cache_disk=str(tmp_path / "cache"), **config))
     assert disk is not None
     try:

@@ -71,7 +71,7 @@ def distance(a: list[np.ndarray], b: list[np.ndarray]) -> float:
 
 
 def noise_of(model: Path, prompt: list[int], cold: list[np.ndarray], forced: list[int]) -> float:
-    """How far a cold run's logits move with other chunks and other cells."""
+    """Distance that a cold run's logits move with other chunks and other cells."""
     others = [
         cold_run(model, prompt, forced, chunk=11),
         cold_run(model, prompt, forced, scattered=True),

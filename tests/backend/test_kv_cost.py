@@ -1,4 +1,4 @@
-"""What idle prefixes cost, and saving and loading them, as the backend measures it."""
+"""Measurement of the cost of idle prefixes, and of saving and loading them."""
 
 from __future__ import annotations
 

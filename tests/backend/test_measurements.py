@@ -30,7 +30,7 @@ def settings(model: Path, folder: Path | None, **fields: object) -> LlamaSetting
 
 @pytest.fixture
 def n_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often the costs were measured, which then takes no time."""
+    """Number of times that the costs were measured, which then takes no time."""
     count = [0]
 
     def measure(*_: object) -> KvCost | None:

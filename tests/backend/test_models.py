@@ -1,4 +1,4 @@
-"""What a model and its context can do is read from llama.cpp and told as it is: settings arrive, limits hold.
+"""Facts about a model and its context are read from llama.cpp: settings arrive, limits hold.
 
 Models whose state cannot be cut back must say so and be computed anew each turn, for llama.cpp would claim to have
 trimmed them.
@@ -62,7 +62,7 @@ def logits(backend: LlamaBackend, row: int) -> np.ndarray:
 
 
 def state_bytes(backend: LlamaBackend, n_tokens: int = 60) -> int:
-    """What llama.cpp needs to write down a sequence of so many tokens."""
+    """Bytes that llama.cpp needs to save a sequence of `n_tokens`."""
     assert feed(backend, 0, [300] * n_tokens).status is Status.OK
     return llama_cpp.llama_state_seq_get_size(backend._context, 0)
 

@@ -1,4 +1,4 @@
-"""How many sequences a context is made for, and how many cells it gets without --ctx-size: as documented, and as
+"""Number of sequences of a context, and of its cells without --ctx-size: as documented, and as
 llama.cpp then really allocates them.
 """
 

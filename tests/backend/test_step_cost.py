@@ -1,4 +1,4 @@
-"""What small steps cost, as the backend measures it."""
+"""Measurement of the cost of small steps."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Loaded:
 
 @contextmanager
 def complaints() -> Iterator[list[str]]:
-    """What llama.cpp logs at warning level or above."""
+    """Lines that llama.cpp logs at warning level or above."""
     lines: list[str] = []
 
     @llama_cpp.llama_log_callback

@@ -32,7 +32,7 @@ sys.exit(main(["pull", *sys.argv[2:]]))
 
 @dataclass
 class Ended:
-    """How a pull ended."""
+    """Result of a pull."""
 
     status: int
     out: str

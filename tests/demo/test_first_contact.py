@@ -1,4 +1,4 @@
-"""What a stranger sees first: the embedded model through the openai client, the examples and the terminal."""
+"""First impression: the embedded model through the openai client, the examples and the terminal."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def wait_until_written(server: Server, n_tokens: int) -> None:
 
 @pytest.fixture(scope="module")
 def cold(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What a server without any cache answers."""
+    """Answers of a server without any cache."""
     with serving(tmp_path_factory.mktemp("cold"), "--no-cache-prompt") as server:
         known: dict[str, str] = {}
 

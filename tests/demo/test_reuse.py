@@ -258,7 +258,7 @@ def drop_the_pins_in_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load_another_segment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is loaded is of the right positions, but of another conversation."""
+    """Load KV of the right positions, but of another conversation."""
     change = LlamaBackend.change
 
     def wrong(backend: LlamaBackend, operation: Operation) -> None:

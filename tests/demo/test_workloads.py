@@ -65,7 +65,7 @@ class Workload:
 
 @dataclass
 class Tally:
-    """What the workloads did, so that the test can say what it covered."""
+    """Counts of what the workloads did, so that the test can say what it covered."""
 
     n_requests: int = 0
     n_cancelled: int = 0

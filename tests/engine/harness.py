@@ -126,7 +126,7 @@ class Harness:
             assert accepted or not any(isinstance(e, Output | Finished) for e in events), request_id
 
     def check_cells(self) -> None:
-        """What the scheduler believes to be in the pool is in the pool (fake backend only).
+        """The pool holds what the cache says (fake backend only).
 
         While the worker computes, running slots may hold more; before and after, the two agree exactly.
         """

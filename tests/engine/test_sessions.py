@@ -133,7 +133,7 @@ async def test_dropping_a_session_drops_its_earlier_replies(engine: Harness) -> 
 
 @pytest.mark.parametrize("n_ctx", [840, 860, 880])
 async def test_dropping_a_session_keeps_what_others_have_in_another_tier(n_ctx: int) -> None:
-    """What follows the shared prompt is in RAM alone for one of them, and in the pool for the other, or both."""
+    """Tokens after the shared prompt are in RAM only for one session, and in the pool for the other, or both."""
     async with running(FakeBackend(n_slots=2, n_ctx=n_ctx, n_reserved=6), ram_bytes=10**6) as engine:
         texts = {"a": SYSTEM + "a" * 100, "b": SYSTEM + "b" * 200}
         for name in ("b", "a"):
@@ -230,7 +230,7 @@ async def test_one_conversation_is_evicted_completely_before_another() -> None:
 
 
 def n_cached(engine: Harness, texts: dict[str, str]) -> dict[str, int]:
-    """How many tokens of each text are cached."""
+    """Number of cached tokens of each text."""
     cache = engine.engine.scheduler.cache
     return {name: cache.match("", packed(engine, text)).n_cached for name, text in texts.items()}
 

@@ -1,4 +1,4 @@
-"""What is shared is computed once, whoever asks for it and in what order: counted at llama_decode.
+"""Shared prefixes are computed once, whichever request asks first: counted at llama_decode.
 
 The figure to reach is the number of distinct prompt prefixes: the nodes of the plain trie of all prompts.
 """
@@ -170,7 +170,7 @@ async def test_a_leader_that_is_cancelled_is_followed_by_another(
 
 
 def about_equal(computed: list[int], expected: list[int]) -> bool:
-    """Whether no more was computed, and no less than random words explain, which may happen to agree."""
+    """True if no more was computed, and no less than random words explain, which may happen to agree."""
     return all(e - 1 <= c <= e for c, e in zip(computed, expected, strict=True))
 
 

@@ -47,7 +47,7 @@ MIN_SHARED = 4
 ALWAYS_PADDED = StepCost(step_us=1.0, token_us=0.0, token_cell_us=0.0, block_us=0.0, block_cell_us=0.0)
 
 COUNTS: Counter[str] = Counter()
-"""How often each event came up in the runs, to see that no check is vacuous."""
+"""Number of times that each event came up in the runs, to see that no check is vacuous."""
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.shape.ram)
     @rule(is_short=st.sampled_from([False, False, True]))
     def change_memory(self, is_short: bool) -> None:
-        """What could not be saved is tried again after a pause."""
+        """Segments that could not be saved are tried again after a pause."""
         if self.is_short and not is_short:
             self.now += disk_pacing.RETRY_DELAY_S
         self.is_short = is_short
@@ -799,7 +799,7 @@ class CacheMachine(RuleBasedStateMachine):
         return n_free if limit < 0 else min(n_free, limit - len(asked.generated))
 
     def check_losses(self, before: Before, plan: StepPlan) -> None:
-        """What was cached and may be wanted again is evicted only for lack of RAM, ids, cells or budget."""
+        """Prefixes that may be wanted again are evicted only for lack of RAM, ids, cells or budget."""
         namespaces = {asked.namespace for asked in self.living}
         lost = before.prefixes_in(namespaces) - self.backend.prefixes() - self.offloaded
         if not lost or self.is_recovering:

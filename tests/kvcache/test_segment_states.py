@@ -55,7 +55,7 @@ def test_every_state_is_reached_from_a_new_segment() -> None:
 
 
 def test_only_an_event_of_its_tier_changes_where_the_bytes_are() -> None:
-    """What leaves RAM was evicted or dropped, and what comes to it was read; the same for the disk."""
+    """Segments leave RAM by eviction or drop, and enter it by a read; the same for the disk."""
     for (before, event), after in SEGMENT_TABLE.items():
         if before.is_loadable and not after.is_loadable:
             assert event in (E.EVICT_RAM, E.DROP)

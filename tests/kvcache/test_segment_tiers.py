@@ -390,7 +390,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(ram=st.sampled_from([0.5, 1, 1, 1]))
     def be_killed(self, ram: float) -> None:
-        """What was under way is lost; the rest is found again, to the token."""
+        """Pending writes are lost; the rest is found again, to the token."""
         self.ram = max(12, int(self.ram * ram))
         self.disk.writes, self.disk.reads = [], []
         metas = self.disk.metas

@@ -122,7 +122,7 @@ def test_nothing_is_looked_up_while_nothing_changes(ram_bytes: int) -> None:
 
 @pytest.mark.parametrize("ram_bytes", [0, 10**6], ids=["RAM off", "RAM on"])
 def test_a_plan_that_admits_looks_up_once_and_one_that_offloads_as_well_once_more(ram_bytes: int) -> None:
-    """What was admitted and loaded has changed the tree by the time when idle prefixes are to be offloaded."""
+    """Admissions and loads have changed the tree by the time when idle prefixes are to be offloaded."""
     busy = driver(ram_bytes)
     stream = busy.submit("s" * 5, max_tokens=4)
     busy.step()

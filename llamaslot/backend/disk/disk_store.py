@@ -39,7 +39,7 @@ _log = structlog.get_logger(__name__)
 
 
 class _File(NamedTuple):
-    """What the file of a segment must match."""
+    """Facts that the file of a segment must match."""
 
     n_bytes: int
     path_digest: bytes
