@@ -17,7 +17,7 @@ Miss: TypeAlias = Literal["", "cold", "salted", "diverged", "changed", "evicted"
 """Reason why no more of a prompt was cached when its request got a slot.
 
     ""           everything computed of it so far was cached: the rest is new
-    cold         nothing was cached
+    cold         nothing was cached, or too little to be worth sharing (64 tokens)
     salted       the same, in the namespace of a salt: nothing is revealed about other namespaces
     diverged     the cached tokens continue differently
     changed      the same, within the last reply of its session
