@@ -53,7 +53,10 @@ class Match:
         return list(found)[::-1]
 
     def last_fork(self) -> int:
-        """The last position of the path at which another path continues, ends or runs; 0 if there is none."""
+        """The last position of the path at which another path continues, ends or runs; 0 if there is none.
+
+        Sequences that end with the resident part are not another path: eviction may have shortened them.
+        """
         node, ours = self.last, self.node.end_of
         if self.n_matched < node.end or node.children or node.n_pins:
             return self.n_matched

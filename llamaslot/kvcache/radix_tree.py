@@ -21,7 +21,7 @@ llama.cpp, of time or of requests; `now` is a logical clock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import numpy as np
 
@@ -56,20 +56,20 @@ class RadixTree:
 
     def match(self, namespace: str, tokens: bytes) -> Match:
         """Return the longest cached prefix of `tokens` in a namespace."""
-        root = self._roots.get(namespace) or Node(bytearray(), None, 0, namespace)
-        path = list(_walk(root, tokens))
-        last, n_matched = path[-1] if path else (root, 0)
-        n_resident_nodes = next((i for i, (node, _) in enumerate(path) if not node.is_resident), len(path))
-        node, n_resident = path[n_resident_nodes - 1] if n_resident_nodes else (root, 0)
-        parts: list[SegmentPart] = []
-        for each, end in path[n_resident_nodes:]:
-            if each.segment is None:
+        node = resident = self._roots.get(namespace) or Node(bytearray(), None, 0, namespace)
+        at = resident_until = 0  # in bytes
+        # The same walk as `_walk`, without a generator: prompts have hundreds of nodes, and each is looked up.
+        while (child := node.children.get(tokens[at : at + WIDTH])) is not None:
+            node, run = child, child.run
+            is_whole = tokens.startswith(run, at)
+            at += len(run) if is_whole else _n_equal(run, tokens, at) * WIDTH
+            if node.end_of or node.n_resident_children:
+                resident, resident_until = node, at
+            if not is_whole:
                 break
-            start = each.start
-            if parts and parts[-1].segment is each.segment:
-                start = parts.pop().start
-            parts.append(SegmentPart(each.segment, start, end))
-        return Match(namespace, tokens, node, n_resident, last, n_matched, tuple(parts), n_resident, self.version)
+        n_resident, n_matched = resident_until // WIDTH, at // WIDTH
+        parts = _segment_parts(resident, node, n_matched)
+        return Match(namespace, tokens, resident, n_resident, node, n_matched, parts, n_resident, self.version)
 
     def end_node(self, seq: int) -> Node | None:
         """The node where the path of a sequence ends; None if the sequence is not in use."""
@@ -328,14 +328,16 @@ class RadixTree:
 
     def _count_pins(self, node: Node, above: Node | None, by: int) -> None:
         """Change the pins from a node up to, and without, one of its ancestors (None: the root)."""
-        for each in node.path():
-            if each is above:
-                return
-            was_pinned = bool(each.n_pins)
-            each.n_pins += by
-            if each.n_pins < 0:
-                raise AssertionError(f"[{each.start}, {each.end}) was not pinned")
-            self.n_pinned_tokens += each.n_tokens * (bool(each.n_pins) - was_pinned)
+        n_changed = 0  # bytes of tokens that became pinned, or are no longer
+        while node is not above and node.parent is not None:
+            n_before = node.n_pins
+            node.n_pins = n_after = n_before + by
+            if n_after < 0:
+                raise AssertionError(f"[{node.start}, {node.end}) was not pinned")
+            if not (n_before and n_after):
+                n_changed += len(node.run)
+            node = node.parent
+        self.n_pinned_tokens += n_changed // WIDTH * by
 
     def _prune(self, node: Node) -> None:
         """Remove a node, and those above it, that have no KV; join what nothing separates any more."""
@@ -382,6 +384,20 @@ def _walk(node: Node, tokens: bytes) -> Iterator[tuple[Node, int]]:
         at += len(child.run)
         yield child, child.end
         node = child
+
+
+def _segment_parts(resident: Node, last: Node, n_matched: int) -> tuple[SegmentPart, ...]:
+    """The segments that cover the path from below `resident` down to `last`, up to the first gap."""
+    offloaded = list(takewhile(lambda node: node is not resident, last.path()))
+    parts: list[SegmentPart] = []
+    for node in reversed(offloaded):
+        if node.segment is None:
+            break
+        start = node.start
+        if parts and parts[-1].segment is node.segment:
+            start = parts.pop().start
+        parts.append(SegmentPart(node.segment, start, min(node.end, n_matched)))
+    return tuple(parts)
 
 
 def _n_equal(run: bytearray, tokens: bytes, at: int) -> int:

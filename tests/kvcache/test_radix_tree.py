@@ -245,20 +245,20 @@ class TreeMachine(RuleBasedStateMachine):
         has_gap = next((i for i in range(n, n_matched) if covered[i] is None), n_matched)
         assert found == [(covered[i], i) for i in range(n, has_gap)]
         assert len({part.segment for part in match.parts}) == len(match.parts)
-        assert match.last_fork() == self.last_fork(namespace, tokens[:n_matched])
+        assert match.last_fork() == self.last_fork(namespace, tokens[:n_matched], n)
         everything = self.in_tree()
         for i in range(len(tokens) + 1):
             others = {p[i] for ns, p in everything if ns == namespace and len(p) == i + 1 and p[:i] == tokens[:i]}
             assert match.diverges_at(i) == (i <= n_matched and bool(others - set(tokens[i : i + 1]))), i
 
-    def last_fork(self, namespace: str, path: Path) -> int:
+    def last_fork(self, namespace: str, path: Path, n_resident: int) -> int:
         prefixes, pinned = self.in_tree(), self.prefixes(self.pinned)
         ends = {path for ns, path in self.held.values() if ns == namespace}
         for n in range(len(path), 0, -1):
             next_token = {p[n] for ns, p in prefixes if ns == namespace and len(p) == n + 1 and p[:n] == path[:n]}
             if next_token - set(path[n : n + 1]) or (namespace, path[:n]) in pinned:
                 return n
-            if n < len(path) and path[:n] in ends:
+            if n < len(path) and n != n_resident and path[:n] in ends:
                 return n
         return 0
 
@@ -448,6 +448,15 @@ def test_an_offloaded_continuation_is_a_fork_too() -> None:
     offload(tree, 0, (1, 2, 9), 0)
     assert tree.match("", run_of((1, 2, 3, 4))).last_fork() == 2
     assert tree.match("", run_of((1, 2, 9))).last_fork() == 2
+
+
+def test_what_eviction_left_of_a_path_is_no_fork_of_it() -> None:
+    tree = RadixTree()
+    offload(tree, 0, (1, 2, 3, 4), 2)
+    holding(tree, (1, 2))
+    assert tree.match("", run_of((1, 2, 3, 4))).last_fork() == 0
+    holding(tree, (1,), first=1)
+    assert tree.match("", run_of((1, 2, 3, 4))).last_fork() == 1, "another path ends there"
 
 
 def test_a_path_of_several_segments_has_no_fork_between_them() -> None:
