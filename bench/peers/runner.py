@@ -86,6 +86,8 @@ class Runner:
         for repeat, workload in pairs:
             planned[workload.name] += servers.expected(workload, repeat)
         took = duration(estimate.of(planned))
+        for server in servers.of(workloads[0], 0, ()):
+            server.command(self._common)  # Builds llama-server where that was not done yet: no estimate has that.
         notes.print(f"{planned.total()} runs of {len(workloads)} workloads: about {took} (60m shape, 2 cores)")
         n_done, began = 0, monotonic()
         with progress("run", planned.total()) as advance:

@@ -59,7 +59,7 @@ class Reports:
     def cache_state(self, query: InspectCache) -> CacheState:
         """Return the statistics of the cache with the prefixes that have the most hits."""
         detokenize = self._vocab.detokenize if query.text else None
-        return self._scheduler.cache.snapshot(self.cache_stats(), query.top, detokenize)
+        return self._scheduler.cache.listing(self.cache_stats(), query.top, detokenize)
 
     def _slot_state(self, slot: Slot) -> SlotState:
         n_ctx, n_held = self._scheduler.settings.n_ctx_slot, self._scheduler.cache.length(slot.id)

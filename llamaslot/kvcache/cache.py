@@ -38,7 +38,7 @@ from llamaslot.kvcache.partitioned_pool import PartitionedPool
 from llamaslot.kvcache.pool import Pool, Sharing
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
-from llamaslot.kvcache.snapshot import snapshot
+from llamaslot.kvcache.tree_listing import tree_listing
 from llamaslot.kvcache.unified_pool import UnifiedPool
 
 
@@ -322,11 +322,11 @@ class KVCache:
             sequences=SequenceStats(settings.n_slots, settings.n_spare, self._sequences.n_in_use, settings.n_seqs),
         )
 
-    def snapshot(
+    def listing(
         self, stats: CacheStats, top: int, detokenize: Callable[[Sequence[int]], bytes] | None
     ) -> CacheState:
         """Statistics with the `top` prefixes of the tree, as text if `detokenize` is given."""
-        return snapshot(self._tree, stats, top, detokenize)
+        return tree_listing(self._tree, stats, top, detokenize)
 
     def check(self, range_of: Callable[[int], range]) -> None:
         """Verify all invariants while no operation is pending; raises `AssertionError`.

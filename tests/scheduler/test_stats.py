@@ -22,7 +22,7 @@ def stats(driver: Driver) -> CacheStats:
 
 def state_of(driver: Driver, top: int = 1000, *, text: bool = False) -> CacheState:
     detokenize = driver.backend.vocab.detokenize if text else None
-    return driver.cache.snapshot(stats(driver), top, detokenize)
+    return driver.cache.listing(stats(driver), top, detokenize)
 
 
 def texts_of(state: CacheState) -> list[str]:

@@ -1,4 +1,4 @@
-"""Snapshot of the radix tree as plain data, for `GET /cache`.
+"""List of the prefixes in the radix tree, for `GET /cache`.
 
 Prefixes are listed by hits, then by last use, then by length. A request that uses a node uses its ancestors too, so
 these have at least as many hits and as late a use: no node is listed without them.
@@ -21,7 +21,7 @@ _MAX_TEXT_TOKENS = 256
 """Tokens of an edge that are shown as text."""
 
 
-def snapshot(
+def tree_listing(
     tree: RadixTree, stats: CacheStats, top: int, detokenize: Callable[[Sequence[int]], bytes] | None
 ) -> CacheState:
     """Return `stats` with the `top` resident prefixes of the tree; takes time in proportion to the tree.
