@@ -95,7 +95,7 @@ def described(error: Exception) -> errors.LlamaslotError:
     if isinstance(error, errors.LlamaslotError):
         return error
     _log.error("request.crashed", exc_info=error)
-    return errors.ServerError("the server met an unexpected error; its log tells more under this request's id")
+    return errors.ServerError("internal error; see the server's log for this request id")
 
 
 @web.middleware

@@ -83,7 +83,7 @@ async def serve(
 def _refusal(error: OSError | UnicodeError, host: str, port: int) -> ConfigError:
     """Return the error that says why nothing can listen there, and which flag to change."""
     if isinstance(error, UnicodeError | socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return ConfigError(f"{host} is no address of this machine; change --host", param="--host")
+        return ConfigError(f"{host} is not an address of this machine; change --host", param="--host")
     if error.errno == errno.EADDRINUSE:
         return ConfigError(f"port {port} on {host} is in use; choose another with --port", param="--port")
     if error.errno == errno.EACCES:

@@ -37,7 +37,7 @@ async def act(request: web.Request) -> web.Response:
     service = request.app[READINESS].check()
     slot = request.match_info["id_slot"]
     if not _IS_SLOT(slot):
-        raise InvalidRequestError(f"{slot!r} is no slot's number", param="id_slot")
+        raise InvalidRequestError(f"{slot!r} is not a slot number", param="id_slot")
     try:
         action: SlotVerb = msgspec.convert(request.query.get("action"), SlotVerb)
     except msgspec.ValidationError:

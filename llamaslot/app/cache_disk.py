@@ -95,11 +95,11 @@ def slot_files(folder: Path | None, info: ModelInfo, disk: DiskStore | None) -> 
     def key() -> bytes:
         if disk is not None and disk.key:
             return disk.key
-        _log.info("slots.fingerprinting", files=info.kv_files)
+        _log.info("slot_files.fingerprinting", files=info.kv_files)
         weights = fingerprint_of(paths)
         assert weights is not None
         if _stats(paths) != loaded:
-            raise OSError("the model's files are others by now than those that were loaded")
+            raise OSError("the model's files have changed since they were loaded")
         return _key(info, weights)
 
     return SlotFiles(folder, key, info.segment_size)

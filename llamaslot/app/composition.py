@@ -94,7 +94,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         )
         slot_store = slot_files(slot_folder, backend.info, disk)
         if slot_folder is not None and slot_store is None:
-            _log.warning("slots.not_saved", reason="this needs one pool for all slots and flash attention")
+            _log.warning("slot_files.disabled", reason="this needs one pool for all slots and flash attention")
         engine = Engine(
             backend,
             service.receive,

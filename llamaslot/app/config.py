@@ -20,7 +20,7 @@ CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_
 Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Positive = Annotated[int, Meta(ge=1, le=INT32_MAX)]
 CountOrMinusOne = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
-Share = Annotated[float, Meta(ge=0, le=1)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 _SWITCH = dict.fromkeys(("on", "enabled", "true", "1"), True) | dict.fromkeys(
     ("off", "disabled", "false", "0"), False
@@ -51,7 +51,7 @@ def _llama(
 _own = partial(_llama, env="LLAMASLOT_{}")
 """An option that llama-server does not have."""
 
-_OWN_ELSE = "default for requests; without it the one in the model file, else"
+_OWN_ELSE = "default for requests; if unset, the model file's, else"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,30 +63,30 @@ class Config:
     port: Annotated[int, Meta(ge=0, le=65535)] = _llama(8080, "port to listen on; 0 for a free one")
     alias: str = _llama("", "the model's name in replies", "-a --alias")
     ctx_size: Count = _llama(0, "cells of the KV pool; 0 for what fits in memory", "-c --ctx-size")
-    kv_mem_fraction: Share = _own(0.85, "share of memory that a KV pool without --ctx-size may fill")
+    kv_mem_fraction: Fraction = _own(0.85, "fraction of memory that a KV pool without --ctx-size may fill")
     parallel: Annotated[int, Meta(ge=1, le=256)] = _llama(
         4, "slots: requests that run at once", "-np --parallel", env="LLAMA_ARG_N_PARALLEL", words={"-1": 4}
     )
     cache_seqs: Annotated[int, Meta(ge=-1, le=255)] = _own(
         -1,
-        "sequence ids that keep prefixes beside the slots'; -1 for 2 a slot, 4 with --cache-ram 0, none "
-        "without --kv-unified",
+        "spare sequence ids, which keep prefixes in addition to the slots'; -1 for 2 a slot, 4 with --cache-ram 0, "
+        "none without --kv-unified",
     )
     cache_idle_cells: Count | Literal["auto", "all"] = _own(
         "auto",
-        "cells that idle prefixes may keep: a number; all that nothing else needs; or auto: all, unless "
-        "offloading them to RAM makes prefill faster, as measured at start",
+        "cells that idle prefixes may keep: a number; all, until requests need them; or auto: all, or fewer "
+        "where offloading to RAM was measured to make prefill faster",
         words={"-1": "all"},
     )
     cache_ram: CountOrMinusOne | Literal["auto"] = _llama(
         "auto",
-        "MiB of RAM for prefixes that leave the pool; 0 for none, -1 for all that is free, auto for half of "
+        "MiB of RAM for prefixes offloaded from the pool; 0 for none, -1 for all that is free, auto for half of "
         "that, at most 8192",
         "-cram --cache-ram",
     )
-    cache_disk: str = _own("", "folder in which prefixes outlive the server; empty for none")
+    cache_disk: str = _own("", "folder for prefixes on disk, which survive a restart; empty for none")
     cache_disk_size: Positive | Literal["auto"] = _own(
-        "auto", "MiB that they may take there; auto for half of what is free, at most 65536"
+        "auto", "MiB that prefixes on disk may take; auto for half of what is free, at most 65536"
     )
     slot_save_path: str = _llama("", "folder for what POST /slots/N?action=save writes; empty for none")
     batch_size: Positive = _llama(2048, "logical batch size", "-b --batch-size", env="LLAMA_ARG_BATCH")
@@ -123,8 +123,8 @@ class Config:
         None, f"{_OWN_ELSE} 0.8; 0 for greedy", "--temp --temperature"
     )
     top_k: CountOrMinusOne | None = _llama(None, f"{_OWN_ELSE} 40; 0 for off")
-    top_p: Share | None = _llama(None, f"{_OWN_ELSE} 0.95; 1 for off")
-    min_p: Share | None = _llama(None, f"{_OWN_ELSE} 0.05; 0 for off")
+    top_p: Fraction | None = _llama(None, f"{_OWN_ELSE} 0.95; 1 for off")
+    min_p: Fraction | None = _llama(None, f"{_OWN_ELSE} 0.05; 0 for off")
     chat_template: str = _llama("", "name of a built-in template, or Jinja source")
     chat_template_file: str = _llama("", "file with a Jinja template")
     jinja: bool = _llama(
@@ -145,19 +145,19 @@ class Config:
     )
     drop_volatile: str = _own(
         "",
-        "what to leave out where a system message begins with it, as it is new in each request: claude-code, "
+        "strip this from the start of the system message, because it differs in each request: claude-code, "
         "or a regular expression",
     )
     text_anchors: bool = _own(
-        True, "let a conversation that comes back as text continue from the tokens that were generated for it"
+        True, "reuse generated token ids when a client sends a reply back as text, which may tokenize differently"
     )
-    session_min_match: Share = _own(
+    session_min_match: Fraction = _own(
         0.8,
-        "share of a session's text that a prompt must begin with for its tokens to be used where it then "
-        "differs; 1 for never",
+        "if a prompt diverges from its session's text, keep the session's tokens only if at least this fraction "
+        "of the text matches; 1 for never",
     )
     prefill_gap_ms: Annotated[float, Meta(ge=1, le=60000)] = _own(
-        100.0, "about how long the time between two tokens of a stream may become by other requests' prompts, in ms"
+        100.0, "target inter-token latency of streams while other prompts are prefilled, in ms"
     )
     shutdown_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] = _own(
         30.0, "seconds for running requests to finish"
@@ -194,7 +194,7 @@ class Option:
 
     @property
     def types(self) -> tuple[Any, ...]:
-        """The types of its values; several where words stand beside numbers."""
+        """The types of its values; several if both words and numbers are allowed."""
         is_one = get_origin(self.kind) in (None, Literal, Annotated)
         kinds = (self.kind,) if is_one else get_args(self.kind)
         return tuple(get_args(each)[0] if get_origin(each) is Annotated else each for each in kinds)

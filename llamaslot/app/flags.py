@@ -26,7 +26,7 @@ anyway, or has no counterpart here.
 """
 
 NOT_SUPPORTED = {
-    "here every cached prefix is reused, to the token and from any slot, without being told; leave it out": (
+    "not needed: cached prefixes are always reused, from any slot; remove the flag": (
         "--cache-reuse -sps --slot-prompt-similarity --cache-idle-slots --no-cache-idle-slots"
     ),
     "not supported yet; download with `llamaslot pull OWNER/REPO:FILE.gguf` and give that name as --model": (
@@ -37,7 +37,7 @@ NOT_SUPPORTED = {
         "--ignore-eos -l --logit-bias"
     ),
     "not supported yet; redirect standard error instead": "--log-file --log-jsonl",
-    "requests are always batched continuously; leave it out": "-nocb --no-cont-batching",
+    "requests are always batched continuously; remove the flag": "-nocb --no-cont-batching",
     "there is no web page here": (
         "--ui --webui --path --ui-config --webui-config --ui-config-file --webui-config-file"
     ),
@@ -143,7 +143,7 @@ class _Refused(argparse.Action):
     """A flag of llama-server that is an error here; `const` says why."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        raise ConfigError(f"{option_string} is llama-server's: {self.const}", param=option_string)
+        raise ConfigError(f"{option_string} is a flag of llama-server: {self.const}", param=option_string)
 
 
 def _metavar(option: Option) -> str:

@@ -79,7 +79,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     n_embd: int
     n_ctx_train: int
     n_ctx: int
-    """Cells of the KV pool, all slots together; not those of reserved sequences in a partitioned pool."""
+    """Cells of the KV pool, all slots together; not those of spare sequences in a partitioned pool."""
     n_ctx_slot: int
     """Tokens that one slot can hold."""
     n_slots: int
@@ -111,7 +111,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     adds_eos: bool = False
     """True if the tokenizer puts EOS after a prompt."""
     n_cache_seqs: int = 0
-    """Sequence ids reserved for idle prefixes, beside the slots', a spare one and the scratch one."""
+    """Spare sequence ids (`--cache-seqs`), not counting the one that is kept free and the scratch one."""
     stream_copy_ms: float = 0.0
     """Time to copy all cells of one sequence to another in a partitioned pool; 0 where that is impossible."""
     kv_cost: KvCost | None = None

@@ -141,7 +141,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     read_tokens: int = 0
     """Read from disk."""
     moved_prefixes: int = msgspec.field(default=0, name="moved_paths")
-    """Idle prefixes moved from a slot to a reserved sequence."""
+    """Idle prefixes moved from a slot to a spare sequence."""
     dropped_prefixes: int = msgspec.field(default=0, name="lost_paths")
     """Prefixes dropped for lack of sequence ids: `--cache-seqs` is too low for the load."""
     preemptions: int = 0

@@ -84,8 +84,7 @@ def summary(state: CacheState) -> list[str]:
         f"{cells.idle:,} idle; {cells.free:,} free",
         _tier("RAM ", state.ram),
         *([_tier("disk", state.disk)] if state.disk.total_bytes else []),
-        f"sequences  {seqs.used} of {seqs.slots + seqs.reserved} used ({seqs.slots} slots', "
-        f"{seqs.reserved} reserved)",
+        f"sequences  {seqs.used} of {seqs.slots + seqs.reserved} used ({seqs.slots} slots', {seqs.reserved} spare)",
         f"tree       {_count(state.tokens, 'token')} in {_count(state.nodes, 'node')}, "
         f"{_count(state.leaves, 'leaf', 'leaves')}, {_count(state.namespaces, 'namespace')}; "
         f"{state.tokens_pinned:,} pinned",

@@ -123,7 +123,7 @@ class Chat:
                 self.system = rest.strip() or self.system
                 self.notes.print(f"(system prompt: {self.system or 'none'})", style="dim")
             case _ if command.startswith("/"):
-                self.notes.print(f"{command} is no command; {_HELP}", style="dim")
+                self.notes.print(f"{command} is not a command; {_HELP}", style="dim")
             case _:
                 self._answer(line)
         return True

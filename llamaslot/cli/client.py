@@ -92,7 +92,7 @@ class Client:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise ConfigError(f"what answers at {self.url} is no llamaslot server")
+            raise ConfigError(f"what answers at {self.url} is not a llamaslot server")
         return value
 
     def refusal(self, status: int, body: bytes) -> RefusedError:

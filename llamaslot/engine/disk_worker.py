@@ -178,4 +178,4 @@ class DiskWorker:
 
 def _log_failure(future: Future[None]) -> None:
     if error := future.exception():
-        _log.error("disk.failed", exc_info=error)
+        _log.error("disk.job_failed", exc_info=error)

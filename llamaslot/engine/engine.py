@@ -127,7 +127,7 @@ class Engine:
             SlotAction: self._between_steps(self._slot_actions.handle),
             ClearCache: self._between_steps(self._clear_cache),
         }
-        self._live: dict[str, ReplyStream] = {}
+        self._replies: dict[str, ReplyStream] = {}
         """Requests between `Accepted` and their terminal event."""
         self._inbox: deque[Callable[[], None]] = deque()
         self._outbox: list[Event] = []
@@ -220,7 +220,7 @@ class Engine:
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
         self._slot_actions.done()
         if result.unsaved:
-            _log.error("ram.no_memory", segments=len(result.unsaved))
+            _log.error("offload.out_of_memory", segments=len(result.unsaved))
         now = result.started + result.seconds
         outcomes = self.scheduler.commit(plan, result, now)
         if self._disk is not None:
@@ -274,7 +274,7 @@ class Engine:
         can_trim = self._backend.info.reuse
         request = Request(submit, prompt, arrival=self._n_arrived, now=now, can_trim=can_trim)
         self.scheduler.submit(request)
-        self._live[request.id] = ReplyStream(request, self._backend.vocab)
+        self._replies[request.id] = ReplyStream(request, self._backend.vocab)
         shown = tuple(prompt.tokens.tolist()) if submit.return_tokens else ()
         self._outbox.append(Accepted(request.id, request.n_prompt, shown))
 
@@ -282,7 +282,7 @@ class Engine:
         if self._prompts.cancel(request_id):
             self._outbox.append(Cancelled(request_id))
             return
-        live = self._live.pop(request_id, None)
+        live = self._replies.pop(request_id, None)
         if live is None:
             return
         now = self._clock()
@@ -293,7 +293,7 @@ class Engine:
 
     def _deliver(self, sampled: Sampled, now: float) -> None:
         """Send the text of a sampled token; a stop string in it ends the request."""
-        live = self._live[sampled.request.id]
+        live = self._replies[sampled.request.id]
         text, reason = live.push(sampled)
         if reason == "word" and sampled.reason is None:
             self.scheduler.end(live.request, now)
@@ -301,13 +301,13 @@ class Engine:
         if reason is not None:
             finished = live.finished(text, reason, progress, truncated=sampled.truncated)
             self._release(live)
-            del self._live[live.request.id]
+            del self._replies[live.request.id]
             self._outbox.append(finished)
         elif text:
             self._outbox.append(live.output(text, progress))
 
     def _release(self, live: ReplyStream) -> None:
-        """Have the reply remembered, if other requests may share what was computed for it."""
+        """Pass the reply to the tokenizer thread to be remembered, unless the request is private."""
         request = live.request
         if request.is_private or not request.has_started:
             self._prompts.release(request.id)
@@ -316,7 +316,7 @@ class Engine:
 
     def _fail_decode(self, failed: DecodeFailed) -> None:
         _log.error("decode.failed", request_id=failed.request.id, status=failed.status.name)
-        del self._live[failed.request.id]
+        del self._replies[failed.request.id]
         self._prompts.release(failed.request.id)
         error = ServerError(f"the model could not compute this request ({failed.status.name})")
         self._fail(failed.request.id, error, failed.request)
@@ -332,12 +332,12 @@ class Engine:
             error = ServerError("the engine stopped because of an internal error")
         for request_id in self._prompts.cancel_all():
             self._fail(request_id, error)
-        for request_id, live in self._live.items():
+        for request_id, live in self._replies.items():
             # The scheduler may be in an undefined state, so the request is ended without it.
             if live.request.state is not RequestState.DONE:
                 live.request.handle(RequestEvent.END, self._clock())
             self._fail(request_id, error, live.request)
-        self._live.clear()
+        self._replies.clear()
 
     def _n_held(self, request: Request) -> int:
         return self.scheduler.cache.length(request.slot) if request.slot >= 0 else 0

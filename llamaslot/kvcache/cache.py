@@ -52,7 +52,7 @@ class Acquired:
     n_resident: int
     """Of them, those that the slot holds now."""
     n_copied: int
-    """Of `n_resident`, those taken over from other sequences."""
+    """Of `n_resident`, those copied from other sequences."""
     miss: Miss
     """Why no more was cached."""
 
@@ -153,7 +153,7 @@ class KVCache:
         self._counters.copied_tokens += n_copied
         self._tree.touch(self._sequences.end(slot), self._sequences.advance(), hits=1)
         self._tiers.touch(self._tree.match(match.namespace, match.tokens).segments)
-        self._pool.free_an_id()
+        self._pool.ensure_free_id()
         self._n_cached_at[slot] = match.n_cached
         return Acquired(slot, match.n_cached, self.length(slot), n_copied, miss)
 
@@ -345,7 +345,7 @@ class KVCache:
 
 
 def _miss_reason(match: Match, ghosts: GhostList, min_shared: int) -> Miss:
-    """Why no more of some tokens is cached."""
+    """The reason why no more of the tokens that were looked up is cached."""
     n = match.n_cached
     if n * WIDTH == len(match.tokens):
         return ""

@@ -18,7 +18,7 @@ _Entry: TypeAlias = tuple[int, int, Node]
 
 @dataclass(slots=True)
 class EvictionPlan:
-    """Which sequences are truncated, and which tokens leave the pool by that."""
+    """The sequences to truncate, and the tokens that this evicts."""
 
     keeps: dict[int, int] = field(default_factory=dict)
     """Tokens that each truncated sequence keeps."""

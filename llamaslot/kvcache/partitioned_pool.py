@@ -59,7 +59,8 @@ class PartitionedPool:
         own = held[seq]
         source = self._source(match, own) if seq not in self._copying else None
         if own < self._tree.length(seq) and not self._sequences.is_covered(seq):
-            # A slot takes part in one copy at a time: the wanted one goes before keeping what may be wanted later.
+            # llama.cpp allows one stream copy per sequence and decode: copying the match to this slot comes before
+            # saving the old path to a spare sequence.
             if source is not None:
                 self._counters.evicted_tokens += self._tree.length(seq) - own
             else:
@@ -79,7 +80,7 @@ class PartitionedPool:
         return seq, match.n_resident
 
     def copy_resident(self, _seq: int, _match: Match) -> int:
-        """Return 0: a running sequence cannot take over cells."""
+        """Return 0: cells of a partitioned pool cannot be shared."""
         return 0
 
     def append(self, seq: int, tokens: bytes) -> None:
@@ -93,14 +94,14 @@ class PartitionedPool:
         """Share if copying a sequence beats computing what the best of `slots` lacks."""
         own = max(self._tree.held(match, slots).values())
         n_missing = max(n_in_flight, match.n_resident) - own
-        if n_missing <= 0 or not self._copy_pays(n_missing):
+        if n_missing <= 0 or not self._is_copy_worth(n_missing):
             return Sharing.COMPUTE
         if n_in_flight <= match.n_resident:
-            is_blocked = self._pays(match, own) and self._source(match, own) is None
+            is_blocked = self._is_match_worth_copying(match, own) and self._source(match, own) is None
             return Sharing.WAIT if is_blocked else Sharing.COMPUTE
         return Sharing.SHARE
 
-    def free_an_id(self) -> None:
+    def ensure_free_id(self) -> None:
         """Do nothing: a spare sequence can be overwritten at any time."""
 
     def on_flush(self) -> None:
@@ -111,7 +112,7 @@ class PartitionedPool:
         """Copy an idle slot, which is about to drop all but `keep` tokens, to a spare sequence."""
         sequences = self._sequences
         n_lost = self._tree.length(seq) - keep
-        may_copy = seq not in self._copying and self._copy_pays(n_lost)
+        may_copy = seq not in self._copying and self._is_copy_worth(n_lost)
         targets = [each for each in sequences.spare if each not in self._copying] if may_copy else []
         if not targets:
             self._counters.evicted_tokens += n_lost
@@ -131,17 +132,17 @@ class PartitionedPool:
         candidates = (kept or empty) if empty else slots
         return max(candidates, key=lambda seq: (held[seq], -self._sequences.last_used(seq), -seq))
 
-    def _copy_pays(self, n_tokens: int) -> bool:
+    def _is_copy_worth(self, n_tokens: int) -> bool:
         """True if copying a whole sequence beats computing `n_tokens`."""
         settings = self._settings
         return settings.copies_streams and self._prefill_seconds(n_tokens) > settings.stream_copy_ms / 1e3
 
-    def _pays(self, match: Match, own: int) -> bool:
-        return match.n_resident > own and self._copy_pays(match.n_resident - own)
+    def _is_match_worth_copying(self, match: Match, own: int) -> bool:
+        return match.n_resident > own and self._is_copy_worth(match.n_resident - own)
 
     def _source(self, match: Match, own: int) -> int | None:
         """A sequence from which to copy the whole match, if that beats computing what `own` tokens lack of it."""
-        if not self._pays(match, own):
+        if not self._is_match_worth_copying(match, own):
             return None
         return next((seq for seq in match.node.holders() if seq not in self._copying), None)
 

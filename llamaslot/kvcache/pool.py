@@ -34,7 +34,7 @@ class Pool(Protocol):
     def acquire(self, slots: Sequence[int], match: Match) -> tuple[int, int]:
         """Choose one of `slots`, all idle or empty, and give it the resident part of a match, pinned.
 
-        Returns the slot, and the number of tokens that it took over from other sequences.
+        Returns the slot, and the number of tokens copied from other sequences.
         """
 
     def copy_resident(self, seq: int, match: Match) -> int:
@@ -49,7 +49,7 @@ class Pool(Protocol):
     def move_to_spare(self, seq: int, keep: int) -> None:
         """Keep the path of an idle slot, which is about to drop all but `keep` tokens, in a spare sequence."""
 
-    def free_an_id(self) -> None:
+    def ensure_free_id(self) -> None:
         """Free a spare sequence id if none is free, so that the next path can be moved to one."""
 
     def on_flush(self) -> None:

@@ -1,7 +1,7 @@
 """Unified pool: all sequences share one pool of cells, so a prefix is copied between them at no cost.
 
-A token that several sequences hold takes one cell. Some spare id is always free, so that the path of a slot can be
-moved to it before it is known what that covers.
+A token that several sequences hold takes one cell. One spare id is always free, so that the path of a slot can be
+moved to it before it is decided which path loses its id.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class UnifiedPool:
         self._tree.hold(target, end.namespace, end, end.end)
         self._counters.moved_prefixes += 1
 
-    def free_an_id(self) -> None:
+    def ensure_free_id(self) -> None:
         """Make sure that a spare id is free.
 
         If need be, an idle path is evicted: one with few tokens of its own first, then the least recently used.

@@ -1,6 +1,6 @@
 """Prompts as token ids, with the tokens of earlier replies where their text comes back.
 
-Of a prompt without a session, the longest beginning with a text anchor has the anchor's tokens, and the rest is
+Without a session, the longest prefix of the text that has a text anchor gets the anchor's tokens, and the rest is
 tokenized in two runs:
 
     text      |--- anchored ---|---- middle ----|---- tail ----|---- reply ----|

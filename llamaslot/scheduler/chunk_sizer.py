@@ -1,8 +1,8 @@
-"""Chunked prefill: how many prompt tokens a step takes beside running streams.
+"""Chunked prefill: how many prompt tokens a step takes while streams run.
 
-Prefill beside streams raises their inter-token latency, so the chunk is sized from the observed cost of steps: a
-step with prompt tokens beside streams should take about the allowed gap. The first query block may take half as
-long again, and any step twice what it takes without prompts.
+Prefill raises the inter-token latency of streams, so the chunk is sized from the observed cost of steps: a step
+with prompt tokens should take about the allowed gap. The first query block may take half as long again, and a step
+may always take twice as long as one without prompts.
 
 The cost of a token depends on how many there are in a step (`StepCost`): 64 tokens may be done before 32. So the
 costs of steps below and above `QUERY_BLOCK` are learned apart, or small chunks would make the next ones smaller

@@ -1,7 +1,7 @@
 """Request: what one completion asks for, the tokens that it has so far, and what of them was computed or reused.
 
-A request has no prefill or decode phase: each step brings what is computed closer to its tokens (the prompt and
-those generated so far), and a step that computes the last of them yields the next token.
+A request has no prefill or decode phase: each step computes tokens that have no KV yet (of the prompt and of those
+generated so far), as in vLLM V1, and a step that computes the last of them yields the next token.
 """
 
 from __future__ import annotations
@@ -76,10 +76,12 @@ class Request:
         self.n_generated = 0
         self.n_prompt_computed = 0
         self.n_reused = self.n_prompt
-        """Prompt tokens reused since it was first admitted; until then all, since a choice may get its first token
-        from the logits of another one."""
+        """Prompt tokens reused since it was first admitted.
+
+        Before that the whole prompt, because another choice of the same prompt may spare it any prefill.
+        """
         self.n_copied = 0
-        """Of `n_reused`, those taken over from another sequence."""
+        """Of `n_reused`, those copied from another sequence."""
         self.n_loaded = 0
         """Of `n_reused`, those loaded from RAM."""
         self.n_read = 0
@@ -143,7 +145,7 @@ class Request:
         self.n_prompt_computed += max(0, min(start + n, self.n_prompt) - start)
 
     def count_loaded(self, loaded: Loaded) -> None:
-        """Count tokens that need not be computed, unless it may have computed them itself before."""
+        """Count loaded tokens as reused, unless the request was preempted: it may have computed them itself."""
         if not self._was_preempted:
             self.n_reused += loaded.n_copied + loaded.n_loaded
             self.n_copied += loaded.n_copied

@@ -5,9 +5,9 @@
     commit(plan, result, now) -> ... changes the state to what the backend really computed
 
 Rules that hold at every step:
-  1. Once `MAX_OVERTAKEN` later requests were admitted before one that could run too, no more are.
+  1. No starvation: at most `MAX_OVERTAKEN` later requests are admitted before one that could run too.
   2. A plan never needs more cells than there are: idle ones are evicted first (least recently used first), then the
-     youngest running request is preempted. The oldest never is, so it always comes to its end.
+     youngest running request is preempted. The oldest never is, so it always finishes.
   3. A request in a failed step is retried alone; it fails only if it fails alone.
 """
 
@@ -254,7 +254,7 @@ class Scheduler:
             self.cache.append(run.seq, run.tokens[:n_applied])
             if self._n_pending(work.request) == 0:
                 self._rewind(work.request)
-        # Exact accounting of cells cannot run out of room (fact 12); if it does, idle KV makes room.
+        # Cells are counted exactly, so this should not happen (fact 12); if it does, evict what is idle and retry.
         if result.decoded.status is Status.NO_CELLS and self.cache.evict(self.cache.cells.idle):
             return []
         if len(plan.work) > 1 or plan.padding is not None:

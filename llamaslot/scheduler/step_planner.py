@@ -1,10 +1,9 @@
 """Plan of one step: streams first, then the prompts with least left; cells go to the oldest request first.
 
 1. Where free cells do not suffice, idle ones are evicted, then the youngest request is preempted.
-2. Prompts share what streams leave of the step, so that no stream waits longer than one bounded chunk: a quarter of
-   that goes to the oldest prompt, which so always comes on; the rest to those with least left, since each first
-   token is what a user waits for.
-3. Where all that runs is decoding, count the steps that need no decision, and make room for some of them.
+2. Prompts get the token budget that streams leave: a quarter of it goes to the oldest prompt, so that it always
+   progresses; the rest to those with the fewest tokens left (shortest remaining first), to minimise TTFT.
+3. While all requests decode, count the steps that need no decision, and free cells for some of them.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.scheduler_settings import SchedulerSettings
 from llamaslot.scheduler.step import Work
 
-OLDEST_PROMPT_SHARE = 0.25
-"""Share of a step's prompt tokens that goes to the oldest prompt."""
+OLDEST_PROMPT_FRACTION = 0.25
+"""Fraction of a step's prompt tokens that goes to the oldest prompt."""
 MAX_CELLS_AHEAD = 32
 """Idle cells evicted at once for extra steps: more evict prefixes early, fewer need a plan more often."""
 
@@ -99,7 +98,7 @@ class StepPlanner:
         turns = [(name, left) for name in sorted(prompts, key=lambda name: prompts[name])]
         if prompts:
             oldest = next(iter(prompts))
-            turns.insert(0, (oldest, math.ceil(left * OLDEST_PROMPT_SHARE)))
+            turns.insert(0, (oldest, math.ceil(left * OLDEST_PROMPT_FRACTION)))
         for name, most in turns:
             n = min(prompts[name] - shares[name], most, left)
             shares[name] += n

@@ -99,9 +99,11 @@ class Metrics(Collector):
         )
         self._duration = self._histogram("llamaslot_request_seconds", "Time until the last token.", _SECONDS)
         self._ratio = self._histogram(
-            "llamaslot_prefix_cache_ratio", "Share of a request's prompt that was reused.", _RATIOS
+            "llamaslot_prefix_cache_ratio", "Fraction of a request's prompt that was reused.", _RATIOS
         )
-        self._rate = self._histogram("llamaslot_tokens_per_second", "A request's rate of generation.", _RATES)
+        self._rate = self._histogram(
+            "llamaslot_tokens_per_second", "Output tokens per second of a request.", _RATES
+        )
         self._registry.register(self)
 
     def record_end(self, finish_reason: str, progress: Progress | None) -> None:
@@ -158,14 +160,14 @@ class Metrics(Collector):
             ),
             (
                 "llamaslot_sequences",
-                "Sequence ids of slots and reserved ones.",
+                "Sequence ids, of slots and spare.",
                 sequences.slots + sequences.reserved,
             ),
         ):
             yield GaugeMetricFamily(name, text, value)
         hits = CounterMetricFamily(
             "llamaslot_prefix_cache_hit_requests",
-            "Requests that reused something, by the farthest place it came from.",
+            "Requests that reused KV, by the slowest tier used.",
             labels=["reuse"],
         )
         for reuse in _REUSE:
@@ -173,7 +175,7 @@ class Metrics(Collector):
         yield hits
         misses = CounterMetricFamily(
             "llamaslot_prefix_cache_miss_reason_requests",
-            "Requests by why no more of their prompt was reused; some of it may have been.",
+            "Requests by miss reason, partial hits included.",
             labels=["reason"],
         )
         for reason, n in state.cache.miss_reasons.items():

@@ -98,7 +98,7 @@ def test_flags(argv: list[str], name: str, value: object) -> None:
     [
         (["--prot", "1"], {}, ["--prot", "did you mean --port"]),
         (["--no-kv-unifed"], {}, ["did you mean --no-kv-unified"]),
-        (["--cache-reuse", "256"], {}, ["--cache-reuse is llama-server's", "leave it out"]),
+        (["--cache-reuse", "256"], {}, ["--cache-reuse is a flag of llama-server", "remove the flag"]),
         (["--port", "x"], {}, ["--port", "'x'", "int"]),
         (["--port", "70000"], {}, ["--port", "65535"]),
         (["--port"], {}, ["--port"]),
@@ -181,11 +181,11 @@ def test_the_environment(environ: dict[str, str], name: str, value: object) -> N
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("-ts 1,1", ["-ts is llama-server's", "not supported yet"]),
-        ("-hf ggml-org/x", ["-hf is llama-server's", "llamaslot pull"]),
-        ("--lora=adapter.gguf", ["--lora is llama-server's", "not supported yet"]),
-        ("--repeat-penalty 1.1", ["--repeat-penalty is llama-server's", "with each request"]),
-        ("-nocb", ["-nocb is llama-server's", "leave it out"]),
+        ("-ts 1,1", ["-ts is a flag of llama-server", "not supported yet"]),
+        ("-hf ggml-org/x", ["-hf is a flag of llama-server", "llamaslot pull"]),
+        ("--lora=adapter.gguf", ["--lora is a flag of llama-server", "not supported yet"]),
+        ("--repeat-penalty 1.1", ["--repeat-penalty is a flag of llama-server", "with each request"]),
+        ("-nocb", ["-nocb is a flag of llama-server", "remove the flag"]),
         ("-tz 4", ["there is no flag -tz"]),
         ("-t4", ["there is no flag -t4", "did you mean -t"]),
         ("-np4", ["there is no flag -np4", "did you mean -np"]),

@@ -59,7 +59,7 @@ def test_it_says_once_how_large_the_pool_became_and_why(tiny_model: Path, tmp_pa
         assert len(lines) == 1
         assert "- 0% of" in lines[0]
         assert "/ 768 bytes a cell" in lines[0]
-        assert lines[0].endswith("16,384 taken, the most without --ctx-size")
+        assert lines[0].endswith("16,384 allocated (default limit; --ctx-size overrides it)")
         assert server.log_lines("server.ready")[0]["cells"] == 16384
 
 

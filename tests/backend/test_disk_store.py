@@ -610,5 +610,5 @@ def test_missing_tables_of_texts_are_logged_and_nothing_else(folder: Path) -> No
         store.texts.drop_session(b"a")
         store.texts.clear_texts()
         assert (store.texts.anchors(), store.texts.sessions()) == ([], [])
-    assert [each["event"] for each in logs] == ["disk.texts_failed"] * 5
+    assert [each["event"] for each in logs] == ["disk.text_tables_failed"] * 5
     store.close()

@@ -25,7 +25,15 @@ from llamaslot.backend.llama.kv_bytes import KvBytes, from_log, kv_bytes, layer_
 from llamaslot.backend.llama.library import Device
 from llamaslot.backend.llama.llama_settings import sequences
 from llamaslot.backend.llama.loading import in_parts, load_model, logged_bytes, metadata, padded
-from llamaslot.backend.llama.sizing import HOST, MOST_ON_GPU, MOST_ON_HOST, Place, kv_places, most_cells, pool_size
+from llamaslot.backend.llama.sizing import (
+    HOST,
+    MAX_AUTO_CELLS_GPU,
+    MAX_AUTO_CELLS_HOST,
+    Place,
+    kv_places,
+    most_cells,
+    pool_size,
+)
 from llamaslot.base.backend import Status
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import IllegalCallError
@@ -221,10 +229,10 @@ def test_no_room_for_a_small_pool_is_an_error(
 
 def test_what_is_taken_without_being_asked() -> None:
     assert most_cells(4096, 4, on_host=True) == 16_384
-    assert most_cells(4096, 32, on_host=True) == MOST_ON_HOST
+    assert most_cells(4096, 32, on_host=True) == MAX_AUTO_CELLS_HOST
     assert most_cells(40_960, 4, on_host=True) == 40_960
     assert most_cells(4096, 4, on_host=False) == 16_384
-    assert most_cells(40_960, 8, on_host=False) == MOST_ON_GPU
+    assert most_cells(40_960, 8, on_host=False) == MAX_AUTO_CELLS_GPU
     assert most_cells(2**20, 8, on_host=False) == 2**20
 
 
@@ -305,7 +313,7 @@ def test_a_default_pool_says_where_it_comes_from(models: dict[str, Path]) -> Non
             assert backend.info.n_ctx == 2 * backend.info.n_ctx_train == 8192
             n_bytes = DEMO_CELL // 64 * 34 if settings else DEMO_CELL
             assert f"/ {n_bytes:,} bytes a cell" in backend.info.sizing
-            assert "8,192 taken, the most without --ctx-size" in backend.info.sizing
+            assert "8,192 allocated (default limit; --ctx-size overrides it)" in backend.info.sizing
     with loaded(models["demo"], n_ctx=256) as backend:
         assert backend.info.sizing == ""
 

@@ -66,7 +66,7 @@ def test_the_state_and_the_tree(server: Server) -> None:
     used, idle, free = (f"{told['cells'][name]:,}" for name in ("used", "idle", "free"))
     assert lines[0] == f"cells      {used} of 2,048 used: 0 by running requests, {idle} idle; {free} free"
     assert re.fullmatch(r"RAM        0 tokens in 0 segments, 0\.0 of [\d,]+ MiB", lines[1])
-    assert lines[2] == f"sequences  {told['sequences']['used']} of 6 used (2 slots', 4 reserved)"
+    assert lines[2] == f"sequences  {told['sequences']['used']} of 6 used (2 slots', 4 spare)"
     assert lines[3].startswith(f"tree       {told['tokens']} tokens in {told['nodes']} nodes, ")
     assert lines[4].startswith("hits       1 of 2 requests (50.0%), ")
     matched, total = told["prompt_tokens"]["matched"], told["prompt_tokens"]["total"]

@@ -134,7 +134,7 @@ async def test_a_restore_evicts_idle_prefixes_but_no_running_request(tmp_path: P
         (5, "save", "a", "there is no slot 5"),
         (0, "save", "a", "holds nothing"),
         (0, "restore", "a", "there is no file a"),
-        (0, "restore", "other", "it is no slot's file"),
+        (0, "restore", "other", "it is not a slot file"),
     ],
 )
 async def test_impossible_actions_are_refused_with_a_reason(

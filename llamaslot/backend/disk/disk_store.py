@@ -110,7 +110,7 @@ class DiskStore:
         for name in sizes:
             (self._segments / name).unlink()
         if lost or sizes:
-            _log.info("disk.tidied", rows_without_file=len(lost), files_without_row=len(sizes))
+            _log.info("disk.orphans_removed", rows_without_file=len(lost), files_without_row=len(sizes))
 
     def take_segments(self) -> list[SegmentMeta]:
         """Return the segments that there were at `open`, the least recently used first, and free the list."""
@@ -150,7 +150,7 @@ class DiskStore:
                 self._move_aside(path)
             raise CorruptSegmentError(str(error)) from None
         except FileNotFoundError:
-            _log.warning("disk.file_is_gone", segment=number)
+            _log.warning("disk.file_missing", segment=number)
             raise CorruptSegmentError("the file is gone") from None
         except (OSError, MemoryError) as error:
             _log.warning("disk.read_failed", segment=number, error=str(error) or type(error).__name__)
@@ -178,7 +178,7 @@ class DiskStore:
         try:
             self._index.mark_used(numbers)
         except INDEX_ERRORS as error:
-            _log.warning("disk.use_failed", error=str(error))
+            _log.warning("disk.mark_used_failed", error=str(error))
 
     def close(self) -> None:
         """Release the folder for other servers."""

@@ -43,7 +43,7 @@ def _indexed_digest(index: DiskIndex, name: str, version: str) -> bytes | None:
     try:
         return index.file_digest(name, version)
     except INDEX_ERRORS as error:
-        _log.warning("disk.digest_lost", path=name, error=str(error))
+        _log.warning("disk.digest_unreadable", path=name, error=str(error))
         return None
 
 

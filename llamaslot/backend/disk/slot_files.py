@@ -56,12 +56,12 @@ class SlotFiles:
             n_bytes = os.fstat(file.fileno()).st_size
             header = file.read(_HEADER.size)
             if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-                raise InvalidSnapshotError("it is no slot's file")
+                raise InvalidSnapshotError("it is not a slot file")
             _, version, key, n_head, checksum = _HEADER.unpack(header)
             if version != VERSION:
                 raise InvalidSnapshotError(f"its format is version {version}, not {VERSION}")
             if key != self._key():
-                raise InvalidSnapshotError("it is from another model, or from another way to run it")
+                raise InvalidSnapshotError("it was saved with another model or other KV settings")
             body = new_kv(n_bytes - len(header))
             n_read = file.readinto(body.data)
         if n_read < len(body) or n_head > len(body) or checksum_of(body.data) != checksum:

@@ -131,7 +131,7 @@ def _logged_errors() -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, UnicodeDecodeError, msgspec.MsgspecError) as error:
-        _log.warning("disk.texts_failed", error=str(error))
+        _log.warning("disk.text_tables_failed", error=str(error))
 
 
 def _checksum(row: list[Any]) -> bytes:

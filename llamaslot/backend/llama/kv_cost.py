@@ -24,28 +24,30 @@ from llamaslot.base.kv_ops import Free, Load, NotSavedError, Operation, Remove, 
 from llamaslot.base.model import KvCost
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 
-MOST = 8192
-"""Idle cells that prefill is measured beside, if the pool has as many."""
-LEAST = 2048
+MAX_IDLE_CELLS = 8192
+"""Idle cells in the pool while prefill is measured, if it has as many."""
+MIN_IDLE_CELLS = 2048
 """Fewer say little, and cost little."""
 
-_SAVED = 64
+_SAVED_TOKENS = 64
 """Tokens of the sequence that is loaded again and again."""
-_PROBE = 16
-"""Tokens computed first to see how many will take `_SECONDS`: the least that says something."""
-_SECONDS = 0.2
-_PAIRS = 5
+_PROBE_TOKENS = 16
+"""Tokens computed first to see how many will take `_TARGET_S`: the least that says something."""
+_TARGET_S = 0.2
+"""Time that each measured prefill should take."""
+_N_PAIRS = 5
+"""Prefills with and without idle cells."""
 
 
 def measure(backend: Backend, context: Any) -> KvCost | None:
     """Measure the cost on a backend with this context, empty before and after; takes about two seconds.
 
-    None where nothing can be saved, be it for want of memory, the pool has less than `LEAST` to spare, or the model
+    None where nothing can be saved, be it for want of memory, the pool has less than `MIN_IDLE_CELLS` to spare, or the model
     is too slow to measure.
     """
     info = backend.info
-    n_idle = min(info.n_ctx - info.n_ubatch, MOST) // _SAVED * _SAVED
-    if info.segment_size is None or info.n_ubatch < _SAVED or n_idle < LEAST:
+    n_idle = min(info.n_ctx - info.n_ubatch, MAX_IDLE_CELLS) // _SAVED_TOKENS * _SAVED_TOKENS
+    if info.segment_size is None or info.n_ubatch < _SAVED_TOKENS or n_idle < MIN_IDLE_CELLS:
         return None
     try:
         return _measured(backend, context, n_idle)
@@ -57,14 +59,14 @@ def measure(backend: Backend, context: Any) -> KvCost | None:
 
 def _measured(backend: Backend, context: Any, n_idle: int) -> KvCost | None:
     """Measure; sequence 0 may be left with cells."""
-    _prefill(backend, context, _PROBE)
-    fastest = min(_prefill(backend, context, _PROBE) for _ in range(3))
-    n_tokens = min(round(_PROBE * _SECONDS / fastest), backend.info.n_ubatch)
-    if n_tokens < _PROBE:
+    _prefill(backend, context, _PROBE_TOKENS)
+    fastest = min(_prefill(backend, context, _PROBE_TOKENS) for _ in range(3))
+    n_tokens = min(round(_PROBE_TOKENS * _TARGET_S / fastest), backend.info.n_ubatch)
+    if n_tokens < _PROBE_TOKENS:
         return None
     n_saved = min(n_tokens, MAX_SEGMENT_TOKENS)
     ratios, prefill, saving, loading = [], [], [], []
-    for _ in range(_PAIRS):
+    for _ in range(_N_PAIRS):
         alone = _prefill(backend, context, n_tokens)
         save, load = _save_and_load(backend, n_saved)
         is_full = fill(backend, context, n_idle)
@@ -115,13 +117,13 @@ def fill(backend: Backend, context: Any, n_cells: int) -> bool:
     """Fill sequence 1 with `n_cells` without computing them; False if that fails."""
     memory = llama_cpp.llama_get_memory(context)
     backend.change(Remove(0, 0))
-    compute(backend, _SAVED)
+    compute(backend, _SAVED_TOKENS)
     state = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(context, 0))()
     llama_cpp.llama_state_seq_get_data(context, state, len(state), 0)
     n_loaded = 0
     while n_loaded < n_cells and llama_cpp.llama_state_seq_set_data(context, state, len(state), 0):
         llama_cpp.llama_memory_seq_cp(memory, 0, 1, -1, -1)
-        n_loaded += _SAVED
+        n_loaded += _SAVED_TOKENS
     backend.change(Remove(0, 0))
     return n_loaded == n_cells
 

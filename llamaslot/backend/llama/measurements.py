@@ -20,7 +20,7 @@ import llama_cpp
 import msgspec
 
 from llamaslot.backend.llama import library
-from llamaslot.backend.llama.kv_cost import MOST
+from llamaslot.backend.llama.kv_cost import MAX_IDLE_CELLS
 from llamaslot.backend.llama.llama_settings import LlamaSettings
 from llamaslot.backend.llama.loading import parts
 from llamaslot.base.model import KvCost, ModelInfo, StepCost
@@ -53,7 +53,7 @@ def key_of(settings: LlamaSettings, info: ModelInfo, n_seqs: int) -> str:
         (info.architecture, info.name, info.n_params, info.size_bytes, info.n_vocab, info.n_embd),
         replace(settings, model=Path(), n_ctx=0, kv_mem_fraction=0.0, measurements=None),
         # A larger pool does not change what is measured in one pool for all.
-        (min(info.n_ctx, MOST + info.n_ubatch) if info.unified else info.n_ctx, n_seqs, info.flash_attn),
+        (min(info.n_ctx, MAX_IDLE_CELLS + info.n_ubatch) if info.unified else info.n_ctx, n_seqs, info.flash_attn),
         (llama_cpp.__version__, _identities(library.paths())),
         (platform.machine(), n_cpus, info.device, [device.description for device in library.devices()]),
     )

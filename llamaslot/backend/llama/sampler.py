@@ -47,10 +47,10 @@ class LlamaSampler:
         self._biases = {**sampling.logit_bias, **{int(token): -np.inf for token in self._banned}}
         self._raised = np.array([token for token, bias in self._biases.items() if bias > 0], dtype=np.int64)
         self._n_best = 0
-        """Candidates that hold all that the chain can choose, 0 for all tokens (`_n_enough`)."""
+        """Candidates that hold all that the chain can choose, 0 for all tokens (`_n_candidates`)."""
         self._chain: Any = None
         if sampling.temperature > 0 or penalised or sampling.logit_bias:
-            self._n_best = self._n_enough(sampling, penalised)
+            self._n_best = self._n_candidates(sampling, penalised)
             self._chain = self._build(sampling, penalised)
             if penalised:
                 for token in history[-self._window :]:
@@ -97,7 +97,7 @@ class LlamaSampler:
         llama_cpp.llama_sampler_accept(self._chain, token)
         return token
 
-    def _n_enough(self, sampling: Sampling, penalised: bool) -> int:
+    def _n_candidates(self, sampling: Sampling, penalised: bool) -> int:
         """Return how many of the highest logits, with the tokens that a bias raises, hold all that can be chosen.
 
         Returns 0 where all logits are needed.

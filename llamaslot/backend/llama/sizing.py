@@ -30,8 +30,8 @@ from llamaslot.base.errors import ConfigError
 
 _log = structlog.get_logger(__name__)
 
-MOST_ON_HOST = 32_768
-MOST_ON_GPU = 131_072
+MAX_AUTO_CELLS_HOST = 32_768
+MAX_AUTO_CELLS_GPU = 131_072
 """Limit of a computed pool size: operations scan the pool (0.1 ms at this size), and masks are as wide."""
 
 HOST = "the host"
@@ -60,7 +60,7 @@ class PoolSize:
     n_cells: int
     """Cells of all slots together."""
     n_fitting: int
-    """Cells that would fit, those of reserved sequences included where the pool is partitioned."""
+    """Cells that would fit, those of spare sequences included where the pool is partitioned."""
     places: tuple[Place, ...]
     fraction: float
     capped: bool
@@ -76,8 +76,10 @@ class PoolSize:
             )
             terms.append(f"({free}) / {place.cell_bytes:,} bytes a cell")
         smaller = "the smaller of " if len(terms) > 1 else ""
-        why = ", the most without --ctx-size" if self.capped else ""
-        return f"KV pool: {smaller}{' and '.join(terms)} = {self.n_fitting:,} cells; {self.n_cells:,} taken{why}"
+        why = " (default limit; --ctx-size overrides it)" if self.capped else ""
+        return (
+            f"KV pool: {smaller}{' and '.join(terms)} = {self.n_fitting:,} cells; {self.n_cells:,} allocated{why}"
+        )
 
 
 def choose(model: Any, settings: LlamaSettings, n_seqs: int, n_mapped: int) -> tuple[int, str]:
@@ -104,7 +106,7 @@ def choose(model: Any, settings: LlamaSettings, n_seqs: int, n_mapped: int) -> t
     if n_streams > n_parts:
         more = part * (n_streams - n_parts)
         size = f" ({_size(more * cell_bytes)})" if cell_bytes else ""
-        line += f"; reserved sequences add {more:,} cells{size}"
+        line += f"; spare sequences add {more:,} cells{size}"
     return n_cells, line
 
 
@@ -154,7 +156,7 @@ def pool_size(
 ) -> PoolSize:
     """The cells that `fraction` of memory allows, at most `most`, in whole paddings. Raises `ConfigError`.
 
-    A partitioned pool is `n_parts` equal ones for the slots; `n_streams`, reserved sequences included, take memory.
+    A partitioned pool is `n_parts` equal ones for the slots; `n_streams`, spare sequences included, take memory.
     """
     n_fitting = min(place.cells_that_fit(fraction) for place in places)
     fits = n_fitting // n_streams // PADDING * PADDING
@@ -182,7 +184,7 @@ def most_cells(n_ctx_train: int, n_slots: int, *, on_host: bool) -> int:
     """Return the upper limit of the cells without `--ctx-size`; never less than the longest request of the model
     needs.
     """
-    return max(n_ctx_train, min(n_slots * n_ctx_train, MOST_ON_HOST if on_host else MOST_ON_GPU))
+    return max(n_ctx_train, min(n_slots * n_ctx_train, MAX_AUTO_CELLS_HOST if on_host else MAX_AUTO_CELLS_GPU))
 
 
 def kv_places(gpu: KvBytes, host: KvBytes, n_mapped: int) -> list[Place]:

@@ -16,13 +16,13 @@ from llamaslot.base.backend import Backend
 from llamaslot.base.kv_ops import Remove
 from llamaslot.base.model import QUERY_BLOCK, StepCost
 
-_FEW, _MORE = 8, 32
+_FEW_TOKENS, _MORE_TOKENS = 8, 32
 """Tokens of small steps."""
-_CELLS = 1024
+_MANY_CELLS = 1024
 """Cells that a step attends to, where it attends to many."""
-_SECONDS = 0.2
+_LIMIT_S = 0.2
 """Upper limit of a small step for anything to be measured, and the time that each measurement takes at most."""
-_MOST = 5
+_MAX_REPEATS = 5
 """Times that a step is computed."""
 
 
@@ -33,7 +33,7 @@ def measure(backend: Backend, context: Any) -> StepCost | None:
     None where there is no scratch sequence to pad with, the pool is too small, or the model is too slow to measure.
     """
     info = backend.info
-    if info.segment_size is None or info.n_ubatch < QUERY_BLOCK or info.n_ctx < _CELLS + 2 * QUERY_BLOCK:
+    if info.segment_size is None or info.n_ubatch < QUERY_BLOCK or info.n_ctx < _MANY_CELLS + 2 * QUERY_BLOCK:
         return None
     try:
         return _measured(backend, context)
@@ -46,19 +46,19 @@ def measure(backend: Backend, context: Any) -> StepCost | None:
 
 def _measured(backend: Backend, context: Any) -> StepCost | None:
     """Measure; sequence 1 may be left with cells."""
-    if (few := _seconds(backend, context, _FEW)) > _SECONDS:
+    if (few := _seconds(backend, context, _FEW_TOKENS)) > _LIMIT_S:
         return None
-    more, block = _seconds(backend, context, _MORE), _seconds(backend, context, QUERY_BLOCK)
-    if not fill(backend, context, _CELLS):
+    more, block = _seconds(backend, context, _MORE_TOKENS), _seconds(backend, context, QUERY_BLOCK)
+    if not fill(backend, context, _MANY_CELLS):
         return None
-    few_far, block_far = _seconds(backend, context, _FEW), _seconds(backend, context, QUERY_BLOCK)
-    token = max(more - few, 0.0) / (_MORE - _FEW)
+    few_far, block_far = _seconds(backend, context, _FEW_TOKENS), _seconds(backend, context, QUERY_BLOCK)
+    token = max(more - few, 0.0) / (_MORE_TOKENS - _FEW_TOKENS)
     return StepCost(
-        step_us=1e6 * max(few - _FEW * token, 0.0),
+        step_us=1e6 * max(few - _FEW_TOKENS * token, 0.0),
         token_us=1e6 * token,
-        token_cell_us=1e6 * max(few_far - few, 0.0) / _FEW / _CELLS,
+        token_cell_us=1e6 * max(few_far - few, 0.0) / _FEW_TOKENS / _MANY_CELLS,
         block_us=1e6 * block,
-        block_cell_us=1e6 * max(block_far - block, 0.0) / _CELLS,
+        block_cell_us=1e6 * max(block_far - block, 0.0) / _MANY_CELLS,
     )
 
 
@@ -66,7 +66,7 @@ def _seconds(backend: Backend, context: Any, n_tokens: int) -> float:
     """Minimum time of several runs in which sequence 1 computes `n_tokens` after those that it holds."""
     start = backend.seq_len(1)
     taken: list[float] = []
-    while not taken or (sum(taken) < _SECONDS and len(taken) < _MOST):
+    while not taken or (sum(taken) < _LIMIT_S and len(taken) < _MAX_REPEATS):
         started = perf_counter()
         compute(backend, n_tokens, seq=1, start=start)
         llama_cpp.llama_synchronize(context)

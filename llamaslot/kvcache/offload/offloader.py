@@ -40,7 +40,7 @@ class Loaded:
 
     status: LoadStatus
     n_copied: int = 0
-    """Tokens taken over from other sequences."""
+    """Tokens copied from other sequences."""
     n_loaded: int = 0
     """Tokens loaded from RAM."""
     n_read: int = 0
@@ -115,7 +115,7 @@ class Offloader:
         self._counters.offloaded_tokens += n - n_missing
 
     def offload_ahead(self, max_tokens: int, *, with_running: bool) -> int:
-        """Offload about `max_tokens` that no segment has; they stay resident. Returns how many.
+        """Save about `max_tokens` resident tokens that no segment covers; they stay resident. Returns how many.
 
         `with_running` includes what running requests hold, but for private namespaces and for the last, partial
         range, which still grows: it would be replaced again and again.
@@ -218,7 +218,7 @@ class Offloader:
         return next(node for node in self._sequences.end(seq).path() if node.start < end)
 
     def _missing(self, seq: int, start: int, end: int) -> list[tuple[int, int]]:
-        """Ranges of a sequence that no segment has and that reach into `[start, end)`.
+        """Ranges of a sequence that no segment covers and that overlap `[start, end)`.
 
         They are cut from the start of the node, so that they stay the same when its end is evicted bit by bit.
         """

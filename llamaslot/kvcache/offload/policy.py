@@ -77,7 +77,7 @@ class OffloadPolicy:
             self._offloader.offload_ahead(n_tokens, with_running=True)
 
     def offload_while_idle(self, now: float, *, is_busy: bool) -> None:
-        """Offload idle prefixes ahead, a segment per call, once nothing was asked for during `idle_delay_ms`."""
+        """Offload idle prefixes ahead, a segment per call, after `idle_delay_ms` without requests."""
         if is_busy:
             self._was_busy, self._idle_work_at = True, None
         elif self._was_busy:
@@ -115,7 +115,7 @@ class OffloadPolicy:
     def _used_before(self, n_prefill: int) -> int | None:
         """The logical time before which a prefix must have been used last to be offloaded; None if none is.
 
-        The clock counts computed prompt tokens. What was used last of all stays.
+        The clock counts computed prompt tokens. The most recently used prefix stays.
         """
         after = self._settings.offload_after
         if after is None or not self._settings.offloads:

@@ -112,7 +112,7 @@ class SlotSnapshots:
             parts[number] = part
             self._sequences.operations += [Load(number, seq, n, part.end, scratch), Free(number)]
             self._tree.extend(seq, tokens[n * WIDTH : part.end * WIDTH])
-        self._pool.free_an_id()
+        self._pool.ensure_free_id()
         self._tree.unpin(seq, self._sequences.advance())
         return parts
 

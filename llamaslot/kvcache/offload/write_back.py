@@ -49,7 +49,7 @@ class WriteBack:
 
     @property
     def has_backlog(self) -> bool:
-        """True if more than `MAX_DIRTY_FRACTION` of RAM is dirty: more would push it out before it is written."""
+        """True if more than `MAX_DIRTY_FRACTION` of RAM is dirty: offloading more would evict dirty segments."""
         n_bytes = sum(segment.n_bytes for segment in (*self._queue, *self.writing))
         is_too_much = n_bytes > self._tiers.ram.capacity * MAX_DIRTY_FRACTION
         return is_too_much and not self._queue.is_paused(self._tiers.now)
@@ -124,7 +124,7 @@ class WriteBack:
         )
 
     def _write(self, segment: Segment) -> bool:
-        """Start to write a segment; False if only what was used after it could make room."""
+        """Start to write a segment; False if a more recently used one would have to be evicted."""
         disk = self._tiers.disk
         oldest: list[Segment] = []
         n_missing = disk.n_bytes + sum(self._replaced.values()) + segment.n_bytes - disk.capacity
