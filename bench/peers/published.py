@@ -24,7 +24,7 @@ from bench.peers.goals import N_ALL, Ratio, Selection, compared
 from bench.peers.results import RunResult
 from bench.peers.runner import ENGINE, N_SLOTS, EnginePair, Runner
 from bench.peers.servers import OWN, SERVERS, CommonSettings
-from bench.peers.workloads import WORKLOADS
+from bench.peers.workloads import MANY, WORKLOADS
 from bench.progress import duration
 from bench.report import machine, model_file, notes, rounded
 from bench.tokens import Tokens
@@ -36,27 +36,10 @@ BEGIN, END = "<!-- published benchmark: begin -->", "<!-- published benchmark: e
 """Around the generated part of the project's README."""
 COMMAND = "make bench-publish"
 SHAPE = "60m"
-N_PAIRS = {
-    "chat": 20,
-    "fan-out cold": 4,
-    "fan-out warm": 8,
-    "interleaved": 20,
-    "twenty": 4,
-    "branching": 4,
-    "groups": 12,
-    "agent": 4,
-    "pressure": 20,
-    "low reuse": 20,
-    "decode 1": 20,
-    "decode 4": 20,
-    "decode 8": 20,
-    "sampled 8": 20,
-    "long prefill": 4,
-    "restart": 4,
-}
-"""The plan, fixed before the run. Goals near 1 need 20 pairs; the whole fits into two hours on 2 cores."""
-N_ENGINE_PAIRS = 20
-N_REFERENCE_PAIRS = 2
+N_PAIRS = {each.name: each.n_pairs for each in WORKLOADS} | {"fan-out warm": 8, "groups": MANY}
+"""The plan, fixed before the run; the whole fits into two hours on 2 cores."""
+N_ENGINE_PAIRS = MANY
+N_REFERENCE_PAIRS = 1
 """Pairs of the servers that no goal depends on."""
 DECIMALS = 5
 """Of all times in the raw data, in seconds."""
@@ -69,7 +52,10 @@ CPU_NOTE = (
 
 
 def run(*, threads: int, logs: Path, quick: bool) -> None:
-    """Measure, write raw data and tables; `quick` tries this out below `logs`, with small prompts and one pair."""
+    """Measure, write raw data and tables below `logs`, and publish them unless something is missing or has changed.
+
+    `quick` tries this out with small prompts and one pair, and publishes nothing.
+    """
     commit = revision(ROOT)
     if not quick and (not commit or " " in commit):
         raise BenchmarkError("the published run needs a clean git checkout: commit or stash all changes")
@@ -82,8 +68,6 @@ def run(*, threads: int, logs: Path, quick: bool) -> None:
     runner = Runner(Tokens(model), common, 0.25 if quick else 1.0, logs)
     engine = runner.measure_engine(1 if quick else N_ENGINE_PAIRS)
     results = asyncio.run(runner.measure(n_pairs, WORKLOADS, Selection(servers, N_REFERENCE_PAIRS)))
-    if revision(ROOT) != commit:
-        raise BenchmarkError("the checkout has changed during the run: nothing is published")
     settings = {"model": f"{SHAPE} shape (random weights, Q8_0)", "slots": N_SLOTS, "threads": threads}
     content: dict[str, Any] = {
         "commit": commit,
@@ -98,12 +82,20 @@ def run(*, threads: int, logs: Path, quick: bool) -> None:
         "engine": [asdict(each) for each in engine],
         "runs": [asdict(each) for each in results],
     }
-    folder = logs / "published" if quick else FOLDER
+    publish(content, logs / "published", None)
+    if failed := [f"{name}: {reason}" for name, reason in runner.failures.items() if name.startswith(OWN)]:
+        raise BenchmarkError(f"nothing is published: {'; '.join(failed)}")
+    if revision(ROOT) != commit:
+        raise BenchmarkError("nothing is published: the checkout has changed during the run")
+    if not quick:
+        publish(content, FOLDER, README)
+
+
+def publish(content: Mapping[str, Any], folder: Path, readme: Path | None) -> None:
+    """Write the raw data and the tables into a folder, and the tables of the project's README."""
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / "peers.json", content)
-    render(folder, None if quick else README)
-    if failed := [f"{name}: {reason}" for name, reason in runner.failures.items() if name.startswith(OWN)]:
-        raise BenchmarkError("; ".join(failed))
+    render(folder, readme)
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:

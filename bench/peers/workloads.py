@@ -23,7 +23,7 @@ OVERHEAD = 64
 """The most tokens that a chat template adds to a conversation of a few turns."""
 PADDING = 256
 """llama.cpp rounds the cells of a pool, or of a slot's part of it, up to a multiple of this."""
-FEW, MANY = 4, 20
+FEW, MANY = 4, 12
 """Pairs of runs that are needed to judge a goal far from 1, and one near it."""
 GREEDY: Mapping[str, float] = {"temperature": 0}
 SAMPLED: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0, "repeat_penalty": 1.1}
@@ -259,14 +259,14 @@ async def restart(run: WorkloadRun) -> None:
 
 
 WORKLOADS = (
-    Workload("chat", chat, 1500, 8, n_pairs=MANY),
-    Workload("fan-out cold", lambda run: fan_out(run, warm=False), 1700, 8),
-    Workload("fan-out warm", lambda run: fan_out(run, warm=True), 1700, 8),
-    Workload("interleaved", interleaved, 900, 8, n_pairs=MANY),
-    Workload("twenty", twenty, 1300, 12),
-    Workload("branching", branching, 1500, 8),
-    Workload("groups", groups, 900, 8),
-    Workload("agent", agent, 10_600, 15),
+    Workload("chat", chat, 1500, 10, n_pairs=MANY),
+    Workload("fan-out cold", lambda run: fan_out(run, warm=False), 1700, 15),
+    Workload("fan-out warm", lambda run: fan_out(run, warm=True), 1700, 12),
+    Workload("interleaved", interleaved, 900, 9, n_pairs=MANY),
+    Workload("twenty", twenty, 1300, 29),
+    Workload("branching", branching, 1500, 13),
+    Workload("groups", groups, 900, 13),
+    Workload("agent", agent, 10_600, 70),
     Workload("pressure", pressure, 1600, 15, n_cells=2 * 1600, n_pairs=MANY),
     Workload("low reuse", low_reuse, 1100, 7, n_pairs=MANY),
     Workload("decode 1", lambda run: decode(run, n_streams=1), 256, 8, n_pairs=MANY),

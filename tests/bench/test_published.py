@@ -12,7 +12,8 @@ import pytest
 from bench.client import BenchmarkError
 from bench.peers import published
 from bench.peers.goals import GOALS, Selection
-from bench.peers.runner import ENGINE_SECONDS
+from bench.peers.results import RunResult
+from bench.peers.runner import ENGINE_SECONDS, EnginePair
 from bench.peers.servers import OWN, SERVERS
 from bench.peers.workloads import WORKLOADS
 from bench.progress import Estimate
@@ -116,11 +117,49 @@ def test_a_checkout_with_changes_publishes_nothing(monkeypatch: pytest.MonkeyPat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(not (published.FOLDER / "peers.json").is_file(), reason="nothing is published yet")
+@pytest.mark.parametrize("reason", ["llamaslot failed", "the checkout changed"])
+def test_an_incomplete_run_is_kept_and_not_published(
+    reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Finished:
+        seed = ""
+        failures = {f"{OWN}, chat": "no answer"} if reason == "llamaslot failed" else {}
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def measure_engine(self, _n_pairs: int) -> list[EnginePair]:
+            return [EnginePair(90.0, 100.0)] * 2
+
+        async def measure(self, *_: object) -> list[RunResult]:
+            return [RunResult(**each) for each in content()["runs"]]
+
+    commits = iter(["0123456789", "0123456789" if Finished.failures else "other"])
+    for name, value in {
+        "Runner": Finished,
+        "Tokens": lambda _model: None,
+        "model_file": lambda _shape: tmp_path,
+        "revision": lambda _root: next(commits),
+        "FOLDER": tmp_path / "published",
+        "README": tmp_path / "README.md",
+    }.items():
+        monkeypatch.setattr(published, name, value)
+    with pytest.raises(BenchmarkError, match="nothing is published"):
+        published.run(threads=1, logs=tmp_path / "logs", quick=False)
+    assert (tmp_path / "logs" / "published" / "peers.json").is_file()
+    assert [each.name for each in tmp_path.iterdir()] == ["logs"]
+
+
 def test_published_tables_and_readme_agree_with_the_raw_data() -> None:
+    if not (published.FOLDER / "peers.json").exists():
+        assert f"{published.BEGIN}\nNot published yet.\n{published.END}" in published.README.read_text()
+        return
     raw = json.loads((published.FOLDER / "peers.json").read_text())
     assert (published.FOLDER / "README.md").read_text() == published.page(raw)
     readme = published.README.read_text()
     assert published.replaced(readme, raw) == readme, "run: python -m bench publish --render"
     assert raw["pairs"] == published.N_PAIRS
+    runs = Counter((each["workload"], each["server"]) for each in raw["runs"])
+    assert {name: runs[name, OWN] for name in raw["pairs"]} == raw["pairs"]
+    assert len(raw["engine"]) == published.N_ENGINE_PAIRS
     assert (published.FOLDER / "peers.json").stat().st_size < 1_500_000
