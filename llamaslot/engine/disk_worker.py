@@ -20,28 +20,13 @@ import structlog
 from llamaslot.base.backend import Backend
 from llamaslot.base.kv_ops import Kv
 from llamaslot.kvcache.cache import KVCache
-from llamaslot.kvcache.offload.disk_io import (
-    CancelReads,
-    Corrupt,
-    CorruptSegmentError,
-    Erase,
-    IoEvent,
-    Job,
-    MarkUsed,
-    Read,
-    ReadDone,
-    ReadFailed,
-    ReadStarted,
-    SegmentDisk,
-    Write,
-    Written,
-)
+from llamaslot.kvcache.offload import disk_io
 from llamaslot.prompts.text_store import TextStore
 
 _log = structlog.get_logger(__name__)
 
 
-class Disk(SegmentDisk, Protocol):
+class Disk(disk_io.SegmentDisk, Protocol):
     """A disk on which segments, text anchors and sessions outlive the server."""
 
     @property
@@ -79,19 +64,19 @@ class DiskWorker:
         """True while a segment is being written."""
         return self._n_writes > 0
 
-    def start(self, jobs: Sequence[Job]) -> None:
+    def start(self, jobs: Sequence[disk_io.Job]) -> None:
         """Start jobs in order, after the KV operations of their plan: a `Write` needs the segment to be saved."""
         for job in jobs:
             match job:
-                case Write():
+                case disk_io.Write():
                     self._write(job)
-                case Read():
+                case disk_io.Read():
                     self._read(job)
-                case Erase(numbers):
+                case disk_io.Erase(numbers):
                     self.submit(self._disk.erase, numbers)
-                case MarkUsed(numbers):
+                case disk_io.MarkUsed(numbers):
                     self.submit(self._disk.mark_used, numbers)
-                case CancelReads():
+                case disk_io.CancelReads():
                     self._cancel_reads()
 
     def submit(self, method: Callable[..., None], *arguments: object) -> None:
@@ -108,14 +93,14 @@ class DiskWorker:
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown()
 
-    def _report(self, event: IoEvent) -> range | None:
+    def _report(self, event: disk_io.IoEvent) -> range | None:
         return self._cache.on_io(event, self._clock())
 
-    def _write(self, job: Write) -> None:
+    def _write(self, job: disk_io.Write) -> None:
         number = job.meta.number
         kv = self._backend.kv_of(number)
         if kv is None:
-            self._report(Written(number, ok=False))
+            self._report(disk_io.Written(number, ok=False))
             return
         future = asyncio.get_running_loop().run_in_executor(self._writer, self._disk.write, job.meta, kv)
         self._n_writes += 1
@@ -124,26 +109,27 @@ class DiskWorker:
             self._n_writes -= 1
             if error := future.exception():
                 _log.error("disk.write_failed", segment=number, exc_info=error)
-            self._report(Written(number, ok=error is None and future.result()))
+            self._report(disk_io.Written(number, ok=error is None and future.result()))
 
         future.add_done_callback(lambda _: self._post(done))
 
-    def _read(self, job: Read) -> None:
+    def _read(self, job: disk_io.Read) -> None:
         loop = asyncio.get_running_loop()
         future = self._reader.submit(self._timed_read, job.number)
         self._reads.add(future)
-        self._report(ReadStarted())
+        self._report(disk_io.ReadStarted())
 
         def done() -> None:
             self._reads.remove(future)
             if future.cancelled():
                 return
             error = future.exception()
-            if isinstance(error, CorruptSegmentError):
-                self._report(Corrupt(job.number))
+            if isinstance(error, disk_io.CorruptSegmentError):
+                self._log_answer()
+                self._report(disk_io.Corrupt(job.number))
             elif error is not None:
                 _log.error("disk.read_failed", segment=job.number, exc_info=error)
-                self._report(ReadFailed(job.number))
+                self._report(disk_io.ReadFailed(job.number))
             else:
                 self._put(job.number, *future.result())
 
@@ -164,14 +150,17 @@ class DiskWorker:
         started = perf_counter()
         return self._disk.read(number), perf_counter() - started
 
-    def _put(self, number: int, kv: Kv | None, seconds: float) -> None:
-        if kv is None:
-            self._report(ReadFailed(number))
-            return
+    def _log_answer(self) -> None:
         if self._is_unresponsive:
             self._is_unresponsive = False
             _log.info("disk.responsive")
-        positions = self._report(ReadDone(number, seconds))
+
+    def _put(self, number: int, kv: Kv | None, seconds: float) -> None:
+        if kv is None:
+            self._report(disk_io.ReadFailed(number))
+            return
+        self._log_answer()
+        positions = self._report(disk_io.ReadDone(number, seconds))
         if positions is not None:
             self._backend.put(number, positions.start, positions.stop, kv)
 

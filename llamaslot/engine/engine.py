@@ -52,7 +52,6 @@ from llamaslot.prompts.prompt_worker import PromptWorker
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState
 from llamaslot.scheduler.scheduler import DecodeFailed, Sampled, Scheduler
-from llamaslot.scheduler.scheduler_settings import SchedulerSettings
 from llamaslot.scheduler.step import StepPlan, StepResult
 
 _FLUSH_TIMEOUT_S = 5.0
@@ -88,14 +87,9 @@ class Engine:
         disk = disk if sizes.writes else None
         on_disk = disk.take_segments() if disk is not None else ()
         self.scheduler = Scheduler(
-            SchedulerSettings(
-                n_ctx_slot=info.n_ctx_slot,
-                n_ubatch=info.n_ubatch,
-                gap_ms=settings.gap_ms,
-                step_cost=info.step_cost,
-                eog=backend.vocab.eog,
-            ),
+            info,
             sizes,
+            eog=backend.vocab.eog,
             on_disk=on_disk,
             first_number=disk.first_number if disk is not None else 0,
         )

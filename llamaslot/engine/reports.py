@@ -62,7 +62,7 @@ class Reports:
         return self._scheduler.cache.listing(self.cache_stats(), query.top, detokenize)
 
     def _slot_state(self, slot: Slot) -> SlotState:
-        n_ctx, n_held = self._scheduler.settings.n_ctx_slot, self._scheduler.cache.length(slot.id)
+        n_ctx, n_held = self._scheduler.n_ctx_slot, self._scheduler.cache.length(slot.id)
         request = slot.request
         if request is None:
             return SlotState(slot.id, n_ctx, n_held)

@@ -77,7 +77,7 @@ class SlotActions:
         self._store = store
         self._backend = backend
         self._slots = scheduler.slots
-        self._n_ctx = scheduler.settings.n_ctx_slot
+        self._n_ctx = scheduler.n_ctx_slot
         self._cache = scheduler.cache
         self._post = post
         self._clock = clock

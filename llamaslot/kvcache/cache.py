@@ -96,21 +96,25 @@ class KVCache:
             disk_bytes=settings.disk_bytes,
         )
         self._offloader = Offloader(
-            self._tree, self._sequences, self._tiers, settings, self._counters, n_free=lambda: self.cells.free
+            self._tree, self._sequences, self._tiers, settings, self._counters, lambda: self.cells.free
         )
-        self._policy = OffloadPolicy(settings, self._tree, self._sequences, self._tiers, self._offloader)
-        parts = self._tree, self._sequences, self._offloader, settings, self._counters
+        self._policy = OffloadPolicy(
+            settings, self._tree, self._sequences, self._tiers, self._offloader, lambda: self.has_streams
+        )
+        parts = self._tree, self._sequences, settings, self._counters
         self._pool: Pool
         if settings.shares_cells:
-            self._pool = UnifiedPool(*parts)
+            self._pool = UnifiedPool(*parts, self._offloader)
         else:
-            self._pool = PartitionedPool(*parts, prefill_seconds=prefill_seconds)
+            self._pool = PartitionedPool(*parts, prefill_seconds)
         self._snapshots = SlotSnapshots(self._tree, self._sequences, self._pool, self._offloader)
         self._ghosts = GhostList()
         self._n_cached_at: dict[int, int] = {}
         """Tokens that were cached when each running slot was acquired."""
-        self._load_budget: int | None = None
-        """Tokens that may still be loaded in this step; None for any number."""
+        self._n_loaded = 0
+        """Tokens loaded in this step."""
+        self.has_streams = False
+        """True if streams run in this step: it may save and load only as much as fits into `gap_ms`."""
         self.ignored = self._tiers.restore(on_disk, first_number)
         """Numbers of segments on disk that are too large to be used."""
 
@@ -150,7 +154,6 @@ class KVCache:
         """Give the resident part of a match to the best of `slots`, all idle, and pin it against eviction."""
         miss = _miss_reason(match, self._ghosts, self.settings.min_shared)
         slot, n_copied = self._pool.acquire(slots, match)
-        self._counters.copied_tokens += n_copied
         self._tree.touch(self._sequences.end(slot), self._sequences.advance(), hits=1)
         self._tiers.touch(self._tree.match(match.namespace, match.tokens).segments)
         self._pool.ensure_free_id()
@@ -163,10 +166,9 @@ class KVCache:
         n_copied = self._pool.copy_resident(seq, match)
         if n_copied:
             self._pool.deduplicate()
-        loaded = self._offloader.load(seq, match, self._load_budget)
-        if self._load_budget is not None:
-            self._load_budget = max(0, self._load_budget - loaded.n_loaded)
-        self._counters.copied_tokens += n_copied
+        limit = self.settings.max_tokens_in_gap(self.settings.load_us) if self.has_streams else None
+        loaded = self._offloader.load(seq, match, None if limit is None else max(0, limit - self._n_loaded))
+        self._n_loaded += loaded.n_loaded
         self._counters.loaded_tokens += loaded.n_loaded
         return replace(loaded, n_copied=n_copied)
 
@@ -207,15 +209,16 @@ class KVCache:
 
     # --- a step ---
 
-    def tick(self, now: float, *, has_streams: bool) -> None:
+    def tick(self, now: float, *, is_stopping: bool = False) -> None:
         """Begin a plan: remove duplicate cells, time out reads, start due writes.
 
-        With streams, a step may save and load only as much as fits into `gap_ms`.
+        `is_stopping` makes every write due, since the server is shutting down.
         """
         self._pool.deduplicate()
+        if is_stopping:
+            self._policy.flush(now)
         self._tiers.tick(now)
-        self._policy.has_streams = has_streams
-        self._load_budget = self.settings.max_tokens_in_gap(self.settings.load_us) if has_streams else None
+        self._n_loaded = 0
 
     def offload_idle(self, n_prefill: int, wanted: Callable[[], Iterable[Match]]) -> None:
         """Offload idle prefixes that would slow `n_prefill` prompt tokens by more than loading them again costs.
@@ -230,16 +233,14 @@ class KVCache:
         """Evict `n_cells` idle cells, or all there are; returns how many."""
         return self._offloader.evict(n_cells)
 
-    def maintain(self, now: float, *, is_running: bool, is_busy: bool, is_stopping: bool = False) -> Deadlines:
+    def maintain(self, now: float, *, is_running: bool, is_busy: bool) -> Deadlines:
         """End a plan: keep the budget of idle cells, offload ahead; returns the time of the next plan.
 
-        `is_busy` tells that requests run or wait, `is_stopping` that everything is to be written at once.
+        `is_busy` tells that requests run or wait.
         """
         self._policy.keep_idle_budget()
         if self.settings.writes and is_running:
             self._policy.offload_for_disk(now)
-        if is_stopping:
-            self._policy.flush(now)
         self._policy.offload_while_idle(now, is_busy=is_busy)
         return self._policy.deadlines
 
@@ -247,8 +248,6 @@ class KVCache:
         """KV operations that the backend carries out before it decodes, in this order."""
         self._offloader.free_evicted()
         operations, self._sequences.operations = self._sequences.operations, []
-        self._offloader.on_flush()
-        self._pool.on_flush()
         return operations
 
     def take_jobs(self) -> list[Job]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.node import Node
@@ -78,3 +79,17 @@ class Match:
             at = (n - node.start) * WIDTH
             return node.run[at : at + WIDTH] != next_token
         return any(first != next_token for first in node.children)
+
+
+def segment_parts(resident: Node, last: Node, n_matched: int) -> tuple[SegmentPart, ...]:
+    """The segments that cover the path from below `resident` down to `last`, up to the first gap."""
+    offloaded = list(takewhile(lambda node: node is not resident, last.path()))
+    parts: list[SegmentPart] = []
+    for node in reversed(offloaded):
+        if node.segment is None:
+            break
+        start = node.start
+        if parts and parts[-1].segment is node.segment:
+            start = parts.pop().start
+        parts.append(SegmentPart(node.segment, start, min(node.end, n_matched)))
+    return tuple(parts)

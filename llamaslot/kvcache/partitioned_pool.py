@@ -7,39 +7,27 @@ with the next decode (fact 3), so until then neither of the two may take part in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from llamaslot.base.kv_ops import CopyStream
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.pool import Sharing
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
 
 
+@dataclass(eq=False)
 class PartitionedPool:
     """Implements `Pool`; `prefill_seconds` estimates the time to compute a number of tokens."""
 
-    def __init__(
-        self,
-        tree: RadixTree,
-        sequences: Sequences,
-        offloader: Offloader,
-        settings: CacheSettings,
-        counters: CacheStats,
-        *,
-        prefill_seconds: Callable[[int], float],
-    ) -> None:
-        self._tree = tree
-        self._sequences = sequences
-        self._offloader = offloader
-        self._settings = settings
-        self._counters = counters
-        self._prefill_seconds = prefill_seconds
-        self._copying: set[int] = set()
-        """Sequences that take part in a copy before the next decode."""
+    _tree: RadixTree
+    _sequences: Sequences
+    _settings: CacheSettings
+    _counters: CacheStats
+    _prefill_seconds: Callable[[int], float]
 
     @property
     def n_used(self) -> int:
@@ -104,10 +92,6 @@ class PartitionedPool:
     def ensure_free_id(self) -> None:
         """Do nothing: a spare sequence can be overwritten at any time."""
 
-    def on_flush(self) -> None:
-        """Note that the next decode carries out the copies so far."""
-        self._copying.clear()
-
     def move_to_spare(self, seq: int, keep: int) -> None:
         """Copy an idle slot, which is about to drop all but `keep` tokens, to a spare sequence."""
         sequences = self._sequences
@@ -132,6 +116,12 @@ class PartitionedPool:
         candidates = (kept or empty) if empty else slots
         return max(candidates, key=lambda seq: (held[seq], -self._sequences.last_used(seq), -seq))
 
+    @property
+    def _copying(self) -> set[int]:
+        """Sequences that take part in a copy before the next decode."""
+        copies = [each for each in self._sequences.operations if isinstance(each, CopyStream)]
+        return {seq for each in copies for seq in (each.src, each.dst)}
+
     def _is_copy_worth(self, n_tokens: int) -> bool:
         """True if copying a whole sequence beats computing `n_tokens`."""
         settings = self._settings
@@ -148,4 +138,4 @@ class PartitionedPool:
 
     def _copy(self, src: int, dst: int, keep: int) -> None:
         self._sequences.operations.append(CopyStream(src, dst, keep))
-        self._copying |= {src, dst}
+        self._counters.copied_tokens += keep

@@ -51,6 +51,3 @@ class Pool(Protocol):
 
     def ensure_free_id(self) -> None:
         """Free a spare sequence id if none is free, so that the next path can be moved to one."""
-
-    def on_flush(self) -> None:
-        """Note that the operations so far go to the backend, which carries them out before its next decode."""

@@ -21,13 +21,13 @@ llama.cpp, of time or of requests; `now` is a logical clock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import pairwise, takewhile
+from itertools import pairwise
 
 import numpy as np
 
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.eviction import EvictionQueue
-from llamaslot.kvcache.match import Match, SegmentPart
+from llamaslot.kvcache.match import Match, segment_parts
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.segment import Segment
 
@@ -68,7 +68,7 @@ class RadixTree:
             if not is_whole:
                 break
         n_resident, n_matched = resident_until // WIDTH, at // WIDTH
-        parts = _segment_parts(resident, node, n_matched)
+        parts = segment_parts(resident, node, n_matched)
         return Match(namespace, tokens, resident, n_resident, node, n_matched, parts, n_resident, self.version)
 
     def end_node(self, seq: int) -> Node | None:
@@ -384,20 +384,6 @@ def _walk(node: Node, tokens: bytes) -> Iterator[tuple[Node, int]]:
         at += len(child.run)
         yield child, child.end
         node = child
-
-
-def _segment_parts(resident: Node, last: Node, n_matched: int) -> tuple[SegmentPart, ...]:
-    """The segments that cover the path from below `resident` down to `last`, up to the first gap."""
-    offloaded = list(takewhile(lambda node: node is not resident, last.path()))
-    parts: list[SegmentPart] = []
-    for node in reversed(offloaded):
-        if node.segment is None:
-            break
-        start = node.start
-        if parts and parts[-1].segment is node.segment:
-            start = parts.pop().start
-        parts.append(SegmentPart(node.segment, start, min(node.end, n_matched)))
-    return tuple(parts)
 
 
 def _n_equal(run: bytearray, tokens: bytes, at: int) -> int:

@@ -7,6 +7,7 @@ moved to it before it is decided which path loses its id.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from llamaslot.base.kv_ops import Copy
 from llamaslot.base.stats import CacheStats
@@ -19,22 +20,15 @@ from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
 
 
+@dataclass(eq=False)
 class UnifiedPool:
     """Implements `Pool`. A sequence with fewer than `min_shared` tokens of its own is the first to lose its id."""
 
-    def __init__(
-        self,
-        tree: RadixTree,
-        sequences: Sequences,
-        offloader: Offloader,
-        settings: CacheSettings,
-        counters: CacheStats,
-    ) -> None:
-        self._tree = tree
-        self._sequences = sequences
-        self._offloader = offloader
-        self._min_shared = settings.min_shared
-        self._counters = counters
+    _tree: RadixTree
+    _sequences: Sequences
+    _settings: CacheSettings
+    _counters: CacheStats
+    _offloader: Offloader
 
     @property
     def n_used(self) -> int:
@@ -73,6 +67,7 @@ class UnifiedPool:
         source = next(match.node.holders())
         self._sequences.operations.append(Copy(source, seq, start, match.n_resident))
         self._tree.extend(seq, match.tokens[start * WIDTH : match.n_resident * WIDTH])
+        self._counters.copied_tokens += match.n_resident - start
         return match.n_resident - start
 
     def append(self, seq: int, tokens: bytes) -> None:
@@ -90,9 +85,6 @@ class UnifiedPool:
     def sharing(self, _match: Match, _slots: Sequence[int], _n_in_flight: int) -> Sharing:
         """Share always: it costs nothing."""
         return Sharing.SHARE
-
-    def on_flush(self) -> None:
-        """Do nothing: cells can be shared again at once."""
 
     def move_to_spare(self, seq: int, keep: int) -> None:
         """Give the path of a slot, which will drop all but `keep` tokens of it, to a spare id."""
@@ -118,7 +110,7 @@ class UnifiedPool:
             return
         idle = [seq for seq in sequences.all if sequences.in_use(seq) and not self._tree.is_pinned(seq)]
         victim: int = min(
-            idle, key=lambda seq: (sequences.n_own(seq) >= self._min_shared, sequences.last_used(seq))
+            idle, key=lambda seq: (sequences.n_own(seq) >= self._settings.min_shared, sequences.last_used(seq))
         )
         end = sequences.end(victim).end
         self._offloader.offload_evicted(victim, end - sequences.n_own(victim), end)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from llamaslot.base.backend import Status
 from llamaslot.base.events import FinishReason
+from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
@@ -29,7 +30,6 @@ from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.padding import Padding
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState
 from llamaslot.scheduler.reuse_stats import ReuseStats
-from llamaslot.scheduler.scheduler_settings import SchedulerSettings
 from llamaslot.scheduler.slot import Slot
 from llamaslot.scheduler.step import StepPlan, StepResult, Work
 from llamaslot.scheduler.step_planner import StepPlanner
@@ -59,23 +59,25 @@ class Scheduler:
 
     def __init__(
         self,
-        settings: SchedulerSettings,
+        info: ModelInfo,
         cache_settings: CacheSettings,
         *,
+        eog: frozenset[int] = frozenset(),
         on_disk: Sequence[SegmentMeta] = (),
         first_number: int = 0,
     ) -> None:
-        if settings.n_ubatch < cache_settings.n_slots:
+        if info.n_ubatch < cache_settings.n_slots:
             raise ValueError("n_ubatch must be at least n_slots")
-        self.settings = settings
-        self.chunks = ChunkSizer(n_ubatch=settings.n_ubatch, gap_ms=settings.gap_ms)
+        self.n_ctx_slot = info.n_ctx_slot
+        self._eog = eog
+        self.chunks = ChunkSizer(n_ubatch=info.n_ubatch, gap_ms=cache_settings.gap_ms)
         self.cache = KVCache(
             cache_settings, prefill_seconds=self.chunks.seconds, on_disk=on_disk, first_number=first_number
         )
         self.slots = [Slot(i) for i in range(cache_settings.n_slots)]
-        self.admission = Admission(self.cache, self.slots, settings.n_ctx_slot)
+        self.admission = Admission(self.cache, self.slots, info.n_ctx_slot)
         self.reuse = ReuseStats()
-        self._padding = Padding(settings.step_cost, cache_settings.scratch, settings.n_ubatch)
+        self._padding = Padding(info.step_cost, cache_settings.scratch, info.n_ubatch)
         self.deadlines = Deadlines()
         """Times at which to plan again although no command has arrived."""
         self.suspects: list[str] = []
@@ -100,7 +102,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request; its prompt must be shorter than a slot's context."""
-        if not 0 < request.n_prompt < self.settings.n_ctx_slot:
+        if not 0 < request.n_prompt < self.n_ctx_slot:
             raise ValueError(f"a prompt of {request.n_prompt} tokens cannot run")
         self.admission.enqueue(request)
 
@@ -127,32 +129,29 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """Plan the next step; an empty plan means that nothing can be done now."""
         running = self.running
-        self.cache.tick(now, has_streams=any(self._n_pending(request) == 1 for request in running))
+        self.cache.tick(now, is_stopping=self._is_stopping)
         self._reacquire_invalidated()
         suspects = [request for request in running if request.id in self.suspects]
         self.admitted = self.admission.admit(running, now) if not suspects else []
         running = self.running
+        self.cache.has_streams = any(self._n_pending(request) == 1 for request in running)
         ready, is_loading = self._load(running)
         n_prefill = sum(n for request in ready if (n := self._n_pending(request)) > 1)
         self.cache.offload_idle(n_prefill, lambda: map(self.admission.match, self.queue))
         planner = StepPlanner(
-            self.settings,
+            self.n_ctx_slot,
             self.cache,
             self.chunks,
             self._padding,
-            running,
+            list(running),
             preempt=lambda request: self._preempt(request, now),
             siblings=self.admission.siblings,
         )
         work = planner.grant([request for request in suspects[:1] or running if request in ready])
         padding = None if suspects else planner.pad(work)
         n_extra_steps = 0 if suspects or is_loading else planner.n_extra_steps(work)
-        self.deadlines = self.cache.maintain(
-            now,
-            is_running=bool(running),
-            is_busy=bool(self.running or self.queue),
-            is_stopping=self._is_stopping,
-        )
+        is_busy = bool(self.running or self.queue)
+        self.deadlines = self.cache.maintain(now, is_running=bool(running), is_busy=is_busy)
         return StepPlan(
             self.cache.take_operations(),
             work,
@@ -233,11 +232,11 @@ class Scheduler:
         request.add_token(token, now)
         reason: FinishReason | None = None
         truncated = False
-        if token in self.settings.eog:
+        if token in self._eog:
             reason = "eos"
         elif request.n_remaining == 0:
             reason = "limit"
-        elif len(request.tokens) >= self.settings.n_ctx_slot:
+        elif len(request.tokens) >= self.n_ctx_slot:
             reason, truncated = "limit", True
         if reason:
             self.end(request, now)

@@ -17,7 +17,6 @@ from llamaslot.kvcache.cache import KVCache
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.padding import Padding
 from llamaslot.scheduler.request import Request
-from llamaslot.scheduler.scheduler_settings import SchedulerSettings
 from llamaslot.scheduler.step import Work
 
 OLDEST_PROMPT_FRACTION = 0.25
@@ -34,20 +33,20 @@ class StepPlanner:
 
     def __init__(
         self,
-        settings: SchedulerSettings,
+        n_ctx_slot: int,
         cache: KVCache,
         chunks: ChunkSizer,
         padding: Padding,
-        running: Sequence[Request],
+        running: list[Request],
         *,
         preempt: Callable[[Request], None],
         siblings: Callable[[Request], Sequence[Request]],
     ) -> None:
-        self._settings = settings
+        self._n_ctx_slot = n_ctx_slot
         self._cache = cache
         self._chunks = chunks
         self._padding = padding
-        self._running = list(running)
+        self._running = running
         self._preempt = preempt
         self._siblings = siblings
         self._n_granted = 0
@@ -163,7 +162,7 @@ class StepPlanner:
             return 0
         if any(request.sampler is None or request.submit.stop for request in requests):
             return 0
-        left = [self._settings.n_ctx_slot - len(request.tokens) for request in requests]
+        left = [self._n_ctx_slot - len(request.tokens) for request in requests]
         left += [n for request in requests if (n := request.n_remaining) is not None]
         n_steps = min(left) - 1
         if self._cache.settings.unified:

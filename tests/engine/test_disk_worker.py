@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from structlog.testing import capture_logs
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.base.backend import Decoded, Run
@@ -18,6 +19,7 @@ from llamaslot.base.commands import ClearCache, Sampling
 from llamaslot.base.events import Failed, Finished, Output
 from llamaslot.base.kv_ops import Kv
 from llamaslot.kvcache.offload import disk_pacing, segment_tiers
+from llamaslot.kvcache.offload.disk_io import CorruptSegmentError
 from tests.engine.harness import Harness, alone, running
 from tests.fake_backend import SEGMENT_SIZE, FakeBackend
 
@@ -195,6 +197,31 @@ async def test_no_request_waits_for_an_unresponsive_disk(tmp_path: Path, monkeyp
         await harness.ask(ClearCache())
 
 
+class CorruptDisk(GatedDisk):
+    """Finds that what it reads is corrupt."""
+
+    def read(self, number: int) -> Kv | None:
+        super().read(number)
+        raise CorruptSegmentError
+
+
+@pytest.mark.parametrize("kind", [GatedDisk, CorruptDisk])
+async def test_the_log_says_when_the_disk_stops_and_starts_to_respond(
+    kind: type[GatedDisk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_pacing, "READ_TIMEOUT_S", 0.1)
+    with capture_logs() as logs:
+        async with restarted(tmp_path, kind) as (harness, store):
+            await harness.submit("x", HEAD + "x")
+            store.gate.set()
+            tiers = harness.engine.scheduler.cache._tiers
+            async with asyncio.timeout(10):
+                while tiers.is_unresponsive:
+                    await asyncio.sleep(0.005)
+    events = [each["event"] for each in logs if each["event"] in ("disk.unresponsive", "disk.responsive")]
+    assert events == ["disk.unresponsive", "disk.responsive"]
+
+
 async def test_pending_reads_of_an_unresponsive_disk_are_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +328,22 @@ async def test_the_rest_is_written_at_shutdown(tmp_path: Path, monkeypatch: pyte
     async with served(tmp_path) as harness:
         assert (await harness.submit("a", HEAD)).progress.n_prompt_computed == 1
         assert (await harness.submit("b", HEAD + "b")).progress.n_prompt_computed == 1
+
+
+async def test_what_is_queued_already_is_written_at_shutdown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 1000.0)
+    async with served(tmp_path) as harness:
+        await harness.submit("a", HEAD)
+        cache = harness.engine.scheduler.cache
+        async with asyncio.timeout(5):
+            while cache._tiers.ram.n_tokens < cache._tree.n_tokens:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert cache._tiers.disk.n_tokens == 0
+    async with served(tmp_path) as harness:
+        assert (await harness.submit("a", HEAD)).progress.n_prompt_computed == 1
 
 
 async def test_files_are_deleted_before_a_clear_is_answered(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import ClassVar
 from unittest import mock
 
 import hypothesis.strategies as st
+import msgspec
 import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -33,7 +34,6 @@ from llamaslot.scheduler import admission, padding, step_planner
 from llamaslot.scheduler.admission import MAX_OVERTAKEN
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.scheduler import DecodeFailed, Sampled, Scheduler
-from llamaslot.scheduler.scheduler_settings import SchedulerSettings
 from llamaslot.scheduler.step import StepPlan, StepResult, apply, next_decode_step
 from tests.conftest import LONG
 from tests.fake_backend import EOS, FakeBackend, FakeSampler
@@ -207,13 +207,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.is_short = self.was_short = False
         """True while there is no memory to save in, and true if there ever was none."""
         self.scheduler = Scheduler(
-            SchedulerSettings(
-                n_ctx_slot=info.n_ctx_slot,
-                n_ubatch=info.n_ubatch,
-                gap_ms=100.0,
-                step_cost=ALWAYS_PADDED if query_block else None,
-                eog=self.backend.vocab.eog,
-            ),
+            msgspec.structs.replace(info, step_cost=ALWAYS_PADDED if query_block else None),
             CacheSettings(
                 n_slots=info.n_slots,
                 n_cells=info.n_ctx,
@@ -233,6 +227,7 @@ class CacheMachine(RuleBasedStateMachine):
                 idle_delay_ms=0.0,
                 stream_copy_ms=1e-9 if shape.copies else 0.0,
             ),
+            eog=self.backend.vocab.eog,
         )
         self.is_sound = True
         self.asked: list[Asked] = []

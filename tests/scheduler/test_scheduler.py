@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -22,7 +23,6 @@ from llamaslot.scheduler import admission
 from llamaslot.scheduler.admission import MAX_OVERTAKEN
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.scheduler import DecodeFailed, Sampled, Scheduler
-from llamaslot.scheduler.scheduler_settings import SchedulerSettings
 from llamaslot.scheduler.step import StepPlan, apply
 from tests.conftest import LONG
 from tests.fake_backend import FakeBackend
@@ -66,13 +66,7 @@ class Driver:
         self.backend = TimedBackend(**shape)
         info = self.backend.info
         self.scheduler = Scheduler(
-            SchedulerSettings(
-                n_ctx_slot=info.n_ctx_slot,
-                n_ubatch=info.n_ubatch,
-                gap_ms=gap_ms,
-                step_cost=step_cost,
-                eog=self.backend.vocab.eog,
-            ),
+            msgspec.structs.replace(info, step_cost=step_cost),
             CacheSettings(
                 n_slots=info.n_slots,
                 n_cells=info.n_ctx,
@@ -92,6 +86,7 @@ class Driver:
                 idle_delay_ms=idle_delay_ms,
                 stream_copy_ms=info.stream_copy_ms,
             ),
+            eog=self.backend.vocab.eog,
         )
         self.cache = self.scheduler.cache
         self.plans: list[StepPlan] = []

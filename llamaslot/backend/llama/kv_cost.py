@@ -42,8 +42,8 @@ _N_PAIRS = 5
 def measure(backend: Backend, context: Any) -> KvCost | None:
     """Measure the cost on a backend with this context, empty before and after; takes about two seconds.
 
-    None where nothing can be saved, be it for want of memory, the pool has less than `MIN_IDLE_CELLS` to spare, or the model
-    is too slow to measure.
+    None where nothing can be saved, be it for want of memory, the pool has less than `MIN_IDLE_CELLS` to spare, or
+    the model is too slow to measure.
     """
     info = backend.info
     n_idle = min(info.n_ctx - info.n_ubatch, MAX_IDLE_CELLS) // _SAVED_TOKENS * _SAVED_TOKENS

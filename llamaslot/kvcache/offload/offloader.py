@@ -47,35 +47,24 @@ class Loaded:
     """Of `n_loaded`, those that were read from disk for it."""
 
 
+@dataclass(eq=False)
 class Offloader:
     """Moves KV between the pool and `tiers`. Without RAM it does nothing but count what is evicted.
 
     `n_free` counts the free cells of the pool.
     """
 
-    def __init__(
-        self,
-        tree: RadixTree,
-        sequences: Sequences,
-        tiers: SegmentTiers,
-        settings: CacheSettings,
-        counters: CacheStats,
-        *,
-        n_free: Callable[[], int],
-    ) -> None:
-        self.scratch = settings.scratch
-        self._tree = tree
-        self._sequences = sequences
-        self._tiers = tiers
-        self._settings = settings
-        self._counters = counters
-        self._n_free = n_free
-        self._saving: set[int] = set()
-        """Segments that the plan saves: none may be loaded before it is known that they were."""
-        self._ahead_at = -1
-        self._n_offloaded_ahead = 0
-        """Tokens offloaded ahead since the clock stood at `_ahead_at`: ends the walk where RAM is smaller than
-        the pool."""
+    _tree: RadixTree
+    _sequences: Sequences
+    _tiers: SegmentTiers
+    _settings: CacheSettings
+    _counters: CacheStats
+    _n_free: Callable[[], int]
+    _ahead_at: int = -1
+    _n_offloaded_ahead: int = 0
+    """Tokens offloaded ahead since the clock stood at `_ahead_at`: ends the walk where RAM is smaller than the
+    pool.
+    """
 
     # --- to segments ---
 
@@ -162,10 +151,12 @@ class Offloader:
         self._tiers.request(seq, parts)
         self.free_evicted()
         status = LoadStatus.DONE
+        # Until a save is carried out, it is not known whether there is memory for it.
+        saving = {each.segment for each in self._sequences.operations if isinstance(each, Save)}
         n_loaded = n_read = 0
         for part in parts:
             segment = part.segment
-            if (max_tokens is not None and n_loaded >= max_tokens) or segment.number in self._saving:
+            if (max_tokens is not None and n_loaded >= max_tokens) or segment.number in saving:
                 status = LoadStatus.MORE
                 break
             if not segment.state.is_loadable:
@@ -174,7 +165,7 @@ class Offloader:
             if not self.free_cells(segment.n_tokens) or not segment.state.is_loadable:
                 break
             start = self._tree.length(seq)
-            self._sequences.operations.append(Load(segment.number, seq, start, part.end, self._scratch))
+            self._sequences.operations.append(Load(segment.number, seq, start, part.end, self.scratch))
             self._tree.extend(seq, match.tokens[start * WIDTH : part.end * WIDTH])
             n_loaded += part.end - start
             n_read += (part.end - start) * segment.is_fresh
@@ -189,16 +180,14 @@ class Offloader:
         """Record that the backend frees the segments that left RAM."""
         self._sequences.operations += map(Free, self._tiers.take_freed())
 
-    def on_flush(self) -> None:
-        """Note that the operations so far go to the backend: what they save may be loaded from then on."""
-        self._saving.clear()
+    @property
+    def scratch(self) -> int:
+        """The sequence through which KV is saved and loaded."""
+        scratch = self._settings.scratch
+        assert scratch is not None
+        return scratch
 
     # --- inside ---
-
-    @property
-    def _scratch(self) -> int:
-        assert self.scratch is not None
-        return self.scratch
 
     def _pays(self, parts: Sequence[SegmentPart]) -> bool:
         n_wanted = sum(part.end - part.start for part in parts)
@@ -244,8 +233,7 @@ class Offloader:
                 break
             segment = self._tiers.add(self._node_at(seq, end), start, stop)
             self.free_evicted()
-            self._sequences.operations.append(Save(segment.number, seq, start, stop, self._scratch))
-            self._saving.add(segment.number)
+            self._sequences.operations.append(Save(segment.number, seq, start, stop, self.scratch))
             n_done += stop - start
         return n_done
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from llamaslot.kvcache.cache_settings import CacheSettings
@@ -28,29 +29,22 @@ class Deadlines:
     """While requests run."""
 
 
+@dataclass(eq=False)
 class OffloadPolicy:
     """Decides by `settings`; times are seconds on the caller's clock."""
 
-    def __init__(
-        self,
-        settings: CacheSettings,
-        tree: RadixTree,
-        sequences: Sequences,
-        tiers: SegmentTiers,
-        offloader: Offloader,
-    ) -> None:
-        self._settings = settings
-        self._tree = tree
-        self._sequences = sequences
-        self._tiers = tiers
-        self._offloader = offloader
-        self.has_streams = False
-        """True if a stream would wait for what is saved in this step."""
-        self._next_write_at = 0.0
-        self._was_busy = False
-        """True if anything ran since idle prefixes were last offloaded ahead."""
-        self._idle_work_at: float | None = None
-        """Time to offload idle prefixes ahead; None if there is nothing to do."""
+    _settings: CacheSettings
+    _tree: RadixTree
+    _sequences: Sequences
+    _tiers: SegmentTiers
+    _offloader: Offloader
+    _has_streams: Callable[[], bool]
+    """Returns True if a stream would wait for what is saved in this step."""
+    _next_write_at: float = 0.0
+    _was_busy: bool = False
+    """True if anything ran since idle prefixes were last offloaded ahead."""
+    _idle_work_at: float | None = None
+    """Time to offload idle prefixes ahead; None if there is nothing to do."""
 
     def slows_prefill(self, n_prefill: int) -> bool:
         """True if some idle prefix should be offloaded before `n_prefill` prompt tokens are computed."""
@@ -109,7 +103,7 @@ class OffloadPolicy:
 
     def _at_most(self, n_tokens: int) -> int:
         """Limit `n_tokens` to what can be saved without delaying streams for too long."""
-        limit = self._settings.max_tokens_in_gap(self._settings.save_us) if self.has_streams else None
+        limit = self._settings.max_tokens_in_gap(self._settings.save_us) if self._has_streams() else None
         return n_tokens if limit is None else min(n_tokens, limit)
 
     def _used_before(self, n_prefill: int) -> int | None:

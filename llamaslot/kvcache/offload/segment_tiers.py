@@ -17,23 +17,7 @@ from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.match import SegmentPart
 from llamaslot.kvcache.node import Node
-from llamaslot.kvcache.offload.disk_io import (
-    CancelReads,
-    Corrupt,
-    Erase,
-    IoEvent,
-    Job,
-    MarkUsed,
-    Read,
-    ReadDone,
-    ReadFailed,
-    ReadStarted,
-    SaveFailed,
-    SegmentMeta,
-    SlotSaved,
-    Written,
-    verified_path,
-)
+from llamaslot.kvcache.offload import disk_io
 from llamaslot.kvcache.offload.disk_pacing import RETRY_DELAY_S, ReadRate, ReadWatchdog
 from llamaslot.kvcache.offload.segment_lru import SegmentLru
 from llamaslot.kvcache.offload.write_back import WriteBack
@@ -85,7 +69,7 @@ class SegmentTiers:
         self._freed: list[int] = []
         self._used: dict[int, None] = {}
         """Numbers of segments on disk at the ends of used paths, in the order of their last use."""
-        self._jobs: list[Job] = []
+        self._jobs: list[disk_io.Job] = []
 
     # --- lookups ---
 
@@ -145,7 +129,7 @@ class SegmentTiers:
         if self._watchdog.check_timeout(now):
             for segment in [each for each in self.busy.values() if each.state is S.READING]:
                 self.apply(segment, E.READ_TIMED_OUT)
-            self._jobs.append(CancelReads())
+            self._jobs.append(disk_io.CancelReads())
         for segment in [each for each in self._unreadable.values() if each.retry_at <= now]:
             self.apply(segment, E.RETRY)
         # Lookups say what is worth loading, which depends on how fast the disk answers.
@@ -194,7 +178,7 @@ class SegmentTiers:
             if self.n_reads >= _MAX_READS or not self._free_ram(segment.n_bytes):
                 return
             self.apply(segment, E.READ)
-            self._jobs.append(Read(segment.number))
+            self._jobs.append(disk_io.Read(segment.number))
 
     def unpin(self, seq: int) -> None:
         """Remove the load pins of a sequence."""
@@ -205,7 +189,7 @@ class SegmentTiers:
         for segment in segments:
             self.apply(segment, E.DROP)
 
-    def add_job(self, job: Job) -> None:
+    def add_job(self, job: disk_io.Job) -> None:
         """Have a job done after those so far."""
         self._jobs.append(job)
 
@@ -214,40 +198,40 @@ class SegmentTiers:
         freed, self._freed = self._freed, []
         return freed
 
-    def take_jobs(self) -> list[Job]:
+    def take_jobs(self) -> list[disk_io.Job]:
         """Disk jobs since the last call."""
         jobs, self._jobs = self._jobs, []
         if self._used:
-            jobs.append(MarkUsed(tuple(self._used)))
+            jobs.append(disk_io.MarkUsed(tuple(self._used)))
             self._used.clear()
         return jobs
 
-    def on_io(self, event: IoEvent, now: float) -> Segment | None:
+    def on_io(self, event: disk_io.IoEvent, now: float) -> Segment | None:
         """Handle the result of a job; returns the segment whose bytes, now read, are wanted in RAM."""
         self._tree.version += 1
         self.now = now
         match event:
-            case ReadStarted():
+            case disk_io.ReadStarted():
                 self._watchdog.on_read_started(now)
-            case Written(number, ok):
+            case disk_io.Written(number, ok):
                 self.writer.on_written(self.busy.get(number), ok=ok)
-            case ReadDone(number, seconds):
+            case disk_io.ReadDone(number, seconds):
                 return self._on_read(number, seconds)
-            case ReadFailed(number):
+            case disk_io.ReadFailed(number):
                 segment = self.disk.get(number)
                 if segment is not None and segment.state not in (S.CLEAN, S.WRITING):
                     segment.retry_at = now + RETRY_DELAY_S
                     self.apply(segment, E.READ_FAILED)
                 self._watchdog.on_answer(now, has_more=self.n_reads > 0, failed=True)
-            case Corrupt(number):
+            case disk_io.Corrupt(number):
                 self._on_corrupt(self.disk.get(number))
-            case SaveFailed(number):
+            case disk_io.SaveFailed(number):
                 self._on_save_failed(number)
-            case SlotSaved(numbers):
+            case disk_io.SlotSaved(numbers):
                 self._freed += numbers
         return None
 
-    def restore(self, found: Sequence[SegmentMeta], first_number: int) -> list[int]:
+    def restore(self, found: Sequence[disk_io.SegmentMeta], first_number: int) -> list[int]:
         """Take in what the disk has, the least recently used first; new segments count from `first_number` on.
 
         Segments that do not fit, or cannot be right, are erased. Returns the numbers of those that are too large
@@ -262,10 +246,10 @@ class SegmentTiers:
                 too_large.add(meta.number)
                 continue
             parent = self.disk.get(meta.parent) if meta.parent is not None else None
-            tokens = verified_path(meta, parent, self._size)
+            tokens = disk_io.verified_path(meta, parent, self._size)
             match = self._tree.match(meta.namespace, tokens or b"")
             if tokens is None or any(part.start <= meta.start < part.end for part in match.parts):
-                self.add_job(Erase((meta.number,)))
+                self.add_job(disk_io.Erase((meta.number,)))
                 continue
             segment = Segment(meta.number, meta.start, len(tokens) // WIDTH, meta.n_bytes, state=S.DISK)
             segment.last_used = uses[meta.number]
@@ -293,7 +277,7 @@ class SegmentTiers:
         if before.is_loadable and not after.is_loadable:
             self._freed.append(segment.number)
         if before.uses_disk and not after.uses_disk and event is not E.WRITE_FAILED and not keeps_file:
-            self.add_job(Erase((segment.number,)))
+            self.add_job(disk_io.Erase((segment.number,)))
         for states, index in ((_BUSY, self.busy), ((S.UNREADABLE,), self._unreadable)):
             index.pop(segment.number, None)
             if after in states:

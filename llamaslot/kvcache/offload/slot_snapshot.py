@@ -59,15 +59,15 @@ class SlotSave:
     """Operations that save its KV, from the first token to the last."""
 
 
+@dataclass(eq=False)
 class SlotSnapshots:
     """Takes snapshots of idle slots and restores them; its segments belong to no tier."""
 
-    def __init__(self, tree: RadixTree, sequences: Sequences, pool: Pool, offloader: Offloader) -> None:
-        self._tree = tree
-        self._sequences = sequences
-        self._pool = pool
-        self._offloader = offloader
-        self._n_segments = 0
+    _tree: RadixTree
+    _sequences: Sequences
+    _pool: Pool
+    _offloader: Offloader
+    _n_segments: int = 0
 
     def save(self, seq: int) -> SlotSave | None:
         """Record operations that save everything an idle slot holds; None if that is nothing."""
@@ -75,7 +75,6 @@ class SlotSnapshots:
         if not n_tokens:
             return None
         end, scratch = self._sequences.end(seq), self._offloader.scratch
-        assert scratch is not None
         saves = tuple(
             Save(self._new_number(), seq, start, min(start + MAX_SEGMENT_TOKENS, n_tokens), scratch)
             for start in range(0, n_tokens, MAX_SEGMENT_TOKENS)
@@ -89,7 +88,6 @@ class SlotSnapshots:
         Returns what the backend must be given before its next operations, by segment number.
         """
         tokens, scratch = snapshot.tokens, self._offloader.scratch
-        assert scratch is not None
         match = self._tree.match(snapshot.namespace, tokens)
         n_wanted = sum(part.end - part.start for part in snapshot.parts if part.end > match.n_resident)
         if not self._offloader.can_free(n_wanted + match.n_idle):
