@@ -144,7 +144,7 @@ def test_reserved_ids_take_nothing_from_the_slots_of_a_pool_in_parts(
         assert (info.n_cache_seqs, backend.n_seqs) == (n_reserved, 2 + n_reserved)
         assert (info.n_ctx, info.n_ctx_slot) == (1024, 512)
         assert llama_cpp.llama_n_ctx(backend._context) == 512 * backend.n_seqs
-        added = f"reserved sequences add {512 * n_reserved:,} cells ({512 * n_reserved * 768 / 2**20:.1f} MiB)"
+        added = f"spare sequences add {512 * n_reserved:,} cells ({512 * n_reserved * 768 / 2**20:.1f} MiB)"
         assert (added in info.sizing) == bool(n_reserved)
         for seq in range(backend.n_seqs):
             for _ in range(8):
@@ -177,7 +177,7 @@ def test_the_arithmetic() -> None:
     assert (size.n_fitting, size.n_cells, size.capped) == (fitting, fitting // 256 * 256, False)
     assert size.line() == (
         "KV pool: (10.00 GiB free on the host - 25% of 16.00 GiB) / 131,072 bytes a cell = 49,152 cells; "
-        "49,152 taken"
+        "49,152 allocated"
     )
 
 
@@ -187,7 +187,7 @@ def test_the_arithmetic() -> None:
 def test_no_more_is_taken_than_is_wanted_and_whole_paddings(most: int, n_cells: int, capped: bool) -> None:
     size = pool_size([Place(HOST, 3000, 3000, 1)], fraction=1, most=most)
     assert (size.n_fitting, size.n_cells, size.capped) == (3000, n_cells, capped)
-    assert ("without --ctx-size" in size.line()) == capped
+    assert ("default limit" in size.line()) == capped
 
 
 def test_the_tightest_place_decides() -> None:
@@ -331,14 +331,14 @@ def test_scarce_memory_makes_a_smaller_pool(models: dict[str, Path], monkeypatch
     scarce(monkeypatch, available=weights + 2**20 + 1024 * DEMO_CELL, total=10 * 2**20)
     with loaded(models["demo"], n_ctx=0, kv_mem_fraction=0.9, n_gpu_layers=0) as backend:
         assert (backend.info.n_ctx, backend.info.n_ctx_slot) == (1024, 1024)
-        assert "1,024 taken" in backend.info.sizing
-        assert "without --ctx-size" not in backend.info.sizing
+        assert "1,024 allocated" in backend.info.sizing
+        assert "default limit" not in backend.info.sizing
     with loaded(models["demo"], n_ctx=0, kv_mem_fraction=0.9, n_gpu_layers=0, n_slots=2, unified=False) as backend:
         assert (backend.info.n_ctx, backend.info.n_ctx_slot) == (1024, 512)
     parts = {"n_slots": 2, "n_cache_seqs": 2, "unified": False}
     with loaded(models["demo"], n_ctx=0, kv_mem_fraction=0.9, n_gpu_layers=0, **parts) as backend:
         assert (backend.info.n_ctx, backend.info.n_ctx_slot) == (512, 256)
-        assert "reserved sequences add 512 cells (1.2 MiB)" in backend.info.sizing
+        assert "spare sequences add 512 cells (1.2 MiB)" in backend.info.sizing
 
 
 def test_too_little_memory_is_said_and_a_size_of_ones_own_is_not_questioned(

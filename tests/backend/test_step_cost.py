@@ -51,7 +51,7 @@ def test_the_cost_is_that_of_a_few_tokens_and_of_a_query_block_alone_and_after_m
 
 
 def test_the_pool_is_empty_behind_it(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_cost, "_SECONDS", math.inf)
+    monkeypatch.setattr(step_cost, "_LIMIT_S", math.inf)
     backend = LlamaBackend(settings(tiny_model, n_ctx=4096))
     assert step_cost.measure(backend, backend._context) is not None
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs

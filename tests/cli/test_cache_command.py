@@ -176,7 +176,7 @@ def answering(status: int, body: bytes) -> Iterator[str]:
         (404, b'{"error": {"message": "there is nothing at /cache"}}', "has no /cache: .* older llamaslot"),
         (404, b"<html>", "has no /cache"),
         (501, b'{"error": {"message": "start it with --slots"}}', "answered 501: start it with --slots"),
-        (200, b"<html>", "is no llamaslot server"),
+        (200, b"<html>", "is not a llamaslot server"),
         (200, b'{"nodes": 1}', "another version of llamaslot"),
         (200, json.dumps({"nodes": "many"}).encode(), "another version of llamaslot"),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 
@@ -17,12 +19,40 @@ from llamaslot.kvcache.segment import (
 S, E = SegmentState, SegmentEvent
 
 
+EVENTS = {
+    "queued": E.QUEUE,
+    "dequeued": E.UNQUEUE,
+    "write starts": E.WRITE,
+    "written": E.WRITTEN,
+    "write fails": E.WRITE_FAILED,
+    "read starts": E.READ,
+    "read": E.READ_DONE,
+    "read fails": E.READ_FAILED,
+    "late read fails": E.READ_FAILED,
+    "after 10 s": E.READ_TIMED_OUT,
+    "after 30 s": E.RETRY,
+    "evicted from RAM": E.EVICT_RAM,
+    "evicted from disk": E.EVICT_DISK,
+}
+"""Events by the words of docs/architecture.md."""
+
+
 def in_state(state: SegmentState) -> Segment:
     return Segment(7, 2, 5, 30, now=1.0, state=state)
 
 
 def attributes(segment: Segment) -> dict[str, object]:
     return {name: getattr(segment, name) for name in Segment.__slots__}
+
+
+def test_the_table_is_the_one_in_the_documents() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "architecture.md").read_text()
+    documented = {(state, E.DROP): S.DROPPED for state in S if state is not S.DROPPED}
+    for state, transitions in re.findall(r"^\| ([A-Z]+) \|.*\| ([^|]*->[^|]*) \|$", text, re.MULTILINE):
+        for transition in transitions.split("; "):
+            words, after = transition.split(" -> ")
+            documented[S[state], EVENTS[words]] = S[after]
+    assert documented == SEGMENT_TABLE
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(SegmentState, SegmentEvent)))

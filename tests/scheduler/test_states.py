@@ -19,6 +19,16 @@ def make_request(request_id: str = "r", *, cache_prompt: bool = True) -> Request
     return Request(Submit(request_id, (), cache_prompt=cache_prompt), PROMPT, arrival=1, now=0.0)
 
 
+def test_the_table_allows_what_a_request_goes_through() -> None:
+    allowed = {(before.name, event.name, after.name) for (before, event), after in REQUEST_TABLE.items()}
+    assert allowed == {
+        ("QUEUED", "ADMIT", "RUNNING"),
+        ("RUNNING", "PREEMPT", "QUEUED"),
+        ("RUNNING", "END", "DONE"),
+        ("QUEUED", "END", "DONE"),
+    }
+
+
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(RequestState, RequestEvent)))
 def test_a_request_follows_its_table(state: RequestState, event: RequestEvent) -> None:
     request = make_request()
