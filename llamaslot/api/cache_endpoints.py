@@ -14,8 +14,8 @@ from llamaslot.api.bodies import SessionBody, json_response, read
 from llamaslot.api.completions import submission
 from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.api.middleware import given_key
-from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, InspectCache, SessionDropped
-from llamaslot.base.errors import InvalidRequestError, NotFoundError, NotSupportedError
+from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, InspectCache
+from llamaslot.base.errors import InvalidRequestError, NotSupportedError
 from llamaslot.base.stats import CacheState
 from llamaslot.service.service import Service
 
@@ -41,16 +41,14 @@ async def drop_session(request: web.Request) -> web.Response:
     session_id = request.match_info["session_id"]
     own = (await read(request, SessionBody)).cache_salt if request.can_read_body else None
     salt = submission.salt(settings, own or "", given_key(request))
-    dropped = await service.ask(DropSession(session_id, salt), SessionDropped)
-    if not dropped.is_known:
-        raise NotFoundError(f"there is no session {session_id!r}")
+    dropped = await service.ask(DropSession(session_id, salt), CacheCleared)
     return json_response(
         {
             "id": session_id,
             "deleted": True,
-            "dropped_tokens": dropped.n_tokens,
-            "dropped_ram_tokens": dropped.n_ram_tokens,
-            "dropped_disk_tokens": dropped.n_disk_tokens,
+            "dropped_tokens": dropped.cleared_tokens,
+            "dropped_ram_tokens": dropped.cleared_ram_tokens,
+            "dropped_disk_tokens": dropped.cleared_disk_tokens,
         }
     )
 

@@ -34,7 +34,7 @@ from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, LoadingStopped
 from llamaslot.backend.llama.host_memory import host_memory
 from llamaslot.base.backend import Backend
-from llamaslot.base.errors import ConfigError, ServerError, UnavailableError
+from llamaslot.base.errors import ConfigError, stopped_error
 from llamaslot.base.model import ModelInfo
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.engine_settings import EngineSettings
@@ -110,9 +110,9 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         announce(backend.info, budgets, disk_line, _urls(listener), config, console=_console)
         await _first(service.stopped, stop.first)
         if service.stopped.done():
-            app[READINESS].fail(ServerError("the engine stopped because of an internal error"))
+            app[READINESS].fail(stopped_error("the engine failed"))
             return 1
-        service.refuse(UnavailableError("the server is shutting down"))
+        service.refuse(stopped_error(""))
         _log.info("server.draining", in_flight=service.n_in_flight, timeout_s=config.shutdown_timeout)
         await _drained(service, stop.second, config.shutdown_timeout)
     _log.info("server.stopped")

@@ -140,21 +140,10 @@ class InspectCache(msgspec.Struct, frozen=True, tag="inspect_cache"):
 
 
 class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):
-    """Drop a session, and the KV that only it uses; answered by `SessionDropped`."""
+    """Drop a session, and the KV that only it uses; answered by `CacheCleared`, or `NotFoundError`."""
 
     session_id: str
     cache_salt: str = ""
-
-
-class SessionDropped(msgspec.Struct, frozen=True):
-    """Tokens that were dropped with a session."""
-
-    is_known: bool
-    """False if there was no such session."""
-    n_tokens: int = 0
-    """Tokens dropped from the pool."""
-    n_ram_tokens: int = 0
-    n_disk_tokens: int = 0
 
 
 class SlotAction(msgspec.Struct, frozen=True, tag="slot_action"):
@@ -185,7 +174,7 @@ class ClearCache(msgspec.Struct, frozen=True, tag="clear_cache"):
 class CacheCleared(msgspec.Struct, frozen=True):
     """Tokens that were dropped; the reply to `POST /cache/clear` as JSON."""
 
-    cleared_tokens: int
+    cleared_tokens: int = 0
     """Tokens dropped from the pool."""
     cleared_ram_tokens: int = 0
     cleared_disk_tokens: int = 0

@@ -22,29 +22,39 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
     def exception(self) -> LlamaslotError:
         """Return the exception that this describes."""
-        if self.type == ContextSizeError.type:
-            return ContextSizeError(self.message, n_prompt_tokens=self.n_prompt_tokens, n_ctx=self.n_ctx)
-        if self.type == QueueFullError.type:
-            return QueueFullError(self.message, retry_after=self.retry_after)
-        for kind in (InvalidRequestError, UnavailableError, NotSupportedError):
-            if kind.type == self.type:
-                return kind(self.message, param=self.param)
-        return ServerError(self.message, param=self.param)
+        kinds = LlamaslotError.__subclasses__()
+        kind = next((each for each in kinds if each.type == self.type), ServerError)
+        sizes = {"n_prompt_tokens": self.n_prompt_tokens, "n_ctx": self.n_ctx}
+        return kind(self.message, param=self.param, retry_after=self.retry_after, **sizes)
 
 
 class LlamaslotError(Exception):
-    """An error with a message for the user; `param` names the request field or the flag that caused it."""
+    """An error with a message for the user; `param` names the request field or the flag that caused it.
+
+    `retry_after` is in seconds. The sizes are those of `ContextSizeError`.
+    """
 
     type: ClassVar[str] = "server_error"
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        n_prompt_tokens: int = 0,
+        n_ctx: int = 0,
+        retry_after: int = 0,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.n_prompt_tokens = n_prompt_tokens
+        self.n_ctx = n_ctx
+        self.retry_after = retry_after
 
     def info(self) -> ErrorInfo:
         """Return the error as a plain value."""
-        return ErrorInfo(self.type, self.message, self.param)
+        return ErrorInfo(self.type, self.message, self.param, self.n_prompt_tokens, self.n_ctx, self.retry_after)
 
 
 class InvalidRequestError(LlamaslotError):
@@ -57,15 +67,6 @@ class ContextSizeError(LlamaslotError):
     """The prompt does not fit into a slot's context."""
 
     type = "exceed_context_size_error"
-
-    def __init__(self, message: str, *, n_prompt_tokens: int, n_ctx: int) -> None:
-        super().__init__(message)
-        self.n_prompt_tokens = n_prompt_tokens
-        self.n_ctx = n_ctx
-
-    def info(self) -> ErrorInfo:
-        """Return the error as a plain value."""
-        return ErrorInfo(self.type, self.message, n_prompt_tokens=self.n_prompt_tokens, n_ctx=self.n_ctx)
 
     @classmethod
     def of(cls, n_prompt_tokens: int, n_ctx: int, *, at_least: bool = False) -> ContextSizeError:
@@ -103,17 +104,9 @@ class NotSupportedError(LlamaslotError):
 
 
 class QueueFullError(LlamaslotError):
-    """Too many requests are in flight; `retry_after` is in seconds."""
+    """Too many requests are in flight."""
 
     type = "rate_limit_error"
-
-    def __init__(self, message: str, *, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-    def info(self) -> ErrorInfo:
-        """Return the error as a plain value."""
-        return ErrorInfo(self.type, self.message, retry_after=self.retry_after)
 
 
 class UnavailableError(LlamaslotError):
@@ -124,6 +117,13 @@ class UnavailableError(LlamaslotError):
 
 class ServerError(LlamaslotError):
     """An internal error."""
+
+
+def stopped_error(reason: str) -> ServerError | UnavailableError:
+    """Return the error of requests that the engine does not serve any more; `reason` is empty for a shutdown."""
+    if reason:
+        return ServerError("the engine stopped because of an internal error")
+    return UnavailableError("the server is shutting down")
 
 
 class ConfigError(LlamaslotError):

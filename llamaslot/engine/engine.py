@@ -20,7 +20,6 @@ import structlog
 
 from llamaslot.base.backend import Backend
 from llamaslot.base.commands import (
-    CacheCleared,
     Cancel,
     ClearCache,
     Command,
@@ -29,16 +28,11 @@ from llamaslot.base.commands import (
     InspectCache,
     InspectEngine,
     Query,
-    SessionDropped,
     SlotAction,
     Submit,
     Tokenize,
 )
-from llamaslot.base.errors import (
-    LlamaslotError,
-    ServerError,
-    UnavailableError,
-)
+from llamaslot.base.errors import LlamaslotError, NotFoundError, ServerError, stopped_error
 from llamaslot.base.events import Accepted, Cancelled, Event, Failed, Reply, Stopped
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.engine.disk_worker import Disk, DiskWorker
@@ -321,9 +315,7 @@ class Engine:
 
     def _fail_all(self, reason: str) -> None:
         """Fail all unfinished requests: because the engine was told to stop, or because of an internal error."""
-        error: LlamaslotError = UnavailableError("the server is shutting down")
-        if reason:
-            error = ServerError("the engine stopped because of an internal error")
+        error = stopped_error(reason)
         for request_id in self._prompts.cancel_all():
             self._fail(request_id, error)
         for request_id, live in self._replies.items():
@@ -337,26 +329,22 @@ class Engine:
         return self.scheduler.cache.length(request.slot) if request.slot >= 0 else 0
 
     def _clear_cache(self, _: ClearCache, respond: Respond) -> None:
-        dropped = self.scheduler.cache.drop()
-        n_tokens, n_ram, n_disk = dropped.n_cells, dropped.n_ram, dropped.n_disk
-        _log.info("cache.cleared", tokens=n_tokens, ram_tokens=n_ram, disk_tokens=n_disk)
-        done = partial(respond, CacheCleared(n_tokens, n_ram, n_disk))
+        cleared = self.scheduler.cache.drop()
+        _log.info("cache.cleared", **msgspec.structs.asdict(cleared))
         if self._disk is not None:
             self._disk.start(self.scheduler.cache.take_jobs())
-        self._prompts.clear(lambda: self._when_written(done))
+        self._prompts.clear(lambda: self._when_written(partial(respond, cleared)))
 
     def _drop_session(self, query: DropSession, respond: Respond) -> None:
         def drop(namespace: str, paths: list[bytes]) -> None:
             if not paths:
-                respond(SessionDropped(is_known=False))
+                respond(NotFoundError(f"there is no session {query.session_id!r}"))
                 return
-            dropped = [self.scheduler.cache.drop(namespace, path) for path in paths]
-            n_tokens = sum(each.n_cells for each in dropped)
-            n_ram, n_disk = sum(each.n_ram for each in dropped), sum(each.n_disk for each in dropped)
-            _log.info("session.dropped", tokens=n_tokens, ram_tokens=n_ram, disk_tokens=n_disk)
+            dropped = self.scheduler.cache.drop(namespace, paths)
+            _log.info("session.dropped", **msgspec.structs.asdict(dropped))
             if self._disk is not None:
                 self._disk.start(self.scheduler.cache.take_jobs())
-            self._when_written(partial(respond, SessionDropped(True, n_tokens, n_ram, n_disk)))
+            self._when_written(partial(respond, dropped))
 
         self._prompts.drop_session(query, drop, respond)
 

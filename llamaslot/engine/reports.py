@@ -12,8 +12,8 @@ from llamaslot.base.commands import InspectCache
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.stats import CacheState, CacheStats, EngineState, SlotState
 from llamaslot.prompts.prompt_worker import PromptWorker
+from llamaslot.scheduler.request import Slot
 from llamaslot.scheduler.scheduler import Scheduler
-from llamaslot.scheduler.slot import Slot
 from llamaslot.scheduler.step import StepPlan, StepResult
 
 Respond: TypeAlias = Callable[[msgspec.Struct | LlamaslotError], None]

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
+from llamaslot.base.commands import CacheCleared
 from llamaslot.base.kv_ops import Operation
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import is_private
@@ -55,15 +56,6 @@ class Acquired:
     """Of `n_resident`, those copied from other sequences."""
     miss: Miss
     """Why no more was cached."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """Tokens that were dropped, by where they were."""
-
-    n_cells: int = 0
-    n_ram: int = 0
-    n_disk: int = 0
 
 
 class KVCache:
@@ -264,16 +256,16 @@ class KVCache:
 
     # --- dropping, and slot files ---
 
-    def drop(self, namespace: str | None = None, tokens: bytes | None = None) -> Dropped:
-        """Drop idle prefixes everywhere: of a path, of a namespace, or all there are.
+    def drop(self, namespace: str | None = None, paths: Sequence[bytes] | None = None) -> CacheCleared:
+        """Drop idle prefixes everywhere: of some paths, of a namespace, or all there are.
 
         A path is dropped back to the last position at which another one continues, ends or runs.
         """
         ram, disk = self._tiers.ram, self._tiers.disk
         before = self._tree.n_tokens, ram.n_tokens, disk.n_tokens
-        if namespace is not None and tokens is not None:
-            match = self._tree.match(namespace, tokens)
-            _drop_path(match, self._tree, self._sequences, self._tiers)
+        if namespace is not None and paths is not None:
+            for tokens in paths:
+                _drop_path(self._tree.match(namespace, tokens), self._tree, self._sequences, self._tiers)
         else:
             nodes = self._tree.nodes(namespace)
             self._tiers.drop(reversed(dict.fromkeys(node.segment for node in nodes if node.segment is not None)))
@@ -282,7 +274,7 @@ class KVCache:
                 if namespace is not None or not self._tree.is_pinned(seq):
                     self._sequences.clear(seq)
         self._offloader.free_evicted()
-        return Dropped(before[0] - self._tree.n_tokens, before[1] - ram.n_tokens, before[2] - disk.n_tokens)
+        return CacheCleared(before[0] - self._tree.n_tokens, before[1] - ram.n_tokens, before[2] - disk.n_tokens)
 
     def save_slot(self, seq: int) -> SlotSave | None:
         """Record operations that save everything an idle slot holds; None if that is nothing.

@@ -17,8 +17,7 @@ from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.pool import Sharing
 from llamaslot.scheduler.in_flight import InFlight
-from llamaslot.scheduler.request import Request
-from llamaslot.scheduler.slot import Slot
+from llamaslot.scheduler.request import Request, Slot
 
 MAX_OVERTAKEN = 8
 """Later requests that may be admitted before one that could run too."""

@@ -6,7 +6,10 @@ generated so far), as in vLLM V1, and a step that computes the last of them yiel
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
+
+import numpy as np
 
 from llamaslot.base.backend import Sampler
 from llamaslot.base.commands import Submit
@@ -14,11 +17,10 @@ from llamaslot.base.events import Progress
 from llamaslot.base.namespaces import private_namespace, salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import Miss
-from llamaslot.base.tokens import WIDTH, packed
+from llamaslot.base.tokens import WIDTH, Tokens, packed
 from llamaslot.kvcache.cache import Acquired
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.offload.offloader import Loaded
-from llamaslot.scheduler.token_buffer import TokenBuffer
 
 
 class IllegalEventError(AssertionError):
@@ -48,6 +50,33 @@ REQUEST_TABLE: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (RequestState.RUNNING, RequestEvent.END): RequestState.DONE,
 }
 """Every legal transition; any other pair raises and changes nothing."""
+
+
+class TokenBuffer:
+    """Token ids with O(1) append; a view stays valid while tokens are added."""
+
+    __slots__ = ("_data", "_length")
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._data: Tokens = np.array(tokens, dtype=np.int32)
+        self._length = len(self._data)
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self._length
+
+    def view(self, start: int = 0, end: int | None = None) -> Tokens:
+        """The tokens `[start, end)` without a copy, int32."""
+        return self._data[start : self._length if end is None else min(end, self._length)]
+
+    def append(self, token: int) -> None:
+        """Add one token."""
+        if self._length == len(self._data):
+            grown = np.empty(max(2 * self._length, 64), dtype=np.int32)
+            grown[: self._length] = self._data
+            self._data = grown
+        self._data[self._length] = token
+        self._length += 1
 
 
 class Request:
@@ -222,3 +251,11 @@ class Request:
     def _mark_started(self, now: float) -> None:
         if self._admitted is None:
             self._admitted = now
+
+
+@dataclass(slots=True)
+class Slot:
+    """Runs one request at a time; its id is also its llama.cpp sequence id."""
+
+    id: int
+    request: Request | None = None

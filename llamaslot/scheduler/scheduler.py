@@ -28,9 +28,8 @@ from llamaslot.kvcache.offload.policy import Deadlines
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.padding import Padding
-from llamaslot.scheduler.request import Request, RequestEvent, RequestState
+from llamaslot.scheduler.request import Request, RequestEvent, RequestState, Slot
 from llamaslot.scheduler.reuse_stats import ReuseStats
-from llamaslot.scheduler.slot import Slot
 from llamaslot.scheduler.step import StepPlan, StepResult, Work
 from llamaslot.scheduler.step_planner import StepPlanner
 
@@ -76,6 +75,8 @@ class Scheduler:
         )
         self.slots = [Slot(i) for i in range(cache_settings.n_slots)]
         self.admission = Admission(self.cache, self.slots, info.n_ctx_slot)
+        self.queue = self.admission.queue
+        """Waiting requests by arrival."""
         self.reuse = ReuseStats()
         self._padding = Padding(info.step_cost, cache_settings.scratch, info.n_ubatch)
         self.deadlines = Deadlines()
@@ -89,11 +90,6 @@ class Scheduler:
         self._invalidated: set[int] = set()
         """Slots whose running request lost its sequence in a failed step."""
         self._is_stopping = False
-
-    @property
-    def queue(self) -> list[Request]:
-        """Waiting requests by arrival."""
-        return self.admission.queue
 
     @property
     def running(self) -> list[Request]:

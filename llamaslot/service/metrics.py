@@ -32,25 +32,13 @@ _COUNTERS = (
     ("llamacpp:n_decode", "Calls of llama_decode.", "n_decode_calls"),
     ("llamaslot_prefix_cache_miss_requests", "Requests that reused nothing.", "cache.requests.misses"),
     ("llamaslot_prefix_cache_anchored_requests", "Hits that used an anchor's tokens.", "cache.requests.anchored"),
-    (
-        "llamaslot_prefix_cache_session_requests",
-        "Hits that used their session's tokens.",
-        "cache.requests.in_session",
-    ),
-    (
-        "llamaslot_prefix_cache_wait_requests",
-        "Requests that waited for another one's prefix.",
-        "cache.requests.waits",
-    ),
+    ("llamaslot_prefix_cache_session_requests", "Hits on the session's tokens.", "cache.requests.in_session"),
+    ("llamaslot_prefix_cache_wait_requests", "Requests that waited for a prefix.", "cache.requests.waits"),
     ("llamaslot_prefix_cache_copied_tokens", "Tokens copied from another sequence.", "cache.copied_tokens"),
     ("llamaslot_prefix_cache_evicted_tokens", "Tokens evicted without being offloaded.", "cache.evicted_tokens"),
     ("llamaslot_prefix_cache_offloaded_tokens", "Tokens offloaded from the pool to RAM.", "cache.offloaded_tokens"),
     ("llamaslot_prefix_cache_loaded_tokens", "Tokens loaded from RAM.", "cache.loaded_tokens"),
-    (
-        "llamaslot_prefix_cache_dropped_prefixes",
-        "Prefixes dropped for lack of sequence ids.",
-        "cache.dropped_prefixes",
-    ),
+    ("llamaslot_prefix_cache_dropped_prefixes", "Prefixes dropped for lack of ids.", "cache.dropped_prefixes"),
     ("llamaslot_disk_written_tokens", "Tokens written to disk.", "cache.written_tokens"),
     ("llamaslot_disk_read_tokens", "Tokens read from disk.", "cache.read_tokens"),
     ("llamaslot_disk_corrupt_files", "Files that did not match their checksum.", "cache.disk.corrupt_files"),
@@ -158,11 +146,7 @@ class Metrics(Collector):
                 "Mean slots that took part in a decode.",
                 _ratio(state.n_busy_slots_total, state.n_decode_calls),
             ),
-            (
-                "llamaslot_sequences",
-                "Sequence ids, of slots and spare.",
-                sequences.slots + sequences.reserved,
-            ),
+            ("llamaslot_sequences", "Sequence ids, of slots and spare.", sequences.slots + sequences.reserved),
         ):
             yield GaugeMetricFamily(name, text, value)
         hits = CounterMetricFamily(

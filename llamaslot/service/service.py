@@ -20,8 +20,8 @@ from llamaslot.base.errors import (
     InvalidRequestError,
     LlamaslotError,
     QueueFullError,
-    ServerError,
     UnavailableError,
+    stopped_error,
 )
 from llamaslot.base.events import (
     TERMINAL,
@@ -188,11 +188,7 @@ class Service:
         log.info("request.done", **_log_fields(progress), finish_reason=reason)
 
     def _engine_stopped(self, event: Stopped) -> None:
-        self._refusal = (
-            ServerError("the engine stopped because of an internal error")
-            if event.reason
-            else UnavailableError("the server is shutting down")
-        )
+        self._refusal = stopped_error(event.reason)
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(self._refusal)

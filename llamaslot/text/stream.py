@@ -21,12 +21,8 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._matchers = [_Matcher(stop) for stop in dict.fromkeys(stops) if stop]
         self._held = ""
-        self._stopped: str | None = None
-
-    @property
-    def stopped(self) -> str | None:
+        self.stopped: str | None = None
         """The stop string that ended the text; `push` returns nothing from then on."""
-        return self._stopped
 
     def push(self, piece: bytes) -> str:
         """Add the bytes of a token and return the text that can be sent now; invalid UTF-8 becomes U+FFFD."""
@@ -42,15 +38,15 @@ class TextStream:
         """Return all text before the first complete or possible stop string."""
         if not self._matchers:
             return text
-        if self._stopped is not None:
+        if self.stopped is not None:
             return ""
         pending = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
             complete = [matcher.stop for matcher in self._matchers if matcher.advance(char)]
             if complete:
-                self._stopped = max(complete, key=len)
+                self.stopped = max(complete, key=len)
                 self._held = ""
-                return pending[: end - len(self._stopped)]
+                return pending[: end - len(self.stopped)]
         safe = len(pending) - max((matcher.matched for matcher in self._matchers), default=0)
         self._held = pending[safe:]
         return pending[:safe]

@@ -22,7 +22,6 @@ from llamaslot.base.commands import (
     Query,
     QueryBody,
     Sampling,
-    SessionDropped,
     SlotAction,
     SlotActionDone,
     Submit,
@@ -77,7 +76,6 @@ QUERIES = [
 REPLIES = [
     Tokenized((3, 4), (b"\xff", b"a")),
     Detokenized("text"),
-    SessionDropped(True, 3),
     SlotActionDone(3, 4, 0.5),
     CacheCleared(3),
     EngineState(slots=(SlotState(0, 128, 7, sampling=SAMPLING),), n_queued=2, cache=CACHE),

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from llamaslot.backend.disk import DiskStore
-from llamaslot.base.commands import ClearCache, DropSession, Sampling, SessionDropped, Submit, TextPart
+from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, Sampling, Submit, TextPart
+from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Cancelled, Finished, Output, Progress
 from tests.engine.harness import Harness, running
 from tests.fake_backend import FakeBackend
@@ -32,10 +33,15 @@ async def ask(engine: Harness, prompt: str, **fields: object) -> Progress:
     return end.progress
 
 
-async def drop(engine: Harness, session_id: str = "mine", salt: str = "") -> SessionDropped:
+async def drop(engine: Harness, session_id: str = "mine", salt: str = "") -> CacheCleared:
     answer = await engine.ask(DropSession(session_id, salt))
-    assert isinstance(answer, SessionDropped)
+    assert isinstance(answer, CacheCleared)
     return answer
+
+
+async def is_unknown(engine: Harness, session_id: str, salt: str) -> bool:
+    answer = await engine.ask(DropSession(session_id, salt))
+    return isinstance(answer, ErrorInfo) and answer.type == "not_found_error"
 
 
 def last_text(engine: Harness) -> str:
@@ -95,9 +101,8 @@ async def test_dropping_a_session_drops_what_only_it_uses(engine: Harness) -> No
     await ask(engine, SYSTEM + "Two.", session_id="two")
     before = engine.engine.scheduler.cache._tree.n_tokens
     answer = await drop(engine, "one")
-    assert answer.is_known
-    assert answer.n_tokens == before - engine.engine.scheduler.cache._tree.n_tokens
-    assert len("One, and more of it.") <= answer.n_tokens < len(SYSTEM)
+    assert answer.cleared_tokens == before - engine.engine.scheduler.cache._tree.n_tokens
+    assert len("One, and more of it.") <= answer.cleared_tokens < len(SYSTEM)
     again = await ask(engine, SYSTEM + "One, and more of it.", session_id="one")
     assert again.session_match == "new"
     assert again.n_cached == len("<" + SYSTEM)
@@ -182,9 +187,9 @@ async def test_a_longer_segment_of_the_same_text_is_no_divergence(tmp_path: Path
 async def test_dropping_an_unknown_session_drops_nothing(engine: Harness) -> None:
     await ask(engine, HELLO, cache_salt="s")
     for session_id, salt in (("yours", ""), ("mine", ""), ("mine", "t")):
-        assert not (await drop(engine, session_id, salt)).is_known
-    assert (await drop(engine, "mine", "s")).is_known
-    assert not (await drop(engine, "mine", "s")).is_known
+        assert await is_unknown(engine, session_id, salt)
+    assert (await drop(engine, "mine", "s")).cleared_tokens
+    assert await is_unknown(engine, "mine", "s")
 
 
 async def test_a_session_can_be_dropped_while_it_runs(engine: Harness) -> None:
@@ -192,7 +197,7 @@ async def test_a_session_can_be_dropped_while_it_runs(engine: Harness) -> None:
     text = HELLO + last_text(engine) + " and"
     end = engine.submit("running", text, session_id="mine", max_tokens=-1, sampling=ENDLESS)
     await engine.wait_for("running", Output, 3)
-    assert (await drop(engine)).is_known
+    await drop(engine)
     engine.cancel("running")
     assert isinstance(await end, Cancelled)
     assert (await ask(engine, text + engine.text("running"))).session_match == "exact", "the session began again"
@@ -261,8 +266,7 @@ async def test_sessions_survive_a_restart_but_not_their_end(tmp_path: Path) -> N
         again = await ask(engine, text + "</s>more", max_tokens=1)
         assert (again.session_match, again.n_read > 0) == ("extend", True)
         answer = await drop(engine)
-        assert answer.is_known
-        assert answer.n_disk_tokens > len(HELLO) // 2
+        assert answer.cleared_disk_tokens > len(HELLO) // 2
     async with served(tmp_path) as engine:
         again = await ask(engine, text + "</s>more", max_tokens=1)
         assert (again.session_match, again.n_cached) == ("new", 0)

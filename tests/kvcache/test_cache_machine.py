@@ -368,7 +368,7 @@ class CacheMachine(RuleBasedStateMachine):
             tokens = asked.tokens[: int(share * len(asked.tokens))]
             path = packed(np.array(tokens, dtype=np.int32))
             fork = cache._tree.match(namespace, path).last_fork()
-            cache.drop(namespace, path)
+            cache.drop(namespace, [path])
             left = cache._tree.match(namespace, path)
             assert left.n_resident <= fork
             # A segment that starts before the fork cannot be cut: it stays whole.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaslot.base.commands import Sampling, Submit
+from llamaslot.base.commands import CacheCleared, Sampling, Submit
 from llamaslot.base.stats import CacheState, CacheStats
-from llamaslot.kvcache.cache import Dropped, KVCache
+from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.scheduler.request import Request
 from tests.pool import tokens_of
@@ -163,7 +163,7 @@ def test_dropping_everything_spares_running_requests() -> None:
     driver.step()
     before = state_of(driver)
     assert before.cells.idle > 0
-    assert driver.cache.drop() == Dropped(n_cells=before.tokens - before.tokens_pinned)
+    assert driver.cache.drop() == CacheCleared(before.tokens - before.tokens_pinned)
     driver.step()
     after = state_of(driver)
     assert (after.cells.idle, after.leaves, after.sequences.used) == (0, 1, 1)
@@ -209,7 +209,7 @@ def test_dropping_everything_clears_an_idle_slot_whose_path_a_running_one_has_to
         cache.acquire([seq], cache.match("", b""))
         cache.append(seq, as_tokens("the same"))
     cache.release(0)
-    assert cache.drop() == Dropped(n_cells=0)
+    assert cache.drop() == CacheCleared()
     assert (cache.length(0), cache.length(1)) == (0, 8)
 
 

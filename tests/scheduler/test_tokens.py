@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaslot.scheduler.token_buffer import TokenBuffer
+from llamaslot.scheduler.request import TokenBuffer
 
 runs = st.lists(st.integers(0, 9), max_size=200)
 
