@@ -241,15 +241,10 @@ async def _load(settings: LlamaSettings, thread: Executor, stop: _Signals) -> Ll
             _log.warning("server.aborted", reason="second signal while loading")
             os._exit(130)
         try:
-            backend = loading.result()
+            return loading.result()
         except LoadingStopped:
             _log.info("server.stopped")
             return None
-    if stop.first.done():
-        backend.close()
-        _log.info("server.stopped")
-        return None
-    return backend
 
 
 async def _open(disk: DiskStore, config: Config, info: ModelInfo, budgets: Budgets, stop: _Signals) -> str:

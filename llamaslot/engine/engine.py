@@ -18,20 +18,8 @@ from typing import Any
 import msgspec
 import structlog
 
+from llamaslot.base import commands
 from llamaslot.base.backend import Backend
-from llamaslot.base.commands import (
-    Cancel,
-    ClearCache,
-    Command,
-    Detokenize,
-    DropSession,
-    InspectCache,
-    InspectEngine,
-    Query,
-    SlotAction,
-    Submit,
-    Tokenize,
-)
 from llamaslot.base.errors import LlamaslotError, NotFoundError, ServerError, stopped_error
 from llamaslot.base.events import Accepted, Cancelled, Event, Failed, Reply, Stopped
 from llamaslot.base.prompt import TokenizedPrompt
@@ -107,13 +95,15 @@ class Engine:
         self._reports = Reports(self.scheduler, self._prompts, backend.vocab)
         self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
         self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {
-            Tokenize: self._prompts.answer,
-            Detokenize: self._prompts.answer,
-            DropSession: self._drop_session,
-            InspectEngine: self._between_steps(lambda _, respond: respond(self._reports.engine_state())),
-            InspectCache: self._between_steps(lambda query, respond: respond(self._reports.cache_state(query))),
-            SlotAction: self._between_steps(self._slot_actions.handle),
-            ClearCache: self._between_steps(self._clear_cache),
+            commands.Tokenize: self._prompts.answer,
+            commands.Detokenize: self._prompts.answer,
+            commands.DropSession: self._drop_session,
+            commands.InspectEngine: self._between_steps(lambda _, respond: respond(self._reports.engine_state())),
+            commands.InspectCache: self._between_steps(
+                lambda query, respond: respond(self._reports.cache_state(query))
+            ),
+            commands.SlotAction: self._between_steps(self._slot_actions.handle),
+            commands.ClearCache: self._between_steps(self._clear_cache),
         }
         self._replies: dict[str, ReplyStream] = {}
         """Requests between `Accepted` and their terminal event."""
@@ -124,14 +114,14 @@ class Engine:
         self._is_checked = False
         self._n_arrived = 0
 
-    def send(self, command: Command) -> None:
+    def send(self, command: commands.Command) -> None:
         """Hand in a command; it takes effect between two steps."""
         match command:
-            case Submit():
+            case commands.Submit():
                 self._prompts.submit(command.completions(), partial(self._accept, self._clock()))
-            case Cancel():
+            case commands.Cancel():
                 self._post(lambda: self._cancel(command.request_id))
-            case Query(request_id, body):
+            case commands.Query(request_id, body):
                 self._queries[type(body)](body, partial(self._reply, request_id))
 
     def stop(self) -> None:
@@ -251,7 +241,7 @@ class Engine:
             events, self._outbox = self._outbox, []
             self._on_events(events)
 
-    def _accept(self, now: float, submit: Submit, prompt: TokenizedPrompt) -> None:
+    def _accept(self, now: float, submit: commands.Submit, prompt: TokenizedPrompt) -> None:
         try:
             check_submit(submit, len(prompt.tokens), self._backend.info)
         except LlamaslotError as error:
@@ -328,14 +318,14 @@ class Engine:
     def _n_held(self, request: Request) -> int:
         return self.scheduler.cache.length(request.slot) if request.slot >= 0 else 0
 
-    def _clear_cache(self, _: ClearCache, respond: Respond) -> None:
+    def _clear_cache(self, _: commands.ClearCache, respond: Respond) -> None:
         cleared = self.scheduler.cache.drop()
         _log.info("cache.cleared", **msgspec.structs.asdict(cleared))
         if self._disk is not None:
             self._disk.start(self.scheduler.cache.take_jobs())
         self._prompts.clear(lambda: self._when_written(partial(respond, cleared)))
 
-    def _drop_session(self, query: DropSession, respond: Respond) -> None:
+    def _drop_session(self, query: commands.DropSession, respond: Respond) -> None:
         def drop(namespace: str, paths: list[bytes]) -> None:
             if not paths:
                 respond(NotFoundError(f"there is no session {query.session_id!r}"))
