@@ -174,7 +174,7 @@ class ClearCache(msgspec.Struct, frozen=True, tag="clear_cache"):
 class CacheCleared(msgspec.Struct, frozen=True):
     """Tokens that were dropped; the reply to `POST /cache/clear` as JSON."""
 
-    cleared_tokens: int = 0
+    cleared_tokens: int
     """Tokens dropped from the pool."""
     cleared_ram_tokens: int = 0
     cleared_disk_tokens: int = 0

@@ -102,7 +102,7 @@ def test_goals_near_one_need_many_pairs() -> None:
         assert workload.n_pairs == (MANY if is_near else FEW), workload.name
     assert set(GOALS) | set(FRUGAL) <= set(BY_NAME)
     assert N_ALL % 2 == 0
-    assert (FEW, MANY) == (N_ALL, 20)
+    assert FEW == N_ALL < MANY
 
 
 def names(selection: Selection, repeat: int, results: list[RunResult], workload: str = "groups") -> list[str]:

@@ -130,6 +130,17 @@ def test_a_prefix_is_loaded_in_one_step_beside_no_stream() -> None:
     shared.finish(again)
 
 
+def test_a_prompt_that_is_cached_whole_does_not_wait_for_loads_of_another_one() -> None:
+    shared = driver(n_ctx=4096, load_us=250.0, n_ubatch=512)
+    shared.run("a" * 1500)
+    shared.run("b" * 1500)
+    whole, again = shared.submit("b" * 1500), shared.submit("a" * 1500)
+    assert len(loaded(shared.step())) == 1
+    assert whole.n_generated == 1
+    shared.finish(again)
+    assert again.n_prompt_computed == 1
+
+
 def test_tokens_that_are_still_to_be_loaded_do_not_count_as_prefill() -> None:
     shared = driver(n_ctx=4096, load_us=250.0, n_ubatch=512, offload_after=300)
     shared.run("a" * 1500)

@@ -159,6 +159,8 @@ class TiersMachine(RuleBasedStateMachine):
         self.ram, self.disk_bytes = ram, disk
         self.disk = FakeDisk()
         self.tracked: dict[int, Tracked] = {}
+        self.ignored: set[int] = set()
+        """Files of segments that are too large for RAM."""
         self.now = 0
         self.seconds = 0.0
         self.new_tiers()
@@ -194,8 +196,14 @@ class TiersMachine(RuleBasedStateMachine):
                 self.on_io(ReadStarted())
         self.disk.take(jobs)
         living = {segment.number for tier in (self.tiers.ram, self.tiers.disk) for segment in tier}
-        for tracked in self.tracked.values():
-            tracked.on_disk = tracked.segment in self.tiers.disk
+        to_write: set[int] = set()
+        for job in self.disk.writes:
+            if isinstance(job, Write):
+                to_write.add(job.meta.number)
+            elif isinstance(job, Erase):
+                to_write.difference_update(job.numbers)
+        for number, tracked in self.tracked.items():
+            tracked.on_disk = number in self.disk.kept | to_write
             tracked.in_ram = tracked.segment in self.tiers.ram
         for number, tracked in self.tracked.items():
             assert (tracked.segment.state is SegmentState.DROPPED) == (number not in living)
@@ -398,7 +406,7 @@ class TiersMachine(RuleBasedStateMachine):
             assert meta.parent is None or meta.parent in metas, "on disk without its parent"
         was = {number: self.disk.path(number) for number in metas}
         self.new_tiers()
-        ignored = self.tiers.restore(list(metas.values()), self.disk.first_number)
+        ignored = self.ignored = set(self.tiers.restore(list(metas.values()), self.disk.first_number))
         self.tracked = {
             segment.number: Tracked(segment, *was[segment.number], segment.start, 0, in_ram=False, on_disk=True)
             for segment in self.tiers.disk
@@ -425,7 +433,8 @@ class TiersMachine(RuleBasedStateMachine):
         positions = [(k.namespace, k.path[: i + 1]) for k in tracked for i in range(k.start, len(k.path))]
         assert len(positions) == len(set(positions)), "offloaded twice"
         written = {segment.number for segment in disk if segment.state is not SegmentState.WRITING}
-        assert written <= self.disk.metas.keys()
+        replaced = {number for tier in (ram, disk) for segment in tier for number in segment.replaces}
+        assert written <= self.disk.kept <= written | replaced | self.ignored, "a file that nothing erases"
 
 
 TiersMachine.TestCase.settings = settings(max_examples=2000 if LONG else 150, stateful_step_count=60, deadline=None)

@@ -209,7 +209,7 @@ def test_dropping_everything_clears_an_idle_slot_whose_path_a_running_one_has_to
         cache.acquire([seq], cache.match("", b""))
         cache.append(seq, as_tokens("the same"))
     cache.release(0)
-    assert cache.drop() == CacheCleared()
+    assert cache.drop() == CacheCleared(0)
     assert (cache.length(0), cache.length(1)) == (0, 8)
 
 
