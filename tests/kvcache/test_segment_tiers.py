@@ -328,6 +328,18 @@ class TiersMachine(RuleBasedStateMachine):
         assert not self.held.fits((1,), [(0, 1)])
         self.wait(RETRY_DELAY_S)
 
+    @precondition(lambda self: hasattr(self, "tracked") and self.tracked)
+    @rule(index=st.integers(0, 20), more=st.lists(st.integers(1, 2), min_size=1, max_size=3).map(tuple))
+    def continue_what_is_written(self, index: int, more: Path) -> None:
+        """Have all writes that are due carried out, then offload a path that goes on where a segment ends."""
+        self.wait(PARTIAL_DELAY_S)
+        while self.disk.writes:
+            self.go_on_writing(1, ok=True)
+            self.wait(0.0)
+        if self.tracked:
+            tracked = list(self.tracked.values())[index % len(self.tracked)]
+            self.offload(tracked.namespace, (*tracked.path, *more), 0)
+
     # --- the disk ---
 
     @rule(seconds=st.sampled_from([0.0, 0.0, PARTIAL_DELAY_S, READ_TIMEOUT_S, RETRY_DELAY_S]))
