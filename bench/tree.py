@@ -89,7 +89,7 @@ def build(shape: Shape, seed: str = "tree") -> Built:
 
 def _hold(tree: RadixTree, seq: int, tokens: bytes) -> None:
     found = tree.match("", tokens)
-    tree.hold(seq, "", found.node, found.n_resident)
+    tree.hold(seq, "", found.resident_end, found.n_resident)
     tree.extend(seq, tokens[found.n_resident * WIDTH :])
 
 

@@ -83,6 +83,8 @@ class Recorder:
         self.samplers: list[Sampler] = []
         self.segments: dict[int, Offloaded] = {}
         """Segments in memory, by number."""
+        self.snapshots: dict[int, Offloaded] = {}
+        """Parts of saved slots in memory; their numbers are below 0, and they belong to no tier."""
         self.saved: dict[int, Offloaded] = {}
         """All segments that were ever saved, by number."""
         self._is_copying = False
@@ -135,7 +137,7 @@ class Recorder:
             self._save(operation) if isinstance(operation, Save) else self._load(operation)
             return
         if isinstance(operation, Free):
-            del self.segments[operation.segment]
+            del self._place_of(operation.segment)[operation.segment]
             return
         source, target = self.held[operation.src], self.held[operation.dst]
         if isinstance(operation, CopyStream):
@@ -157,17 +159,20 @@ class Recorder:
         assert source.prefixes[:end] == target.prefixes[:end], f"{operation} of something else"
         target.cells[start:end] = source.cells[start:end]
 
+    def _place_of(self, segment: int) -> dict[int, Offloaded]:
+        return self.segments if segment >= 0 else self.snapshots
+
     def _save(self, save: Save) -> None:
-        assert save.segment not in self.segments
+        assert save.segment not in self._place_of(save.segment)
         source, part = self.held[save.src], slice(save.start, save.end)
         assert save.end <= len(source)
         tokens, prefixes = source.tokens[part], source.prefixes[part]
         stored = Offloaded(source.namespace, save.start, tokens, prefixes)
-        self.segments[save.segment] = self.saved[save.segment] = stored
+        self._place_of(save.segment)[save.segment] = self.saved[save.segment] = stored
 
     def _load(self, load: Load) -> None:
         """Load a segment that continues what the target holds; it gets cells of its own."""
-        stored, target = self.segments[load.segment], self.held[load.dst]
+        stored, target = self._place_of(load.segment)[load.segment], self.held[load.dst]
         assert stored.namespace == target.namespace or not target.cells, f"{load} into another namespace"
         assert len(target) == load.start
         part = slice(load.start - stored.start, load.end - stored.start)
@@ -223,9 +228,10 @@ class Recorder:
         return self.inner.kv_of(segment)
 
     def put(self, segment: int, start: int, end: int, state: Kv) -> None:
-        assert segment not in self.segments
+        place = self._place_of(segment)
+        assert segment not in place
         self.inner.put(segment, start, end, state)
-        stored = self.segments[segment] = self.saved[segment]
+        stored = place[segment] = self.saved[segment]
         assert range(start, end) == range(stored.start, stored.start + len(stored.tokens))
 
     def seq_len(self, seq: int) -> int:

@@ -22,7 +22,7 @@ MAX_ID_CHARS = 256
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Count: TypeAlias = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
-Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+Fraction: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 Bias: TypeAlias = Annotated[float, Meta(ge=-1e6, le=1e6)] | bool
 StopWord: TypeAlias = Annotated[str, Meta(max_length=4096)]
@@ -58,9 +58,9 @@ class Options(UnsupportedOptions, kw_only=True):
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_k: Count | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
-    typical_p: Share | None = None
+    top_p: Fraction | None = None
+    min_p: Fraction | None = None
+    typical_p: Fraction | None = None
     repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     repeat_last_n: Count | None = None
     presence_penalty: Penalty | None = None

@@ -27,7 +27,7 @@ class Budgets:
     idle_cells: int | None
     """Cells of the pool; None for all that nothing else needs."""
     offload_after: int | None
-    """Prompt tokens computed beside an idle prefix until offloading it pays; None for never."""
+    """Further prompt tokens after which an idle prefix is offloaded; None for never."""
     line: str
     """The line that tells the user."""
 
@@ -106,4 +106,4 @@ def _line(info: ModelInfo, ram_bytes: int, offload_after: int | None, idle_cells
 def _slowdown(cost: KvCost | None) -> str:
     if cost is None:
         return ""
-    return f". Prefill takes {cost.prefill_slowdown:.2f}x as long beside {cost.n_idle_cells:,} idle cells"
+    return f". Prefill takes {cost.prefill_slowdown:.2f}x as long with {cost.n_idle_cells:,} idle cells"

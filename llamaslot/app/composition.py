@@ -283,11 +283,11 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _drained(service: Service, hurry: asyncio.Future[None], seconds: float) -> None:
+async def _drained(service: Service, second_signal: asyncio.Future[None], seconds: float) -> None:
     """Wait until no request is in flight, at most `seconds` and not after a second signal."""
     deadline = asyncio.get_running_loop().time() + seconds
-    while service.n_in_flight and not hurry.done() and asyncio.get_running_loop().time() < deadline:
-        await asyncio.wait([hurry], timeout=0.05)
+    while service.n_in_flight and not second_signal.done() and asyncio.get_running_loop().time() < deadline:
+        await asyncio.wait([second_signal], timeout=0.05)
 
 
 class _Signals:

@@ -11,7 +11,7 @@ class KvCost(msgspec.Struct, frozen=True):
     n_idle_cells: int
     """Idle cells in the pool while `prefill_slowdown` was measured."""
     prefill_slowdown: float
-    """Duration of a prefill beside them, divided by its duration in an empty pool."""
+    """Duration of a prefill with them in the pool, divided by its duration in an empty pool."""
     prefill_us: float
     """Microseconds to compute a token in an empty pool."""
     save_us: float

@@ -75,7 +75,7 @@ class SequenceStats(msgspec.Struct):
 
     slots: int = 0
     reserved: int = 0
-    """Ids for idle prefixes, beside the slots'."""
+    """Spare ids, which keep idle prefixes."""
     used: int = 0
     """Ids that hold tokens."""
     total: int = 0

@@ -1,4 +1,4 @@
-"""Disk worker: carries out the cache's disk jobs beside the steps, writes on one thread and reads on another one.
+"""Disk worker: carries out the cache's disk jobs on two threads, concurrently with the steps.
 
     plan -> jobs -> DiskWorker.start -> thread -> post -> KVCache.on_io (between two steps)
 

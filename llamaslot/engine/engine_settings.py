@@ -23,7 +23,7 @@ class EngineSettings:
     idle_cells: int | None = None
     """Cells that idle prefixes may keep; None for all that nothing else needs."""
     offload_after: int | None = None
-    """Prompt tokens computed beside an idle prefix until it is offloaded; None for only when its cells are needed.
+    """Further prompt tokens after which an idle prefix is offloaded; None for only when its cells are needed.
     """
     ram_bytes: int = 0
     """Host memory for what leaves the pool."""

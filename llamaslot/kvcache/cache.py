@@ -134,7 +134,7 @@ class KVCache:
         """Record that prefixes are wanted now, so that they are evicted late."""
         now = self._sequences.advance()
         for match in matches:
-            self._tree.touch(match.node, now)
+            self._tree.touch(match.resident_end, now)
 
     def sharing(self, match: Match, slots: Sequence[int], n_in_flight: int) -> Sharing:
         """Decide how a request gets a prefix of which others are computing `n_in_flight` tokens."""
@@ -351,7 +351,7 @@ def _drop_path(match: Match, tree: RadixTree, sequences: Sequences, tiers: Segme
     """Drop a path back to the last position at which another one continues, ends or runs."""
     fork = match.last_fork()
     if fork < match.n_resident:
-        for seq in list(match.node.end_of):
+        for seq in list(match.resident_end.end_of):
             sequences.truncate(seq, fork)
             if sequences.in_use(seq) and sequences.is_covered(seq):
                 sequences.clear(seq)

@@ -26,7 +26,7 @@ class CacheSettings:
     idle_cells: int | None = None
     """Cells that idle prefixes may keep; None for all that nothing else needs."""
     offload_after: int | None = None
-    """Prompt tokens computed beside an idle prefix from which on offloading it pays; None for never."""
+    """Further prompt tokens after which an idle prefix is offloaded; None for never."""
     ram_bytes: int = 0
     disk_bytes: int = 0
     """Budgets of the tiers; 0 for none."""
@@ -94,5 +94,5 @@ class CacheSettings:
         return self.load_us / self.prefill_us if self.prefill_us else 0.0
 
     def max_tokens_in_gap(self, us_per_token: float) -> int | None:
-        """Tokens that may be saved or loaded in one step beside running streams; None for any number."""
+        """Tokens that may be saved or loaded in one step while streams run; None for any number."""
         return max(1, int(1e3 * self.gap_ms / us_per_token)) if us_per_token else None

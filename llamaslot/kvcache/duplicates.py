@@ -30,7 +30,7 @@ class DuplicateCells:
 
     @property
     def n_cells(self) -> int:
-        """Cells beside those that the tree counts."""
+        """Cells in addition to those that the tree counts."""
         return sum(end - start for _, start, end in self._ranges)
 
     def add(self, seq: int, start: int, end: int) -> None:
@@ -65,7 +65,7 @@ class DuplicateCells:
         end_node = self._tree.end_node(seq)
         assert end_node is not None
         shares = []
-        for node in end_node.path():
+        for node in end_node.path_to_root():
             low, high = max(start, node.start), min(end, node.end)
             bounds = {low, high, *(n for each in later for n in each[1:] if low < n < high)}
             for part in pairwise(sorted(bounds)) if low < high else ():

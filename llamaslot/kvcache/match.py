@@ -26,14 +26,14 @@ class Match:
     namespace: str
     tokens: bytes
     """The tokens that were looked up, packed."""
-    node: Node
+    resident_end: Node
     """Node in which the resident part ends."""
     n_resident: int
     """Tokens of the resident part."""
-    last: Node
-    """Node in which the whole match ends; below `node` if segments continue it."""
+    matched_end: Node
+    """Node in which the whole match ends; below `resident_end` if segments continue it."""
     n_matched: int
-    """Tokens of the tree that agree, resident, offloaded or neither."""
+    """Leading tokens found in the tree, even where no KV is left of them."""
     parts: tuple[SegmentPart, ...]
     """Segments that continue the resident part, without a gap."""
     n_cached: int
@@ -44,13 +44,13 @@ class Match:
     @property
     def n_idle(self) -> int:
         """Resident tokens that no running request holds."""
-        nodes = self.node.path()
+        nodes = self.resident_end.path_to_root()
         return sum(min(node.end, self.n_resident) - node.start for node in nodes if not node.n_pins)
 
     @property
     def segments(self) -> list[Segment]:
         """Segments that cover any node of the path, from the root on."""
-        found = dict.fromkeys(node.segment for node in self.last.path() if node.segment is not None)
+        found = dict.fromkeys(node.segment for node in self.matched_end.path_to_root() if node.segment is not None)
         return list(found)[::-1]
 
     def last_fork(self) -> int:
@@ -58,7 +58,7 @@ class Match:
 
         Sequences that end with the resident part are not another path: eviction may have shortened them.
         """
-        node, ours = self.last, self.node.end_of
+        node, ours = self.matched_end, self.resident_end.end_of
         if self.n_matched < node.end or node.children or node.n_pins:
             return self.n_matched
         while node.parent is not None:
@@ -69,7 +69,7 @@ class Match:
 
     def diverges_at(self, n: int) -> bool:
         """True if cached paths continue the first `n` tokens, all of which match, but none as `tokens` do."""
-        node = self.last
+        node = self.matched_end
         while node.parent is not None and n <= node.start:
             node = node.parent
         if n > self.n_matched or n > node.end:
@@ -83,7 +83,7 @@ class Match:
 
 def segment_parts(resident: Node, last: Node, n_matched: int) -> tuple[SegmentPart, ...]:
     """The segments that cover the path from below `resident` down to `last`, up to the first gap."""
-    offloaded = list(takewhile(lambda node: node is not resident, last.path()))
+    offloaded = list(takewhile(lambda node: node is not resident, last.path_to_root()))
     parts: list[SegmentPart] = []
     for node in reversed(offloaded):
         if node.segment is None:

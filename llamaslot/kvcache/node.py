@@ -83,7 +83,7 @@ class Node:
         """True if several sequences hold this node, or if it has no tokens to hold."""
         return self.parent is None or len(self.end_of) + self.n_resident_children > 1
 
-    def path(self) -> Iterator[Node]:
+    def path_to_root(self) -> Iterator[Node]:
         """Yield this node and its ancestors, without the root."""
         node = self
         while node.parent is not None:
@@ -92,7 +92,7 @@ class Node:
 
     def prefix(self) -> bytes:
         """All tokens from the root to the end of this node, packed."""
-        return b"".join(reversed([bytes(node.run) for node in self.path()]))
+        return b"".join(reversed([bytes(node.run) for node in self.path_to_root()]))
 
     def holders(self) -> Iterator[int]:
         """Yield the sequences that hold this node."""

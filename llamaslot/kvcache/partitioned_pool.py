@@ -63,7 +63,7 @@ class PartitionedPool:
         self._copy(source, seq, match.n_resident)
         # Clearing may have joined nodes.
         match = self._tree.match(match.namespace, match.tokens[: match.n_resident * WIDTH])
-        self._tree.hold(seq, match.namespace, match.node, match.n_resident)
+        self._tree.hold(seq, match.namespace, match.resident_end, match.n_resident)
         self._tree.pin(seq)
         return seq, match.n_resident
 
@@ -134,7 +134,7 @@ class PartitionedPool:
         """A sequence from which to copy the whole match, if that beats computing what `own` tokens lack of it."""
         if not self._is_match_worth_copying(match, own):
             return None
-        return next((seq for seq in match.node.holders() if seq not in self._copying), None)
+        return next((seq for seq in match.resident_end.holders() if seq not in self._copying), None)
 
     def _copy(self, src: int, dst: int, keep: int) -> None:
         self._sequences.operations.append(CopyStream(src, dst, keep))

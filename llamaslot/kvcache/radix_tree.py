@@ -86,11 +86,11 @@ class RadixTree:
 
     def held(self, match: Match, seqs: Iterable[int]) -> dict[int, int]:
         """For each of some sequences the number of leading tokens of a match that it holds."""
-        ends = {id(node): min(node.end, match.n_resident) for node in match.node.path()}
+        ends = {id(node): min(node.end, match.n_resident) for node in match.resident_end.path_to_root()}
         held = {}
         for seq in seqs:
             end = self._ends.get(seq)
-            held[seq] = next((ends[id(n)] for n in end.path() if id(n) in ends), 0) if end else 0
+            held[seq] = next((ends[id(n)] for n in end.path_to_root() if id(n) in ends), 0) if end else 0
         return held
 
     def nodes(self, namespace: str | None = None) -> Iterator[Node]:
@@ -177,7 +177,7 @@ class RadixTree:
 
     def touch(self, node: Node, now: int, hits: int = 0) -> None:
         """Record that `hits` requests use the path to a node at `now`."""
-        for each in node.path():
+        for each in node.path_to_root():
             each.last_used = now
             each.hits += hits
         self.eviction.offer(node)
@@ -200,7 +200,7 @@ class RadixTree:
         """Cover a range of the path to a node by its segment; returns the segments that it replaces."""
         while node.parent is not None and segment.end <= node.start:
             node = node.parent
-        covered = [each for each in node.path() if each.end > segment.start and each.segment is not None]
+        covered = [each for each in node.path_to_root() if each.end > segment.start and each.segment is not None]
         replaced = list(dict.fromkeys(each.segment for each in reversed(covered) if each.segment is not None))
         for old in replaced:
             if not (segment.start <= old.start and old.end <= segment.end and old.nodes[-1] in covered):

@@ -176,9 +176,9 @@ class Segment:
         return list(dict.fromkeys(each for each in below if each is not None and each is not self))
 
     @property
-    def path(self) -> list[Segment]:
+    def path_from_root(self) -> list[Segment]:
         """All segments on its path, from the root to itself."""
-        above = [node.segment for node in self.nodes[-1].path() if node.segment is not None]
+        above = [node.segment for node in self.nodes[-1].path_to_root() if node.segment is not None]
         return list(dict.fromkeys(reversed(above)))
 
     @property

@@ -62,7 +62,7 @@ class Sequences:
         if not self.in_use(seq):
             return 0
         end = self.end(seq)
-        shared = next((node.end for node in end.path() if node.is_shared), 0)
+        shared = next((node.end for node in end.path_to_root() if node.is_shared), 0)
         return end.end - shared
 
     def truncate(self, seq: int, keep: int) -> None:

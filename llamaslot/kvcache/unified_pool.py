@@ -64,7 +64,7 @@ class UnifiedPool:
         start = self._tree.length(seq)
         if match.n_resident <= start:
             return 0
-        source = next(match.node.holders())
+        source = next(match.resident_end.holders())
         self._sequences.operations.append(Copy(source, seq, start, match.n_resident))
         self._tree.extend(seq, match.tokens[start * WIDTH : match.n_resident * WIDTH])
         self._counters.copied_tokens += match.n_resident - start

@@ -10,12 +10,12 @@ import hashlib
 from dataclasses import dataclass, field, replace
 
 from llamaslot.base.tokens import WIDTH, Tokens, n_common, packed
-from llamaslot.prompts.written_tokens import WrittenTokens
+from llamaslot.prompts.marked_text import MarkedText
 
 MAX_BYTES = 32 * 2**20
 """Memory that all sessions may take, and again on disk; estimated."""
 OVERHEAD = 400
-"""Bytes that a session takes beside its tokens and their text, about."""
+"""Bytes that a session takes in addition to its tokens and their text, about."""
 _TOKEN_BYTES = 16
 """Bytes that a token takes with its text and the offset of its end, about."""
 _MAX_BRANCHES = 8
@@ -37,12 +37,12 @@ class Session:
     n_prompt: int
     n_text: int
     is_text: bool = True
-    """True if the prompt was text, and its tokens written out are that text. Prompts of token ids match no text."""
+    """True if the prompt was text, and its tokens detokenize to that text. Prompts of token ids match no text."""
     branches: tuple[tuple[int, bytes], ...] = ()
     """Earlier token sequences of the session that branch off this one, the oldest first: how many tokens each
     shares with it, and its other tokens, packed. Dropping the session drops their KV too.
     """
-    written: WrittenTokens | None = field(default=None, compare=False)
+    marked_text: MarkedText | None = field(default=None, compare=False)
     """Text of `text_tokens`, once it was needed."""
 
     def continuing(self, earlier: Session) -> Session:

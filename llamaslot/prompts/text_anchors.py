@@ -18,7 +18,7 @@ from llamaslot.prompts.lru_cache import LruCache
 MAX_BYTES = 32 * 2**20
 """Memory that all anchors may take, and again on disk; estimated."""
 OVERHEAD = 200
-"""Bytes that an anchor takes beside its tokens, about."""
+"""Bytes that an anchor takes in addition to its tokens, about."""
 
 
 @dataclass(frozen=True, slots=True)

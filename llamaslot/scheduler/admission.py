@@ -1,6 +1,6 @@
 """Admission: which waiting request runs next, and in which slot.
 
-A request waits while no slot is free, while what it needs does not fit beside what the running ones still need, and
+A request waits while no slot is free, while its need and that of the running ones do not fit together, and
 while a running request (its leader) computes a prefix that it can share.
 
 Order: preempted requests by arrival; then those overtaken too often, and choices that got their first token from
@@ -155,7 +155,7 @@ class Admission:
         return min(n_in_flight, request.n_waited_for) > match.n_cached
 
     def _fits(self, request: Request, running: Sequence[Request]) -> bool:
-        """True if a prompt and what it is expected to generate fit beside what the running requests need.
+        """True if a prompt and what it is expected to generate fit together with what the running requests need.
 
         Idle cells count as free, except those of the request's own prefix.
         """

@@ -41,7 +41,7 @@ class ChunkSizer:
         """Seconds that prompt tokens add to a step of streams with `QUERY_BLOCK` tokens or more."""
 
     def limit(self, n_decoding: int) -> int:
-        """Prompt tokens that the next step may take beside `n_decoding` streams."""
+        """Prompt tokens that the next step may take while `n_decoding` streams run."""
         whole = self._n_ubatch - n_decoding
         if n_decoding == 0:
             return whole
@@ -55,7 +55,7 @@ class ChunkSizer:
         return n_tokens * (self._alone or self._small or 0.0)
 
     def observe(self, n_prefill: int, n_decoding: int, seconds: float) -> None:
-        """Learn from a step of `n_prefill` prompt tokens, padding included, beside `n_decoding` streams."""
+        """Learn from a step of `n_prefill` prompt tokens, padding included, while `n_decoding` streams ran."""
         if n_prefill == 0:
             if n_decoding:
                 self._decode[n_decoding] = _blend(self._decode.get(n_decoding), seconds)

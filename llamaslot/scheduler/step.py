@@ -104,7 +104,7 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
 def _change(operations: Sequence[Operation], backend: Backend) -> frozenset[int]:
     """Carry out operations in order; returns the segments that could not be saved for want of memory.
 
-    Those that the same plan discards again are left out. No plan loads what it saves.
+    Those that the same plan frees again are left out. No plan loads what it saves.
     """
     unsaved: set[int] = set()
     for operation in operations:

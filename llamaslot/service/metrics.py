@@ -1,4 +1,4 @@
-"""Prometheus metrics, under llama-server's names, and llamaslot's own beside them."""
+"""Prometheus metrics, under llama-server's names and names of our own."""
 
 from __future__ import annotations
 

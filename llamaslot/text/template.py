@@ -87,11 +87,11 @@ class ChatTemplate:
             conversation = without(self._volatile, conversation)
         if not conversation:
             raise InvalidRequestError("'messages' must not be empty", param="messages")
-        begun = _take_begun_reply(conversation) if add_generation_prompt else []
+        continued = _take_continued_message(conversation) if add_generation_prompt else []
         inputs = _Inputs(
-            [*self._adapted(conversation), *begun],
+            [*self._adapted(conversation), *continued],
             self._now(),
-            n_begun=len(begun),
+            n_continued=len(continued),
             tools=[clean_tool(tool, index) for index, tool in enumerate(tools or ())],
             add_generation_prompt=add_generation_prompt,
             kwargs=kwargs or {},
@@ -119,13 +119,13 @@ class ChatTemplate:
         return (TextPart(prompt),)
 
     def _prompt(self, inputs: _Inputs, placeholders: Placeholders | None = None) -> str:
-        n_whole = len(inputs.messages) - inputs.n_begun
+        n_whole = len(inputs.messages) - inputs.n_continued
         try:
             prompt = self._rendered(replace(inputs, messages=inputs.messages[:n_whole]), placeholders)
         except _RefusedError as error:
             raise InvalidRequestError(str(error), param="messages") from error
-        for begun in inputs.messages[n_whole:]:
-            prompt = _continued(prompt, begun)
+        for continued in inputs.messages[n_whole:]:
+            prompt = _with_continued(prompt, continued)
         return prompt
 
     def _rendered(self, inputs: _Inputs, placeholders: Placeholders | None = None) -> str:
@@ -213,11 +213,11 @@ class ChatTemplate:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """All that a prompt depends on; the last `n_begun` messages, 0 or 1, are the beginning of the reply."""
+    """All that a prompt depends on; the last `n_continued` messages, 0 or 1, are the beginning of the reply."""
 
     messages: Sequence[Message]
     now: datetime
-    n_begun: int = 0
+    n_continued: int = 0
     tools: Sequence[Message] = ()
     add_generation_prompt: bool = False
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -227,7 +227,7 @@ class _RefusedError(Exception):
     """The template did not render a conversation."""
 
 
-def _take_begun_reply(conversation: Conversation) -> Conversation:
+def _take_continued_message(conversation: Conversation) -> Conversation:
     """Remove and return the last message of the conversation if it is the beginning of the reply."""
     roles = [message["role"] for message in conversation[-2:]]
     if roles[-1] != "assistant":
@@ -243,11 +243,11 @@ def _take_begun_reply(conversation: Conversation) -> Conversation:
     return [conversation.pop()]
 
 
-def _continued(prompt: str, begun: Message) -> str:
-    """Append the begun reply to the prompt; reasoning that the prompt opens is closed before the reply's text."""
-    text = joined(begun["content"], "\n\n")
+def _with_continued(prompt: str, continued: Message) -> str:
+    """Append the message to be continued; reasoning that the prompt opens is closed before the message's text."""
+    text = joined(continued["content"], "\n\n")
     if prompt.rstrip().endswith("<think>"):
-        prompt += begun.get("reasoning_content", "")
+        prompt += continued.get("reasoning_content", "")
         if text:
             prompt += "\n</think>\n\n"
     return prompt + text

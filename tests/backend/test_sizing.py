@@ -277,7 +277,7 @@ def test_kv_of_layers_that_are_not_alike_is_what_llama_cpp_allocates(
 def test_layers_with_a_sliding_window_take_little_in_a_large_pool(models: dict[str, Path]) -> None:
     """Five of six layers keep 32 tokens of each slot and a step; without that, all would keep 65,536."""
     with loaded(models["tiny-swa"], n_ctx=65_536, n_slots=4, n_ubatch=512, n_gpu_layers=0) as backend:
-        assert backend.info.sizing.startswith("KV pool: 65,536 cells by --ctx-size, 15.3 MiB; beside them 0.9 MiB")
+        assert backend.info.sizing.startswith("KV pool: 65,536 cells by --ctx-size, 15.3 MiB; plus 0.9 MiB")
         assert feed(backend, 0, [300] * 512).status is Status.OK
     model, _ = load_model(LlamaSettings(models["tiny-swa"], n_gpu_layers=0), lambda _share: True)
     for swa_full, per_cell, fixed in ((False, 256, 5 * 256 * 768), (True, 6 * 256, 0)):
@@ -372,7 +372,7 @@ def test_a_model_whose_layers_are_not_alike_gets_the_cells_that_fit(
     monkeypatch.setattr(sizing, "kv_places", lambda gpu, host, _: kv_places(gpu, host, 0))
     with loaded(models[shape], n_ctx=0, kv_mem_fraction=1.0, n_gpu_layers=0) as backend:
         assert 256 <= backend.info.n_ctx < 8192
-        assert "beside the cells) / " in backend.info.sizing
+        assert "outside the cells) / " in backend.info.sizing
 
 
 def logged_warnings(lines: list[Any]) -> list[str]:

@@ -189,7 +189,7 @@ def match_one_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def too_long(tree: RadixTree, namespace: str, tokens: bytes) -> Match:
         found = match(tree, namespace, tokens)
-        ends_inside = 0 < found.n_resident < found.node.end and found.n_resident * WIDTH < len(tokens)
+        ends_inside = 0 < found.n_resident < found.resident_end.end and found.n_resident * WIDTH < len(tokens)
         return replace(found, n_resident=found.n_resident + ends_inside)
 
     monkeypatch.setattr(RadixTree, "match", too_long)

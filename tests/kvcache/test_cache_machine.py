@@ -27,8 +27,19 @@ from llamaslot.base.tokens import packed, unpacked
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.offload import disk_pacing
-from llamaslot.kvcache.offload.disk_io import Corrupt, Job, Read, ReadDone, ReadFailed, ReadStarted, Write, Written
+from llamaslot.kvcache.offload.disk_io import (
+    Corrupt,
+    Job,
+    Read,
+    ReadDone,
+    ReadFailed,
+    ReadStarted,
+    SlotSaved,
+    Write,
+    Written,
+)
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
+from llamaslot.kvcache.offload.slot_snapshot import SlotSnapshot, SnapshotPart
 from llamaslot.kvcache.segment import SegmentState
 from llamaslot.scheduler import admission, padding, step_planner
 from llamaslot.scheduler.admission import MAX_OVERTAKEN
@@ -39,7 +50,7 @@ from tests.conftest import LONG
 from tests.fake_backend import EOS, FakeBackend, FakeSampler
 from tests.fake_disk import FakeDisk
 from tests.pool import tokens_of
-from tests.recorder import Failure, Recorder
+from tests.recorder import Failure, Offloaded, Recorder
 
 LETTERS = 97, 98
 MIN_SHARED = 4
@@ -201,6 +212,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.ram_bytes = self.size_of(int(ram * n_ctx))
         self.disk_bytes = self.size_of(int(disk * n_ctx))
         self.disk = FakeDisk()
+        self.snapshots: list[tuple[SlotSnapshot, list[Offloaded]]] = []
+        """Saved slots, with what the recorder knows of their parts."""
         self.states: dict[int, Kv] = {}
         """The bytes of the files."""
         self.unreadable: set[int] = set()
@@ -380,6 +393,47 @@ class CacheMachine(RuleBasedStateMachine):
             assert cache._tree.is_pinned(other.slot) or other.slot in self.shaken
         self.is_recovering = True
         COUNTS[f"dropped: {kind}"] += 1
+
+    @precondition(lambda self: self.cache.settings.scratch is not None)
+    @rule(slot=st.integers(0, 2))
+    def save_slot(self, slot: int) -> None:
+        """Save what a slot holds, as `POST /slots/{id}?action=save` does."""
+        slot %= self.shape.n_slots
+        if self.scheduler.slots[slot].request is not None or (save := self.cache.save_slot(slot)) is None:
+            return
+        self.step(1, 0, is_late=False, n_jobs=0)
+        numbers = [each.segment for each in save.saves]
+        kvs = {number: kv for number in numbers if (kv := self.backend.kv_of(number)) is not None}
+        self.cache.on_io(SlotSaved(tuple(kvs)), self.now)
+        if len(kvs) == len(numbers):
+            parts = tuple(SnapshotPart(each.start, each.end, kvs[each.segment]) for each in save.saves)
+            snapshot = SlotSnapshot(save.namespace, save.tokens, parts)
+            self.snapshots.append((snapshot, [self.backend.saved[number] for number in numbers]))
+            COUNTS["slots saved"] += 1
+
+    @precondition(lambda self: self.snapshots)
+    @rule(index=st.integers(0, 20), slot=st.integers(0, 2))
+    def restore_slot(self, index: int, slot: int) -> None:
+        """Restore what was saved of any slot into an idle one; refused only if running requests need the cells."""
+        slot %= self.shape.n_slots
+        if self.scheduler.slots[slot].request is not None:
+            return
+        snapshot, contents = self.snapshots[index % len(self.snapshots)]
+        parts = self.cache.restore_slot(slot, snapshot)
+        if parts is None:
+            n_pinned = len(self.backend.prefixes(asked.slot for asked in self.running))
+            # A part is loaded whole, even if some of it is resident.
+            n_part = max(part.end - part.start for part in snapshot.parts)
+            n_needed = n_pinned + len(unpacked(snapshot.tokens)) + n_part
+            assert n_needed > self.backend.info.n_ctx, "refused without a reason"
+            return
+        assert tokens_of(self.cache._tree, slot) == unpacked(snapshot.tokens).tolist()
+        for number, part in parts.items():
+            self.backend.saved[number] = contents[snapshot.parts.index(part)]
+            self.backend.put(number, part.start, part.end, part.kv)
+        self.is_recovering = True
+        self.step(1, 0, is_late=False, n_jobs=0)
+        COUNTS["slots restored"] += 1
 
     @rule(n=st.integers(5, 15), n_extra=st.integers(0, 3), n_jobs=st.integers(0, 2))
     def go_on(self, n: int, n_extra: int, n_jobs: int) -> None:
@@ -881,7 +935,28 @@ class CacheMachine(RuleBasedStateMachine):
             self.step(1, 0, False, n_jobs=3)
         assert not self.living, "a request never ended"
         self.check_samplers()
+        if self.shape.disk:
+            self.shut_down()
         self.backend.close()
+
+    def shut_down(self) -> None:
+        """Once the scheduler has stopped, all that others may share and that fits is written to disk."""
+        self.change_memory(is_short=False)
+        self.now += disk_pacing.RETRY_DELAY_S
+        self.scheduler.stop(self.now)
+        for _ in range(1000):
+            plan = self.scheduler.plan(self.now)
+            if not plan and not self.disk.writes:
+                break
+            self.carry_out(plan)
+            self.run_disk_jobs(9, 9, True, "good")
+        assert not plan, "shutting down never ends"
+        assert not [each for each in self.tiers.ram if each.state is SegmentState.DIRTY], "dirty after the end"
+        n_free = self.disk_bytes - self.tiers.disk.n_bytes
+        if min(self.shape.ram, self.shape.disk) == 10 and n_free > 2 * self.size_of(self.largest):
+            written = {each for number in self.disk.kept for each in self.backend.saved[number].prefixes}
+            assert self.backend.prefixes() <= written, "not written before the end"
+            COUNTS["wrote everything at the end"] += 1
 
     def check_samplers(self) -> None:
         """Verify that the samplers of ended requests are freed."""

@@ -105,7 +105,7 @@ class TreeMachine(RuleBasedStateMachine):
         n = max(0, self.longest(namespace, tokens, self.prefixes()) - less)
         shorter = self.tree.match(namespace, run_of(tokens[:n]))
         assert shorter.n_resident == n
-        self.tree.hold(seq, namespace, shorter.node, n)
+        self.tree.hold(seq, namespace, shorter.resident_end, n)
         self.now += 1
         self.tree.touch(end_of(self.tree, seq), self.now, hits)
         self.held[seq] = (namespace, tokens[:n])
@@ -237,7 +237,7 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.held(match, range(SEQS)) == dict.fromkeys(range(SEQS), 0) | shared
         assert match.n_idle == n - max((shared[s] for s in self.pinned), default=0)
         if n:
-            assert sorted(match.node.holders()) == sorted(s for s in shared if shared[s] == n)
+            assert sorted(match.resident_end.holders()) == sorted(s for s in shared if shared[s] == n)
         taken = self.offloaded()
         covered = [taken.get((namespace, tokens[: i + 1])) for i in range(n_matched)]
         assert match.segments == list(dict.fromkeys(each for each in covered if each is not None))
@@ -284,7 +284,7 @@ class TreeMachine(RuleBasedStateMachine):
             assert (segment.namespace, segment.prefix) == (namespace, run_of(path))
             assert segment.parent is taken.get((namespace, path[: segment.start]))
             above = [taken.get((namespace, path[: i + 1])) for i in range(len(path))]
-            assert segment.path == list(dict.fromkeys(each for each in above if each is not None))
+            assert segment.path_from_root == list(dict.fromkeys(each for each in above if each is not None))
             others = [
                 (each, other[: each.start])
                 for each, (ns, other) in self.segments.items()
@@ -340,7 +340,7 @@ def test_a_lookup_changes_nothing() -> None:
     version = tree.version
     before = [(bytes(node.run), node.hits, node.last_used) for node in tree.nodes()]
     match = tree.match("", run_of((1, 2, 9)))
-    assert (match.node, match.n_resident) == (tree.end_node(0), 2)
+    assert (match.resident_end, match.n_resident) == (tree.end_node(0), 2)
     assert [(bytes(node.run), node.hits, node.last_used) for node in tree.nodes()] == before
     assert tree.version == version
     assert tree.match("unknown", run_of((1, 2))).n_matched == 0

@@ -28,7 +28,7 @@ EVENTS = {
     "read starts": E.READ,
     "read": E.READ_DONE,
     "read fails": E.READ_FAILED,
-    "late read fails": E.READ_FAILED,
+    "old read fails": E.READ_FAILED,
     "after 10 s": E.READ_TIMED_OUT,
     "after 30 s": E.RETRY,
     "evicted from RAM": E.EVICT_RAM,

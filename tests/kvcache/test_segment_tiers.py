@@ -126,8 +126,8 @@ class Tiers:
     def readable(self, tokens: Path, namespace: str = "") -> list[Segment]:
         return [each.segment for each in self.tiers.readable(self.tree.match(namespace, run_of(tokens)).parts)]
 
-    def request(self, seq: int, tokens: Path, namespace: str = "") -> None:
-        self.tiers.request(seq, self.tiers.readable(self.tree.match(namespace, run_of(tokens)).parts))
+    def prefetch(self, seq: int, tokens: Path, namespace: str = "") -> None:
+        self.tiers.prefetch(seq, self.tiers.readable(self.tree.match(namespace, run_of(tokens)).parts))
 
     def check(self) -> None:
         self.tiers.check(self.tree.check())
@@ -358,14 +358,14 @@ class TiersMachine(RuleBasedStateMachine):
             assert tracked.segment.state is not SegmentState.UNREADABLE or tracked.segment.retry_at > self.seconds
 
     @rule(namespace=NAMESPACES, tokens=SOME, seq=st.integers(0, 2))
-    def request(self, namespace: str, tokens: Path, seq: int) -> None:
+    def prefetch(self, namespace: str, tokens: Path, seq: int) -> None:
         """A sequence keeps in RAM what it is about to load, and has the rest read as far as there is room."""
         self.tiers.unpin(seq)
         wanted = self.held.readable(tokens, namespace)
         before = [
             k for k in self.tracked.values() if k.in_ram and self.may_be_evicted(k) and k.segment not in wanted
         ]
-        self.held.request(seq, tokens, namespace)
+        self.held.prefetch(seq, tokens, namespace)
         self.follow()
         first = next((s for s in wanted if not s.state.is_loadable), None)
         if first is not None and self.n_reading < 4 and first.state is not SegmentState.READING:
@@ -511,7 +511,7 @@ def test_a_slow_disk_is_tried_again_after_a_while() -> None:
     for i in range(3):
         held.written(tuple(range(1000 * i, 1000 * i + 100)))
     gone = next(segment for segment in held.tiers.disk if segment not in held.tiers.ram)
-    held.request(0, tuple(range(100)))
+    held.prefetch(0, tuple(range(100)))
     assert held.tiers.read_us is None
     assert held.tiers.on_io(ReadDone(gone.number, 0.5), 1000.0) is gone
     assert held.tiers.read_us == pytest.approx(5000)
@@ -523,14 +523,14 @@ def test_segments_that_a_sequence_is_about_to_load_are_not_evicted_for_another_o
     held = Tiers(200, SegmentSize(0, 1), 100, disk_bytes=1000)
     first, second = held.chain(2, first=1000), held.chain(2)
     held.tiers.tick(1000.0)
-    held.request(0, tuple(range(1000, 1200)))
+    held.prefetch(0, tuple(range(1000, 1200)))
     for each in first:
         assert held.tiers.on_io(ReadDone(each.number, 1e-3), 1000.0)
     held.tiers.take_jobs()
-    held.request(1, tuple(range(200)))
+    held.prefetch(1, tuple(range(200)))
     assert held.tiers.take_jobs() == []
     held.tiers.unpin(0)
-    held.request(1, tuple(range(200)))
+    held.prefetch(1, tuple(range(200)))
     assert held.tiers.take_jobs() == [Read(each.number) for each in second]
 
 
@@ -539,7 +539,7 @@ def test_at_most_four_segments_are_read_and_two_written_at_a_time() -> None:
     held.chain(6, first=1000)
     held.chain(6)
     held.tiers.tick(1000.0)
-    held.request(0, tuple(range(1000, 1600)))
+    held.prefetch(0, tuple(range(1000, 1600)))
     assert [type(job) for job in held.tiers.take_jobs()] == [Read] * 4
     held = Tiers(1000, SegmentSize(0, 1), 100, disk_bytes=10_000)
     for i in range(4):
@@ -576,7 +576,7 @@ def test_an_unreadable_segment_is_not_read_for_a_while() -> None:
     (gone,) = held.chain(1)
     held.chain(1, first=1000)
     path = tuple(range(100))
-    held.request(0, path)
+    held.prefetch(0, path)
     held.tiers.on_io(ReadFailed(gone.number), 2000.0)
     held.tiers.tick(2000.0 + RETRY_DELAY_S - 1)
     assert held.readable(path) == []
@@ -612,7 +612,7 @@ def test_no_request_waits_for_an_unresponsive_disk() -> None:
     tiers = held.tiers
     tiers.tick(1000.0)
     tiers.take_jobs()
-    held.request(0, path)
+    held.prefetch(0, path)
     assert tiers.due_at is None, "the step may take longer than that before the disk is asked"
     tiers.on_io(ReadStarted(), 1000.0)
     assert tiers.due_at == 1000.0 + READ_TIMEOUT_S
@@ -638,7 +638,7 @@ def test_a_late_answer_makes_the_disk_responsive_again(event: Callable[[int], Io
     held = Tiers(300, SegmentSize(0, 1), 100, disk_bytes=1000)
     (late,) = held.chain(1)
     held.chain(3, first=1000)
-    held.request(0, tuple(range(100)))
+    held.prefetch(0, tuple(range(100)))
     held.tiers.on_io(ReadStarted(), 1000.0)
     held.tiers.tick(1000.0 + READ_TIMEOUT_S)
     assert held.tiers.is_unresponsive
@@ -654,7 +654,7 @@ def test_waiting_requests_look_again_once_an_unresponsive_disk_is_tried_again() 
     held = Tiers(300, SegmentSize(0, 1), 100, disk_bytes=1000)
     first, _ = held.chain(2)
     held.chain(3, first=1000)
-    held.request(0, tuple(range(200)))
+    held.prefetch(0, tuple(range(200)))
     held.tiers.on_io(ReadStarted(), 1000.0)
     held.tiers.tick(1000.0 + READ_TIMEOUT_S)
     held.tiers.on_io(ReadFailed(first.number), 1100.0)

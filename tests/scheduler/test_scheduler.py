@@ -143,7 +143,7 @@ class Driver:
     def holders(self, prompt: str) -> list[int]:
         """The sequences that hold all tokens of a prompt."""
         match = self.match(prompt)
-        return list(match.node.holders()) if match.n_resident == len(prompt) else []
+        return list(match.resident_end.holders()) if match.n_resident == len(prompt) else []
 
     def held(self, request: Request) -> int:
         """Tokens that the slot holds in which a request runs or ran last."""

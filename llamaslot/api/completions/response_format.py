@@ -37,7 +37,7 @@ class ResponseFormat(ABC, Generic[B]):
         self._generations = generations
 
     async def prepare(self, service: Service) -> None:
-        """Ask the engine for what the reply needs beside the completions."""
+        """Ask the engine for what the reply needs in addition to the completions."""
 
     @abstractmethod
     def chunks(self, generation: Generation, output: Output | Finished) -> Iterable[bytes]:
@@ -53,7 +53,7 @@ class ResponseFormat(ABC, Generic[B]):
 
 
 class OpenAIFormat(ResponseFormat[B]):
-    """Replies in OpenAI's envelope, with llama-server's `timings` and this server's `cache` beside the usage."""
+    """Replies in OpenAI's envelope, with llama-server's `timings` and this server's `cache` next to the usage."""
 
     object: ClassVar[ObjectName]
     chunk_object: ClassVar[ObjectName]

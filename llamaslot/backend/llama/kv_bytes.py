@@ -1,4 +1,4 @@
-"""Bytes of KV that a model keeps per cell, and beside the cells.
+"""Bytes of KV that a model keeps per cell, and outside the cells.
 
 Where all layers are alike, each has a row of K and a row of V in every cell: arithmetic on the model's metadata.
 Layers with a sliding window keep fewer cells, recurrent ones a state per sequence, and some models compress K and

@@ -70,11 +70,11 @@ def _measured(backend: Backend, context: Any, n_idle: int) -> KvCost | None:
         alone = _prefill(backend, context, n_tokens)
         save, load = _save_and_load(backend, n_saved)
         is_full = fill(backend, context, n_idle)
-        beside = _prefill(backend, context, n_tokens)
+        crowded = _prefill(backend, context, n_tokens)
         llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 1, -1, -1)
         if not is_full:
             return None
-        ratios.append(beside / alone)
+        ratios.append(crowded / alone)
         prefill.append(alone)
         saving.append(save)
         loading.append(load)

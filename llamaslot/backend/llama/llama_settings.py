@@ -36,7 +36,7 @@ class LlamaSettings:
     """Share of the memory that a pool without `n_ctx` may fill, weights and all else included."""
     n_slots: int = 4
     n_cache_seqs: int | None = None
-    """Sequence ids beside the slots' that keep prefixes; None for some a slot, or none in a partitioned pool."""
+    """Spare sequence ids, which keep idle prefixes; None for some a slot, or none in a partitioned pool."""
     n_cache_seqs_a_slot: int = 4
     """Reserved ids a slot without `n_cache_seqs`; fewer will do where prefixes without an id are offloaded."""
     n_batch: int = 2048

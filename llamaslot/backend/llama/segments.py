@@ -60,7 +60,7 @@ class SegmentStore:
         llama_cpp.llama_memory_seq_cp(self._memory, scratch, operation.dst, start, end)
         llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
 
-    def discard(self, segment: int) -> None:
+    def free(self, segment: int) -> None:
         """Free a segment."""
         del self._states[segment], self.positions[segment]
 

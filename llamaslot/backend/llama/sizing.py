@@ -70,7 +70,7 @@ class PoolSize:
         """The arithmetic, to print."""
         terms = []
         for place in self.places:
-            fixed = f" - {_size(place.fixed)} beside the cells" if place.fixed else ""
+            fixed = f" - {_size(place.fixed)} outside the cells" if place.fixed else ""
             free = (
                 f"{_size(place.free)} free on {place.name} - {1 - self.fraction:.0%} of {_size(place.total)}{fixed}"
             )
@@ -102,7 +102,7 @@ def choose(model: Any, settings: LlamaSettings, n_seqs: int, n_mapped: int) -> t
     cell_bytes = gpu.per_cell + host.per_cell
     if n_fixed:
         size = f", {_size(cell_bytes * part * n_streams)}" if cell_bytes else ""
-        line += f"{size}; beside them {_size(n_fixed)} for sliding windows or recurrent states"
+        line += f"{size}; plus {_size(n_fixed)} for sliding windows or recurrent states"
     if n_streams > n_parts:
         more = part * (n_streams - n_parts)
         size = f" ({_size(more * cell_bytes)})" if cell_bytes else ""
@@ -139,11 +139,11 @@ def _check_against_memory(n_ctx: int, n_cells: int, places: Sequence[Place]) -> 
     for place in places:
         needed = n_cells * place.cell_bytes + place.fixed
         if place.total and needed > place.free:
-            beside = f" + {_size(place.fixed)} beside the cells" if place.fixed else ""
+            fixed = f" + {_size(place.fixed)} outside the cells" if place.fixed else ""
             fits = f"at most {place.cells_that_fit(1):,} cells fit" if place.cell_bytes else "nothing fits"
             free = f"{_size(place.free)} of {_size(place.total)} are free"
             reason = (
-                f"--ctx-size {n_ctx:,} needs {n_cells:,} cells x {place.cell_bytes:,} bytes{beside} = "
+                f"--ctx-size {n_ctx:,} needs {n_cells:,} cells x {place.cell_bytes:,} bytes{fixed} = "
                 f"{_size(needed)} on {place.name}, where {free}; {fits}"
             )
             if needed > place.total:
@@ -188,7 +188,7 @@ def most_cells(n_ctx_train: int, n_slots: int, *, on_host: bool) -> int:
 
 
 def kv_places(gpu: KvBytes, host: KvBytes, n_mapped: int) -> list[Place]:
-    """Return the memory in which the KV on GPUs and host will lie, beside `n_mapped` bytes of weights."""
+    """Return the memory in which the KV on GPUs and host will lie, in addition to `n_mapped` bytes of weights."""
     found = []
     if gpu != KvBytes():
         gpus = library.gpus()

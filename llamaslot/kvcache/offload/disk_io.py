@@ -1,7 +1,7 @@
 """Disk I/O of the cache as plain data: jobs that it asks for, their results, and the metadata of a segment on disk.
 
-Jobs run beside the steps, each kind in order, and those of a plan only after its KV operations. Results come back
-between two steps. A disk error never fails a request: its segment is computed again.
+Jobs run concurrently with the steps, each kind in order, and those of a plan only after its KV operations. Results
+come back between two steps. A disk error never fails a request: its segment is computed again.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class Offloader:
         if not parts:
             self._tiers.unpin(seq)
             return Loaded(LoadStatus.DONE)
-        self._tiers.request(seq, parts)
+        self._tiers.prefetch(seq, parts)
         self.free_evicted()
         status = LoadStatus.DONE
         # Until a save is carried out, it is not known whether there is memory for it.
@@ -204,7 +204,7 @@ class Offloader:
 
     def _node_at(self, seq: int, end: int) -> Node:
         """The node on the path of a sequence that has the token before `end`."""
-        return next(node for node in self._sequences.end(seq).path() if node.start < end)
+        return next(node for node in self._sequences.end(seq).path_to_root() if node.start < end)
 
     def _missing(self, seq: int, start: int, end: int) -> list[tuple[int, int]]:
         """Ranges of a sequence that no segment covers and that overlap `[start, end)`.
@@ -247,7 +247,8 @@ def _missing(node: Node, start: int, end: int, max_tokens: int) -> list[tuple[in
     ranges: list[tuple[int, int]] = []
     at = start
     last: Segment | None = None
-    covered = [(each, each.segment) for each in node.path() if each.segment is not None and each.start < end]
+    above = [each for each in node.path_to_root() if each.start < end]
+    covered = [(each, each.segment) for each in above if each.segment is not None]
     for each, segment in (*reversed(covered), (None, None)):
         until = each.start if each is not None else end
         if at < until:

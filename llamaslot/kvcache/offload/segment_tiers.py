@@ -91,7 +91,7 @@ class SegmentTiers:
         if self.now < self._offloads_again_at or not self.ram.capacity:
             return False
         end = max((end for _, end in ranges), default=0)
-        path = {each.segment for each in node.path() if each.segment is not None and each.start < end}
+        path = {each.segment for each in node.path_to_root() if each.segment is not None and each.start < end}
         replaced = {s for s in path if any(start <= s.start and s.end <= end for start, end in ranges)}
         kept = path.union(self.busy.values(), *self.load_pins.values()) - replaced
         n_bytes = sum(
@@ -128,10 +128,10 @@ class SegmentTiers:
         self.now = now
         if self._watchdog.check_timeout(now):
             for segment in [each for each in self.busy.values() if each.state is S.READING]:
-                self.apply(segment, E.READ_TIMED_OUT)
+                self.transition(segment, E.READ_TIMED_OUT)
             self._jobs.append(disk_io.CancelReads())
         for segment in [each for each in self._unreadable.values() if each.retry_at <= now]:
-            self.apply(segment, E.RETRY)
+            self.transition(segment, E.RETRY)
         # Lookups say what is worth loading, which depends on how fast the disk answers.
         self._tree.version += (self.is_unresponsive, self.read_us) != before
         self.writer.tick()
@@ -148,9 +148,9 @@ class SegmentTiers:
         self._next_number += 1
         for each in self._tree.attach(segment, node):
             self.writer.replace(each, segment)
-            self.apply(each, E.DROP, keeps_file=True)
-        self.touch(segment.path)
-        if not self._free_ram(segment.n_bytes, set(segment.path)):
+            self.transition(each, E.DROP, keeps_file=True)
+        self.touch(segment.path_from_root)
+        if not self._free_ram(segment.n_bytes, set(segment.path_from_root)):
             raise AssertionError("there was room")
         self.ram.put(segment)
         self.writer.queue(segment)
@@ -168,8 +168,8 @@ class SegmentTiers:
         if last is not None:
             self._used[last.number] = self._used.pop(last.number, None)
 
-    def request(self, seq: int, parts: Iterable[SegmentPart]) -> None:
-        """Keep in RAM what a sequence is about to load, and start reading what is not there, as far as it fits."""
+    def prefetch(self, seq: int, parts: Iterable[SegmentPart]) -> None:
+        """Pin segments that a sequence is about to load; start reading those only on disk, as far as they fit."""
         segments = [part.segment for part in parts]
         self.load_pins[seq] = frozenset(segments)
         for segment in segments:
@@ -177,7 +177,7 @@ class SegmentTiers:
                 continue
             if self.n_reads >= _MAX_READS or not self._free_ram(segment.n_bytes):
                 return
-            self.apply(segment, E.READ)
+            self.transition(segment, E.READ)
             self._jobs.append(disk_io.Read(segment.number))
 
     def unpin(self, seq: int) -> None:
@@ -187,7 +187,7 @@ class SegmentTiers:
     def drop(self, segments: Iterable[Segment]) -> None:
         """Drop segments, children before their parents."""
         for segment in segments:
-            self.apply(segment, E.DROP)
+            self.transition(segment, E.DROP)
 
     def add_job(self, job: disk_io.Job) -> None:
         """Have a job done after those so far."""
@@ -221,7 +221,7 @@ class SegmentTiers:
                 segment = self.disk.get(number)
                 if segment is not None and segment.state not in (S.CLEAN, S.WRITING):
                     segment.retry_at = now + RETRY_DELAY_S
-                    self.apply(segment, E.READ_FAILED)
+                    self.transition(segment, E.READ_FAILED)
                 self._watchdog.on_answer(now, has_more=self.n_reads > 0, failed=True)
             case disk_io.Corrupt(number):
                 self._on_corrupt(self.disk.get(number))
@@ -261,7 +261,7 @@ class SegmentTiers:
         self.writer.trim()
         return sorted(too_large)
 
-    def apply(self, segment: Segment, event: E, *, keeps_file: bool = False) -> None:
+    def transition(self, segment: Segment, event: E, *, keeps_file: bool = False) -> None:
         """Change the state of a segment, and with it budgets, jobs and the tree."""
         before = segment.handle(event)
         after = segment.state
@@ -320,14 +320,14 @@ class SegmentTiers:
             oldest = self.ram.oldest(may_evict)
             if oldest is None:
                 return False
-            self.apply(oldest, E.EVICT_RAM)
+            self.transition(oldest, E.EVICT_RAM)
         return True
 
     def _on_read(self, number: int, seconds: float) -> Segment | None:
         segment = self.busy.get(number)
         is_wanted = segment is not None and segment.state is S.READING
         if segment is not None and is_wanted:
-            self.apply(segment, E.READ_DONE)
+            self.transition(segment, E.READ_DONE)
             segment.is_fresh = True
             self.counters.read_tokens += segment.n_tokens
             self._read_rate.observe(segment.n_tokens, seconds, self.now)
@@ -343,7 +343,7 @@ class SegmentTiers:
         self._offloads_again_at = self.now + RETRY_DELAY_S
         segment = self.ram.get(number)
         if segment is not None:
-            self.apply(segment, E.DROP)
+            self.transition(segment, E.DROP)
             self._freed.remove(number)  # the backend never had it
 
     def _on_corrupt(self, segment: Segment | None) -> None:
@@ -353,5 +353,5 @@ class SegmentTiers:
         for each in gone:
             gone += [child for child in each.children if child.state.uses_disk]
         for each in reversed(gone):
-            self.apply(each, E.EVICT_DISK)
+            self.transition(each, E.EVICT_DISK)
         self._watchdog.on_answer(self.now, has_more=self.n_reads > 0)

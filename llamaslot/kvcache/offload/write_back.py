@@ -61,12 +61,12 @@ class WriteBack:
             if segment is None:
                 return
             if not self._may_write(segment) or not self._write(segment):
-                self._tiers.apply(segment, E.UNQUEUE)
+                self._tiers.transition(segment, E.UNQUEUE)
 
     def queue(self, segment: Segment) -> None:
         """Queue a segment to be written, if it is not written and its parent is."""
         if segment.state is S.RAM and self._may_write(segment):
-            self._tiers.apply(segment, E.QUEUE)
+            self._tiers.transition(segment, E.QUEUE)
 
     def flush(self) -> None:
         """Make all writes due at once: the server is shutting down."""
@@ -94,10 +94,10 @@ class WriteBack:
             return
         if not ok:
             self._queue.pause(self._tiers.now)
-            self._tiers.apply(segment, E.WRITE_FAILED)
+            self._tiers.transition(segment, E.WRITE_FAILED)
             self.queue(segment)
             return
-        self._tiers.apply(segment, E.WRITTEN)
+        self._tiers.transition(segment, E.WRITTEN)
         self._tiers.counters.written_tokens += segment.n_tokens
         self._erase_replaced(segment)
         for child in segment.children:
@@ -109,7 +109,7 @@ class WriteBack:
         while disk.n_bytes > disk.capacity:
             oldest = disk.oldest(_may_evict)
             assert oldest is not None
-            self._tiers.apply(oldest, E.EVICT_DISK)
+            self._tiers.transition(oldest, E.EVICT_DISK)
 
     def check(self, segments: set[Segment]) -> None:
         """Verify that the queue has the dirty segments; raises `AssertionError`."""
@@ -135,8 +135,8 @@ class WriteBack:
             oldest.append(found)
             n_missing -= found.n_bytes
         for each in oldest:
-            self._tiers.apply(each, E.EVICT_DISK)
-        self._tiers.apply(segment, E.WRITE)
+            self._tiers.transition(each, E.EVICT_DISK)
+        self._tiers.transition(segment, E.WRITE)
         parent, prefix = segment.parent, segment.prefix
         meta = SegmentMeta(
             number=segment.number,

@@ -1,4 +1,4 @@
-"""Token ids written out as text with control-token markers, to be compared with the text of a prompt."""
+"""Detokenized text with control-token markers, to be compared with the text of a prompt."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _INVALID = b"\xfe"
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenTokens:
+class MarkedText:
     """The text of a run of tokens, with control-token markers."""
 
     text: bytes
     ends: npt.NDArray[np.int64]
     """For each token the offset at which its text ends."""
 
-    def followed_by(self, other: WrittenTokens) -> WrittenTokens:
+    def followed_by(self, other: MarkedText) -> MarkedText:
         """Return the text of both runs."""
-        return WrittenTokens(self.text + other.text, np.concatenate([self.ends, other.ends + len(self.text)]))
+        return MarkedText(self.text + other.text, np.concatenate([self.ends, other.ends + len(self.text)]))
 
 
-def write_out(vocab: Vocab, tokens: Sequence[int]) -> WrittenTokens:
-    """Write out tokens, control tokens with a marker before them."""
+def detokenize_marked(vocab: Vocab, tokens: Sequence[int]) -> MarkedText:
+    """Detokenize, with a marker before each control token."""
     pieces = [_piece(vocab, token) for token in tokens]
-    return WrittenTokens(b"".join(pieces), np.fromiter(accumulate(map(len, pieces)), np.int64, len(pieces)))
+    return MarkedText(b"".join(pieces), np.fromiter(accumulate(map(len, pieces)), np.int64, len(pieces)))
 
 
 def _piece(vocab: Vocab, token: int) -> bytes:
