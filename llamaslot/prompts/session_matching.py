@@ -20,7 +20,7 @@ import numpy as np
 
 from llamaslot.base.tokens import n_common
 from llamaslot.prompts.cut_points import TextScanner, n_characters
-from llamaslot.prompts.marked_text import MarkedText
+from llamaslot.prompts.detokenized import DetokenizedText
 from llamaslot.prompts.sessions import Session
 
 
@@ -30,33 +30,33 @@ class SessionComparison:
 
     text: bytes
     session: Session
-    marked_text: MarkedText
+    detokenized: DetokenizedText
     """The session's text."""
 
     @cached_property
     def n_same(self) -> int:
         """Bytes that both texts begin with."""
-        return n_common(np.frombuffer(self.marked_text.text, np.uint8), np.frombuffer(self.text, np.uint8))
+        return n_common(np.frombuffer(self.detokenized.text, np.uint8), np.frombuffer(self.text, np.uint8))
 
     @property
     def is_same(self) -> bool:
         """True if both texts are equal."""
-        return self.n_same == len(self.text) == len(self.marked_text.text)
+        return self.n_same == len(self.text) == len(self.detokenized.text)
 
     @property
     def has_all(self) -> bool:
         """True if the prompt begins with all of the session's text."""
-        return self.n_same == len(self.marked_text.text)
+        return self.n_same == len(self.detokenized.text)
 
     @property
     def is_reply_edited(self) -> bool:
         """True if the prompt departs from the session's text within its reply."""
         reply = self.end(self.session.n_prompt - self.session.n_added)
-        return self.session.has_reply and reply <= self.n_same < min(len(self.marked_text.text), len(self.text))
+        return self.session.has_reply and reply <= self.n_same < min(len(self.detokenized.text), len(self.text))
 
     def n_kept(self, scanner: TextScanner, min_characters: int = 0) -> int:
         """Count the session's tokens that can stand for the prompt's text; 0 if they are less text than wanted."""
-        ends, n_same = self.marked_text.ends, self.n_same
+        ends, n_same = self.detokenized.ends, self.n_same
         n = int(np.searchsorted(ends, n_same, side="right"))
         # A reply may end within a character that the next prompt completes.
         is_within_character = n_same < len(self.text) and self.text[n_same] & 0xC0 == 0x80
@@ -68,4 +68,4 @@ class SessionComparison:
 
     def end(self, n_tokens: int) -> int:
         """Return the offset at which the text of the session's first tokens ends."""
-        return int(self.marked_text.ends[n_tokens - 1]) if n_tokens else 0
+        return int(self.detokenized.ends[n_tokens - 1]) if n_tokens else 0

@@ -10,7 +10,7 @@ import hashlib
 from dataclasses import dataclass, field, replace
 
 from llamaslot.base.tokens import WIDTH, Tokens, n_common, packed
-from llamaslot.prompts.marked_text import MarkedText
+from llamaslot.prompts.detokenized import DetokenizedText
 
 MAX_BYTES = 32 * 2**20
 """Memory that all sessions may take, and again on disk; estimated."""
@@ -42,7 +42,7 @@ class Session:
     """Earlier token sequences of the session that branch off this one, the oldest first: how many tokens each
     shares with it, and its other tokens, packed. Dropping the session drops their KV too.
     """
-    marked_text: MarkedText | None = field(default=None, compare=False)
+    detokenized: DetokenizedText | None = field(default=None, compare=False)
     """Text of `text_tokens`, once it was needed."""
 
     def continuing(self, earlier: Session) -> Session:

@@ -43,8 +43,8 @@ from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import Tokens, n_common, packed
 from llamaslot.prompts.cut_points import CutPoint, PromptText, TextScanner, exact_cut_tokens, n_characters
+from llamaslot.prompts.detokenized import DetokenizedText, detokenize_with_markers
 from llamaslot.prompts.lru_cache import LruCache
-from llamaslot.prompts.marked_text import MarkedText, detokenize_marked
 from llamaslot.prompts.session_matching import SessionComparison
 from llamaslot.prompts.sessions import MAX_BYTES, Session, session_digest
 from llamaslot.prompts.text_anchors import TextAnchor, TextAnchors
@@ -155,7 +155,9 @@ class Tokenizer:
         """
         submit = context.submit
         n_added = len(self._added_tokens(submit)) if isinstance(submit.prompt[0], TextPart) else 0
-        return n_characters(detokenize_marked(self._vocab, context.prompt.tokens[n_added:n_tokens].tolist()).text)
+        return n_characters(
+            detokenize_with_markers(self._vocab, context.prompt.tokens[n_added:n_tokens].tolist()).text
+        )
 
     def tokenize(self, command: Tokenize) -> Tokenized:
         """Tokenize any prompt."""
@@ -209,7 +211,7 @@ class Tokenizer:
             if found is not None:
                 return _with(found, session_match="exact" if compared.is_same else "extend")
         anchored = self._from_anchor(submit, text)
-        n_min = max(MIN_KEPT_CHARACTERS, math.ceil(self._min_match * n_characters(compared.marked_text.text)))
+        n_min = max(MIN_KEPT_CHARACTERS, math.ceil(self._min_match * n_characters(compared.detokenized.text)))
         n_kept = compared.n_kept(self._scanner, n_min)
         n_more = session.n_added + n_kept - n_common(anchored.prompt.tokens, session.tokens)
         # Tokens that come out anyway are no reason to cut where that is only approximately exact.
@@ -227,12 +229,12 @@ class Tokenizer:
             return None
         session, at = compared.session, compared.end(n_kept)
         own = tokenize_parts(self._vocab, text.parts(at), add_special=False)
-        rest = detokenize_marked(self._vocab, own.tolist())
+        rest = detokenize_with_markers(self._vocab, own.tolist())
         # Some vocabularies add a space before a text.
         if rest.text != text.data[at:]:
             return None
         tokens = np.concatenate([session.tokens[: session.n_added + n_kept], own])
-        ends = np.concatenate([compared.marked_text.ends[:n_kept], rest.ends + at])
+        ends = np.concatenate([compared.detokenized.ends[:n_kept], rest.ends + at])
         n = int(np.searchsorted(ends, text.last_cut, side="right"))
         n_head = session.n_added + n if n and ends[n - 1] == text.last_cut else None
         return ReplyContext(submit, TokenizedPrompt(packed(tokens)), text, n_head if text.last_cut else 0)
@@ -264,10 +266,10 @@ class Tokenizer:
             np.concatenate([tokens, generated]), n_added, n_prompt, n_prompt + len(sent), is_text=False
         )
         if text is not None:
-            prompt = detokenize_marked(self._vocab, tokens[n_added:].tolist())
+            prompt = detokenize_with_markers(self._vocab, tokens[n_added:].tolist())
             session.is_text = prompt.text == text.data
             # Now, so that the next prompt need not wait for it.
-            session.marked_text = prompt.followed_by(detokenize_marked(self._vocab, sent))
+            session.detokenized = prompt.followed_by(detokenize_with_markers(self._vocab, sent))
         earlier = self.sessions.get(digest)
         if earlier is not None:
             session = session.continuing(earlier)
@@ -294,10 +296,10 @@ class Tokenizer:
         """Return the last cut point that has a text anchor."""
         return next((cut for cut in reversed(text.cut_points) if cut.digest in self.anchors), None)
 
-    def _written(self, session: Session) -> MarkedText:
-        if session.marked_text is None:
-            session.marked_text = detokenize_marked(self._vocab, session.text_tokens.tolist())
-        return session.marked_text
+    def _written(self, session: Session) -> DetokenizedText:
+        if session.detokenized is None:
+            session.detokenized = detokenize_with_markers(self._vocab, session.text_tokens.tolist())
+        return session.detokenized
 
     def _added_tokens(self, submit: Submit) -> Tokens:
         """Return the tokens that the model wants before a prompt."""

@@ -14,7 +14,7 @@ def test_the_shape_is_met_exactly() -> None:
     tree = build(shape).tree
     nodes = list(tree.nodes())
     leaves = [node for node in nodes if not node.children]
-    depths = {id(leaf): sum(1 for _ in leaf.path()) for leaf in leaves}
+    depths = {id(leaf): sum(1 for _ in leaf.path_to_root()) for leaf in leaves}
     deepest = max(leaves, key=lambda leaf: leaf.end)
     assert (tree.n_tokens, len(leaves)) == (1_000_000, 10_000)
     assert sum(node.n_tokens for node in nodes) == tree.n_tokens

@@ -17,8 +17,8 @@ from llamaslot.base.commands import Submit, TextPart, TokensPart
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import Tokens
 from llamaslot.prompts.cut_points import TextScanner
+from llamaslot.prompts.detokenized import detokenize_with_markers
 from llamaslot.prompts.lru_cache import LruCache
-from llamaslot.prompts.marked_text import detokenize_marked
 from llamaslot.prompts.sessions import Session
 from llamaslot.prompts.tokenizer import Tokenizer, tokenize_parts
 from tests.prompts.test_anchored_prompts import END, N_CTX, canonical, tokenized_otherwise, turn, words
@@ -42,7 +42,7 @@ class Talk:
         self.context = self.tokenizer.tokenize_prompt(submit)
         texts = [part for part in prompt if isinstance(part, TextPart)]
         if len(texts) == len(prompt):
-            written = detokenize_marked(self.vocab, self.context.prompt.tokens.tolist()).text
+            written = detokenize_with_markers(self.vocab, self.context.prompt.tokens.tolist()).text
             assert written == self.scanner.scan(texts, "").data, "the tokens are another text"
         return self.context.prompt
 

@@ -16,22 +16,22 @@ _INVALID = b"\xfe"
 
 
 @dataclass(frozen=True, slots=True)
-class MarkedText:
+class DetokenizedText:
     """The text of a run of tokens, with control-token markers."""
 
     text: bytes
     ends: npt.NDArray[np.int64]
     """For each token the offset at which its text ends."""
 
-    def followed_by(self, other: MarkedText) -> MarkedText:
+    def followed_by(self, other: DetokenizedText) -> DetokenizedText:
         """Return the text of both runs."""
-        return MarkedText(self.text + other.text, np.concatenate([self.ends, other.ends + len(self.text)]))
+        return DetokenizedText(self.text + other.text, np.concatenate([self.ends, other.ends + len(self.text)]))
 
 
-def detokenize_marked(vocab: Vocab, tokens: Sequence[int]) -> MarkedText:
+def detokenize_with_markers(vocab: Vocab, tokens: Sequence[int]) -> DetokenizedText:
     """Detokenize, with a marker before each control token."""
     pieces = [_piece(vocab, token) for token in tokens]
-    return MarkedText(b"".join(pieces), np.fromiter(accumulate(map(len, pieces)), np.int64, len(pieces)))
+    return DetokenizedText(b"".join(pieces), np.fromiter(accumulate(map(len, pieces)), np.int64, len(pieces)))
 
 
 def _piece(vocab: Vocab, token: int) -> bytes:
