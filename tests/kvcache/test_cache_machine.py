@@ -401,6 +401,7 @@ class CacheMachine(RuleBasedStateMachine):
         slot %= self.shape.n_slots
         if self.scheduler.slots[slot].request is not None or (save := self.cache.save_slot(slot)) is None:
             return
+        assert not self.backend.held[slot].namespace.startswith("private"), "a private prefix is saved"
         self.step(1, 0, is_late=False, n_jobs=0)
         numbers = [each.segment for each in save.saves]
         kvs = {number: kv for number in numbers if (kv := self.backend.kv_of(number)) is not None}

@@ -28,11 +28,12 @@ EVENTS = {
     "read starts": E.READ,
     "read": E.READ_DONE,
     "read fails": E.READ_FAILED,
-    "old read fails": E.READ_FAILED,
+    "timed-out read fails": E.READ_FAILED,
     "after 10 s": E.READ_TIMED_OUT,
     "after 30 s": E.RETRY,
     "evicted from RAM": E.EVICT_RAM,
     "evicted from disk": E.EVICT_DISK,
+    "evicted": E.EVICT_DISK,
 }
 """Events by the words of docs/architecture.md."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from llamaslot.base.kv_ops import Free, Kv, Load, Save
+from llamaslot.base.namespaces import is_private
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 from llamaslot.kvcache.offload.offloader import Offloader
@@ -70,9 +71,9 @@ class SlotSnapshots:
     _n_segments: int = 0
 
     def save(self, seq: int) -> SlotSave | None:
-        """Record operations that save everything an idle slot holds; None if that is nothing."""
+        """Record operations that save everything an idle slot holds; None if that is nothing, or private."""
         n_tokens = self._tree.length(seq)
-        if not n_tokens:
+        if not n_tokens or is_private(self._sequences.end(seq).namespace):
             return None
         end, scratch = self._sequences.end(seq), self._offloader.scratch
         saves = tuple(
