@@ -21,7 +21,6 @@ from typing import Any
 
 import platformdirs
 import structlog
-from rich.console import Console
 
 from llamaslot.api import http_server as http
 from llamaslot.api.context import READINESS, ApiSettings
@@ -46,9 +45,6 @@ from llamaslot.text.template import ChatTemplate
 from llamaslot.text.volatile import pattern
 
 _log = structlog.get_logger(__name__)
-_console = Console(highlight=False, soft_wrap=True)
-"""Lines for people go to standard output; standard error is for the log."""
-
 _FALLBACK_TEMPLATE = "chatml"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 """Options that are fields of `Sampling` too."""
@@ -107,7 +103,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         running = asyncio.create_task(engine.run(), name="engine")
         stack.push_async_callback(_ended, engine, running)
         app[READINESS].set(service)
-        announce(backend.info, budgets, disk_line, _urls(listener), config, console=_console)
+        announce(backend.info, budgets, disk_line, _urls(listener), config)
         await _first(service.stopped, stop.first)
         if service.stopped.done():
             app[READINESS].fail(stopped_error("the engine failed"))
@@ -260,10 +256,11 @@ def _progress(text: str, stop: _Signals) -> Iterator[Callable[[float], bool]]:
         yield lambda _: not stop.first.done()
         return
     # Not imported at the top: without a terminal it would only make the start take longer.
+    from rich.console import Console  # noqa: PLC0415
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn  # noqa: PLC0415
 
     with Progress(
-        TextColumn(text), BarColumn(), TaskProgressColumn(), console=_console, transient=True
+        TextColumn(text), BarColumn(), TaskProgressColumn(), console=Console(), transient=True
     ) as progress:
         task = progress.add_task(text, total=1.0)
 

@@ -6,9 +6,24 @@ import contextlib
 import io
 import logging
 import sys
+from collections.abc import Iterator
 from typing import Literal, TextIO, cast
 
-import structlog
+
+@contextlib.contextmanager
+def _not_installed(name: str) -> Iterator[None]:
+    """Let imports of a package fail as if it were not installed."""
+    modules: dict[str, object] = sys.modules  # type: ignore[assignment]
+    kept = {each: modules.pop(each) for each in list(modules) if each == name or each.startswith(f"{name}.")}
+    modules[name] = None
+    yield
+    del modules[name]
+    modules.update(kept)
+
+
+# structlog imports rich, for tracebacks that we do not print; that takes longer than structlog itself.
+with _not_installed("rich"):
+    import structlog
 
 
 class _Lenient(io.TextIOBase):

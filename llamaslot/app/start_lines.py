@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 
 import structlog
-from rich.console import Console
 
 from llamaslot import __version__
 from llamaslot.app.cache_budgets import Budgets
@@ -15,39 +16,37 @@ from llamaslot.base.model import QUERY_BLOCK, ModelInfo, StepCost
 _log = structlog.get_logger(__name__)
 
 
-def announce(
-    info: ModelInfo, budgets: Budgets, disk_line: str, urls: Sequence[str], config: Config, *, console: Console
-) -> None:
+def announce(info: ModelInfo, budgets: Budgets, disk_line: str, urls: Sequence[str], config: Config) -> None:
     """Print the start lines, and log the same as one event."""
     size = f"{info.size_bytes / 2**20:,.0f} MiB"
-    console.print(f"llamaslot {__version__}: [bold]{info.name}[/] ({info.description}, {size}) on {info.device}")
+    print(f"llamaslot {__version__}: {_bold(info.name)} ({info.description}, {size}) on {info.device}")
     if info.sizing:
-        console.print(info.sizing, markup=False)
+        print(info.sizing)
     pool = "shared by all slots" if info.unified else "in equal parts"
     spare = f", {info.n_cache_seqs} more sequences for idle prefixes" if info.n_cache_seqs else ""
-    console.print(
+    print(
         f"{info.n_slots} slots, {info.n_ctx:,} cells (tokens of KV) {pool}, at most {info.n_ctx_slot:,} tokens a "
         f"request{spare}; KV {info.cache_type_k}/{info.cache_type_v}, flash attention "
         f"{'on' if info.flash_attn else 'off'}"
     )
     if not info.reuse:
-        console.print(f"[yellow]No prefix is reused ({info.reuse_reason}): every prompt is computed whole.[/]")
-    console.print(budgets.line)
+        print(_yellow(f"No prefix is reused ({info.reuse_reason}): every prompt is computed whole."))
+    print(budgets.line)
     if info.step_cost is not None:
-        console.print(_small_steps_line(info.step_cost))
+        print(_small_steps_line(info.step_cost))
     if disk_line:
-        console.print(disk_line, markup=False)
+        print(disk_line)
     elif config.cache_disk:
-        console.print("[yellow]--cache-disk is not used: it keeps only prefixes that are offloaded to RAM.[/]")
+        print(_yellow("--cache-disk is not used: it keeps only prefixes that are offloaded to RAM."))
     if not info.flash_attn:
-        console.print("[yellow]Without flash attention, idle prefixes slow running requests down.[/]")
-    console.print(f"listening on {', '.join(urls)}")
+        print(_yellow("Without flash attention, idle prefixes slow running requests down."))
+    print(f"listening on {', '.join(urls)}")
     key = " -H 'Authorization: Bearer KEY'" if config.api_key or config.api_key_file else ""
-    console.print(
+    print(
         f"try:  curl {urls[0]}/v1/chat/completions{key} -H 'Content-Type: application/json' "
         """-d '{"messages": [{"role": "user", "content": "Hello!"}]}'""",
-        markup=False,
     )
+    sys.stdout.flush()
     _log.info(
         "server.ready",
         urls=urls,
@@ -61,6 +60,19 @@ def announce(
         reuse=info.reuse_reason or "on",
         disk=config.cache_disk if disk_line else "off",
     )
+
+
+def _bold(text: str) -> str:
+    return _styled(text, 1)
+
+
+def _yellow(text: str) -> str:
+    return _styled(text, 33)
+
+
+def _styled(text: str, code: int) -> str:
+    """Text in an ANSI style, on terminals alone. Not by rich: importing it would make every start take longer."""
+    return f"\033[{code}m{text}\033[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
 
 
 def _small_steps_line(cost: StepCost) -> str:
