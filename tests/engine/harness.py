@@ -17,6 +17,7 @@ from llamaslot.engine.engine import Engine
 from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.model_worker import OnStep, Worker
 from llamaslot.scheduler.step import StepPlan
+from tests.conftest import LONG
 from tests.fake_backend import FakeBackend
 from tests.pool import check_pool
 
@@ -169,7 +170,7 @@ async def running(backend: Backend, *, kind: type[Harness] = Harness, **settings
     harness = kind(backend, **settings)
     task = asyncio.create_task(harness.engine.run())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600 if LONG else 60):
             yield harness
     finally:
         harness.engine.stop()
