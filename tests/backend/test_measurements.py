@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, kv_cost, library, measurements, step_cost
 from llamaslot.backend.llama.measurements import Measurements
+from llamaslot.base.backend import Run, Status
 from llamaslot.base.model import KvCost, StepCost
 
 MEASURED = Measurements(
@@ -171,3 +173,15 @@ def test_costs_that_turn_offloading_off_are_measured_again(tmp_path: Path) -> No
     slow = msgspec.structs.replace(MEASURED.kv_cost, load_us=MEASURED.kv_cost.prefill_us)
     measurements.write(tmp_path, KEY, msgspec.structs.replace(MEASURED, kv_cost=slow))
     assert measurements.read(tmp_path, KEY) is None
+
+
+def test_the_pool_is_empty_after_a_start_with_kept_measurements(tiny_model: Path, tmp_path: Path) -> None:
+    made = {"n_ctx": 4096, "measure_costs": True, "measurements": tmp_path}
+    for _ in range(2):
+        backend = LlamaBackend(LlamaSettings(tiny_model, **made))
+        assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
+        tokens = np.full(512, 5, dtype=np.int32)
+        for start in range(0, 4096, 512):
+            assert backend.decode([Run(0, start, tokens, output=False)]).status is Status.OK
+        backend.close()
+    assert len(list(tmp_path.iterdir())) == 1
