@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llamaslot.backend.disk import SlotFiles
+from llamaslot.base.commands import Command, Query, SlotAction
 from tests.fake_backend import FakeBackend
 
 
@@ -33,12 +34,23 @@ async def test_a_slot_is_saved_restored_and_erased(server: Any, tmp_path: Path) 
     assert restored == {"id_slot": 1, "filename": "_mein slöt-1.bin", "n_restored": 8, "n_read": n_bytes}
 
 
-async def test_an_action_is_carried_out_although_its_client_goes_away(server: Any) -> None:
+async def test_an_action_is_carried_out_although_its_client_goes_away(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asyncio.Event()
+    send = server.service.send
+
+    def sent(command: Command) -> None:
+        send(command)
+        if isinstance(command, Query) and isinstance(command.body, SlotAction):
+            asked.set()
+
+    monkeypatch.setattr(server.service, "send", sent)
     body = {"prompt": "Hello", "n_predict": -1, "id_slot": 0, "ignore_eos": True}
     running = asyncio.create_task(server.post("/completion", body))
     await server.state_where(lambda state: state.slots[0].n_generated > 2)
     erasing = asyncio.create_task(server.post("/slots/0?action=erase", {}))
-    await asyncio.sleep(0.05)
+    await asyncio.wait_for(asked.wait(), 30)
     assert not erasing.done()
     for task in (erasing, running):
         task.cancel()
