@@ -68,6 +68,18 @@ def test_a_recently_used_prefix_stays_resident() -> None:
     assert shared.holders("b" * 100)
 
 
+def test_a_recent_prefix_leaves_too_if_little_is_left_above_what_is_freed() -> None:
+    """It may lie in the highest cells, so that attention goes on to scan the free ones below it."""
+    for n_first, n_recent, stays in ((900, 20, False), (20, 900, True)):
+        shared = driver(n_ctx=4096, offload_after=70)
+        shared.run("a" * n_first)
+        shared.run("b" * n_recent)
+        shared.run("c" * 60)
+        assert not shared.holders("a" * n_first)
+        assert bool(shared.holders("b" * n_recent)) is stays
+        assert shared.run("b" * n_recent + "!").n_prompt_computed == 1
+
+
 def test_streams_alone_offload_nothing() -> None:
     shared = driver(offload_after=1)
     stream = shared.submit("b" * 30, max_tokens=60)

@@ -1,7 +1,8 @@
 """Offload policy: decides when idle prefixes leave the pool, and when they are offloaded ahead of that.
 
 - Idle cells slow prefill, for attention scans the pool up to the highest used cell (fact 5). A prefix is
-  offloaded once the prompt tokens computed since its last use have cost more time than to save and load it.
+  offloaded once the prompt tokens computed since its last use have cost more time than to save and load it. What
+  stays may lie above the cells that this frees, and then slows prefill as much as they did: it is blamed for them.
 - Idle prefixes keep at most `idle_cells`.
 - While nothing runs, idle prefixes are copied to RAM, so that the next prompt finds them offloaded already.
 - With a disk, what running requests hold is copied to RAM as well, a segment at a time, to be written from there.
@@ -53,7 +54,12 @@ class OffloadPolicy:
 
     def offload_idle(self, n_prefill: int) -> None:
         """Evict, and so offload, the idle prefixes that would slow this prefill by more than loading them costs."""
-        self._offloader.evict(self._at_most(self._tree.n_idle_tokens), self._used_before(n_prefill))
+        n_most, n_freed = self._at_most(self._tree.n_idle_tokens), 0
+        while n_freed < n_most:
+            n_evicted = self._offloader.evict(n_most - n_freed, self._used_before(n_prefill, n_freed))
+            if not n_evicted:
+                return
+            n_freed += n_evicted
 
     def keep_idle_budget(self) -> None:
         """Evict what idle prefixes hold beyond their budget."""
@@ -106,12 +112,15 @@ class OffloadPolicy:
         limit = self._settings.max_tokens_in_gap(self._settings.save_us) if self._has_streams() else None
         return n_tokens if limit is None else min(n_tokens, limit)
 
-    def _used_before(self, n_prefill: int) -> int | None:
+    def _used_before(self, n_prefill: int, n_freed: int = 0) -> int | None:
         """The logical time before which a prefix must have been used last to be offloaded; None if none is.
 
-        The clock counts computed prompt tokens. The most recently used prefix stays.
+        The clock counts computed prompt tokens. What is used now stays. `n_freed` cells were freed just now: idle
+        prefixes may slow prefill as if they had these as well, so they are offloaded that much sooner.
         """
         after = self._settings.offload_after
         if after is None or not self._settings.offloads:
             return None
-        return self._sequences.clock + min(n_prefill - after, 0)
+        n_idle = self._tree.n_idle_tokens
+        share = n_idle / (n_idle + n_freed) if n_idle else 1.0
+        return self._sequences.clock + min(n_prefill - round(after * share), 0)
