@@ -161,11 +161,15 @@ def test_a_folder_that_cannot_be_used_is_no_error(tiny_model: Path, tmp_path: Pa
     assert n_measured == [1]
 
 
-def test_old_measurements_count_as_missing(tmp_path: Path) -> None:
-    measurements.write(tmp_path, KEY, MEASURED)
-    (file,) = tmp_path.iterdir()
+def test_old_measurements_count_as_missing_and_are_deleted_later(tmp_path: Path) -> None:
+    others = [KEY[::-1], KEY.upper()]
+    for key in (KEY, *others):
+        measurements.write(tmp_path, key, MEASURED)
+    file = tmp_path / f"{KEY}.json"
     os.utime(file, (0, file.stat().st_mtime - measurements.MAX_AGE_S - 60))
     assert measurements.read(tmp_path, KEY) is None
+    measurements.write(tmp_path, others[0], MEASURED)
+    assert {path.stem for path in tmp_path.iterdir()} == set(others)
 
 
 def test_costs_that_turn_offloading_off_are_measured_again(tmp_path: Path) -> None:

@@ -22,11 +22,9 @@ from llamaslot.base import kv_ops
 from llamaslot.base.backend import Decoded, Run, Sampler, Status, check_runs
 from llamaslot.base.commands import Sampling
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.model import KvCost, ModelInfo, SegmentSize
+from llamaslot.base.model import ModelInfo, SegmentSize
 from llamaslot.base.tokens import Tokens
 
-_TOUCH_S = 0.2
-"""Time that warming up may take when the measurements of an earlier start are used."""
 _MAX_VIEWS = 1024
 
 
@@ -230,7 +228,6 @@ class LlamaBackend:
         folder = settings.measurements
         key = measurements.key_of(settings, self.info, self.n_seqs) if folder else ""
         if folder and (kept := measurements.read(folder, key)):
-            self._touch_buffers(kept.kv_cost)
             return kept
         copies = not self.info.unified and self.info.reuse and self.n_seqs > 1
         measured = Measurements(
@@ -241,13 +238,6 @@ class LlamaBackend:
         if folder:
             measurements.write(folder, key, measured)
         return measured
-
-    def _touch_buffers(self, cost: KvCost | None) -> None:
-        """Compute a prompt for about `_TOUCH_S`, as measuring would: the first prefill is slower than the next."""
-        n_tokens = int(1e6 * _TOUCH_S / cost.prefill_us) if cost is not None else 1
-        kv_cost.compute(self, max(1, min(n_tokens, self.info.n_ubatch)))
-        llama_cpp.llama_synchronize(self._context)
-        self._clear()
 
     def _measure_stream_copy(self) -> float:
         """Return the milliseconds by which copying a stream delays a decode, in memory that was touched before."""

@@ -64,7 +64,7 @@ def read(folder: Path, key: str) -> Measurements | None:
     """Return the measurements kept for the key; None where the file is missing, too old, corrupt or foreign."""
     path = folder / f"{key}.json"
     try:
-        if abs(time.time() - path.stat().st_mtime) > MAX_AGE_S:
+        if _is_old(path):
             return None
         kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError):
@@ -73,7 +73,7 @@ def read(folder: Path, key: str) -> Measurements | None:
 
 
 def write(folder: Path, key: str, measurements: Measurements) -> None:
-    """Keep measurements for the key; without effect where the folder cannot be written to.
+    """Keep measurements for the key and delete old ones; without effect where the folder cannot be written to.
 
     Costs by which nothing would be offloaded are not kept: a busy machine may have caused them, and they would turn
     RAM and disk off at every start.
@@ -87,8 +87,15 @@ def write(folder: Path, key: str, measurements: Measurements) -> None:
         try:
             unfinished.write_bytes(msgspec.json.encode(_Kept(key, measurements)))
             unfinished.replace(folder / f"{key}.json")
+            for path in folder.glob("*.json"):
+                if _is_old(path):
+                    path.unlink(missing_ok=True)
         finally:
             unfinished.unlink(missing_ok=True)
+
+
+def _is_old(path: Path) -> bool:
+    return abs(time.time() - path.stat().st_mtime) > MAX_AGE_S
 
 
 def _identities(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
