@@ -26,7 +26,7 @@ from bench.report import Summary, console, machine, notes, write_json
 from bench.tokens import Tokens
 
 N_PAIRS = {"chat": 16, "twenty": 12, "agent": 12, "pressure": 8, "low reuse": 12, "decode 1": 20, "decode 8": 20}
-"""Workloads and pairs, fixed beforehand; the more, the more their pairs differ on a virtual machine."""
+"""Pairs of each workload, fixed before any run; those whose ratios vary more between pairs get more."""
 MAX_MEDIAN_LOSS, MAX_INTERVAL_LOSS = 0.02, 0.05
 """A change passes if the median is at most 2% worse, or the interval contains 1.00 and stays within 5%."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from llamaslot.base.kv_ops import Load, Save
 from llamaslot.base.model import SegmentSize
@@ -68,16 +69,16 @@ def test_a_recently_used_prefix_stays_resident() -> None:
     assert shared.holders("b" * 100)
 
 
-def test_a_recent_prefix_leaves_too_if_little_is_left_above_what_is_freed() -> None:
-    """It may lie in the highest cells, so that attention goes on to scan the free ones below it."""
-    for n_first, n_recent, stays in ((900, 20, False), (20, 900, True)):
-        shared = driver(n_ctx=4096, offload_after=70)
-        shared.run("a" * n_first)
-        shared.run("b" * n_recent)
-        shared.run("c" * 60)
-        assert not shared.holders("a" * n_first)
-        assert bool(shared.holders("b" * n_recent)) is stays
-        assert shared.run("b" * n_recent + "!").n_prompt_computed == 1
+@pytest.mark.parametrize(("n_old", "n_recent", "stays"), [(900, 20, False), (20, 900, True)])
+def test_a_small_recent_prefix_is_offloaded_with_a_large_old_one(n_old: int, n_recent: int, stays: bool) -> None:
+    """The recent one was used about 60 prompt tokens ago: less than 70 x 900/920, but more than 70 x 20/920."""
+    shared = driver(n_ctx=4096, offload_after=70)
+    shared.run("a" * n_old)
+    shared.run("b" * n_recent)
+    shared.run("c" * 60)
+    assert not shared.holders("a" * n_old)
+    assert bool(shared.holders("b" * n_recent)) is stays
+    assert shared.run("b" * n_recent + "!").n_prompt_computed == 1
 
 
 def test_streams_alone_offload_nothing() -> None:

@@ -1,8 +1,10 @@
 """Offload policy: decides when idle prefixes leave the pool, and when they are offloaded ahead of that.
 
 - Idle cells slow prefill, for attention scans the pool up to the highest used cell (fact 5). A prefix is
-  offloaded once the prompt tokens computed since its last use have cost more time than to save and load it. What
-  stays may lie above the cells that this frees, and then slows prefill as much as they did: it is blamed for them.
+  offloaded once the prompt tokens computed since its last use have cost more time than to save and load it.
+- Freed cells are scanned too if a used cell lies above them. The policy does not know where cells lie, so it assumes
+  that all idle prefixes lie above those that it frees in the same step, and multiplies `offload_after` by
+  idle / (idle + freed).
 - Idle prefixes keep at most `idle_cells`.
 - While nothing runs, idle prefixes are copied to RAM, so that the next prompt finds them offloaded already.
 - With a disk, what running requests hold is copied to RAM as well, a segment at a time, to be written from there.
@@ -49,14 +51,18 @@ class OffloadPolicy:
 
     def slows_prefill(self, n_prefill: int) -> bool:
         """True if some idle prefix should be offloaded before `n_prefill` prompt tokens are computed."""
-        before = self._used_before(n_prefill)
-        return before is not None and self._tree.eviction.plan(1, before).n_cells > 0
+        cutoff = self._offload_cutoff(n_prefill)
+        return cutoff is not None and self._tree.eviction.plan(1, cutoff).n_cells > 0
 
     def offload_idle(self, n_prefill: int) -> None:
-        """Evict, and so offload, the idle prefixes that would slow this prefill by more than loading them costs."""
-        n_most, n_freed = self._at_most(self._tree.n_idle_tokens), 0
-        while n_freed < n_most:
-            n_evicted = self._offloader.evict(n_most - n_freed, self._used_before(n_prefill, n_freed))
+        """Evict, and so offload, the idle prefixes that would slow this prefill by more than loading them costs.
+
+        Each eviction moves the cutoff, so this repeats until nothing more is due.
+        """
+        limit, n_freed = self._at_most(self._tree.n_idle_tokens), 0
+        while n_freed < limit:
+            cutoff = self._offload_cutoff(n_prefill, n_freed)
+            n_evicted = self._offloader.evict(limit - n_freed, cutoff) if cutoff is not None else 0
             if not n_evicted:
                 return
             n_freed += n_evicted
@@ -112,15 +118,14 @@ class OffloadPolicy:
         limit = self._settings.max_tokens_in_gap(self._settings.save_us) if self._has_streams() else None
         return n_tokens if limit is None else min(n_tokens, limit)
 
-    def _used_before(self, n_prefill: int, n_freed: int = 0) -> int | None:
-        """The logical time before which a prefix must have been used last to be offloaded; None if none is.
+    def _offload_cutoff(self, n_prefill: int, n_freed: int = 0) -> int | None:
+        """Logical time; idle prefixes last used before it are offloaded. None if offloading is off.
 
-        The clock counts computed prompt tokens. What is used now stays. `n_freed` cells were freed just now: idle
-        prefixes may slow prefill as if they had these as well, so they are offloaded that much sooner.
+        The clock counts computed prompt tokens, and each use. `n_freed` cells were freed in this step.
         """
         after = self._settings.offload_after
         if after is None or not self._settings.offloads:
             return None
         n_idle = self._tree.n_idle_tokens
-        share = n_idle / (n_idle + n_freed) if n_idle else 1.0
-        return self._sequences.clock + min(n_prefill - round(after * share), 0)
+        idle_share = n_idle / (n_idle + n_freed) if n_idle else 1.0
+        return self._sequences.clock + min(n_prefill - round(after * idle_share), 0)
