@@ -69,7 +69,8 @@ main() {
 
 is_done() { [ -e "$STATE/done/$1" ]; }
 
-seconds_left() { echo $((GPU_SECONDS - SECONDS)); }
+# At least 1, since `timeout 0` would set no limit.
+seconds_left() { echo $((GPU_SECONDS > SECONDS ? GPU_SECONDS - SECONDS : 1)); }
 
 run_stage() {
     stage=$1

@@ -2,8 +2,8 @@
 
 - Idle cells slow prefill, for attention scans the pool up to the highest used cell (fact 5). A prefix is
   offloaded once the prompt tokens computed since its last use have cost more time than to save and load it.
-- Freed cells are scanned too if a used cell lies above them. The policy does not know where cells lie, so it assumes
-  that all idle prefixes lie above those that it frees in the same step, and multiplies `offload_after` by
+- Freed cells are scanned too if a used cell lies above them. The policy does not know where cells lie, so it
+  assumes that all idle prefixes lie above those that it frees in the same step, and multiplies `offload_after` by
   idle / (idle + freed).
 - Idle prefixes keep at most `idle_cells`.
 - While nothing runs, idle prefixes are copied to RAM, so that the next prompt finds them offloaded already.
