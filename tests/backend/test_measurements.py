@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_used_is_no_error(tiny_model: Path, tmp_path: Pa
 
 
 def test_old_measurements_count_as_missing_and_are_deleted_later(tmp_path: Path) -> None:
-    others = [KEY[::-1], KEY.upper()]
+    others = [KEY[::-1], KEY[::2]]
     for key in (KEY, *others):
         measurements.write(tmp_path, key, MEASURED)
     file = tmp_path / f"{KEY}.json"

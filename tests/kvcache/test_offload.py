@@ -10,6 +10,7 @@ from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.kvcache.offload.disk_io import SaveFailed
 from llamaslot.kvcache.offload.offloader import Loaded, LoadStatus
 from llamaslot.scheduler.step import StepPlan
 from tests.scheduler.test_scheduler import Driver, generated
@@ -69,16 +70,34 @@ def test_a_recently_used_prefix_stays_resident() -> None:
     assert shared.holders("b" * 100)
 
 
-@pytest.mark.parametrize(("n_old", "n_recent", "stays"), [(900, 20, False), (20, 900, True)])
-def test_a_small_recent_prefix_is_offloaded_with_a_large_old_one(n_old: int, n_recent: int, stays: bool) -> None:
-    """The recent one was used about 60 prompt tokens ago: less than 70 x 900/920, but more than 70 x 20/920."""
-    shared = driver(n_ctx=4096, offload_after=70)
+@pytest.mark.parametrize(
+    ("n_old", "n_recent", "offload_after", "stays"),
+    [(900, 20, 130, False), (400, 900, 1000, True), (120, 20, 130, True)],
+    ids=["large then small", "small then large", "filled again"],
+)
+def test_a_small_recent_prefix_is_offloaded_with_a_large_old_one(
+    n_old: int, n_recent: int, offload_after: int, stays: bool
+) -> None:
+    """The old one is due when c is computed; the recent one was used 120 prompt tokens before.
+
+    That is more than 130 x 20/(20 + 900 - 120), but less than 1000 x 900/(900 + 400 - 120), and than 130.
+    """
+    shared = driver(n_ctx=4096, offload_after=offload_after)
     shared.run("a" * n_old)
     shared.run("b" * n_recent)
-    shared.run("c" * 60)
+    assert shared.holders("a" * n_old)
+    shared.run("c" * 120)
     assert not shared.holders("a" * n_old)
     assert bool(shared.holders("b" * n_recent)) is stays
     assert shared.run("b" * n_recent + "!").n_prompt_computed == 1
+
+
+def test_each_prefix_that_leaves_makes_the_rest_due_sooner() -> None:
+    """Used 100 prompt tokens before, c is due only after a and b: 420 x 250/(250 + 900 + 100 - 100) is 91."""
+    shared = driver(n_ctx=4096, offload_after=420)
+    for letter, n_tokens in (("a", 900), ("b", 100), ("c", 250), ("d", 100)):
+        shared.run(letter * n_tokens)
+    assert not any(shared.holders(letter * 100) for letter in "abc")
 
 
 def test_streams_alone_offload_nothing() -> None:
@@ -141,6 +160,31 @@ def test_a_prefix_is_loaded_in_one_step_beside_no_stream() -> None:
     again = shared.submit("a" * 1500)
     assert len(loaded(shared.step())) == 3
     shared.finish(again)
+
+
+def test_prefixes_that_leave_one_after_the_other_save_no_more_than_fits_the_gap() -> None:
+    shared = driver(n_ctx=4096, save_us=250.0, segment_tokens=16, n_reserved=20, n_ubatch=512, idle_delay_ms=1e9,
+                    offload_after=700)  # fmt: skip
+    for letter, n_tokens in (("a", 480), ("b", 250), ("c", 350)):
+        shared.run(letter * n_tokens)
+    stream = shared.submit("s" * 5, max_tokens=100)
+    shared.step()
+    first = len(shared.plans)
+    shared.finish(shared.submit("l" * 110), stream)
+    n_saved = [sum(each.end - each.start for each in saved(plan)) for plan in shared.plans[first:]]
+    assert 480 < max(n_saved) <= 500 + 16
+    assert not shared.holders("a" * 480)
+
+
+def test_a_prefix_that_is_not_due_stays_where_there_is_no_memory_to_save_it() -> None:
+    shared = driver(n_ctx=4096, offload_after=250, idle_delay_ms=1e9)
+    for letter, n_tokens in (("a", 900), ("b", 100), ("c", 100)):
+        shared.run(letter * n_tokens)
+    shared.cache.on_io(SaveFailed(10**6), shared.backend.now)
+    shared.run("d" * 60)
+    assert not shared.holders("a" * 900)
+    assert shared.holders("b" * 100)
+    assert shared.run("c" * 100 + "!").n_prompt_computed == 1
 
 
 def test_a_prompt_that_is_cached_whole_does_not_wait_for_loads_of_another_one() -> None:

@@ -87,9 +87,11 @@ def write(folder: Path, key: str, measurements: Measurements) -> None:
         try:
             unfinished.write_bytes(msgspec.json.encode(_Kept(key, measurements)))
             unfinished.replace(folder / f"{key}.json")
-            for path in folder.glob("*.json"):
-                if _is_old(path):
-                    path.unlink(missing_ok=True)
+            for path in folder.iterdir():
+                # Other servers may delete it at the same time.
+                with contextlib.suppress(OSError):
+                    if (path.suffix == ".json" or path.name.startswith(".")) and _is_old(path):
+                        path.unlink()
         finally:
             unfinished.unlink(missing_ok=True)
 

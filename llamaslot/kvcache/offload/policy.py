@@ -3,8 +3,8 @@
 - Idle cells slow prefill, for attention scans the pool up to the highest used cell (fact 5). A prefix is
   offloaded once the prompt tokens computed since its last use have cost more time than to save and load it.
 - Freed cells are scanned too if a used cell lies above them. The policy does not know where cells lie, so it
-  assumes that all idle prefixes lie above those that it frees in the same step, and multiplies `offload_after` by
-  idle / (idle + freed).
+  assumes that all idle prefixes lie above those that it frees in the same step and that the prompt does not fill
+  again, and multiplies `offload_after` by idle / (idle + free).
 - Idle prefixes keep at most `idle_cells`.
 - While nothing runs, idle prefixes are copied to RAM, so that the next prompt finds them offloaded already.
 - With a disk, what running requests hold is copied to RAM as well, a segment at a time, to be written from there.
@@ -61,7 +61,9 @@ class OffloadPolicy:
         """
         limit, n_freed = self._at_most(self._tree.n_idle_tokens), 0
         while n_freed < limit:
-            cutoff = self._offload_cutoff(n_prefill, n_freed)
+            # Without memory for segments nothing is evicted earlier than it has to be, for it would be lost.
+            n_free = max(n_freed - n_prefill, 0) if self._tiers.can_save else 0
+            cutoff = self._offload_cutoff(n_prefill, n_free)
             n_evicted = self._offloader.evict(limit - n_freed, cutoff) if cutoff is not None else 0
             if not n_evicted:
                 return
@@ -118,14 +120,14 @@ class OffloadPolicy:
         limit = self._settings.max_tokens_in_gap(self._settings.save_us) if self._has_streams() else None
         return n_tokens if limit is None else min(n_tokens, limit)
 
-    def _offload_cutoff(self, n_prefill: int, n_freed: int = 0) -> int | None:
+    def _offload_cutoff(self, n_prefill: int, n_free: int = 0) -> int | None:
         """Logical time; idle prefixes last used before it are offloaded. None if offloading is off.
 
-        The clock counts computed prompt tokens, and each use. `n_freed` cells were freed in this step.
+        The clock counts computed prompt tokens, and each use. `n_free` cells below idle ones are free.
         """
         after = self._settings.offload_after
         if after is None or not self._settings.offloads:
             return None
         n_idle = self._tree.n_idle_tokens
-        idle_share = n_idle / (n_idle + n_freed) if n_idle else 1.0
+        idle_share = n_idle / (n_idle + n_free) if n_idle else 1.0
         return self._sequences.clock + min(n_prefill - round(after * idle_share), 0)

@@ -83,12 +83,17 @@ class SegmentTiers:
             found.append(part)
         return found
 
+    @property
+    def can_save(self) -> bool:
+        """True if there is RAM for segments; False for a while after the host's memory ran out."""
+        return bool(self.ram.capacity) and self.now >= self._offloads_again_at
+
     def fits(self, node: Node, ranges: Sequence[tuple[int, int]]) -> bool:
         """True if these ranges of the path to a node fit into RAM once everything that may be evicted is.
 
-        False for a while after memory ran out.
+        False while nothing can be saved.
         """
-        if self.now < self._offloads_again_at or not self.ram.capacity:
+        if not self.can_save:
             return False
         end = max((end for _, end in ranges), default=0)
         path = {each.segment for each in node.path_to_root() if each.segment is not None and each.start < end}
