@@ -61,8 +61,9 @@ class OffloadPolicy:
         """
         limit, n_freed = self._at_most(self._tree.n_idle_tokens), 0
         while n_freed < limit:
-            # Without memory for segments nothing is evicted earlier than it has to be, for it would be lost.
-            n_free = max(n_freed - n_prefill, 0) if self._tiers.can_save else 0
+            # While memory for segments is short, nothing is evicted before it has to be, for it would be lost.
+            can_save = self._tiers.now >= self._tiers.saves_again_at
+            n_free = max(n_freed - n_prefill, 0) if can_save else 0
             cutoff = self._offload_cutoff(n_prefill, n_free)
             n_evicted = self._offloader.evict(limit - n_freed, cutoff) if cutoff is not None else 0
             if not n_evicted:

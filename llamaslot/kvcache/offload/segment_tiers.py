@@ -61,7 +61,8 @@ class SegmentTiers:
         self._unreadable: dict[int, Segment] = {}
         self.load_pins: dict[int, frozenset[Segment]] = {}
         """Segments that each sequence is about to load: they stay in RAM."""
-        self._offloads_again_at = 0.0
+        self.saves_again_at = 0.0
+        """Time before which nothing is saved, since memory ran out."""
         self._n_uses = 0
         self._next_number = 0
         self._read_rate = ReadRate()
@@ -83,17 +84,12 @@ class SegmentTiers:
             found.append(part)
         return found
 
-    @property
-    def can_save(self) -> bool:
-        """True if there is RAM for segments; False for a while after the host's memory ran out."""
-        return bool(self.ram.capacity) and self.now >= self._offloads_again_at
-
     def fits(self, node: Node, ranges: Sequence[tuple[int, int]]) -> bool:
         """True if these ranges of the path to a node fit into RAM once everything that may be evicted is.
 
-        False while nothing can be saved.
+        False for a while after memory ran out.
         """
-        if not self.can_save:
+        if self.now < self.saves_again_at or not self.ram.capacity:
             return False
         end = max((end for _, end in ranges), default=0)
         path = {each.segment for each in node.path_to_root() if each.segment is not None and each.start < end}
@@ -345,7 +341,7 @@ class SegmentTiers:
         Its children stay, and are found again once the gap is filled. A number that RAM does not have belongs to a
         slot that was to be saved to a file.
         """
-        self._offloads_again_at = self.now + RETRY_DELAY_S
+        self.saves_again_at = self.now + RETRY_DELAY_S
         segment = self.ram.get(number)
         if segment is not None:
             self.transition(segment, E.DROP)
