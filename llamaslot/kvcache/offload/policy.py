@@ -59,12 +59,11 @@ class OffloadPolicy:
 
         Each eviction moves the cutoff, so this repeats until nothing more is due.
         """
+        # While memory for segments is short, nothing is evicted before it has to be, for it would be lost.
+        can_save = self._tiers.now >= self._tiers.saves_again_at
         limit, n_freed = self._at_most(self._tree.n_idle_tokens), 0
         while n_freed < limit:
-            # While memory for segments is short, nothing is evicted before it has to be, for it would be lost.
-            can_save = self._tiers.now >= self._tiers.saves_again_at
-            n_free = max(n_freed - n_prefill, 0) if can_save else 0
-            cutoff = self._offload_cutoff(n_prefill, n_free)
+            cutoff = self._offload_cutoff(n_prefill, max(n_freed - n_prefill, 0) if can_save else 0)
             n_evicted = self._offloader.evict(limit - n_freed, cutoff) if cutoff is not None else 0
             if not n_evicted:
                 return
@@ -124,7 +123,7 @@ class OffloadPolicy:
     def _offload_cutoff(self, n_prefill: int, n_free: int = 0) -> int | None:
         """Logical time; idle prefixes last used before it are offloaded. None if offloading is off.
 
-        The clock counts computed prompt tokens, and each use. `n_free` cells below idle ones are free.
+        The clock counts computed prompt tokens, and each use. Idle cells may lie above `n_free` free ones.
         """
         after = self._settings.offload_after
         if after is None or not self._settings.offloads:
