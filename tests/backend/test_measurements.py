@@ -179,7 +179,7 @@ def test_costs_that_turn_offloading_off_are_measured_again(tmp_path: Path) -> No
     assert measurements.read(tmp_path, KEY) is None
 
 
-def test_the_pool_is_empty_after_a_start_that_measures_and_one_that_does_not(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_pool_is_empty_after_a_start_with_or_without_measuring(tiny_model: Path, tmp_path: Path) -> None:
     made = {"n_ctx": 4096, "measure_costs": True, "measurements": tmp_path}
     for _ in range(2):
         backend = LlamaBackend(LlamaSettings(tiny_model, **made))
