@@ -65,8 +65,8 @@ def run(
     write_json(folder / "peers.json", content)
     (folder / "peers.md").write_text(tables.markdown(results, ratios, title))
     draw(results, folder, f"{title}, {facts['processor']}")
-    if failed := [f"{name}: {reason}" for name, reason in runner.failures.items() if name.startswith(OWN)]:
-        raise BenchmarkError("; ".join(failed))
+    if runner.own_failures:
+        raise BenchmarkError(runner.own_failures)
 
 
 def engine_ratio(pairs: Sequence[EnginePair]) -> list[Ratio]:

@@ -83,8 +83,8 @@ def run(*, threads: int, logs: Path, quick: bool) -> None:
         "runs": [asdict(each) for each in results],
     }
     publish(content, logs / "published", None)
-    if failed := [f"{name}: {reason}" for name, reason in runner.failures.items() if name.startswith(OWN)]:
-        raise BenchmarkError(f"nothing is published: {'; '.join(failed)}")
+    if runner.own_failures:
+        raise BenchmarkError(f"nothing is published: {runner.own_failures}")
     if revision(ROOT) != commit:
         raise BenchmarkError("nothing is published: the checkout has changed during the run")
     if not quick:

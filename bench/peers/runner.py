@@ -23,7 +23,7 @@ from bench.client import BenchmarkError
 from bench.decode import Commands
 from bench.peers.results import RunResult
 from bench.peers.servers import OWN, CommonSettings, ServerSetup
-from bench.peers.workloads import Workload, WorkloadRun
+from bench.peers.workloads import WORKLOADS, Workload, WorkloadRun
 from bench.progress import Estimate, duration, progress
 from bench.report import decode_rate, notes
 from bench.server import serving
@@ -53,7 +53,7 @@ class EnginePair:
 
 
 class Runner:
-    """Runs workloads; `failures` has the reason for each run that failed."""
+    """Runs workloads; `failures` has the reason for each run that failed, by server and workload."""
 
     def __init__(self, tokens: Tokens, common: CommonSettings, scale: float, folder: Path) -> None:
         self._tokens = tokens
@@ -126,6 +126,15 @@ class Runner:
                     break
                 advance()
         return pairs
+
+    @property
+    def own_failures(self) -> str:
+        """The failures of llamaslot at its defaults, empty for none.
+
+        Servers with other flags fail where a workload does not fit them, such as a long prompt in a divided pool.
+        """
+        own = {f"{OWN}, {name}" for name in (ENGINE, *(each.name for each in WORKLOADS))}
+        return "; ".join(f"{name}: {reason}" for name, reason in self.failures.items() if name in own)
 
     async def _try(self, workload: Workload, server: ServerSetup, repeat: int) -> list[RunResult]:
         try:

@@ -13,7 +13,7 @@ from bench.client import BenchmarkError
 from bench.peers import published
 from bench.peers.goals import GOALS, Selection
 from bench.peers.results import RunResult
-from bench.peers.runner import ENGINE_SECONDS, EnginePair
+from bench.peers.runner import ENGINE_SECONDS, EnginePair, Runner
 from bench.peers.servers import OWN, SERVERS
 from bench.peers.workloads import WORKLOADS
 from bench.progress import Estimate
@@ -117,16 +117,14 @@ def test_a_checkout_with_changes_publishes_nothing(monkeypatch: pytest.MonkeyPat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("reason", ["llamaslot failed", "the checkout changed"])
-def test_an_incomplete_run_is_kept_and_not_published(
-    reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    class Finished:
+def finish(monkeypatch: pytest.MonkeyPatch, folder: Path, failures: dict[str, str], commits: list[str]) -> None:
+    """Let the next run end at once, with these failures, at the commits that are asked for in turn."""
+
+    class Finished(Runner):
         seed = ""
-        failures = {f"{OWN}, chat": "no answer"} if reason == "llamaslot failed" else {}
 
         def __init__(self, *_: object) -> None:
-            pass
+            self.failures = failures
 
         def measure_engine(self, _n_pairs: int) -> list[EnginePair]:
             return [EnginePair(90.0, 100.0)] * 2
@@ -134,16 +132,37 @@ def test_an_incomplete_run_is_kept_and_not_published(
         async def measure(self, *_: object) -> list[RunResult]:
             return [RunResult(**each) for each in content()["runs"]]
 
-    commits = iter(["0123456789", "0123456789" if Finished.failures else "other"])
+    revisions = iter(commits)
     for name, value in {
         "Runner": Finished,
         "Tokens": lambda _model: None,
-        "model_file": lambda _shape: tmp_path,
-        "revision": lambda _root: next(commits),
-        "FOLDER": tmp_path / "published",
-        "README": tmp_path / "README.md",
+        "model_file": lambda _shape: folder,
+        "revision": lambda _root: next(revisions),
+        "FOLDER": folder / "published",
+        "README": folder / "README.md",
     }.items():
         monkeypatch.setattr(published, name, value)
+
+
+def test_what_another_contender_cannot_run_is_published_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failures = {f"{OWN}, slots apart, pressure": "too long", "llama-server, pressure": "too long"}
+    finish(monkeypatch, tmp_path, failures, ["0123456789"] * 2)
+    (tmp_path / "README.md").write_text(f"{published.BEGIN}\n{published.END}")
+    published.run(threads=1, logs=tmp_path / "logs", quick=False)
+    page = (tmp_path / "published" / "README.md").read_text()
+    assert all(f"- Failed: {name}: too long" in page for name in failures)
+    assert "**Goals missed:**" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("reason", ["llamaslot failed", "the checkout changed"])
+def test_an_incomplete_run_is_kept_and_not_published(
+    reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    has_failed = reason == "llamaslot failed"
+    failures = {f"{OWN}, chat": "no answer"} if has_failed else {}
+    finish(monkeypatch, tmp_path, failures, ["0123456789", "0123456789" if has_failed else "other"])
     with pytest.raises(BenchmarkError, match="nothing is published"):
         published.run(threads=1, logs=tmp_path / "logs", quick=False)
     assert (tmp_path / "logs" / "published" / "peers.json").is_file()
