@@ -18,7 +18,7 @@ from bench.peers.goals import Ratio, Selection, compared
 from bench.peers.plots import draw
 from bench.peers.results import RunResult
 from bench.peers.runner import ENGINE, N_SLOTS, EnginePair, Runner
-from bench.peers.servers import OWN, SERVERS, CommonSettings
+from bench.peers.servers import SERVERS, CommonSettings
 from bench.peers.workloads import EXTRA, MANY, WORKLOADS
 from bench.report import console, machine, notes, write_json
 from bench.tokens import Tokens

@@ -144,7 +144,7 @@ def finish(monkeypatch: pytest.MonkeyPatch, folder: Path, failures: dict[str, st
         monkeypatch.setattr(published, name, value)
 
 
-def test_what_another_contender_cannot_run_is_published_with_the_reason(
+def test_what_another_server_cannot_run_is_published_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     failures = {f"{OWN}, slots apart, pressure": "too long", "llama-server, pressure": "too long"}
