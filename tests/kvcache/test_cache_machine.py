@@ -803,7 +803,7 @@ class CacheMachine(RuleBasedStateMachine):
             if asked.request in plan.preempted:
                 continue
             n_cached = self.n_cached(asked)
-            waits = self.waits(asked, n_cached, self.running)
+            waits = self.waits(asked, n_cached, self.running, MIN_SHARED - self.n_not_worth_reading)
             asked.has_waited |= waits
             may_wait = waits or (asked.has_waited and self.waits(asked, n_cached, self.running, min_shared=0))
             # The cost of a copy decides there; a request that could share nothing must not wait all the same.
@@ -827,6 +827,13 @@ class CacheMachine(RuleBasedStateMachine):
             if may_run and not may_wait and not plan.preempted and not set(first) - {asked}:
                 assert not self.surely_fits(asked), "held back without a reason"
         assert self.running or not waiting or plan.preempted, "no request runs"
+
+    @property
+    def n_not_worth_reading(self) -> int:
+        """Tokens of a running request that were on disk when it was admitted, but too few to be read from there."""
+        if not self.shape.disk:
+            return 0
+        return max((asked.n_start - asked.request.n_cached_at_admission for asked in self.running), default=0)
 
     def surely_fits(self, asked: Asked) -> bool:
         """True if there is room for a request and the running ones whatever they generate."""
