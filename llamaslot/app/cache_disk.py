@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -52,7 +52,7 @@ def open_disk(
     if not budgets.ram_bytes or info.segment_size is None:
         return ""
     try:
-        weights = disk.fingerprint([Path(each) for each in info.kv_files], on_progress)
+        weights = disk.fingerprint(info.kv_files, on_progress)
         if weights is None:
             return ""
         disk.open(_key(info, weights), _capacity(disk, config, info.segment_size.of(MAX_SEGMENT_TOKENS)))
@@ -89,26 +89,15 @@ def slot_files(folder: Path | None, info: ModelInfo, disk: DiskStore | None) -> 
     if folder is None or info.segment_size is None:
         return None
 
-    paths = [Path(each) for each in info.kv_files]
-    loaded = _stats(paths)
-
     def key() -> bytes:
         if disk is not None and disk.key:
             return disk.key
-        _log.info("slot_files.fingerprinting", files=info.kv_files)
-        weights = fingerprint_of(paths)
+        _log.info("slot_files.fingerprinting", files=[each.path for each in info.kv_files])
+        weights = fingerprint_of(info.kv_files)
         assert weights is not None
-        if _stats(paths) != loaded:
-            raise OSError("the model's files have changed since they were loaded")
         return _key(info, weights)
 
     return SlotFiles(folder, key, info.segment_size)
-
-
-def _stats(paths: Sequence[Path]) -> list[tuple[int, int, int]]:
-    """Facts that change when a file does."""
-    abouts = [path.stat() for path in paths]
-    return [(about.st_size, about.st_mtime_ns, about.st_ino) for about in abouts]
 
 
 def _key(info: ModelInfo, weights: bytes) -> bytes:

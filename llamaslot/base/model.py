@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 
@@ -64,6 +66,23 @@ class SegmentSize(msgspec.Struct, frozen=True):
         return self.fixed + n_tokens * self.per_token
 
 
+class ModelFile(msgspec.Struct, frozen=True):
+    """A file that KV depends on, in the version that was loaded."""
+
+    path: str
+    version: str
+    """Its size, time of change and inode; empty if it was not there."""
+
+    @classmethod
+    def of(cls, path: Path) -> ModelFile:
+        """Return the file at a path in its present version, an empty one if it is not there."""
+        try:
+            stat = path.stat()
+        except OSError:
+            return cls(str(path), "")
+        return cls(str(path), f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}")
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
     """Facts about the loaded model and its context; fixed once the engine runs."""
 
@@ -122,7 +141,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Size of KV that is saved off the pool; None where nothing can be saved."""
     kv_facts: str = ""
     """Everything but `kv_files` that KV depends on: KV saved under other facts must not be loaded."""
-    kv_files: tuple[str, ...] = ()
+    kv_files: tuple[ModelFile, ...] = ()
     """The files of the weights, and of what computes with them."""
     sizing: str = ""
     """Origin of the pool's size, for a person to read; empty where it was given."""

@@ -11,7 +11,7 @@ from llamaslot.app.cache_budgets import Budgets
 from llamaslot.app.cache_disk import lock_disk, open_disk
 from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.model import ModelInfo, SegmentSize
+from llamaslot.base.model import ModelFile, ModelInfo, SegmentSize
 from llamaslot.kvcache.offload.disk_io import SegmentMeta, path_digest
 from tests.backend.test_disk_store import state_of
 from tests.fake_backend import FakeBackend
@@ -25,7 +25,13 @@ RAM = Budgets(10**6, None, None, "")
 def info(tmp_path: Path) -> ModelInfo:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"weights")
-    return msgspec.structs.replace(FakeBackend(segment_size=SIZE).info, kv_facts="f16", kv_files=(str(path),))
+    files = (ModelFile.of(path),)
+    return msgspec.structs.replace(FakeBackend(segment_size=SIZE).info, kv_facts="f16", kv_files=files)
+
+
+def loaded_again(info: ModelInfo) -> ModelInfo:
+    """What the model's files are when it is loaded once more."""
+    return msgspec.structs.replace(info, kv_files=tuple(ModelFile.of(Path(each.path)) for each in info.kv_files))
 
 
 def found(tmp_path: Path, info: ModelInfo, **config: object) -> tuple[int, str]:
@@ -57,10 +63,36 @@ def test_another_way_to_run_it_finds_nothing_and_leaves_it(tmp_path: Path, info:
 
 def test_other_weights_find_nothing(tmp_path: Path, info: ModelInfo) -> None:
     found(tmp_path, info)
-    Path(info.kv_files[0]).write_bytes(b"WEIGHTS")
-    assert found(tmp_path, info)[0] == 0
-    Path(info.kv_files[0]).write_bytes(b"weights")
-    assert found(tmp_path, info)[0] == 1, "it goes by what is in the file"
+    Path(info.kv_files[0].path).write_bytes(b"WEIGHTS")
+    assert found(tmp_path, loaded_again(info))[0] == 0
+    Path(info.kv_files[0].path).write_bytes(b"weights")
+    assert found(tmp_path, loaded_again(info))[0] == 1, "it goes by what is in the file"
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["read whole", "digest known"])
+def test_a_file_that_was_replaced_after_it_was_loaded_is_refused(
+    tmp_path: Path, info: ModelInfo, is_known: bool
+) -> None:
+    if is_known:
+        found(tmp_path, info)
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"WEIGHTS")
+    other.replace(info.kv_files[0].path)
+    with pytest.raises(ConfigError, match="has changed since it was loaded"):
+        found(tmp_path, info)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path, info: ModelInfo) -> None:
+    disk = lock_disk(Config(cache_disk=str(tmp_path / "cache")))
+    assert disk is not None
+
+    def replace(_: float) -> bool:
+        Path(info.kv_files[0].path).write_bytes(b"WEIGHTS")
+        return True
+
+    with pytest.raises(ConfigError, match="has changed since it was loaded"):
+        open_disk(disk, Config(), info, RAM, replace)
+    disk.close()
 
 
 def test_the_size(tmp_path: Path, info: ModelInfo) -> None:
@@ -73,7 +105,7 @@ def test_the_size(tmp_path: Path, info: ModelInfo) -> None:
 def test_nothing_is_read_where_nothing_is_stored(tmp_path: Path, info: ModelInfo) -> None:
     disk = lock_disk(Config(cache_disk=str(tmp_path / "cache")))
     assert disk is not None
-    missing = msgspec.structs.replace(info, kv_files=("/nowhere",))
+    missing = msgspec.structs.replace(info, kv_files=(ModelFile("/nowhere", ""),))
     assert open_disk(disk, Config(), missing, Budgets(0, None, None, ""), lambda _: True) == ""
     assert open_disk(disk, Config(), info, RAM, lambda _: False) == ""
     with pytest.raises(ConfigError, match="cannot be used: No such file"):

@@ -27,7 +27,7 @@ from llamaslot.backend.disk.segment_files import (
 )
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
-from llamaslot.base.model import SegmentSize
+from llamaslot.base.model import ModelFile, SegmentSize
 from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta, path_digest
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
@@ -282,10 +282,14 @@ def test_a_lost_digest_is_computed_again(folder: Path, tmp_path: Path, damage: s
     path = tmp_path / "1.gguf"
     path.write_bytes(b"one")
     store = DiskStore(folder)
-    digest = store.fingerprint([path], lambda _: True)
+    digest = store.fingerprint(versions(path), lambda _: True)
     store._index.database.execute(damage)
-    assert store.fingerprint([path], lambda _: True) == digest
+    assert store.fingerprint(versions(path), lambda _: True) == digest
     store.close()
+
+
+def versions(*paths: Path) -> list[ModelFile]:
+    return [ModelFile.of(path) for path in paths]
 
 
 def anchor(n: int, parent: int | None = None) -> TextAnchor:
@@ -478,16 +482,45 @@ def test_weights_are_read_once_until_they_change(folder: Path, tmp_path: Path) -
     two.write_bytes(b"two")
     store = DiskStore(folder)
     told: list[float] = []
-    assert store.fingerprint([one], told.append) is None, "it was told to stop"
+    assert store.fingerprint(versions(one), told.append) is None, "it was told to stop"
     assert told == [1.0]
-    both = store.fingerprint([one, two], lambda _: True)
-    assert store.fingerprint([one], lambda _: True) != both != store.fingerprint([two, one], lambda _: True)
+    both = store.fingerprint(versions(one, two), lambda _: True)
+    assert (
+        store.fingerprint(versions(one), lambda _: True)
+        != both
+        != store.fingerprint(versions(two, one), lambda _: True)
+    )
     store.close()
     store = DiskStore(folder)
-    assert store.fingerprint([one, two], lambda _: False) == both, "they were read again"
+    assert store.fingerprint(versions(one, two), lambda _: False) == both, "they were read again"
     two.write_bytes(b"TWO")
-    assert store.fingerprint([one, two], lambda _: True) != both
+    assert store.fingerprint(versions(one, two), lambda _: True) != both
     store.close()
+
+
+@pytest.mark.parametrize("name", ["segments", "corrupt", "lock", "index.sqlite"])
+def test_no_symlink_in_the_folder_is_followed(tmp_path: Path, name: str) -> None:
+    folder, outside = tmp_path / "cache", tmp_path / "outside"
+    folder.mkdir()
+    if name in ("segments", "corrupt"):
+        outside.mkdir()
+    (folder / name).symlink_to(outside)
+    with pytest.raises(OSError, match=r"symlink|symbolic link"):
+        DiskStore(folder)
+    assert not outside.is_file()
+
+
+def test_only_its_user_can_read_what_is_stored(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    (folder / "segments").mkdir(parents=True, mode=0o755)
+    store = opened(folder)
+    each = segment(0, None)
+    assert store.write(each, state_of(0, each.n_bytes))
+    store.close()
+    assert (folder / "segments").stat().st_mode & 0o777 == 0o700
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert files
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
 # --- a process that ends at once ---

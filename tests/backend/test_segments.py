@@ -183,7 +183,7 @@ def test_what_kv_depends_on_is_told(tiny_model: Path) -> None:
     }.items():
         backend = LlamaBackend(LlamaSettings(tiny_model, **plain | more))
         kinds[name] = backend.info.kv_facts
-        files = [Path(each) for each in backend.info.kv_files]
+        files = [Path(each.path) for each in backend.info.kv_files]
         backend.close()
     assert len(set(kinds.values())) == len(kinds)
     assert llama_cpp.__version__ in kinds["plain"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -124,3 +125,28 @@ def test_a_complete_file_with_impossible_parts_is_refused(tmp_path: Path, parts:
     folder.write("a.bin", SlotSnapshot("", slot().tokens, parts))
     with pytest.raises(InvalidSnapshotError):
         folder.read("a.bin")
+
+
+def test_no_symlink_is_followed(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    inside.mkdir()
+    outside.mkdir()
+    folder_of(outside).write("a", slot())
+    (inside / "a").symlink_to(outside / "a")
+    with pytest.raises(FileNotFoundError):
+        folder_of(inside).read("a")
+    before = (outside / "a").read_bytes()
+    (inside / ".b.unfinished").symlink_to(outside / "a")
+    with pytest.raises(OSError, match="symbolic link"):
+        folder_of(inside).write("b", slot())
+    folder_of(inside).write("a", SlotSnapshot("", b"abcd", (SnapshotPart(0, 1, kv(1)),)))
+    assert (outside / "a").read_bytes() == before
+    assert not (inside / "a").is_symlink()
+
+
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(FileNotFoundError):
+            folder_of(tmp_path).read(name)

@@ -13,6 +13,7 @@ model, or of other settings, stay as long as there is room.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -29,8 +30,11 @@ from llamaslot.backend.disk.segment_files import CorruptFileError, file_size, re
 from llamaslot.backend.disk.text_tables import TextTables
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
+from llamaslot.base.model import ModelFile
 from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta
 
+_OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+"""A symlink could lead out of the folder."""
 _MAX_CORRUPT_FILES = 8
 """Corrupt files to keep for inspection."""
 _IS_OURS = re.compile(r"\d{12}\.(kv|tmp)|index\.sqlite.*").fullmatch
@@ -71,8 +75,12 @@ class DiskStore:
         """Segments of the key; the reading thread only looks up single ones."""
         self._others: dict[int, _File] = {}
         """Segments of other keys, and ignored ones, the least recently used first."""
-        for each in (folder, self._segments, self._corrupt):
-            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for each in (self._segments, self._corrupt):
+            each.mkdir(mode=0o700, exist_ok=True)
+            if each.is_symlink():
+                raise NotADirectoryError(errno.ENOTDIR, "is a symlink", str(each))
+            each.chmod(0o700)
         self._lock = _locked(folder / "lock")
         try:
             self._index = self._opened_index()
@@ -87,9 +95,9 @@ class DiskStore:
         """KV bytes of the segments that are not used."""
         return sum(file.n_bytes for file in self._others.values())
 
-    def fingerprint(self, paths: Sequence[Path], on_progress: Callable[[float], bool]) -> bytes | None:
+    def fingerprint(self, files: Sequence[ModelFile], on_progress: Callable[[float], bool]) -> bytes | None:
         """`fingerprint_of` these files; each is read again only once it has changed."""
-        return fingerprint_of(paths, on_progress, self._index)
+        return fingerprint_of(files, on_progress, self._index)
 
     def open(self, key: bytes, capacity: int) -> None:
         """Use the segments of a key of `KEY_BYTES`, within `capacity` bytes; delete incomplete ones.
@@ -201,7 +209,7 @@ class DiskStore:
         """Open the index, or a new one in place of a corrupt one. Raises `OSError` if there can be none."""
         path = self.folder / "index.sqlite"
         # SQLite gives the files beside it the same mode.
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        os.close(os.open(path, _OPEN_FLAGS, 0o600))
         try:
             return DiskIndex(path)
         except INDEX_ERRORS as error:
@@ -226,7 +234,7 @@ class DiskStore:
 
 def _locked(path: Path) -> int:
     """A descriptor that holds the lock until it is closed, if only by the end of the process."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(path, _OPEN_FLAGS, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,31 +11,37 @@ import structlog
 import xxhash
 
 from llamaslot.backend.disk.disk_index import INDEX_ERRORS, DiskIndex
+from llamaslot.base.model import ModelFile
 
 _CHUNK_BYTES = 2**24
 _log = structlog.get_logger(__name__)
 
 
 def fingerprint_of(
-    paths: Sequence[Path], on_progress: Callable[[float], bool] = lambda _: True, index: DiskIndex | None = None
+    files: Sequence[ModelFile],
+    on_progress: Callable[[float], bool] = lambda _: True,
+    index: DiskIndex | None = None,
 ) -> bytes | None:
     """Digest of the contents of these files, which are read whole unless `index` has their digests.
 
     `on_progress` gets the fraction of the current file that was read; None once it has returned False. Raises
-    `OSError`.
+    `OSError`, also for a file that has changed since it was loaded.
     """
     fingerprint = xxhash.xxh3_128()
-    for path in paths:
-        stat = path.stat()
-        name, version = str(path.resolve()), f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
-        digest = _indexed_digest(index, name, version) if index is not None else None
+    for file in files:
+        path = Path(file.path)
+        name = str(path.resolve())
+        digest = _indexed_digest(index, name, file.version) if index is not None else None
+        is_new = digest is None
         if digest is None:
-            digest = _computed_digest(path, stat.st_size, on_progress)
+            digest = _computed_digest(path, on_progress)
             if digest is None:
                 return None
-            if index is not None:
-                with contextlib.suppress(*INDEX_ERRORS):
-                    index.add_file_digest(name, version, digest)
+        if not file.version or ModelFile.of(path) != file:
+            raise OSError(f"{path} has changed since it was loaded")
+        if is_new and index is not None:
+            with contextlib.suppress(*INDEX_ERRORS):
+                index.add_file_digest(name, file.version, digest)
         fingerprint.update(digest)
     return fingerprint.digest()
 
@@ -47,13 +54,14 @@ def _indexed_digest(index: DiskIndex, name: str, version: str) -> bytes | None:
         return None
 
 
-def _computed_digest(path: Path, n_bytes: int, on_progress: Callable[[float], bool]) -> bytes | None:
+def _computed_digest(path: Path, on_progress: Callable[[float], bool]) -> bytes | None:
     digest = xxhash.xxh3_128()
     n_read = 0
     with path.open("rb", buffering=0) as file:
+        n_bytes = os.fstat(file.fileno()).st_size
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             n_read += len(chunk)
-            if not on_progress(n_read / n_bytes):
+            if not on_progress(min(n_read / n_bytes, 1.0) if n_bytes else 1.0):
                 return None
     return digest.digest()

@@ -9,9 +9,12 @@ process if bytes are missing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import struct
 from collections.abc import Sequence
+from io import BufferedReader
 from pathlib import Path
 
 import xxhash
@@ -59,7 +62,8 @@ def write_atomically(path: Path, parts: Sequence[memoryview], *, temporary: Path
     The bytes go to a `temporary` file in the same folder first. Raises `OSError`.
     """
     try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
@@ -70,12 +74,30 @@ def write_atomically(path: Path, parts: Sequence[memoryview], *, temporary: Path
         raise
 
 
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read it, without following a symlink that may lead out of the folder.
+
+    Raises `OSError`: `FileNotFoundError` for what is no regular file.
+    """
+    try:
+        # A pipe without a writer would otherwise be waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise FileNotFoundError(errno.ENOENT, "is a symlink", str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
 def read_segment(path: Path, key: bytes, n_bytes: int, path_digest: bytes, checksum: bytes) -> Kv:
     """The KV in a segment's file.
 
     Raises `CorruptFileError` unless key, path digest, length and checksum are these, `OSError` if it is unreadable.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size != file_size(n_bytes):
             raise CorruptFileError("its length is not what was written")
         if file.read(_HEADER.size) != _HEADER.pack(_MAGIC, VERSION, n_bytes, key, path_digest, checksum):

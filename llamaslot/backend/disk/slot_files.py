@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from llamaslot.backend.disk.segment_files import KEY_BYTES, checksum_of, write_atomically
+from llamaslot.backend.disk.segment_files import KEY_BYTES, checksum_of, open_regular, write_atomically
 from llamaslot.backend.memory import new_kv
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
@@ -52,7 +52,7 @@ class SlotFiles:
 
     def read(self, name: str) -> tuple[SlotSnapshot, int]:
         """The snapshot in a file, and its size in bytes. Raises `OSError` or `InvalidSnapshotError`."""
-        with (self._folder / name).open("rb") as file:
+        with open_regular(self._folder / name) as file:
             n_bytes = os.fstat(file.fileno()).st_size
             header = file.read(_HEADER.size)
             if len(header) < _HEADER.size or not header.startswith(_MAGIC):

@@ -22,7 +22,7 @@ from llamaslot.base import kv_ops
 from llamaslot.base.backend import Decoded, Run, Sampler, Status, check_runs
 from llamaslot.base.commands import Sampling
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.model import ModelInfo, SegmentSize
+from llamaslot.base.model import ModelFile, ModelInfo, SegmentSize
 from llamaslot.base.tokens import Tokens
 
 _MAX_VIEWS = 1024
@@ -35,6 +35,7 @@ class LlamaBackend:
         library.initialise()
         n_threads = settings.n_threads or psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
         self._closed = False
+        files = loading.kv_files(settings.model)
         self._model, n_mapped = loading.load_model(settings, on_progress)
         try:
             n_cache_seqs, n_seqs = sequences(settings, reusable=not loading.why_not_reusable(self._model))
@@ -49,7 +50,7 @@ class LlamaBackend:
         self._segments = SegmentStore(self._context)
         self.vocab = LlamaVocab(self._model)
         self.n_seqs: int = llama_cpp.llama_n_seq_max(self._context)
-        self.info = self._describe(settings, flash_attn, n_cache_seqs, size)
+        self.info = self._describe(settings, flash_attn, n_cache_seqs, size, files)
         self._batch = _Batch(self.info.n_ubatch)
         self._lengths = [0] * self.n_seqs
         self._rows: dict[int, int] = {}
@@ -141,7 +142,7 @@ class LlamaBackend:
         for seq, sampler in draws:
             if not isinstance(sampler, LlamaSampler) or seq not in self._rows:
                 raise kv_ops.IllegalCallError(f"sequence {seq} has no logits or a foreign sampler")
-            tokens.append(sampler.choose(self._context, self._rows[seq], self._logits))
+            tokens.append(sampler.choose(self._logits(self._rows[seq])))
         return tokens
 
     def close(self) -> None:
@@ -162,7 +163,9 @@ class LlamaBackend:
             self._views[address] = view
         return view
 
-    def _describe(self, settings: LlamaSettings, flash_attn: bool, n_cache_seqs: int, size: str) -> ModelInfo:
+    def _describe(
+        self, settings: LlamaSettings, flash_attn: bool, n_cache_seqs: int, size: str, files: tuple[ModelFile, ...]
+    ) -> ModelInfo:
         model, context, vocab = self._model, self._context, self.vocab
         n_ctx_train = llama_cpp.llama_model_n_ctx_train(model)
         n_ctx_seq = llama_cpp.llama_n_ctx_seq(context)
@@ -189,7 +192,7 @@ class LlamaBackend:
             unified=settings.unified,
             flash_attn=flash_attn,
             kv_facts=loading.kv_facts(model, context, settings, flash_attn=flash_attn),
-            kv_files=tuple(map(str, (*loading.parts(settings.model), *library.paths()))),
+            kv_files=files,
             sizing=size,
             cache_type_k=settings.cache_type_k,
             cache_type_v=settings.cache_type_v,

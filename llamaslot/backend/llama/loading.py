@@ -15,6 +15,7 @@ import llama_cpp
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.llama_settings import CACHE_TYPES, LlamaSettings
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.model import ModelFile
 
 PADDING = 256
 """Cells of a sequence's context are a multiple of this in llama.cpp."""
@@ -93,6 +94,11 @@ def parts(path: Path) -> list[Path]:
         return [path]
     name, n_parts = found[1], int(found[2])
     return [path.with_name(f"{name}-{i:05}-of-{n_parts:05}.gguf") for i in range(1, n_parts + 1)]
+
+
+def kv_files(path: Path) -> tuple[ModelFile, ...]:
+    """Return `ModelInfo.kv_files`; to be called before the model is loaded."""
+    return tuple(map(ModelFile.of, (*parts(path), *library.paths())))
 
 
 def kv_facts(model: Any, context: Any, settings: LlamaSettings, *, flash_attn: bool) -> str:
