@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from llamaslot.base import kv_ops
-from llamaslot.base.backend import Decoded, Run, Sampler, Status, check_runs
+from llamaslot.base.backend import NO_TOKEN, Decoded, Run, Sampler, Status, check_runs
 from llamaslot.base.commands import Sampling
 from llamaslot.base.model import ModelInfo, SegmentSize
 from llamaslot.base.tokens import Tokens
@@ -35,6 +35,7 @@ class FakeVocab:
 
     n_tokens = N_VOCAB
     longest_piece = len("</s>")
+    stack_bytes = 0
     eog = frozenset({EOS})
     special_tokens = ("<s>", "</s>")
     cut_tokens = ("</s>",)
@@ -115,6 +116,8 @@ class FakeBackend:
             segment_size=segment_size if has_scratch else None,
         )  # fmt: skip
         self.failures: deque[tuple[Status, int]] = deque()
+        self.poison: set[int] = set()
+        """Tokens after which a sequence has no logits."""
         self.samplers: list[FakeSampler] = []
         self.n_decoded = 0
         self._eos_every = eos_every
@@ -196,7 +199,8 @@ class FakeBackend:
             self._place(run.seq, [(token, run.start + i) for i, token in enumerate(run.tokens.tolist())])
             self.n_decoded += len(run.tokens)
             if status is Status.OK and run.output:
-                self._rows[run.seq] = self._logits(run.seq)
+                is_poisoned = any(token in self.poison for _, token in self.seen(run.seq)) if self.poison else False
+                self._rows[run.seq] = NO_TOKEN if is_poisoned else self._logits(run.seq)
         return Decoded(status, sent)
 
     def new_sampler(self, sampling: Sampling, history: Tokens) -> FakeSampler:
@@ -207,7 +211,10 @@ class FakeBackend:
 
     def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
         """Sample a token for each sequence id."""
-        return [self._draw(self._rows[seq], sampler) for seq, sampler in draws]
+        return [
+            self._draw(self._rows[seq], sampler) if self._rows[seq] != NO_TOKEN else NO_TOKEN
+            for seq, sampler in draws
+        ]
 
     def close(self) -> None:
         """Do nothing: there is no model to free."""

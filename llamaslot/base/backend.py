@@ -30,6 +30,10 @@ class Status(IntEnum):
     """Computing failed; micro-batches before the failing one stay applied."""
 
 
+NO_TOKEN = -1
+"""Returned by `sample` in place of a token if the logits contain NaN."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Tokens of one sequence in a batch, at consecutive positions: all that a batch may have of that sequence."""
@@ -84,6 +88,10 @@ class Vocab(Protocol):
         """Bytes of text that one token may stand for at most, 0 where a tokenizer may drop text."""
 
     @property
+    def stack_bytes(self) -> int:
+        """Stack that a thread needs to call `tokenize`; 0 for what threads have by default."""
+
+    @property
     def eog(self) -> frozenset[int]:
         """Tokens that end a generation."""
 
@@ -96,7 +104,10 @@ class Vocab(Protocol):
         """Texts of control tokens that do not strip the text before them, those that end a generation first."""
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
-        """Token ids of `text`; `add_special` adds BOS/EOS where the model wants them."""
+        """Token ids of `text`; `add_special` adds BOS/EOS where the model wants them.
+
+        Raises `InvalidRequestError` for a text that the tokenizer cannot split within its stack.
+        """
 
     def piece(self, token: int) -> bytes:
         """Text of a generated token as bytes; empty for control tokens."""
@@ -145,7 +156,10 @@ class Backend(Protocol):
         """Create a sampler whose penalties count the tokens of `history`."""
 
     def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
-        """Sample a token for each sequence id and its sampler; the last `decode` had `output` for all of them."""
+        """Sample a token for each sequence id and its sampler; the last `decode` had `output` for all of them.
+
+        `NO_TOKEN` for a sequence whose logits contain NaN.
+        """
 
     def close(self) -> None:
         """Free the model; further use is an error."""

@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamaslot.base.backend import Status
+from llamaslot.base.backend import NO_TOKEN, Status
 from llamaslot.base.events import FinishReason
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import CacheStats
+from llamaslot.base.tokens import packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.offload.disk_io import SaveFailed, SegmentMeta
@@ -47,10 +48,11 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFailed:
-    """A request was ended because its decode failed even alone in its step."""
+    """A request was ended because its decode failed even alone in its step, or because its logits contained NaN."""
 
     request: Request
-    status: Status
+    reason: str
+    """Name of the `Status`, or NAN_LOGITS."""
 
 
 class Scheduler:
@@ -216,13 +218,30 @@ class Scheduler:
         request.handle(RequestEvent.PREEMPT, now)
         self.admission.enqueue(request)
 
-    def _advance(self, work: Work, result: StepResult, now: float) -> list[Sampled]:
+    def _advance(self, work: Work, result: StepResult, now: float) -> list[Sampled | DecodeFailed]:
         request = work.request
         self.cache.append(work.run.seq, work.run.tokens)
         if not request.wants_tokens and self.cache.length(work.run.seq) == request.n_prompt:
             self.end(request, now)
             return [Sampled(request, None, "limit")]
-        return [self._take_token(each, result.tokens[each.id], now) for each in work.samples]
+        tokens = {each: result.tokens[each.id] for each in work.samples}
+        if NO_TOKEN in tokens.values():
+            return self._fail_sampling(work, now)
+        return [self._take_token(each, token, now) for each, token in tokens.items()]
+
+    def _fail_sampling(self, work: Work, now: float) -> list[Sampled | DecodeFailed]:
+        """End the requests that share a row of logits with NaN, and drop the KV that gave it.
+
+        `invalidate` empties the slot, `drop` removes what spare sequences, RAM and disk have of the path. Prefixes
+        that other paths share stay: no other request had NaN with them.
+        """
+        request = work.request
+        namespace, tokens = request.namespace, packed(request.tokens.view())
+        self.cache.invalidate(request.slot)
+        for each in work.samples:
+            self.end(each, now)
+        self.cache.drop(namespace, [tokens])
+        return [DecodeFailed(each, "NAN_LOGITS") for each in work.samples]
 
     def _take_token(self, request: Request, token: int, now: float) -> Sampled:
         request.add_token(token, now)
@@ -259,7 +278,7 @@ class Scheduler:
         self.suspects = [s for s in self.suspects if s != request.id]
         self.cache.invalidate(request.slot)
         self.end(request, now)
-        return [DecodeFailed(request, result.decoded.status)]
+        return [DecodeFailed(request, result.decoded.status.name)]
 
     def _invalidate(self, slot: int) -> None:
         self.cache.invalidate(slot)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llamaslot.base.backend import Backend, Decoded, Run, Sampler, Status
+from llamaslot.base.backend import NO_TOKEN, Backend, Decoded, Run, Sampler, Status
 from llamaslot.base.kv_ops import Free, NotSavedError, Operation, Remove
 from llamaslot.kvcache.offload.disk_io import Job
 from llamaslot.scheduler.request import Request
@@ -61,7 +61,7 @@ class StepResult:
 
     decoded: Decoded
     tokens: dict[str, int]
-    """Sampled token per request id."""
+    """Sampled token per request id, `NO_TOKEN` where there is none."""
     samplers: dict[str, Sampler]
     """Samplers made in this step, per request id."""
     lengths: dict[int, int]
@@ -132,7 +132,8 @@ def _decode(plan: StepPlan, backend: Backend) -> Decoded:
 
 def next_decode_step(plan: StepPlan, result: StepResult, eog: frozenset[int]) -> StepPlan | None:
     """The step that computes what this one sampled; None if it needs a plan."""
-    ends = not eog.isdisjoint(result.tokens.values())
+    tokens = result.tokens.values()
+    ends = NO_TOKEN in tokens or not eog.isdisjoint(tokens)
     if plan.n_extra_steps == 0 or result.decoded.status is not Status.OK or ends:
         return None
     work = []

@@ -235,6 +235,41 @@ async def test_when_the_engine_dies_every_request_ends_once() -> None:
         assert "the device is gone" in engine.stopped.reason
 
 
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_request_with_nan_logits_fails_alone_and_its_kv_is_not_reused(n: int) -> None:
+    backend = FakeBackend(n_ctx=1024, n_reserved=4)
+    backend.poison = {ord("!")}
+    head = "You are a helpful assistant. " * 4
+    async with running(backend) as harness:
+        good = harness.submit("good", head + "Hello", max_tokens=60)
+        await harness.wait_for("good", Output)
+        bad = harness.submit_all(
+            Submit("bad", (TextPart(head + "!" + "x" * 40),), sampling=GREEDY, n=n, max_tokens=8)
+        )
+        for end in await asyncio.gather(*bad):
+            assert isinstance(end, Failed)
+            assert "NAN_LOGITS" in end.error.message
+        after = await harness.submit("after", head + "?")
+        assert after.progress.n_cached >= len(head), "what others computed is still there"
+        assert harness.text("after") == await alone(head + "?", FakeBackend(n_ctx=1024))
+        await good
+        assert harness.text("good") == await alone(head + "Hello", FakeBackend(n_ctx=1024), max_tokens=60)
+        (again,) = await asyncio.gather(harness.submit("again", head + "!" + "x" * 40))
+        assert again.progress.n_cached <= len(head) + 1, "its own KV was not reused"
+
+
+async def test_followers_of_a_request_with_nan_logits_run_themselves() -> None:
+    backend = FakeBackend(n_ctx=1024, n_reserved=4, n_ubatch=16)
+    backend.poison = {ord("!")}
+    head = "abcdefgh " * 20
+    async with running(backend) as harness:
+        bad = harness.submit("bad", head + "!")
+        follower = harness.submit("follower", head + "?")
+        assert isinstance(await bad, Failed)
+        assert isinstance(await follower, Finished)
+        assert harness.text("follower") == await alone(head + "?", FakeBackend(n_ctx=1024))
+
+
 async def test_stopping_fails_what_is_unfinished_as_unavailable() -> None:
     async with running(FakeBackend(n_slots=1)) as engine:
         ends = [engine.submit(str(i), "x", max_tokens=-1, sampling=Sampling(ignore_eos=True)) for i in range(3)]
