@@ -86,7 +86,9 @@ def tokenize_parts(vocab: Vocab, parts: Iterable[PromptPart], *, add_special: bo
 
 
 class Tokenizer:
-    """Tokenizes prompts for slots of `n_ctx` tokens, and remembers the tokens of replies; used by one thread.
+    """Tokenizes prompts for slots of `n_ctx` tokens, and remembers the tokens of replies.
+
+    Used by one thread, but for `tokenize` and `detokenize`: they use only the vocabulary, and may run on any.
 
     `use_anchors` is false where texts always get their own tokens. `template` is the model's chat template. A
     prompt that departs from its session's text must keep `min_match` of its characters to keep its tokens.
@@ -102,6 +104,11 @@ class Tokenizer:
         self._use_anchors = use_anchors
         self._min_match = min_match
         self._template = template
+
+    @property
+    def stack_bytes(self) -> int:
+        """Stack that the thread needs; 0 for what threads have by default."""
+        return self._vocab.stack_bytes
 
     def prepare(self) -> bool:
         """Probe for exact cut points, which takes some time; True if there are any, or none are wanted."""

@@ -9,9 +9,29 @@ from itertools import pairwise
 import llama_cpp
 import numpy as np
 
+from llamaslot.backend.llama.loading import metadata
+from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.kv_ops import IllegalCallError
 from llamaslot.base.tokens import Tokens
 
+_SPLITTERS_WITHOUT_REGEX = frozenset(
+    """
+    llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe chatglm-bpe glm4
+    glm5 starcoder refact command-r smollm codeshell exaone exaone4 minerva-7b mellum2 gpt-2 phi-2 jina-es jina-de
+    gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert jina-v1-en jina-v2-code roberta-bpe mpt olmo jais
+    trillion granite-docling stablelm2 qwen2 deepseek-r1-qwen kormo f2llmv2 megrez hunyuan solar-open qwen35 kimi-k2
+    grok-2 laguna gemma4 granite-embed-multi-311m sarvam-moe
+    """.split()  # noqa: SIM905 - one name a line would take a page
+)
+"""Values of `tokenizer.ggml.pre` for which llama.cpp splits text into words by code of its own.
+
+From `llm_tokenizer_bpe` and `unicode_regex_split_custom` of llama-cpp-python 0.3.36. For all others it uses
+std::regex, which takes stack for each character of a match (fact 21): a name that is missing here costs stack, a
+wrong one lets a prompt end the process (`tests/backend/test_splitters.py` tries all in its long form).
+"""
+_REGEX_STACK_BYTES = 512 * 2**20
+_REGEX_MAX_CHARACTERS = 900_000
+"""Characters for which that stack suffices, whatever they are: a match may be as long as the text."""
 _LONG_TEXT = 2**16
 _PART = 2**14
 _SEARCHED = 2**10
@@ -41,6 +61,9 @@ class LlamaVocab:
         keeps_text = self.type in (llama_cpp.LLAMA_VOCAB_TYPE_SPM, llama_cpp.LLAMA_VOCAB_TYPE_BPE)
         texts = (llama_cpp.llama_vocab_get_text(self._vocab, token) for token in range(self.n_tokens))
         self.longest_piece = max(len(text) for text in texts) if keeps_text else 0
+        is_bpe = self.type == llama_cpp.LLAMA_VOCAB_TYPE_BPE
+        self._splits_by_regex = is_bpe and metadata(model, "tokenizer.ggml.pre") not in _SPLITTERS_WITHOUT_REGEX
+        self.stack_bytes = _REGEX_STACK_BYTES if self._splits_by_regex else 0
         self._pieces: dict[int, bytes] = {}
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
@@ -50,6 +73,11 @@ class LlamaVocab:
         return self._tokenize(text, add_special, parse_special)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> Tokens:
+        if self._splits_by_regex and len(text) > _REGEX_MAX_CHARACTERS:
+            raise InvalidRequestError(
+                f"a text has more than {_REGEX_MAX_CHARACTERS} characters in a row without a control token, which "
+                "llama.cpp cannot tokenize with this model's vocabulary"
+            )
         data = text.encode(errors="replace")
         capacity = len(data) + 8
         # Where that is too small, llama.cpp returns the negative number of tokens.
