@@ -54,6 +54,8 @@ class DiskStats(RamStats):
 
     corrupt_files: int = msgspec.field(default=0, name="bad_files")
     """Files that did not match their checksum: moved aside, and their prefixes computed again."""
+    written_bytes: int = 0
+    """KV written since the start."""
 
 
 class AnchorStats(msgspec.Struct):

@@ -27,6 +27,8 @@ class EngineSettings:
     """
     ram_bytes: int = 0
     """Host memory for what leaves the pool."""
+    disk_bytes_per_day: int = 0
+    """Bytes that may be written to disk a day; 0 for any number."""
     text_anchors: bool = True
     """Continue conversations that come back as text from the tokens that were generated for them."""
     debug_invariants: bool = False
@@ -46,6 +48,7 @@ def cache_settings(backend: Backend, settings: EngineSettings, disk: SegmentDisk
         offload_after=settings.offload_after,
         ram_bytes=settings.ram_bytes,
         disk_bytes=disk.capacity if disk is not None else 0,
+        disk_bytes_per_day=settings.disk_bytes_per_day,
         segment_size=info.segment_size,
         prefill_us=cost.prefill_us if cost is not None else 0.0,
         save_us=cost.first_save_us if cost is not None else 0.0,

@@ -86,6 +86,7 @@ class KVCache:
             settings.segment_tokens,
             self._counters,
             disk_bytes=settings.disk_bytes,
+            disk_bytes_per_day=settings.disk_bytes_per_day,
         )
         self._offloader = Offloader(
             self._tree, self._sequences, self._tiers, settings, self._counters, lambda: self.cells.free
@@ -309,6 +310,7 @@ class KVCache:
                 tokens=disk.n_tokens - sum(segment.n_tokens for segment in writing),
                 segments=len(disk) - len(writing),
                 corrupt_files=self._counters.disk.corrupt_files,
+                written_bytes=self._counters.disk.written_bytes,
             ),
             sequences=SequenceStats(settings.n_slots, settings.n_spare, self._sequences.n_in_use, settings.n_seqs),
         )

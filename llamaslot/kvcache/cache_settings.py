@@ -30,6 +30,8 @@ class CacheSettings:
     ram_bytes: int = 0
     disk_bytes: int = 0
     """Budgets of the tiers; 0 for none."""
+    disk_bytes_per_day: int = 0
+    """Bytes that may be written to disk a day; 0 for any number."""
     segment_size: SegmentSize | None = None
     """Bytes of offloaded tokens; None if nothing can be offloaded."""
     segment_tokens: int = MAX_SEGMENT_TOKENS

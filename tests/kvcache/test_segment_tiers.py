@@ -34,7 +34,7 @@ from llamaslot.kvcache.offload.disk_io import (
     Written,
     path_digest,
 )
-from llamaslot.kvcache.offload.disk_pacing import PARTIAL_DELAY_S, READ_TIMEOUT_S, RETRY_DELAY_S
+from llamaslot.kvcache.offload.disk_pacing import PARTIAL_DELAY_S, READ_TIMEOUT_S, RETRY_DELAY_S, WriteBudget
 from llamaslot.kvcache.offload.offloader import _missing
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -91,9 +91,25 @@ class Tracked:
 class Tiers:
     """The tiers over a tree of their own; what is to be offloaded is resident only meanwhile."""
 
-    def __init__(self, ram: int, size: SegmentSize, max_tokens: int = 512, *, disk_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        ram: int,
+        size: SegmentSize,
+        max_tokens: int = 512,
+        *,
+        disk_bytes: int = 0,
+        disk_bytes_per_day: int = 0,
+    ) -> None:
         self.tree = RadixTree()
-        self.tiers = SegmentTiers(self.tree, ram, size, max_tokens, CacheStats(), disk_bytes=disk_bytes)
+        self.tiers = SegmentTiers(
+            self.tree,
+            ram,
+            size,
+            max_tokens,
+            CacheStats(),
+            disk_bytes=disk_bytes,
+            disk_bytes_per_day=disk_bytes_per_day,
+        )
 
     @contextmanager
     def resident(self, namespace: str, tokens: Path) -> Iterator[Node]:
@@ -698,6 +714,45 @@ def test_a_segment_that_was_not_written_in_its_turn_is_once_it_is_used_again() -
     held.touch(tuple(range(100)))
     held.tiers.tick(2000.0)
     assert [segment.number for segment in held.tiers.disk] == [0]
+
+
+def test_writes_stay_within_the_budget_of_a_day() -> None:
+    day = 86_400.0
+    budget = WriteBudget(1000)
+    assert budget.opens_at == 0.0
+    budget.take(900, 0.0)
+    assert budget.opens_at <= 0.0, "100 are left"
+    budget.take(400, 0.0)
+    assert budget.opens_at == pytest.approx(0.3 * day)
+    budget.take(100, 0.5 * day)
+    assert budget.opens_at <= 0.5 * day, "200 have come back since it opened"
+    budget.take(1000, 10 * day)
+    assert budget.opens_at <= 10 * day, "a day's bytes are the most that add up"
+    budget.take(1, 10 * day)
+    assert budget.opens_at == pytest.approx(10 * day + day / 1000)
+    unlimited = WriteBudget(0)
+    unlimited.take(10**15, 1.0)
+    assert unlimited.opens_at == 0.0
+
+
+def test_what_exceeds_the_budget_is_written_later_and_offloading_goes_on() -> None:
+    held = Tiers(1000, SegmentSize(0, 1), 100, disk_bytes=1000, disk_bytes_per_day=150)
+    held.tiers.writer.flush()
+    for i in range(4):
+        held.add(tuple(range(100 * i, 100 * i + 100)))
+    held.tiers.tick(1000.0)
+    written = [job.meta.number for job in held.tiers.take_jobs()]
+    assert written == [0, 1], "the last one may exceed what is left"
+    for number in written:
+        held.tiers.on_io(Written(number, ok=True), 1000.0)
+    held.tiers.tick(1000.0)
+    assert held.tiers.take_jobs() == []
+    assert not held.tiers.writer.has_backlog
+    assert held.tiers.counters.disk.written_bytes == 200
+    due = held.tiers.writer.due_at
+    assert due == pytest.approx(1000.0 + 50 / 150 * 86_400)
+    held.tiers.tick(due + 1)
+    assert [job.meta.number for job in held.tiers.take_jobs()] == [2]
 
 
 def test_the_use_of_a_path_is_reported_by_its_last_segment() -> None:

@@ -16,15 +16,45 @@ RETRY_DELAY_S = 30.0
 """Time until what failed is tried again: a write, a read of a segment, an offload without memory."""
 READ_TIMEOUT_S = 10.0
 """Time without an answer after which the disk counts as unresponsive, until it answers."""
+_DAY_S = 86_400.0
 _NEWEST_WEIGHT = 0.2
 """Weight of the newest read in the moving average."""
+
+
+class WriteBudget:
+    """Token bucket of `bytes_per_day`, full at the start; 0 for no limit.
+
+    A burst may take the bytes of a whole day, then writes average `bytes_per_day`. One write may overdraw it.
+    """
+
+    def __init__(self, bytes_per_day: int) -> None:
+        self._bytes_per_day = bytes_per_day
+        self._left = float(bytes_per_day)
+        """At `_at`; below 0 after a write of more than was left."""
+        self._at: float | None = None
+
+    @property
+    def opens_at(self) -> float:
+        """Time from which a write may begin."""
+        if not self._bytes_per_day or self._at is None:
+            return 0.0
+        return self._at + max(0.0, -self._left) * _DAY_S / self._bytes_per_day
+
+    def take(self, n_bytes: int, now: float) -> None:
+        """Count a write that begins."""
+        if not self._bytes_per_day:
+            return
+        gained = (now - self._at) * self._bytes_per_day / _DAY_S if self._at is not None else 0.0
+        self._left = min(self._bytes_per_day, self._left + gained) - n_bytes
+        self._at = now
 
 
 class WriteQueue:
     """Dirty segments in the order in which they came; partial ones, below `max_tokens`, may be replaced soon."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, budget: WriteBudget) -> None:
         self._max_tokens = max_tokens
+        self._budget = budget
         self._segments: dict[Segment, None] = {}
         self._paused_until = 0.0
         self._is_flushing = False
@@ -37,11 +67,11 @@ class WriteQueue:
     def due_at(self) -> float | None:
         """Time at which the next segment is due; None for an empty queue."""
         times = map(self._due_at, self._segments)
-        return max(self._paused_until, min(times)) if self._segments else None
+        return max(self._paused_until, self._budget.opens_at, min(times)) if self._segments else None
 
     def is_paused(self, now: float) -> bool:
-        """True for `RETRY_DELAY_S` after a write failed."""
-        return now < self._paused_until
+        """True for `RETRY_DELAY_S` after a write failed, and while the budget is used up."""
+        return now < self._paused_until or now < self._budget.opens_at
 
     def put(self, segment: Segment) -> None:
         """Add a segment."""

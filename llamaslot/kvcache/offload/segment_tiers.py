@@ -47,11 +47,12 @@ class SegmentTiers:
         counters: CacheStats,
         *,
         disk_bytes: int = 0,
+        disk_bytes_per_day: int = 0,
     ) -> None:
         self.max_tokens = max_tokens
         self.ram = SegmentLru(ram_bytes)
         self.disk = SegmentLru(disk_bytes if ram_bytes else 0)
-        self.writer = WriteBack(self)
+        self.writer = WriteBack(self, disk_bytes_per_day)
         self.now = 0.0
         self.counters = counters
         self._tree = tree

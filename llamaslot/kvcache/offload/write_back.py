@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from llamaslot.base.namespaces import is_private
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.offload.disk_io import Erase, SegmentMeta, Write, path_digest
-from llamaslot.kvcache.offload.disk_pacing import WriteQueue
+from llamaslot.kvcache.offload.disk_pacing import WriteBudget, WriteQueue
 from llamaslot.kvcache.segment import Segment
 from llamaslot.kvcache.segment import SegmentEvent as E
 from llamaslot.kvcache.segment import SegmentState as S
@@ -31,9 +31,10 @@ MAX_DIRTY_FRACTION = 0.25
 class WriteBack:
     """Chooses which segments of the tiers are written to disk, and when."""
 
-    def __init__(self, tiers: SegmentTiers) -> None:
+    def __init__(self, tiers: SegmentTiers, bytes_per_day: int) -> None:
         self._tiers = tiers
-        self._queue = WriteQueue(tiers.max_tokens)
+        self._budget = WriteBudget(bytes_per_day)
+        self._queue = WriteQueue(tiers.max_tokens, self._budget)
         self._replaced: dict[int, int] = {}
         """Bytes of files that stay until what replaces them is written, by number."""
 
@@ -99,6 +100,7 @@ class WriteBack:
             return
         self._tiers.transition(segment, E.WRITTEN)
         self._tiers.counters.written_tokens += segment.n_tokens
+        self._tiers.counters.disk.written_bytes += segment.n_bytes
         self._erase_replaced(segment)
         for child in segment.children:
             self.queue(child)
@@ -137,6 +139,7 @@ class WriteBack:
         for each in oldest:
             self._tiers.transition(each, E.EVICT_DISK)
         self._tiers.transition(segment, E.WRITE)
+        self._budget.take(segment.n_bytes, self._tiers.now)
         parent, prefix = segment.parent, segment.prefix
         meta = SegmentMeta(
             number=segment.number,
