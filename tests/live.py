@@ -59,14 +59,18 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *args: str | Path, environ: dict[str, str] | None = None) -> Iterator[Server]:
+def serving(
+    folder: Path, *args: str | Path, environ: dict[str, str] | None = None, fault: str = ""
+) -> Iterator[Server]:
     """A server with these arguments, ended by its process id.
 
-    What it measures at start is kept for other tests, and not in the user's own folder.
+    What it measures at start is kept for other tests, and not in the user's own folder. `fault` is Python source
+    that the server's process runs first, to inject a fault.
     """
     log = folder / "server.log"
     own = {"XDG_CACHE_HOME": str(folder.parent / "cache"), **(environ or {})}
-    command = [sys.executable, "-m", "llamaslot.cli.main", "serve", "--port", "0", "-t", "1", *map(str, args)]
+    program = f"{fault}\nimport sys\nfrom llamaslot.cli.main import main\nsys.exit(main())"
+    command = [sys.executable, "-c", program, "serve", "--port", "0", "-t", "1", *map(str, args)]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **own})
     server = Server(process, log)

@@ -94,7 +94,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Stop one completion, queued or running; unknown ids are ignored."""
+    """Stop one completion, queued or running, or a `TokenQuery`; unknown ids are ignored."""
 
     request_id: str
 
@@ -105,6 +105,11 @@ class Tokenize(msgspec.Struct, frozen=True, tag="tokenize"):
     prompt: tuple[PromptPart, ...]
     add_special: bool = False
     with_pieces: bool = False
+
+    @property
+    def size(self) -> int:
+        """Characters, token ids and parts."""
+        return sum(1 + len(part.text if isinstance(part, TextPart) else part.tokens) for part in self.prompt)
 
 
 class Tokenized(msgspec.Struct, frozen=True):
@@ -119,11 +124,20 @@ class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):
 
     tokens: tuple[int, ...]
 
+    @property
+    def size(self) -> int:
+        """Token ids."""
+        return len(self.tokens)
+
 
 class Detokenized(msgspec.Struct, frozen=True):
     """The text of token ids."""
 
     content: str
+
+
+TokenQuery: TypeAlias = Tokenize | Detokenize
+"""Queries that need the vocabulary only. They may be cancelled."""
 
 
 class InspectEngine(msgspec.Struct, frozen=True, tag="inspect_engine"):

@@ -12,16 +12,21 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from time import perf_counter
 from typing import Protocol
 
 import structlog
 
 from llamaslot.base.backend import Backend
+from llamaslot.base.executors import close_after_queue
 from llamaslot.base.kv_ops import Kv
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.offload import disk_io
 from llamaslot.prompts.text_store import TextStore
+
+_WRITE_TIMEOUT_S = 10.0
+"""Time that a query waits for the disk to carry out what is queued."""
 
 _log = structlog.get_logger(__name__)
 
@@ -83,15 +88,25 @@ class DiskWorker:
         """Queue a call of a method of the disk that changes it; errors are logged."""
         self._writer.submit(method, *arguments).add_done_callback(_log_failure)
 
-    def when_written(self, then: Callable[[], None]) -> None:
-        """Call `then` between two steps, once all changes of the disk that are queued by now are done."""
-        future = asyncio.get_running_loop().run_in_executor(self._writer, lambda: None)
-        future.add_done_callback(lambda _: self._post(then))
+    def when_written(self, then: Callable[[bool], None]) -> None:
+        """Call `then` between two steps: with True once all changes of the disk that are queued by now are done, or
+        with False if they are not within `_WRITE_TIMEOUT_S`.
+        """
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._writer, lambda: None)
+        timer = loop.call_later(_WRITE_TIMEOUT_S, future.cancel)
 
-    def close(self) -> None:
-        """Wait for the queued writes, cancel pending reads, and end the threads."""
-        self._reader.shutdown(wait=False, cancel_futures=True)
-        self._writer.shutdown()
+        def done(_: object) -> None:
+            timer.cancel()
+            self._post(partial(then, not future.cancelled()))
+
+        future.add_done_callback(done)
+
+    def close(self) -> list[Future[None]]:
+        """Cancel pending reads, and end the threads; the futures are done once all queued writes are."""
+        for each in self._reads:
+            each.cancel()
+        return [close_after_queue(self._writer), close_after_queue(self._reader)]
 
     def _report(self, event: disk_io.IoEvent) -> range | None:
         return self._cache.on_io(event, self._clock())

@@ -20,7 +20,8 @@ import structlog
 
 from llamaslot.base import commands
 from llamaslot.base.backend import Backend
-from llamaslot.base.errors import LlamaslotError, NotFoundError, ServerError, stopped_error
+from llamaslot.base.commands import CacheCleared
+from llamaslot.base.errors import LlamaslotError, NotFoundError, ServerError, UnavailableError, stopped_error
 from llamaslot.base.events import Accepted, Cancelled, Event, Failed, Reply, Stopped
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.engine.disk_worker import Disk, DiskWorker
@@ -38,6 +39,8 @@ from llamaslot.scheduler.step import StepPlan, StepResult
 
 _FLUSH_TIMEOUT_S = 5.0
 """Time that shutting down may take to write what is not on disk yet."""
+_CLOSE_TIMEOUT_S = 5.0
+"""Time after that for calls that still run: of the disk, of slot files, of the tokenizer."""
 
 _log = structlog.get_logger(__name__)
 
@@ -95,8 +98,6 @@ class Engine:
         self._reports = Reports(self.scheduler, self._prompts, backend.vocab)
         self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
         self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {
-            commands.Tokenize: self._prompts.answer,
-            commands.Detokenize: self._prompts.answer,
             commands.DropSession: self._drop_session,
             commands.InspectEngine: self._between_steps(lambda _, respond: respond(self._reports.engine_state())),
             commands.InspectCache: self._between_steps(
@@ -113,6 +114,8 @@ class Engine:
         self._stopping = False
         self._is_checked = False
         self._n_arrived = 0
+        self.has_hung_thread = False
+        """True if `run` has ended, but one of the threads has not: it still uses the disk or the vocabulary."""
 
     def send(self, command: commands.Command) -> None:
         """Hand in a command; it takes effect between two steps."""
@@ -121,6 +124,8 @@ class Engine:
                 self._prompts.submit(command.completions(), partial(self._accept, self._clock()))
             case commands.Cancel():
                 self._post(lambda: self._cancel(command.request_id))
+            case commands.Query(request_id, body) if isinstance(body, commands.TokenQuery):
+                self._prompts.answer(request_id, body, partial(self._reply, request_id))
             case commands.Query(request_id, body):
                 self._queries[type(body)](body, partial(self._reply, request_id))
 
@@ -144,13 +149,14 @@ class Engine:
         finally:
             self._stopping = True
             self._worker.close()
-            if self._disk is not None:
-                self._disk.close()
             self._fail_all(reason)
             self._outbox.append(Stopped(reason))
             self._flush()
-            self._slot_actions.close()
-            self._prompts.close()
+            ends = [*self._prompts.close(), self._slot_actions.close()]
+            if self._disk is not None:
+                ends += self._disk.close()
+            _, pending = await asyncio.wait(map(asyncio.wrap_future, ends), timeout=_CLOSE_TIMEOUT_S)
+            self.has_hung_thread = bool(pending)
 
     async def _step(self) -> None:
         while self._inbox:
@@ -257,6 +263,7 @@ class Engine:
         self._outbox.append(Accepted(request.id, request.n_prompt, shown))
 
     def _cancel(self, request_id: str) -> None:
+        self._prompts.cancel_query(request_id)
         if self._prompts.cancel(request_id):
             self._outbox.append(Cancelled(request_id))
             return
@@ -293,10 +300,10 @@ class Engine:
             self._prompts.remember(request.id, request.tokens.view(request.n_prompt).copy(), live.n_sent)
 
     def _fail_decode(self, failed: DecodeFailed) -> None:
-        _log.error("decode.failed", request_id=failed.request.id, status=failed.status.name)
+        _log.error("decode.failed", request_id=failed.request.id, reason=failed.reason)
         del self._replies[failed.request.id]
         self._prompts.release(failed.request.id)
-        error = ServerError(f"the model could not compute this request ({failed.status.name})")
+        error = ServerError(f"the model could not compute this request ({failed.reason})")
         self._fail(failed.request.id, error, failed.request)
 
     def _fail(self, request_id: str, error: LlamaslotError, request: Request | None = None) -> None:
@@ -323,7 +330,7 @@ class Engine:
         _log.info("cache.cleared", **msgspec.structs.asdict(cleared))
         if self._disk is not None:
             self._disk.start(self.scheduler.cache.take_jobs())
-        self._prompts.clear(lambda: self._when_written(partial(respond, cleared)))
+        self._prompts.clear(lambda: self._respond_when_written(respond, cleared))
 
     def _drop_session(self, query: commands.DropSession, respond: Respond) -> None:
         def drop(namespace: str, paths: list[bytes]) -> None:
@@ -334,13 +341,17 @@ class Engine:
             _log.info("session.dropped", **msgspec.structs.asdict(dropped))
             if self._disk is not None:
                 self._disk.start(self.scheduler.cache.take_jobs())
-            self._when_written(partial(respond, dropped))
+            self._respond_when_written(respond, dropped)
 
         self._prompts.drop_session(query, drop, respond)
 
-    def _when_written(self, action: Callable[[], None]) -> None:
-        """Run an action once the disk has carried out all jobs so far."""
+    def _respond_when_written(self, respond: Respond, answer: CacheCleared) -> None:
+        """Respond once the disk has carried out all jobs so far, or with an error if it does not."""
         if self._disk is None:
-            action()
-        else:
-            self._disk.when_written(action)
+            respond(answer)
+            return
+        error = UnavailableError(
+            "done in the pool and in RAM, but the disk (--cache-disk) does not respond; its files are deleted once "
+            "it does"
+        )
+        self._disk.when_written(lambda ok: respond(answer if ok else error))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import structlog
@@ -24,6 +24,7 @@ from llamaslot.base.errors import (
     ServerError,
     UnavailableError,
 )
+from llamaslot.base.executors import close_after_queue
 from llamaslot.base.tokens import WIDTH
 from llamaslot.engine.reports import Respond
 from llamaslot.kvcache.offload.disk_io import SlotSaved
@@ -132,9 +133,9 @@ class SlotActions:
             else:
                 self._end(job)
 
-    def close(self) -> None:
-        """Wait for the file that is being read or written, and end the thread; waiting actions get no answer."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+    def close(self) -> Future[None]:
+        """End the thread; the future is done once all files are read or written. Waiting actions get no answer."""
+        return close_after_queue(self._thread)
 
     def _begin_save(self, job: _Job) -> None:
         slot = job.command.slot

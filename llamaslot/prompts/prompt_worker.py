@@ -7,16 +7,18 @@ What it takes to remember a reply stays here, by request id, until the reply is 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import structlog
 
-from llamaslot.base.commands import Detokenize, Detokenized, DropSession, Submit, Tokenize, Tokenized
-from llamaslot.base.errors import LlamaslotError, ServerError
+from llamaslot.base.commands import Detokenized, DropSession, Submit, Tokenize, Tokenized, TokenQuery
+from llamaslot.base.errors import LlamaslotError, QueueFullError, ServerError
+from llamaslot.base.executors import close_after_queue
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import AnchorStats, SessionStats
@@ -25,6 +27,10 @@ from llamaslot.prompts.sessions import Session, session_digest
 from llamaslot.prompts.text_store import TextStore
 from llamaslot.prompts.tokenizer import Remembered, ReplyContext, Tokenizer
 
+_SHORT_QUERY = 2**14
+"""Characters or token ids up to which a query shares the thread of the prompts."""
+_MAX_LONG_QUERIES = 4
+"""Longer queries in progress or waiting; one more gets a 429."""
 T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
@@ -34,8 +40,21 @@ def _at_once(method: Callable[..., None], *arguments: object) -> None:
     method(*arguments)
 
 
+def _thread(name: str, stack_bytes: int) -> ThreadPoolExecutor:
+    """Return a running thread with a stack of that size, or of the usual one for 0."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix=f"llamaslot-{name}")
+    usual = threading.stack_size(stack_bytes)
+    try:
+        executor.submit(lambda: None)
+    finally:
+        threading.stack_size(usual)
+    return executor
+
+
 class PromptWorker:
-    """Runs `tokenizer` on a thread. `post` runs an answer between two engine steps; `fail` ends a request.
+    """Runs `tokenizer` on one thread, and long queries on a second.
+
+    `post` runs an answer between two engine steps; `fail` ends a request.
 
     Every method is called on the event loop.
     """
@@ -52,7 +71,10 @@ class PromptWorker:
         self._fail = fail
         self._store: TextStore | None = None
         self._write = _at_once
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-tokenizer")
+        self._thread = _thread("tokenizer", tokenizer.stack_bytes)
+        self._query_thread = _thread("queries", tokenizer.stack_bytes)
+        self._queries: dict[str, tuple[asyncio.Future[Any], list[TokenQuery]]] = {}
+        """Long queries that are not answered yet, each with its body until the thread takes it."""
         self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._contexts: dict[str, ReplyContext] = {}
         """Of requests between their prompt and their end."""
@@ -82,9 +104,11 @@ class PromptWorker:
         """Probe for exact cut points, so that the first prompt need not wait for it."""
         self._thread.submit(self._prepare)
 
-    def close(self) -> None:
-        """End the thread once its current call is done: it must not outlive the vocabulary."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+    def close(self) -> list[Future[None]]:
+        """End the threads, which must not outlive the vocabulary; the futures are done once their calls are."""
+        for query_id in list(self._queries):
+            self.cancel_query(query_id)
+        return [close_after_queue(self._thread), close_after_queue(self._query_thread)]
 
     def submit(self, submits: Sequence[Submit], then: Callable[[Submit, TokenizedPrompt], None]) -> None:
         """Tokenize the prompt that some requests share, and call `then` for each that was not cancelled meanwhile.
@@ -107,13 +131,38 @@ class PromptWorker:
         self._waiting |= dict.fromkeys(by_id, future)
 
     def answer(
-        self, query: Tokenize | Detokenize, respond: Callable[[Tokenized | Detokenized | LlamaslotError], None]
+        self,
+        query_id: str,
+        query: TokenQuery,
+        respond: Callable[[Tokenized | Detokenized | LlamaslotError], None],
     ) -> None:
-        """Answer a query that needs the vocabulary only."""
+        """Answer a query that needs the vocabulary only; long ones on another thread than prompts."""
         method: Callable[[Any], Tokenized | Detokenized] = (
             self._tokenizer.tokenize if isinstance(query, Tokenize) else self._tokenizer.detokenize
         )
-        self._call(respond, respond, method, query)
+        if query.size <= _SHORT_QUERY:
+            self._call(respond, respond, method, query)
+            return
+        if len(self._queries) >= _MAX_LONG_QUERIES:
+            message = f"{_MAX_LONG_QUERIES} long texts are being tokenized; try later"
+            self._post(partial(respond, QueueFullError(message, retry_after=1)))
+            return
+
+        def done(answer: Tokenized | Detokenized | LlamaslotError) -> None:
+            if self._queries.pop(query_id, None) is not None:
+                respond(answer)
+
+        unread = [query]
+        future = self._call(done, done, lambda: method(unread.pop()), thread=self._query_thread)
+        self._queries[query_id] = future, unread
+
+    def cancel_query(self, query_id: str) -> None:
+        """Cancel a long query; one that the thread has begun is worked out, but not answered."""
+        if (entry := self._queries.pop(query_id, None)) is not None:
+            future, unread = entry
+            future.cancel()
+            # The executor's queue keeps cancelled calls until it comes to them.
+            unread.clear()
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a request whose text is being tokenized; False if it is not."""
@@ -127,6 +176,8 @@ class PromptWorker:
     def cancel_all(self) -> list[str]:
         """Cancel and release all requests; return the ids of those whose text was being tokenized."""
         cancelled = list(self._waiting)
+        for each in self._waiting.values():
+            each.cancel()
         self._waiting.clear()
         self._contexts.clear()
         return cancelled
@@ -202,9 +253,10 @@ class PromptWorker:
         failed: Callable[[LlamaslotError], None],
         method: Callable[..., T],
         *arguments: object,
+        thread: Executor | None = None,
     ) -> asyncio.Future[T]:
-        """Call a tokenizer method on the thread, and pass on its result or error between two engine steps."""
-        future = asyncio.get_running_loop().run_in_executor(self._thread, method, *arguments)
+        """Call a tokenizer method on a thread, and pass on its result or error between two engine steps."""
+        future = asyncio.get_running_loop().run_in_executor(thread or self._thread, method, *arguments)
 
         def done() -> None:
             if future.cancelled():

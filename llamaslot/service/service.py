@@ -15,7 +15,15 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from llamaslot.base.commands import Cancel, Command, InspectEngine, Query, QueryBody, Submit
+from llamaslot.base.commands import (
+    Cancel,
+    Command,
+    InspectEngine,
+    Query,
+    QueryBody,
+    Submit,
+    TokenQuery,
+)
 from llamaslot.base.errors import (
     InvalidRequestError,
     LlamaslotError,
@@ -59,6 +67,8 @@ class Service:
         self.info = info
         self.chat_template = chat_template
         self.max_queue = max_queue
+        self.max_in_flight = info.n_slots + max_queue
+        """Completions that may run and wait together."""
         self.metrics = metrics
         self._send: Callable[[Command], None] | None = None
         self._generations: dict[str, Generation] = {}
@@ -88,10 +98,10 @@ class Service:
         """
         if self._refusal:
             raise self._refusal
-        most = self.info.n_slots + self.max_queue
-        if n > most:
-            raise InvalidRequestError(f"{n} completions were asked for at once; the server takes {most}", param="n")
-        if self.n_in_flight + n > most:
+        if n > self.max_in_flight:
+            message = f"{n} completions were asked for at once; the server takes {self.max_in_flight}"
+            raise InvalidRequestError(message, param="n")
+        if self.n_in_flight + n > self.max_in_flight:
             rounds = self.n_in_flight / self.info.n_slots
             retry_after = min(max(1, math.ceil(rounds * self._mean_seconds)), _MAX_RETRY_AFTER_S)
             self.metrics.record_end("refused", None)
@@ -112,7 +122,10 @@ class Service:
         return generations
 
     async def ask(self, body: QueryBody, reply_type: type[_R]) -> _R:
-        """Return the engine's reply to a query, or raise its error. Cancelling this does not cancel the query."""
+        """Return the engine's reply to a query, or raise its error.
+
+        If this is cancelled, so is a `TokenQuery` that has not begun; other queries run, their reply is ignored.
+        """
         if self.stopped.done():
             raise self._refusal or UnavailableError("the engine is not running")
         request_id = f"query-{next(self._ids)}"
@@ -122,7 +135,8 @@ class Service:
             self.send(Query(request_id, body))
             return msgspec.convert(await future, reply_type)
         finally:
-            self._replies.pop(request_id, None)
+            if self._replies.pop(request_id, None) is not None and isinstance(body, TokenQuery):
+                self.send(Cancel(request_id))
 
     async def exposition(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

@@ -15,11 +15,12 @@ from structlog.testing import capture_logs
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.base.backend import Decoded, Run
-from llamaslot.base.commands import ClearCache, Sampling
+from llamaslot.base.commands import ClearCache, DropSession, Sampling
 from llamaslot.base.events import Failed, Finished, Output
 from llamaslot.base.kv_ops import Kv
+from llamaslot.engine import disk_worker, engine
 from llamaslot.kvcache.offload import disk_pacing, segment_tiers
-from llamaslot.kvcache.offload.disk_io import CorruptSegmentError
+from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta
 from tests.engine.harness import Harness, alone, running
 from tests.fake_backend import SEGMENT_SIZE, FakeBackend
 
@@ -114,6 +115,20 @@ class GatedDisk(DiskStore):
         self.n_reads += 1
         self.gate.wait(10)
         return super().read(number)
+
+
+class HungDisk(DiskStore):
+    """A disk whose writes do not return before its gate is opened."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.is_writing = threading.Event()
+        self.gate = threading.Event()
+
+    def write(self, meta: SegmentMeta, kv: Kv) -> bool:
+        self.is_writing.set()
+        self.gate.wait(30)
+        return super().write(meta, kv)
 
 
 @asynccontextmanager
@@ -380,3 +395,63 @@ async def test_a_longer_segment_replaces_the_partial_one_of_a_conversation(tmp_p
                 await asyncio.sleep(0.01)
     async with served(tmp_path) as harness:
         assert harness.engine.scheduler.cache._tiers.disk.n_tokens == n_tokens
+
+
+@asynccontextmanager
+async def with_a_hung_write(folder: Path) -> AsyncIterator[Harness]:
+    """An engine whose disk has begun a write that does not return, until the block and the engine have ended."""
+    store = HungDisk(folder)
+    store.open(KEY, 10**7)
+    try:
+        async with running(backend(), disk=store, ram_bytes=10**6) as harness:
+            await harness.submit("a", HEAD, session_id="talk")
+            assert await asyncio.to_thread(store.is_writing.wait, 10)
+            yield harness
+    finally:
+        store.gate.set()
+        store.close()
+
+
+async def test_a_hung_write_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_FLUSH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(engine, "_CLOSE_TIMEOUT_S", 0.2)
+    async with with_a_hung_write(tmp_path) as harness:
+        end = harness.submit("b", "Something else.", max_tokens=10**6)
+        await harness.wait_for("b", Output)
+        stopped = time.monotonic()
+        harness.engine.stop()
+        assert isinstance(await end, Failed)
+        assert time.monotonic() - stopped < 0.2, "terminal events come before the wait for the disk"
+    assert time.monotonic() - stopped < 5
+    assert harness.stopped is not None
+    assert harness.engine.has_hung_thread
+
+
+@pytest.mark.parametrize("query", [ClearCache(), DropSession("talk")])
+async def test_a_query_that_waits_for_a_hung_write_is_answered_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, query: ClearCache | DropSession
+) -> None:
+    monkeypatch.setattr(engine, "_FLUSH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(engine, "_CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(disk_worker, "_WRITE_TIMEOUT_S", 0.1)
+    async with with_a_hung_write(tmp_path) as harness:
+        error = await harness.ask(query)
+        assert error.type == "unavailable_error"
+        assert "--cache-disk" in error.message
+        end = await harness.submit("b", HEAD)
+        assert end.progress.n_cached == 0, "what was in the pool and in RAM is cleared"
+
+
+async def test_a_hung_read_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_CLOSE_TIMEOUT_S", 0.2)
+    async with restarted(tmp_path, GatedDisk) as (harness, store):
+        end = harness.submit("x", HEAD + "x")
+        while not store.n_reads:
+            await asyncio.sleep(0.005)
+        harness.engine.stop()
+        assert isinstance(await end, Failed)
+        while harness.stopped is None:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.3)
+        store.gate.set()
+    assert harness.engine.has_hung_thread

@@ -135,7 +135,7 @@ async def test_a_refused_request_fails_once_and_leaves_nothing(
 ) -> None:
     engine.worker.submit([Submit("a", (part,))], lambda *_: pytest.fail("it was refused"))
     answers: list[object] = []
-    engine.worker.answer(Tokenize((TokensPart((10**6,)),)), answers.append)
+    engine.worker.answer("query", Tokenize((TokensPart((10**6,)),)), answers.append)
     await engine.run_posted(2)
     assert set(engine.failed) == {"a"}
     assert [type(answer) for answer in answers] == [InvalidRequestError]
@@ -177,3 +177,15 @@ async def test_a_dropped_session_gives_its_tokens_once(engine: Engine) -> None:
     await engine.run_posted(3)
     prompt = engine.accepted["a"].packed_tokens
     assert found == [[prompt + BROKEN.tobytes()], []]
+
+
+async def test_a_long_query_that_is_cancelled_when_it_was_just_answered_gets_no_answer(engine: Engine) -> None:
+    query = Tokenize((TextPart("x" * 20_000),))
+    answers: list[object] = []
+    engine.worker.answer("a", query, answers.append)
+    future, _ = engine.worker._queries["a"]
+    await asyncio.wait([future])
+    engine.worker.cancel_query("a")
+    await engine.run_posted(1)
+    assert answers == []
+    assert not engine.worker._queries

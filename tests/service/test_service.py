@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from llamaslot.base.backend import Decoded, Run
 from llamaslot.base.commands import (
+    Cancel,
     Command,
     Detokenize,
     Detokenized,
@@ -303,14 +304,15 @@ async def test_a_query_that_is_cancelled_while_its_reply_arrives_affects_no_othe
     assert await service.stopped == ""
 
 
-async def test_the_reply_to_a_cancelled_query_is_ignored() -> None:
+async def test_a_cancelled_query_is_cancelled_in_the_engine_and_its_reply_ignored() -> None:
     wire = Wire()
     query = asyncio.create_task(wire.service.ask(Detokenize((10**6,)), Detokenized))
     await asyncio.sleep(0)
     query.cancel()
     await asyncio.gather(query, return_exceptions=True)
-    (sent,) = wire.sent
+    sent, cancelled = wire.sent
     assert isinstance(sent, Query)
+    assert cancelled == Cancel(sent.request_id)
     with capture_logs() as lines:
         wire.service.receive([Reply(sent.request_id, error=ErrorInfo("invalid_request_error", "no such token"))])
     assert lines == []
