@@ -7,12 +7,14 @@ field of the wrong type or out of range is refused by name. What a value means i
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from llamaslot.api.body_reader import BodyReader
 from llamaslot.api.completions.unsupported import UnsupportedOptions
 from llamaslot.base.errors import InvalidRequestError
 
@@ -61,7 +63,7 @@ class Options(UnsupportedOptions, kw_only=True):
     top_p: Fraction | None = None
     min_p: Fraction | None = None
     typical_p: Fraction | None = None
-    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     repeat_last_n: Count | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -125,6 +127,8 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 B = TypeVar("B", bound=msgspec.Struct)
+T = TypeVar("T")
+BODY_READER = web.AppKey("BODY_READER", BodyReader)
 
 encode = msgspec.json.Encoder().encode
 
@@ -136,10 +140,23 @@ def json_response(body: Any) -> web.Response:
 
 async def read(request: web.Request, kind: type[B]) -> B:
     """Return the body of a request; raises an `InvalidRequestError` that names the field at fault."""
+    return await read_as(request, kind, lambda body: body)
+
+
+async def read_as(request: web.Request, kind: type[B], convert: Callable[[B], T]) -> T:
+    """Read a body, decode it as `kind` and convert it, on another thread if it is large.
+
+    So `convert` must not touch what the event loop changes. Raises what it raises, and what `read` raises.
+    """
     try:
-        return _decoded(await request.read(), kind)
+        return await request.app[BODY_READER].parse(request, lambda raw: convert(_parsed(raw, kind)))
     except web.RequestPayloadError as error:
         raise InvalidRequestError("the body cannot be read: it is not encoded as its headers say") from error
+
+
+def _parsed(raw: bytes, kind: type[B]) -> B:
+    try:
+        return _decoded(raw, kind)
     except msgspec.ValidationError as error:
         raise _named(str(error)) from error
     except RecursionError as error:

@@ -1,7 +1,7 @@
 """`GET /cache`: statistics and prefixes; `POST /cache/clear` and `DELETE /sessions/{id}`: drop prefixes.
 
 Prefixes are other users' prompts: neither text nor token ids nor the salt of their namespace is shown, unless the
-server was started with --cache-debug-text, and then only the text.
+server was started with --cache-debug-text, and then only the text, for administrators.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from aiohttp import web
 from llamaslot.api.bodies import SessionBody, json_response, read
 from llamaslot.api.completions import submission
 from llamaslot.api.context import READINESS, SETTINGS
+from llamaslot.api.keys import GRANTED, Access
 from llamaslot.api.middleware import given_key
 from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, InspectCache
-from llamaslot.base.errors import InvalidRequestError, NotSupportedError
+from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
 from llamaslot.base.stats import CacheState
 from llamaslot.service.service import Service
 
@@ -26,7 +27,8 @@ _IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
 async def cache(request: web.Request) -> web.Response:
     """Return the cache's statistics and the `top` prefixes with the most hits."""
     service = _service(request)
-    query = InspectCache(top=_top(request), text=request.app[SETTINGS].cache_debug_text)
+    with_text = request.app[SETTINGS].cache_debug_text and request[GRANTED] is Access.ADMIN
+    query = InspectCache(top=_top(request), text=with_text)
     return json_response(await service.ask(query, CacheState))
 
 
@@ -38,6 +40,11 @@ async def clear(request: web.Request) -> web.Response:
 async def drop_session(request: web.Request) -> web.Response:
     """Drop a session of the caller's namespace, and the KV that only it uses."""
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
+    if request[GRANTED] is not Access.ADMIN and not settings.cache_salt_from_api_key:
+        raise ForbiddenError(
+            "all keys share their sessions here: dropping one needs an administrator's API key, or "
+            "--cache-salt-from-api-key"
+        )
     session_id = request.match_info["session_id"]
     own = (await read(request, SessionBody)).cache_salt if request.can_read_body else None
     salt = submission.salt(settings, own or "", given_key(request))

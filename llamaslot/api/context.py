@@ -17,12 +17,23 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the HTTP layer; the fields of a request override the last group."""
 
     api_keys: tuple[str, ...] = ()
-    """Accepted API keys; without any, no key is asked for."""
-    max_body_bytes: int = 64 * 1024 * 1024
+    api_key_file: str = ""
+    """Keys of administrators, and a file with further keys; without both, no key is asked for."""
+    max_body_bytes: int = 64 * 2**20
+    max_total_body_bytes: int = 256 * 2**20
+    """Bytes of all bodies that are being received or parsed."""
+    body_timeout: float = 60.0
+    """Seconds for a body to arrive."""
+    max_logit_bias_entries: int = 1024
+    max_connections: int = 1024
+    keep_alive_timeout: float = 75.0
+    """Seconds after which a connection without a request is closed."""
     alias: str = ""
     """The model's names in replies, comma-separated; empty means its file's name."""
-    cors_origins: tuple[str, ...] = ("*",)
-    """Origins that browsers may call from; `*` is any, `localhost` any port of this machine."""
+    cors_origins: tuple[str, ...] = ("localhost",)
+    """Origins of pages that may use the server; `*` is any, `localhost` any port of this machine."""
+    allowed_hosts: tuple[str, ...] = ("localhost",)
+    """Names in the `Host` header; none for any, `localhost` for this machine's loopback addresses."""
     metrics: bool = False
     slots: bool = True
     """Offer `/slots` and `/cache`."""

@@ -2,63 +2,101 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from aiohttp import web
 
 from llamaslot.api import cache_endpoints, server_endpoints, slot_endpoints, token_endpoints
+from llamaslot.api.bodies import BODY_READER
+from llamaslot.api.body_reader import BodyReader
 from llamaslot.api.completions import chat_completions, native_completion, text_completions
+from llamaslot.api.connections import Connection, Connections, available_connections, mark_busy
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings, Readiness
 from llamaslot.api.http_errors import error_middleware
-from llamaslot.api.middleware import add_headers, admit, identify
+from llamaslot.api.keys import Access, ApiKeys
+from llamaslot.api.middleware import ACCESS, KEYS, add_headers, admit, identify
 from llamaslot.base.errors import ConfigError
+
+_ROUTES = (
+    ("GET", "/health", server_endpoints.health, Access.PUBLIC),
+    ("GET", "/v1/health", server_endpoints.health, Access.PUBLIC),
+    ("GET", "/models", server_endpoints.models, Access.USER),
+    ("GET", "/v1/models", server_endpoints.models, Access.USER),
+    ("GET", "/v1/models/{name:.+}", server_endpoints.model, Access.USER),
+    ("GET", "/props", server_endpoints.props, Access.USER),
+    ("GET", "/slots", slot_endpoints.slots, Access.USER),
+    ("GET", "/cache", cache_endpoints.cache, Access.USER),
+    ("GET", "/metrics", server_endpoints.metrics, Access.USER),
+    ("POST", "/chat/completions", chat_completions.chat_completions, Access.USER),
+    ("POST", "/v1/chat/completions", chat_completions.chat_completions, Access.USER),
+    ("POST", "/v1/completions", text_completions.completions, Access.USER),
+    ("POST", "/completion", native_completion.completion, Access.USER),
+    ("POST", "/completions", native_completion.completion, Access.USER),
+    ("POST", "/apply-template", chat_completions.apply_template, Access.USER),
+    ("POST", "/cache/clear", cache_endpoints.clear, Access.ADMIN),
+    ("POST", "/slots/{id_slot}", slot_endpoints.act, Access.ADMIN),
+    ("POST", "/tokenize", token_endpoints.tokenize, Access.USER),
+    ("POST", "/detokenize", token_endpoints.detokenize, Access.USER),
+    ("DELETE", "/sessions/{session_id:.+}", cache_endpoints.drop_session, Access.USER),
+)
+"""Method, path, handler, and the access that it requires."""
+_BACKLOG = 512
+"""Connections that the kernel may keep until they are accepted."""
 
 
 def create_app(settings: ApiSettings) -> web.Application:
-    """Return the HTTP application. Every endpoint answers 503 until `app[READINESS].set(service)`."""
-    app = web.Application(middlewares=[identify, error_middleware, admit], client_max_size=settings.max_body_bytes)
+    """Return the HTTP application. Every endpoint answers 503 until `app[READINESS].set(service)`.
+
+    Raises `ConfigError` for an unusable file of API keys.
+    """
+    app = web.Application(middlewares=[mark_busy, identify, error_middleware, admit])
     app[SETTINGS] = settings
+    app[KEYS] = ApiKeys(settings.api_keys, settings.api_key_file, time.monotonic)
+    app[ACCESS] = {handler: access for _, _, handler, access in _ROUTES}
+    app[BODY_READER] = BodyReader(
+        max_bytes=settings.max_body_bytes, max_total=settings.max_total_body_bytes, timeout=settings.body_timeout
+    )
     app[READINESS] = Readiness()
     app.on_response_prepare.append(add_headers)
-    app.router.add_routes(
-        [
-            web.get("/health", server_endpoints.health),
-            web.get("/v1/health", server_endpoints.health),
-            web.get("/models", server_endpoints.models),
-            web.get("/v1/models", server_endpoints.models),
-            web.get("/v1/models/{name:.+}", server_endpoints.model),
-            web.get("/props", server_endpoints.props),
-            web.get("/slots", slot_endpoints.slots),
-            web.get("/cache", cache_endpoints.cache),
-            web.get("/metrics", server_endpoints.metrics),
-            web.post("/chat/completions", chat_completions.chat_completions),
-            web.post("/v1/chat/completions", chat_completions.chat_completions),
-            web.post("/v1/completions", text_completions.completions),
-            web.post("/completion", native_completion.completion),
-            web.post("/completions", native_completion.completion),
-            web.post("/apply-template", chat_completions.apply_template),
-            web.post("/cache/clear", cache_endpoints.clear),
-            web.post("/slots/{id_slot}", slot_endpoints.act),
-            web.post("/tokenize", token_endpoints.tokenize),
-            web.post("/detokenize", token_endpoints.detokenize),
-            web.delete("/sessions/{session_id:.+}", cache_endpoints.drop_session),
-        ]
-    )
+    for method, path, handler, _ in _ROUTES:
+        # `add_get` answers HEAD too.
+        if method == "GET":
+            app.router.add_get(path, handler)
+        else:
+            app.router.add_route(method, path, handler)
     return app
 
 
 class Listener:
-    """A running server; `addresses` are the bound (host, port) pairs."""
+    """The sockets of a server."""
 
     def __init__(self, runner: web.AppRunner) -> None:
         self._runner = runner
-        self.addresses: list[tuple[str, int]] = [(host, port) for host, port, *_ in runner.addresses]
+        self._servers: list[asyncio.Server] = []
 
-    async def close(self) -> None:
-        """Accept no more connections, wait a while for running replies, then close their connections."""
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """The bound (host, port) pairs."""
+        return [each.getsockname()[:2] for server in self._servers for each in server.sockets]
+
+    async def listen(self, host: str, port: int, make_connection: Callable[[], asyncio.Protocol]) -> None:
+        """Accept connections at one more address. Raises `OSError`, and `UnicodeError` for an impossible name."""
+        loop = asyncio.get_running_loop()
+        self._servers.append(await loop.create_server(make_connection, host, port, backlog=_BACKLOG))
+
+    async def close(self) -> bool:
+        """Accept no more connections, wait a while for running replies, then close their connections; False if a
+        thread that parses a body does not end.
+        """
+        for server in self._servers:
+            server.close()
         await self._runner.cleanup()
+        return await self._runner.app[BODY_READER].close()
 
 
 async def serve(
@@ -68,16 +106,27 @@ async def serve(
 
     A client that goes away cancels its handler, and so its request.
     """
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
+    settings = app[SETTINGS]
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
     await runner.setup()
+    assert runner.server is not None
+    listener = Listener(runner)
+    make_connection = partial(
+        Connection,
+        Connections(available_connections(settings.max_connections), asyncio.get_running_loop().time),
+        runner.server,
+        access_log=None,
+        auto_decompress=False,
+        keepalive_timeout=settings.keep_alive_timeout,
+    )
     try:
         for host in hosts:
-            await web.TCPSite(runner, host, port).start()
-            port = port or runner.addresses[0][1]
+            await listener.listen(host, port, make_connection)
+            port = port or listener.addresses[0][1]
     except (OSError, UnicodeError) as error:
-        await runner.cleanup()
+        await listener.close()
         raise _refusal(error, host, port) from error
-    return Listener(runner)
+    return listener
 
 
 def _refusal(error: OSError | UnicodeError, host: str, port: int) -> ConfigError:

@@ -1,14 +1,16 @@
-"""Middleware of every request: its id, CORS, readiness of the model, and the API key.
+"""Middleware of every request: its id, Host and Origin, CORS, readiness of the model, and the API key.
 
-Keys are compared in constant time.
+A page in a browser may send requests to any address of its user's machine. The browser sends the page's `Origin`
+with all that could change anything or be read, so foreign pages are refused. After DNS rebinding the page's own
+name leads here, but then the browser sends that name as `Host`.
 """
 
 from __future__ import annotations
 
-import hmac
+import ipaddress
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -18,17 +20,22 @@ from aiohttp import web
 from llamaslot.api.bodies import MAX_ID_CHARS
 from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.api.http_errors import Handler
-from llamaslot.base.errors import AuthenticationError, InvalidRequestError
+from llamaslot.api.keys import GRANTED, Access, ApiKeys
+from llamaslot.base.errors import AuthenticationError, ForbiddenError, InvalidRequestError
 
 UNIQUE_ID = web.RequestKey("UNIQUE_ID", str)
 """The server's id of a request; the ids of completions and replies derive from it."""
 CLIENT_ID = web.RequestKey("CLIENT_ID", str)
 """The client's `X-Request-Id`; empty without a valid one."""
 
+KEYS = web.AppKey("KEYS", ApiKeys)
+ACCESS = web.AppKey("ACCESS", dict[Any, Access])
+"""What each handler asks for; one that is missing asks for an administrator's key."""
+
 _log = structlog.get_logger(__name__)
-_PUBLIC = frozenset({"/health", "/v1/health"})
+_MAX_SHOWN = 100
+"""Characters of a header in an error message."""
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
-_LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 _PREFLIGHT_HEADERS = {
     "Access-Control-Allow-Credentials": "true",
     "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
@@ -85,14 +92,81 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 @web.middleware
 async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer CORS preflights; refuse other requests until the model is loaded, or without a valid key."""
+    """Refuse foreign hosts and origins; answer CORS preflights; refuse other requests until the model is loaded, or
+    without a key that opens the endpoint.
+    """
+    _check_host_and_origin(request)
     if request.method == "OPTIONS":
         return web.Response(headers=_PREFLIGHT_HEADERS)
     request.app[READINESS].check()
-    keys = request.app[SETTINGS].api_keys
-    if keys and request.path not in _PUBLIC and not key_is_known(given_key(request), keys):
-        raise AuthenticationError("Invalid API Key")
+    request[GRANTED] = _granted(request)
     return await handler(request)
+
+
+def _granted(request: web.Request) -> Access:
+    """Return the access of a request's key; raises `AuthenticationError` or `ForbiddenError` if it needs more."""
+    keys = request.app[KEYS]
+    if not keys:
+        return Access.ADMIN
+    match = request.match_info
+    # An unknown address is answered with 404, but to users only.
+    needed = Access.USER if match.http_exception else request.app[ACCESS].get(match.handler, Access.ADMIN)
+    granted = keys.access_of(given_key(request))
+    if granted is None:
+        if needed > Access.PUBLIC:
+            raise AuthenticationError("Invalid API Key")
+        return Access.PUBLIC
+    if granted < needed:
+        raise ForbiddenError("this needs an administrator's API key")
+    return granted
+
+
+def _check_host_and_origin(request: web.Request) -> None:
+    """Raise `ForbiddenError` for a request that a page of a foreign site may have sent."""
+    settings = request.app[SETTINGS]
+    host, origin = request.headers.get("Host"), request.headers.get("Origin")
+    if host is not None and not host_allowed(host, settings.allowed_hosts):
+        raise ForbiddenError(f"the server has no name {_shown(host)}; --allowed-hosts adds one")
+    if origin is not None and not origin_allowed(origin, settings.cors_origins):
+        raise ForbiddenError(f"pages of {_shown(origin)} may not use this server; --cors-origins allows them")
+
+
+def _shown(header: str) -> str:
+    """Return a header's value for an error message."""
+    return repr(header if len(header) <= _MAX_SHOWN else f"{header[:_MAX_SHOWN]}...")
+
+
+def host_allowed(host: str, allowed: Sequence[str]) -> bool:
+    """Return True if the name in a `Host` header is one of these, whatever its port; `localhost` stands for all
+    loopback addresses, and no names at all for any.
+    """
+    return not allowed or "*" in allowed or _is_host(host_name(host), allowed)
+
+
+def host_name(host: str) -> str:
+    """Return the name in a `Host` header in lower case, without port and brackets; empty for an invalid one."""
+    return _name_in(f"//{host}" if host.count(":") < 2 or host.startswith("[") else f"//[{host}]")
+
+
+def _name_in(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_host(name: str, allowed: Sequence[str]) -> bool:
+    return bool(name) and (name in allowed or ("localhost" in allowed and is_loopback(name)))
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for `localhost` and the loopback addresses of IPv4 and IPv6."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def given_key(request: web.Request) -> str:
@@ -104,19 +178,8 @@ def given_key(request: web.Request) -> str:
     return key.strip() if scheme.lower() == "bearer" else authorization
 
 
-def key_is_known(given: str, keys: Sequence[str]) -> bool:
-    """Return True if it is one of the keys; takes the same time for every key."""
-    raw = given.encode("utf-8", "surrogateescape")
-    return sum(hmac.compare_digest(raw, key.encode()) for key in keys) > 0
-
-
 def origin_allowed(origin: str, allowed: Sequence[str]) -> bool:
-    """Return True if pages of this origin may read replies."""
+    """Return True if pages of this origin may use the server."""
     if "*" in allowed or origin in allowed:
         return True
-    if "localhost" not in allowed:
-        return False
-    try:
-        return urlsplit(origin).hostname in _LOCAL_HOSTS
-    except ValueError:
-        return False
+    return "localhost" in allowed and is_loopback(_name_in(origin))

@@ -4,33 +4,45 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from llamaslot.api.bodies import DetokenizeBody, TokenizeBody, json_response, read
+from llamaslot.api.bodies import BODY_READER, DetokenizeBody, TokenizeBody, json_response, read_as
 from llamaslot.api.completions.submission import checked, parse_prompt
 from llamaslot.api.context import READINESS
 from llamaslot.base.commands import Detokenize, Detokenized, Tokenize, Tokenized
+
+_TOKEN_BYTES = 8
+"""Bytes of a token id in a reply, about."""
 
 
 async def tokenize(request: web.Request) -> web.Response:
     """Return the token ids of a text or of texts and ids, with the text of each token if asked for."""
     service = request.app[READINESS].check()
-    body = await read(request, TokenizeBody)
-    if body.content in (None, []):
+
+    def query_of(body: TokenizeBody) -> Tokenize | None:
+        if body.content in (None, []):
+            return None
+        parts = parse_prompt(body.content, service.info.n_vocab, "content", special=body.parse_special is not False)
+        return Tokenize(parts, bool(body.add_special), bool(body.with_pieces))
+
+    query = await read_as(request, TokenizeBody, query_of)
+    if query is None:
         return json_response({"tokens": []})
-    parts = parse_prompt(body.content, service.info.n_vocab, "content", special=body.parse_special is not False)
-    query = Tokenize(parts, bool(body.add_special), bool(body.with_pieces))
     answer = await service.ask(query, Tokenized)
-    if not body.with_pieces:
-        return json_response({"tokens": answer.tokens})
-    pairs = zip(answer.tokens, answer.pieces, strict=True)
-    return json_response({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pairs]})
+    return await request.app[BODY_READER].run(len(answer.tokens) * _TOKEN_BYTES, _reply, answer, query.with_pieces)
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """Return the text of token ids."""
     service = request.app[READINESS].check()
-    body = await read(request, DetokenizeBody)
-    tokens = checked(body.tokens or (), service.info.n_vocab, "tokens")
+    n_vocab = service.info.n_vocab
+    tokens = await read_as(request, DetokenizeBody, lambda body: checked(body.tokens or (), n_vocab, "tokens"))
     return json_response({"content": (await service.ask(Detokenize(tokens), Detokenized)).content})
+
+
+def _reply(answer: Tokenized, with_pieces: bool) -> web.Response:
+    if not with_pieces:
+        return json_response({"tokens": answer.tokens})
+    pairs = zip(answer.tokens, answer.pieces, strict=True)
+    return json_response({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pairs]})
 
 
 def _piece(piece: bytes) -> str | list[int]:

@@ -3,7 +3,9 @@
     lock the disk folder, listen (503), load the model, open the disk for it, run;
     on a signal refuse and drain; stop the engine, free the model, close
 
-A second signal cuts the draining short.
+A second signal cuts the draining short; while the model loads it ends the process (status 130). After the draining
+the disk is flushed for at most 5 s; then threads that still run get 5 s, and so do open connections and the disk
+store. If a thread hangs even then, the process ends without it (status 1).
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import platformdirs
 import structlog
 
 from llamaslot.api import http_server as http
 from llamaslot.api.context import READINESS, ApiSettings
+from llamaslot.api.middleware import host_name, is_loopback
 from llamaslot.app.cache_budgets import Budgets, choose_budgets
 from llamaslot.app.cache_disk import lock_disk, open_disk, slot_files, slot_save_path
 from llamaslot.app.config import Config
@@ -45,7 +48,10 @@ from llamaslot.text.template import ChatTemplate
 from llamaslot.text.volatile import pattern
 
 _log = structlog.get_logger(__name__)
+_T = TypeVar("_T")
 _FALLBACK_TEMPLATE = "chatml"
+_DISK_TIMEOUT_S = 5.0
+"""Time that closing the disk store may take."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 """Options that are fields of `Sampling` too."""
 
@@ -60,16 +66,17 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
     template, flag = read_template(config)
     volatile = pattern(config.drop_volatile)
     app = http.create_app(settings)
-    hosts = [host.strip() for host in config.host.split(",")]
-    stop = _Signals()
+    hosts = _listed(config.host)
     thread = model_thread()
     async with contextlib.AsyncExitStack() as stack:
         disk = lock_disk(config)
         slot_folder = slot_save_path(config)
+        # Installed after locking: until then a signal ends the process, so a hung disk cannot keep it alive.
+        stop = _Signals()
         if disk is not None:
-            stack.callback(disk.close)
+            stack.push_async_callback(_close_disk, disk)
         listener = await http.serve(app, hosts, config.port)
-        stack.push_async_callback(listener.close)
+        stack.push_async_callback(_close_listener, listener)
         if backend is None:
             backend = await _load(llama_settings(config, path), thread, stop)
         if backend is None:
@@ -101,7 +108,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         )
         service.connect(engine.send)
         running = asyncio.create_task(engine.run(), name="engine")
-        stack.push_async_callback(_ended, engine, running)
+        stack.push_async_callback(_ended, engine, running, listener)
         app[READINESS].set(service)
         announce(backend.info, budgets, disk_line, _urls(listener), config)
         await _first(service.stopped, stop.first)
@@ -116,21 +123,27 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
 
 
 def api_settings(config: Config) -> ApiSettings:
-    """Return the settings of the HTTP layer. Raises `ConfigError` for an unreadable key file."""
-    keys = [key.strip() for key in config.api_key.split(",")]
-    if config.api_key_file:
-        keys += [line.strip() for line in _read(config.api_key_file, "--api-key-file").splitlines()]
-    keys = [key for key in keys if key]
-    if not keys and (config.api_key or config.api_key_file):
-        raise ConfigError("--api-key or --api-key-file is given, but there is no key in it", param="--api-key")
-    if config.cache_salt_from_api_key and not keys:
+    """Return the settings of the HTTP layer. Raises `ConfigError`."""
+    keys = _listed(config.api_key)
+    if not keys and config.api_key:
+        raise ConfigError("--api-key is given, but there is no key in it", param="--api-key")
+    has_keys = bool(keys or config.api_key_file)
+    _check_host_needs_key(config, has_keys=has_keys)
+    if config.cache_salt_from_api_key and not has_keys:
         flag = "--cache-salt-from-api-key"
         raise ConfigError(f"{flag} needs API keys: give --api-key or --api-key-file", param=flag)
     return ApiSettings(
         api_keys=tuple(keys),
+        api_key_file=config.api_key_file,
         max_body_bytes=config.max_body_mb * 2**20,
+        max_total_body_bytes=config.max_total_body_mb * 2**20,
+        body_timeout=config.body_timeout,
+        max_logit_bias_entries=config.max_logit_bias_entries,
+        max_connections=config.max_connections,
+        keep_alive_timeout=config.keep_alive_timeout,
         alias=config.alias,
-        cors_origins=tuple(origin.strip() for origin in config.cors_origins.split(",")),
+        cors_origins=tuple(_listed(config.cors_origins)),
+        allowed_hosts=_allowed_hosts(config),
         sse_ping_interval=config.sse_ping_interval,
         metrics=config.metrics,
         slots=config.slots,
@@ -140,6 +153,29 @@ def api_settings(config: Config) -> ApiSettings:
         cache_prompt=config.cache_prompt,
         sampling={name: value for name in _SAMPLING if (value := getattr(config, name)) is not None},
     )
+
+
+def _listed(text: str) -> list[str]:
+    return [each for each in map(str.strip, text.split(",")) if each]
+
+
+def _check_host_needs_key(config: Config, *, has_keys: bool) -> None:
+    """Raise `ConfigError` if other machines could use the server without a key."""
+    outside = [host for host in _listed(config.host) if not is_loopback(host)]
+    if outside and not has_keys and not config.insecure:
+        message = (
+            f"--host {outside[0]} lets other machines use this server: give --api-key, or --insecure if they may"
+        )
+        raise ConfigError(message, param="--host")
+
+
+def _allowed_hosts(config: Config) -> tuple[str, ...]:
+    """Return the names that the Host header may have, none for any."""
+    outside = [host for host in _listed(config.host) if not is_loopback(host)]
+    names = _listed(config.allowed_hosts)
+    if outside and not names:
+        return ()
+    return ("localhost", *map(host_name, [*names, *outside]))
 
 
 def llama_settings(config: Config, model: Path) -> LlamaSettings:
@@ -176,6 +212,7 @@ def engine_settings(config: Config, budgets: Budgets) -> EngineSettings:
         idle_cells=budgets.idle_cells,
         offload_after=budgets.offload_after,
         ram_bytes=budgets.ram_bytes,
+        disk_bytes_per_day=config.cache_disk_write_per_day * 2**20,
         text_anchors=config.text_anchors,
         debug_invariants=config.debug_invariants,
     )
@@ -232,12 +269,8 @@ async def _load(settings: LlamaSettings, thread: Executor, stop: _Signals) -> Ll
     _log.info("model.loading", path=str(settings.model))
     with _progress(f"loading {settings.model.name}", stop) as on_progress:
         loading = asyncio.get_running_loop().run_in_executor(thread, LlamaBackend, settings, on_progress)
-        await _first(loading, stop.second)
-        if not loading.done():
-            _log.warning("server.aborted", reason="second signal while loading")
-            os._exit(130)
         try:
-            return loading.result()
+            return await _unless_aborted(loading, stop)
         except LoadingStopped:
             _log.info("server.stopped")
             return None
@@ -246,7 +279,8 @@ async def _load(settings: LlamaSettings, thread: Executor, stop: _Signals) -> Ll
 async def _open(disk: DiskStore, config: Config, info: ModelInfo, budgets: Budgets, stop: _Signals) -> str:
     """Open the disk store on a thread of its own until a signal ends it; see `open_disk`."""
     with _progress("reading the model for its checksum", stop) as on_progress:
-        return await asyncio.to_thread(open_disk, disk, config, info, budgets, on_progress)
+        opening = asyncio.to_thread(open_disk, disk, config, info, budgets, on_progress)
+        return await _unless_aborted(asyncio.ensure_future(opening), stop)
 
 
 @contextlib.contextmanager
@@ -271,9 +305,43 @@ def _progress(text: str, stop: _Signals) -> Iterator[Callable[[float], bool]]:
         yield on_progress
 
 
-async def _ended(engine: Engine, running: asyncio.Task[None]) -> None:
+async def _unless_aborted(future: asyncio.Future[_T], stop: _Signals) -> _T:
+    """Return the result of a future, or exit at a second signal."""
+    await _first(future, stop.second)
+    if not future.done():
+        _abort("second signal while starting", 130)
+    return future.result()
+
+
+async def _ended(engine: Engine, running: asyncio.Task[None], listener: http.Listener) -> None:
+    """Stop the engine; exit if one of its threads hangs, since what it uses cannot be freed then."""
     engine.stop()
     await running
+    if engine.has_hung_thread:
+        await listener.close()
+        _abort("a thread does not end, such as one that waits for a disk that does not respond", 1)
+
+
+async def _close_listener(listener: http.Listener) -> None:
+    """Close the connections; exit if a body is still being parsed, such as one with an endless template."""
+    if not await listener.close():
+        _abort("a request body is still being parsed", 1)
+
+
+async def _close_disk(disk: DiskStore) -> None:
+    """Close the disk store; exit if the disk does not respond."""
+    closing = asyncio.ensure_future(asyncio.to_thread(disk.close))
+    await asyncio.wait([closing], timeout=_DISK_TIMEOUT_S)
+    if not closing.done():
+        _abort("the disk of --cache-disk does not respond", 1)
+    closing.result()
+
+
+def _abort(reason: str, status: int) -> NoReturn:
+    """Exit without waiting for threads, as Python otherwise would."""
+    _log.error("server.aborted", reason=reason)
+    sys.stdout.flush()
+    os._exit(status)
 
 
 async def _first(*futures: asyncio.Future[Any]) -> None:

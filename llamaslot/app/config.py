@@ -88,6 +88,11 @@ class Config:
     cache_disk_size: Positive | Literal["auto"] = _own(
         "auto", "MiB that prefixes on disk may take; auto for half of what is free, at most 65536"
     )
+    cache_disk_write_per_day: Count = _own(
+        16384,
+        "MiB of KV written to --cache-disk a day, on average, since SSDs wear out; those of one day may be written "
+        "at once; 0 for no limit",
+    )
     slot_save_path: str = _llama("", "folder for what POST /slots/N?action=save writes; empty for none")
     batch_size: Positive = _llama(2048, "logical batch size", "-b --batch-size", env="LLAMA_ARG_BATCH")
     ubatch_size: Positive = _llama(
@@ -131,15 +136,35 @@ class Config:
         True, "use Jinja templates; --no-jinja for the built-in template that llama.cpp takes for the model's"
     )
     api_key: str = _llama("", "keys that open the server, comma-separated", env="LLAMA_API_KEY")
-    api_key_file: str = _llama("", "file with a key a line")
+    api_key_file: str = _llama("", "file with an API key a line, optionally followed by a space and admin or user")
     metrics: bool = _llama(False, "serve /metrics", env="LLAMA_ARG_ENDPOINT_METRICS")
     slots: bool = _llama(True, "serve /slots and /cache", env="LLAMA_ARG_ENDPOINT_SLOTS")
-    cors_origins: str = _llama("*", "origins that browsers may call from, comma-separated")
+    cors_origins: str = _llama(
+        "localhost",
+        "origins of web pages that may use the server, comma-separated; localhost: any port of this machine; "
+        "*: any page",
+    )
+    allowed_hosts: str = _own(
+        "",
+        "names accepted in the Host header besides localhost, comma-separated; if empty, any but on loopback",
+    )
+    insecure: bool = _own(False, "listen on other addresses than loopback although there is no API key")
     sse_ping_interval: CountOrMinusOne = _llama(
         30, "seconds of silence after which a stream gets a comment; -1 for never"
     )
     max_queue: Count = _own(256, "requests that may wait for a slot; more get a 429")
-    max_body_mb: Positive = _own(64, "largest request body")
+    max_body_mb: Positive = _own(64, "MiB of the largest request body")
+    max_total_body_mb: Positive = _own(
+        256, "MiB of all request bodies that are being received or parsed; more get a 429"
+    )
+    body_timeout: Annotated[float, Meta(gt=0, le=INT32_MAX)] = _own(60.0, "seconds for a request body to arrive")
+    max_logit_bias_entries: Count = _own(1024, "entries that a request's logit_bias may have")
+    max_connections: Positive = _own(
+        1024, "connections that may be open; a new one replaces the one that has been idle longest"
+    )
+    keep_alive_timeout: Annotated[float, Meta(gt=0, le=INT32_MAX)] = _own(
+        75.0, "seconds after which a connection without a request is closed"
+    )
     escape_special: bool = _own(
         True, "take control tokens written out in a message as plain text; llama-server takes them as real ones"
     )

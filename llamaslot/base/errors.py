@@ -85,10 +85,22 @@ class TooLargeError(LlamaslotError):
     type = "request_too_large_error"
 
 
+class RequestTimeoutError(LlamaslotError):
+    """The request did not arrive in time."""
+
+    type = "request_timeout_error"
+
+
 class AuthenticationError(LlamaslotError):
     """The API key is missing or wrong."""
 
     type = "authentication_error"
+
+
+class ForbiddenError(LlamaslotError):
+    """The client may not do this."""
+
+    type = "permission_error"
 
 
 class NotFoundError(LlamaslotError):

@@ -11,6 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from llamaslot.api.bodies import BODY_READER
+from llamaslot.api.body_reader import BodyReader
 from llamaslot.api.context import READINESS, ApiSettings
 from llamaslot.api.http_server import create_app, serve
 from llamaslot.base.commands import InspectEngine
@@ -30,9 +32,10 @@ TEMPLATE = (
 class Server:
     """A running server and a client for it."""
 
-    def __init__(self, url: str, service: Service, session: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, service: Service, session: aiohttp.ClientSession, bodies: BodyReader) -> None:
         self.url = url
         self.service = service
+        self.bodies = bodies
         self.session = session
 
     async def get(self, path: str, **kwargs: Any) -> tuple[int, Any]:
@@ -108,7 +111,7 @@ async def start() -> AsyncIterator[Start]:
             stack.push_async_callback(listener.close)
             app[READINESS].set(service)
             session = await stack.enter_async_context(aiohttp.ClientSession())
-            return Server(f"http://127.0.0.1:{listener.addresses[0][1]}", service, session)
+            return Server(f"http://127.0.0.1:{listener.addresses[0][1]}", service, session, app[BODY_READER])
 
         yield started
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import time
 from typing import Any
 
 import pytest
@@ -30,6 +33,7 @@ SAMPLING = [
     ("top_k", 10**400),
     ("top_k", 1e30),
     ("repeat_penalty", 0),
+    ("repeat_penalty", 1e-50),
     ("repeat_penalty", 1e300),
     ("repeat_last_n", -2),
     ("presence_penalty", 1e30),
@@ -235,6 +239,28 @@ async def test_a_body_over_the_limit_is_refused(start: Any) -> None:
     status, reply = await server.post(TEXT, {"prompt": "x" * 2000})
     assert (status, reply["error"]["type"]) == (413, "request_too_large_error")
     await server.ok(TEXT, {"prompt": "x" * 500, "max_tokens": 1})
+
+
+async def test_the_number_of_biases_is_limited(start: Any) -> None:
+    server = await start(max_logit_bias_entries=3)
+    for entries in ({"a": 1, "b": 1, "c": 1}, [["a", 1], [5, 1], ["c", 1]]):
+        await server.ok(NATIVE, {"prompt": "x", "n_predict": 1, "logit_bias": entries})
+    for entries in ({"a": 1, "b": 1, "c": 1, "d": 1}, [["a", 1]] * 4):
+        status, reply = await server.post(NATIVE, {"prompt": "x", "logit_bias": entries})
+        assert (status, reply["error"]["param"]) == (400, "logit_bias")
+        assert "--max-logit-bias-entries" in reply["error"]["message"]
+
+
+async def test_a_million_prompts_are_refused_before_they_are_looked_at(start: Any) -> None:
+    server = await start(max_queue=2)
+    prompts = ["x"] * 6
+    await server.ok(TEXT, {"prompt": prompts, "max_tokens": 1})
+    started = time.monotonic()
+    body = io.BytesIO(json.dumps({"prompt": ["x"] * 1_000_000}).encode())
+    async with server.session.post(server.url + TEXT, data=body) as response:
+        assert response.status == 400
+    assert time.monotonic() - started < 2
+    await server.idle()
 
 
 async def test_a_full_queue_is_answered_with_retry_after(start: Any) -> None:

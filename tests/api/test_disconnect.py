@@ -26,7 +26,8 @@ async def connect(start: Any) -> Any:
         reader, writer = await asyncio.open_connection(host, int(port))
         writers.append(writer)
         data = json.dumps(body).encode()
-        writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+        writer.write(head.encode() + data)
         return reader, writer
 
     yield server, connected

@@ -88,11 +88,58 @@ async def test_only_allowed_origins_are_reflected(
     server = await start(cors_origins=allowed)
     for method, path in (("OPTIONS", "/v1/chat/completions"), ("GET", "/health"), ("GET", "/nowhere")):
         async with server.session.request(method, server.url + path, headers={"Origin": origin}) as response:
+            if not reflected:
+                assert response.status == 403
+                error = (await response.json())["error"]
+                assert error["type"] == "permission_error"
+                assert "--cors-origins" in error["message"]
             assert response.headers.get("Access-Control-Allow-Origin") == (origin if reflected else None)
             assert response.headers["Vary"] == "Origin"
-            if method == "OPTIONS":
+            if method == "OPTIONS" and reflected:
                 assert response.headers["Access-Control-Allow-Methods"] == "GET, POST, DELETE, OPTIONS"
                 assert response.headers["Access-Control-Allow-Headers"] == "*"
+
+
+async def test_a_foreign_page_gets_nothing_done(start: Any) -> None:
+    server = await start()
+    headers = {"Origin": "https://evil.example"}
+    for path in ("/completion", "/cache/clear", "/slots/0?action=erase"):
+        assert (await server.post(path, HELLO, headers=headers))[0] == 403
+    assert (await server.get("/slots", headers=headers))[0] == 403
+    assert (await server.get("/health", headers={"Origin": "null"}))[0] == 403, "a sandboxed frame"
+    state = await server.idle()
+    assert state.n_decode_calls == 0
+    assert (await server.post("/completion", HELLO, headers={"Origin": "http://localhost:3000"}))[0] == 200
+    assert (await server.post("/completion", HELLO))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("allowed", "host", "status"),
+    [
+        (("localhost",), "localhost:8080", 200),
+        (("localhost",), "127.0.0.1", 200),
+        (("localhost",), "127.1.2.3:80", 200),
+        (("localhost",), "[::1]:8080", 200),
+        (("localhost",), "LOCALHOST", 200),
+        (("localhost",), "evil.example", 403),
+        (("localhost",), "localhost.evil.example:8080", 403),
+        (("localhost",), "192.168.0.9:8080", 403),
+        (("localhost",), "[::1", 403),
+        (("localhost", "box.lan"), "Box.lan:8080", 200),
+        (("localhost", "fe80::1"), "[FE80::1]:8080", 200),
+        (("localhost",), "", 403),
+        ((), "anything.example", 200),
+        (("*",), "anything.example", 200),
+    ],
+)
+async def test_only_the_servers_own_names_are_answered(
+    start: Any, allowed: tuple[str, ...], host: str, status: int
+) -> None:
+    server = await start(allowed_hosts=allowed)
+    async with server.session.get(server.url + "/health", headers={"Host": host}) as response:
+        assert response.status == status
+        if status == 403:
+            assert "--allowed-hosts" in (await response.json())["error"]["message"]
 
 
 @pytest.mark.parametrize(

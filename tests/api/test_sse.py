@@ -27,7 +27,7 @@ async def reading(write: Writer, *, version: str = "1.1") -> AsyncIterator[async
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     reader, writer = await asyncio.open_connection(*runner.addresses[0])
-    writer.write(f"GET / HTTP/{version}\r\nHost: x\r\n\r\n".encode())
+    writer.write(f"GET / HTTP/{version}\r\nHost: localhost\r\n\r\n".encode())
     try:
         yield reader
     finally:

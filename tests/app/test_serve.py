@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
-from tests.live import serving
+from tests.live import Server, serving
 
 
 def refused(*args: str | Path) -> str:
@@ -112,3 +115,66 @@ def test_a_port_in_use_is_one_line(tiny_model: Path) -> None:
         line = refused("-m", tiny_model, "--port", port)
         assert port in line
         assert "--port" in line
+
+
+HUNG_DISK = """
+import threading
+from llamaslot.backend.disk import DiskStore
+from llamaslot.engine import disk_worker, engine
+engine._FLUSH_TIMEOUT_S = engine._CLOSE_TIMEOUT_S = disk_worker._WRITE_TIMEOUT_S = 0.5
+DiskStore.{method} = lambda *_: threading.Event().wait()
+"""
+
+
+def status_of(server: Server, body: dict[str, object]) -> int:
+    """The status of the reply to a completion."""
+    try:
+        server.post("/completion", body)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+    return 200
+
+
+@pytest.mark.parametrize("method", ["write", "read"])
+def test_it_ends_although_the_disk_hangs(tmp_path: Path, method: str) -> None:
+    args = ("--cache-disk", tmp_path / "disk", "--shutdown-timeout", "1")
+    prompt = {"prompt": "Once upon a time there was a cat. " * 20, "n_predict": 1}
+    if method == "read":
+        with serving(tmp_path, *args) as server:
+            server.post("/completion", prompt)
+            assert server.stop() == 0
+    with (
+        serving(tmp_path, *args, fault=HUNG_DISK.format(method=method)) as server,
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
+        pool.submit(status_of, server, prompt)
+        endless = pool.submit(status_of, server, {"prompt": "a", "n_predict": -1, "ignore_eos": True})
+        while not any(slot["is_processing"] for slot in server.get("/slots")):
+            time.sleep(0.01)
+        time.sleep(3)
+        if method == "write":
+            with pytest.raises(urllib.error.HTTPError) as refusal:
+                server.post("/cache/clear", {})
+            assert refusal.value.code == 503
+            with refusal.value as reply:
+                assert "--cache-disk" in reply.read().decode()
+        started = time.monotonic()
+        assert server.stop() == 1
+        assert time.monotonic() - started < 10
+        assert endless.result() == 503
+        assert server.log_lines("server.aborted")
+
+
+def test_silent_connections_do_not_take_all_descriptors(tiny_model: Path, tmp_path: Path) -> None:
+    few = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
+    with serving(tmp_path, "-m", tiny_model, fault=few) as server, contextlib.ExitStack() as stack:
+        address = urlsplit(server.url)
+        for _ in range(300):
+            stack.enter_context(socket.create_connection((address.hostname, address.port), timeout=10))
+        started = time.monotonic()
+        assert server.get("/health") == {"status": "ok"}
+        assert server.post("/completion", {"prompt": "a", "n_predict": 1})["tokens_predicted"] == 1
+        assert time.monotonic() - started < 2
+        assert server.log_lines("connections.limited")[0]["allowed"] == 128
+        assert server.log_lines("connections.full")

@@ -71,9 +71,22 @@ LLAMA: dict[str, tuple[str, object]] = {
 
 API: dict[str, tuple[str, object]] = {
     "--api-key one,,two": ("api_keys", ("one", "two")),
+    "--api-key-file keys": ("api_key_file", "keys"),
     "--max-body-mb 3": ("max_body_bytes", 3 * 2**20),
+    "--max-total-body-mb 5": ("max_total_body_bytes", 5 * 2**20),
+    "--body-timeout 7.5": ("body_timeout", 7.5),
+    "--max-connections 11": ("max_connections", 11),
+    "--max-logit-bias-entries 17": ("max_logit_bias_entries", 17),
+    "--keep-alive-timeout 13": ("keep_alive_timeout", 13.0),
     "-a name": ("alias", "name"),
     "--cors-origins http://a,localhost": ("cors_origins", ("http://a", "localhost")),
+    "--allowed-hosts a,b": ("allowed_hosts", ("localhost", "a", "b")),
+    "--allowed-hosts MyBox.lan,box:8080,[FE80::1],fe80::2": (
+        "allowed_hosts",
+        ("localhost", "mybox.lan", "box", "fe80::1", "fe80::2"),
+    ),
+    "--host 0.0.0.0 --insecure": ("allowed_hosts", ()),
+    "--host 0.0.0.0,127.0.0.1 --insecure --allowed-hosts a": ("allowed_hosts", ("localhost", "a", "0.0.0.0")),
     "--sse-ping-interval 7": ("sse_ping_interval", 7),
     "--metrics": ("metrics", True),
     "--no-slots": ("slots", False),
@@ -92,8 +105,8 @@ SAMPLING: dict[str, tuple[str, object]] = {
 
 
 ELSEWHERE = {
-    *("cache_disk", "cache_disk_size"),
-    *("model", "host", "port", "chat_template", "chat_template_file", "api_key_file"),
+    *("cache_disk", "cache_disk_size", "cache_disk_write_per_day"),
+    *("model", "port", "chat_template", "chat_template_file"),
     *("max_queue", "prefill_gap_ms", "shutdown_timeout", "log_format", "log_level"),
     *("cache_salt_from_api_key", "cache_idle_cells", "debug_invariants", "text_anchors", "drop_volatile"),
     *("session_min_match", "slot_save_path", "escape_special", "jinja", "verbose"),
@@ -172,22 +185,23 @@ async def test_without_jinja_the_built_in_template_that_fits_the_model_is_used(
         assert (await reply.json())["chat_template"] == (resolve(used) if used else own)
 
 
-def test_keys_come_from_the_flag_and_from_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("\n first \n\nsecond\n")
-    assert api_settings(configured(["--api-key-file", str(file)])).api_keys == ("first", "second")
-    both = configured(["--api-key", "own", "--api-key-file", str(file)])
-    assert set(api_settings(both).api_keys) == {"own", "first", "second"}
-
-
-def test_a_lock_without_a_key_is_refused(tmp_path: Path) -> None:
-    empty = tmp_path / "keys"
-    empty.write_text("\n  \n")
-    for argv in (["--api-key", ","], ["--api-key", " "], ["--api-key-file", str(empty)]):
+def test_an_empty_api_key_flag_is_refused() -> None:
+    for argv in (["--api-key", ","], ["--api-key", " "]):
         with pytest.raises(ConfigError, match="--api-key"):
             api_settings(configured(argv))
-    with pytest.raises(ConfigError, match="nowhere"):
-        api_settings(configured(["--api-key-file", str(tmp_path / "nowhere")]))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.9", "127.0.0.1,10.0.0.1", "box.lan"])
+def test_other_machines_need_a_key(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"--host .* --api-key, or --insecure"):
+        api_settings(configured(["--host", host]))
+    assert api_settings(configured(["--host", host, "--api-key", "a"])).allowed_hosts == ()
+    assert api_settings(configured(["--host", host, "--insecure"])).allowed_hosts == ()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.1,::1", "127.0.0.2"])
+def test_loopback_hosts_need_no_key(host: str) -> None:
+    assert api_settings(configured(["--host", host])).allowed_hosts == ("localhost",)
 
 
 def test_salts_from_keys_need_keys() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from llamaslot.api.bodies import ChatBody, encode, json_response, read
+from llamaslot.api.bodies import ChatBody, encode, json_response, read_as
 from llamaslot.api.completions import unsupported
 from llamaslot.api.completions.reply_bodies import (
     REASONS,
@@ -40,9 +40,12 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def apply_template(request: web.Request) -> web.Response:
     """Return the prompt that the template makes of a conversation and its tools."""
     service = request.app[READINESS].check()
-    body = await read(request, ChatBody)
-    unsupported.refuse(body, but_for=("tools", "tool_choice"))
-    return json_response({"prompt": "".join(part.text for part in rendered(service, body))})
+
+    def prompt_of(body: ChatBody) -> str:
+        unsupported.refuse(body, but_for=("tools", "tool_choice"))
+        return "".join(part.text for part in rendered(service, body))
+
+    return json_response({"prompt": await read_as(request, ChatBody, prompt_of)})
 
 
 def rendered(service: Service, body: ChatBody) -> tuple[TextPart, ...]:

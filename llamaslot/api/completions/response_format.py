@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from aiohttp import web
 
-from llamaslot.api.bodies import Options, json_response, read
+from llamaslot.api.bodies import Options, json_response, read_as
 from llamaslot.api.completions import unsupported
 from llamaslot.api.completions.reply_bodies import Choice, Envelope, ObjectName, stats_of, usage
 from llamaslot.api.completions.submission import Prompt, submissions
@@ -85,14 +85,18 @@ async def complete(
 ) -> web.StreamResponse:
     """Answer a request for completions of the prompts in its body."""
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
-    body = await read(request, body_type)
-    unsupported.refuse(body)
+
+    def with_prompts(body: B) -> tuple[B, list[Prompt]]:
+        unsupported.refuse(body)
+        return body, prompts_of(service, body)
+
+    body, prompts = await read_as(request, body_type, with_prompts)
     reply_id = f"{response_format.id_prefix}-{request[UNIQUE_ID]}"
     submits = await submissions(
         service,
         settings,
         body,
-        prompts_of(service, body),
+        prompts,
         reply_id,
         caller=caller_of(request),
         return_tokens=response_format.returns_prompt,

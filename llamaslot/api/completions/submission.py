@@ -70,6 +70,10 @@ def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:
         return [parse_prompt(prompt, n_vocab, "prompt")]
     if not prompt:
         raise InvalidRequestError("'prompt' must not be empty", param="prompt")
+    # Before each of them is parsed: there may be a million.
+    if len(prompt) > service.max_in_flight:
+        message = f"'prompt' has {len(prompt)} prompts; the server takes at most {service.max_in_flight} at once"
+        raise InvalidRequestError(message, param="prompt")
     return [parse_prompt(item, n_vocab, f"prompt[{i}]") for i, item in enumerate(prompt)]
 
 
@@ -128,7 +132,7 @@ async def _sampling(service: Service, settings: ApiSettings, options: Options) -
     if options.top_k is not None:
         asked["top_k"] = max(options.top_k, 0)
     if options.logit_bias is not None:
-        asked["logit_bias"] = await _logit_bias(service, options.logit_bias)
+        asked["logit_bias"] = await _logit_bias(service, options.logit_bias, settings.max_logit_bias_entries)
     default = settings.default_sampling(service.info)
     seed = _first(options.seed, default.seed)
     asked["seed"] = secrets.randbelow(N_SEEDS) if seed in (-1, N_SEEDS) else seed % N_SEEDS
@@ -136,12 +140,15 @@ async def _sampling(service: Service, settings: ApiSettings, options: Options) -
 
 
 async def _logit_bias(
-    service: Service, biases: Sequence[tuple[int | str, float | bool]] | dict[str, float | bool]
+    service: Service, biases: Sequence[tuple[int | str, float | bool]] | dict[str, float | bool], most: int
 ) -> dict[int, float]:
     """Return the bias per token id. A text stands for all of its tokens, and a bias of false for never.
 
-    In a list a text is always a text; as the key of a map, digits are a token id.
+    In a list a text is always a text; as the key of a map, digits are a token id. At most `most` entries are taken.
     """
+    if len(biases) > most:
+        message = f"'logit_bias' has {len(biases)} entries; the server takes {most} (--max-logit-bias-entries)"
+        raise InvalidRequestError(message, param="logit_bias")
     if isinstance(biases, dict):
         pairs = [(int(key) if _IS_ID(key) else key, bias) for key, bias in biases.items()]
     else:

@@ -1,0 +1,165 @@
+"""TCP connections: how many may be open, how long they may stay without a request, and what malformed HTTP gets.
+
+A connection is idle while no request on it is being answered. If all connections are taken, a new one replaces the
+one that has been idle longest, so that clients that open connections without using them do not lock others out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Callable
+from typing import Any, cast
+
+import structlog
+from aiohttp import web
+
+from llamaslot.api import http_errors
+from llamaslot.api.http_errors import Handler
+from llamaslot.base.errors import InvalidRequestError, UnavailableError
+
+_OTHER_DESCRIPTORS = 128
+"""Descriptors that are not for connections: the model's files, the disk tier, libraries."""
+_LOG_INTERVAL_S = 60.0
+
+_log = structlog.get_logger(__name__)
+
+
+def available_connections(wanted: int) -> int:
+    """Raise this process' limit of descriptors for that many connections; return how many it allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _OTHER_DESCRIPTORS
+    unlimited = resource.RLIM_INFINITY
+    if soft != unlimited and soft < needed:
+        soft = needed if hard == unlimited else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == unlimited or soft >= needed:
+        return wanted
+    allowed = max(1, soft - _OTHER_DESCRIPTORS, soft // 2)
+    _log.warning("connections.limited", wanted=wanted, allowed=allowed, descriptors=soft)
+    return allowed
+
+
+class Connections:
+    """The open connections, at most `limit`; `clock` gives seconds."""
+
+    def __init__(self, limit: int, clock: Callable[[], float]) -> None:
+        self._limit = limit
+        self._clock = clock
+        self._open: set[Connection] = set()
+        self._idle: dict[Connection, None] = {}
+        """The one that has been idle longest first."""
+        self._logged_at = float("-inf")
+
+    def add(self, connection: Connection) -> bool:
+        """Add a new connection, in place of an idle one if there are too many; False if none is idle."""
+        if len(self._open) >= self._limit:
+            longest_idle = next(iter(self._idle), None)
+            self._log_full(idle=len(self._idle))
+            if longest_idle is None:
+                return False
+            self.remove(longest_idle)
+            longest_idle.abort()
+        self._open.add(connection)
+        self._idle[connection] = None
+        return True
+
+    def begin(self, connection: Connection) -> None:
+        """Note that a request has arrived."""
+        self._idle.pop(connection, None)
+
+    def end(self, connection: Connection) -> None:
+        """Note that the request was answered."""
+        if connection in self._open:
+            self._idle[connection] = None
+
+    def remove(self, connection: Connection) -> None:
+        """Remove a connection that is closed."""
+        self._open.discard(connection)
+        self._idle.pop(connection, None)
+
+    def _log_full(self, idle: int) -> None:
+        if self._clock() - self._logged_at >= _LOG_INTERVAL_S:
+            self._logged_at = self._clock()
+            _log.warning("connections.full", limit=self._limit, idle=idle, flag="--max-connections")
+
+
+class Connection(web.RequestHandler):
+    """One connection of aiohttp's server."""
+
+    __slots__ = ("_connections",)
+
+    def __init__(self, connections: Connections, manager: web.Server, **settings: Any) -> None:
+        super().__init__(manager, loop=asyncio.get_running_loop(), **settings)
+        self._connections = connections
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the connection, or answer 503 and close it."""
+        if self._connections.add(self):
+            super().connection_made(transport)
+            return
+        error = UnavailableError("all connections of the server (--max-connections) are in use; try later")
+        body = http_errors.body(error)
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            f"Retry-After: 1\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        refused = cast(asyncio.Transport, transport)
+        refused.write(head.encode() + body)
+        refused.close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Release the connection's place."""
+        self._connections.remove(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take in data; a connection that was refused ignores it."""
+        if self.transport is not None:
+            super().data_received(data)
+
+    def abort(self) -> None:
+        """Close the connection without sending what is buffered."""
+        transport = self.transport
+        self.force_close()
+        if transport is not None:
+            transport.abort()
+
+    def begin(self) -> None:
+        """Note that a request has arrived."""
+        self._connections.begin(self)
+
+    async def finish_response(self, *args: Any, **kwargs: Any) -> tuple[web.StreamResponse, bool]:
+        """Send a reply to its end."""
+        try:
+            return await super().finish_response(*args, **kwargs)
+        finally:
+            self._connections.end(self)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Return the reply to malformed HTTP, and to a request whose handler failed outside of the middleware."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("an error after the reply had begun")
+        if status < 500:
+            reason = (message or "").strip().partition("\n")[0].rstrip(":")
+            _log.debug("request.malformed", reason=reason)
+            reply = http_errors.response(InvalidRequestError(f"the request is not valid HTTP: {reason}"))
+        else:
+            error = exc if isinstance(exc, Exception) else RuntimeError(message)
+            reply = http_errors.response(http_errors.described(error))
+        reply.force_close()
+        return reply
+
+
+@web.middleware
+async def mark_busy(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Keep a connection from being idle while a request on it is being answered."""
+    if isinstance(request.protocol, Connection):
+        request.protocol.begin()
+    return await handler(request)

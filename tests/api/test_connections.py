@@ -1,0 +1,245 @@
+"""Connections that send nothing, half a request or no HTTP do not keep others from being answered."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import resource
+import threading
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from structlog.testing import capture_logs
+
+from llamaslot.api.connections import available_connections
+from tests.api.conftest import Server, Start
+from tests.fake_backend import FakeBackend
+
+ENDLESS = {"prompt": "x", "ignore_eos": True, "stream": True}
+
+
+class Socket:
+    """A client that sends what it likes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def reply(self) -> bytes:
+        """All that the server sends until it closes the connection."""
+        async with asyncio.timeout(10):
+            try:
+                return await self._reader.read()
+            except ConnectionResetError:
+                return b""
+
+    async def some(self) -> bytes:
+        """What the server sends next."""
+        async with asyncio.timeout(10):
+            return await self._reader.read(2**16)
+
+    @property
+    def is_open(self) -> bool:
+        return not self._reader.at_eof()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@asynccontextmanager
+async def sockets(server: Server, count: int) -> AsyncIterator[list[Socket]]:
+    url = urlsplit(server.url)
+    opened = [Socket(*await asyncio.open_connection(url.hostname, url.port)) for _ in range(count)]
+    try:
+        yield opened
+    finally:
+        for each in opened:
+            each.close()
+
+
+def posted(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    return b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)
+
+
+def error_of(reply: bytes) -> tuple[int, dict[str, Any]]:
+    head, _, body = reply.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+async def test_new_connections_replace_silent_ones(start: Start) -> None:
+    server = await start(max_connections=4)
+    with capture_logs() as logs:
+        async with sockets(server, 12) as silent:
+            assert await server.get("/health") == (200, {"status": "ok"})
+            assert [await each.reply() for each in silent[:8]] == [b""] * 8, "the oldest were closed"
+            assert all(each.is_open for each in silent[-3:])
+    full = [line for line in logs if line["event"] == "connections.full"]
+    assert len(full) == 1, "once a minute at most"
+    assert full[0]["flag"] == "--max-connections"
+
+
+async def test_connections_with_a_request_are_kept_and_a_further_one_gets_503(start: Start) -> None:
+    server = await start(backend=FakeBackend(n_ctx=20_000), max_connections=2)
+    async with sockets(server, 2) as busy:
+        for each in busy:
+            await each.send(posted(ENDLESS))
+            assert b"200 OK" in await each.some()
+        async with sockets(server, 1) as (refused,):
+            status, error = error_of(await refused.reply())
+            assert (status, error["type"]) == (503, "unavailable_error")
+            assert "--max-connections" in error["message"]
+        state = await server.state_where(lambda state: True)
+        assert sum(bool(slot.request_id) for slot in state.slots) == 2, "both still run"
+        for each in busy:
+            assert b"data: " in await each.some()
+    await server.idle()
+    assert await server.get("/health") == (200, {"status": "ok"})
+
+
+async def test_a_connection_is_idle_again_after_its_reply(start: Start) -> None:
+    server = await start(max_connections=1)
+    async with sockets(server, 1) as (first,):
+        await first.send(posted({"prompt": "x", "n_predict": 1}))
+        assert b"200 OK" in await first.some()
+        assert (await server.get("/health"))[0] == 200
+        assert await first.reply() == b""
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /completion HTTP/1.1\r\nHost: localhost\r\n"])
+async def test_a_connection_without_a_whole_request_is_closed_after_a_while(start: Start, sent: bytes) -> None:
+    server = await start(keep_alive_timeout=0.2)
+    async with sockets(server, 1) as (silent,):
+        await silent.send(sent)
+        assert await silent.reply() == b""
+
+
+async def test_a_stream_may_last_longer_than_an_idle_connection(start: Start) -> None:
+    server = await start(keep_alive_timeout=0.05, backend=FakeBackend(n_ctx=4000))
+    events = await server.stream("/completion", {"prompt": "x", "n_predict": 3000, "ignore_eos": True})
+    assert events[-1]["stop"]
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"HELLO\r\n\r\n"]
+)
+async def test_what_is_no_http_gets_a_json_error(server: Server, sent: bytes) -> None:
+    async with sockets(server, 1) as (client,):
+        await client.send(sent)
+        reply = await client.reply()
+        assert b"Content-Type: application/json" in reply
+        status, error = error_of(reply)
+        assert (status, error["type"]) == (400, "invalid_request_error")
+
+
+class Body:
+    """Something that can be large."""
+
+
+async def received(server: Server, n_bytes: int) -> None:
+    """Wait until unparsed bodies take that many bytes."""
+    async with asyncio.timeout(10):
+        while server.bodies._n_bytes != n_bytes:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_body_alone_is_read_whatever_it_takes(start: Start) -> None:
+    server = await start(max_total_body_bytes=100)
+    assert (await server.post("/completion", {"prompt": "x" * 500, "n_predict": 1}))[0] == 200
+
+
+async def test_bodies_of_clients_that_have_gone_take_no_memory(start: Start) -> None:
+    server = await start()
+    release = threading.Event()
+    busy = asyncio.create_task(server.bodies.run(2**20, release.wait, 20))
+    await asyncio.sleep(0)
+    body = Body()
+    raw = weakref.ref(body)
+    waiting = asyncio.create_task(server.bodies.run(2**20, str, body))
+    del body
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    del waiting
+    gc.collect()
+    assert raw() is None
+    release.set()
+    await busy
+
+
+async def test_unfinished_bodies_share_one_limit(start: Start) -> None:
+    server = await start(max_total_body_bytes=100_000)
+    half = b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: 90000\r\n\r\n" + b" " * 60_000
+    async with sockets(server, 1) as (first,):
+        await first.send(half)
+        await received(server, 60_000)
+        async with sockets(server, 1) as (second,):
+            await second.send(half)
+            status, error = error_of(await second.some())
+            assert (status, error["type"]) == (429, "rate_limit_error")
+            assert "--max-total-body-mb" in error["message"]
+        assert (await server.post("/completion", {"prompt": "x", "n_predict": 1}))[0] == 200
+    await received(server, 0)
+    async with sockets(server, 1) as (third,):
+        await third.send(half)
+        await received(server, 60_000)
+        await third.send(b" " * 30_000)
+        assert error_of(await third.some())[0] == 400, "its place was free, and it is read to its end"
+
+
+async def test_a_body_that_does_not_arrive_is_not_waited_for(start: Start) -> None:
+    server = await start(body_timeout=0.1)
+    async with sockets(server, 1) as (client,):
+        await client.send(b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
+        status, error = error_of(await client.some())
+        assert (status, error["type"]) == (408, "request_timeout_error")
+        assert "--body-timeout" in error["message"]
+
+
+async def test_the_size_limit_is_exact_and_known_before_a_body_arrives(start: Start) -> None:
+    server = await start(max_body_bytes=1000)
+    body = json.dumps({"prompt": "x", "n_predict": 1}).encode()
+    for size, expected in ((1000, 200), (1001, 413)):
+        async with server.session.post(server.url + "/completion", data=body.ljust(size)) as response:
+            assert response.status == expected
+    async with sockets(server, 1) as (client,):
+        await client.send(b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1001\r\n\r\n")
+        status, error = error_of(await client.some())
+        assert status == 413
+        assert "--max-body-mb" in error["message"]
+
+
+async def test_compressed_bodies_are_refused(server: Server) -> None:
+    async with server.session.post(
+        server.url + "/completion", data=b"x", headers={"Content-Encoding": "gzip"}
+    ) as response:
+        assert response.status == 400
+        assert "Content-Encoding" in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted", "allowed", "soft"),
+    [
+        ((256, 256), 1000, 128, 256),
+        ((256, 4096), 1000, 1000, 1128),
+        ((8192, 8192), 1000, 1000, 8192),
+        ((20, 20), 19, 10, 20),
+    ],
+)
+def test_the_limit_of_descriptors_is_raised_or_obeyed(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], wanted: int, allowed: int, soft: int
+) -> None:
+    now = [limits]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: now[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: now.append(pair))
+    assert available_connections(wanted) == allowed
+    assert now[-1] == (soft, limits[1])

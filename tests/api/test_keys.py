@@ -1,0 +1,117 @@
+"""API keys: who may do what, and a file of keys that changes while the server runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from llamaslot.api.context import ApiSettings
+from llamaslot.api.http_server import create_app
+from llamaslot.api.keys import Access, ApiKeys
+from llamaslot.api.middleware import ACCESS
+from llamaslot.base.errors import ConfigError
+
+ADMIN_ONLY = {("POST", "/cache/clear"), ("POST", "/slots/{id_slot}")}
+PUBLIC = {("GET", "/health"), ("HEAD", "/health"), ("GET", "/v1/health"), ("HEAD", "/v1/health")}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text("\n boss \n\nanna user\nbert  admin\n")
+    return path
+
+
+async def test_each_route_asks_for_the_key_that_it_should(start: Any, file: Path) -> None:
+    app = create_app(ApiSettings())
+    routes = {(route.method, route.resource.canonical): route.handler for route in app.router.routes()}
+    assert set(routes.values()) == set(app[ACCESS]), "every handler has its access, and nothing else has"
+    server = await start(api_key_file=str(file))
+    for method, path in routes:
+        url = server.url + path.replace("{id_slot}", "0").replace("{session_id}", "a").replace("{name}", "a")
+        status = {}
+        for key in ("", "wrong", "anna", "boss"):
+            async with server.session.request(method, url, headers={"X-Api-Key": key}) as response:
+                status[key] = response.status
+        if (method, path) in PUBLIC:
+            assert set(status.values()) == {200}, path
+            continue
+        assert (status[""], status["wrong"]) == (401, 401), path
+        assert status["boss"] not in (401, 403), path
+        is_refused = (method, path) in ADMIN_ONLY or method == "DELETE"
+        assert (status["anna"] == 403) is is_refused, path
+
+
+async def test_a_user_drops_sessions_of_its_own_only(start: Any, file: Path) -> None:
+    server = await start(api_key_file=str(file), cache_salt_from_api_key=True)
+    body = {"prompt": "Hello", "n_predict": 1, "session_id": "mine"}
+    assert (await server.post("/completion", body, headers={"X-Api-Key": "anna"}))[0] == 200
+    for key, status in (("bert", 404), ("anna", 200)):
+        async with server.session.delete(server.url + "/sessions/mine", headers={"X-Api-Key": key}) as response:
+            assert response.status == status
+
+
+async def test_a_user_sees_no_text_in_the_cache(start: Any, file: Path) -> None:
+    server = await start(api_key_file=str(file), cache_debug_text=True)
+    await server.post("/completion", {"prompt": "Hello", "n_predict": 1}, headers={"X-Api-Key": "boss"})
+    for key, shown in (("anna", False), ("boss", True)):
+        _, cache = await server.get("/cache", headers={"X-Api-Key": key})
+        assert any("text" in prefix for prefix in cache["prefixes"]) is shown
+
+
+async def test_an_unknown_address_is_shown_to_users_only(start: Any, file: Path) -> None:
+    server = await start(api_key_file=str(file))
+    assert (await server.get("/nowhere"))[0] == 401
+    assert (await server.get("/nowhere", headers={"X-Api-Key": "anna"}))[0] == 404
+
+
+def test_a_key_has_the_role_of_its_line(file: Path) -> None:
+    keys = ApiKeys(["own"], str(file), Clock())
+    found = {key: keys.access_of(key) for key in ("own", "boss", "anna", "bert", "", "ann", "user")}
+    assert found == {
+        **{"own": Access.ADMIN, "boss": Access.ADMIN, "anna": Access.USER, "bert": Access.ADMIN},
+        **{"": None, "ann": None, "user": None},
+    }
+    assert ApiKeys(["anna"], str(file), Clock()).access_of("anna") is Access.ADMIN, "a flag wins over the file"
+
+
+def test_a_changed_file_is_read_again_and_a_broken_one_is_not_used(file: Path) -> None:
+    clock = Clock()
+    keys = ApiKeys([], str(file), clock)
+    file.write_text("carl user\n")
+    assert keys.access_of("carl") is None, "it is looked at once a second"
+    clock.now = 1.5
+    assert keys.access_of("carl") is Access.USER
+    assert keys.access_of("anna") is None
+    for broken in ("", "carl boss\n", "a b c\n", None):
+        clock.now += 1.5
+        with capture_logs() as logs:
+            if broken is None:
+                file.unlink()
+            else:
+                file.write_text(broken)
+            assert keys.access_of("carl") is Access.USER
+            assert keys.access_of("carl") is Access.USER
+        assert [line["event"] for line in logs] == ["api_keys.reload_failed"]
+    assert keys, "a server that had keys never opens itself"
+
+
+@pytest.mark.parametrize("text", ["", "\n  \n", "key boss\n", "a b c\n"])
+def test_a_file_without_valid_keys_is_refused_at_the_start(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"key"):
+        ApiKeys([], str(path), Clock())
+    with pytest.raises(ConfigError, match="cannot read"):
+        ApiKeys([], str(tmp_path / "nowhere"), Clock())
