@@ -44,21 +44,16 @@ class LlamaSampler:
         self._closed = False
 
     def choose(self, logits: Logits) -> int:
-        """Return the next token, `NO_TOKEN` if a logit is NaN; `logits` are left as they are."""
+        """Return the next token, `NO_TOKEN` if a logit is NaN; `logits` change only meanwhile."""
         if self._closed:
             raise IllegalCallError("sampling with a freed sampler")
-        logits = self._adjusted(logits)
-        best = highest(logits, self._top_k) if self._chain is not None and self._top_k > 0 else None
-        if best is not None:
-            token = self._drawn(best, logits)
-        else:
-            # numpy takes NaN for the highest.
-            token = int(logits.argmax())
-            if np.isnan(logits[token]):
-                return NO_TOKEN
-            if self._chain is not None:
-                token = self._drawn(np.arange(len(logits)), logits)
-        if self._penalties is not None:
+        changed = self._adjust(logits)
+        try:
+            token = self._choose(logits)
+        finally:
+            for tokens, values in reversed(changed):
+                logits[tokens] = values
+        if self._penalties is not None and token != NO_TOKEN:
             self._penalties.accept(token)
         return token
 
@@ -70,15 +65,27 @@ class LlamaSampler:
         if self._chain is not None:
             llama_cpp.llama_sampler_free(self._chain)
 
-    def _adjusted(self, logits: Logits) -> Logits:
-        """Return the logits with biases and penalties, in llama-server's order."""
-        if not len(self._biased) and self._penalties is None:
-            return logits
-        logits = logits.copy()
-        logits[self._biased] += self._biases
+    def _adjust(self, logits: Logits) -> list[tuple[npt.NDArray[Any], Logits]]:
+        """Change logits by biases and penalties, in llama-server's order; return what they were, by tokens."""
+        changed: list[tuple[npt.NDArray[Any], Logits]] = []
+        if len(self._biased):
+            changed.append((self._biased, logits[self._biased]))
+            logits[self._biased] += self._biases
         if self._penalties is not None:
-            self._penalties.apply(logits)
-        return logits
+            tokens = self._penalties.tokens
+            changed.append((tokens, logits[tokens]))
+            logits[tokens] = self._penalties.penalized(logits[tokens])
+        return changed
+
+    def _choose(self, logits: Logits) -> int:
+        best = highest(logits, self._top_k) if self._chain is not None and self._top_k > 0 else None
+        if best is not None:
+            return self._drawn(best, logits)
+        # numpy takes NaN for the highest.
+        token = int(logits.argmax())
+        if np.isnan(logits[token]):
+            return NO_TOKEN
+        return token if self._chain is None else self._drawn(np.arange(len(logits)), logits)
 
     def _drawn(self, tokens: npt.NDArray[np.int64], logits: Logits) -> int:
         candidates = np.zeros(len(tokens), _CANDIDATE)
@@ -103,7 +110,16 @@ class Penalties:
         self._repeat = np.float32(sampling.repeat_penalty)
         self._presence = np.float32(sampling.presence_penalty)
         self._frequency = np.float32(sampling.frequency_penalty)
-        self._counts = np.bincount(latest, minlength=n_vocab).astype(np.int32)
+        counts = np.bincount(latest, minlength=1)
+        found = np.flatnonzero(counts)
+        self._n_different = len(found)
+        size = min(window, n_vocab) + 1
+        self._tokens = np.zeros(size, dtype=np.int32)
+        self._tokens[: len(found)] = found
+        self._counts = np.zeros(size, dtype=np.float32)
+        self._counts[: len(found)] = counts[found]
+        """How often each of `_tokens` is in the window; both in any order, `_n_different` of them."""
+        self._places = {token: place for place, token in enumerate(found.tolist())}
         self._window = np.zeros(window, dtype=np.int32)
         """A ring buffer."""
         self._window[: len(latest)] = latest
@@ -117,21 +133,39 @@ class Penalties:
         factors = sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty
         return cls(sampling, window, history, n_vocab) if window and factors != (1.0, 0.0, 0.0) else None
 
+    @property
+    def tokens(self) -> Tokens:
+        """The different tokens in the window."""
+        return self._tokens[: self._n_different]
+
     def accept(self, token: int) -> None:
         """Add a token to the window."""
         at = self._n % len(self._window)
         if self._n >= len(self._window):
-            self._counts[self._window[at]] -= 1
+            self._remove(int(self._window[at]))
         self._window[at] = token
-        self._counts[token] += 1
         self._n += 1
+        place = self._places.get(token)
+        if place is None:
+            place = self._places[token] = self._n_different
+            self._tokens[place], self._counts[place] = token, 0
+            self._n_different += 1
+        self._counts[place] += 1
 
-    def apply(self, logits: Logits) -> None:
-        """Change the logits of the tokens in the window."""
-        tokens = np.flatnonzero(self._counts)
-        found = logits[tokens]
-        found = np.where(found <= 0, found * self._repeat, found / self._repeat)
-        logits[tokens] = found - (self._counts[tokens].astype(np.float32) * self._frequency + self._presence)
+    def penalized(self, logits: Logits) -> Logits:
+        """Return the logits of `tokens` with the penalties."""
+        logits = np.where(logits <= 0, logits * self._repeat, logits / self._repeat)
+        return logits - (self._counts[: self._n_different] * self._frequency + self._presence)
+
+    def _remove(self, token: int) -> None:
+        place = self._places[token]
+        self._counts[place] -= 1
+        if self._counts[place]:
+            return
+        last = self._n_different = self._n_different - 1
+        self._tokens[place], self._counts[place] = self._tokens[last], self._counts[last]
+        self._places[int(self._tokens[place])] = place
+        del self._places[token]
 
 
 def _chain(sampling: Sampling) -> Any:
