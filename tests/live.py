@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_TIMEOUT_S = 120
+"""A server that does not answer fails the test instead of holding it up."""
+
 
 class Server:
     """A running `llamaslot serve`; all that it prints goes to `log`."""
@@ -38,13 +41,13 @@ class Server:
 
     def get(self, path: str) -> Any:
         """The JSON at a path."""
-        with urllib.request.urlopen(f"{self.url}{path}") as reply:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=_TIMEOUT_S) as reply:
             return json.load(reply)
 
     def post(self, path: str, body: Any) -> Any:
         """The JSON answer to a JSON body."""
         data = json.dumps(body).encode()
-        with urllib.request.urlopen(urllib.request.Request(f"{self.url}{path}", data)) as reply:
+        with urllib.request.urlopen(urllib.request.Request(f"{self.url}{path}", data), timeout=_TIMEOUT_S) as reply:
             return json.load(reply)
 
     def log_lines(self, event: str) -> list[dict[str, Any]]:

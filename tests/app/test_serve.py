@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.conftest import LONG
 from tests.live import Server, serving
 
 
@@ -136,6 +137,7 @@ def status_of(server: Server, body: dict[str, object]) -> int:
     return 200
 
 
+@pytest.mark.skipif(not LONG, reason="takes 9 s; tests/engine/test_disk_worker.py has the short form")
 @pytest.mark.parametrize("method", ["write", "read"])
 def test_it_ends_although_the_disk_hangs(tmp_path: Path, method: str) -> None:
     args = ("--cache-disk", tmp_path / "disk", "--shutdown-timeout", "1")
