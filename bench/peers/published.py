@@ -44,10 +44,8 @@ N_REFERENCE_PAIRS = 1
 DECIMALS = 5
 """Of all times in the raw data, in seconds."""
 CPU_NOTE = (
-    "Ratios depend on the CPU, most of all where few new tokens follow a cached prefix, since llama.cpp's "
-    "attention computes 64 tokens at once and fewer one by one. In earlier runs of the same workloads chat was "
-    "0.19 on an Intel Xeon with AVX-512 and 0.79 (0.63-0.99) on an AMD EPYC; agent was 0.32 and 0.37, branching "
-    "0.21 and 0.24."
+    "Ratios depend on the CPU, most of all those of chat, agent and branching, where few new tokens follow a cached "
+    "prefix: llama.cpp's attention computes 64 tokens at once and fewer one by one."
 )
 
 

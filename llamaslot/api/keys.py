@@ -22,7 +22,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Access(IntEnum):
-    """What an endpoint asks for, and what a key gives."""
+    """Access level that a route requires and that a key grants."""
 
     PUBLIC = 0
     """No key."""

@@ -30,7 +30,7 @@ CLIENT_ID = web.RequestKey("CLIENT_ID", str)
 
 KEYS = web.AppKey("KEYS", ApiKeys)
 ACCESS = web.AppKey("ACCESS", dict[Any, Access])
-"""What each handler asks for; one that is missing asks for an administrator's key."""
+"""Required access by handler; a handler that is missing requires an administrator's key."""
 
 _log = structlog.get_logger(__name__)
 _MAX_SHOWN = 100

@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future
 
 
 def close_after_queue(executor: Executor) -> Future[None]:
-    """Let an executor of one thread finish its queue, and take no more; the future is done once it has."""
+    """Shut down an executor of one thread without waiting; return a future that is done once its queue is empty."""
     future = executor.submit(lambda: None)
     executor.shutdown(wait=False)
     return future

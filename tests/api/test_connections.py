@@ -43,7 +43,7 @@ class Socket:
                 return b""
 
     async def some(self) -> bytes:
-        """What the server sends next."""
+        """Return the next bytes from the server."""
         async with asyncio.timeout(10):
             return await self._reader.read(2**16)
 

@@ -30,7 +30,7 @@ def info(tmp_path: Path) -> ModelInfo:
 
 
 def loaded_again(info: ModelInfo) -> ModelInfo:
-    """What the model's files are when it is loaded once more."""
+    """Return the model with the present versions of its files, as after another load."""
     return msgspec.structs.replace(info, kv_files=tuple(ModelFile.of(Path(each.path)) for each in info.kv_files))
 
 

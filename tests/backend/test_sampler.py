@@ -239,7 +239,7 @@ def test_penalties_take_in_a_long_prompt_within_5_ms() -> None:
         started = time.perf_counter()
         LlamaSampler(sampling, history=history, n_ctx=32_768, n_vocab=N_VOCAB, eog=EOG).close()
         seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 0.005, "llama.cpp's own penalties take 36 ms"
+    assert min(seconds) < 0.005, "the history is taken in at once"
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, OPEN, Sampling()])

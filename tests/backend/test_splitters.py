@@ -70,7 +70,7 @@ thread.join()
 
 
 def tokenized(model: Path, n: int) -> str:
-    """What a process prints that tokenizes runs of `n` characters."""
+    """Tokenize texts of `n` characters in another process; return the last line of its output."""
     done = subprocess.run(
         [sys.executable, "-c", TOKENIZE, str(model), str(n)], capture_output=True, text=True, check=False
     )

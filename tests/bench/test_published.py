@@ -118,7 +118,7 @@ def test_a_checkout_with_changes_publishes_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def finish(monkeypatch: pytest.MonkeyPatch, folder: Path, failures: dict[str, str], commits: list[str]) -> None:
-    """Let the next run end at once, with these failures, at the commits that are asked for in turn."""
+    """Replace the runner by one that ends at once with these failures; `commits` are reported in turn."""
 
     class Finished(Runner):
         seed = ""

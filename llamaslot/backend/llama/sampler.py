@@ -102,7 +102,7 @@ class LlamaSampler:
 class Penalties:
     """llama.cpp's penalties for repetition, over a window of the latest tokens.
 
-    llama.cpp's own sampler takes in a prompt token by token: 36 ms for 32k tokens, on the thread that computes.
+    llama.cpp's own sampler takes in a prompt token by token, each a ctypes call on the thread that computes.
     """
 
     def __init__(self, sampling: Sampling, window: int, history: Tokens, n_vocab: int) -> None:
