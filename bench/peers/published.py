@@ -44,8 +44,8 @@ N_REFERENCE_PAIRS = 1
 DECIMALS = 5
 """Of all times in the raw data, in seconds."""
 CPU_NOTE = (
-    "Ratios depend on the CPU, most of all those of chat, agent and branching, where few new tokens follow a cached "
-    "prefix: llama.cpp's attention computes 64 tokens at once and fewer one by one."
+    "Ratios depend on the CPU, most of all those of chat, agent and branching, where few new tokens follow a "
+    "cached prefix: llama.cpp's attention computes 64 tokens at once and fewer one by one."
 )
 
 

@@ -233,7 +233,7 @@ class Scheduler:
         """End the requests that share a row of logits with NaN, and drop the KV that gave it.
 
         `invalidate` empties the slot, `drop` removes what spare sequences, RAM and disk have of the path. Prefixes
-        that other paths share stay: no other request had NaN with them.
+        that other paths share stay.
         """
         request = work.request
         namespace, tokens = request.namespace, packed(request.tokens.view())
