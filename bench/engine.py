@@ -24,9 +24,11 @@ from llamaslot.app.flags import add_flags
 from llamaslot.app.logs import configure_logging
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaBackend
-from llamaslot.base.commands import Sampling, Submit, TokensPart
+from llamaslot.base.commands import Generate, Sampling, Submit
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import TERMINAL, Event, Finished, Output
+from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.tokens import packed
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.model_worker import model_thread
@@ -48,14 +50,14 @@ async def measure(config: Config, *, streams: int, tokens: int, prompt_tokens: i
             if isinstance(event, TERMINAL):
                 ended.put_nowait(event)
 
-    settings = EngineSettings(gap_ms=config.prefill_gap_ms, session_min_match=config.session_min_match)
+    settings = EngineSettings(gap_ms=config.prefill_gap_ms)
     engine = Engine(backend, receive, settings, thread=thread)
     running = asyncio.create_task(engine.run())
     random = np.random.default_rng()
     sampling = Sampling(temperature=0.0, ignore_eos=True)
     for name in arrivals:
-        prompt = tuple(random.integers(0, backend.info.n_vocab, prompt_tokens).tolist())
-        engine.send(Submit(name, (TokensPart(prompt),), sampling=sampling, max_tokens=tokens))
+        prompt = TokenizedPrompt(packed(random.integers(0, backend.info.n_vocab, prompt_tokens)))
+        engine.send(Generate(Submit(name, (), sampling=sampling, max_tokens=tokens), prompt))
     ends = [await ended.get() for _ in arrivals]
     engine.stop()
     await running

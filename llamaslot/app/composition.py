@@ -16,7 +16,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -38,9 +38,13 @@ from llamaslot.backend.llama.host_memory import host_memory
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError, stopped_error
 from llamaslot.base.model import ModelInfo
+from llamaslot.base.text_records import TextRecord
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.model_worker import model_thread
+from llamaslot.prompts.prompt_worker import PromptThread
+from llamaslot.prompts.tokenizer import Tokenizer
+from llamaslot.service.dispatcher import Dispatcher
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service
 from llamaslot.text.builtin_templates import resolve
@@ -52,6 +56,10 @@ _T = TypeVar("_T")
 _FALLBACK_TEMPLATE = "chatml"
 _DISK_TIMEOUT_S = 5.0
 """Time that closing the disk store may take."""
+_REMEMBER_TIMEOUT_S = 2.0
+"""Time to end the remaining requests and to remember their replies."""
+_PROMPT_TIMEOUT_S = 2.0
+"""Time after that for the threads of the prompt worker."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 """Options that are fields of `Sampling` too."""
 
@@ -98,17 +106,20 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         slot_store = slot_files(slot_folder, backend.info, disk)
         if slot_folder is not None and slot_store is None:
             _log.warning("slot_files.disabled", reason="this needs one pool for all slots and flash attention")
+        prompts = prompt_thread(config, backend, disk.texts.records() if disk is not None and disk_line else ())
+        dispatcher = Dispatcher(backend.info, prompts, service.receive)
         engine = Engine(
             backend,
-            service.receive,
+            dispatcher.receive,
             engine_settings(config, budgets),
             disk=disk if disk_line else None,
             snapshots=slot_store,
             thread=thread,
         )
-        service.connect(engine.send)
+        service.connect(dispatcher.send)
+        dispatcher.connect(engine.send)
         running = asyncio.create_task(engine.run(), name="engine")
-        stack.push_async_callback(_ended, engine, running, listener)
+        stack.push_async_callback(_ended, engine, dispatcher, prompts, running, listener)
         app[READINESS].set(service)
         announce(backend.info, budgets, disk_line, _urls(listener), config)
         await _first(service.stopped, stop.first)
@@ -208,14 +219,29 @@ def engine_settings(config: Config, budgets: Budgets) -> EngineSettings:
     """Return the policies of the engine."""
     return EngineSettings(
         gap_ms=config.prefill_gap_ms,
-        session_min_match=config.session_min_match,
         idle_cells=budgets.idle_cells,
         offload_after=budgets.offload_after,
         ram_bytes=budgets.ram_bytes,
         disk_bytes_per_day=config.cache_disk_write_per_day * 2**20,
-        text_anchors=config.text_anchors,
         debug_invariants=config.debug_invariants,
     )
+
+
+def prompt_thread(config: Config, backend: Backend, records: Sequence[TextRecord]) -> PromptThread:
+    """Return a prompt worker on threads of this process; `records` are those of an earlier process."""
+    info = backend.info
+    tokenizer = Tokenizer(
+        backend.vocab,
+        info.n_ctx_slot,
+        # EOS after every prompt would also follow the text before a cut point.
+        use_anchors=config.text_anchors and info.reuse and not info.adds_eos,
+        min_match=config.session_min_match,
+        template=info.chat_template,
+    )
+    tokenizer.restore(records)
+    prompts = PromptThread(tokenizer)
+    prompts.start()
+    return prompts
 
 
 def read_template(config: Config) -> tuple[str, str]:
@@ -313,11 +339,19 @@ async def _unless_aborted(future: asyncio.Future[_T], stop: _Signals) -> _T:
     return future.result()
 
 
-async def _ended(engine: Engine, running: asyncio.Task[None], listener: http.Listener) -> None:
-    """Stop the engine; exit if one of its threads hangs, since what it uses cannot be freed then."""
+async def _ended(
+    engine: Engine,
+    dispatcher: Dispatcher,
+    prompts: PromptThread,
+    running: asyncio.Task[None],
+    listener: http.Listener,
+) -> None:
+    """Stop the engine; exit if a thread hangs, since what it uses cannot be freed then."""
+    await dispatcher.close(_REMEMBER_TIMEOUT_S)
     engine.stop()
     await running
-    if engine.has_hung_thread:
+    _, pending = await asyncio.wait(map(asyncio.wrap_future, prompts.close()), timeout=_PROMPT_TIMEOUT_S)
+    if engine.has_hung_thread or pending:
         await listener.close()
         _abort("a thread does not end, such as one that waits for a disk that does not respond", 1)
 

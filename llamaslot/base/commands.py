@@ -1,4 +1,4 @@
-"""Commands that the service sends to the engine, and the replies to queries.
+"""Commands of the service to the dispatcher and of the dispatcher to the engine, and the replies to queries.
 
 All are plain values that msgspec can encode, so that the engine can run in a process of its own. `Submit` is
 answered by the events of `llamaslot.base.events`; a `Query` by one `Reply` with the struct that the docstring of
@@ -10,6 +10,9 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 import msgspec
+
+from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.text_records import TextRecord
 
 N_SEEDS = 2**32 - 1
 """Seeds are 32 bits wide; the highest one means "random" to llama.cpp and is never passed on."""
@@ -93,6 +96,16 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
         ]
 
 
+class Generate(msgspec.Struct, frozen=True, tag="generate"):
+    """One completion of a tokenized prompt."""
+
+    submit: Submit
+    """Without its prompt, for one completion."""
+    prompt: TokenizedPrompt
+    waited_s: float = 0.0
+    """Seconds since the request was submitted."""
+
+
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """Stop one completion, queued or running, or a `TokenQuery`; unknown ids are ignored."""
 
@@ -112,7 +125,7 @@ class Tokenize(msgspec.Struct, frozen=True, tag="tokenize"):
         return sum(1 + len(part.text if isinstance(part, TextPart) else part.tokens) for part in self.prompt)
 
 
-class Tokenized(msgspec.Struct, frozen=True):
+class Tokenized(msgspec.Struct, frozen=True, tag="tokenized"):
     """Token ids and, if they were asked for, the bytes of each."""
 
     tokens: tuple[int, ...]
@@ -130,7 +143,7 @@ class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):
         return len(self.tokens)
 
 
-class Detokenized(msgspec.Struct, frozen=True):
+class Detokenized(msgspec.Struct, frozen=True, tag="detokenized"):
     """The text of token ids."""
 
     content: str
@@ -158,6 +171,22 @@ class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):
 
     session_id: str
     cache_salt: str = ""
+
+
+class DropPaths(msgspec.Struct, frozen=True, tag="drop_paths"):
+    """Drop a session's record from the disk, and KV that nothing else uses; answered by `CacheCleared`."""
+
+    namespace: str
+    paths: tuple[bytes, ...]
+    """The tokens of the session's sequences, packed."""
+    session: bytes
+    """The digest of its record."""
+
+
+class WriteTexts(msgspec.Struct, frozen=True, tag="write_texts"):
+    """Write records to disk, if there is one; not answered."""
+
+    records: tuple[TextRecord, ...]
 
 
 class SlotAction(msgspec.Struct, frozen=True, tag="slot_action"):
@@ -194,7 +223,8 @@ class CacheCleared(msgspec.Struct, frozen=True):
     cleared_disk_tokens: int = 0
 
 
-QueryBody: TypeAlias = Tokenize | Detokenize | InspectEngine | InspectCache | DropSession | SlotAction | ClearCache
+EngineQuery: TypeAlias = InspectEngine | InspectCache | DropPaths | SlotAction | ClearCache
+QueryBody: TypeAlias = TokenQuery | DropSession | EngineQuery
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):
@@ -205,3 +235,6 @@ class Query(msgspec.Struct, frozen=True, tag="query"):
 
 
 Command: TypeAlias = Submit | Cancel | Query
+"""Commands to the dispatcher."""
+EngineCommand: TypeAlias = Generate | Cancel | Query | WriteTexts
+"""Commands to the engine; a query's body is an `EngineQuery`."""

@@ -1,8 +1,8 @@
-"""Events that the engine sends to the service, one list of them per step.
+"""Events that answer commands, one list of them per engine step.
 
 All are plain values that msgspec can encode, so that the engine can run in a process of its own. A submitted
 request is answered by `Accepted` and any number of `Output`s, then by exactly one of `TERMINAL`; a refused one by
-`Failed` alone.
+`Failed` alone. The dispatcher accepts and refuses; all other events of a request come from the engine.
 """
 
 from __future__ import annotations
@@ -12,19 +12,10 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from llamaslot.base.errors import ErrorInfo
+from llamaslot.base.prompt import SessionMatch
 from llamaslot.base.stats import Miss
 
 FinishReason: TypeAlias = Literal["eos", "limit", "word"]
-SessionMatch: TypeAlias = Literal["", "new", "exact", "extend", "diverge", "tokens"]
-"""Result of comparing a prompt with the text of its session's last sequence.
-
-    ""         the request has no session
-    new        the session has no sequence yet
-    exact      the prompt is the session's text, and takes its tokens
-    extend     the prompt begins with that text, and with its tokens
-    diverge    the prompt begins with a part of that text, and with the tokens of that part
-    tokens     the prompt has its own tokens, or those of an anchor
-"""
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
@@ -33,6 +24,24 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
     request_id: str
     n_prompt: int
     prompt_tokens: tuple[int, ...] = ()
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """The request got a slot; sent before the step that computes it, and again after a preemption."""
+
+    request_id: str
+    n_matched: int = 0
+    """Prompt tokens that were cached."""
+    miss: Miss = ""
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """What it takes to remember a reply."""
+
+    packed_tokens: bytes
+    """All tokens that were generated."""
+    n_sent: int
+    """Characters of text that the client was sent."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -96,6 +105,8 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     stopping_word: str = ""
     truncated: bool = False
     """True if the end of the slot's context, not `max_tokens`, was the limit."""
+    generated: Generated | None = None
+    """None if the reply is not to be remembered."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -112,7 +123,9 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
 
     request_id: str
     progress: Progress | None = None
-    """None if the prompt was not tokenized yet."""
+    """None if the engine has not received the request yet."""
+    generated: Generated | None = None
+    """None if the reply is not to be remembered."""
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):
@@ -132,5 +145,5 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     reason: str
 
 
-Event: TypeAlias = Accepted | Output | Finished | Failed | Cancelled | Reply | Stopped
+Event: TypeAlias = Accepted | Started | Output | Finished | Failed | Cancelled | Reply | Stopped
 TERMINAL = (Finished, Failed, Cancelled)

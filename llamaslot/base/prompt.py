@@ -1,14 +1,26 @@
-"""The tokenized prompt that the prompt worker hands to the engine."""
+"""The tokenized prompt of a request."""
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import msgspec
 
-from llamaslot.base.events import SessionMatch
 from llamaslot.base.tokens import Tokens, unpacked
 
+SessionMatch: TypeAlias = Literal["", "new", "exact", "extend", "diverge", "tokens"]
+"""Result of comparing a prompt with the text of its session's last sequence.
 
-class TokenizedPrompt(msgspec.Struct, frozen=True):
+    ""         the request has no session
+    new        the session has no sequence yet
+    exact      the prompt is the session's text, and takes its tokens
+    extend     the prompt begins with that text, and with its tokens
+    diverge    the prompt begins with a part of that text, and with the tokens of that part
+    tokens     the prompt has its own tokens, or those of an anchor
+"""
+
+
+class TokenizedPrompt(msgspec.Struct, frozen=True, tag="tokenized_prompt"):
     """Token ids of a prompt and where they come from. Plain values, so that it can cross a process boundary."""
 
     packed_tokens: bytes

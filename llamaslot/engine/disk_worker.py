@@ -21,9 +21,9 @@ import structlog
 from llamaslot.base.backend import Backend
 from llamaslot.base.executors import close_after_queue
 from llamaslot.base.kv_ops import Kv
+from llamaslot.base.text_records import TextRecord, TextStore
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.offload import disk_io
-from llamaslot.prompts.text_store import TextStore
 
 _WRITE_TIMEOUT_S = 10.0
 """Time that a query waits for the disk to carry out what is queued."""
@@ -78,15 +78,24 @@ class DiskWorker:
                 case disk_io.Read():
                     self._read(job)
                 case disk_io.Erase(numbers):
-                    self.submit(self._disk.erase, numbers)
+                    self._submit(self._disk.erase, numbers)
                 case disk_io.MarkUsed(numbers):
-                    self.submit(self._disk.mark_used, numbers)
+                    self._submit(self._disk.mark_used, numbers)
                 case disk_io.CancelReads():
                     self._cancel_reads()
 
-    def submit(self, method: Callable[..., None], *arguments: object) -> None:
-        """Queue a call of a method of the disk that changes it; errors are logged."""
-        self._writer.submit(method, *arguments).add_done_callback(_log_failure)
+    def write_texts(self, records: Sequence[TextRecord]) -> None:
+        """Write text anchors and sessions."""
+        for each in records:
+            self._submit(self._disk.texts.write, each)
+
+    def drop_session(self, digest: bytes) -> None:
+        """Delete the record of a session."""
+        self._submit(self._disk.texts.drop_session, digest)
+
+    def clear_texts(self) -> None:
+        """Delete all records."""
+        self._submit(self._disk.texts.clear_texts)
 
     def when_written(self, then: Callable[[bool], None]) -> None:
         """Call `then` between two steps: with True once all changes of the disk that are queued by now are done, or
@@ -107,6 +116,10 @@ class DiskWorker:
         for each in self._reads:
             each.cancel()
         return [close_after_queue(self._writer), close_after_queue(self._reader)]
+
+    def _submit(self, method: Callable[..., None], *arguments: object) -> None:
+        """Queue a call of a method of the disk that changes it; errors are logged."""
+        self._writer.submit(method, *arguments).add_done_callback(_log_failure)
 
     def _report(self, event: disk_io.IoEvent) -> range | None:
         return self._cache.on_io(event, self._clock())

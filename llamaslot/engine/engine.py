@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
@@ -21,18 +21,17 @@ import structlog
 from llamaslot.base import commands
 from llamaslot.base.backend import Backend
 from llamaslot.base.commands import CacheCleared
-from llamaslot.base.errors import LlamaslotError, NotFoundError, ServerError, UnavailableError, stopped_error
-from llamaslot.base.events import Accepted, Cancelled, Event, Failed, Reply, Stopped
-from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.errors import LlamaslotError, ServerError, UnavailableError, stopped_error
+from llamaslot.base.events import Cancelled, Event, Failed, Generated, Reply, Started, Stopped
+from llamaslot.base.text_records import TextRecord
+from llamaslot.base.tokens import packed
 from llamaslot.engine.disk_worker import Disk, DiskWorker
-from llamaslot.engine.engine_settings import EngineSettings, cache_settings, check_submit
+from llamaslot.engine.engine_settings import EngineSettings, cache_settings
 from llamaslot.engine.model_worker import Worker, model_thread
 from llamaslot.engine.reply_stream import ReplyStream
 from llamaslot.engine.reports import Reports, Respond
 from llamaslot.engine.slot_actions import SlotActions
 from llamaslot.kvcache.offload.slot_snapshot import SnapshotStore
-from llamaslot.prompts.prompt_worker import PromptWorker
-from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState
 from llamaslot.scheduler.scheduler import DecodeFailed, Sampled, Scheduler
 from llamaslot.scheduler.step import StepPlan, StepResult
@@ -40,7 +39,7 @@ from llamaslot.scheduler.step import StepPlan, StepResult
 _FLUSH_TIMEOUT_S = 5.0
 """Time that shutting down may take to write what is not on disk yet."""
 _CLOSE_TIMEOUT_S = 5.0
-"""Time after that for calls that still run: of the disk, of slot files, of the tokenizer."""
+"""Time after that for calls that still run: of the disk, of slot files."""
 
 _log = structlog.get_logger(__name__)
 
@@ -78,27 +77,17 @@ class Engine:
             on_disk=on_disk,
             first_number=disk.first_number if disk is not None else 0,
         )
-        tokenizer = Tokenizer(
-            backend.vocab,
-            info.n_ctx_slot,
-            # EOS after every prompt would also follow the text before a cut point.
-            use_anchors=settings.text_anchors and info.reuse and not info.adds_eos,
-            min_match=settings.session_min_match,
-            template=info.chat_template,
-        )
         self._worker = Worker(backend, thread or model_thread(), clock, self._needs_plan)
         self._disk: DiskWorker | None = None
-        self._prompts = PromptWorker(tokenizer, post=self._post, fail=self._fail)
         if disk is not None:
             too_large = self.scheduler.cache.ignored
             disk.ignore(too_large)
             _log.info("disk.restored", segments=len(on_disk) - len(too_large), larger_than_ram=len(too_large))
             self._disk = DiskWorker(disk, backend, self.scheduler.cache, self._post, clock)
-            self._prompts.keep_in(disk.texts, self._disk.submit)
-        self._reports = Reports(self.scheduler, self._prompts, backend.vocab)
+        self._reports = Reports(self.scheduler, backend.vocab)
         self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
         self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {
-            commands.DropSession: self._drop_session,
+            commands.DropPaths: self._between_steps(self._drop_paths),
             commands.InspectEngine: self._between_steps(lambda _, respond: respond(self._reports.engine_state())),
             commands.InspectCache: self._between_steps(
                 lambda query, respond: respond(self._reports.cache_state(query))
@@ -107,27 +96,29 @@ class Engine:
             commands.ClearCache: self._between_steps(self._clear_cache),
         }
         self._replies: dict[str, ReplyStream] = {}
-        """Requests between `Accepted` and their terminal event."""
+        """Requests that have not had their terminal event."""
         self._inbox: deque[Callable[[], None]] = deque()
         self._outbox: list[Event] = []
         self._wake = asyncio.Event()
         self._stopping = False
+        self._is_closed = False
         self._is_checked = False
         self._n_arrived = 0
         self.has_hung_thread = False
-        """True if `run` has ended, but one of the threads has not: it still uses the disk or the vocabulary."""
+        """True if `run` has ended, but one of the threads has not: it still uses the disk."""
 
-    def send(self, command: commands.Command) -> None:
+    def send(self, command: commands.EngineCommand) -> None:
         """Hand in a command; it takes effect between two steps."""
         match command:
-            case commands.Submit():
-                self._prompts.submit(command.completions(), partial(self._accept, self._clock()))
+            case commands.Generate():
+                arrived = self._clock() - command.waited_s
+                self._post(lambda: self._begin(command, arrived))
             case commands.Cancel():
                 self._post(lambda: self._cancel(command.request_id))
-            case commands.Query(request_id, body) if isinstance(body, commands.TokenQuery):
-                self._prompts.answer(request_id, body, partial(self._reply, request_id))
             case commands.Query(request_id, body):
                 self._queries[type(body)](body, partial(self._reply, request_id))
+            case commands.WriteTexts(records):
+                self._write_texts(records)
 
     def stop(self) -> None:
         """End `run` after the current step; unfinished requests fail as unavailable."""
@@ -137,7 +128,6 @@ class Engine:
     async def run(self) -> None:
         """Run steps until `stop`, or until an error that is not one request's."""
         reason = ""
-        self._prompts.start()
         try:
             while not self._stopping:
                 await self._step()
@@ -152,7 +142,8 @@ class Engine:
             self._fail_all(reason)
             self._outbox.append(Stopped(reason))
             self._flush()
-            ends = [*self._prompts.close(), self._slot_actions.close()]
+            ends = [self._slot_actions.close()]
+            self._is_closed = True
             if self._disk is not None:
                 ends += self._disk.close()
             _, pending = await asyncio.wait(map(asyncio.wrap_future, ends), timeout=_CLOSE_TIMEOUT_S)
@@ -164,9 +155,9 @@ class Engine:
         self._slot_actions.begin()
         self._flush()
         plan = self.scheduler.plan(self._clock())
-        for request in self.scheduler.admitted:
-            if request.miss in ("diverged", "changed") and request.diverged_at < 0:
-                self._prompts.locate(request.id, request.n_matched, partial(setattr, request, "diverged_at"))
+        if self.scheduler.admitted:
+            self._outbox += [Started(each.id, each.n_matched, each.miss) for each in self.scheduler.admitted]
+            self._flush()
         if not plan:
             if self._debug_invariants and not self._is_checked:
                 await self._check_invariants()
@@ -189,7 +180,7 @@ class Engine:
                 self._inbox.popleft()()
             if plan := self.scheduler.plan(now):
                 await self._worker.run(plan, self._commit)
-            elif self._disk.is_writing or self._prompts.is_remembering:
+            elif self._disk.is_writing:
                 self._wake.clear()
                 await self._sleep(until)
             else:
@@ -247,34 +238,21 @@ class Engine:
             events, self._outbox = self._outbox, []
             self._on_events(events)
 
-    def _accept(self, now: float, submit: commands.Submit, prompt: TokenizedPrompt) -> None:
-        try:
-            check_submit(submit, len(prompt.tokens), self._backend.info)
-        except LlamaslotError as error:
-            self._prompts.release(submit.request_id)
-            self._fail(submit.request_id, error)
-            return
+    def _begin(self, command: commands.Generate, arrived: float) -> None:
         self._n_arrived += 1
         can_trim = self._backend.info.reuse
-        request = Request(submit, prompt, arrival=self._n_arrived, now=now, can_trim=can_trim)
+        request = Request(command.submit, command.prompt, arrival=self._n_arrived, now=arrived, can_trim=can_trim)
         self.scheduler.submit(request)
         self._replies[request.id] = ReplyStream(request, self._backend.vocab)
-        shown = tuple(prompt.tokens.tolist()) if submit.return_tokens else ()
-        self._outbox.append(Accepted(request.id, request.n_prompt, shown))
 
     def _cancel(self, request_id: str) -> None:
-        self._prompts.cancel_query(request_id)
-        if self._prompts.cancel(request_id):
-            self._outbox.append(Cancelled(request_id))
-            return
         live = self._replies.pop(request_id, None)
         if live is None:
             return
         now = self._clock()
         self.scheduler.end(live.request, now, cancelled=True)
-        self._release(live)
         progress = live.request.progress(now, self._n_held(live.request))
-        self._outbox.append(Cancelled(request_id, progress))
+        self._outbox.append(Cancelled(request_id, progress, _generated(live)))
 
     def _deliver(self, sampled: Sampled, now: float) -> None:
         """Send the text of a sampled token; a stop string in it ends the request."""
@@ -285,24 +263,14 @@ class Engine:
         progress = live.request.progress(now, self._n_held(live.request))
         if reason is not None:
             finished = live.finished(text, reason, progress, truncated=sampled.truncated)
-            self._release(live)
             del self._replies[live.request.id]
-            self._outbox.append(finished)
+            self._outbox.append(msgspec.structs.replace(finished, generated=_generated(live)))
         elif text:
             self._outbox.append(live.output(text, progress))
-
-    def _release(self, live: ReplyStream) -> None:
-        """Pass the reply to the tokenizer thread to be remembered, unless the request is private."""
-        request = live.request
-        if request.is_private or not request.has_started:
-            self._prompts.release(request.id)
-        else:
-            self._prompts.remember(request.id, request.tokens.view(request.n_prompt).copy(), live.n_sent)
 
     def _fail_decode(self, failed: DecodeFailed) -> None:
         _log.error("decode.failed", request_id=failed.request.id, reason=failed.reason)
         del self._replies[failed.request.id]
-        self._prompts.release(failed.request.id)
         error = ServerError(f"the model could not compute this request ({failed.reason})")
         self._fail(failed.request.id, error, failed.request)
 
@@ -313,8 +281,6 @@ class Engine:
     def _fail_all(self, reason: str) -> None:
         """Fail all unfinished requests: because the engine was told to stop, or because of an internal error."""
         error = stopped_error(reason)
-        for request_id in self._prompts.cancel_all():
-            self._fail(request_id, error)
         for request_id, live in self._replies.items():
             # The scheduler may be in an undefined state, so the request is ended without it.
             if live.request.state is not RequestState.DONE:
@@ -330,20 +296,20 @@ class Engine:
         _log.info("cache.cleared", **msgspec.structs.asdict(cleared))
         if self._disk is not None:
             self._disk.start(self.scheduler.cache.take_jobs())
-        self._prompts.clear(lambda: self._respond_when_written(respond, cleared))
+            self._disk.clear_texts()
+        self._respond_when_written(respond, cleared)
 
-    def _drop_session(self, query: commands.DropSession, respond: Respond) -> None:
-        def drop(namespace: str, paths: list[bytes]) -> None:
-            if not paths:
-                respond(NotFoundError(f"there is no session {query.session_id!r}"))
-                return
-            dropped = self.scheduler.cache.drop(namespace, paths)
-            _log.info("session.dropped", **msgspec.structs.asdict(dropped))
-            if self._disk is not None:
-                self._disk.start(self.scheduler.cache.take_jobs())
-            self._respond_when_written(respond, dropped)
+    def _drop_paths(self, query: commands.DropPaths, respond: Respond) -> None:
+        dropped = self.scheduler.cache.drop(query.namespace, query.paths)
+        _log.info("session.dropped", **msgspec.structs.asdict(dropped))
+        if self._disk is not None:
+            self._disk.start(self.scheduler.cache.take_jobs())
+            self._disk.drop_session(query.session)
+        self._respond_when_written(respond, dropped)
 
-        self._prompts.drop_session(query, drop, respond)
+    def _write_texts(self, records: Sequence[TextRecord]) -> None:
+        if self._disk is not None and not self._is_closed:
+            self._disk.write_texts(records)
 
     def _respond_when_written(self, respond: Respond, answer: CacheCleared) -> None:
         """Respond once the disk has carried out all jobs so far, or with an error if it does not."""
@@ -355,3 +321,11 @@ class Engine:
             "it does"
         )
         self._disk.when_written(lambda ok: respond(answer if ok else error))
+
+
+def _generated(live: ReplyStream) -> Generated | None:
+    """Return what it takes to remember the reply; None for a private request, and for one that never ran."""
+    request = live.request
+    if request.is_private or not request.has_started:
+        return None
+    return Generated(packed(request.tokens.view(request.n_prompt)), live.n_sent)

@@ -10,8 +10,7 @@ import msgspec
 from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import InspectCache
 from llamaslot.base.errors import LlamaslotError
-from llamaslot.base.stats import CacheState, CacheStats, EngineState, SlotState
-from llamaslot.prompts.prompt_worker import PromptWorker
+from llamaslot.base.stats import CacheState, EngineState, SlotState
 from llamaslot.scheduler.request import Slot
 from llamaslot.scheduler.scheduler import Scheduler
 from llamaslot.scheduler.step import StepPlan, StepResult
@@ -23,9 +22,8 @@ Respond: TypeAlias = Callable[[msgspec.Struct | LlamaslotError], None]
 class Reports:
     """Counts what was decoded, and answers queries between two steps."""
 
-    def __init__(self, scheduler: Scheduler, prompts: PromptWorker, vocab: Vocab) -> None:
+    def __init__(self, scheduler: Scheduler, vocab: Vocab) -> None:
         self._scheduler = scheduler
-        self._prompts = prompts
         self._vocab = vocab
         self._n_decode_calls = 0
         self._n_decoded = 0
@@ -47,19 +45,13 @@ class Reports:
             n_decode_calls=self._n_decode_calls,
             n_decoded_tokens=self._n_decoded,
             n_busy_slots_total=self._n_busy_slots,
-            cache=self.cache_stats(),
+            cache=scheduler.cache_stats(),
         )
-
-    def cache_stats(self) -> CacheStats:
-        """Return the statistics of the cache."""
-        stats = self._scheduler.cache_stats()
-        stats.anchors, stats.sessions = self._prompts.stats
-        return stats
 
     def cache_state(self, query: InspectCache) -> CacheState:
         """Return the statistics of the cache with the prefixes that have the most hits."""
         detokenize = self._vocab.detokenize if query.text else None
-        return self._scheduler.cache.listing(self.cache_stats(), query.top, detokenize)
+        return self._scheduler.cache.listing(self._scheduler.cache_stats(), query.top, detokenize)
 
     def _slot_state(self, slot: Slot) -> SlotState:
         n_ctx, n_held = self._scheduler.n_ctx_slot, self._scheduler.cache.length(slot.id)

@@ -9,7 +9,10 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, replace
 
-from llamaslot.base.tokens import WIDTH, Tokens, n_common, packed
+import msgspec
+
+from llamaslot.base.text_records import TextRecord
+from llamaslot.base.tokens import WIDTH, Tokens, n_common, packed, unpacked
 from llamaslot.prompts.detokenized import DetokenizedText
 
 MAX_BYTES = 32 * 2**20
@@ -19,6 +22,8 @@ OVERHEAD = 400
 _TOKEN_BYTES = 16
 """Bytes that a token takes with its text and the offset of its end, about."""
 _MAX_BRANCHES = 8
+_encode = msgspec.msgpack.encode
+_decode = msgspec.msgpack.Decoder(tuple[bytes, int, int, int, bool, tuple[tuple[int, bytes], ...]]).decode
 
 
 @dataclass(slots=True)
@@ -44,6 +49,17 @@ class Session:
     """
     detokenized: DetokenizedText | None = field(default=None, compare=False)
     """Text of `text_tokens`, once it was needed."""
+
+    @classmethod
+    def of(cls, record: TextRecord) -> Session:
+        """Return the session of a record; raises `msgspec.MsgspecError`."""
+        tokens, n_added, n_prompt, n_text, is_text, branches = _decode(record.content)
+        return cls(unpacked(tokens), n_added, n_prompt, n_text, is_text, branches)
+
+    def record(self, digest: bytes) -> TextRecord:
+        """Return it as a record."""
+        counts = self.n_added, self.n_prompt, self.n_text
+        return TextRecord("session", digest, _encode((packed(self.tokens), *counts, self.is_text, self.branches)))
 
     def continuing(self, earlier: Session) -> Session:
         """Return the same with the branches of the session that it replaces, and that one if it is a branch."""

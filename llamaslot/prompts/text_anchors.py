@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
+from llamaslot.base.text_records import TextRecord
 from llamaslot.base.tokens import WIDTH, Tokens, packed, unpacked
 from llamaslot.prompts.lru_cache import LruCache
 
@@ -19,6 +22,8 @@ MAX_BYTES = 32 * 2**20
 """Memory that all anchors may take, and again on disk; estimated."""
 OVERHEAD = 200
 """Bytes that an anchor takes in addition to its tokens, about."""
+_encode = msgspec.msgpack.encode
+_decode = msgspec.msgpack.Decoder(tuple[int, bytes]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,15 @@ class TextAnchor:
     """Tokens of the parent and its ancestors."""
     tokens: bytes
     """Its own, packed."""
+
+    @classmethod
+    def of(cls, record: TextRecord) -> TextAnchor:
+        """Return the anchor of a record; raises `msgspec.MsgspecError`."""
+        return cls(record.digest, record.parent, *_decode(record.content))
+
+    def record(self) -> TextRecord:
+        """Return it as a record."""
+        return TextRecord("anchor", self.digest, _encode((self.start, self.tokens)), self.parent)
 
     @property
     def end(self) -> int:

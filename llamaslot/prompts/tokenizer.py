@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
-from msgspec import structs
+from msgspec import MsgspecError, structs
 
 from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import (
@@ -41,6 +41,7 @@ from llamaslot.base.commands import (
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.text_records import TextRecord
 from llamaslot.base.tokens import Tokens, n_common, packed
 from llamaslot.prompts.cut_points import CutPoint, PromptText, TextScanner, exact_cut_tokens, n_characters
 from llamaslot.prompts.detokenized import DetokenizedText, detokenize_with_markers
@@ -65,13 +66,6 @@ class ReplyContext:
     """None where the prompt's text gets no tokens but its own."""
     n_head: int | None = None
     """Tokens before the last cut point; None where it lies within a token."""
-
-
-class Remembered(NamedTuple):
-    """The new records of a reply, to be written to disk."""
-
-    anchor: TextAnchor | None = None
-    session: tuple[bytes, Session] | None = None
 
 
 def tokenize_parts(vocab: Vocab, parts: Iterable[PromptPart], *, add_special: bool) -> Tokens:
@@ -114,14 +108,18 @@ class Tokenizer:
         """Probe for exact cut points, which takes some time; True if there are any, or none are wanted."""
         return self._scanner is not None or not self._use_anchors
 
-    def restore(self, anchors: Sequence[TextAnchor], sessions: Sequence[tuple[bytes, Session]]) -> None:
-        """Take over the records of an earlier process, the oldest first."""
-        left = list(anchors) if self._use_anchors else []
+    def restore(self, records: Sequence[TextRecord]) -> None:
+        """Take over the records of an earlier process, the oldest first; those that cannot be read are ignored."""
+        left: list[TextAnchor] = []
+        for record in records:
+            with suppress(MsgspecError):
+                if record.kind == "session":
+                    self.sessions.put(record.digest, Session.of(record))
+                elif self._use_anchors:
+                    left.append(TextAnchor.of(record))
         # An anchor that was replaced on disk may come before its parent: repeat until no more can be inserted.
         while left and len(rest := [each for each in left if not self.anchors.insert(each)]) < len(left):
             left = rest
-        for digest, session in sessions:
-            self.sessions.put(digest, session)
 
     def tokenize_prompt(self, submit: Submit) -> ReplyContext:
         """Tokenize a request's prompt; raises `ContextSizeError` at once if it cannot fit a slot."""
@@ -142,13 +140,14 @@ class Tokenizer:
             return replace(own, text=text)
         return found
 
-    def remember(self, context: ReplyContext, generated: Tokens, n_sent: int) -> Remembered:
-        """Remember the tokens of a reply, of which `n_sent` characters were sent."""
+    def remember(self, context: ReplyContext, generated: Tokens, n_sent: int) -> tuple[TextRecord, ...]:
+        """Remember the tokens of a reply, of which `n_sent` characters were sent; return the new records."""
         if context.text is None and not context.submit.session_id:
-            return Remembered()
+            return ()
         reply, ids = self._sent(generated.tolist(), n_sent)
         anchor = self._add_anchor(context, reply, ids) if ids else None
-        return Remembered(anchor, self._put_session(context, generated, ids) if context.submit.session_id else None)
+        records = (anchor.record(),) if anchor is not None else ()
+        return (*records, self._put_session(context, generated, ids)) if context.submit.session_id else records
 
     def clear(self) -> None:
         """Drop all text anchors and sessions."""
@@ -264,7 +263,7 @@ class Tokenizer:
         known = self._anchored_cut(text)
         return self.anchors.add(text.digest_with(reply), tokens, known.digest if known is not None else b"")
 
-    def _put_session(self, context: ReplyContext, generated: Tokens, sent: list[int]) -> tuple[bytes, Session]:
+    def _put_session(self, context: ReplyContext, generated: Tokens, sent: list[int]) -> TextRecord:
         """Replace the session by the prompt and its reply."""
         submit, text, tokens = context.submit, context.text, context.prompt.tokens
         digest = session_digest(salt_namespace(submit.cache_salt), submit.session_id)
@@ -281,7 +280,7 @@ class Tokenizer:
         if earlier is not None:
             session = session.continuing(earlier)
         self.sessions.put(digest, session)
-        return digest, session
+        return session.record(digest)
 
     def _sent(self, generated: list[int], n_sent: int) -> tuple[str, list[int]]:
         """Return the text of a reply that was sent, and its tokens.

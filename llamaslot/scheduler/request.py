@@ -119,8 +119,6 @@ class Request:
         """Why no more of its prompt was cached when it was first admitted."""
         self.n_matched = 0
         """Prompt tokens that were cached then."""
-        self.diverged_at = -1
-        """The character of its text where they end; -1 until that is known."""
         self.match: Match | None = None
         """The last lookup of its prefix."""
         self.n_cached_at_admission = 0
@@ -245,7 +243,6 @@ class Request:
             session_match=self.prompt.session_match,
             n_approximate=self.prompt.n_approximate,
             miss=self.miss if self.has_started else "",
-            diverged_at=self.diverged_at,
         )
 
     def _mark_started(self, now: float) -> None:

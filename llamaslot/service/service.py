@@ -41,6 +41,7 @@ from llamaslot.base.events import (
     Output,
     Progress,
     Reply,
+    Started,
     Stopped,
 )
 from llamaslot.base.model import ModelInfo
@@ -159,6 +160,8 @@ class Service:
                     self._resolve(event)
                 case Stopped():
                     self._engine_stopped(event)
+                case Started():
+                    pass
                 case _:
                     self._pass_on(event)
 

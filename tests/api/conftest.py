@@ -20,7 +20,7 @@ from llamaslot.base.stats import EngineState
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service
 from llamaslot.text.template import ChatTemplate
-from tests.engine.harness import new_engine
+from tests.engine.harness import LocalEngine
 from tests.fake_backend import FakeBackend
 
 TEMPLATE = (
@@ -97,12 +97,12 @@ async def start() -> AsyncIterator[Start]:
             info = backend.info
             chat_template = ChatTemplate(template, bos_token=info.bos_token, eos_token=info.eos_token)
             service = Service(info, chat_template, Metrics(), max_queue=max_queue)
-            own = new_engine(backend, service.receive, **(engine or {}))
+            own = LocalEngine(backend, service.receive, **(engine or {}))
             service.connect(own.send)
             run = asyncio.create_task(own.run())
 
             async def stop() -> None:
-                own.stop()
+                await own.stop()
                 await run
 
             stack.push_async_callback(stop)

@@ -298,20 +298,24 @@ def anchor(n: int, parent: int | None = None) -> TextAnchor:
     )
 
 
+def anchors(store: DiskStore) -> list[TextAnchor]:
+    return [TextAnchor.of(each) for each in store.texts.records() if each.kind == "anchor"]
+
+
 def test_anchors_are_read_again_the_oldest_first_and_only_for_their_key(folder: Path) -> None:
     store = opened(folder)
     for each in (anchor(2), anchor(1), anchor(3, 2), anchor(1)):
-        store.texts.write_anchor(each)
+        store.texts.write(each.record())
     store.close()
     other = opened(folder, OTHER)
-    assert other.texts.anchors() == []
-    other.texts.write_anchor(anchor(2))
+    assert anchors(other) == []
+    other.texts.write(anchor(2).record())
     other.texts.clear_texts()
     other.close()
     again = opened(folder)
-    assert again.texts.anchors() == [anchor(2), anchor(3, 2), anchor(1)]
+    assert anchors(again) == [anchor(2), anchor(3, 2), anchor(1)]
     again.texts.clear_texts()
-    assert again.texts.anchors() == []
+    assert anchors(again) == []
     again.close()
 
 
@@ -319,17 +323,17 @@ def test_anchors_are_deleted_with_their_parents(folder: Path, monkeypatch: pytes
     monkeypatch.setattr(text_anchors, "MAX_BYTES", 3 * (text_anchors.OVERHEAD + 8))
     store = opened(folder)
     for each in (anchor(1), anchor(2, 1), anchor(3, 2), anchor(4)):
-        store.texts.write_anchor(each)
-    assert store.texts.anchors() == [anchor(4)]
+        store.texts.write(each.record())
+    assert anchors(store) == [anchor(4)]
     store.close()
 
 
 def test_an_anchor_replaces_another_one_of_its_digest(folder: Path) -> None:
     store = opened(folder)
-    store.texts.write_anchor(anchor(1))
+    store.texts.write(anchor(1).record())
     other = TextAnchor(b"name 1", b"", 0, b"efghijkl")
-    store.texts.write_anchor(other)
-    assert store.texts.anchors() == [other]
+    store.texts.write(other.record())
+    assert anchors(store) == [other]
     store.close()
 
 
@@ -346,14 +350,14 @@ def test_an_anchor_replaces_another_one_of_its_digest(folder: Path) -> None:
 )
 def test_a_changed_anchor_is_skipped(folder: Path, column: str, value: object) -> None:
     store = opened(folder)
-    store.texts.write_anchor(anchor(1))
-    store.texts.write_anchor(anchor(2))
+    store.texts.write(anchor(1).record())
+    store.texts.write(anchor(2).record())
     store.close()
     with sqlite3.connect(folder / "index.sqlite") as database:
         database.execute(f"UPDATE anchors SET {column} = ? WHERE digest = ?", (value, b"name 2"))
     database.close()
     again = opened(folder)
-    assert again.texts.anchors() == [anchor(1)]
+    assert anchors(again) == [anchor(1)]
     again.close()
 
 
@@ -362,13 +366,13 @@ def test_the_oldest_anchors_beyond_the_limit_are_deleted(folder: Path, monkeypat
     monkeypatch.setattr(text_tables, "_TRIM_INTERVAL", 4)
     store = opened(folder)
     for n in range(7):
-        store.texts.write_anchor(anchor(n))
+        store.texts.write(anchor(n).record())
     store.close()
     with sqlite3.connect(folder / "index.sqlite") as database:
         assert database.execute("SELECT count(*) FROM anchors").fetchone() == (6,)
     database.close()
     again = opened(folder)
-    assert again.texts.anchors() == [anchor(4), anchor(5), anchor(6)]
+    assert anchors(again) == [anchor(4), anchor(5), anchor(6)]
     again.close()
 
 
@@ -574,20 +578,21 @@ def session(n: int) -> Session:
 
 
 def facts(store: DiskStore) -> list[tuple[object, ...]]:
+    found = [(each.digest, Session.of(each)) for each in store.texts.records() if each.kind == "session"]
     return [
         (name, each.tokens.tolist(), each.n_added, each.n_prompt, each.n_text, each.is_text, each.branches)
-        for name, each in store.texts.sessions()
+        for name, each in found
     ]
 
 
 def test_sessions_are_read_again_and_only_for_their_key(folder: Path) -> None:
     store = opened(folder)
     for name, n in ((b"a", 1), (b"b", 2), (b"a", 3)):
-        store.texts.write_session(name, session(n))
+        store.texts.write(session(n).record(name))
     store.close()
     other = opened(folder, OTHER)
     assert facts(other) == []
-    other.texts.write_session(b"b", session(4))
+    other.texts.write(session(4).record(b"b"))
     other.texts.clear_texts()
     other.close()
     again = opened(folder)
@@ -614,8 +619,8 @@ def test_sessions_are_read_again_and_only_for_their_key(folder: Path) -> None:
 )
 def test_a_changed_session_is_skipped(folder: Path, column: str, value: object) -> None:
     store = opened(folder)
-    store.texts.write_session(b"a", session(1))
-    store.texts.write_session(b"b", session(2))
+    store.texts.write(session(1).record(b"a"))
+    store.texts.write(session(2).record(b"b"))
     store.close()
     with sqlite3.connect(folder / "index.sqlite") as database:
         database.execute(f"UPDATE sessions SET {column} = ? WHERE digest = ?", (value, b"b"))
@@ -629,19 +634,19 @@ def test_the_oldest_sessions_beyond_the_limit_are_deleted(folder: Path, monkeypa
     monkeypatch.setattr(sessions, "MAX_BYTES", 2 * (sessions.OVERHEAD + 28))
     store = opened(folder)
     for n in range(4):
-        store.texts.write_session(b"%d" % n, session(n))
+        store.texts.write(session(n).record(b"%d" % n))
     assert [name for name, *_ in facts(store)] == [b"2", b"3"]
     store.close()
 
 
 def test_missing_tables_of_texts_are_logged_and_nothing_else(folder: Path) -> None:
     store = opened(folder)
-    store.texts.write_anchor(anchor(1))
+    store.texts.write(anchor(1).record())
     store._index.database.executescript("DROP TABLE anchors; DROP TABLE sessions;")
     with capture_logs() as logs:
-        store.texts.write_session(b"a", session(1))
+        store.texts.write(session(1).record(b"a"))
         store.texts.drop_session(b"a")
         store.texts.clear_texts()
-        assert (store.texts.anchors(), store.texts.sessions()) == ([], [])
+        assert store.texts.records() == []
     assert [each["event"] for each in logs] == ["disk.text_tables_failed"] * 5
     store.close()

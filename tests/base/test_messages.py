@@ -16,7 +16,11 @@ from llamaslot.base.commands import (
     Command,
     Detokenize,
     Detokenized,
+    DropPaths,
     DropSession,
+    EngineCommand,
+    EngineQuery,
+    Generate,
     InspectCache,
     InspectEngine,
     Query,
@@ -29,10 +33,14 @@ from llamaslot.base.commands import (
     Tokenize,
     Tokenized,
     TokensPart,
+    WriteTexts,
 )
 from llamaslot.base.errors import ErrorInfo
-from llamaslot.base.events import TERMINAL, Event, Progress, Reply
+from llamaslot.base.events import TERMINAL, Event, Generated, Progress, Reply
+from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import CachePrefix, CacheState, CacheStats, CellStats, DiskStats, EngineState, SlotState
+from llamaslot.base.text_records import TextRecord
+from llamaslot.prompts import prompt_jobs
 
 SAMPLING = Sampling(seed=7, logit_bias={5: -math.inf, 9: 1.5})
 PROGRESS = Progress(
@@ -51,6 +59,7 @@ PROGRESS = Progress(
 VALUES: dict[str, Any] = {
     "request_id": "r-1",
     "prompt": (TextPart("a\u20ac", special=False), TokensPart((1, 2))),
+    "generated": Generated(b"\1\0\0\0", 3),
     "sampling": SAMPLING,
     "progress": PROGRESS,
     "stop": ("x", "\n"),
@@ -72,6 +81,23 @@ QUERIES = [
     DropSession("mine", "salt"),
     SlotAction(1, "restore", "a.bin"),
     ClearCache(),
+]
+ENGINE_QUERIES = [
+    *(each for each in QUERIES if isinstance(each, EngineQuery)),
+    DropPaths("space", (b"\1\0\0\0",), b"digest"),
+]
+RECORD = TextRecord("anchor", b"digest", b"content", b"parent")
+SUBMIT = Submit("r", (TextPart("a"),), sampling=SAMPLING)
+JOBS = [
+    prompt_jobs.TokenizePrompt(SUBMIT),
+    prompt_jobs.Remember("r", b"\1\0\0\0", 3),
+    prompt_jobs.Release("r"),
+    prompt_jobs.Locate("r", 3),
+    prompt_jobs.ClearTexts(),
+    prompt_jobs.Restore((RECORD,)),
+    DropSession("mine", "salt"),
+    Tokenize((TextPart("a"), TokensPart((1,))), with_pieces=True),
+    Detokenize((3, 4)),
 ]
 REPLIES = [
     Tokenized((3, 4), (b"\xff", b"a")),
@@ -106,8 +132,29 @@ def test_a_query_comes_back_equal(body: Any) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(query), type=Command) == query
 
 
-def test_every_query_is_tried() -> None:
-    assert {type(body) for body in QUERIES} == set(get_args(QueryBody))
+@pytest.mark.parametrize(
+    "command",
+    [
+        Generate(SUBMIT, TokenizedPrompt(b"\1\0\0\0", session_match="diverge", n_approximate=1), 0.5),
+        WriteTexts((RECORD,)),
+        Cancel("r"),
+        *(Query("q", body) for body in ENGINE_QUERIES),
+    ],
+    ids=repr,
+)
+def test_a_command_to_the_engine_comes_back_equal(command: Any) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=EngineCommand) == command
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: type(job).__name__)
+def test_a_job_comes_back_equal(job: Any) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=prompt_jobs.Job) == job
+
+
+def test_every_query_and_job_is_tried() -> None:
+    assert {type(body) for body in [*QUERIES, *ENGINE_QUERIES]} == {*get_args(QueryBody)}
+    assert {type(body) for body in ENGINE_QUERIES} == {*get_args(EngineQuery)}
+    assert {type(job) for job in JOBS} == {*get_args(prompt_jobs.Job)}
 
 
 @pytest.mark.parametrize("body", REPLIES, ids=lambda body: type(body).__name__)

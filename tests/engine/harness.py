@@ -11,12 +11,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from llamaslot.base.backend import Backend
-from llamaslot.base.commands import Cancel, Query, QueryBody, Sampling, Submit, TextPart
+from llamaslot.base.commands import Cancel, Command, Query, QueryBody, Sampling, Submit, TextPart
 from llamaslot.base.events import TERMINAL, Accepted, Event, Finished, Output, Reply, Stopped
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.model_worker import OnStep, Worker
+from llamaslot.prompts.prompt_worker import PromptThread
+from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.scheduler.step import StepPlan
+from llamaslot.service.dispatcher import Dispatcher
 from tests.conftest import LONG
 from tests.fake_backend import FakeBackend
 from tests.pool import check_pool
@@ -37,11 +40,44 @@ class Inline(Executor):
         return future
 
 
-def new_engine(backend: Backend, on_events: Callable[[list[Event]], None], **settings: Any) -> Engine:
-    """An engine whose policies and files are both given by name."""
-    files = {name: settings.pop(name) for name in ("disk", "snapshots", "clock", "thread") if name in settings}
-    settings = {"gap_ms": 100.0, "session_min_match": 0.8} | settings
-    return Engine(backend, on_events, EngineSettings(**settings), **files)
+class LocalEngine:
+    """A dispatcher with a prompt worker and an engine in this process; policies and files are given by name."""
+
+    def __init__(self, backend: Backend, on_events: Callable[[list[Event]], None], **settings: Any) -> None:
+        files = {name: settings.pop(name) for name in ("disk", "snapshots", "clock", "thread") if name in settings}
+        use_anchors = settings.pop("text_anchors", True)
+        info = backend.info
+        tokenizer = Tokenizer(
+            backend.vocab,
+            info.n_ctx_slot,
+            use_anchors=use_anchors and info.reuse and not info.adds_eos,
+            min_match=settings.pop("session_min_match", 0.8),
+            template=info.chat_template,
+        )
+        if "disk" in files:
+            tokenizer.restore(files["disk"].texts.records())
+        self.prompts = PromptThread(tokenizer)
+        clock = {"clock": files["clock"]} if "clock" in files else {}
+        self.dispatcher = Dispatcher(info, self.prompts, on_events, **clock)
+        self.engine = Engine(
+            backend, self.dispatcher.receive, EngineSettings(**{"gap_ms": 100.0} | settings), **files
+        )
+        self.dispatcher.connect(self.engine.send)
+
+    def send(self, command: Command) -> None:
+        """Send a command to the dispatcher."""
+        self.dispatcher.send(command)
+
+    async def stop(self) -> None:
+        """End all requests, then `run`."""
+        await self.dispatcher.close(5)
+        self.engine.stop()
+
+    async def run(self) -> None:
+        """Run until `stop`."""
+        self.prompts.start()
+        await self.engine.run()
+        await asyncio.wait(map(asyncio.wrap_future, self.prompts.close()), timeout=5)
 
 
 class Harness:
@@ -52,9 +88,10 @@ class Harness:
 
     def __init__(self, backend: Backend, **settings: Any) -> None:
         self.backend = backend
-        self.engine = new_engine(backend, self._receive, **settings)
+        self.local = LocalEngine(backend, self._receive, **settings)
+        self.engine = self.local.engine
         if isinstance(backend, FakeBackend):
-            thread = self.engine._prompts._thread = Inline()
+            thread = self.local.prompts._thread = Inline()
             ahead = random.Random(1)
             worker = Worker(backend, thread, self.engine._clock, lambda: ahead.random() < 0.5)
             worker.run = self._watched(worker.run)
@@ -75,14 +112,14 @@ class Harness:
     def send(self, submit: Submit) -> asyncio.Future[Event]:
         """Send a request as it is; the future holds its terminal event."""
         self.ends[submit.request_id] = asyncio.get_running_loop().create_future()
-        self.engine.send(submit)
+        self.local.send(submit)
         return self.ends[submit.request_id]
 
     def submit_all(self, submit: Submit) -> list[asyncio.Future[Event]]:
         """Send a request for several completions; the futures hold their terminal events."""
         names = [each.request_id for each in submit.completions()]
         self.ends |= {name: asyncio.get_running_loop().create_future() for name in names}
-        self.engine.send(submit)
+        self.local.send(submit)
         return [self.ends[name] for name in names]
 
     async def ask(self, body: QueryBody) -> Any:
@@ -95,12 +132,12 @@ class Harness:
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         name = f"query {len(self.replies)}"
         self.replies[name] = future
-        self.engine.send(Query(name, body))
+        self.local.send(Query(name, body))
         return future
 
     def cancel(self, request_id: str) -> None:
         """Cancel a request."""
-        self.engine.send(Cancel(request_id))
+        self.local.send(Cancel(request_id))
 
     async def wait_for(self, request_id: str, kind: type[Event], count: int = 1) -> None:
         """Wait until a request got `count` events of a kind."""
@@ -154,8 +191,6 @@ class Harness:
                 continue
             self.events[event.request_id].append(event)
             end = self.ends.get(event.request_id)
-            if isinstance(event, TERMINAL):
-                assert event.request_id not in self.engine._prompts._contexts, "the prompt worker keeps its text"
             if isinstance(event, TERMINAL) and end is not None and not end.done():
                 end.set_result(event)
         self.check_events()
@@ -168,14 +203,15 @@ class Harness:
 async def running(backend: Backend, *, kind: type[Harness] = Harness, **settings: Any) -> AsyncIterator[Harness]:
     """A harness whose engine runs inside the block; the backend is closed behind it."""
     harness = kind(backend, **settings)
-    task = asyncio.create_task(harness.engine.run())
+    task = asyncio.create_task(harness.local.run())
     try:
         async with asyncio.timeout(600 if LONG else 60):
             yield harness
     finally:
-        harness.engine.stop()
+        await harness.local.stop()
         await task
         backend.close()
+    assert not harness.local.prompts.n_contexts, "the prompt worker keeps prompts of requests that have ended"
     assert harness.stopped is not None
     for request_id, end in harness.ends.items():
         assert end.done(), f"{request_id} never ended"

@@ -318,7 +318,7 @@ async def test_when_text_breaks_the_engine_every_request_still_ends(monkeypatch:
 async def test_token_ids_outside_of_the_vocabulary_are_refused() -> None:
     async with running(FakeBackend()) as engine:
         engine.ends["1"] = asyncio.get_running_loop().create_future()
-        engine.engine.send(Submit("1", (TextPart("a"), TokensPart((5, 258))), sampling=GREEDY))
+        engine.local.send(Submit("1", (TextPart("a"), TokensPart((5, 258))), sampling=GREEDY))
         assert failed(await engine.ends["1"]).error.param == "prompt"
 
 

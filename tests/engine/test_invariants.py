@@ -21,7 +21,7 @@ from llamaslot.base.commands import (
 )
 from llamaslot.base.events import Event, Finished, Reply, Stopped
 from llamaslot.base.stats import CacheState
-from tests.engine.harness import new_engine
+from tests.engine.harness import LocalEngine
 from tests.fake_backend import FakeBackend
 
 
@@ -44,8 +44,9 @@ class Run:
 
     def __init__(self, backend: FakeBackend, *, debug_invariants: bool = True) -> None:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.engine = new_engine(backend, self._receive, debug_invariants=debug_invariants)
-        self.task = asyncio.create_task(self.engine.run())
+        self.local = LocalEngine(backend, self._receive, debug_invariants=debug_invariants)
+        self.engine = self.local.engine
+        self.task = asyncio.create_task(self.local.run())
 
     def _receive(self, events: list[Event]) -> None:
         for event in events:
@@ -58,18 +59,18 @@ class Run:
             return event
 
     async def ask(self, name: str, body: QueryBody) -> Any:
-        self.engine.send(Query(name, body))
+        self.local.send(Query(name, body))
         reply = await self.until(Reply)
         assert isinstance(reply, Reply)
         return reply.body
 
     async def complete(self, name: str, prompt: str) -> None:
         sampling = Sampling(temperature=0.0, ignore_eos=True)
-        self.engine.send(Submit(name, (TextPart(prompt),), sampling=sampling, max_tokens=3))
+        self.local.send(Submit(name, (TextPart(prompt),), sampling=sampling, max_tokens=3))
         await self.until(Finished)
 
     async def stop(self) -> None:
-        self.engine.stop()
+        await self.local.stop()
         await self.task
 
 
@@ -98,7 +99,7 @@ async def test_it_ends_the_engine_where_they_differ() -> None:
     await run.complete("a", "a prompt")
     backend.error = 1
     with capture_logs() as lines:
-        run.engine.send(Submit("b", (TextPart("another"),), id_slot=1, max_tokens=1))
+        run.local.send(Submit("b", (TextPart("another"),), id_slot=1, max_tokens=1))
         stopped = await run.until(Stopped)
         await run.task
     assert isinstance(stopped, Stopped)
@@ -111,7 +112,7 @@ async def test_it_is_not_checked_unless_asked_for() -> None:
     backend.error = 1
     with capture_logs() as lines:
         run = Run(backend, debug_invariants=False)
-        run.engine.send(Submit("b", (TextPart("another"),), id_slot=1, max_tokens=1))
+        run.local.send(Submit("b", (TextPart("another"),), id_slot=1, max_tokens=1))
         await run.until(Finished)
         await run.ask("query", InspectEngine())
         await run.stop()

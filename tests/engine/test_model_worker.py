@@ -12,7 +12,7 @@ from llamaslot.base.backend import Decoded, Run, Sampler
 from llamaslot.base.commands import Cancel, InspectEngine, Query, Sampling, Submit, TextPart
 from llamaslot.base.events import TERMINAL, Cancelled, Event, Failed, Finished, Output, Reply, Stopped
 from llamaslot.scheduler.step import StepPlan
-from tests.engine.harness import GREEDY, alone, new_engine
+from tests.engine.harness import GREEDY, LocalEngine, alone
 from tests.fake_backend import FakeBackend
 
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
@@ -44,7 +44,8 @@ class Threaded:
     """An engine with a real worker thread; `ends` and `texts` by request, and the number of plans."""
 
     def __init__(self, backend: FakeBackend) -> None:
-        self.engine = new_engine(backend, self._receive)
+        self.local = LocalEngine(backend, self._receive)
+        self.engine = self.local.engine
         self.ends: dict[str, asyncio.Future[object]] = {}
         self.texts: dict[str, str] = {}
         self.first = asyncio.Event()
@@ -64,7 +65,7 @@ class Threaded:
         self.ends[name] = asyncio.get_running_loop().create_future()
         self.texts[name] = ""
         fields.setdefault("sampling", ENDLESS)
-        self.engine.send(Submit(name, (TextPart(prompt),), max_tokens=max_tokens, **fields))
+        self.local.send(Submit(name, (TextPart(prompt),), max_tokens=max_tokens, **fields))
         return self.ends[name]
 
     def _receive(self, events: list[Event]) -> None:
@@ -81,12 +82,12 @@ class Threaded:
 
     async def __aenter__(self) -> Threaded:
         """Start the engine."""
-        self.task = asyncio.create_task(self.engine.run())
+        self.task = asyncio.create_task(self.local.run())
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """Stop it."""
-        self.engine.stop()
+        await self.local.stop()
         await self.task
 
 
@@ -123,7 +124,7 @@ async def test_a_stream_that_the_worker_is_ahead_on_is_cancelled_after_the_step_
     async with Threaded(backend) as engine:
         end = engine.submit("1", "hello")
         await backend.reached(5)
-        engine.engine.send(Cancel("1"))
+        engine.local.send(Cancel("1"))
         backend.gate.release(1000)
         assert isinstance(await end, Cancelled)
         assert backend.n_decodes == 6
@@ -139,10 +140,10 @@ async def test_a_command_given_between_plan_and_step_is_not_overlooked() -> None
         def cancel() -> None:
             nonlocal n_before
             n_before = backend.n_decodes
-            engine.engine.send(Cancel("1"))
+            engine.local.send(Cancel("1"))
 
         engine.on_state = cancel
-        engine.engine.send(Query("state", InspectEngine()))
+        engine.local.send(Query("state", InspectEngine()))
         assert isinstance(await end, Cancelled)
         assert 0 < backend.n_decodes - n_before <= 2
 
@@ -242,7 +243,7 @@ async def test_an_error_on_the_loop_ends_the_engine_after_the_step_that_runs() -
     has_failed = asyncio.Event()
 
     def fail_once(_: list[Event]) -> None:
-        engine.engine._on_events = engine._receive
+        engine.engine._on_events = engine.local.dispatcher.receive
         has_failed.set()
         raise ZeroDivisionError
 

@@ -46,7 +46,7 @@ class Counted:
         self.prompts[name] = prompt
         end = self.engine.ends[name] = asyncio.get_running_loop().create_future()
         submit = Submit(name, (TokensPart(prompt),), sampling=GREEDY, max_tokens=max_tokens, **fields)
-        self.engine.engine.send(submit)
+        self.engine.local.send(submit)
         return end
 
     async def ask_all(self, prompts: Sequence[Prompt], **fields: object) -> list[Finished]:

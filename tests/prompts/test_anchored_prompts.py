@@ -16,7 +16,7 @@ from llamaslot.base.commands import Submit, TextPart, TokensPart
 from llamaslot.base.tokens import Tokens
 from llamaslot.prompts import cut_points
 from llamaslot.prompts.cut_points import exact_cut_tokens
-from llamaslot.prompts.tokenizer import Remembered, ReplyContext, Tokenizer
+from llamaslot.prompts.tokenizer import ReplyContext, Tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
 N_CTX = 2**17
@@ -233,7 +233,7 @@ def test_a_reply_with_an_invalid_character_is_found_by_the_text_that_was_sent(
 def test_without_anchors_every_text_gets_its_own_tokens(vocab: LlamaVocab) -> None:
     tokenizer = Tokenizer(vocab, N_CTX, min_match=0.8, use_anchors=False)
     context = tokenizer.tokenize_prompt(submit(turn("Hi")))
-    assert tokenizer.remember(context, tokenized_otherwise(vocab, random.Random(1), "Hello"), 5) == Remembered()
+    assert tokenizer.remember(context, tokenized_otherwise(vocab, random.Random(1), "Hello"), 5) == ()
     assert context.prompt.tokens.tolist() == canonical(vocab, turn("Hi"))
 
 

@@ -1,191 +1,159 @@
-"""The prompt worker on the fake vocabulary: each request is answered once, and nothing is kept of ended ones."""
+"""The prompt worker on the fake vocabulary: jobs are carried out in order, and released requests leave nothing."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import threading
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
 
-from llamaslot.base.commands import DropSession, Submit, TextPart, Tokenize, TokensPart
-from llamaslot.base.errors import InvalidRequestError, LlamaslotError
+from llamaslot.base.commands import Detokenize, DropSession, Submit, TextPart, Tokenize, Tokenized, TokensPart
+from llamaslot.base.errors import ContextSizeError, InvalidRequestError, QueueFullError
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import AnchorStats, SessionStats
-from llamaslot.base.tokens import Tokens
-from llamaslot.prompts.prompt_worker import PromptWorker
-from llamaslot.prompts.sessions import Session
-from llamaslot.prompts.text_anchors import TextAnchor
+from llamaslot.base.text_records import TextRecord
+from llamaslot.prompts.prompt_jobs import (
+    ClearTexts,
+    DroppedSession,
+    Locate,
+    Located,
+    Release,
+    Remember,
+    Restore,
+    TextRecords,
+    TokenizePrompt,
+)
+from llamaslot.prompts.prompt_worker import PromptThread
 from llamaslot.prompts.tokenizer import Tokenizer
 from tests.fake_backend import FakeVocab
 
-BROKEN = np.array([0x80, 0x80], dtype=np.int32)
+BROKEN = np.array([0x80, 0x80], dtype=np.int32).tobytes()
 """A reply of two invalid characters, whose text gives other tokens."""
+LONG = Tokenize((TextPart("x" * 20_000),))
 
 
-class Store:
-    """Notes what is written."""
+class GatedVocab(FakeVocab):
+    """Long texts wait for a gate."""
 
     def __init__(self) -> None:
-        self.written: list[str] = []
+        self.gate = threading.Event()
+        self.n_waiting = 0
 
-    def anchors(self) -> Sequence[TextAnchor]:
-        return ()
-
-    def write_anchor(self, anchor: TextAnchor) -> None:
-        self.written.append("anchor")
-
-    def sessions(self) -> Sequence[tuple[bytes, Session]]:
-        return ()
-
-    def write_session(self, digest: bytes, session: Session) -> None:
-        self.written.append("session")
-
-    def drop_session(self, digest: bytes) -> None:
-        self.written.append("drop")
-
-    def clear_texts(self) -> None:
-        self.written.append("clear")
-
-
-class Engine:
-    """Accepts prompts, and carries out what is posted when told to."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.posted: list[Callable[[], None]] = []
-        self.accepted: dict[str, TokenizedPrompt] = {}
-        self.failed: dict[str, LlamaslotError] = {}
-        self.worker = PromptWorker(tokenizer, post=self.posted.append, fail=self.failed.__setitem__)
-        self.store = Store()
-        self.worker.keep_in(self.store, lambda method, *arguments: method(*arguments))
-
-    async def run_posted(self, n: int = 1) -> None:
-        """Carry out what the next `n` calls post."""
-        async with asyncio.timeout(5):
-            while len(self.posted) < n:
-                await asyncio.sleep(0.001)
-        while self.posted:
-            self.posted.pop(0)()
-
-    async def submit(self, *request_ids: str, **fields: object) -> None:
-        """Have a prompt tokenized for some requests."""
-        submits = [Submit(each, (TextPart("hello"),), **fields) for each in request_ids]  # type: ignore[arg-type]
-        self.worker.submit(submits, lambda submit, prompt: self.accepted.update({submit.request_id: prompt}))
-        await self.run_posted()
-
-
-class Failing(Tokenizer):
-    """Raises what no caller expects."""
-
-    def tokenize_prompt(self, submit: Submit) -> object:  # type: ignore[override]
-        raise RuntimeError("a bug")
-
-    def remember(self, context: object, generated: Tokens, n_sent: int) -> object:  # type: ignore[override]
-        raise RuntimeError("a bug")
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> object:  # type: ignore[override]
+        if len(text) > 10_000:
+            self.n_waiting += 1
+            assert self.gate.wait(10)
+        return super().tokenize(text, add_special=add_special, parse_special=parse_special)
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
-    engine = Engine(Tokenizer(FakeVocab(), 100, min_match=0.8))
-    yield engine
-    engine.worker.close()
+async def worker() -> AsyncIterator[PromptThread]:
+    worker = PromptThread(Tokenizer(FakeVocab(), 100, min_match=0.8))
+    yield worker
+    worker.close()
 
 
-async def test_a_remembered_reply_is_written_and_its_request_released(engine: Engine) -> None:
-    await engine.submit("a", "b", session_id="mine")
-    assert set(engine.accepted) == set(engine.worker._contexts) == {"a", "b"}
-    engine.worker.remember("a", BROKEN, 2)
-    assert engine.worker.is_remembering
-    await engine.run_posted()
-    assert not engine.worker.is_remembering
-    assert engine.store.written == ["anchor", "session"]
-    anchors, sessions = engine.worker.stats
-    assert (anchors.replies, sessions.known) == (1, 1)
-    engine.worker.release("b")
-    assert not engine.worker._contexts
+def tokenize(request_id: str, text: str = "hello", session_id: str = "") -> TokenizePrompt:
+    return TokenizePrompt(Submit(request_id, (TextPart(text),), session_id=session_id))
 
 
-async def test_a_cancelled_request_is_not_answered_and_leaves_nothing(engine: Engine) -> None:
-    submits = [Submit(each, (TextPart("hello"),)) for each in ("a", "b")]
-    engine.worker.submit(submits, lambda submit, prompt: engine.accepted.update({submit.request_id: prompt}))
-    assert list(engine.worker._waiting) == ["a", "b"]
-    assert engine.worker.cancel("a")
-    assert not engine.worker.cancel("a")
-    await engine.run_posted()
-    assert set(engine.accepted) == set(engine.worker._contexts) == {"b"}
-    assert not engine.worker.cancel("b"), "its prompt is tokenized"
-    engine.worker.cancel_all()
-    assert not engine.worker._contexts
+async def test_a_reply_is_remembered_until_its_request_is_released(worker: PromptThread) -> None:
+    prompt = await worker.call(tokenize("a", session_id="mine"))
+    assert isinstance(prompt, TokenizedPrompt)
+    new = await worker.call(Remember("a", BROKEN, 2))
+    assert isinstance(new, TextRecords)
+    assert [record.kind for record in new.records] == ["anchor", "session"]
+    anchors, sessions = worker.stats
+    assert (anchors.replies, sessions.known, worker.n_contexts) == (1, 1, 1)
+    await worker.call(Release("a"))
+    assert worker.n_contexts == 0
 
 
-async def test_a_cancelled_request_alone_is_not_answered(engine: Engine) -> None:
-    engine.worker.submit([Submit("a", (TextPart("hello"),))], lambda *_: pytest.fail("it was cancelled"))
-    engine.worker.cancel("a")
-    await engine.run_posted()
-    assert (engine.failed, engine.worker._contexts, engine.worker._waiting) == ({}, {}, {})
+async def test_a_second_reply_to_the_same_prompt_is_remembered_too(worker: PromptThread) -> None:
+    await worker.call(tokenize("a"))
+    for reply in (BROKEN, BROKEN * 2):
+        assert len((await worker.call(Remember("a", reply, len(reply) // 4))).records) == 1
+
+
+async def test_records_are_restored_by_another_worker(worker: PromptThread) -> None:
+    await worker.call(tokenize("a", session_id="mine"))
+    reply = np.array([ord("!")] * 2, dtype=np.int32).tobytes()
+    new = await worker.call(Remember("a", reply, 2))
+    other = PromptThread(Tokenizer(FakeVocab(), 100, min_match=0.8))
+    broken = [TextRecord("session", b"x", b"no msgpack"), TextRecord("anchor", b"x", b"")]
+    await other.call(Restore((*new.records, *broken)))
+    assert other.stats == worker.stats
+    prompt = await other.call(tokenize("b", "hello!!?", session_id="mine"))
+    assert prompt.session_match == "extend"
+    other.close()
+
+
+async def test_positions_are_found_in_the_text_of_a_prompt(worker: PromptThread) -> None:
+    prompt = await worker.call(tokenize("a", "hello"))
+    assert await worker.call(Locate("a", len(prompt.tokens) - 1)) == Located(4)
 
 
 @pytest.mark.parametrize(
-    ("part", "error"),
-    [(TextPart("x" * 1000), "context"), (TokensPart((10**6,)), "vocabulary")],
+    ("part", "error", "word"),
+    [
+        (TextPart("x" * 1000), ContextSizeError, "context"),
+        (TokensPart((10**6,)), InvalidRequestError, "vocabulary"),
+    ],
     ids=["long", "ids"],
 )
-async def test_a_refused_request_fails_once_and_leaves_nothing(
-    engine: Engine, part: TextPart | TokensPart, error: str
+async def test_a_refused_prompt_leaves_nothing(
+    worker: PromptThread, part: TextPart | TokensPart, error: type[Exception], word: str
 ) -> None:
-    engine.worker.submit([Submit("a", (part,))], lambda *_: pytest.fail("it was refused"))
-    answers: list[object] = []
-    engine.worker.answer("query", Tokenize((TokensPart((10**6,)),)), answers.append)
-    await engine.run_posted(2)
-    assert set(engine.failed) == {"a"}
-    assert [type(answer) for answer in answers] == [InvalidRequestError]
-    assert error in engine.failed["a"].message
-    assert (engine.worker._contexts, engine.worker._waiting) == ({}, {})
+    with pytest.raises(error, match=word):
+        await worker.call(TokenizePrompt(Submit("a", (part,))))
+    assert worker.n_contexts == 0
+    with pytest.raises(InvalidRequestError):
+        await worker.call(Detokenize((10**6,)))
 
 
-async def test_bugs_in_the_tokenizer_end_the_request_and_nothing_else() -> None:
-    engine = Engine(Failing(FakeVocab(), 100, min_match=0.8))
-    await engine.submit("a")
-    assert engine.failed["a"].type == "server_error"
-    assert (engine.worker._contexts, engine.worker._waiting) == ({}, {})
-    context = Tokenizer(FakeVocab(), 100, min_match=0.8).tokenize_prompt(Submit("b", (TextPart("hello"),)))
-    engine.worker._contexts["b"] = context
-    engine.worker.remember("b", BROKEN, 2)
-    await engine.run_posted()
-    assert not engine.worker.is_remembering
-    assert engine.store.written == []
-    engine.worker.close()
+async def test_a_cancelled_job_is_not_carried_out() -> None:
+    vocab = GatedVocab()
+    worker = PromptThread(Tokenizer(vocab, 10**6, min_match=0.8))
+    first = worker.call(tokenize("a", "x" * 20_000))
+    while not vocab.n_waiting:
+        await asyncio.sleep(0.001)
+    second = worker.call(tokenize("b"))
+    second.cancel()
+    vocab.gate.set()
+    await first
+    await worker.call(tokenize("c"))
+    assert worker.n_contexts == 2
+    worker.close()
 
 
-async def test_a_reply_that_is_being_remembered_is_cleared_too(engine: Engine) -> None:
-    await engine.submit("a", session_id="mine")
-    done = []
-    engine.worker.remember("a", BROKEN, 2)
-    engine.worker.clear(lambda: done.append("cleared"))
-    await engine.run_posted(2)
-    assert done == ["cleared"]
-    assert engine.store.written == ["anchor", "session", "clear"]
-    assert engine.worker.stats == (AnchorStats(), SessionStats())
+async def test_what_is_being_remembered_is_cleared_too(worker: PromptThread) -> None:
+    await worker.call(tokenize("a", session_id="mine"))
+    jobs = [worker.call(Remember("a", BROKEN, 2)), worker.call(ClearTexts())]
+    await asyncio.gather(*jobs)
+    assert worker.stats == (AnchorStats(), SessionStats())
 
 
-async def test_a_dropped_session_gives_its_tokens_once(engine: Engine) -> None:
-    await engine.submit("a", session_id="mine")
-    engine.worker.remember("a", BROKEN, 2)
-    found: list[list[bytes]] = []
-    for _ in range(2):
-        engine.worker.drop_session(DropSession("mine"), lambda _, paths: found.append(paths), pytest.fail)
-    await engine.run_posted(3)
-    prompt = engine.accepted["a"].packed_tokens
-    assert found == [[prompt + BROKEN.tobytes()], []]
+async def test_a_dropped_session_gives_its_tokens_once(worker: PromptThread) -> None:
+    prompt = await worker.call(tokenize("a", session_id="mine"))
+    worker.call(Remember("a", BROKEN, 2))
+    found = [await worker.call(DropSession("mine")) for _ in range(2)]
+    assert all(isinstance(each, DroppedSession) for each in found)
+    assert [each.paths for each in found] == [(prompt.packed_tokens + BROKEN,), ()]
 
 
-async def test_a_long_query_that_is_cancelled_when_it_was_just_answered_gets_no_answer(engine: Engine) -> None:
-    query = Tokenize((TextPart("x" * 20_000),))
-    answers: list[object] = []
-    engine.worker.answer("a", query, answers.append)
-    future, _ = engine.worker._queries["a"]
-    await asyncio.wait([future])
-    engine.worker.cancel_query("a")
-    await engine.run_posted(1)
-    assert answers == []
-    assert not engine.worker._queries
+async def test_long_queries_do_not_hold_up_prompts_and_are_limited() -> None:
+    vocab = GatedVocab()
+    worker = PromptThread(Tokenizer(vocab, 100, min_match=0.8))
+    queries = [worker.call(LONG) for _ in range(4)]
+    await asyncio.wait_for(worker.call(tokenize("a")), 5)
+    with pytest.raises(QueueFullError):
+        await worker.call(LONG)
+    queries.pop().cancel()
+    await asyncio.sleep(0)
+    queries.append(worker.call(LONG))
+    vocab.gate.set()
+    assert all(isinstance(answer, Tokenized) for answer in await asyncio.gather(*queries))
+    assert vocab.n_waiting == 4, "the cancelled query was not worked out"
+    worker.close()

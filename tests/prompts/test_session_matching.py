@@ -54,11 +54,10 @@ class Talk:
 
     def remember(self, generated: Tokens, n_sent: int, *, keep_anchor: bool = False) -> Session:
         """End the last request, without a text anchor, so that only sessions give tokens."""
-        _, session = self.tokenizer.remember(self.context, generated, n_sent)
+        *_, session = self.tokenizer.remember(self.context, generated, n_sent)
         if not keep_anchor:
             self.tokenizer.anchors.clear()
-        assert session is not None
-        return session[1]
+        return Session.of(session)
 
 
 @pytest.fixture

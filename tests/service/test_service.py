@@ -41,7 +41,7 @@ from llamaslot.service.generations import Generations
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service
 from llamaslot.text.template import ChatTemplate
-from tests.engine.harness import new_engine
+from tests.engine.harness import LocalEngine
 from tests.fake_backend import FakeBackend
 
 _ids = itertools.count(1)
@@ -56,14 +56,14 @@ def service_for(backend: FakeBackend, max_queue: int = 256) -> Service:
 async def running(backend: FakeBackend, max_queue: int = 256) -> AsyncIterator[Service]:
     """A service whose engine runs inside the block."""
     service = service_for(backend, max_queue)
-    engine = new_engine(backend, service.receive)
+    engine = LocalEngine(backend, service.receive)
     service.connect(engine.send)
     task = asyncio.create_task(engine.run())
     try:
         async with asyncio.timeout(30):
             yield service
     finally:
-        engine.stop()
+        await engine.stop()
         await task
 
 
@@ -289,7 +289,7 @@ async def test_a_query_that_is_cancelled_while_its_reply_arrives_affects_no_othe
                 queries[0].cancel()
         service.receive(events)
 
-    engine = new_engine(backend, receive)
+    engine = LocalEngine(backend, receive)
     service.connect(engine.send)
     run = asyncio.create_task(engine.run())
     queries.append(asyncio.create_task(service.ask(Detokenize((10**6,)), Detokenized)))
@@ -299,7 +299,7 @@ async def test_a_query_that_is_cancelled_while_its_reply_arrives_affects_no_othe
         assert isinstance(await service.ask(InspectEngine(), EngineState), EngineState)
         with pytest.raises(InvalidRequestError):
             await service.ask(Detokenize((-1,)), Detokenized)
-    engine.stop()
+    await engine.stop()
     await run
     assert await service.stopped == ""
 

@@ -9,7 +9,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from llamaslot import __version__
-from llamaslot.base.events import FinishReason, Progress, SessionMatch
+from llamaslot.base.events import FinishReason, Progress
+from llamaslot.base.prompt import SessionMatch
 from llamaslot.base.stats import Miss
 from llamaslot.service.generations import Generation
 

@@ -7,18 +7,16 @@ other models are different. A row that is not intact is skipped: its text is tok
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import structlog
 import xxhash
 
-from llamaslot.base.tokens import packed, unpacked
+from llamaslot.base.text_records import RecordKind, TextRecord
 from llamaslot.prompts import sessions, text_anchors
-from llamaslot.prompts.sessions import Session
-from llamaslot.prompts.text_anchors import TextAnchor
 
 _TRIM_INTERVAL = 256
 """Rows written between two checks of the limits."""
@@ -36,10 +34,8 @@ SCHEMA = "".join(
     """
     for table in ("anchors", "sessions")
 )
+_TABLES: dict[RecordKind, str] = {"anchor": "anchors", "session": "sessions"}
 _encode = msgspec.msgpack.encode
-_decode_anchor = msgspec.msgpack.Decoder(tuple[int, bytes]).decode
-_decode_session = msgspec.msgpack.Decoder(tuple[bytes, int, int, int, bool, tuple[tuple[int, bytes], ...]]).decode
-T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
 
@@ -51,25 +47,22 @@ class TextTables:
         self._key = key
         self._n_written = 0
 
-    def anchors(self) -> list[TextAnchor]:
-        """Return the intact anchors, the oldest first."""
-        rows = self._rows("anchors", _decode_anchor)
-        return [TextAnchor(digest, parent, *fields) for digest, parent, fields in rows]
+    def records(self) -> list[TextRecord]:
+        """Return the intact records, the oldest of each kind first."""
+        return [record for kind in _TABLES for record in self._records(kind)]
 
-    def write_anchor(self, anchor: TextAnchor) -> None:
-        """Write an anchor, in place of an earlier one of its digest."""
-        self._write("anchors", anchor.digest, anchor.parent, _encode((anchor.start, anchor.tokens)))
-
-    def sessions(self) -> list[tuple[bytes, Session]]:
-        """Return the intact sessions with their digests, the oldest first."""
-        rows = self._rows("sessions", _decode_session)
-        return [(digest, Session(unpacked(fields[0]), *fields[1:])) for digest, _, fields in rows]
-
-    def write_session(self, digest: bytes, session: Session) -> None:
-        """Write a session, in place of an earlier one of that digest."""
-        counts = session.n_added, session.n_prompt, session.n_text
-        content = _encode((packed(session.tokens), *counts, session.is_text, session.branches))
-        self._write("sessions", digest, b"", content)
+    def write(self, record: TextRecord) -> None:
+        """Write a record, in place of an earlier one of that kind and digest."""
+        row = [record.digest, record.parent, record.content]
+        with _logged_errors():
+            self._database.execute(
+                f"REPLACE INTO {_TABLES[record.kind]} (key, digest, parent, content, checksum) "
+                "VALUES (?, ?, ?, ?, ?)",
+                (self._key, *row, _checksum(row)),
+            )
+            self._n_written += 1
+            if self._n_written % _TRIM_INTERVAL == 0:
+                self._trim()
 
     def drop_session(self, digest: bytes) -> None:
         """Delete a session."""
@@ -82,29 +75,16 @@ class TextTables:
             self._database.execute("DELETE FROM anchors WHERE key = ?", (self._key,))
             self._database.execute("DELETE FROM sessions WHERE key = ?", (self._key,))
 
-    def _rows(self, table: str, decode: Callable[[bytes], T]) -> list[tuple[bytes, bytes, T]]:
-        """Digest, parent and decoded content of the intact rows, the oldest first."""
-        rows = []
+    def _records(self, kind: RecordKind) -> list[TextRecord]:
+        found: list[TextRecord] = []
+        query = f"SELECT digest, parent, content, checksum FROM {_TABLES[kind]} WHERE key = ? ORDER BY number"
         with _logged_errors():
             self._trim()
-            for *row, checksum in self._database.execute(
-                f"SELECT digest, parent, content, checksum FROM {table} WHERE key = ? ORDER BY number", (self._key,)
-            ):
+            for *row, checksum in self._database.execute(query, (self._key,)):
                 if checksum == _checksum(row):
                     digest, parent, content = row
-                    rows.append((digest, parent, decode(content)))
-        return rows
-
-    def _write(self, table: str, digest: bytes, parent: bytes, content: bytes) -> None:
-        row = [digest, parent, content]
-        with _logged_errors():
-            self._database.execute(
-                f"REPLACE INTO {table} (key, digest, parent, content, checksum) VALUES (?, ?, ?, ?, ?)",
-                (self._key, *row, _checksum(row)),
-            )
-            self._n_written += 1
-            if self._n_written % _TRIM_INTERVAL == 0:
-                self._trim()
+                    found.append(TextRecord(kind, digest, content, parent))
+        return found
 
     def _trim(self) -> None:
         """Delete the oldest rows of all keys where a table has too many, and anchors whose parent is gone."""
@@ -127,10 +107,10 @@ class TextTables:
 
 @contextmanager
 def _logged_errors() -> Iterator[None]:
-    """Log errors of an unusable index (`INDEX_ERRORS`), and of content that other code has written."""
+    """Log errors of an unusable index (`INDEX_ERRORS`)."""
     try:
         yield
-    except (sqlite3.Error, UnicodeDecodeError, msgspec.MsgspecError) as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         _log.warning("disk.text_tables_failed", error=str(error))
 
 

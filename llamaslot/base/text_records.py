@@ -1,0 +1,37 @@
+"""Text anchors and sessions as records: the form in which they are stored and cross process boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol, TypeAlias
+
+import msgspec
+
+RecordKind: TypeAlias = Literal["anchor", "session"]
+
+
+class TextRecord(msgspec.Struct, frozen=True):
+    """A text anchor or a session; `llamaslot.prompts` encodes and decodes its content."""
+
+    kind: RecordKind
+    digest: bytes
+    """Identifies it among the records of its kind."""
+    content: bytes
+    parent: bytes = b""
+    """Digest of the anchor that an anchor continues; empty for none."""
+
+
+class TextStore(Protocol):
+    """Records on disk; used by one thread at a time. When they exceed the limit, the oldest are deleted."""
+
+    def records(self) -> Sequence[TextRecord]:
+        """Return all records, the oldest of each kind first."""
+
+    def write(self, record: TextRecord) -> None:
+        """Write a record, in place of an earlier one of that kind and digest."""
+
+    def drop_session(self, digest: bytes) -> None:
+        """Delete a session."""
+
+    def clear_texts(self) -> None:
+        """Delete all records."""

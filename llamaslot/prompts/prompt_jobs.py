@@ -1,0 +1,142 @@
+"""Jobs of the prompt worker, and what carries them out on a tokenizer.
+
+Jobs and results are plain values that msgspec can encode, so that the worker can run in a process of its own. They
+are carried out in order: the prompt that follows a reply finds what was remembered of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import msgspec
+
+from llamaslot.base.commands import Detokenize, Detokenized, DropSession, Submit, Tokenize, Tokenized
+from llamaslot.base.namespaces import salt_namespace
+from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.text_records import TextRecord
+from llamaslot.base.tokens import unpacked
+from llamaslot.prompts.sessions import session_digest
+from llamaslot.prompts.tokenizer import ReplyContext, Tokenizer
+
+
+class TokenizePrompt(msgspec.Struct, frozen=True, tag="tokenize_prompt"):
+    """Tokenize the prompt of a request; answered by `TokenizedPrompt`.
+
+    What it takes to remember replies to it is kept until the request is released.
+    """
+
+    submit: Submit
+
+
+class Remember(msgspec.Struct, frozen=True, tag="remember"):
+    """Remember a reply; answered by `TextRecords`, which is empty if the request is not known."""
+
+    request_id: str
+    generated: bytes
+    """Packed tokens."""
+    n_sent: int
+    """Characters that the client was sent."""
+
+
+class TextRecords(msgspec.Struct, frozen=True, tag="text_records"):
+    """New records, to be written to disk."""
+
+    records: tuple[TextRecord, ...]
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """Release a request: no reply to it will be remembered any more."""
+
+    request_id: str
+
+
+class Locate(msgspec.Struct, frozen=True, tag="locate"):
+    """Count the characters that the first tokens of a request's prompt stand for; answered by `Located`."""
+
+    request_id: str
+    n_tokens: int
+
+
+class Located(msgspec.Struct, frozen=True, tag="located"):
+    """A position in a prompt's text."""
+
+    n_characters: int
+
+
+class DroppedSession(msgspec.Struct, frozen=True, tag="dropped_session"):
+    """The tokens of a dropped session; answers `DropSession`."""
+
+    namespace: str
+    digest: bytes
+    paths: tuple[bytes, ...]
+    """The tokens of its sequences, packed; empty if there was no such session."""
+
+
+class ClearTexts(msgspec.Struct, frozen=True, tag="clear_texts"):
+    """Drop all text anchors and sessions."""
+
+
+class Restore(msgspec.Struct, frozen=True, tag="restore"):
+    """Take over records of an earlier process."""
+
+    records: tuple[TextRecord, ...]
+
+
+Job: TypeAlias = (
+    TokenizePrompt | Remember | Release | Locate | DropSession | ClearTexts | Restore | Tokenize | Detokenize
+)
+
+JobResult: TypeAlias = TokenizedPrompt | TextRecords | Located | DroppedSession | Tokenized | Detokenized | None
+
+
+class PromptJobs:
+    """Carries out jobs, one at a time but for `Tokenize` and `Detokenize`, which use only the vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._contexts: dict[str, ReplyContext] = {}
+        """Of requests that were not released."""
+        self._methods: dict[type[msgspec.Struct], Callable[[Any], JobResult]] = {
+            TokenizePrompt: self._tokenize_prompt,
+            Remember: self._remember,
+            Release: self._release,
+            Locate: self._locate,
+            DropSession: self._drop_session,
+            ClearTexts: lambda _: tokenizer.clear(),
+            Restore: lambda job: tokenizer.restore(job.records),
+            Tokenize: tokenizer.tokenize,
+            Detokenize: tokenizer.detokenize,
+        }
+
+    @property
+    def n_contexts(self) -> int:
+        """Requests that were not released."""
+        return len(self._contexts)
+
+    def run(self, job: Job) -> JobResult:
+        """Carry out a job; raises `LlamaslotError` for what cannot be tokenized."""
+        return self._methods[type(job)](job)
+
+    def _tokenize_prompt(self, job: TokenizePrompt) -> TokenizedPrompt:
+        context = self.tokenizer.tokenize_prompt(job.submit)
+        self._contexts[job.submit.request_id] = context
+        return context.prompt
+
+    def _release(self, job: Release) -> None:
+        self._contexts.pop(job.request_id, None)
+
+    def _remember(self, job: Remember) -> TextRecords:
+        context = self._contexts.get(job.request_id)
+        if context is None:
+            return TextRecords(())
+        return TextRecords(self.tokenizer.remember(context, unpacked(job.generated), job.n_sent))
+
+    def _locate(self, job: Locate) -> Located:
+        return Located(self.tokenizer.n_characters(self._contexts[job.request_id], job.n_tokens))
+
+    def _drop_session(self, job: DropSession) -> DroppedSession:
+        namespace = salt_namespace(job.cache_salt)
+        digest = session_digest(namespace, job.session_id)
+        session = self.tokenizer.sessions.drop(digest)
+        return DroppedSession(namespace, digest, tuple(session.paths) if session is not None else ())
