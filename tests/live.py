@@ -68,11 +68,16 @@ def serving(
     """A server with these arguments, ended by its process id.
 
     What it measures at start is kept for other tests, and not in the user's own folder. `fault` is Python source
-    that the server's process runs first, to inject a fault.
+    that each of the server's processes runs first, to inject a fault.
     """
     log = folder / "server.log"
     own = {"XDG_CACHE_HOME": str(folder.parent / "cache"), **(environ or {})}
-    program = f"{fault}\nimport sys\nfrom llamaslot.cli.main import main\nsys.exit(main())"
+    if fault:
+        # Python imports a module of this name at its start.
+        (folder / "fault").mkdir(exist_ok=True)
+        (folder / "fault" / "sitecustomize.py").write_text(fault)
+        own["PYTHONPATH"] = str(folder / "fault")
+    program = "import sys\nfrom llamaslot.cli.main import main\nsys.exit(main())"
     command = [sys.executable, "-c", program, "serve", "--port", "0", "-t", "1", *map(str, args)]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **own})

@@ -14,7 +14,7 @@ from llamaslot.api.bodies import SessionBody, json_response, read
 from llamaslot.api.completions import submission
 from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.api.keys import GRANTED, Access
-from llamaslot.api.middleware import given_key
+from llamaslot.api.middleware import given_key, valid_unicode
 from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, InspectCache
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
 from llamaslot.base.stats import CacheState
@@ -45,7 +45,7 @@ async def drop_session(request: web.Request) -> web.Response:
             "all keys share their sessions here: dropping one needs an administrator's API key, or "
             "--cache-salt-from-api-key"
         )
-    session_id = request.match_info["session_id"]
+    session_id = valid_unicode(request.match_info["session_id"])
     own = (await read(request, SessionBody)).cache_salt if request.can_read_body else None
     salt = submission.salt(settings, own or "", given_key(request))
     dropped = await service.ask(DropSession(session_id, salt), CacheCleared)

@@ -83,9 +83,9 @@ def body(error: errors.LlamaslotError) -> bytes:
 def response(error: errors.LlamaslotError) -> web.Response:
     """Return the error as a reply, with the headers of its status."""
     headers = {}
-    if isinstance(error, errors.QueueFullError):
+    if error.retry_after:
         headers["Retry-After"] = str(error.retry_after)
-    elif isinstance(error, errors.AuthenticationError):
+    if isinstance(error, errors.AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, MethodNotAllowedError):
         headers["Allow"] = ", ".join(sorted(error.allowed))

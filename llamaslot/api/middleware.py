@@ -55,10 +55,15 @@ class Caller(NamedTuple):
 
 def caller_of(request: web.Request) -> Caller:
     """Return the client of a request; raises `InvalidRequestError` for an `X-Session-ID` that is too long."""
-    session_id = request.headers.get("X-Session-ID", "")
+    session_id = valid_unicode(request.headers.get("X-Session-ID", ""))
     if len(session_id) > MAX_ID_CHARS:
         raise InvalidRequestError(f"X-Session-ID is limited to {MAX_ID_CHARS} characters", param="X-Session-ID")
     return Caller(request[CLIENT_ID], given_key(request), session_id)
+
+
+def valid_unicode(text: str) -> str:
+    """Return a text with bytes that were no valid UTF-8, which aiohttp decodes as surrogates, written out."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 @web.middleware

@@ -14,8 +14,9 @@ from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.base.errors import NotFoundError, NotSupportedError
 
 
-async def health(_: web.Request) -> web.Response:
-    """Return 200: requests get here only once the model is loaded."""
+async def health(request: web.Request) -> web.Response:
+    """Return 200; the error of a model that is loading, or of an engine that is restarting, is a 503."""
+    request.app[READINESS].check().check_running()
     return json_response({"status": "ok"})
 
 

@@ -9,8 +9,8 @@ from llamaslot.api.completions.submission import checked, parse_prompt
 from llamaslot.api.context import READINESS
 from llamaslot.base.commands import Detokenize, Detokenized, Tokenize, Tokenized
 
-_TOKEN_BYTES = 8
-"""Bytes of a token id in a reply, about."""
+_EXPANSION = 2
+"""Bytes of a token id in a reply, about, divided by those of a packed one."""
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -27,7 +27,8 @@ async def tokenize(request: web.Request) -> web.Response:
     if query is None:
         return json_response({"tokens": []})
     answer = await service.ask(query, Tokenized)
-    return await request.app[BODY_READER].run(len(answer.tokens) * _TOKEN_BYTES, _reply, answer, query.with_pieces)
+    n_bytes = len(answer.packed_tokens) * _EXPANSION
+    return await request.app[BODY_READER].run(n_bytes, _reply, answer, query.with_pieces)
 
 
 async def detokenize(request: web.Request) -> web.Response:

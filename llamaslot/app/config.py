@@ -118,7 +118,7 @@ class Config:
     cache_salt_from_api_key: bool = _own(False, "requests share KV only with those of the same API key")
     cache_debug_text: bool = _own(False, "show the text of prefixes in /cache, to anyone")
     debug_invariants: bool = _own(
-        False, "check the cache against the KV pool whenever idle, and end if they differ"
+        False, "check the cache against the KV pool whenever idle; the engine ends if they differ"
     )
     n_predict: CountOrMinusOne = _llama(-1, "default limit of new tokens; -1 for none", "-n --predict --n-predict")
     seed: Annotated[int, Meta(ge=-1, le=2**32 - 1)] = _llama(
@@ -186,6 +186,17 @@ class Config:
     )
     shutdown_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] = _own(
         30.0, "seconds for running requests to finish"
+    )
+    in_process: bool = _own(
+        False, "run engine and tokenizer in the server's own process, which then ends if llama.cpp aborts"
+    )
+    step_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] = _own(
+        60.0,
+        "seconds after which an engine whose step does not end is restarted, or 20 times what the step should "
+        "take if that is longer; 0 for never (not with --in-process)",
+    )
+    prompt_timeout: Annotated[float, Meta(gt=0, le=INT32_MAX)] = _own(
+        60.0, "seconds that tokenizing a prompt may take; the request then fails (not with --in-process)"
     )
     log_format: Literal["auto", "console", "json"] = _own(
         "auto", "log lines; auto is console on a terminal, else JSON"

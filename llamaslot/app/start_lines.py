@@ -9,15 +9,16 @@ from collections.abc import Sequence
 import structlog
 
 from llamaslot import __version__
-from llamaslot.app.cache_budgets import Budgets
 from llamaslot.app.config import Config
-from llamaslot.base.model import QUERY_BLOCK, ModelInfo, StepCost
+from llamaslot.base.model import QUERY_BLOCK, StepCost
+from llamaslot.processes.messages import Loaded
 
 _log = structlog.get_logger(__name__)
 
 
-def announce(info: ModelInfo, budgets: Budgets, disk_line: str, urls: Sequence[str], config: Config) -> None:
+def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
     """Print the start lines, and log the same as one event."""
+    info = loaded.info
     size = f"{info.size_bytes / 2**20:,.0f} MiB"
     print(f"llamaslot {__version__}: {_bold(info.name)} ({info.description}, {size}) on {info.device}")
     if info.sizing:
@@ -31,11 +32,11 @@ def announce(info: ModelInfo, budgets: Budgets, disk_line: str, urls: Sequence[s
     )
     if not info.reuse:
         print(_yellow(f"No prefix is reused ({info.reuse_reason}): every prompt is computed whole."))
-    print(budgets.line)
+    print(loaded.ram_line)
     if info.step_cost is not None:
         print(_small_steps_line(info.step_cost))
-    if disk_line:
-        print(disk_line)
+    if loaded.disk_line:
+        print(loaded.disk_line)
     elif config.cache_disk:
         print(_yellow("--cache-disk is not used: it keeps only prefixes that are offloaded to RAM."))
     if not info.flash_attn:
@@ -58,7 +59,7 @@ def announce(info: ModelInfo, budgets: Budgets, disk_line: str, urls: Sequence[s
         cache_seqs=info.n_cache_seqs,
         flash_attention=info.flash_attn,
         reuse=info.reuse_reason or "on",
-        disk=config.cache_disk if disk_line else "off",
+        disk=config.cache_disk if loaded.disk_line else "off",
     )
 
 

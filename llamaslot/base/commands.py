@@ -7,12 +7,14 @@ its body names.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
+from llamaslot.base.tokens import unpacked
 
 N_SEEDS = 2**32 - 1
 """Seeds are 32 bits wide; the highest one means "random" to llama.cpp and is never passed on."""
@@ -126,10 +128,27 @@ class Tokenize(msgspec.Struct, frozen=True, tag="tokenize"):
 
 
 class Tokenized(msgspec.Struct, frozen=True, tag="tokenized"):
-    """Token ids and, if they were asked for, the bytes of each."""
+    """Token ids and, if they were asked for, the bytes of each.
 
-    tokens: tuple[int, ...]
-    pieces: tuple[bytes, ...] = ()
+    Packed, because there may be millions: as separate values they would hold up the event loop that decodes them.
+    """
+
+    packed_tokens: bytes
+    text: bytes = b""
+    """The bytes of all tokens."""
+    packed_ends: bytes = b""
+    """For each token the offset at which its bytes end, packed like tokens; empty unless they were asked for."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The token ids."""
+        return tuple(unpacked(self.packed_tokens).tolist())
+
+    @property
+    def pieces(self) -> list[bytes]:
+        """The bytes of each token."""
+        ends = unpacked(self.packed_ends).tolist()
+        return [self.text[start:end] for start, end in pairwise([0, *ends])]
 
 
 class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):

@@ -145,5 +145,8 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     reason: str
 
 
-Event: TypeAlias = Accepted | Started | Output | Finished | Failed | Cancelled | Reply | Stopped
+Event: TypeAlias = Accepted | Output | Finished | Failed | Cancelled | Reply | Stopped
+"""Events for the service."""
+EngineEvent: TypeAlias = Started | Output | Finished | Failed | Cancelled | Reply | Stopped
+"""Events of the engine, for the dispatcher."""
 TERMINAL = (Finished, Failed, Cancelled)

@@ -7,6 +7,8 @@ from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
+_OVERHEAD = 200
+"""Bytes that a record takes in addition to its content, about."""
 RecordKind: TypeAlias = Literal["anchor", "session"]
 
 
@@ -19,6 +21,11 @@ class TextRecord(msgspec.Struct, frozen=True):
     content: bytes
     parent: bytes = b""
     """Digest of the anchor that an anchor continues; empty for none."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes in memory, estimated."""
+        return len(self.content) + _OVERHEAD
 
 
 class TextStore(Protocol):

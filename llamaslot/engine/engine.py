@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
@@ -22,8 +22,7 @@ from llamaslot.base import commands
 from llamaslot.base.backend import Backend
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.errors import LlamaslotError, ServerError, UnavailableError, stopped_error
-from llamaslot.base.events import Cancelled, Event, Failed, Generated, Reply, Started, Stopped
-from llamaslot.base.text_records import TextRecord
+from llamaslot.base.events import Cancelled, EngineEvent, Failed, Generated, Reply, Started, Stopped
 from llamaslot.base.tokens import packed
 from llamaslot.engine.disk_worker import Disk, DiskWorker
 from llamaslot.engine.engine_settings import EngineSettings, cache_settings
@@ -31,6 +30,7 @@ from llamaslot.engine.model_worker import Worker, model_thread
 from llamaslot.engine.reply_stream import ReplyStream
 from llamaslot.engine.reports import Reports, Respond
 from llamaslot.engine.slot_actions import SlotActions
+from llamaslot.engine.step_watch import StepWatch
 from llamaslot.kvcache.offload.slot_snapshot import SnapshotStore
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState
 from llamaslot.scheduler.scheduler import DecodeFailed, Sampled, Scheduler
@@ -48,19 +48,20 @@ class Engine:
     """Runs requests on a backend, whose calls are made on `thread` alone.
 
     Every method is called on the event loop of `run`, which ends the thread at its end. Offloaded prefixes are
-    written to `disk`, if there is one; `snapshots` has files for what single slots hold.
+    written to `disk`, if there is one; `snapshots` has files for what single slots hold. `watch` is told of steps.
     """
 
     def __init__(
         self,
         backend: Backend,
-        on_events: Callable[[list[Event]], None],
+        on_events: Callable[[list[EngineEvent]], None],
         settings: EngineSettings,
         *,
         disk: Disk | None = None,
         snapshots: SnapshotStore | None = None,
         clock: Callable[[], float] = time.perf_counter,
         thread: Executor | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
         info = backend.info
         self._backend = backend
@@ -77,7 +78,8 @@ class Engine:
             on_disk=on_disk,
             first_number=disk.first_number if disk is not None else 0,
         )
-        self._worker = Worker(backend, thread or model_thread(), clock, self._needs_plan)
+        self._watch = watch or StepWatch(0)
+        self._worker = Worker(backend, thread or model_thread(), clock, self._needs_plan, self._watch)
         self._disk: DiskWorker | None = None
         if disk is not None:
             too_large = self.scheduler.cache.ignored
@@ -98,7 +100,7 @@ class Engine:
         self._replies: dict[str, ReplyStream] = {}
         """Requests that have not had their terminal event."""
         self._inbox: deque[Callable[[], None]] = deque()
-        self._outbox: list[Event] = []
+        self._outbox: list[EngineEvent] = []
         self._wake = asyncio.Event()
         self._stopping = False
         self._is_closed = False
@@ -117,8 +119,8 @@ class Engine:
                 self._post(lambda: self._cancel(command.request_id))
             case commands.Query(request_id, body):
                 self._queries[type(body)](body, partial(self._reply, request_id))
-            case commands.WriteTexts(records):
-                self._write_texts(records)
+            case commands.WriteTexts(records) if self._disk is not None and not self._is_closed:
+                self._disk.write_texts(records)
 
     def stop(self) -> None:
         """End `run` after the current step; unfinished requests fail as unavailable."""
@@ -139,7 +141,11 @@ class Engine:
         finally:
             self._stopping = True
             self._worker.close()
-            self._fail_all(reason)
+            self._watch.end()
+            if not reason:
+                self._fail_all()
+            # After an error it is for the dispatcher to fail requests, or to give them to another engine.
+            self._end_all()
             self._outbox.append(Stopped(reason))
             self._flush()
             ends = [self._slot_actions.close()]
@@ -150,6 +156,7 @@ class Engine:
             self.has_hung_thread = bool(pending)
 
     async def _step(self) -> None:
+        self._watch.begin()
         while self._inbox:
             self._inbox.popleft()()
         self._slot_actions.begin()
@@ -173,7 +180,7 @@ class Engine:
         assert self._disk is not None
         until = self._clock() + _FLUSH_TIMEOUT_S
         self.scheduler.stop(self._clock())
-        self._fail_all("")
+        self._fail_all()
         self._flush()
         while (now := self._clock()) < until:
             while self._inbox:
@@ -188,6 +195,7 @@ class Engine:
 
     async def _sleep(self, until: float | None) -> None:
         """Wait for a command, or for a time on the clock."""
+        self._watch.end()
         seconds = None if until is None else max(0.0, until - self._clock())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), seconds)
@@ -278,14 +286,18 @@ class Engine:
         progress = request.progress(self._clock(), self._n_held(request)) if request else None
         self._outbox.append(Failed(request_id, error.info(), progress))
 
-    def _fail_all(self, reason: str) -> None:
-        """Fail all unfinished requests: because the engine was told to stop, or because of an internal error."""
-        error = stopped_error(reason)
+    def _fail_all(self) -> None:
+        """Fail all unfinished requests because the engine was told to stop."""
+        error = stopped_error("")
         for request_id, live in self._replies.items():
-            # The scheduler may be in an undefined state, so the request is ended without it.
+            self._fail(request_id, error, live.request)
+        self._end_all()
+
+    def _end_all(self) -> None:
+        """End all unfinished requests without the scheduler, whose state may be undefined."""
+        for live in self._replies.values():
             if live.request.state is not RequestState.DONE:
                 live.request.handle(RequestEvent.END, self._clock())
-            self._fail(request_id, error, live.request)
         self._replies.clear()
 
     def _n_held(self, request: Request) -> int:
@@ -306,10 +318,6 @@ class Engine:
             self._disk.start(self.scheduler.cache.take_jobs())
             self._disk.drop_session(query.session)
         self._respond_when_written(respond, dropped)
-
-    def _write_texts(self, records: Sequence[TextRecord]) -> None:
-        if self._disk is not None and not self._is_closed:
-            self._disk.write_texts(records)
 
     def _respond_when_written(self, respond: Respond, answer: CacheCleared) -> None:
         """Respond once the disk has carried out all jobs so far, or with an error if it does not."""

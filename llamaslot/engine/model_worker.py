@@ -14,6 +14,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TypeAlias, TypeVar
 
 from llamaslot.base.backend import Backend
+from llamaslot.engine.step_watch import StepWatch
 from llamaslot.scheduler.step import StepPlan, StepResult, apply, next_decode_step
 
 OnStep: TypeAlias = Callable[[StepPlan, StepResult], None]
@@ -33,15 +34,22 @@ class Worker:
     """Runs plans on a backend, whose calls are all made on `thread`; `clock` gives seconds.
 
     `needs_plan` is called on the thread after each step: True if the next one must be planned by the loop.
+    `watch` is told when a step begins.
     """
 
     def __init__(
-        self, backend: Backend, thread: Executor, clock: Callable[[], float], needs_plan: Callable[[], bool]
+        self,
+        backend: Backend,
+        thread: Executor,
+        clock: Callable[[], float],
+        needs_plan: Callable[[], bool],
+        watch: StepWatch | None = None,
     ) -> None:
         self._backend = backend
         self._thread = thread
         self._clock = clock
         self._needs_plan = needs_plan
+        self._watch = watch or StepWatch(0)
 
     async def run(self, plan: StepPlan, on_step: OnStep) -> None:
         """Carry out `plan` and what follows from it; `on_step` is called on the loop as soon as each step is done.
@@ -62,6 +70,7 @@ class Worker:
         def compute() -> None:
             step: StepPlan | None = plan
             while step is not None:
+                self._watch.begin(step.n_tokens)
                 result = apply(step, self._backend, self._clock)
                 after = (
                     None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
 
@@ -35,6 +36,10 @@ class LruCache(Generic[V]):
     def __contains__(self, digest: bytes) -> bool:
         """True if there is a value; does not count as a use."""
         return digest in self._values
+
+    def values(self) -> Iterable[V]:
+        """Return all values, the least recently used first."""
+        return self._values.values()
 
     def get(self, digest: bytes) -> V | None:
         """Return a value and make it the most recently used one."""

@@ -62,6 +62,7 @@ class Located(msgspec.Struct, frozen=True, tag="located"):
     """A position in a prompt's text."""
 
     n_characters: int
+    """-1 if the request is not known."""
 
 
 class DroppedSession(msgspec.Struct, frozen=True, tag="dropped_session"):
@@ -133,7 +134,8 @@ class PromptJobs:
         return TextRecords(self.tokenizer.remember(context, unpacked(job.generated), job.n_sent))
 
     def _locate(self, job: Locate) -> Located:
-        return Located(self.tokenizer.n_characters(self._contexts[job.request_id], job.n_tokens))
+        context = self._contexts.get(job.request_id)
+        return Located(self.tokenizer.n_characters(context, job.n_tokens) if context is not None else -1)
 
     def _drop_session(self, job: DropSession) -> DroppedSession:
         namespace = salt_namespace(job.cache_salt)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Protocol, cast
 
 import structlog
 
 from llamaslot.base.commands import Detokenize, Tokenize
-from llamaslot.base.errors import QueueFullError
+from llamaslot.base.errors import LlamaslotError, QueueFullError, ServerError
 from llamaslot.base.executors import close_after_queue
 from llamaslot.base.stats import AnchorStats, SessionStats
 from llamaslot.prompts.prompt_jobs import Job, PromptJobs
@@ -32,6 +33,31 @@ def is_long_query(job: Job) -> bool:
 def too_many_queries() -> QueueFullError:
     """Return the error of one long query too many."""
     return QueueFullError(f"{MAX_LONG_QUERIES} long texts are being tokenized; try later", retry_after=1)
+
+
+def on_result(
+    future: asyncio.Future[Any], then: Callable[[Any], None], failed: Callable[[LlamaslotError], None]
+) -> None:
+    """Continue with the result or the error of a job, not at all if it was cancelled."""
+
+    def done(_: object) -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is None:
+            then(future.result())
+        else:
+            failed(job_error(error))
+
+    future.add_done_callback(done)
+
+
+def job_error(error: BaseException) -> LlamaslotError:
+    """Return the error for the client of a job; a bug is logged."""
+    if isinstance(error, LlamaslotError):
+        return error
+    _log.error("prompt_worker.failed", exc_info=error)
+    return ServerError("the prompt could not be tokenized")
 
 
 class PromptWorker(Protocol):

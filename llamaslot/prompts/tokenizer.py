@@ -168,9 +168,12 @@ class Tokenizer:
     def tokenize(self, command: Tokenize) -> Tokenized:
         """Tokenize any prompt."""
         self._check_ids(command.prompt)
-        tokens = tuple(tokenize_parts(self._vocab, command.prompt, add_special=command.add_special).tolist())
-        pieces = tuple(self._vocab.detokenize([token]) for token in tokens) if command.with_pieces else ()
-        return Tokenized(tokens, pieces)
+        tokens = tokenize_parts(self._vocab, command.prompt, add_special=command.add_special)
+        if not command.with_pieces:
+            return Tokenized(packed(tokens))
+        pieces = [self._vocab.detokenize([token]) for token in tokens.tolist()]
+        ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int32)
+        return Tokenized(packed(tokens), b"".join(pieces), packed(ends))
 
     def detokenize(self, command: Detokenize) -> Detokenized:
         """Write out token ids."""

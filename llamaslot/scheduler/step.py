@@ -50,6 +50,12 @@ class StepPlan:
     jobs: list[Job] = field(default_factory=list)
     """Disk jobs to start once the operations are done."""
 
+    @property
+    def n_tokens(self) -> int:
+        """Tokens to compute, padding included."""
+        padding = len(self.padding.tokens) if self.padding is not None else 0
+        return sum(len(each.run.tokens) for each in self.work) + padding
+
     def __bool__(self) -> bool:
         """Return True if there is anything to do, or anything changed that another plan may continue from."""
         return bool(self.operations or self.work or self.preempted or self.jobs)

@@ -4,48 +4,44 @@
                                                  |
                        Remember, Locate <--------+
 
-It keeps each request until its terminal event, and accepts it as soon as its prompt is tokenized and valid.
+It accepts a request as soon as its prompt is tokenized and valid, and keeps it until its terminal event. If the
+engine's process ends, requests that had started fail; the others are sent to the next engine (`completions.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import structlog
 from msgspec import structs
 
 from llamaslot.base import commands
-from llamaslot.base.commands import EngineCommand, Generate, Query, Submit, TokenQuery, WriteTexts
+from llamaslot.base.commands import EngineCommand, Generate, Query, Submit, WriteTexts
 from llamaslot.base.errors import (
-    ContextSizeError,
-    InvalidRequestError,
     LlamaslotError,
-    NotFoundError,
-    ServerError,
+    UnavailableError,
     stopped_error,
 )
 from llamaslot.base.events import (
     TERMINAL,
     Accepted,
     Cancelled,
+    EngineEvent,
     Event,
     Failed,
     Finished,
-    Progress,
+    Output,
     Reply,
     Started,
     Stopped,
 )
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt import TokenizedPrompt
-from llamaslot.base.stats import CacheState, EngineState
+from llamaslot.base.text_records import TextRecord
 from llamaslot.prompts.prompt_jobs import (
-    ClearTexts,
-    DroppedSession,
     Locate,
     Located,
     Release,
@@ -53,39 +49,15 @@ from llamaslot.prompts.prompt_jobs import (
     TextRecords,
     TokenizePrompt,
 )
-from llamaslot.prompts.prompt_worker import PromptWorker
+from llamaslot.prompts.prompt_worker import PromptWorker, on_result
+from llamaslot.service.completions import Completion, Prompt, State, check_submit
+from llamaslot.service.queries import Queries
+from llamaslot.service.suspects import Suspects
 
 _POLL_S = 0.01
 """Time between two looks at whether all requests have ended."""
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Prompt:
-    """The prompt that the completions of a request share."""
-
-    submit: Submit
-    submitted: float
-    completions: dict[str, _Completion] = field(default_factory=dict)
-    """Those that have not ended, by id."""
-    tokenizing: asyncio.Future[TokenizedPrompt] | None = None
-    """None once the completions were accepted or refused."""
-
-
-@dataclass(slots=True, eq=False)
-class _Completion:
-    """A completion between its `Submit` and its terminal event."""
-
-    submit: Submit
-    prompt: _Prompt
-    diverged_at: int = -1
-    """`Progress.diverged_at`."""
-
-    @property
-    def is_sent(self) -> bool:
-        """True if the engine has it."""
-        return self.prompt.tokenizing is None
 
 
 class Dispatcher:
@@ -104,10 +76,18 @@ class Dispatcher:
         self._on_events = on_events
         self._clock = clock
         self._send: Callable[[EngineCommand], None]
-        self._completions: dict[str, _Completion] = {}
-        self._queries: dict[str, asyncio.Future[Any]] = {}
-        """Queries that the prompt worker answers."""
+        self._completions: dict[str, Completion] = {}
+        self._waiting: deque[Completion] = deque()
+        """Those in the state WAITING, in order, and some that were cancelled meanwhile."""
+        self._alone: Completion | None = None
+        """The suspect that the engine has; it gets no other request until that one's end."""
+        self._suspects = Suspects(clock)
+        self._queries = Queries(prompts, self._emit)
+        self.is_connected = False
+        """True while an engine takes commands."""
         self._n_remembering = 0
+        self._unwritten: list[TextRecord] = []
+        """New records that no engine has got yet."""
         self._outbox: list[Event] = []
         self._is_closing = False
         self._refusal: LlamaslotError | None = None
@@ -116,6 +96,8 @@ class Dispatcher:
     def connect(self, send: Callable[[EngineCommand], None]) -> None:
         """Set the function that passes commands to the engine."""
         self._send = send
+        self._queries.connect(send)
+        self.is_connected = True
 
     def send(self, command: commands.Command) -> None:
         """Carry out a command; its events follow later."""
@@ -124,86 +106,147 @@ class Dispatcher:
                 self._submit(command)
             case commands.Cancel(request_id):
                 self._cancel(request_id)
-            case Query(request_id, commands.DropSession() as body):
-                self._drop_session(request_id, body)
-            case Query(_, commands.ClearCache()):
-                self._then(self._prompts.call(ClearTexts()), lambda _: self._send(command), self._ignore)
-            case Query(request_id, body) if isinstance(body, TokenQuery):
-                self._answer(request_id, body)
-            case _:
-                self._send(command)
+            case Query():
+                self._queries.ask(command)
 
-    def receive(self, events: list[Event]) -> None:
+    def receive(self, events: list[EngineEvent]) -> None:
         """Take the events of an engine step."""
         for event in events:
             match event:
                 case Started():
-                    self._locate(event)
+                    self._started(event)
                 case Stopped():
                     self._refusal = stopped_error(event.reason)
                     self._end_all(self._refusal)
                     self._outbox.append(event)
                 case Reply():
-                    self._add_stats(event)
-                    self._outbox.append(event)
+                    self._outbox.append(self._queries.replied(event))
                 case _:
                     self._pass_on(event)
         self._flush()
+
+    def engine_lost(self, is_crash: bool) -> None:
+        """The engine's process has ended: fail what had started, and keep the rest for the next engine."""
+        self.is_connected = False
+        in_engine = [each for each in self._completions.values() if each.is_in_engine]
+        if is_crash and in_engine:
+            self._add_suspects(in_engine)
+        message = "the engine ended while it ran this request, and is restarting"
+        error = stopped_error("") if self._is_closing else UnavailableError(message, retry_after=1)
+        for completion in in_engine:
+            request_id = completion.submit.request_id
+            has_failed = completion.state is State.STARTED or (is_crash and completion is self._alone)
+            if completion.is_cancelled:
+                self._remove(request_id)
+                self._emit(Cancelled(request_id))
+            elif has_failed or self._is_closing:
+                self._fail(request_id, error)
+            else:
+                completion.state = State.WAITING
+        self._alone = None
+        self._waiting = deque(each for each in self._completions.values() if each.state is State.WAITING)
+        self._queries.disconnect()
+
+    def engine_restarted(self) -> None:
+        """Another engine takes commands."""
+        self.connect(self._send)
+        self._write_texts()
+        self._send_waiting()
 
     async def close(self, seconds: float) -> None:
         """End all requests as unavailable, and wait until their replies are remembered, at most `seconds`."""
         self._is_closing = True
         error = stopped_error("")
         for request_id, completion in list(self._completions.items()):
-            if completion.is_sent:
+            if completion.is_in_engine and self.is_connected:
                 self._send(commands.Cancel(request_id))
             else:
                 self._fail(request_id, error)
         until = asyncio.get_running_loop().time() + seconds
         while (self._completions or self._n_remembering) and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(_POLL_S)
+        self._end_all(error)
+        self._flush()
 
     def _submit(self, submit: Submit) -> None:
-        prompt = _Prompt(submit, self._clock())
-        prompt.completions = {each.request_id: _Completion(each, prompt) for each in submit.completions()}
+        prompt = Prompt(submit, self._clock())
+        prompt.completions = {each.request_id: Completion(each, prompt) for each in submit.completions()}
         self._completions |= prompt.completions
         if self._refusal is not None:
             self._not_tokenized(prompt, self._refusal)
             return
         prompt.tokenizing = self._prompts.call(TokenizePrompt(submit))
-        self._then(
+        on_result(
             prompt.tokenizing,
             lambda tokenized: self._tokenized(prompt, tokenized),
             lambda error: self._not_tokenized(prompt, error),
         )
 
-    def _tokenized(self, prompt: _Prompt, tokenized: TokenizedPrompt) -> None:
+    def _tokenized(self, prompt: Prompt, tokenized: TokenizedPrompt) -> None:
         prompt.tokenizing = None
+        prompt.tokenized = tokenized
         try:
             check_submit(prompt.submit, len(tokenized.tokens), self._info)
+            if self._suspects:
+                self._suspects.check(prompt.digest)
         except LlamaslotError as error:
             self._not_tokenized(prompt, error)
             return
-        waited = self._clock() - prompt.submitted
         shown = tuple(tokenized.tokens.tolist()) if prompt.submit.return_tokens else ()
         for request_id, completion in prompt.completions.items():
             self._outbox.append(Accepted(request_id, len(tokenized.tokens), shown))
-            self._send(Generate(structs.replace(completion.submit, prompt=()), tokenized, waited))
+            completion.state = State.WAITING
+            self._waiting.append(completion)
+        self._send_waiting()
         self._flush()
 
-    def _not_tokenized(self, prompt: _Prompt, error: LlamaslotError) -> None:
+    def _send_waiting(self) -> None:
+        """Send completions to the engine, in order; a suspect waits until the engine has nothing else."""
+        while self._waiting and self.is_connected and self._alone is None:
+            completion = self._waiting[0]
+            if completion.state is not State.WAITING or completion.submit.request_id not in self._completions:
+                self._waiting.popleft()
+                continue
+            prompt = completion.prompt
+            if self._suspects and prompt.digest in self._suspects:
+                try:
+                    self._suspects.check(prompt.digest)
+                except LlamaslotError as error:
+                    self._waiting.popleft()
+                    self._fail(completion.submit.request_id, error)
+                    continue
+                if any(each.is_in_engine for each in self._completions.values()):
+                    return
+                self._alone = completion
+            self._waiting.popleft()
+            assert prompt.tokenized is not None
+            completion.state = State.SENT
+            waited = self._clock() - prompt.submitted
+            self._send(Generate(structs.replace(completion.submit, prompt=()), prompt.tokenized, waited))
+
+    def _add_suspects(self, in_engine: list[Completion]) -> None:
+        """Find the suspects of a crash: what had started, or else what the engine was about to start."""
+        started = [each for each in in_engine if each.state is State.STARTED]
+        if self._alone is not None:
+            self._suspects.refuse(self._alone.prompt.digest)
+        else:
+            for completion in started or in_engine:
+                self._suspects.add(completion.prompt.digest)
+        names = [each.submit.request_id for each in started or in_engine]
+        _log.warning("engine.suspects", request_ids=names, alone=self._alone is not None)
+
+    def _not_tokenized(self, prompt: Prompt, error: LlamaslotError) -> None:
         prompt.tokenizing = None
         for request_id in list(prompt.completions):
             self._fail(request_id, error)
 
     def _cancel(self, request_id: str) -> None:
-        query = self._queries.pop(request_id, None)
-        if query is not None:
-            query.cancel()
+        self._queries.cancel(request_id)
         completion = self._completions.get(request_id)
         if completion is None:
             return
-        if completion.is_sent:
+        if completion.is_in_engine:
+            completion.is_cancelled = True
             self._send(commands.Cancel(request_id))
             return
         self._remove(request_id)
@@ -216,96 +259,76 @@ class Dispatcher:
     def _end_all(self, error: LlamaslotError) -> None:
         for request_id in list(self._completions):
             self._fail(request_id, error)
-        for query in self._queries.values():
-            query.cancel()
-        self._queries.clear()
+        self._queries.cancel_all()
 
     def _remove(self, request_id: str) -> None:
         """Forget a completion, and with the last one of its prompt the prompt."""
-        prompt = self._completions.pop(request_id).prompt
+        completion = self._completions.pop(request_id)
+        if completion is self._alone:
+            self._alone = None
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._send_waiting)
+        prompt = completion.prompt
         del prompt.completions[request_id]
         if prompt.completions or self._refusal is not None:
             return
         if prompt.tokenizing is not None:
             prompt.tokenizing.cancel()
-        self._then(self._prompts.call(Release(prompt.submit.request_id)), self._ignore, self._ignore)
+        on_result(self._prompts.call(Release(prompt.submit.request_id)), _ignore, _ignore)
 
-    def _pass_on(self, event: Any) -> None:
+    def _pass_on(self, event: Output | Finished | Failed | Cancelled) -> None:
         completion = self._completions.get(event.request_id)
         if completion is None:
             return
         if completion.diverged_at >= 0 and event.progress is not None:
-            event = structs.replace(event, progress=located(event.progress, completion.diverged_at))
+            progress = structs.replace(event.progress, diverged_at=completion.diverged_at)
+            event = structs.replace(event, progress=progress)
         if isinstance(event, TERMINAL):
             # Before the client learns of the end: jobs run in order, so its next prompt finds the reply.
             if not isinstance(event, Failed) and event.generated is not None:
                 self._remember(completion, event)
+            if completion is self._alone and isinstance(event, Finished):
+                self._suspects.clear(completion.prompt.digest)
             self._remove(event.request_id)
         if isinstance(event, Cancelled) and self._is_closing:
             event = Failed(event.request_id, stopped_error("").info(), event.progress)
         self._outbox.append(event)
 
-    def _remember(self, completion: _Completion, event: Finished | Cancelled) -> None:
+    def _remember(self, completion: Completion, event: Finished | Cancelled) -> None:
         assert event.generated is not None
         self._n_remembering += 1
 
         def remembered(new: TextRecords | None) -> None:
             self._n_remembering -= 1
             if new is not None and new.records:
-                self._send(WriteTexts(new.records))
+                self._unwritten += new.records
+                self._write_texts()
 
         job = Remember(completion.prompt.submit.request_id, event.generated.packed_tokens, event.generated.n_sent)
-        self._then(self._prompts.call(job), remembered, lambda _: remembered(None))
+        on_result(self._prompts.call(job), remembered, lambda _: remembered(None))
 
-    def _locate(self, event: Started) -> None:
-        """Find the character at which a prompt departs from what was cached."""
+    def _write_texts(self) -> None:
+        if self._unwritten and self.is_connected:
+            records, self._unwritten = tuple(self._unwritten), []
+            self._send(WriteTexts(records))
+
+    def _started(self, event: Started) -> None:
+        """Note that a completion runs, and find the character at which its prompt departs from what was cached."""
         completion = self._completions.get(event.request_id)
-        if completion is None or event.miss not in ("diverged", "changed"):
+        if completion is None:
+            return
+        is_first, completion.state = completion.state is State.SENT, State.STARTED
+        if not is_first or event.miss not in ("diverged", "changed"):
             return
 
         def found(place: Located) -> None:
             completion.diverged_at = place.n_characters
 
         job = Locate(completion.prompt.submit.request_id, event.n_matched)
-        self._then(self._prompts.call(job), found, self._ignore)
-
-    def _answer(self, request_id: str, body: TokenQuery) -> None:
-        future = self._queries[request_id] = self._prompts.call(body)
-
-        def respond(reply: Reply) -> None:
-            if self._queries.pop(request_id, None) is not None:
-                self._emit(reply)
-
-        self._then(
-            future,
-            lambda answer: respond(Reply(request_id, answer)),
-            lambda error: respond(Reply(request_id, error=error.info())),
-        )
-
-    def _drop_session(self, request_id: str, body: commands.DropSession) -> None:
-        def dropped(session: DroppedSession) -> None:
-            paths = commands.DropPaths(session.namespace, session.paths, session.digest)
-            if session.paths:
-                self._send(Query(request_id, paths))
-            else:
-                error = NotFoundError(f"there is no session {body.session_id!r}")
-                self._emit(Reply(request_id, error=error.info()))
-
-        self._then(
-            self._prompts.call(body),
-            dropped,
-            lambda error: self._emit(Reply(request_id, error=error.info())),
-        )
-
-    def _add_stats(self, reply: Reply) -> None:
-        """Add the counts of what is remembered to the engine's statistics."""
-        if isinstance(reply.body, EngineState):
-            reply.body.cache.anchors, reply.body.cache.sessions = self._prompts.stats
-        elif isinstance(reply.body, CacheState):
-            reply.body.anchors, reply.body.sessions = self._prompts.stats
+        on_result(self._prompts.call(job), found, _ignore)
 
     def _emit(self, event: Event) -> None:
-        """Pass on an event of its own, not before the caller returns."""
+        """Pass on an event that the dispatcher makes itself, after its caller has returned."""
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(event)
@@ -315,47 +338,6 @@ class Dispatcher:
             events, self._outbox = self._outbox, []
             self._on_events(events)
 
-    def _then(
-        self,
-        future: asyncio.Future[Any],
-        then: Callable[[Any], None],
-        failed: Callable[[LlamaslotError], None],
-    ) -> None:
-        """Continue with the result or the error of a job, not at all if it was cancelled."""
 
-        def done(_: object) -> None:
-            if future.cancelled():
-                return
-            error = future.exception()
-            if error is None:
-                then(future.result())
-            elif isinstance(error, LlamaslotError):
-                failed(error)
-            else:
-                _log.error("prompt_worker.failed", exc_info=error)
-                failed(ServerError("the prompt could not be tokenized"))
-
-        future.add_done_callback(done)
-
-    def _ignore(self, _: object) -> None:
-        """Leave a result or an error aside; errors that are not a user's were logged."""
-
-
-def located(progress: Progress, diverged_at: int) -> Progress:
-    """Return the progress with the character at which the prompt departs from what was cached."""
-    return structs.replace(progress, diverged_at=diverged_at)
-
-
-def check_submit(submit: Submit, n_prompt: int, info: ModelInfo) -> None:
-    """Raise `InvalidRequestError` or `ContextSizeError` for a request that cannot run."""
-    if not n_prompt:
-        raise InvalidRequestError("the prompt is empty", param="prompt")
-    if n_prompt >= info.n_ctx_slot:
-        raise ContextSizeError.of(n_prompt, info.n_ctx_slot)
-    if not -1 <= submit.id_slot < info.n_slots:
-        raise InvalidRequestError(f"id_slot must be between -1 and {info.n_slots - 1}", param="id_slot")
-    for token in submit.sampling.logit_bias:
-        if not 0 <= token < info.n_vocab:
-            raise InvalidRequestError(
-                f"logit_bias names token {token}; the vocabulary has {info.n_vocab}", param="logit_bias"
-            )
+def _ignore(_: object) -> None:
+    """Leave a result or an error aside."""

@@ -79,6 +79,9 @@ class Metrics(Collector):
         self._requests = Counter(
             "llamaslot_requests", "Requests by how they ended.", ["finish_reason"], registry=self._registry
         )
+        self._restarts = Counter(
+            "llamaslot_restarts", "Child processes started again.", ["process"], registry=self._registry
+        )
         self._queue_time = self._histogram("llamaslot_queue_seconds", "Time until a request got a slot.", _SECONDS)
         self._ttft = self._histogram("llamaslot_ttft_seconds", "Time until a request's first token.", _SECONDS)
         self._load = self._histogram(
@@ -112,6 +115,10 @@ class Metrics(Collector):
         self._ratio.observe(_ratio(progress.n_cached, progress.n_prompt))
         if progress.n_generated > 1:
             self._rate.observe(per_second(progress))
+
+    def record_restart(self, process: str) -> None:
+        """Count a child process that was started again."""
+        self._restarts.labels(process).inc()
 
     def exposition(self, state: EngineState) -> bytes:
         """Return all metrics in Prometheus' text format, with the engine's state as of now."""

@@ -41,7 +41,6 @@ from llamaslot.base.events import (
     Output,
     Progress,
     Reply,
-    Started,
     Stopped,
 )
 from llamaslot.base.model import ModelInfo
@@ -72,6 +71,7 @@ class Service:
         """Completions that may run and wait together."""
         self.metrics = metrics
         self._send: Callable[[Command], None] | None = None
+        self._is_running: Callable[[], bool] = lambda: True
         self._generations: dict[str, Generation] = {}
         self._replies: dict[str, asyncio.Future[Any]] = {}
         self._ids = itertools.count(1)
@@ -80,9 +80,15 @@ class Service:
         self.stopped: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when the engine has ended; its result is the reason, empty after an ordinary stop."""
 
-    def connect(self, send: Callable[[Command], None]) -> None:
-        """Set the function that passes commands to the engine."""
+    def connect(self, send: Callable[[Command], None], is_running: Callable[[], bool] = lambda: True) -> None:
+        """Set the function that passes commands to the engine, and one that tells whether it runs."""
         self._send = send
+        self._is_running = is_running
+
+    def check_running(self) -> None:
+        """Raise `UnavailableError` while the engine is restarting."""
+        if not self._is_running():
+            raise UnavailableError("the engine is restarting", retry_after=1)
 
     @property
     def n_in_flight(self) -> int:
@@ -160,8 +166,6 @@ class Service:
                     self._resolve(event)
                 case Stopped():
                     self._engine_stopped(event)
-                case Started():
-                    pass
                 case _:
                     self._pass_on(event)
 

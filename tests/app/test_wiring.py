@@ -18,10 +18,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from llamaslot.api.context import ApiSettings
-from llamaslot.app.composition import api_settings, llama_settings, read_template, serve
+from llamaslot.app.composition import serve
 from llamaslot.app.config import Config, options
 from llamaslot.app.config_reader import read_config
 from llamaslot.app.flags import Parser, add_flags
+from llamaslot.app.http_config import api_settings, read_template
+from llamaslot.app.runtime.engine_config import llama_settings
 from llamaslot.backend.llama import LlamaSettings
 from llamaslot.base.backend import Decoded, Run, Sampler
 from llamaslot.base.errors import ConfigError
@@ -110,6 +112,7 @@ ELSEWHERE = {
     *("max_queue", "prefill_gap_ms", "shutdown_timeout", "log_format", "log_level"),
     *("cache_salt_from_api_key", "cache_idle_cells", "debug_invariants", "text_anchors", "drop_volatile"),
     *("session_min_match", "slot_save_path", "escape_special", "jinja", "verbose"),
+    *("in_process", "step_timeout", "prompt_timeout"),
 }
 """Options that go neither to the backend nor to the HTTP layer as they are."""
 

@@ -100,7 +100,7 @@ JOBS = [
     Detokenize((3, 4)),
 ]
 REPLIES = [
-    Tokenized((3, 4), (b"\xff", b"a")),
+    Tokenized(b"\3\0\0\0\4\0\0\0", b"\xffa", b"\1\0\0\0\2\0\0\0"),
     Detokenized("text"),
     SlotActionDone(3, 4, 0.5),
     CacheCleared(3),

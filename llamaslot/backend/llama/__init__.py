@@ -7,5 +7,6 @@ here, before ctypes. Facts about llama.cpp that the code stands on are in `docs/
 from llamaslot.backend.llama.llama_backend import LlamaBackend
 from llamaslot.backend.llama.llama_settings import CACHE_TYPES, LlamaSettings
 from llamaslot.backend.llama.loading import LoadingStopped
+from llamaslot.backend.llama.vocab import LlamaVocab
 
-__all__ = ["CACHE_TYPES", "LlamaBackend", "LlamaSettings", "LoadingStopped"]
+__all__ = ["CACHE_TYPES", "LlamaBackend", "LlamaSettings", "LlamaVocab", "LoadingStopped"]

@@ -15,6 +15,7 @@ import llama_cpp
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.llama_settings import CACHE_TYPES, LlamaSettings
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.gguf_file import check_file
 from llamaslot.base.model import ModelFile
 
 PADDING = 256
@@ -87,6 +88,19 @@ def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) ->
     return model, n_mapped
 
 
+def load_vocab(path: Path) -> Any:
+    """Return a model without weights, for its vocabulary; raises `ConfigError`."""
+    check_file(path)
+    library.initialise()
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    with library.watched() as (_, errors):
+        model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+        if not model:
+            raise ConfigError(f"cannot load the vocabulary of {path}: {_reason(errors)}", param="--model")
+    return model
+
+
 def parts(path: Path) -> list[Path]:
     """Return all files of a model by the first one; llama.cpp finds the others by their names."""
     found = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
@@ -114,19 +128,6 @@ def kv_facts(model: Any, context: Any, settings: LlamaSettings, *, flash_attn: b
         "long positions": llama_cpp.llama_n_ctx_seq(context) > n_ctx_short,
     }
     return "; ".join(f"{name}: {value}" for name, value in facts.items())
-
-
-def check_file(path: Path) -> None:
-    """Refuse what is not a readable GGUF file."""
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except FileNotFoundError:
-        raise ConfigError(f"there is no model file {path}", param="--model") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", param="--model") from None
-    if magic != b"GGUF":
-        raise ConfigError(f"{path} is not a GGUF file", param="--model")
 
 
 def make_context(

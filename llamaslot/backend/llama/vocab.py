@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import llama_cpp
 import numpy as np
 
-from llamaslot.backend.llama.loading import metadata
+from llamaslot.backend.llama.loading import load_vocab, metadata
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.kv_ops import IllegalCallError
 from llamaslot.base.tokens import Tokens
@@ -65,6 +66,11 @@ class LlamaVocab:
         self._splits_by_regex = is_bpe and metadata(model, "tokenizer.ggml.pre") not in _SPLITTERS_WITHOUT_REGEX
         self.stack_bytes = _REGEX_STACK_BYTES if self._splits_by_regex else 0
         self._pieces: dict[int, bytes] = {}
+
+    @classmethod
+    def load(cls, path: Path) -> LlamaVocab:
+        """Load the vocabulary of a model's file, for as long as the process lives; raises `ConfigError`."""
+        return cls(load_vocab(path))
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
         """Return the token ids of `text`; a long text is tokenized in parts where that gives the same ids."""

@@ -1,0 +1,65 @@
+"""From the configuration to the settings of the backend, the engine and the tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import platformdirs
+
+from llamaslot.app.cache_budgets import Budgets
+from llamaslot.app.config import Config
+from llamaslot.backend.llama.llama_settings import LlamaSettings
+from llamaslot.base.backend import Vocab
+from llamaslot.base.model import ModelInfo
+from llamaslot.engine.engine_settings import EngineSettings
+from llamaslot.prompts.tokenizer import Tokenizer
+
+
+def llama_settings(config: Config, model: Path) -> LlamaSettings:
+    """Return the settings of the llama backend."""
+    return LlamaSettings(
+        model=model,
+        n_ctx=config.ctx_size,
+        kv_mem_fraction=config.kv_mem_fraction,
+        n_slots=config.parallel,
+        n_cache_seqs=config.cache_seqs if config.cache_seqs >= 0 else None,
+        n_cache_seqs_a_slot=2 if config.cache_ram else 4,
+        n_batch=config.batch_size,
+        n_ubatch=config.ubatch_size,
+        n_threads=max(config.threads, 0),
+        n_threads_batch=max(config.threads_batch, 0),
+        n_gpu_layers=config.gpu_layers if isinstance(config.gpu_layers, int) else -1,
+        use_mmap=config.mmap,
+        use_mlock=config.mlock,
+        swa_full=config.swa_full,
+        flash_attn=config.flash_attn,
+        unified=config.kv_unified,
+        cache_type_k=config.cache_type_k,
+        cache_type_v=config.cache_type_v,
+        measure_costs=True,
+        measurements=platformdirs.user_cache_path("llamaslot") / "measurements",
+    )
+
+
+def engine_settings(config: Config, budgets: Budgets) -> EngineSettings:
+    """Return the policies of the engine."""
+    return EngineSettings(
+        gap_ms=config.prefill_gap_ms,
+        idle_cells=budgets.idle_cells,
+        offload_after=budgets.offload_after,
+        ram_bytes=budgets.ram_bytes,
+        disk_bytes_per_day=config.cache_disk_write_per_day * 2**20,
+        debug_invariants=config.debug_invariants,
+    )
+
+
+def tokenizer_for(config: Config, vocab: Vocab, info: ModelInfo) -> Tokenizer:
+    """Return the tokenizer of a model's prompts."""
+    return Tokenizer(
+        vocab,
+        info.n_ctx_slot,
+        # EOS after every prompt would also follow the text before a cut point.
+        use_anchors=config.text_anchors and info.reuse and not info.adds_eos,
+        min_match=config.session_min_match,
+        template=info.chat_template,
+    )

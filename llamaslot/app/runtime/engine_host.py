@@ -1,0 +1,126 @@
+"""Engine host: a model with its disk and its engine, in the process that runs this.
+
+lock the disk folder, load the model, open the disk for it, run; flush the disk, free the model
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from llamaslot.app.cache_budgets import Budgets, choose_budgets
+from llamaslot.app.cache_disk import lock_disk, open_disk, slot_files, slot_save_path
+from llamaslot.app.config import Config
+from llamaslot.app.runtime.engine_config import engine_settings, llama_settings
+from llamaslot.backend.disk import DiskStore
+from llamaslot.backend.llama import LlamaBackend, LoadingStopped
+from llamaslot.backend.llama.host_memory import host_memory
+from llamaslot.base.backend import Backend
+from llamaslot.base.events import EngineEvent
+from llamaslot.engine.engine import Engine
+from llamaslot.engine.model_worker import model_thread
+from llamaslot.engine.step_watch import StepWatch
+from llamaslot.processes.messages import Loaded
+
+_DISK_TIMEOUT_S = 5.0
+"""Time that closing the disk store may take."""
+OnProgress = Callable[[str, float], bool]
+"""Gets what is being done and the fraction done, on another thread; false to stop."""
+
+_log = structlog.get_logger(__name__)
+
+
+class EngineHost:
+    """Call `lock`, `load`, `start` and `close` in this order, the last one in any case."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._thread = model_thread()
+        self._disk: DiskStore | None = None
+        self._slot_folder: Path | None = None
+        self._backend: Backend | None = None
+        self._budgets: Budgets
+        self._has_disk_tier = False
+        self._engine: Engine | None = None
+        self.watch = StepWatch(config.step_timeout)
+
+    @property
+    def backend(self) -> Backend:
+        """The loaded backend."""
+        assert self._backend is not None
+        return self._backend
+
+    def lock(self) -> None:
+        """Lock the folders against other servers; raises `ConfigError`."""
+        self._disk = lock_disk(self._config)
+        self._slot_folder = slot_save_path(self._config)
+
+    async def load(self, on_progress: OnProgress, backend: Backend | None = None) -> Loaded | None:
+        """Load the model, or take a loaded backend, and open the disk; None if `on_progress` stopped that.
+
+        Raises `ConfigError`.
+        """
+        config, loop = self._config, asyncio.get_running_loop()
+        if backend is None:
+            settings = llama_settings(config, Path(config.model))
+            _log.info("model.loading", path=str(settings.model))
+            text = f"loading {settings.model.name}"
+            try:
+                backend = await loop.run_in_executor(
+                    self._thread, LlamaBackend, settings, lambda fraction: on_progress(text, fraction)
+                )
+            except LoadingStopped:
+                return None
+        self._backend, info = backend, backend.info
+        self._budgets = choose_budgets(config, info, host_memory()[0])
+        disk_line = ""
+        if self._disk is not None:
+            text = "reading the model for its checksum"
+            disk, budgets = self._disk, self._budgets
+            disk_line = await asyncio.to_thread(
+                lambda: open_disk(disk, config, info, budgets, lambda fraction: on_progress(text, fraction))
+            )
+        self._has_disk_tier = bool(disk_line)
+        records = tuple(self._disk.texts.records()) if self._disk is not None and disk_line else ()
+        self.watch.expect(info.kv_cost.prefill_us if info.kv_cost is not None else 0.0)
+        return Loaded(info, self._budgets.line, disk_line, records)
+
+    def start(self, on_events: Callable[[list[EngineEvent]], None]) -> Engine:
+        """Return an engine, which takes commands; the caller has it run."""
+        backend = self.backend
+        snapshots = slot_files(self._slot_folder, backend.info, self._disk)
+        if self._slot_folder is not None and snapshots is None:
+            _log.warning("slot_files.disabled", reason="this needs one pool for all slots and flash attention")
+        self._engine = Engine(
+            backend,
+            on_events,
+            engine_settings(self._config, self._budgets),
+            disk=self._disk if self._has_disk_tier else None,
+            snapshots=snapshots,
+            thread=self._thread,
+            watch=self.watch,
+        )
+        return self._engine
+
+    async def close(self) -> str:
+        """Free the model and close the disk; return why that is not possible, or an empty text.
+
+        What a hung thread uses cannot be freed, and Python would wait for it: the process must end at once.
+        """
+        if self._engine is not None and self._engine.has_hung_thread:
+            return "a thread does not end, such as one that waits for a disk that does not respond"
+        if self._backend is not None:
+            self._backend.close()
+        if self._disk is None:
+            return ""
+        closing = asyncio.ensure_future(asyncio.to_thread(self._disk.close))
+        await asyncio.wait([closing], timeout=_DISK_TIMEOUT_S)
+        if not closing.done():
+            return "the disk of --cache-disk does not respond"
+        with contextlib.suppress(OSError):
+            closing.result()
+        return ""

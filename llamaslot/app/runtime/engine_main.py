@@ -1,0 +1,119 @@
+"""The engine's process, started by `processes/engine_supervisor.py` with the number of its socket.
+
+It ends with its parent, whose end closes the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+
+import structlog
+import uvloop
+
+from llamaslot.app.config import Config
+from llamaslot.app.runtime.child_setup import channel_to_parent, configured, socket_of
+from llamaslot.app.runtime.engine_host import EngineHost
+from llamaslot.base.errors import LlamaslotError
+from llamaslot.base.events import EngineEvent, Stopped
+from llamaslot.engine.engine import Engine
+from llamaslot.processes.channel import Channel
+from llamaslot.processes.messages import OVERDUE_STATUS, Events, LoadEngine, Loading, Refused, Stop, ToEngine
+
+_PROGRESS_STEP = 0.02
+"""Fraction of the file between two reports."""
+
+_log = structlog.get_logger(__name__)
+
+
+class EngineMain:
+    """Runs an engine for the parent."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._channel: Channel[ToEngine] = channel_to_parent(ToEngine, self._receive)
+        self._config: asyncio.Future[Config] = asyncio.get_running_loop().create_future()
+        self._engine: Engine | None = None
+        self._must_stop = False
+        self._reported = -1.0
+
+    async def run(self) -> None:
+        """Serve the parent until it says stop, or the engine dies; then exit without waiting for threads."""
+        await self._channel.connect(socket_of(self._fd))
+        config = await self._config
+        host = EngineHost(config)
+        try:
+            has_failed = await self._serve(host)
+        except LlamaslotError as error:
+            self._channel.send(Refused(error.info()))
+            has_failed = True
+        if hung := await host.close():
+            _log.error("engine.aborted", reason=hung)
+        await self._channel.finish()
+        sys.stdout.flush()
+        os._exit(1 if has_failed or hung else 0)
+
+    async def _serve(self, host: EngineHost) -> bool:
+        """Load and run; true if the engine died. Raises `ConfigError`."""
+        loop = asyncio.get_running_loop()
+
+        def on_progress(text: str, fraction: float) -> bool:
+            if abs(fraction - self._reported) >= _PROGRESS_STEP:
+                self._reported = fraction
+                loop.call_soon_threadsafe(self._channel.send, Loading(text, fraction))
+            return not self._must_stop
+
+        host.lock()
+        loaded = await host.load(on_progress)
+        if loaded is None or self._must_stop:
+            return False
+        reasons: list[str] = []
+
+        def on_events(events: list[EngineEvent]) -> None:
+            reasons.extend(event.reason for event in events[-1:] if isinstance(event, Stopped))
+            self._channel.send(Events(events))
+
+        self._engine = host.start(on_events)
+        self._channel.send(loaded)
+        host.watch.run(lambda: _exit_overdue(self._fd))
+        await self._engine.run()
+        return any(reasons)
+
+    def _receive(self, message: ToEngine) -> None:
+        match message:
+            case LoadEngine(config):
+                self._config.set_result(configured(config))
+            case Stop():
+                self._must_stop = True
+                if not self._config.done():
+                    os._exit(0)
+                if self._engine is not None:
+                    self._engine.stop()
+            case _:
+                assert self._engine is not None, "commands come after Loaded"
+                self._engine.send(message)
+
+
+def _exit_overdue(fd: int) -> None:
+    """End the process, on the thread of the watch: the event loop may hang too."""
+    _log.error("step.overdue", flag="--step-timeout")
+    # A thread that waits in a driver may keep the process, and with it the connection, from ending.
+    with contextlib.suppress(OSError):
+        socket.socket(fileno=os.dup(fd)).shutdown(socket.SHUT_RDWR)
+    os._exit(OVERDUE_STATUS)
+
+
+def main() -> None:
+    """Run until the parent ends, or says stop."""
+
+    async def run() -> None:
+        await EngineMain(int(sys.argv[1])).run()
+
+    uvloop.run(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The prompt worker's process, started by `processes/prompt_supervisor.py` with the number of its socket.
+
+It has the vocabulary only. It ends with its parent, whose end closes the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from llamaslot.app.config import Config
+from llamaslot.app.runtime.child_setup import channel_to_parent, configured, socket_of
+from llamaslot.app.runtime.engine_config import tokenizer_for
+from llamaslot.backend.llama import LlamaVocab
+from llamaslot.base.errors import LlamaslotError
+from llamaslot.processes.channel import Channel
+from llamaslot.processes.messages import (
+    JobDone,
+    LoadVocab,
+    MakeTokenizer,
+    NumberedJob,
+    Refused,
+    Stop,
+    TokenizerReady,
+    ToPrompts,
+)
+from llamaslot.prompts.prompt_worker import PromptThread, job_error
+
+
+class PromptMain:
+    """Carries out the parent's jobs."""
+
+    def __init__(self) -> None:
+        self._channel: Channel[ToPrompts] = channel_to_parent(ToPrompts, self._receive)
+        self._config: Config
+        self._vocab: LlamaVocab
+        self._worker: PromptThread
+
+    async def run(self, fd: int) -> None:
+        """Serve the parent until it says stop, or ends."""
+        await self._channel.connect(socket_of(fd))
+        await asyncio.Event().wait()
+
+    def _receive(self, message: ToPrompts) -> None:
+        match message:
+            case LoadVocab():
+                self._load(message)
+            case MakeTokenizer():
+                self._use(message)
+            case NumberedJob():
+                self._start(message)
+            case Stop():
+                # Nothing here has to be saved, and a thread may hang.
+                os._exit(0)
+
+    def _load(self, message: LoadVocab) -> None:
+        self._config = configured(message.config)
+        try:
+            self._vocab = LlamaVocab.load(Path(self._config.model))
+        except LlamaslotError as error:
+            self._channel.send(Refused(error.info()))
+            # A small message is sent at once.
+            os._exit(1)
+
+    def _use(self, message: MakeTokenizer) -> None:
+        self._worker = PromptThread(tokenizer_for(self._config, self._vocab, message.info))
+        self._worker.start()
+        self._channel.send(TokenizerReady())
+
+    def _start(self, numbered: NumberedJob) -> None:
+        future = self._worker.call(numbered.job)
+        future.add_done_callback(lambda _: self._answer(numbered.number, future))
+
+    def _answer(self, number: int, future: asyncio.Future[Any]) -> None:
+        anchors, sessions = self._worker.stats
+        error = future.exception()
+        if error is None:
+            done = JobDone(number, future.result(), anchors=anchors, sessions=sessions)
+        else:
+            done = JobDone(number, error=job_error(error).info(), anchors=anchors, sessions=sessions)
+        self._channel.send(done)
+
+
+def main() -> None:
+    """Run until the parent ends."""
+
+    async def run() -> None:
+        await PromptMain().run(int(sys.argv[1]))
+
+    uvloop.run(run())
+
+
+if __name__ == "__main__":
+    main()

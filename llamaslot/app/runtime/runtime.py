@@ -1,0 +1,185 @@
+"""Runtime: the engine and its prompt worker, in this process or each in one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import msgspec
+
+from llamaslot.app.config import Config
+from llamaslot.base.backend import Backend
+from llamaslot.base.errors import UnavailableError
+from llamaslot.processes.engine_supervisor import EngineSupervisor
+from llamaslot.processes.messages import Loaded
+from llamaslot.processes.prompt_supervisor import PromptSupervisor
+from llamaslot.prompts.prompt_worker import PromptThread, PromptWorker
+
+if TYPE_CHECKING:
+    from llamaslot.engine.engine import Engine
+    from llamaslot.service.dispatcher import Dispatcher
+    from llamaslot.service.metrics import Metrics
+
+_ENGINE_MAIN = "llamaslot.app.runtime.engine_main"
+_PROMPT_MAIN = "llamaslot.app.runtime.prompt_main"
+_END_TIMEOUT_S = 20.0
+"""Time that an engine's process may take to end: 5 s each to flush the disk, to end threads, to close the disk."""
+_PROMPT_TIMEOUT_S = 2.0
+"""Time that the prompt worker may take to end."""
+
+OnProgress: TypeAlias = Callable[[str, float], None]
+"""Gets what is being done and the fraction done."""
+
+
+class Runtime(Protocol):
+    """Call `start`, `load`, `connect` and `stop` in this order, the last one in any case."""
+
+    @property
+    def prompts(self) -> PromptWorker:
+        """The prompt worker, once the model is loaded."""
+
+    async def start(self) -> None:
+        """Start the processes, if there are any; raises `OSError`."""
+
+    async def load(self) -> Loaded | None:
+        """Load the model; None if that was interrupted. Raises `ConfigError`."""
+
+    def connect(self, dispatcher: Dispatcher, metrics: Metrics) -> None:
+        """Run the engine for a dispatcher, and count restarts."""
+
+    def interrupt(self) -> None:
+        """Have `load` stop as soon as possible."""
+
+    def kill(self) -> None:
+        """End child processes at once."""
+
+    async def stop(self) -> str:
+        """End all in order; return why that is not possible, or an empty text."""
+
+
+class InProcessRuntime:
+    """Everything in this process."""
+
+    def __init__(self, config: Config, on_progress: OnProgress, backend: Backend | None) -> None:
+        # Not imported at the top: the parent of child processes does not need llama.cpp.
+        from llamaslot.app.runtime.engine_host import EngineHost  # noqa: PLC0415
+
+        self._config = config
+        self._on_progress = on_progress
+        self._given = backend
+        self._is_interrupted = False
+        self._host = EngineHost(config)
+        self._prompts: PromptThread | None = None
+        self._engine: Engine | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """There is nothing to start before `load`."""
+
+    async def load(self) -> Loaded | None:
+        """Load the model."""
+        from llamaslot.app.runtime.engine_config import tokenizer_for  # noqa: PLC0415
+
+        def on_progress(text: str, fraction: float) -> bool:
+            self._on_progress(text, fraction)
+            return not self._is_interrupted
+
+        self._host.lock()
+        loaded = await self._host.load(on_progress, self._given)
+        if loaded is not None:
+            tokenizer = tokenizer_for(self._config, self._host.backend.vocab, loaded.info)
+            tokenizer.restore(loaded.records)
+            self._prompts = PromptThread(tokenizer)
+            self._prompts.start()
+        return loaded
+
+    @property
+    def prompts(self) -> PromptThread:
+        """The prompt worker, once the model is loaded."""
+        assert self._prompts is not None
+        return self._prompts
+
+    def connect(self, dispatcher: Dispatcher, metrics: Metrics) -> None:
+        """Run the engine for a dispatcher, and count restarts."""
+        self._engine = self._host.start(dispatcher.receive)
+        dispatcher.connect(self._engine.send)
+        self._running = asyncio.create_task(self._engine.run(), name="engine")
+
+    def interrupt(self) -> None:
+        """Have `load` stop as soon as possible."""
+        self._is_interrupted = True
+
+    def kill(self) -> None:
+        """There are no child processes."""
+
+    async def stop(self) -> str:
+        """End all in order."""
+        if self._engine is not None and self._running is not None:
+            self._engine.stop()
+            await self._running
+        if self._prompts is not None:
+            # Its threads must not outlive the vocabulary.
+            ends = map(asyncio.wrap_future, self._prompts.close())
+            _, pending = await asyncio.wait(ends, timeout=_PROMPT_TIMEOUT_S)
+            if pending:
+                return "a prompt is still being tokenized"
+        return await self._host.close()
+
+
+class MultiProcessRuntime:
+    """The engine and the prompt worker each in a process of its own, started again when it ends."""
+
+    def __init__(self, config: Config, on_progress: OnProgress) -> None:
+        self._config = msgspec.to_builtins(config)
+        self.prompts = PromptSupervisor(_PROMPT_MAIN, self._config, timeout=config.prompt_timeout)
+        self._is_interrupted = False
+        self.engine = EngineSupervisor(_ENGINE_MAIN, self._config, on_progress)
+
+    async def start(self) -> None:
+        """Start both processes, which begin to load."""
+        await self.engine.start()
+        await self.prompts.start()
+
+    async def load(self) -> Loaded | None:
+        """Wait until the model and its vocabulary are loaded."""
+        loaded = await self.engine.loaded()
+        if loaded is None:
+            return None
+        # The size of the pool must not depend on what memory is free when the engine is started again.
+        self.engine.config = {**self._config, "ctx_size": loaded.info.n_ctx}
+        try:
+            await self.prompts.set_model(loaded.info, loaded.records)
+        except UnavailableError:
+            if self._is_interrupted:
+                return None
+            raise
+        return loaded
+
+    def connect(self, dispatcher: Dispatcher, metrics: Metrics) -> None:
+        """Run the engine for a dispatcher, and count restarts."""
+
+        def on_restarted() -> None:
+            metrics.record_restart("engine")
+            dispatcher.engine_restarted()
+
+        dispatcher.connect(self.engine.send)
+        self.engine.listen(dispatcher.receive, dispatcher.engine_lost, on_restarted)
+        self.prompts.on_restarted = lambda: metrics.record_restart("prompt_worker")
+
+    def interrupt(self) -> None:
+        """Have `load` stop as soon as possible."""
+        self._is_interrupted = True
+        self.engine.interrupt()
+        self.prompts.interrupt()
+
+    def kill(self) -> None:
+        """End the child processes at once."""
+        self.engine.kill()
+        self.prompts.kill()
+
+    async def stop(self) -> str:
+        """End all in order."""
+        has_ended = await self.engine.stop(_END_TIMEOUT_S)
+        await self.prompts.stop(_PROMPT_TIMEOUT_S)
+        return "" if has_ended else "the engine did not end in order, such as one that waits for a disk"

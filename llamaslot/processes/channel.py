@@ -1,0 +1,95 @@
+"""Channel: msgpack messages over a connected socket, each after its length in four bytes (little-endian)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+import structlog
+
+_HEADER = 4
+T = TypeVar("T")
+_log = structlog.get_logger(__name__)
+
+
+class Channel(asyncio.Protocol, Generic[T]):
+    """Sends messages of any type and passes those of type `received` to `on_message`.
+
+    `on_lost` is called once when the other side has closed the socket or sent something else, with the reason.
+    """
+
+    def __init__(
+        self, received: Any, on_message: Callable[[T], None], on_lost: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._decode = msgspec.msgpack.Decoder(received).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._received = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def connect(self, connected: socket.socket) -> None:
+        """Use a connected socket, which is closed with the channel. Messages may arrive before this returns."""
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=connected)
+
+    def send(self, message: Any) -> None:
+        """Send a message; it is lost if the channel is closed."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        data = self._encode(message)
+        self._transport.write(len(data).to_bytes(_HEADER, "little") + data)
+
+    async def finish(self) -> None:
+        """Close the socket once everything is sent; `on_lost` is not called."""
+        self._on_lost = lambda _: None
+        self._on_message = lambda _: None
+        if self._transport is not None:
+            self._transport.close()
+            await self._closed
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the transport (`asyncio.Protocol`)."""
+        # uvloop's transports are no `asyncio.Transport`.
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes, and pass on the messages that they complete (`asyncio.Protocol`)."""
+        self._received += data
+        start, end = 0, len(self._received)
+        with memoryview(self._received) as view:
+            while end - start >= _HEADER:
+                size = int.from_bytes(view[start : start + _HEADER], "little")
+                if end - start - _HEADER < size:
+                    break
+                start += _HEADER
+                try:
+                    message = self._decode(view[start : start + size])
+                except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                    self._fail(f"a message cannot be read: {error}")
+                    return
+                start += size
+                try:
+                    self._on_message(message)
+                except Exception:
+                    # A bug must not end the connection, and with it the process.
+                    _log.exception("channel.message_failed", type=type(message).__name__)
+        del self._received[:start]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Report the end (`asyncio.Protocol`)."""
+        self._closed.set_result(None)
+        self._report(str(exc) if exc is not None else "the other side has closed the connection")
+
+    def _fail(self, reason: str) -> None:
+        assert self._transport is not None
+        self._transport.abort()
+        self._report(reason)
+
+    def _report(self, reason: str) -> None:
+        on_lost, self._on_lost = self._on_lost, lambda _: None
+        self._on_message = lambda _: None
+        on_lost(reason)

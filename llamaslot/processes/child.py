@@ -1,0 +1,125 @@
+"""Child: a process that runs a module of this package and is connected by a channel."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llamaslot.processes.channel import Channel
+
+_TEARDOWN_S = 5.0
+"""Time between the end of the socket and that of the process, such as for freeing memory of a GPU."""
+_OPERATOR_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""SIGKILL is also what the system sends when memory runs out: neither says anything about a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """The way in which a child ended."""
+
+    status: int
+    """Its exit status, or the negative number of the signal that ended it."""
+    was_killed: bool = False
+    """True if this process killed it."""
+
+    @property
+    def is_crash(self) -> bool:
+        """True if it failed by itself or this process killed it; false for status 0 and an operator's signal."""
+        return self.status != 0 and (self.was_killed or -self.status not in _OPERATOR_SIGNALS)
+
+    @property
+    def text(self) -> str:
+        """For a person to read."""
+        if self.status >= 0:
+            return f"exit status {self.status}"
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-self.status).name
+        return f"signal {-self.status}"
+
+
+class Child:
+    """A running child; its output goes where this process' output goes."""
+
+    def __init__(self, process: asyncio.subprocess.Process, channel: Channel[Any]) -> None:
+        self._process = process
+        self._channel = channel
+        self._was_killed = False
+        self.exit: Exit | None = None
+        """Set once it has ended."""
+        self._watching: asyncio.Future[None]
+
+    @classmethod
+    async def start(
+        cls,
+        module: str,
+        message_type: Any,
+        on_message: Callable[[Any], None],
+        on_exit: Callable[[Exit], None],
+        env: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Start `python -m module FD`; `on_exit` is called once, after the last message.
+
+        `env` has environment variables in addition to those of this process. Raises `OSError`.
+        """
+        ours, theirs = socket.socketpair()
+        lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        channel: Channel[Any] = Channel(message_type, on_message, lost.set_result)
+        try:
+            # In a session of its own: Ctrl-C in the terminal is for this process, which ends the child in order.
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", module, str(theirs.fileno())),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env={**os.environ, **(env or {})},
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        child = cls(process, channel)
+        await channel.connect(ours)
+        child._watching = asyncio.ensure_future(child._watch(lost, on_exit))
+        return child
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def send(self, message: Any) -> None:
+        """Send a message; it is lost if the child has ended."""
+        self._channel.send(message)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._was_killed = True
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def ended(self, seconds: float) -> bool:
+        """Wait until it has ended, at most `seconds`; false if it has not."""
+        await asyncio.wait([self._watching], timeout=seconds)
+        return self._watching.done()
+
+    async def _watch(self, lost: asyncio.Future[str], on_exit: Callable[[Exit], None]) -> None:
+        ending = asyncio.ensure_future(self._process.wait())
+        ends: list[asyncio.Future[Any]] = [lost, ending]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        # Whichever comes first: a process that is being torn down, and one whose own children hold the socket.
+        await asyncio.wait(ends, timeout=_TEARDOWN_S)
+        if not ending.done():
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await asyncio.wait([ending], timeout=_TEARDOWN_S)
+        status = ending.result() if ending.done() else -signal.SIGKILL
+        self.exit = Exit(status, was_killed=self._was_killed)
+        on_exit(self.exit)

@@ -1,0 +1,211 @@
+"""The engine in a process of its own, started again with the same model when it ends.
+
+    LOADING --Loaded--> RUNNING --the process ends--> LOADING, after a pause
+    RUNNING --the engine has died--> ENDING --the process ends--> LOADING, after a pause
+       |--the process ends--> LOADING, after a pause; STOPPED if the model was never loaded
+    any state --stop, or the model was changed--> STOPPED
+
+The pause grows with each process that neither serves a request nor runs for ten seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import structlog
+
+from llamaslot.base.commands import EngineCommand
+from llamaslot.base.errors import ConfigError
+from llamaslot.base.events import EngineEvent, Finished, Stopped
+from llamaslot.base.model import ModelInfo
+from llamaslot.processes.child import Exit
+from llamaslot.processes.messages import (
+    OVERDUE_STATUS,
+    Events,
+    FromEngine,
+    Loaded,
+    LoadEngine,
+    Loading,
+    Refused,
+    Stop,
+)
+from llamaslot.processes.supervisor import Supervisor
+
+_FIRST_PAUSE_S = 0.5
+_MAX_DOUBLINGS = 6
+"""The pause is at most 32 s."""
+_HEALTHY_AFTER_S = 10.0
+_ENDING_S = 12.0
+"""Time that a process may take to end once its engine has died."""
+
+_log = structlog.get_logger(__name__)
+
+
+class _State(Enum):
+    LOADING = "loading"
+    RUNNING = "running"
+    ENDING = "ending"
+    STOPPED = "stopped"
+
+
+class EngineSupervisor:
+    """Keeps an engine running in `module`. All methods are called on the event loop.
+
+    `config` is sent to each new process. `on_progress` gets what is loaded and the fraction done.
+    """
+
+    def __init__(self, module: str, config: Any, on_progress: Callable[[str, float], None]) -> None:
+        self.config = config
+        self._on_progress = on_progress
+        self._on_events: Callable[[list[EngineEvent]], None] = lambda _: None
+        self._on_lost: Callable[[bool], None] = lambda _: None
+        self._on_restarted: Callable[[], None] = lambda: None
+        self._process = Supervisor(
+            module,
+            FromEngine,
+            on_started=self._has_started,
+            on_message=self._receive,
+            on_ended=self._ended,
+        )
+        self._state = _State.LOADING
+        self._info: ModelInfo | None = None
+        """Of the first engine."""
+        self._started: asyncio.Future[Loaded | None] = asyncio.get_running_loop().create_future()
+        # If the server fails before, nothing waits for it.
+        self._started.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._error: ConfigError | None = None
+        """The reason why the process refused to load the model."""
+        self._n_failures = 0
+        """Processes in a row that did not become healthy."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Until a running process counts as healthy, or an ending one is killed."""
+
+    async def start(self) -> None:
+        """Start to load the model; raises `OSError`."""
+        await self._process.start()
+
+    async def loaded(self) -> Loaded | None:
+        """Wait until the model is loaded for the first time; None if it was stopped.
+
+        Raises `ConfigError` if that is refused or fails.
+        """
+        return await self._started
+
+    def listen(
+        self,
+        on_events: Callable[[list[EngineEvent]], None],
+        on_lost: Callable[[bool], None],
+        on_restarted: Callable[[], None],
+    ) -> None:
+        """Pass events to `on_events`.
+
+        `on_lost` is called when the running engine has ended, with True if it crashed; `on_restarted` when it runs
+        again.
+        """
+        self._on_events, self._on_lost, self._on_restarted = on_events, on_lost, on_restarted
+        if self._state is not _State.RUNNING:
+            on_lost(False)
+
+    def send(self, command: EngineCommand) -> None:
+        """Send a command; it is lost unless the engine is running."""
+        self._process.send(command)
+
+    def interrupt(self) -> None:
+        """Have it stop as soon as possible, such as while it loads the model."""
+        self._process.is_stopping = True
+        self._process.send(Stop())
+
+    async def stop(self, seconds: float) -> bool:
+        """End it in order, by force after `seconds`; false if it was running and did not end in order."""
+        was_running = self._state is _State.RUNNING
+        return await self._process.stop(Stop(), seconds) or not was_running
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.is_stopping = True
+        self._process.kill()
+
+    def _has_started(self) -> None:
+        self._process.send(Stop() if self._process.is_stopping else LoadEngine(self.config))
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case Events(events):
+                self._pass_on(events)
+            case Loading(text, fraction):
+                if self._info is None:
+                    self._on_progress(text, fraction)
+            case Loaded(info):
+                self._has_loaded(info, message)
+            case Refused(error):
+                self._error = ConfigError(error.message, param=error.param)
+
+    def _pass_on(self, events: list[EngineEvent]) -> None:
+        if any(isinstance(event, Finished) for event in events):
+            self._n_failures = 0
+        # An engine that died is started again: only the end that was asked for is one.
+        has_died = isinstance(events[-1], Stopped) and not self._process.is_stopping
+        if has_died:
+            events.pop()
+        if events:
+            self._on_events(events)
+        if has_died and self._state is _State.RUNNING:
+            self._state = _State.ENDING
+            # It frees the model and closes the disk, either of which may hang.
+            self._timer = asyncio.get_running_loop().call_later(_ENDING_S, self._process.kill)
+            self._on_lost(True)
+
+    def _has_loaded(self, info: ModelInfo, loaded: Loaded) -> None:
+        self._state = _State.RUNNING
+        self._timer = asyncio.get_running_loop().call_later(_HEALTHY_AFTER_S, self._is_healthy)
+        if self._info is None:
+            self._info = info
+            self._started.set_result(loaded)
+        elif reason := _why_incompatible(self._info, info):
+            self._process.is_stopping = True
+            self._process.kill()
+            _log.error("engine.not_restarted", reason=reason)
+            self._on_events([Stopped(reason)])
+        else:
+            _log.info("engine.restarted", pid=self._process.pid)
+            self._on_restarted()
+
+    def _is_healthy(self) -> None:
+        self._n_failures = 0
+
+    def _ended(self, end: Exit) -> float | None:
+        """Report the end; return the seconds until the next start."""
+        was_running = self._state is _State.RUNNING
+        if self._timer is not None:
+            self._timer.cancel()
+        error, self._error = self._error, None
+        reason = "a step took too long" if end.status == OVERDUE_STATUS else end.text
+        if self._process.is_stopping or self._info is None:
+            self._state = _State.STOPPED
+            if not self._started.done() and self._process.is_stopping:
+                self._started.set_result(None)
+            elif not self._started.done():
+                failed = ConfigError(f"the engine ended while it loaded the model: {reason}")
+                self._started.set_exception(error or failed)
+            return None
+        self._state = _State.LOADING
+        pause = _FIRST_PAUSE_S * 2 ** min(self._n_failures - 1, _MAX_DOUBLINGS) if self._n_failures else 0.0
+        self._n_failures += 1
+        shown = error.message if error is not None else reason
+        _log.error("engine.ended", reason=shown, crashed=end.is_crash, restart_in_s=pause)
+        if was_running:
+            self._on_lost(end.is_crash)
+        return pause
+
+
+def _why_incompatible(before: ModelInfo, after: ModelInfo) -> str:
+    """Return why an engine cannot continue for the one before; empty if it can."""
+    if before.kv_files != after.kv_files:
+        return "the model's file or the library was changed while it was served: start the server again"
+    sizes = (before.n_ctx_slot, before.n_slots, before.n_vocab)
+    if sizes != (after.n_ctx_slot, after.n_slots, after.n_vocab):
+        return "the KV pool got another size: start the server again"
+    return ""

@@ -1,0 +1,101 @@
+"""Messages between the parent and its child processes, in addition to commands, events and jobs."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+from llamaslot.base.commands import EngineCommand
+from llamaslot.base.errors import ErrorInfo
+from llamaslot.base.events import EngineEvent
+from llamaslot.base.model import ModelInfo
+from llamaslot.base.stats import AnchorStats, SessionStats
+from llamaslot.base.text_records import TextRecord
+from llamaslot.prompts.prompt_jobs import Job, JobResult
+
+OVERDUE_STATUS = 70
+"""Exit status of an engine whose step took too long."""
+
+
+class LoadEngine(msgspec.Struct, frozen=True, tag="load_engine"):
+    """Load the model and run the engine: the first message to its process."""
+
+    config: Any
+    """`llamaslot.app.config.Config` as builtins: this layer does not know its type."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """End in order: the engine writes to disk what is not there yet."""
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """Progress of loading."""
+
+    text: str
+    fraction: float
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """The model is loaded, and the disk open."""
+
+    info: ModelInfo
+    ram_line: str
+    """The use of RAM, for a person to read."""
+    disk_line: str
+    """The use of the disk; empty where there is none."""
+    records: tuple[TextRecord, ...] = ()
+    """Text anchors and sessions of an earlier process."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Loading failed; the process ends."""
+
+    error: ErrorInfo
+
+
+class Events(msgspec.Struct, frozen=True, tag="events"):
+    """Events of the engine in order."""
+
+    events: list[EngineEvent]
+
+
+ToEngine: TypeAlias = LoadEngine | Stop | EngineCommand
+FromEngine: TypeAlias = Loading | Loaded | Refused | Events
+
+
+class LoadVocab(msgspec.Struct, frozen=True, tag="load_vocab"):
+    """Load the vocabulary: the first message to the prompt worker's process."""
+
+    config: Any
+
+
+class MakeTokenizer(msgspec.Struct, frozen=True, tag="make_tokenizer"):
+    """Make the tokenizer for a loaded model; answered by `TokenizerReady`."""
+
+    info: ModelInfo
+
+
+class TokenizerReady(msgspec.Struct, frozen=True, tag="tokenizer_ready"):
+    """The prompt worker takes jobs."""
+
+
+class NumberedJob(msgspec.Struct, frozen=True, tag="job"):
+    """A job; answered by one `JobDone` with its number."""
+
+    number: int
+    job: Job
+
+
+class JobDone(msgspec.Struct, frozen=True, tag="job_done"):
+    """Result of a job: the struct that the job's docstring names, or an error."""
+
+    number: int
+    result: JobResult = None
+    error: ErrorInfo | None = None
+    anchors: AnchorStats = msgspec.field(default_factory=AnchorStats)
+    sessions: SessionStats = msgspec.field(default_factory=SessionStats)
+
+
+ToPrompts: TypeAlias = LoadVocab | MakeTokenizer | Stop | NumberedJob
+FromPrompts: TypeAlias = TokenizerReady | Refused | JobDone

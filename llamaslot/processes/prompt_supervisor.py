@@ -1,0 +1,352 @@
+"""The prompt worker in a process of its own: a prompt on which it crashes or hangs fails, and no other.
+
+Jobs wait here in two lanes, long token queries apart from the others. The process has one job of each lane at a
+time. When it ends, a new one is started, and first gets the records of what was remembered and the prompts of
+requests that have not ended. If two jobs were running when it crashed, they are tried again one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from llamaslot.base.commands import DropSession
+from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError, UnavailableError
+from llamaslot.base.model import ModelInfo
+from llamaslot.base.stats import AnchorStats, SessionStats
+from llamaslot.base.text_records import RecordKind, TextRecord
+from llamaslot.processes.child import Exit
+from llamaslot.processes.messages import (
+    FromPrompts,
+    JobDone,
+    LoadVocab,
+    MakeTokenizer,
+    NumberedJob,
+    Refused,
+    Stop,
+    TokenizerReady,
+)
+from llamaslot.processes.supervisor import Supervisor
+from llamaslot.prompts import sessions, text_anchors
+from llamaslot.prompts.lru_cache import LruCache
+from llamaslot.prompts.prompt_jobs import (
+    ClearTexts,
+    DroppedSession,
+    Job,
+    Release,
+    Restore,
+    TextRecords,
+    TokenizePrompt,
+)
+from llamaslot.prompts.prompt_worker import MAX_LONG_QUERIES, PromptWorker, is_long_query, too_many_queries
+
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+"""So that llama.cpp makes no context on a GPU, which would take its memory."""
+_PAUSE_S = 1.0
+"""Time before the process is started again if it did not carry out a single job, times such processes in a row."""
+_MAX_PAUSE_S = 30.0
+_MAX_TRIES = 3
+"""Processes that may end on a job before it fails, whatever ended them."""
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A job that is not answered."""
+
+    number: int
+    job: Job
+    future: asyncio.Future[Any]
+    lane: _Lane
+    n_tries: int = 0
+    is_suspect: bool = False
+    """True if it, or another job that ran beside it, has crashed the process: it is tried alone."""
+
+
+class _Lane:
+    """Jobs that are carried out one after the other."""
+
+    def __init__(self) -> None:
+        self.waiting: OrderedDict[int, _Pending] = OrderedDict()
+        self.running: _Pending | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        """Count the jobs."""
+        return len(self.waiting) + (self.running is not None)
+
+    def end(self) -> _Pending | None:
+        """Return the job that was running; none is any more."""
+        ended, self.running = self.running, None
+        if self.timer is not None:
+            self.timer.cancel()
+        return ended
+
+    def put_back(self, pending: _Pending) -> None:
+        """Make a job the next one."""
+        self.waiting[pending.number] = pending
+        self.waiting.move_to_end(pending.number, last=False)
+
+
+class PromptSupervisor(PromptWorker):
+    """Keeps a prompt worker running in `module`. All methods are called on the event loop.
+
+    `config` is sent to each new process. A job that takes more than `timeout` seconds fails.
+    """
+
+    def __init__(self, module: str, config: Any, *, timeout: float) -> None:
+        self._config = config
+        self._timeout = timeout
+        self._info: ModelInfo | None = None
+        self._process = Supervisor(
+            module,
+            FromPrompts,
+            on_started=self._has_started,
+            on_message=self._receive,
+            on_ended=self._ended,
+            env=_NO_GPU,
+        )
+        self._is_ready = False
+        self._loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # If the engine fails to load, nothing waits for it.
+        self._loaded.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._refusal: LlamaslotError | None = None
+        self._numbers = itertools.count(1)
+        self._lanes = _Lane(), _Lane()
+        """Prompts and all that belongs to them; long queries."""
+        self._overdue: _Pending | None = None
+        self._records: dict[RecordKind, LruCache[TextRecord]] = {
+            "anchor": LruCache(text_anchors.MAX_BYTES),
+            "session": LruCache(sessions.MAX_BYTES),
+        }
+        """Copies of what is remembered, to be restored in a new process."""
+        self._prompts: dict[str, TokenizePrompt] = {}
+        """Tokenized and not released, by request id."""
+        self._stats = AnchorStats(), SessionStats()
+        self._n_answered = 0
+        """Jobs that the present process has answered."""
+        self._n_failures = 0
+        """Processes in a row that answered none."""
+        self.on_restarted: Callable[[], None] = lambda: None
+        """Called when another process takes jobs."""
+
+    @property
+    def stats(self) -> tuple[AnchorStats, SessionStats]:
+        """Counts of what is remembered, and estimated bytes, as of the last job."""
+        return self._stats
+
+    @property
+    def pid(self) -> int:
+        """The id of its process, 0 without one."""
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Start to load the vocabulary; raises `OSError`."""
+        await self._process.start()
+
+    async def set_model(self, info: ModelInfo, records: Sequence[TextRecord]) -> None:
+        """Take jobs for a loaded model; `records` are those of an earlier server. Raises `LlamaslotError`."""
+        self._info = info
+        for each in records:
+            self._records[each.kind].put(each.digest, each)
+        self._process.send(MakeTokenizer(info))
+        await self._loaded
+
+    async def stop(self, seconds: float) -> None:
+        """Kill it, since it has nothing to save and may be at a job that hangs; wait at most `seconds`."""
+        self.kill()
+        await self._process.stop(Stop(), seconds)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.is_stopping = True
+        self._process.kill()
+
+    def call(self, job: Job) -> asyncio.Future[Any]:
+        """Start a job; at most `MAX_LONG_QUERIES` long token queries wait, further ones fail at once."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        is_query = is_long_query(job)
+        lane = self._lanes[is_query]
+        if self._process.is_stopping:
+            future.set_exception(UnavailableError("the server is shutting down"))
+        elif is_query and len(lane) >= MAX_LONG_QUERIES:
+            future.set_exception(too_many_queries())
+        else:
+            if isinstance(job, Release):
+                self._prompts.pop(job.request_id, None)
+            pending = _Pending(next(self._numbers), job, future, lane)
+            lane.waiting[pending.number] = pending
+            future.add_done_callback(lambda _: lane.waiting.pop(pending.number, None))
+            self._send_next()
+        return future
+
+    def interrupt(self) -> None:
+        """Have it stop as soon as possible, such as while it loads the vocabulary."""
+        self._process.is_stopping = True
+        self._process.send(Stop())
+
+    def _has_started(self) -> None:
+        self._n_answered = 0
+        if self._process.is_stopping:
+            self._process.send(Stop())
+            return
+        self._process.send(LoadVocab(self._config))
+        if self._info is not None:
+            self._process.send(MakeTokenizer(self._info))
+
+    def _receive(self, message: FromPrompts) -> None:
+        match message:
+            case TokenizerReady():
+                self._has_loaded()
+            case Refused(error):
+                self._refusal = error.exception()
+            case JobDone():
+                self._done(message)
+
+    def _has_loaded(self) -> None:
+        """Bring a new process to the state of the one before, and send it the jobs."""
+        self._is_ready = True
+        known = tuple(record for records in self._records.values() for record in records.values())
+        first: list[Job] = [*reversed(self._prompts.values()), Restore(known)]
+        for job in first:
+            # Not waited for: they were answered before.
+            future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._lanes[0].put_back(_Pending(next(self._numbers), job, future, self._lanes[0]))
+        if not self._loaded.done():
+            self._loaded.set_result(None)
+        else:
+            self.on_restarted()
+        self._send_next()
+
+    def _send_next(self) -> None:
+        """Send what may be carried out now: the next job of each lane that is free, but a suspect alone."""
+        if not self._is_ready or any(lane.running and lane.running.is_suspect for lane in self._lanes):
+            return
+        waiting = [pending for lane in self._lanes for pending in lane.waiting.values()]
+        if any(pending.is_suspect for pending in waiting):
+            # What a new process has to get comes first, then one suspect after the other.
+            alone = [each for each in waiting if self._is_replayed(each)] + [p for p in waiting if p.is_suspect]
+            while alone and not any(lane.running for lane in self._lanes):
+                self._send(alone.pop(0))
+            return
+        for lane in self._lanes:
+            while lane.running is None and lane.waiting:
+                self._send(next(iter(lane.waiting.values())))
+
+    def _send(self, pending: _Pending) -> None:
+        lane = pending.lane
+        lane.waiting.pop(pending.number)
+        try:
+            self._process.send(NumberedJob(pending.number, pending.job))
+        except UnicodeEncodeError:
+            _fail(pending, InvalidRequestError("the text has characters that are no valid Unicode"))
+            return
+        lane.running = pending
+        lane.timer = asyncio.get_running_loop().call_later(self._timeout, self._is_overdue, pending)
+
+    def _is_overdue(self, pending: _Pending) -> None:
+        self._overdue = pending
+        self._process.kill()
+
+    def _done(self, done: JobDone) -> None:
+        self._stats = done.anchors, done.sessions
+        lane = next((each for each in self._lanes if each.running and each.running.number == done.number), None)
+        if lane is None:
+            return
+        self._n_answered += 1
+        pending = lane.end()
+        assert pending is not None
+        if not pending.future.done():
+            if done.error is not None:
+                pending.future.set_exception(done.error.exception())
+            else:
+                self._note(pending.job, done.result)
+                pending.future.set_result(done.result)
+        self._send_next()
+
+    def _note(self, job: Job, result: object) -> None:
+        """Note what a new process would have to know."""
+        match job, result:
+            case TokenizePrompt(), _:
+                self._prompts[job.submit.request_id] = job
+            case _, TextRecords(records):
+                for record in records:
+                    self._records[record.kind].put(record.digest, record)
+            case DropSession(), DroppedSession():
+                self._records["session"].drop(result.digest)
+            case ClearTexts(), _:
+                for each in self._records.values():
+                    each.clear()
+
+    def _ended(self, end: Exit) -> float | None:
+        """Find the job that ended the process; return the seconds until the next start."""
+        self._is_ready = False
+        running = [pending for lane in self._lanes if (pending := lane.end()) is not None]
+        if self._process.is_stopping:
+            error = UnavailableError("the server is shutting down")
+            for pending in running:
+                _fail(pending, error)
+            self._fail_all(error)
+            if not self._loaded.done():
+                self._loaded.set_exception(error)
+            return None
+        refusal, self._refusal = self._refusal, None
+        reason = refusal.message if refusal is not None else end.text
+        _log.error("prompt_worker.ended", reason=reason, jobs=[type(each.job).__name__ for each in running])
+        self._n_failures = 0 if self._n_answered else self._n_failures + 1
+        if self._n_failures >= _MAX_TRIES or refusal is not None:
+            failed = refusal or UnavailableError(f"the prompt worker does not start: {end.text}", retry_after=1)
+            if not self._loaded.done():
+                self._loaded.set_exception(failed)
+                return None
+            self._fail_all(UnavailableError(f"the prompt worker does not start: {failed.message}", retry_after=1))
+        self._blame(running, end)
+        return min(_PAUSE_S * self._n_failures, _MAX_PAUSE_S)
+
+    def _blame(self, running: list[_Pending], end: Exit) -> None:
+        """Fail the job that ended the process, or have the candidates tried one at a time."""
+        overdue, self._overdue = self._overdue, None
+        is_only_one = len(running) == 1 and end.is_crash and overdue is None
+        for pending in running:
+            pending.n_tries += 1
+            if pending is overdue:
+                message = f"the prompt took more than {self._timeout:g} s to process (--prompt-timeout)"
+                _fail(pending, InvalidRequestError(message, param="prompt"))
+            elif is_only_one or pending.n_tries >= _MAX_TRIES:
+                _fail(pending, ServerError(f"the prompt worker ended at this prompt: {end.text}"))
+            elif not pending.future.done():
+                pending.is_suspect |= end.is_crash and overdue is None
+                pending.lane.put_back(pending)
+            if pending.future.done() and isinstance(pending.job, TokenizePrompt):
+                self._prompts.pop(pending.job.submit.request_id, None)
+            elif isinstance(pending.job, Restore):
+                for each in self._records.values():
+                    each.clear()
+        # They are put there again for the next process.
+        for pending in [each for each in self._lanes[0].waiting.values() if self._is_replayed(each)]:
+            pending.future.cancel()
+            self._lanes[0].waiting.pop(pending.number)
+
+    def _is_replayed(self, pending: _Pending) -> bool:
+        job = pending.job
+        return isinstance(job, Restore) or (
+            isinstance(job, TokenizePrompt) and self._prompts.get(job.submit.request_id) is job
+        )
+
+    def _fail_all(self, error: LlamaslotError) -> None:
+        for lane in self._lanes:
+            for pending in list(lane.waiting.values()):
+                _fail(pending, error)
+
+
+def _fail(pending: _Pending, error: LlamaslotError) -> None:
+    if not pending.future.done():
+        pending.future.set_exception(error)

@@ -1,0 +1,127 @@
+"""Queries: answered by the prompt worker, by the engine, or by both in turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import convert
+
+from llamaslot.base import commands
+from llamaslot.base.commands import Query, QueryBody, TokenQuery
+from llamaslot.base.errors import LlamaslotError, NotFoundError, UnavailableError
+from llamaslot.base.events import Reply
+from llamaslot.base.stats import CacheState, EngineState
+from llamaslot.prompts.prompt_jobs import ClearTexts, DroppedSession
+from llamaslot.prompts.prompt_worker import PromptWorker, on_result
+
+
+class Queries:
+    """Queries that are not answered. `emit` gets the replies that the engine does not give."""
+
+    def __init__(self, prompts: PromptWorker, emit: Callable[[Reply], None]) -> None:
+        self._prompts = prompts
+        self._emit = emit
+        self._send: Callable[[Query], None] | None = None
+        self._token_queries: dict[str, asyncio.Future[Any]] = {}
+        """Those that only the prompt worker answers."""
+        self._in_engine: dict[str, QueryBody] = {}
+
+    def connect(self, send: Callable[[Query], None]) -> None:
+        """Set the function that passes queries to the engine."""
+        self._send = send
+
+    def disconnect(self) -> None:
+        """Refuse the queries that the engine has, and further ones: it has ended."""
+        self._send = None
+        for request_id in list(self._in_engine):
+            self._refuse(request_id)
+
+    def ask(self, query: Query) -> None:
+        """Have a query answered."""
+        request_id, body = query.request_id, query.body
+
+        def failed(error: LlamaslotError) -> None:
+            self._emit(Reply(request_id, error=error.info()))
+
+        needs_both = isinstance(body, commands.DropSession | commands.ClearCache)
+        if needs_both and self._send is None:
+            # Else the prompt worker would forget what the disk still has.
+            failed(restarting_error())
+            return
+        match body:
+            case commands.DropSession():
+                on_result(self._prompts.call(body), lambda dropped: self._drop(query, dropped), failed)
+            case commands.ClearCache():
+                # First the texts: what is being remembered now is dropped too.
+                on_result(self._prompts.call(ClearTexts()), lambda _: self._pass_on(query), failed)
+            case _ if isinstance(body, TokenQuery):
+                self._answer(request_id, body)
+            case _:
+                self._pass_on(query)
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a token query; other ids are ignored."""
+        query = self._token_queries.pop(request_id, None)
+        if query is not None:
+            query.cancel()
+
+    def cancel_all(self) -> None:
+        """Cancel all token queries."""
+        for request_id in list(self._token_queries):
+            self.cancel(request_id)
+
+    def replied(self, reply: Reply) -> Reply:
+        """Take the engine's reply; return it with the counts of what the prompt worker remembers."""
+        body = self._in_engine.pop(reply.request_id, None)
+        if reply.error is not None:
+            return reply
+        # From another process the body arrives as builtins.
+        if isinstance(body, commands.InspectEngine):
+            state = convert(reply.body, EngineState)
+            state.cache.anchors, state.cache.sessions = self._prompts.stats
+            return Reply(reply.request_id, state)
+        if isinstance(body, commands.InspectCache):
+            listing = convert(reply.body, CacheState)
+            listing.anchors, listing.sessions = self._prompts.stats
+            return Reply(reply.request_id, listing)
+        return reply
+
+    def _answer(self, request_id: str, body: TokenQuery) -> None:
+        def respond(reply: Reply) -> None:
+            if self._token_queries.pop(request_id, None) is not None:
+                self._emit(reply)
+
+        future = self._token_queries[request_id] = self._prompts.call(body)
+        on_result(
+            future,
+            lambda answer: respond(Reply(request_id, answer)),
+            lambda error: respond(Reply(request_id, error=error.info())),
+        )
+
+    def _drop(self, query: Query, dropped: DroppedSession) -> None:
+        """Continue `DropSession` in the engine, which has the session's KV."""
+        if dropped.paths:
+            paths = commands.DropPaths(dropped.namespace, dropped.paths, dropped.digest)
+            self._pass_on(Query(query.request_id, paths))
+        else:
+            assert isinstance(query.body, commands.DropSession)
+            error = NotFoundError(f"there is no session {query.body.session_id!r}")
+            self._emit(Reply(query.request_id, error=error.info()))
+
+    def _pass_on(self, query: Query) -> None:
+        self._in_engine[query.request_id] = query.body
+        if self._send is not None:
+            self._send(query)
+        else:
+            self._refuse(query.request_id)
+
+    def _refuse(self, request_id: str) -> None:
+        del self._in_engine[request_id]
+        self._emit(Reply(request_id, error=restarting_error().info()))
+
+
+def restarting_error() -> UnavailableError:
+    """Return the error of queries while there is no engine."""
+    return UnavailableError("the engine is restarting; try later", retry_after=1)
