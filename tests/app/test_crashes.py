@@ -1,0 +1,266 @@
+"""Crashes of the engine under a real server: what runs gets one clear error, the rest is done after the restart."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from llamaslot.app.models import resolve_model
+from tests.conftest import LONG
+from tests.live import Server, serving
+
+ABORT, HANG, RAISE = 7, 8, 9
+"""Tokens at which the engine aborts, hangs, and fails with a Python error."""
+FAULT = f"""
+import os, time
+from llamaslot.engine import model_worker
+_apply = model_worker.apply
+def apply(plan, *others):
+    tokens = {{token for work in plan.work for token in work.run.tokens.tolist()}}
+    if {ABORT} in tokens:
+        os.abort()
+    if {HANG} in tokens:
+        time.sleep(1000)
+    if {RAISE} in tokens:
+        raise RuntimeError("a bug")
+    return _apply(plan, *others)
+model_worker.apply = apply
+"""
+STORY = "Once upon a time there was a cat who lived in a house by the sea. "
+ENDLESS = {
+    "prompt": "a",
+    "n_predict": -1,
+    "ignore_eos": True,
+    "logit_bias": [[ABORT, False], [HANG, False], [RAISE, False]],
+}
+
+
+def engine_of(server: Server) -> psutil.Process:
+    """The engine's process."""
+    children = psutil.Process(server.process.pid).children()
+    return next(each for each in children if "llamaslot.app.runtime.engine_main" in each.cmdline())
+
+
+def outcome(server: Server, body: dict[str, Any]) -> tuple[int, Any, dict[str, str]]:
+    """Status, body and headers of the reply to a completion."""
+    try:
+        return 200, server.post("/completion", body), {}
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error), dict(error.headers)
+
+
+def streamed(server: Server, body: dict[str, Any]) -> list[Any]:
+    """The events of a stream, also of one that fails."""
+    data = json.dumps({**body, "stream": True}).encode()
+    request = urllib.request.Request(f"{server.url}/completion", data)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            lines = reply.read().decode().split("\n\n")
+    except urllib.error.HTTPError as error:
+        with error:
+            return [json.load(error)]
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+
+def wait(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def n_running(server: Server) -> int:
+    try:
+        return sum(slot["is_processing"] for slot in server.get("/slots"))
+    except urllib.error.HTTPError:
+        return 0
+
+
+def is_healthy(server: Server) -> bool:
+    try:
+        return bool(server.get("/health") == {"status": "ok"})
+    except urllib.error.HTTPError as error:
+        error.close()
+        return False
+
+
+def test_a_crash_fails_what_runs_and_a_request_that_crashes_alone_is_refused(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path, "-np", "2", fault=FAULT) as server,
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
+        expected = server.post("/completion", {"prompt": STORY, "n_predict": 8, "temperature": 0})["content"]
+        running = pool.submit(streamed, server, ENDLESS)
+        wait(lambda: n_running(server) == 1)
+        crashing = pool.submit(outcome, server, {"prompt": [ABORT], "n_predict": 1})
+        wait(lambda: n_running(server) != 1)
+        queued = [
+            pool.submit(outcome, server, {"prompt": STORY, "n_predict": 8, "temperature": 0}) for _ in range(4)
+        ]
+        *texts, last = running.result()
+        assert texts
+        assert last["error"]["code"] == 503
+        assert "restarting" in last["error"]["message"]
+        assert crashing.result()[0] == 503
+        assert [(status, body.get("content")) for status, body, _ in (q.result() for q in queued)] == [
+            (200, expected)
+        ] * 4
+        assert is_healthy(server)
+        innocent = pool.submit(outcome, server, {**ENDLESS, "n_predict": 50})
+        status, body, _ = outcome(server, {"prompt": [ABORT], "n_predict": 1})
+        assert status == 503
+        assert innocent.result()[0] == 200, "it did not run beside the suspect"
+        status, body, headers = outcome(server, {"prompt": [ABORT], "n_predict": 1})
+        assert (status, "crashed twice" in body["error"]["message"]) == (503, True)
+        assert int(headers["Retry-After"]) > 500
+        ends = server.log_lines("engine.ended")
+        assert [(end["reason"], end["crashed"]) for end in ends] == [("SIGABRT", True)] * 2
+        assert server.stop() == 0
+
+
+def test_a_bug_in_the_engine_fails_what_runs_and_is_restarted_from(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path, "-np", "2", fault=FAULT) as server,
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
+        running = pool.submit(streamed, server, ENDLESS)
+        wait(lambda: n_running(server) == 1)
+        bad = {"prompt": [RAISE], "n_predict": 1}
+        assert outcome(server, bad)[0] == 503
+        assert running.result()[-1]["error"]["code"] == 503
+        assert outcome(server, bad)[0] == 503
+        status, body, _ = outcome(server, bad)
+        assert (status, "crashed twice" in body["error"]["message"]) == (503, True)
+        assert outcome(server, {"prompt": STORY, "n_predict": 2})[0] == 200
+        assert len(server.log_lines("engine.died")) == 2
+        assert server.stop() == 0
+
+
+def test_a_step_that_hangs_is_ended(tmp_path: Path) -> None:
+    with serving(tmp_path, "--step-timeout", "1", fault=FAULT) as server:
+        started = time.monotonic()
+        assert outcome(server, {"prompt": [HANG], "n_predict": 1})[0] == 503
+        assert 1 < time.monotonic() - started < 10
+        wait(lambda: is_healthy(server))
+        assert outcome(server, {"prompt": STORY, "n_predict": 2})[0] == 200
+        assert server.log_lines("step.overdue")[0]["flag"] == "--step-timeout"
+        assert server.log_lines("engine.ended")[0]["crashed"]
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("n_kills", [50 if LONG else 2])
+def test_killing_the_engine_under_load_loses_nothing_that_is_on_disk(tmp_path: Path, n_kills: int) -> None:
+    disk = tmp_path / "disk"
+    prompts = [f"Story {i}. {STORY * 12}" for i in range(4)]
+    outcomes: list[tuple[int, Any]] = []
+    with (
+        serving(tmp_path, "--cache-disk", disk, "--cache-disk-write-per-day", "0") as server,
+        concurrent.futures.ThreadPoolExecutor(8) as pool,
+    ):
+        expected = [server.post("/completion", {"prompt": p, "n_predict": 8, "temperature": 0}) for p in prompts]
+        texts = [each["content"] for each in expected]
+        wait(lambda: server.get("/cache")["disk"]["tokens"] > 0)
+        for n in range(n_kills):
+            futures = [
+                pool.submit(outcome, server, {"prompt": prompts[i % 4], "n_predict": 8, "temperature": 0})
+                for i in range(12)
+            ]
+            endless = pool.submit(streamed, server, {**ENDLESS, "n_predict": 200})
+            wait(lambda: n_running(server) > 0)
+            engine_of(server).kill()
+            killed = time.monotonic()
+            wait(lambda n=n: len(server.log_lines("engine.restarted")) > n)
+            assert is_healthy(server)
+            assert time.monotonic() - killed < 5
+            for i, future in enumerate(futures):
+                status, body, _ = future.result()
+                outcomes.append((status, body))
+                assert status in (200, 503)
+                assert status == 503 or body["content"] == texts[i % 4]
+            events = endless.result()
+            # It may have been queued when the engine was killed.
+            assert ["error" in event or event["stop"] for event in events].index(True) == len(events) - 1
+        assert sum(status == 200 for status, _ in outcomes) > len(outcomes) // 4
+        stats = server.get("/cache")
+        assert stats["disk"]["bad_files"] == 0
+        assert len(server.log_lines("engine.restarted")) == n_kills
+        assert not server.log_lines("engine.suspects")
+        engine_of(server).kill()
+        wait(lambda: len(server.log_lines("engine.restarted")) > n_kills)
+        # Before anything else runs: only the disk can have it.
+        warm = server.post("/completion", {"prompt": prompts[0], "n_predict": 8, "temperature": 0})
+        assert warm["cache"]["disk"] > 0
+        assert warm["content"] == texts[0]
+        assert server.stop() == 0
+
+
+def test_the_children_end_with_the_parent_and_leave_no_lock(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with (
+        serving(tmp_path, "--cache-disk", disk) as server,
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
+        children = psutil.Process(server.process.pid).children()
+        assert len(children) == 2
+        pool.submit(streamed, server, ENDLESS)
+        wait(lambda: n_running(server) == 1)
+        server.process.kill()
+        # Without a process that reaps orphans they stay zombies.
+        wait(lambda: all(not c.is_running() or c.status() == psutil.STATUS_ZOMBIE for c in children), seconds=1)
+    with serving(tmp_path, "--cache-disk", disk) as server:
+        assert is_healthy(server)
+
+
+def test_a_model_file_that_is_gone_is_waited_for_and_a_changed_one_is_not_served(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    shutil.copy(resolve_model("demo"), model)
+    with serving(tmp_path, "-m", model) as server:
+        model.rename(tmp_path / "elsewhere")
+        engine_of(server).kill()
+        wait(lambda: len(server.log_lines("engine.ended")) >= 2)
+        assert not is_healthy(server)
+        assert "no model file" in server.log_lines("engine.ended")[1]["reason"]
+        (tmp_path / "elsewhere").rename(model)
+        wait(lambda: is_healthy(server))
+        assert outcome(server, {"prompt": STORY, "n_predict": 2})[0] == 200
+        os.utime(model)
+        engine_of(server).kill()
+        assert server.process.wait(10) == 1, "a service manager may start it again"
+        assert "was changed" in server.log_lines("engine.not_restarted")[0]["reason"]
+
+
+def test_a_signal_while_the_model_loads_ends_it(tmp_path: Path) -> None:
+    slow = "import llamaslot.app.runtime.engine_host as host, time\nhost.lock_disk = lambda _: time.sleep(3)"
+    (tmp_path / "sitecustomize.py").write_text(slow)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llamaslot.cli.main", "serve", "--port", "0"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        parent = psutil.Process(process.pid)
+        wait(lambda: len(parent.children()) == 2)
+        time.sleep(1)
+        children = parent.children()
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) in (0, 130)
+        wait(lambda: all(not c.is_running() or c.status() == psutil.STATUS_ZOMBIE for c in children), seconds=2)
+    finally:
+        process.kill()

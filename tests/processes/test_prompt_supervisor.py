@@ -1,0 +1,208 @@
+"""The prompt worker's process on the embedded model: a prompt that crashes or hangs it fails, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from llamaslot.app.config import Config
+from llamaslot.app.models import resolve_model
+from llamaslot.base.commands import DropSession, Submit, TextPart, Tokenize
+from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError, UnavailableError
+from llamaslot.base.model import ModelInfo
+from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.text_records import TextRecord
+from llamaslot.processes.prompt_supervisor import PromptSupervisor
+from llamaslot.prompts.prompt_jobs import ClearTexts, Release, Remember, TokenizePrompt
+from tests.fake_backend import FakeBackend
+from tests.processes.faults import inject
+
+FAULT = """
+import os, time
+from llamaslot.backend.llama.vocab import LlamaVocab
+_tokenize = LlamaVocab.tokenize
+def tokenize(self, text, **flags):
+    if "CRASH" in text:
+        os.abort()
+    if "HANG" in text or "SLOW" in text:
+        time.sleep(60 if "HANG" in text else 0.3)
+    return _tokenize(self, text, **flags)
+LlamaVocab.tokenize = tokenize
+from llamaslot.prompts.tokenizer import Tokenizer
+_restore = Tokenizer.restore
+def restore(self, records):
+    if any(record.digest == b"CRASH" for record in records):
+        os.abort()
+    return _restore(self, records)
+Tokenizer.restore = restore
+"""
+Start = Callable[..., Awaitable[PromptSupervisor]]
+
+
+@pytest.fixture
+async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    inject(FAULT, tmp_path, monkeypatch)
+    started: list[PromptSupervisor] = []
+
+    async def begin(limit: float = 30.0, model: Path | None = None) -> PromptSupervisor:
+        config = msgspec.to_builtins(Config(model=str(model or resolve_model("demo"))))
+        worker = PromptSupervisor("llamaslot.app.runtime.prompt_main", config, timeout=limit)
+        started.append(worker)
+        await worker.start()
+        await worker.set_model(info(), ())
+        return worker
+
+    yield begin
+    for worker in started:
+        await worker.stop(5)
+
+
+def info() -> ModelInfo:
+    return msgspec.structs.replace(FakeBackend().info, n_ctx_slot=4096)
+
+
+def prompt(request_id: str, text: str, session_id: str = "") -> TokenizePrompt:
+    return TokenizePrompt(Submit(request_id, (TextPart(text),), session_id=session_id))
+
+
+def query(text: str) -> Tokenize:
+    return Tokenize((TextPart(text + "x" * 20_000),))
+
+
+async def outcomes(*futures: Any) -> list[type]:
+    async with asyncio.timeout(30):
+        return [type(each) for each in await asyncio.gather(*futures, return_exceptions=True)]
+
+
+async def test_a_prompt_that_crashes_it_fails_and_those_around_it_do_not(start: Start) -> None:
+    worker = await start()
+    pid = worker.pid
+    futures = [worker.call(prompt(text, text)) for text in ("a", "CRASH", "b", "c")]
+    ends = await outcomes(*futures)
+    assert ends == [TokenizedPrompt, ServerError, TokenizedPrompt, TokenizedPrompt]
+    assert "SIGABRT" in str(futures[1].exception())
+    assert worker.pid != pid
+
+
+async def test_of_two_that_ran_at_once_the_one_that_crashes_it_fails(start: Start) -> None:
+    worker = await start()
+    for pair in (("SLOW", "CRASH"), ("CRASH", "SLOW")):
+        futures = [
+            worker.call(prompt("1", pair[0] + " prompt")),
+            worker.call(query(pair[1])),
+            worker.call(ClearTexts()),
+        ]
+        ends = await outcomes(*futures)
+        assert [issubclass(end, ServerError) for end in ends] == ["CRASH" in pair[0], "CRASH" in pair[1], False]
+
+
+async def test_a_prompt_that_takes_too_long_fails_by_the_flags_name(start: Start) -> None:
+    worker = await start(limit=1.0)
+    futures = [worker.call(prompt(text, text)) for text in ("a", "HANG", "b")]
+    assert await outcomes(*futures) == [TokenizedPrompt, InvalidRequestError, TokenizedPrompt]
+    assert "--prompt-timeout" in str(futures[1].exception())
+
+
+async def test_what_was_remembered_survives_its_crash(start: Start) -> None:
+    worker = await start()
+    tokenized = await worker.call(prompt("a", "Once upon", session_id="mine"))
+    again = prompt("b", "Once upon a time", session_id="mine")
+    reply = (await worker.call(prompt("c", "Once upon a time"))).packed_tokens[len(tokenized.packed_tokens) :]
+    await worker.call(Remember("a", reply, len(" a time")))
+    await worker.call(prompt("open", "another", session_id="open"))
+    assert worker.stats[1].known == 1
+    await outcomes(worker.call(prompt("x", "CRASH")))
+    assert (await worker.call(again)).session_match == "exact"
+    records = await worker.call(Remember("open", reply, len(" a time")))
+    assert records.records, "a prompt that was tokenized before the crash can still be remembered"
+    assert (await worker.call(DropSession("mine"))).paths
+    await outcomes(worker.call(prompt("x", "CRASH")))
+    assert (await worker.call(again)).session_match == "new"
+
+
+async def test_a_kill_from_outside_fails_nothing(start: Start) -> None:
+    worker = await start()
+    futures = [worker.call(prompt("a", "SLOW")), worker.call(prompt("b", "b"))]
+    await asyncio.sleep(0.1)
+    os.kill(worker.pid, signal.SIGKILL)
+    assert await outcomes(*futures) == [TokenizedPrompt] * 2
+
+
+async def test_released_and_cancelled_requests_leave_nothing(start: Start) -> None:
+    worker = await start()
+    pid = worker.pid
+    slow = worker.call(prompt("a", "SLOW"))
+    waiting = worker.call(prompt("b", "CRASH"))
+    waiting.cancel()
+    await slow
+    await worker.call(Release("a"))
+    assert await outcomes(worker.call(prompt("c", "c"))) == [TokenizedPrompt]
+    assert worker.pid == pid
+    assert list(worker._prompts) == ["c"]
+    assert [len(lane) for lane in worker._lanes] == [0, 0]
+
+
+async def test_errors_cross_the_process_boundary(start: Start) -> None:
+    worker = await start()
+    too_long = worker.call(prompt("a", "word " * 100_000))
+    assert issubclass((await outcomes(too_long))[0], LlamaslotError)
+    error = too_long.exception()
+    assert isinstance(error, LlamaslotError)
+    assert error.n_ctx == 4096
+    invalid = worker.call(prompt("a", "\udc80"))
+    assert await outcomes(invalid, worker.call(prompt("b", "b"))) == [InvalidRequestError, TokenizedPrompt]
+
+
+async def test_long_queries_are_limited(start: Start) -> None:
+    worker = await start()
+    queries = [worker.call(query("SLOW")) for _ in range(5)]
+    ends = await outcomes(*queries)
+    assert ends.count(QueueFullError) == 1
+
+
+async def test_it_ends_although_a_prompt_hangs(start: Start) -> None:
+    worker = await start()
+    worker.call(prompt("a", "HANG"))
+    async with asyncio.timeout(3):
+        await worker.stop(1)
+    assert await outcomes(worker.call(ClearTexts())) != [type(None)]
+
+
+async def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    worker = PromptSupervisor(
+        "llamaslot.app.runtime.prompt_main",
+        msgspec.to_builtins(Config(model=str(tmp_path / "none.gguf"))),
+        timeout=10,
+    )
+    await worker.start()
+    with pytest.raises(LlamaslotError, match="no model file"):
+        await worker.set_model(info(), ())
+    await worker.stop(5)
+
+
+async def test_a_worker_that_cannot_start_again_fails_its_jobs(tmp_path: Path, start: Start) -> None:
+    model = tmp_path / "model.gguf"
+    shutil.copy(resolve_model("demo"), model)
+    worker = await start(model=model)
+    model.unlink()
+    os.kill(worker.pid, signal.SIGKILL)
+    ends = await outcomes(worker.call(prompt("a", "a")))
+    assert ends == [UnavailableError]
+
+
+async def test_a_record_that_crashes_it_is_not_restored_for_ever(start: Start) -> None:
+    worker = await start()
+    await worker.call(prompt("a", "Once upon", session_id="mine"))
+    await worker.call(Remember("a", b"\5\0\0\0", 1))
+    worker._records["session"].put(b"x", TextRecord("session", b"CRASH", b""))
+    await outcomes(worker.call(prompt("x", "CRASH")))
+    assert await outcomes(worker.call(prompt("b", "b"))) == [TokenizedPrompt]
+    assert worker.stats[1].known == 0
