@@ -174,7 +174,8 @@ def test_killing_the_engine_under_load_loses_nothing_that_is_on_disk(tmp_path: P
     ):
         expected = [server.post("/completion", {"prompt": p, "n_predict": 8, "temperature": 0}) for p in prompts]
         texts = [each["content"] for each in expected]
-        wait(lambda: server.get("/cache")["disk"]["tokens"] > 0)
+        n_prompt = sum(each["tokens_evaluated"] for each in expected)
+        wait(lambda: server.get("/cache")["disk"]["tokens"] >= n_prompt - 4 * len("Story 1."))
         for n in range(n_kills):
             futures = [
                 pool.submit(outcome, server, {"prompt": prompts[i % 4], "n_predict": 8, "temperature": 0})
@@ -200,8 +201,10 @@ def test_killing_the_engine_under_load_loses_nothing_that_is_on_disk(tmp_path: P
         assert stats["disk"]["bad_files"] == 0
         assert len(server.log_lines("engine.restarted")) == n_kills
         assert not server.log_lines("engine.suspects")
+        n_written = stats["disk"]["tokens"]
         engine_of(server).kill()
         wait(lambda: len(server.log_lines("engine.restarted")) > n_kills)
+        assert server.get("/cache")["disk"]["tokens"] >= n_written
         # Before anything else runs: only the disk can have it.
         warm = server.post("/completion", {"prompt": prompts[0], "n_predict": 8, "temperature": 0})
         assert warm["cache"]["disk"] > 0
