@@ -36,7 +36,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class Generated(msgspec.Struct, frozen=True):
-    """What it takes to remember a reply."""
+    """Tokens of a reply and the length of its text, for text anchors and sessions."""
 
     packed_tokens: bytes
     """All tokens that were generated."""

@@ -332,7 +332,7 @@ class Engine:
 
 
 def _generated(live: ReplyStream) -> Generated | None:
-    """Return what it takes to remember the reply; None for a private request, and for one that never ran."""
+    """Return the reply's tokens to remember; None for a private request, and for one that never ran."""
     request = live.request
     if request.is_private or not request.has_started:
         return None

@@ -1,1 +1,1 @@
-"""Child processes: how they are started, spoken to, watched and restarted. What they run is in `llamaslot.app`."""
+"""Child processes: start, messages, supervision, restart. Their main programs are in `llamaslot.app.runtime`."""

@@ -16,15 +16,16 @@ _log = structlog.get_logger(__name__)
 
 
 class Channel(asyncio.Protocol, Generic[T]):
-    """Sends messages of any type and passes those of type `received` to `on_message`.
+    """Sends messages of any type and passes those that arrive, of `message_type`, to `on_message`.
 
-    `on_lost` is called once when the other side has closed the socket or sent something else, with the reason.
+    `on_lost` is called once, with the reason, when the connection has ended: the other side has closed it, has sent
+    something else, or `on_message` has raised an exception.
     """
 
     def __init__(
-        self, received: Any, on_message: Callable[[T], None], on_lost: Callable[[str], None] = lambda _: None
+        self, message_type: Any, on_message: Callable[[T], None], on_lost: Callable[[str], None] = lambda _: None
     ) -> None:
-        self._decode = msgspec.msgpack.Decoder(received).decode
+        self._decode = msgspec.msgpack.Decoder(message_type).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._on_message = on_message
         self._on_lost = on_lost

@@ -1,9 +1,14 @@
 """The engine in a process of its own, started again with the same model when it ends.
 
-    LOADING --Loaded--> RUNNING --the process ends--> LOADING, after a pause
-    RUNNING --the engine has died--> ENDING --the process ends--> LOADING, after a pause
-       |--the process ends--> LOADING, after a pause; STOPPED if the model was never loaded
-    any state --stop, or the model was changed--> STOPPED
+    state      event                                          next state
+    LOADING    Loaded                                         RUNNING
+    LOADING    the process ends, the first one                STOPPED
+    LOADING    the process ends, a later one                  LOADING, after a pause
+    RUNNING    the engine reports that it died                ENDING
+    RUNNING    the process ends                               LOADING, after a pause
+    ENDING     the process ends                               LOADING, after a pause
+    any        the process ends after `stop` or `kill`,       STOPPED
+               or because the model was changed
 
 The pause grows with each process that neither serves a request nor runs for ten seconds.
 """

@@ -232,7 +232,7 @@ class PromptSupervisor(PromptWorker):
             return
         waiting = [pending for lane in self._lanes for pending in lane.waiting.values()]
         if any(pending.is_suspect for pending in waiting):
-            # What a new process has to get comes first, then one suspect after the other.
+            # First the jobs that restore the state of the process before, then one suspect after the other.
             alone = [each for each in waiting if self._is_replayed(each)] + [p for p in waiting if p.is_suspect]
             while alone and not any(lane.running for lane in self._lanes):
                 self._send(alone.pop(0))
@@ -273,7 +273,7 @@ class PromptSupervisor(PromptWorker):
         self._send_next()
 
     def _note(self, job: Job, result: object) -> None:
-        """Note what a new process would have to know."""
+        """Keep copies of what must be restored in a new process."""
         match job, result:
             case TokenizePrompt(), _:
                 self._prompts[job.submit.request_id] = job

@@ -23,7 +23,7 @@ from llamaslot.prompts.tokenizer import ReplyContext, Tokenizer
 class TokenizePrompt(msgspec.Struct, frozen=True, tag="tokenize_prompt"):
     """Tokenize the prompt of a request; answered by `TokenizedPrompt`.
 
-    What it takes to remember replies to it is kept until the request is released.
+    The worker keeps the prompt's context for `Remember` and `Locate` until `Release`.
     """
 
     submit: Submit

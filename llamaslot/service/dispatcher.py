@@ -126,7 +126,7 @@ class Dispatcher:
         self._flush()
 
     def engine_lost(self, is_crash: bool) -> None:
-        """The engine's process has ended: fail what had started, and keep the rest for the next engine."""
+        """Fail the requests that had started, and keep the others for the next engine: this one has ended."""
         self.is_connected = False
         in_engine = [each for each in self._completions.values() if each.is_in_engine]
         if is_crash and in_engine:
@@ -148,7 +148,7 @@ class Dispatcher:
         self._queries.disconnect()
 
     def engine_restarted(self) -> None:
-        """Another engine takes commands."""
+        """Send the requests that wait: another engine takes commands."""
         self.connect(self._send)
         self._write_texts()
         self._send_waiting()

@@ -21,7 +21,7 @@ T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 
 
-def channel_to_parent(received: Any, on_message: Callable[[T], None]) -> Channel[T]:
+def channel_to_parent(message_type: Any, on_message: Callable[[T], None]) -> Channel[T]:
     """Return a channel to the parent, at whose end this process ends at once.
 
     Signals that a service manager or a terminal sends to all processes are left to the parent.
@@ -33,7 +33,7 @@ def channel_to_parent(received: Any, on_message: Callable[[T], None]) -> Channel
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The stack of a crash in llama.cpp goes to standard error.
     faulthandler.enable()
-    return Channel(received, on_message, lambda _: os._exit(1))
+    return Channel(message_type, on_message, lambda _: os._exit(1))
 
 
 def socket_of(fd: int) -> socket.socket:

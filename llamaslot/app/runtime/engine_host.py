@@ -109,7 +109,8 @@ class EngineHost:
     async def close(self) -> str:
         """Free the model and close the disk; return why that is not possible, or an empty text.
 
-        What a hung thread uses cannot be freed, and Python would wait for it: the process must end at once.
+        The process must then end at once: memory that a hung thread uses cannot be freed, and Python would wait for
+        the thread.
         """
         if self._engine is not None and self._engine.has_hung_thread:
             return "a thread does not end, such as one that waits for a disk that does not respond"
