@@ -75,9 +75,11 @@ class Channel(asyncio.Protocol, Generic[T]):
                 start += size
                 try:
                     self._on_message(message)
-                except Exception:
-                    # A bug must not end the connection, and with it the process.
+                except Exception as error:
+                    # To go on would leave requests without a terminal event: a lost connection ends them all.
                     _log.exception("channel.message_failed", type=type(message).__name__)
+                    self._fail(f"a message could not be handled: {error}")
+                    return
         del self._received[:start]
 
     def connection_lost(self, exc: Exception | None) -> None:

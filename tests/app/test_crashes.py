@@ -247,6 +247,41 @@ def test_a_model_file_that_is_gone_is_waited_for_and_a_changed_one_is_not_served
         assert "was changed" in server.log_lines("engine.not_restarted")[0]["reason"]
 
 
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        (
+            "import os\nfrom llamaslot.backend.llama import LlamaVocab\nLlamaVocab.load = lambda _: os.abort()",
+            "SIGABRT",
+        ),
+        (
+            "import os, llamaslot.app.runtime.engine_host as host\nhost.lock_disk = lambda _: os.abort()",
+            "SIGABRT",
+        ),
+        (
+            "import llamaslot.app.runtime.engine_host as host\nhost.lock_disk = lambda _: 1 / 0",
+            "exit status 1",
+        ),
+    ],
+    ids=["vocabulary", "engine", "bug"],
+)
+def test_a_process_that_crashes_at_the_first_start_ends_the_server_with_one_line(
+    tmp_path: Path, fault: str, line: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(fault)
+    ended = subprocess.run(
+        [sys.executable, "-m", "llamaslot.cli.main", "serve", "--port", "0"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path.parent / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert line in ended.stderr.splitlines()[-1]
+    assert ended.stderr.splitlines()[-1].startswith("llamaslot: ")
+
+
 def test_a_signal_while_the_model_loads_ends_it(tmp_path: Path) -> None:
     slow = "import llamaslot.app.runtime.engine_host as host, time\nhost.lock_disk = lambda _: time.sleep(3)"
     (tmp_path / "sitecustomize.py").write_text(slow)

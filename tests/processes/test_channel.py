@@ -131,6 +131,20 @@ async def test_what_is_no_message_closes_the_channel(raw: tuple[End, socket.sock
     end.channel.send(Stop())
 
 
+async def test_a_message_that_cannot_be_handled_ends_the_channel(raw: tuple[End, socket.socket]) -> None:
+    end, theirs = raw
+
+    def fail(_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    end.channel._on_message = fail
+    theirs.sendall(framed(Cancel("a")) + framed(Cancel("b")))
+    await end.until(0, 1)
+    assert "a bug" in end.lost[0]
+    theirs.settimeout(5)
+    assert theirs.recv(1) == b""
+
+
 async def test_the_end_of_the_other_side_is_reported_once(raw: tuple[End, socket.socket]) -> None:
     end, theirs = raw
     theirs.close()

@@ -50,6 +50,9 @@ class EngineMain:
         except LlamaslotError as error:
             self._channel.send(Refused(error.info()))
             has_failed = True
+        except Exception:
+            _log.exception("engine.failed")
+            has_failed = True
         if hung := await host.close():
             _log.error("engine.aborted", reason=hung)
         await self._channel.finish()

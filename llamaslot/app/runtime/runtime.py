@@ -10,7 +10,7 @@ import msgspec
 
 from llamaslot.app.config import Config
 from llamaslot.base.backend import Backend
-from llamaslot.base.errors import UnavailableError
+from llamaslot.base.errors import ConfigError, LlamaslotError
 from llamaslot.processes.engine_supervisor import EngineSupervisor
 from llamaslot.processes.messages import Loaded
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
@@ -150,10 +150,10 @@ class MultiProcessRuntime:
         self.engine.config = {**self._config, "ctx_size": loaded.info.n_ctx}
         try:
             await self.prompts.set_model(loaded.info, loaded.records)
-        except UnavailableError:
+        except LlamaslotError as error:
             if self._is_interrupted:
                 return None
-            raise
+            raise ConfigError(error.message, param=error.param) from None
         return loaded
 
     def connect(self, dispatcher: Dispatcher, metrics: Metrics) -> None:
