@@ -1,133 +1,19 @@
-"""Request bodies, typed and bounded; reading them, and writing JSON replies.
-
-A field that is null counts as absent, an unknown one is ignored, and 2.0 is an integer, as with llama-server; a
-field of the wrong type or out of range is refused by name. What a value means is decided elsewhere.
-"""
+"""Reading request bodies, and writing JSON replies."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta
 
 from llamaslot.api.body_reader import BodyReader
-from llamaslot.api.completions.unsupported import UnsupportedOptions
-from llamaslot.base.errors import InvalidRequestError
+from llamaslot.protocol.decoding import decode
 
-INT32_MAX = 2**31 - 1
-MAX_ID_CHARS = 256
-"""Characters of a session's id."""
-
-Token: TypeAlias = Annotated[int, Meta(ge=0, le=INT32_MAX)]
-Count: TypeAlias = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
-Fraction: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
-Penalty: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
-Bias: TypeAlias = Annotated[float, Meta(ge=-1e6, le=1e6)] | bool
-StopWord: TypeAlias = Annotated[str, Meta(max_length=4096)]
-Parts: TypeAlias = list[str | Token]
-Salt: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
-SessionId: TypeAlias = Annotated[str, Meta(max_length=MAX_ID_CHARS)]
-
-
-class StreamOptions(msgspec.Struct):
-    """OpenAI's `stream_options`."""
-
-    include_usage: bool | None = None
-
-
-class PromptObject(msgspec.Struct):
-    """llama-server's prompt as an object."""
-
-    prompt_string: str | Parts
-    multimodal_data: Any = None
-
-
-class Options(UnsupportedOptions, kw_only=True):
-    """Fields of every endpoint that generates."""
-
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    n_cmpl: Annotated[int, Meta(ge=1, le=128)] | None = None
-    n_predict: Count | None = None
-    max_completion_tokens: Count | None = None
-    max_tokens: Count | None = None
-    stop: StopWord | Annotated[list[StopWord], Meta(max_length=256)] | None = None
-
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_k: Count | None = None
-    top_p: Fraction | None = None
-    min_p: Fraction | None = None
-    typical_p: Fraction | None = None
-    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
-    repeat_last_n: Count | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    logit_bias: list[tuple[Token | str, Bias]] | dict[str, Bias] | None = None
-    ignore_eos: bool | None = None
-
-    cache_prompt: bool | None = None
-    cache_salt: Salt | None = None
-    session_id: SessionId | None = None
-    prompt_cache_key: SessionId | None = None
-    id_slot: Count | None = None
-    return_tokens: bool | None = None
-    timings_per_token: bool | None = None
-    sse_ping_interval: Count | None = None
-    best_of: int | None = None
-
-
-class ChatBody(Options, kw_only=True):
-    """`POST /v1/chat/completions`, and `POST /apply-template`, which only renders it."""
-
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-
-
-class CompletionBody(Options, kw_only=True):
-    """`POST /v1/completions` and, with llama-server's own reply, `POST /completion`."""
-
-    prompt: str | list[str | Token | Parts | PromptObject] | PromptObject
-    response_fields: list[str] | None = None
-
-
-class TokenizeBody(msgspec.Struct, kw_only=True):
-    """`POST /tokenize`."""
-
-    content: str | Parts | None = None
-    add_special: bool | None = None
-    parse_special: bool | None = None
-    with_pieces: bool | None = None
-
-
-class SlotBody(msgspec.Struct, kw_only=True):
-    """`POST /slots/{id}?action=save` and `restore`."""
-
-    filename: str
-
-
-class SessionBody(msgspec.Struct, kw_only=True):
-    """`DELETE /sessions/{id}`."""
-
-    cache_salt: Salt | None = None
-
-
-class DetokenizeBody(msgspec.Struct, kw_only=True):
-    """`POST /detokenize`."""
-
-    tokens: list[Token] | None = None
-
+_MAX_SMALL_BODY = 2**16
+"""Bytes of a body that is decoded on the event loop."""
 
 B = TypeVar("B", bound=msgspec.Struct)
-T = TypeVar("T")
 BODY_READER = web.AppKey("BODY_READER", BodyReader)
 
 encode = msgspec.json.Encoder().encode
@@ -139,70 +25,6 @@ def json_response(body: Any) -> web.Response:
 
 
 async def read(request: web.Request, kind: type[B]) -> B:
-    """Return the body of a request; raises an `InvalidRequestError` that names the field at fault."""
-    return await read_as(request, kind, lambda body: body)
-
-
-async def read_as(request: web.Request, kind: type[B], convert: Callable[[B], T]) -> T:
-    """Read a body, decode it as `kind` and convert it, on another thread if it is large.
-
-    So `convert` must not touch what the event loop changes. Raises what it raises, and what `read` raises.
-    """
-    try:
-        return await request.app[BODY_READER].parse(request, lambda raw: convert(_parsed(raw, kind)))
-    except web.RequestPayloadError as error:
-        raise InvalidRequestError("the body cannot be read: it is not encoded as its headers say") from error
-
-
-def _parsed(raw: bytes, kind: type[B]) -> B:
-    try:
-        return _decoded(raw, kind)
-    except msgspec.ValidationError as error:
-        raise _named(str(error)) from error
-    except RecursionError as error:
-        raise InvalidRequestError("the body is nested too deeply") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
-
-
-def _decoded(raw: bytes, kind: type[B]) -> B:
-    """Decode a body in which integers may be written as 2.0."""
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as error:
-        if "got `float`" not in str(error):
-            raise
-    fields = {
-        name: int(value) if isinstance(value, float) and value.is_integer() else value
-        for name, value in msgspec.json.decode(raw, type=dict[str, Any]).items()
-    }
-    return msgspec.convert(fields, kind)
-
-
-_WORDS = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "an object",
-    "null": "null",
-}
-_MISSING = re.compile(r"Object missing required field `(\w+)`")
-
-
-def _named(message: str) -> InvalidRequestError:
-    """Return msgspec's message as a sentence about a field, with that field as `param`."""
-    complaint, _, path = message.partition(" - at `$")
-    param = path.rstrip("`").removeprefix(".").partition("[...]")[0]
-    if missing := _MISSING.match(complaint):
-        param = f"{param}.{missing[1]}" if param else missing[1]
-        return InvalidRequestError(f"'{param}' is required", param=param)
-    sentence = re.sub(r"`([^`]+)`", lambda types: _in_words(types[1]), complaint)
-    sentence = sentence[:1].lower() + sentence[1:]
-    return InvalidRequestError(f"'{param}': {sentence}" if param else f"the body: {sentence}", param=param or None)
-
-
-def _in_words(types: str) -> str:
-    """Return `int | null` as "an integer or null"; anything else is unchanged."""
-    return " or ".join(_WORDS.get(name, name) for name in types.split(" | "))
+    """Return the small body of a request; raises an `InvalidRequestError` that names the field at fault."""
+    async with request.app[BODY_READER].body(request, _MAX_SMALL_BODY) as raw:
+        return decode(raw, kind)

@@ -1,27 +1,16 @@
-"""Reading request bodies within limits of size and time, and of the bytes that all unparsed bodies take together.
-
-Large bodies are parsed and rendered on a thread of their own, so that the event loop goes on.
-"""
+"""Reading request bodies within limits of size and time, and of the bytes that all unread bodies take together."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
 
 from aiohttp import web
 
 from llamaslot.base.errors import InvalidRequestError, QueueFullError, RequestTimeoutError, TooLargeError
-from llamaslot.base.executors import close_after_queue
 
 _MIB = 2**20
-_LARGE_BYTES = 2**16
-"""Size from which a body is parsed on the thread: up to it, that takes about as long as the hop to the thread."""
-_CLOSE_TIMEOUT_S = 2.0
-"""Time that the thread may take to end."""
-T = TypeVar("T")
 
 
 class BodyReader:
@@ -32,65 +21,38 @@ class BodyReader:
         self._max_total = max_total
         self._timeout = timeout
         self._n_bytes = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="llamaslot-bodies")
-
-    async def close(self) -> bool:
-        """End the thread, once no request waits for it any more; False if it does not end."""
-        _, pending = await asyncio.wait(
-            [asyncio.wrap_future(close_after_queue(self._thread))], timeout=_CLOSE_TIMEOUT_S
-        )
-        return not pending
-
-    async def parse(self, request: web.Request, convert: Callable[[bytes], T]) -> T:
-        """Return a converted body, on the thread if it is large; raises what `convert` and `body` raise."""
-        async with self.body(request) as raw:
-            return await self.run(len(raw), convert, raw)
-
-    async def run(self, n_bytes: int, function: Callable[..., T], *arguments: object) -> T:
-        """Call a function, on the thread if it works on many bytes."""
-        if n_bytes < _LARGE_BYTES:
-            return function(*arguments)
-        unread = list(arguments)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*_taken(unread)))
-        finally:
-            # The executor's queue keeps cancelled calls until it comes to them.
-            unread.clear()
 
     @asynccontextmanager
-    async def body(self, request: web.Request) -> AsyncIterator[bytes]:
-        """Give a request's body; its bytes count as long as the block runs.
+    async def body(self, request: web.Request, max_bytes: int | None = None) -> AsyncIterator[bytes]:
+        """Give a request's body, of at most `max_bytes` if given; its bytes count as long as the block runs.
 
         Raises `TooLargeError`, `QueueFullError` if other bodies take too much memory, `RequestTimeoutError`, and
         `InvalidRequestError` for one that is compressed, since its size is not known before it is decompressed.
         """
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise InvalidRequestError("compressed bodies are not supported: send it without Content-Encoding")
-        self._check_size(request.content_length or 0)
+        most = self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes)
+        _check_size(request.content_length or 0, most, self._max_bytes)
         received = bytearray()
         try:
-            await self._receive(request, received)
+            await self._receive(request, received, most)
             yield bytes(received)
         finally:
             self._n_bytes -= len(received)
 
-    async def _receive(self, request: web.Request, received: bytearray) -> None:
+    async def _receive(self, request: web.Request, received: bytearray, most: int) -> None:
         try:
             async with asyncio.timeout(self._timeout):
                 while chunk := await request.content.readany():
-                    self._check_size(len(received) + len(chunk))
+                    _check_size(len(received) + len(chunk), most, self._max_bytes)
                     self._check_total(len(received), len(chunk))
                     self._n_bytes += len(chunk)
                     received += chunk
         except TimeoutError:
             message = f"the body did not arrive within {self._timeout:g} s (--body-timeout)"
             raise RequestTimeoutError(message) from None
-
-    def _check_size(self, n_bytes: int) -> None:
-        if n_bytes > self._max_bytes:
-            raise TooLargeError(
-                f"the body is larger than the server's limit of {self._max_bytes / _MIB:g} MiB (--max-body-mb)"
-            )
+        except web.RequestPayloadError as error:
+            raise InvalidRequestError("the body cannot be read: it is not encoded as its headers say") from error
 
     def _check_total(self, n_received: int, n_more: int) -> None:
         # One body alone is always read.
@@ -102,7 +64,12 @@ class BodyReader:
             )
 
 
-def _taken(items: list[Any]) -> list[Any]:
-    """Empty a list, and return what it held."""
-    taken, items[:] = items[:], []
-    return taken
+def _check_size(n_bytes: int, most: int, flag_bytes: int) -> None:
+    """Raise `TooLargeError` for more than `most` bytes; `flag_bytes` is the limit of the server's flag."""
+    if n_bytes > flag_bytes:
+        limit = f"the server's limit of {flag_bytes / _MIB:g} MiB (--max-body-mb)"
+    elif n_bytes > most:
+        limit = f"the {most} bytes that this endpoint takes"
+    else:
+        return
+    raise TooLargeError(f"the body is larger than {limit}")

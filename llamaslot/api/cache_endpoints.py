@@ -10,14 +10,15 @@ import re
 
 from aiohttp import web
 
-from llamaslot.api.bodies import SessionBody, json_response, read
-from llamaslot.api.completions import submission
+from llamaslot.api.bodies import json_response, read
 from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.api.keys import GRANTED, Access
 from llamaslot.api.middleware import given_key, valid_unicode
 from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, InspectCache
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
 from llamaslot.base.stats import CacheState
+from llamaslot.protocol.bodies import SessionBody
+from llamaslot.protocol.submission import request_salt
 from llamaslot.service.service import Service
 
 _DEFAULT_TOP, _MAX_TOP = 20, 1000
@@ -47,7 +48,7 @@ async def drop_session(request: web.Request) -> web.Response:
         )
     session_id = valid_unicode(request.match_info["session_id"])
     own = (await read(request, SessionBody)).cache_salt if request.can_read_body else None
-    salt = submission.salt(settings, own or "", given_key(request))
+    salt = request_salt(settings.key_salt(given_key(request)), own or "")
     dropped = await service.ask(DropSession(session_id, salt), CacheCleared)
     return json_response(
         {

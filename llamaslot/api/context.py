@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from pathlib import PurePath
 
 import msgspec
@@ -52,6 +53,12 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     def default_sampling(self, info: ModelInfo) -> Sampling:
         """Return how a request that says nothing is sampled; a `seed` of -1 stands for a new one each time."""
         return Sampling(**{"seed": -1, **info.sampling, **self.sampling})  # type: ignore[arg-type]
+
+    def key_salt(self, api_key: str) -> bytes:
+        """Return the part of an API key in the salts of its namespaces; empty where keys share them."""
+        if not self.cache_salt_from_api_key:
+            return b""
+        return hmac.digest(api_key.encode("utf-8", "surrogateescape"), b"llamaslot", "sha256")
 
     def model_names(self, info: ModelInfo) -> list[str]:
         """Return all names of the model in alphabetical order, as llama-server does; the first one is its id."""

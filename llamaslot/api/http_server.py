@@ -37,7 +37,7 @@ _ROUTES = (
     ("POST", "/v1/completions", text_completions.completions, Access.USER),
     ("POST", "/completion", native_completion.completion, Access.USER),
     ("POST", "/completions", native_completion.completion, Access.USER),
-    ("POST", "/apply-template", chat_completions.apply_template, Access.USER),
+    ("POST", "/apply-template", token_endpoints.apply_template, Access.USER),
     ("POST", "/cache/clear", cache_endpoints.clear, Access.ADMIN),
     ("POST", "/slots/{id_slot}", slot_endpoints.act, Access.ADMIN),
     ("POST", "/tokenize", token_endpoints.tokenize, Access.USER),
@@ -89,14 +89,11 @@ class Listener:
         loop = asyncio.get_running_loop()
         self._servers.append(await loop.create_server(make_connection, host, port, backlog=_BACKLOG))
 
-    async def close(self) -> bool:
-        """Accept no more connections, wait a while for running replies, then close their connections; False if a
-        thread that parses a body does not end.
-        """
+    async def close(self) -> None:
+        """Accept no more connections, wait a while for running replies, then close their connections."""
         for server in self._servers:
             server.close()
         await self._runner.cleanup()
-        return await self._runner.app[BODY_READER].close()
 
 
 async def serve(

@@ -17,11 +17,11 @@ from uuid import uuid4
 import structlog
 from aiohttp import web
 
-from llamaslot.api.bodies import MAX_ID_CHARS
 from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.api.http_errors import Handler
 from llamaslot.api.keys import GRANTED, Access, ApiKeys
 from llamaslot.base.errors import AuthenticationError, ForbiddenError, InvalidRequestError
+from llamaslot.protocol.bodies import MAX_ID_CHARS
 
 UNIQUE_ID = web.RequestKey("UNIQUE_ID", str)
 """The server's id of a request; the ids of completions and replies derive from it."""

@@ -63,7 +63,7 @@ async def props(request: web.Request) -> web.Response:
             "endpoint_slots": settings.slots,
             "endpoint_props": False,
             "endpoint_metrics": settings.metrics,
-            "chat_template": service.chat_template.source,
+            "chat_template": service.chat_template,
             "bos_token": info.bos_token,
             "eos_token": info.eos_token,
             "build_info": FINGERPRINT,

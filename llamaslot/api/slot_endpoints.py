@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from llamaslot.api.bodies import SlotBody, json_response, read
+from llamaslot.api.bodies import json_response, read
 from llamaslot.api.completions.native_completion import generation_settings
 from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.base.commands import InspectEngine, SlotAction, SlotActionDone, SlotVerb
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError, UnavailableError
 from llamaslot.base.stats import EngineState, SlotState
+from llamaslot.protocol.bodies import SlotBody
 
 _IS_SLOT = re.compile(r"[0-9]{1,9}").fullmatch
 _IS_INVALID = re.compile(r"""^$|^\.|[. ]$|[\x00-\x1f\x7f/\\:*?"<>|\ud800-\udfff]""").search

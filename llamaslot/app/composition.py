@@ -23,6 +23,7 @@ import structlog
 from llamaslot.app.config import Config
 from llamaslot.app.models import resolve_model
 from llamaslot.app.runtime.runtime import InProcessRuntime, MultiProcessRuntime, OnProgress, Runtime
+from llamaslot.app.template_config import read_template
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import stopped_error
 from llamaslot.base.gguf_file import check_file
@@ -46,15 +47,16 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
     if backend is None:
         # Before processes are started.
         check_file(model)
+    template = read_template(config)
     config = replace(config, model=str(model))
     async with contextlib.AsyncExitStack() as stack:
         on_progress = stack.enter_context(_progress())
         is_local = backend is not None or config.in_process
         runtime: Runtime
         if is_local:
-            runtime = InProcessRuntime(config, on_progress, backend)
+            runtime = InProcessRuntime(config, template, on_progress, backend)
         else:
-            runtime = MultiProcessRuntime(config, on_progress)
+            runtime = MultiProcessRuntime(config, template, on_progress)
         stop = _Signals()
         listeners: list[Listener] = []
         stack.push_async_callback(_stop, runtime, listeners)
@@ -69,7 +71,6 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         from llamaslot.service.service import Service  # noqa: PLC0415
 
         app = http.create_app(http_config.api_settings(config))
-        template = http_config.configured_template(config)
         listener = await http.serve(app, http_config.listed(config.host), config.port)
         listeners.append(listener)
         loaded = await _load(runtime, stop, on_progress)
@@ -77,7 +78,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             _log.info("server.stopped")
             return 0
         metrics = Metrics()
-        service = Service(loaded.info, template(loaded.info), metrics, max_queue=config.max_queue)
+        service = Service(loaded.info, runtime.prompts.chat_template, metrics, max_queue=config.max_queue)
         dispatcher = Dispatcher(loaded.info, runtime.prompts, service.receive)
         service.connect(dispatcher.send, lambda: dispatcher.is_connected)
         runtime.connect(dispatcher, metrics)
@@ -150,8 +151,7 @@ async def _stop(runtime: Runtime, listeners: list[Listener]) -> None:
     """Stop the engine, and close the connections; exit if a thread does not end, since Python would wait for it."""
     reason = await runtime.stop()
     for listener in listeners:
-        if not await listener.close():
-            reason = reason or "a request body is still being parsed"
+        await listener.close()
     if reason:
         _abort(reason, 1)
 

@@ -1,24 +1,12 @@
-"""From the configuration to the settings of the HTTP layer and the chat template."""
+"""From the configuration to the settings of the HTTP layer."""
 
 from __future__ import annotations
-
-import re
-from collections.abc import Callable
-from pathlib import Path
-
-import structlog
 
 from llamaslot.api.context import ApiSettings
 from llamaslot.api.middleware import host_name, is_loopback
 from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.model import ModelInfo
-from llamaslot.text.builtin_templates import resolve
-from llamaslot.text.template import ChatTemplate
-from llamaslot.text.volatile import pattern
 
-_log = structlog.get_logger(__name__)
-_FALLBACK_TEMPLATE = "chatml"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 """Options that are fields of `Sampling` too."""
 
@@ -78,62 +66,3 @@ def _allowed_hosts(config: Config) -> tuple[str, ...]:
     if outside and not names:
         return ()
     return ("localhost", *map(host_name, [*names, *outside]))
-
-
-def read_template(config: Config) -> tuple[str, str]:
-    """The Jinja source that the configuration names, and the flag that named it; both empty where none did."""
-    if config.chat_template_file:
-        return _read(config.chat_template_file, "--chat-template-file"), "--chat-template-file"
-    return (resolve(config.chat_template), "--chat-template") if config.chat_template else ("", "")
-
-
-def chat_template(
-    info: ModelInfo,
-    source: str,
-    flag: str,
-    volatile: re.Pattern[str] | None = None,
-    *,
-    escape_special: bool = True,
-) -> ChatTemplate:
-    """The template to render conversations by: the configured one, the model's own, or ChatML."""
-    origin = flag or "the model's own template (--chat-template takes another)"
-    source = source or info.chat_template
-    if not source:
-        _log.warning("template.missing", fallback=_FALLBACK_TEMPLATE)
-        source = resolve(_FALLBACK_TEMPLATE)
-    try:
-        return ChatTemplate(
-            source,
-            bos_token=info.bos_token,
-            eos_token=info.eos_token,
-            adds_bos=info.adds_bos,
-            adds_eos=info.adds_eos,
-            control_tokens=info.control_tokens,
-            mark_control_tokens=escape_special,
-            volatile=volatile,
-        )
-    except ConfigError as error:
-        raise ConfigError(f"{origin}: {error.message}", param="--chat-template") from None
-
-
-def _read(path: str, flag: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", param=flag) from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not text", param=flag) from None
-
-
-def configured_template(config: Config) -> Callable[[ModelInfo], ChatTemplate]:
-    """Return a function that gives the template for a loaded model. Raises `ConfigError`."""
-    source, flag = read_template(config)
-    volatile = pattern(config.drop_volatile)
-
-    def template_for(info: ModelInfo) -> ChatTemplate:
-        chosen, origin = source, flag
-        if not config.jinja and not source:
-            chosen, origin = resolve(info.builtin_template), "--no-jinja"
-        return chat_template(info, chosen, origin, volatile, escape_special=config.escape_special)
-
-    return template_for

@@ -109,7 +109,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Stop one completion, queued or running, or a `TokenQuery`; unknown ids are ignored."""
+    """Stop one completion, queued or running, or a `PromptQuery`; unknown ids are ignored."""
 
     request_id: str
 
@@ -168,8 +168,78 @@ class Detokenized(msgspec.Struct, frozen=True, tag="detokenized"):
     content: str
 
 
-TokenQuery: TypeAlias = Tokenize | Detokenize
-"""Queries that need the vocabulary only. They may be cancelled."""
+class RequestContext(msgspec.Struct, frozen=True):
+    """All that the body of a request for completions is read with: HTTP headers, and the server's settings."""
+
+    request_id: str
+    max_prompts: int
+    """Prompts that one request may have."""
+    max_logit_bias_entries: int
+    sampling: Sampling
+    """Defaults; a `seed` of -1 stands for a new one each time."""
+    max_tokens: int = -1
+    """Default limit of new tokens."""
+    cache_prompt: bool = True
+    """Default of the field."""
+    return_tokens: bool = False
+    """`Submit.return_tokens`."""
+    client_id: str = ""
+    session_id: str = ""
+    """The session in the headers; empty without one."""
+    key_salt: bytes = b""
+    """Derived from the API key where each key has namespaces of its own; empty where not."""
+
+
+class ReadRequest(msgspec.Struct, frozen=True, tag="read_request"):
+    """Read the body of a request for completions, of a conversation or of prompts; answered by `RequestRead`."""
+
+    kind: Literal["chat", "prompts"]
+    body: bytes
+    """JSON."""
+    context: RequestContext
+
+
+class ReplyOptions(msgspec.Struct, frozen=True):
+    """Fields of a request that shape its reply, and not what is generated."""
+
+    stream: bool = False
+    include_usage: bool = False
+    """The last event of a stream has the usage."""
+    timings_per_token: bool = False
+    return_tokens: bool = False
+    response_fields: tuple[str, ...] = ()
+    """Fields that llama-server's reply is reduced to; empty for all."""
+    sse_ping_interval: int | None = None
+
+
+class RequestRead(msgspec.Struct, frozen=True, tag="request_read"):
+    """The requests of a body, one for each prompt."""
+
+    submits: tuple[Submit, ...]
+    options: ReplyOptions
+
+
+class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):
+    """Answer a request body that needs only the chat template or the vocabulary; answered by `JsonReply`."""
+
+    kind: Literal["apply_template", "tokenize", "detokenize"]
+    body: bytes
+    """JSON."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body."""
+        return len(self.body)
+
+
+class JsonReply(msgspec.Struct, frozen=True, tag="json_reply"):
+    """The body of a reply."""
+
+    data: bytes
+
+
+PromptQuery: TypeAlias = Tokenize | Detokenize | ReadRequest | AnswerBody
+"""Queries that need the chat template and the vocabulary only. They may be cancelled."""
 
 
 class InspectEngine(msgspec.Struct, frozen=True, tag="inspect_engine"):
@@ -243,7 +313,7 @@ class CacheCleared(msgspec.Struct, frozen=True):
 
 
 EngineQuery: TypeAlias = InspectEngine | InspectCache | DropPaths | SlotAction | ClearCache
-QueryBody: TypeAlias = TokenQuery | DropSession | EngineQuery
+QueryBody: TypeAlias = PromptQuery | DropSession | EngineQuery
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):

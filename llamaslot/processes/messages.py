@@ -74,10 +74,17 @@ class MakeTokenizer(msgspec.Struct, frozen=True, tag="make_tokenizer"):
     """Make the tokenizer for a loaded model; answered by `TokenizerReady`."""
 
     info: ModelInfo
+    template: str
+    """Jinja source that flags name; empty for the model's own template."""
+    template_flag: str
+    """The flag that names it."""
 
 
 class TokenizerReady(msgspec.Struct, frozen=True, tag="tokenizer_ready"):
     """The prompt worker takes jobs."""
+
+    chat_template: str
+    """Jinja source of the template in use."""
 
 
 class NumberedJob(msgspec.Struct, frozen=True, tag="job"):

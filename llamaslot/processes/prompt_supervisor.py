@@ -1,8 +1,9 @@
 """The prompt worker in a process of its own: a prompt on which it crashes or hangs fails, and no other.
 
-Jobs wait here in two lanes, long token queries apart from the others. The process has one job of each lane at a
-time. When it ends, a new one is started, and first gets the records of what was remembered and the prompts of
-requests that have not ended. If two jobs were running when it crashed, they are tried again one after the other.
+Jobs wait here in two lanes, long queries and request bodies apart from the others. The process has one job of each
+lane at a time. When it ends, a new one is started, and first gets the records of what was remembered and the
+prompts of requests that have not ended. If two jobs were running when it crashed, they are tried again one after
+the other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import structlog
 
 from llamaslot.base.commands import DropSession
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError, UnavailableError
-from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import AnchorStats, SessionStats
 from llamaslot.base.text_records import RecordKind, TextRecord
 from llamaslot.processes.child import Exit
@@ -44,7 +44,14 @@ from llamaslot.prompts.prompt_jobs import (
     TextRecords,
     TokenizePrompt,
 )
-from llamaslot.prompts.prompt_worker import MAX_LONG_QUERIES, PromptWorker, is_long_query, too_many_queries
+from llamaslot.prompts.prompt_worker import (
+    MAX_LONG_QUERIES,
+    PromptWorker,
+    invalid_unicode,
+    is_long,
+    is_long_query,
+    too_many_queries,
+)
 
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """So that llama.cpp makes no context on a GPU, which would take its memory."""
@@ -78,9 +85,11 @@ class _Lane:
         self.running: _Pending | None = None
         self.timer: asyncio.TimerHandle | None = None
 
-    def __len__(self) -> int:
-        """Count the jobs."""
-        return len(self.waiting) + (self.running is not None)
+    @property
+    def n_queries(self) -> int:
+        """Long queries, waiting or running."""
+        pending = [*self.waiting.values(), *([self.running] if self.running is not None else [])]
+        return sum(is_long_query(each.job) for each in pending)
 
     def end(self) -> _Pending | None:
         """Return the job that was running; none is any more."""
@@ -104,7 +113,8 @@ class PromptSupervisor(PromptWorker):
     def __init__(self, module: str, config: Any, *, timeout: float) -> None:
         self._config = config
         self._timeout = timeout
-        self._info: ModelInfo | None = None
+        self._model: MakeTokenizer | None = None
+        self._chat_template = ""
         self._process = Supervisor(
             module,
             FromPrompts,
@@ -143,6 +153,11 @@ class PromptSupervisor(PromptWorker):
         return self._stats
 
     @property
+    def chat_template(self) -> str:
+        """Jinja source of the chat template in use."""
+        return self._chat_template
+
+    @property
     def pid(self) -> int:
         """The id of its process, 0 without one."""
         return self._process.pid
@@ -151,12 +166,12 @@ class PromptSupervisor(PromptWorker):
         """Start to load the vocabulary; raises `OSError`."""
         await self._process.start()
 
-    async def set_model(self, info: ModelInfo, records: Sequence[TextRecord]) -> None:
+    async def set_model(self, model: MakeTokenizer, records: Sequence[TextRecord]) -> None:
         """Take jobs for a loaded model; `records` are those of an earlier server. Raises `LlamaslotError`."""
-        self._info = info
+        self._model = model
         for each in records:
             self._records[each.kind].put(each.digest, each)
-        self._process.send(MakeTokenizer(info))
+        self._process.send(self._model)
         await self._loaded
 
     async def stop(self, seconds: float) -> None:
@@ -170,13 +185,12 @@ class PromptSupervisor(PromptWorker):
         self._process.kill()
 
     def call(self, job: Job) -> asyncio.Future[Any]:
-        """Start a job; at most `MAX_LONG_QUERIES` long token queries wait, further ones fail at once."""
+        """Start a job; at most `MAX_LONG_QUERIES` long queries wait, further ones fail at once."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        is_query = is_long_query(job)
-        lane = self._lanes[is_query]
+        lane = self._lanes[is_long(job)]
         if self._process.is_stopping:
             future.set_exception(UnavailableError("the server is shutting down"))
-        elif is_query and len(lane) >= MAX_LONG_QUERIES:
+        elif is_long_query(job) and lane.n_queries >= MAX_LONG_QUERIES:
             future.set_exception(too_many_queries())
         else:
             if isinstance(job, Release):
@@ -198,12 +212,13 @@ class PromptSupervisor(PromptWorker):
             self._process.send(Stop())
             return
         self._process.send(LoadVocab(self._config))
-        if self._info is not None:
-            self._process.send(MakeTokenizer(self._info))
+        if self._model is not None:
+            self._process.send(self._model)
 
     def _receive(self, message: FromPrompts) -> None:
         match message:
             case TokenizerReady():
+                self._chat_template = message.chat_template
                 self._has_loaded()
             case Refused(error):
                 self._refusal = error.exception()
@@ -247,7 +262,7 @@ class PromptSupervisor(PromptWorker):
         try:
             self._process.send(NumberedJob(pending.number, pending.job))
         except UnicodeEncodeError:
-            _fail(pending, InvalidRequestError("the text has characters that are no valid Unicode"))
+            _fail(pending, invalid_unicode())
             return
         lane.running = pending
         lane.timer = asyncio.get_running_loop().call_later(self._timeout, self._is_overdue, pending)
@@ -318,7 +333,7 @@ class PromptSupervisor(PromptWorker):
         for pending in running:
             pending.n_tries += 1
             if pending is overdue:
-                message = f"the prompt took more than {self._timeout:g} s to process (--prompt-timeout)"
+                message = f"the request took more than {self._timeout:g} s to process (--prompt-timeout)"
                 _fail(pending, InvalidRequestError(message, param="prompt"))
             elif is_only_one or pending.n_tries >= _MAX_TRIES:
                 _fail(pending, ServerError(f"the prompt worker ended at this prompt: {end.text}"))

@@ -7,17 +7,32 @@ are carried out in order: the prompt that follows a reply finds what was remembe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from llamaslot.base.commands import Detokenize, Detokenized, DropSession, Submit, Tokenize, Tokenized
+from llamaslot.base.commands import (
+    AnswerBody,
+    Detokenize,
+    Detokenized,
+    DropSession,
+    JsonReply,
+    ReadRequest,
+    RequestRead,
+    Submit,
+    Tokenize,
+    Tokenized,
+)
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.tokens import unpacked
 from llamaslot.prompts.sessions import session_digest
 from llamaslot.prompts.tokenizer import ReplyContext, Tokenizer
+
+if TYPE_CHECKING:
+    # The parent of a worker process, which knows its jobs, does not need Jinja.
+    from llamaslot.protocol.request_reader import RequestReader
 
 
 class TokenizePrompt(msgspec.Struct, frozen=True, tag="tokenize_prompt"):
@@ -85,16 +100,36 @@ class Restore(msgspec.Struct, frozen=True, tag="restore"):
 
 
 Job: TypeAlias = (
-    TokenizePrompt | Remember | Release | Locate | DropSession | ClearTexts | Restore | Tokenize | Detokenize
+    TokenizePrompt
+    | Remember
+    | Release
+    | Locate
+    | DropSession
+    | ClearTexts
+    | Restore
+    | Tokenize
+    | Detokenize
+    | ReadRequest
+    | AnswerBody
 )
 
-JobResult: TypeAlias = TokenizedPrompt | TextRecords | Located | DroppedSession | Tokenized | Detokenized | None
+JobResult: TypeAlias = (
+    TokenizedPrompt
+    | TextRecords
+    | Located
+    | DroppedSession
+    | Tokenized
+    | Detokenized
+    | RequestRead
+    | JsonReply
+    | None
+)
 
 
 class PromptJobs:
-    """Carries out jobs, one at a time but for `Tokenize` and `Detokenize`, which use only the vocabulary."""
+    """Carries out jobs, one at a time but for `PromptQuery`s, which change nothing."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, reader: RequestReader) -> None:
         self.tokenizer = tokenizer
         self._contexts: dict[str, ReplyContext] = {}
         """Of requests that were not released."""
@@ -108,6 +143,8 @@ class PromptJobs:
             Restore: lambda job: tokenizer.restore(job.records),
             Tokenize: tokenizer.tokenize,
             Detokenize: tokenizer.detokenize,
+            ReadRequest: reader.read,
+            AnswerBody: reader.answer,
         }
 
     @property

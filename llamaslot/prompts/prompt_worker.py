@@ -6,19 +6,24 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import structlog
 
-from llamaslot.base.commands import Detokenize, Tokenize
-from llamaslot.base.errors import LlamaslotError, QueueFullError, ServerError
+from llamaslot.base.commands import AnswerBody, Detokenize, ReadRequest, Tokenize
+from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError
 from llamaslot.base.executors import close_after_queue
 from llamaslot.base.stats import AnchorStats, SessionStats
 from llamaslot.prompts.prompt_jobs import Job, PromptJobs
 from llamaslot.prompts.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from llamaslot.protocol.request_reader import RequestReader
+
 _SHORT_QUERY = 2**14
-"""Characters or token ids up to which a query shares the thread of the prompts."""
+"""Characters, token ids or bytes up to which a query shares the thread of the prompts."""
+_SHORT_REQUEST = 2**20
+"""Bytes up to which the body of a request is read on that thread: many are conversations of agents."""
 MAX_LONG_QUERIES = 4
 """Longer queries in progress or waiting; one more gets a 429."""
 
@@ -26,13 +31,23 @@ _log = structlog.get_logger(__name__)
 
 
 def is_long_query(job: Job) -> bool:
-    """True if a job is a token query that must not hold up prompts."""
-    return isinstance(job, Tokenize | Detokenize) and job.size > _SHORT_QUERY
+    """True if a job is a query, not for completions, that must not hold up prompts."""
+    return isinstance(job, Tokenize | Detokenize | AnswerBody) and job.size > _SHORT_QUERY
+
+
+def is_long(job: Job) -> bool:
+    """True if a job must not hold up prompts."""
+    return is_long_query(job) or (isinstance(job, ReadRequest) and len(job.body) > _SHORT_REQUEST)
 
 
 def too_many_queries() -> QueueFullError:
     """Return the error of one long query too many."""
     return QueueFullError(f"{MAX_LONG_QUERIES} long texts are being tokenized; try later", retry_after=1)
+
+
+def invalid_unicode() -> InvalidRequestError:
+    """Return the error of a text that cannot be passed on."""
+    return InvalidRequestError("the text has characters that are no valid Unicode")
 
 
 def on_result(
@@ -61,7 +76,11 @@ def job_error(error: BaseException) -> LlamaslotError:
 
 
 class PromptWorker(Protocol):
-    """Carries out jobs in order, but long token queries beside the others."""
+    """Carries out jobs in order, but long queries and request bodies beside the others."""
+
+    @property
+    def chat_template(self) -> str:
+        """Jinja source of the chat template in use."""
 
     @property
     def stats(self) -> tuple[AnchorStats, SessionStats]:
@@ -72,10 +91,11 @@ class PromptWorker(Protocol):
 
 
 class PromptThread(PromptWorker):
-    """Runs jobs on one thread, and long token queries on a second. All methods are called on the event loop."""
+    """Runs jobs on one thread, long ones on a second. All methods are called on the event loop."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._jobs = PromptJobs(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, reader: RequestReader) -> None:
+        self._jobs = PromptJobs(tokenizer, reader)
+        self._reader = reader
         self._thread: Executor = _thread("tokenizer", tokenizer.stack_bytes)
         self._query_thread = _thread("queries", tokenizer.stack_bytes)
         self._n_queries = 0
@@ -85,6 +105,11 @@ class PromptThread(PromptWorker):
         """Counts of what is remembered, and estimated bytes."""
         anchors, sessions = self._jobs.tokenizer.anchors, self._jobs.tokenizer.sessions
         return AnchorStats(len(anchors), anchors.n_bytes), SessionStats(len(sessions), sessions.n_bytes)
+
+    @property
+    def chat_template(self) -> str:
+        """Jinja source of the chat template in use."""
+        return self._reader.template.source
 
     @property
     def n_contexts(self) -> int:
@@ -100,9 +125,9 @@ class PromptThread(PromptWorker):
         return [close_after_queue(self._thread), close_after_queue(self._query_thread)]
 
     def call(self, job: Job) -> asyncio.Future[Any]:
-        """Start a job; at most `MAX_LONG_QUERIES` long token queries wait, further ones fail at once."""
+        """Start a job; at most `MAX_LONG_QUERIES` long queries wait, further ones fail at once."""
         if not is_long_query(job):
-            return self._start(job, self._thread)
+            return self._start(job, self._query_thread if is_long(job) else self._thread)
         loop = asyncio.get_running_loop()
         if self._n_queries >= MAX_LONG_QUERIES:
             refused: asyncio.Future[Any] = loop.create_future()

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import convert
 
 from llamaslot.base import commands
-from llamaslot.base.commands import Query, QueryBody, TokenQuery
+from llamaslot.base.commands import PromptQuery, Query, QueryBody
 from llamaslot.base.errors import LlamaslotError, NotFoundError, UnavailableError
 from llamaslot.base.events import Reply
 from llamaslot.base.stats import CacheState, EngineState
@@ -24,7 +24,7 @@ class Queries:
         self._prompts = prompts
         self._emit = emit
         self._send: Callable[[Query], None] | None = None
-        self._token_queries: dict[str, asyncio.Future[Any]] = {}
+        self._prompt_queries: dict[str, asyncio.Future[Any]] = {}
         """Those that only the prompt worker answers."""
         self._in_engine: dict[str, QueryBody] = {}
 
@@ -56,20 +56,20 @@ class Queries:
             case commands.ClearCache():
                 # First the texts: what is being remembered now is dropped too.
                 on_result(self._prompts.call(ClearTexts()), lambda _: self._pass_on(query), failed)
-            case _ if isinstance(body, TokenQuery):
+            case _ if isinstance(body, PromptQuery):
                 self._answer(request_id, body)
             case _:
                 self._pass_on(query)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a token query; other ids are ignored."""
-        query = self._token_queries.pop(request_id, None)
+        """Cancel a prompt query; other ids are ignored."""
+        query = self._prompt_queries.pop(request_id, None)
         if query is not None:
             query.cancel()
 
     def cancel_all(self) -> None:
-        """Cancel all token queries."""
-        for request_id in list(self._token_queries):
+        """Cancel all prompt queries."""
+        for request_id in list(self._prompt_queries):
             self.cancel(request_id)
 
     def replied(self, reply: Reply) -> Reply:
@@ -88,12 +88,12 @@ class Queries:
             return Reply(reply.request_id, listing)
         return reply
 
-    def _answer(self, request_id: str, body: TokenQuery) -> None:
+    def _answer(self, request_id: str, body: PromptQuery) -> None:
         def respond(reply: Reply) -> None:
-            if self._token_queries.pop(request_id, None) is not None:
+            if self._prompt_queries.pop(request_id, None) is not None:
                 self._emit(reply)
 
-        future = self._token_queries[request_id] = self._prompts.call(body)
+        future = self._prompt_queries[request_id] = self._prompts.call(body)
         on_result(
             future,
             lambda answer: respond(Reply(request_id, answer)),

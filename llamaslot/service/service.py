@@ -19,10 +19,10 @@ from llamaslot.base.commands import (
     Cancel,
     Command,
     InspectEngine,
+    PromptQuery,
     Query,
     QueryBody,
     Submit,
-    TokenQuery,
 )
 from llamaslot.base.errors import (
     InvalidRequestError,
@@ -47,7 +47,6 @@ from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import EngineState
 from llamaslot.service.generations import Generation, Generations
 from llamaslot.service.metrics import Metrics, per_second
-from llamaslot.text.template import ChatTemplate
 
 _log = structlog.get_logger(__name__)
 _R = TypeVar("_R", bound=msgspec.Struct)
@@ -63,9 +62,10 @@ class Service:
     At most `max_queue` requests may wait for a slot; one more is refused.
     """
 
-    def __init__(self, info: ModelInfo, chat_template: ChatTemplate, metrics: Metrics, *, max_queue: int) -> None:
+    def __init__(self, info: ModelInfo, chat_template: str, metrics: Metrics, *, max_queue: int) -> None:
         self.info = info
         self.chat_template = chat_template
+        """Jinja source of the template in use."""
         self.max_queue = max_queue
         self.max_in_flight = info.n_slots + max_queue
         """Completions that may run and wait together."""
@@ -131,7 +131,7 @@ class Service:
     async def ask(self, body: QueryBody, reply_type: type[_R]) -> _R:
         """Return the engine's reply to a query, or raise its error.
 
-        If this is cancelled, so is a `TokenQuery` that has not begun; other queries run, their reply is ignored.
+        If this is cancelled, so is a `PromptQuery` that has not begun; other queries run, their reply is ignored.
         """
         if self.stopped.done():
             raise self._refusal or UnavailableError("the engine is not running")
@@ -142,7 +142,7 @@ class Service:
             self.send(Query(request_id, body))
             return msgspec.convert(await future, reply_type)
         finally:
-            if self._replies.pop(request_id, None) is not None and isinstance(body, TokenQuery):
+            if self._replies.pop(request_id, None) is not None and isinstance(body, PromptQuery):
                 self.send(Cancel(request_id))
 
     async def exposition(self) -> bytes:

@@ -2,14 +2,14 @@
 
 Messages are brought into the one form that templates are written for as llama-server does it, so that the same
 request gives the same prompt. A template comes with a downloaded file and is not trusted: it runs sandboxed,
-without access to Python's attributes, files or modules. Its running time is not bounded.
+without access to Python's attributes, files or modules. The caller bounds its running time.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, NoReturn
@@ -25,6 +25,9 @@ from llamaslot.text.control_tokens import ControlTokens, Placeholders, restored
 from llamaslot.text.conversation import Conversation, Message, clean_message, clean_tool, joined
 from llamaslot.text.volatile import without
 
+MAX_CHARACTERS = 2**26
+"""Characters of a prompt, more than the context of any model holds."""
+
 
 class ChatTemplate:
     """A parsed template, and what it was found to understand.
@@ -33,7 +36,8 @@ class ChatTemplate:
     (`adds_bos`, `adds_eos`), a leading BOS or trailing EOS of the template is left out. `control_tokens` are the
     texts of the vocabulary's control tokens; without `mark_control_tokens` those in the caller's text are parsed
     too. `volatile` is left out where the system message begins with it (`text/volatile.py`). `now` is the clock of
-    templates that print the date. Raises `ConfigError` with the line if `source` does not parse.
+    templates that print the date. A prompt has at most `max_characters`. Raises `ConfigError` with the line if
+    `source` does not parse.
     """
 
     def __init__(
@@ -48,8 +52,10 @@ class ChatTemplate:
         mark_control_tokens: bool = True,
         volatile: re.Pattern[str] | None = None,
         now: Callable[[], datetime] = datetime.now,
+        max_characters: int = MAX_CHARACTERS,
     ) -> None:
         self.source = source
+        self._max_characters = max_characters
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._dropped_head = bos_token if adds_bos else ""
         self._dropped_tail = eos_token if adds_eos else ""
@@ -143,12 +149,27 @@ class ChatTemplate:
         if inputs.tools:
             variables["tools"] = inputs.tools
         try:
-            text = self._template.render(variables)
+            text = self._joined(self._template.generate(variables))
         except TemplateError as error:
             raise _RefusedError(f"the chat template refuses the messages: {error.message}") from error
+        except _RefusedError:
+            raise
         except Exception as error:
             raise _RefusedError(f"the chat template fails on the messages: {_described(error)}") from error
         return text[self._kept(restored(text, placeholders or {}))]
+
+    def _joined(self, pieces: Iterator[str]) -> str:
+        """Join the pieces that a template writes; raises `_RefusedError` once they are too many characters."""
+        text: list[str] = []
+        n_characters = 0
+        for piece in pieces:
+            n_characters += len(piece)
+            if n_characters > self._max_characters:
+                raise _RefusedError(
+                    f"the chat template makes more than {self._max_characters} characters of the messages"
+                )
+            text.append(piece)
+        return "".join(text)
 
     def _kept(self, text: str) -> slice:
         """Return the part of a rendered text between the BOS and EOS that the tokenizer adds."""

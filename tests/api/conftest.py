@@ -19,7 +19,6 @@ from llamaslot.base.commands import InspectEngine
 from llamaslot.base.stats import EngineState
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service
-from llamaslot.text.template import ChatTemplate
 from tests.engine.harness import LocalEngine
 from tests.fake_backend import FakeBackend
 
@@ -95,9 +94,8 @@ async def start() -> AsyncIterator[Start]:
         ) -> Server:
             backend = backend or FakeBackend(n_ctx=1024)
             info = backend.info
-            chat_template = ChatTemplate(template, bos_token=info.bos_token, eos_token=info.eos_token)
-            service = Service(info, chat_template, Metrics(), max_queue=max_queue)
-            own = LocalEngine(backend, service.receive, **(engine or {}))
+            service = Service(info, template, Metrics(), max_queue=max_queue)
+            own = LocalEngine(backend, service.receive, template=template, **(engine or {}))
             service.connect(own.send)
             run = asyncio.create_task(own.run())
 

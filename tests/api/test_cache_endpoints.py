@@ -9,13 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from llamaslot.api.bodies import CompletionBody
-from llamaslot.api.completions import submission
 from llamaslot.api.context import ApiSettings
-from llamaslot.api.middleware import Caller
-from llamaslot.base.commands import Submit
+from llamaslot.base.commands import RequestContext, Sampling, Submit
+from llamaslot.protocol.bodies import CompletionBody
+from llamaslot.protocol.submission import prompts_of, submissions
 from tests.fake_backend import FakeBackend
-from tests.service.test_service import Wire
 
 SECRET = "The secret word of another user is xylophone."
 ENDLESS = {"prompt": "Hello", "ignore_eos": True, "max_tokens": 10_000}
@@ -273,28 +271,23 @@ async def test_users_of_different_keys_never_share(start: Any) -> None:
     assert await cached(b, cache_salt="own") == 0
     assert await cached(a, cache_salt="own") == len(SECRET)
     # Whoever knows how namespaces are named gets into none of them by it.
-    [submit] = await made(api_key="key-a", from_key=True)
+    [submit] = made(api_key="key-a", from_key=True)
     assert await cached(b, cache_salt=submit.cache_salt) == 0
     assert "key-a" not in repr(await cache(server, headers=a))
 
 
-async def made(
+def made(
     *, api_key: str = "", from_key: bool = False, n_prompts: int = 1, n: int | None = None
-) -> list[Submit]:
+) -> tuple[Submit, ...]:
     """Return the commands that a request becomes."""
-    service = Wire(max_queue=9).service
+    info = FakeBackend().info
     body = CompletionBody(prompt=["p"] * n_prompts, n=n)
-    return await submission.submissions(
-        service,
-        ApiSettings(cache_salt_from_api_key=from_key),
-        body,
-        submission.prompts_of(service, body),
-        "request",
-        caller=Caller("", api_key, ""),
-    )
+    key_salt = ApiSettings(cache_salt_from_api_key=from_key).key_salt(api_key)
+    context = RequestContext("request", 10, 10, Sampling(), key_salt=key_salt)
+    return submissions(body, prompts_of(body, info.n_vocab, 10), context, info, lambda _: ())
 
 
 async def test_each_prompt_is_one_submission() -> None:
-    assert [(submit.request_id, submit.n) for submit in await made(n=2)] == [("request", 2)]
-    several = await made(n_prompts=2, n=3)
+    assert [(submit.request_id, submit.n) for submit in made(n=2)] == [("request", 2)]
+    several = made(n_prompts=2, n=3)
     assert [(submit.request_id, submit.n) for submit in several] == [("request-0", 3), ("request-1", 3)]

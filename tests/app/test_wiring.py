@@ -22,8 +22,9 @@ from llamaslot.app.composition import serve
 from llamaslot.app.config import Config, options
 from llamaslot.app.config_reader import read_config
 from llamaslot.app.flags import Parser, add_flags
-from llamaslot.app.http_config import api_settings, read_template
+from llamaslot.app.http_config import api_settings
 from llamaslot.app.runtime.engine_config import llama_settings
+from llamaslot.app.template_config import read_template
 from llamaslot.backend.llama import LlamaSettings
 from llamaslot.base.backend import Decoded, Run, Sampler
 from llamaslot.base.errors import ConfigError

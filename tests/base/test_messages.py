@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import asdict
 
 from llamaslot.base.commands import (
+    AnswerBody,
     CacheCleared,
     Cancel,
     ClearCache,
@@ -23,8 +24,13 @@ from llamaslot.base.commands import (
     Generate,
     InspectCache,
     InspectEngine,
+    JsonReply,
     Query,
     QueryBody,
+    ReadRequest,
+    ReplyOptions,
+    RequestContext,
+    RequestRead,
     Sampling,
     SlotAction,
     SlotActionDone,
@@ -73,9 +79,14 @@ CACHE = CacheStats(cells=CellStats(total=64), disk=DiskStats(corrupt_files=3), m
 PREFIX = CachePrefix(
     parent=None, namespace=0, tokens=7, edge_tokens=7, hits=2, holders=(0, 5), pinned=True, last_used=1, text="a€"
 )
-QUERIES = [
+PROMPT_QUERIES = [
     Tokenize((TextPart("a"), TokensPart((1,))), with_pieces=True),
     Detokenize((3, 4)),
+    ReadRequest("chat", b"{}", RequestContext("r", 2, 3, SAMPLING, session_id="mine", key_salt=b"\xff")),
+    AnswerBody("tokenize", b"\xff"),
+]
+QUERIES = [
+    *PROMPT_QUERIES,
     InspectEngine(),
     InspectCache(5, text=True),
     DropSession("mine", "salt"),
@@ -96,12 +107,13 @@ JOBS = [
     prompt_jobs.ClearTexts(),
     prompt_jobs.Restore((RECORD,)),
     DropSession("mine", "salt"),
-    Tokenize((TextPart("a"), TokensPart((1,))), with_pieces=True),
-    Detokenize((3, 4)),
+    *PROMPT_QUERIES,
 ]
 REPLIES = [
     Tokenized(b"\3\0\0\0\4\0\0\0", b"\xffa", b"\1\0\0\0\2\0\0\0"),
     Detokenized("text"),
+    RequestRead((SUBMIT,), ReplyOptions(stream=True, response_fields=("content",), sse_ping_interval=3)),
+    JsonReply(b"{}"),
     SlotActionDone(3, 4, 0.5),
     CacheCleared(3),
     EngineState(slots=(SlotState(0, 128, 7, sampling=SAMPLING),), n_queued=2, cache=CACHE),

@@ -16,13 +16,13 @@ from llamaslot.base.events import TERMINAL, Accepted, Event, Finished, Output, R
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.model_worker import OnStep, Worker
-from llamaslot.prompts.prompt_worker import PromptThread
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.scheduler.step import StepPlan
 from llamaslot.service.dispatcher import Dispatcher
 from tests.conftest import LONG
 from tests.fake_backend import FakeBackend
 from tests.pool import check_pool
+from tests.prompt_threads import PLAIN_TEMPLATE, prompt_thread
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -56,7 +56,7 @@ class LocalEngine:
         )
         if "disk" in files:
             tokenizer.restore(files["disk"].texts.records())
-        self.prompts = PromptThread(tokenizer)
+        self.prompts = prompt_thread(tokenizer, info, settings.pop("template", PLAIN_TEMPLATE))
         clock = {"clock": files["clock"]} if "clock" in files else {}
         self.dispatcher = Dispatcher(info, self.prompts, on_events, **clock)
         self.engine = Engine(

@@ -15,11 +15,23 @@ import pytest
 
 from llamaslot.app.config import Config
 from llamaslot.app.models import resolve_model
-from llamaslot.base.commands import DropSession, Submit, TextPart, Tokenize
+from llamaslot.base.commands import (
+    AnswerBody,
+    DropSession,
+    JsonReply,
+    ReadRequest,
+    RequestContext,
+    RequestRead,
+    Sampling,
+    Submit,
+    TextPart,
+    Tokenize,
+)
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError, UnavailableError
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
+from llamaslot.processes.messages import MakeTokenizer
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
 from llamaslot.prompts.prompt_jobs import ClearTexts, Release, Remember, TokenizePrompt
 from tests.fake_backend import FakeBackend
@@ -52,12 +64,12 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     inject(FAULT, tmp_path, monkeypatch)
     started: list[PromptSupervisor] = []
 
-    async def begin(limit: float = 30.0, model: Path | None = None) -> PromptSupervisor:
+    async def begin(limit: float = 30.0, model: Path | None = None, template: str = "") -> PromptSupervisor:
         config = msgspec.to_builtins(Config(model=str(model or resolve_model("demo"))))
         worker = PromptSupervisor("llamaslot.app.runtime.prompt_main", config, timeout=limit)
         started.append(worker)
         await worker.start()
-        await worker.set_model(info(), ())
+        await worker.set_model(MakeTokenizer(info(), template, "--chat-template"), ())
         return worker
 
     yield begin
@@ -147,7 +159,34 @@ async def test_released_and_cancelled_requests_leave_nothing(start: Start) -> No
     assert await outcomes(worker.call(prompt("c", "c"))) == [TokenizedPrompt]
     assert worker.pid == pid
     assert list(worker._prompts) == ["c"]
-    assert [len(lane) for lane in worker._lanes] == [0, 0]
+    assert not any(lane.waiting or lane.running for lane in worker._lanes)
+
+
+def chat(text: str) -> ReadRequest:
+    """The body of a chat request whose message has a text."""
+    body = {"messages": [{"role": "user", "content": text}]}
+    return ReadRequest("chat", msgspec.json.encode(body), RequestContext("r", 10, 10, Sampling()))
+
+
+TEMPLATE = """
+{%- if 'ENDLESS' in messages[0].content %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}
+{%- endfor %}{% endif %}{{ messages[0].content }}
+"""
+
+
+async def test_a_template_that_does_not_end_fails_its_request_only(start: Start) -> None:
+    worker = await start(1.0, template=TEMPLATE)
+    assert worker.chat_template == TEMPLATE
+    assert await outcomes(worker.call(chat("a"))) == [RequestRead]
+    endless = worker.call(chat("ENDLESS"))
+    beside = worker.call(AnswerBody("tokenize", msgspec.json.encode({"content": "word " * 10_000})))
+    assert await outcomes(endless, beside, worker.call(chat("b"))) == [InvalidRequestError, JsonReply, RequestRead]
+    assert "--prompt-timeout" in str(endless.exception())
+
+
+async def test_what_is_no_valid_unicode_is_refused(start: Start) -> None:
+    worker = await start(template="{{ '\\ud800' if messages[0].content == 'broken' else 'fine' }}")
+    assert await outcomes(worker.call(chat("broken")), worker.call(chat("a"))) == [InvalidRequestError, RequestRead]
 
 
 async def test_errors_cross_the_process_boundary(start: Start) -> None:
@@ -184,7 +223,7 @@ async def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
     )
     await worker.start()
     with pytest.raises(LlamaslotError, match="no model file"):
-        await worker.set_model(info(), ())
+        await worker.set_model(MakeTokenizer(info(), "", ""), ())
     await worker.stop(5)
 
 

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator
 
+import msgspec
 import numpy as np
 import pytest
 
-from llamaslot.base.commands import Detokenize, DropSession, Submit, TextPart, Tokenize, Tokenized, TokensPart
+from llamaslot.base.commands import (
+    Detokenize,
+    DropSession,
+    ReadRequest,
+    RequestContext,
+    RequestRead,
+    Sampling,
+    Submit,
+    TextPart,
+    Tokenize,
+    Tokenized,
+    TokensPart,
+)
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError, QueueFullError
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import AnchorStats, SessionStats
@@ -28,9 +43,11 @@ from llamaslot.prompts.prompt_jobs import (
 from llamaslot.prompts.prompt_worker import PromptThread
 from llamaslot.prompts.tokenizer import Tokenizer
 from tests.fake_backend import FakeVocab
+from tests.prompt_threads import prompt_thread
 
 BROKEN = np.array([0x80, 0x80], dtype=np.int32).tobytes()
 """A reply of two invalid characters, whose text gives other tokens."""
+CONTEXT = RequestContext("a", 10, 10, Sampling())
 LONG = Tokenize((TextPart("x" * 20_000),))
 
 
@@ -50,7 +67,7 @@ class GatedVocab(FakeVocab):
 
 @pytest.fixture
 async def worker() -> AsyncIterator[PromptThread]:
-    worker = PromptThread(Tokenizer(FakeVocab(), 100, min_match=0.8))
+    worker = prompt_thread(Tokenizer(FakeVocab(), 100, min_match=0.8))
     yield worker
     worker.close()
 
@@ -81,7 +98,7 @@ async def test_records_are_restored_by_another_worker(worker: PromptThread) -> N
     await worker.call(tokenize("a", session_id="mine"))
     reply = np.array([ord("!")] * 2, dtype=np.int32).tobytes()
     new = await worker.call(Remember("a", reply, 2))
-    other = PromptThread(Tokenizer(FakeVocab(), 100, min_match=0.8))
+    other = prompt_thread(Tokenizer(FakeVocab(), 100, min_match=0.8))
     broken = [TextRecord("session", b"x", b"no msgpack"), TextRecord("anchor", b"x", b"")]
     await other.call(Restore((*new.records, *broken)))
     assert other.stats == worker.stats
@@ -115,7 +132,7 @@ async def test_a_refused_prompt_leaves_nothing(
 
 async def test_a_cancelled_job_is_not_carried_out() -> None:
     vocab = GatedVocab()
-    worker = PromptThread(Tokenizer(vocab, 10**6, min_match=0.8))
+    worker = prompt_thread(Tokenizer(vocab, 10**6, min_match=0.8))
     first = worker.call(tokenize("a", "x" * 20_000))
     while not vocab.n_waiting:
         await asyncio.sleep(0.001)
@@ -127,6 +144,43 @@ async def test_a_cancelled_job_is_not_carried_out() -> None:
     await first
     await worker.call(tokenize("c"))
     assert worker.n_contexts == 2
+    worker.close()
+
+
+class Body(str):
+    """Something that can be large."""
+
+    __slots__ = ("__weakref__",)
+
+
+async def test_bodies_of_clients_that_have_gone_take_no_memory() -> None:
+    vocab = GatedVocab()
+    worker = prompt_thread(Tokenizer(vocab, 10**6, min_match=0.8))
+    first = worker.call(tokenize("a", "x" * 20_000))
+    body = Body("{}")
+    raw = weakref.ref(body)
+    waiting = worker.call(ReadRequest("chat", body, CONTEXT))  # type: ignore[arg-type]
+    del body
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    del waiting
+    gc.collect()
+    assert raw() is None
+    vocab.gate.set()
+    await first
+    worker.close()
+
+
+async def test_a_large_body_does_not_hold_up_prompts() -> None:
+    vocab = GatedVocab()
+    worker = prompt_thread(Tokenizer(vocab, 10**6, min_match=0.8))
+    biased = {"prompt": " " * 2**20, "logit_bias": {"x" * 10_001: 1}}
+    large = worker.call(ReadRequest("prompts", msgspec.json.encode(biased), CONTEXT))
+    await asyncio.wait_for(worker.call(tokenize("a")), 5)
+    assert not large.done()
+    vocab.gate.set()
+    assert isinstance(await large, RequestRead)
     worker.close()
 
 
@@ -147,7 +201,7 @@ async def test_a_dropped_session_gives_its_tokens_once(worker: PromptThread) -> 
 
 async def test_long_queries_do_not_hold_up_prompts_and_are_limited() -> None:
     vocab = GatedVocab()
-    worker = PromptThread(Tokenizer(vocab, 100, min_match=0.8))
+    worker = prompt_thread(Tokenizer(vocab, 100, min_match=0.8))
     queries = [worker.call(LONG) for _ in range(4)]
     await asyncio.wait_for(worker.call(tokenize("a")), 5)
     with pytest.raises(QueueFullError):

@@ -37,10 +37,10 @@ from llamaslot.base.events import (
     Stopped,
 )
 from llamaslot.base.stats import EngineState
-from llamaslot.prompts.prompt_worker import PromptThread
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.service.dispatcher import Dispatcher
 from tests.fake_backend import FakeBackend, FakeVocab
+from tests.prompt_threads import prompt_thread
 
 PROGRESS = Progress(5, 0, 5, 1, 0.0, 0.0, 0.0)
 
@@ -57,7 +57,7 @@ class Side:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.prompts = PromptThread(Tokenizer(FakeVocab(), 1000, min_match=0.8))
+        self.prompts = prompt_thread(Tokenizer(FakeVocab(), 1000, min_match=0.8))
         self.events: list[Event] = []
         self.sent: list[EngineCommand] = []
         self.dispatcher = Dispatcher(

@@ -40,7 +40,6 @@ from llamaslot.base.stats import EngineState, SlotState
 from llamaslot.service.generations import Generations
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service
-from llamaslot.text.template import ChatTemplate
 from tests.engine.harness import LocalEngine
 from tests.fake_backend import FakeBackend
 
@@ -48,8 +47,7 @@ _ids = itertools.count(1)
 
 
 def service_for(backend: FakeBackend, max_queue: int = 256) -> Service:
-    template = ChatTemplate("{{ messages }}", bos_token="<s>", eos_token="</s>")
-    return Service(backend.info, template, Metrics(), max_queue=max_queue)
+    return Service(backend.info, "", Metrics(), max_queue=max_queue)
 
 
 @asynccontextmanager

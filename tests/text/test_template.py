@@ -344,3 +344,11 @@ class TestFailing:
     def test_there_is_no_way_out_of_the_sandbox(self, source: str) -> None:
         with pytest.raises(InvalidRequestError, match=r"the chat template (refuses|fails)"):
             render(source, USER)
+
+
+def test_a_prompt_without_end_is_refused() -> None:
+    source = "{{ messages[0].content }}{% for i in range(messages[0].content | length) %}!{% endfor %}"
+    template = ChatTemplate(source, bos_token="", eos_token="", max_characters=100)
+    assert template.render([{"role": "user", "content": "x" * 50}])[0].text == "x" * 50 + "!" * 50
+    with pytest.raises(InvalidRequestError, match="more than 100 characters"):
+        template.render([{"role": "user", "content": "x" * 51}])

@@ -8,14 +8,12 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from llamaslot.api.bodies import CompletionBody
-from llamaslot.api.completions import unsupported
 from llamaslot.api.completions.reply_bodies import pick, stats_of, timings
 from llamaslot.api.completions.response_format import ResponseFormat, complete
-from llamaslot.api.completions.submission import prompts_of
 from llamaslot.api.sse import event
 from llamaslot.base.commands import Detokenize, Detokenized, Sampling, Submit
 from llamaslot.base.events import Finished, Output
+from llamaslot.protocol.unsupported import SAMPLERS
 from llamaslot.service.generations import Generation
 from llamaslot.service.service import Service
 
@@ -46,10 +44,10 @@ _NEUTRAL: dict[str, Any] = {
 
 async def completion(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several."""
-    return await complete(request, CompletionBody, prompts_of, NativeFormat)
+    return await complete(request, "prompts", NativeFormat)
 
 
-class NativeFormat(ResponseFormat[CompletionBody]):
+class NativeFormat(ResponseFormat):
     """llama-server's replies."""
 
     id_prefix = "cmpl"
@@ -73,7 +71,7 @@ class NativeFormat(ResponseFormat[CompletionBody]):
                 "tokens_predicted": output.progress.n_generated,
                 "tokens_evaluated": output.progress.n_prompt,
             }
-            if self._body.timings_per_token:
+            if self._options.timings_per_token:
                 part["timings"] = timings([output.progress])
             yield event(part)
         if isinstance(output, Finished):
@@ -86,7 +84,7 @@ class NativeFormat(ResponseFormat[CompletionBody]):
     def whole(self) -> Any:
         """Return the final event of the completion with all of its text; a list if there are several."""
         bodies = [
-            self._final(each, content=each.text, tokens=each.tokens if self._body.return_tokens else [])
+            self._final(each, content=each.text, tokens=each.tokens if self._options.return_tokens else [])
             for each in self._generations
         ]
         return bodies[0] if len(bodies) == 1 else bodies
@@ -105,8 +103,8 @@ class NativeFormat(ResponseFormat[CompletionBody]):
             "generation_settings": {
                 **generation_settings(submit.sampling, submit.max_tokens),
                 **_texts(submit),
-                "stream": bool(self._body.stream),
-                "timings_per_token": bool(self._body.timings_per_token),
+                "stream": self._options.stream,
+                "timings_per_token": self._options.timings_per_token,
             },
             "prompt": self._prompts[generation.index],
             "has_new_line": "\n" in generation.text,
@@ -116,7 +114,7 @@ class NativeFormat(ResponseFormat[CompletionBody]):
             "tokens_cached": end.progress.n_held,
             **stats,
         }
-        return pick(body, self._body.response_fields) if self._body.response_fields else body
+        return pick(body, self._options.response_fields) if self._options.response_fields else body
 
 
 def generation_settings(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
@@ -129,7 +127,7 @@ def generation_settings(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
         "seed": sampling.seed % 2**32,
         "max_tokens": max_tokens,
         "n_predict": max_tokens,
-        "samplers": unsupported.SAMPLERS,
+        "samplers": SAMPLERS,
     }
 
 

@@ -4,39 +4,36 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Literal
 
 from aiohttp import web
 
-from llamaslot.api.bodies import Options, json_response, read_as
-from llamaslot.api.completions import unsupported
+from llamaslot.api.bodies import BODY_READER, json_response
 from llamaslot.api.completions.reply_bodies import Choice, Envelope, ObjectName, stats_of, usage
-from llamaslot.api.completions.submission import Prompt, submissions
-from llamaslot.api.context import READINESS, SETTINGS
+from llamaslot.api.context import READINESS, SETTINGS, ApiSettings
 from llamaslot.api.middleware import UNIQUE_ID, caller_of
 from llamaslot.api.sse import DONE, EventStream, event
+from llamaslot.base.commands import ReadRequest, ReplyOptions, RequestContext, RequestRead, Submit
 from llamaslot.base.events import Finished, Output
 from llamaslot.service.generations import Generation, Generations
 from llamaslot.service.service import Service
 
-B = TypeVar("B", bound=Options)
 
-
-class ResponseFormat(ABC, Generic[B]):
+class ResponseFormat(ABC):
     """The reply of one endpoint to one request, made from the completions in `generations`."""
 
     id_prefix: ClassVar[str]
     returns_prompt: ClassVar[bool] = False
     """True if the reply contains the prompt."""
 
-    def __init__(self, reply_id: str, model: str, body: B, generations: Sequence[Generation]) -> None:
+    def __init__(self, reply_id: str, model: str, options: ReplyOptions, generations: Sequence[Generation]) -> None:
         self._reply_id = reply_id
         self._model = model
-        self._body = body
+        self._options = options
         self._generations = generations
 
-    async def prepare(self, service: Service) -> None:
+    async def prepare(self, service: Service) -> None:  # noqa: B027 - most formats need nothing
         """Ask the engine for what the reply needs in addition to the completions."""
 
     @abstractmethod
@@ -52,14 +49,14 @@ class ResponseFormat(ABC, Generic[B]):
         """Return the body of a reply that is not streamed."""
 
 
-class OpenAIFormat(ResponseFormat[B]):
+class OpenAIFormat(ResponseFormat):
     """Replies in OpenAI's envelope, with llama-server's `timings` and this server's `cache` next to the usage."""
 
     object: ClassVar[ObjectName]
     chunk_object: ClassVar[ObjectName]
 
-    def __init__(self, reply_id: str, model: str, body: B, generations: Sequence[Generation]) -> None:
-        super().__init__(reply_id, model, body, generations)
+    def __init__(self, reply_id: str, model: str, options: ReplyOptions, generations: Sequence[Generation]) -> None:
+        super().__init__(reply_id, model, options, generations)
         self._created = int(time.time())
 
     def closing(self) -> Iterable[bytes]:
@@ -78,34 +75,18 @@ class OpenAIFormat(ResponseFormat[B]):
 
 
 async def complete(
-    request: web.Request,
-    body_type: type[B],
-    prompts_of: Callable[[Service, B], list[Prompt]],
-    response_format: type[ResponseFormat[B]],
+    request: web.Request, kind: Literal["chat", "prompts"], response_format: type[ResponseFormat]
 ) -> web.StreamResponse:
     """Answer a request for completions of the prompts in its body."""
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
-
-    def with_prompts(body: B) -> tuple[B, list[Prompt]]:
-        unsupported.refuse(body)
-        return body, prompts_of(service, body)
-
-    body, prompts = await read_as(request, body_type, with_prompts)
     reply_id = f"{response_format.id_prefix}-{request[UNIQUE_ID]}"
-    submits = await submissions(
-        service,
-        settings,
-        body,
-        prompts,
-        reply_id,
-        caller=caller_of(request),
-        return_tokens=response_format.returns_prompt,
-    )
+    context = _context(request, service, settings, reply_id, returns_prompt=response_format.returns_prompt)
+    submits, options = await _read(request, service, kind, context)
     async with service.generate(submits) as generations:
-        reply = response_format(reply_id, settings.model_names(service.info)[0], body, generations.all)
+        reply = response_format(reply_id, settings.model_names(service.info)[0], options, generations.all)
         await reply.prepare(service)
-        if body.stream:
-            interval = body.sse_ping_interval
+        if options.stream:
+            interval = options.sse_ping_interval
             stream = EventStream(request, settings.sse_ping_interval if interval is None else interval)
             return await _stream(stream, generations, reply)
         while await generations.next_batch():
@@ -113,7 +94,34 @@ async def complete(
         return json_response(reply.whole())
 
 
-async def _stream(stream: EventStream, generations: Generations, reply: ResponseFormat[B]) -> web.StreamResponse:
+async def _read(
+    request: web.Request, service: Service, kind: Literal["chat", "prompts"], context: RequestContext
+) -> tuple[Sequence[Submit], ReplyOptions]:
+    """Have the body read; it is not kept while the reply is generated."""
+    async with request.app[BODY_READER].body(request) as raw:
+        body = await service.ask(ReadRequest(kind, raw, context), RequestRead)
+    return body.submits, body.options
+
+
+def _context(
+    request: web.Request, service: Service, settings: ApiSettings, reply_id: str, *, returns_prompt: bool
+) -> RequestContext:
+    caller = caller_of(request)
+    return RequestContext(
+        request_id=reply_id,
+        max_prompts=service.max_in_flight,
+        max_logit_bias_entries=settings.max_logit_bias_entries,
+        sampling=settings.default_sampling(service.info),
+        max_tokens=settings.n_predict,
+        cache_prompt=settings.cache_prompt,
+        return_tokens=returns_prompt,
+        client_id=caller.client_id,
+        session_id=caller.session_id,
+        key_salt=settings.key_salt(caller.api_key),
+    )
+
+
+async def _stream(stream: EventStream, generations: Generations, reply: ResponseFormat) -> web.StreamResponse:
     await stream.open()
     generations.listen(
         lambda generation, output: stream.write_now(reply.chunks(generation, output)), lambda: stream.is_ready

@@ -7,20 +7,18 @@ from collections.abc import Iterator
 from aiohttp import web
 from msgspec import UNSET
 
-from llamaslot.api.bodies import CompletionBody
 from llamaslot.api.completions.reply_bodies import REASONS, Envelope, TextChoice, stats_of, timings, usage
 from llamaslot.api.completions.response_format import OpenAIFormat, complete
-from llamaslot.api.completions.submission import prompts_of
 from llamaslot.base.events import Finished, Output
 from llamaslot.service.generations import Generation
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several."""
-    return await complete(request, CompletionBody, prompts_of, TextFormat)
+    return await complete(request, "prompts", TextFormat)
 
 
-class TextFormat(OpenAIFormat[CompletionBody]):
+class TextFormat(OpenAIFormat):
     """OpenAI's text completions.
 
     Clients of llama-server expect a choice in every chunk: the usage comes with the last choice's end.
@@ -33,7 +31,7 @@ class TextFormat(OpenAIFormat[CompletionBody]):
     def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
         """Yield text, then the finish reason."""
         if output.content:
-            shown = timings([output.progress]) if self._body.timings_per_token else UNSET
+            shown = timings([output.progress]) if self._options.timings_per_token else UNSET
             yield self._chunk([TextChoice(generation.index, output.content)], timings=shown)
         if isinstance(output, Finished):
             self._n_ended += 1

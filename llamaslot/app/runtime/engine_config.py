@@ -1,4 +1,4 @@
-"""From the configuration to the settings of the backend, the engine and the tokenizer."""
+"""From the configuration to the settings of the backend and the engine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import platformdirs
 from llamaslot.app.cache_budgets import Budgets
 from llamaslot.app.config import Config
 from llamaslot.backend.llama.llama_settings import LlamaSettings
-from llamaslot.base.backend import Vocab
-from llamaslot.base.model import ModelInfo
 from llamaslot.engine.engine_settings import EngineSettings
-from llamaslot.prompts.tokenizer import Tokenizer
 
 
 def llama_settings(config: Config, model: Path) -> LlamaSettings:
@@ -50,16 +47,4 @@ def engine_settings(config: Config, budgets: Budgets) -> EngineSettings:
         ram_bytes=budgets.ram_bytes,
         disk_bytes_per_day=config.cache_disk_write_per_day * 2**20,
         debug_invariants=config.debug_invariants,
-    )
-
-
-def tokenizer_for(config: Config, vocab: Vocab, info: ModelInfo) -> Tokenizer:
-    """Return the tokenizer of a model's prompts."""
-    return Tokenizer(
-        vocab,
-        info.n_ctx_slot,
-        # EOS after every prompt would also follow the text before a cut point.
-        use_anchors=config.text_anchors and info.reuse and not info.adds_eos,
-        min_match=config.session_min_match,
-        template=info.chat_template,
     )

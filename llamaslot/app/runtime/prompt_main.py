@@ -9,13 +9,13 @@ import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import uvloop
 
 from llamaslot.app.config import Config
 from llamaslot.app.runtime.child_setup import channel_to_parent, configured, socket_of
-from llamaslot.app.runtime.engine_config import tokenizer_for
+from llamaslot.app.runtime.prompt_config import prompt_worker
 from llamaslot.backend.llama import LlamaVocab
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.processes.channel import Channel
@@ -29,7 +29,7 @@ from llamaslot.processes.messages import (
     TokenizerReady,
     ToPrompts,
 )
-from llamaslot.prompts.prompt_worker import PromptThread, job_error
+from llamaslot.prompts.prompt_worker import PromptThread, invalid_unicode, job_error
 
 
 class PromptMain:
@@ -63,14 +63,20 @@ class PromptMain:
         try:
             self._vocab = LlamaVocab.load(Path(self._config.model))
         except LlamaslotError as error:
-            self._channel.send(Refused(error.info()))
-            # A small message is sent at once.
-            os._exit(1)
+            self._refuse(error)
+
+    def _refuse(self, error: LlamaslotError) -> NoReturn:
+        self._channel.send(Refused(error.info()))
+        # A small message is sent at once.
+        os._exit(1)
 
     def _use(self, message: MakeTokenizer) -> None:
-        self._worker = PromptThread(tokenizer_for(self._config, self._vocab, message.info))
+        try:
+            self._worker = prompt_worker(self._config, self._vocab, message)
+        except LlamaslotError as error:
+            self._refuse(error)
         self._worker.start()
-        self._channel.send(TokenizerReady())
+        self._channel.send(TokenizerReady(self._worker.chat_template))
 
     def _start(self, numbered: NumberedJob) -> None:
         future = self._worker.call(numbered.job)
@@ -81,9 +87,13 @@ class PromptMain:
         error = future.exception()
         if error is None:
             done = JobDone(number, future.result(), anchors=anchors, sessions=sessions)
-        else:
-            done = JobDone(number, error=job_error(error).info(), anchors=anchors, sessions=sessions)
-        self._channel.send(done)
+            try:
+                self._channel.send(done)
+            except UnicodeEncodeError:
+                error = invalid_unicode()
+            else:
+                return
+        self._channel.send(JobDone(number, error=job_error(error).info(), anchors=anchors, sessions=sessions))
 
 
 def main() -> None:

@@ -12,8 +12,9 @@ from llamaslot.app.config import Config
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError, LlamaslotError
 from llamaslot.processes.engine_supervisor import EngineSupervisor
-from llamaslot.processes.messages import Loaded
+from llamaslot.processes.messages import Loaded, MakeTokenizer
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
+from llamaslot.prompts.prompt_jobs import Restore
 from llamaslot.prompts.prompt_worker import PromptThread, PromptWorker
 
 if TYPE_CHECKING:
@@ -59,13 +60,16 @@ class Runtime(Protocol):
 
 
 class InProcessRuntime:
-    """Everything in this process."""
+    """Everything in this process. `template` is what `read_template` returns, here and below."""
 
-    def __init__(self, config: Config, on_progress: OnProgress, backend: Backend | None) -> None:
+    def __init__(
+        self, config: Config, template: tuple[str, str], on_progress: OnProgress, backend: Backend | None
+    ) -> None:
         # Not imported at the top: the parent of child processes does not need llama.cpp.
         from llamaslot.app.runtime.engine_host import EngineHost  # noqa: PLC0415
 
         self._config = config
+        self._template = template
         self._on_progress = on_progress
         self._given = backend
         self._is_interrupted = False
@@ -79,7 +83,7 @@ class InProcessRuntime:
 
     async def load(self) -> Loaded | None:
         """Load the model."""
-        from llamaslot.app.runtime.engine_config import tokenizer_for  # noqa: PLC0415
+        from llamaslot.app.runtime.prompt_config import prompt_worker  # noqa: PLC0415
 
         def on_progress(text: str, fraction: float) -> bool:
             self._on_progress(text, fraction)
@@ -88,9 +92,9 @@ class InProcessRuntime:
         self._host.lock()
         loaded = await self._host.load(on_progress, self._given)
         if loaded is not None:
-            tokenizer = tokenizer_for(self._config, self._host.backend.vocab, loaded.info)
-            tokenizer.restore(loaded.records)
-            self._prompts = PromptThread(tokenizer)
+            model = MakeTokenizer(loaded.info, *self._template)
+            self._prompts = prompt_worker(self._config, self._host.backend.vocab, model)
+            self._prompts.call(Restore(loaded.records))
             self._prompts.start()
         return loaded
 
@@ -130,7 +134,8 @@ class InProcessRuntime:
 class MultiProcessRuntime:
     """The engine and the prompt worker each in a process of its own, started again when it ends."""
 
-    def __init__(self, config: Config, on_progress: OnProgress) -> None:
+    def __init__(self, config: Config, template: tuple[str, str], on_progress: OnProgress) -> None:
+        self._template = template
         self._config = msgspec.to_builtins(config)
         self.prompts = PromptSupervisor(_PROMPT_MAIN, self._config, timeout=config.prompt_timeout)
         self._is_interrupted = False
@@ -149,7 +154,7 @@ class MultiProcessRuntime:
         # The size of the pool must not depend on what memory is free when the engine is started again.
         self.engine.config = {**self._config, "ctx_size": loaded.info.n_ctx}
         try:
-            await self.prompts.set_model(loaded.info, loaded.records)
+            await self.prompts.set_model(MakeTokenizer(loaded.info, *self._template), loaded.records)
         except LlamaslotError as error:
             if self._is_interrupted:
                 return None

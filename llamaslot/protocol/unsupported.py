@@ -14,7 +14,7 @@ import msgspec
 from llamaslot.base.errors import NotSupportedError
 
 if TYPE_CHECKING:
-    from llamaslot.api.bodies import Options
+    from llamaslot.protocol.bodies import Options
 
 SAMPLERS = ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"]
 """The samplers of this server in their order, under llama-server's names."""

@@ -6,19 +6,19 @@ import hmac
 import itertools
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from llamaslot.api.bodies import CompletionBody, Options, PromptObject
-from llamaslot.api.context import ApiSettings
-from llamaslot.api.middleware import Caller
-from llamaslot.base.commands import N_SEEDS, PromptPart, Sampling, Submit, TextPart, Tokenize, Tokenized, TokensPart
+from llamaslot.base.commands import N_SEEDS, PromptPart, RequestContext, Sampling, Submit, TextPart, TokensPart
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
-from llamaslot.service.service import Service
+from llamaslot.base.model import ModelInfo
+from llamaslot.protocol.bodies import CompletionBody, Options, PromptObject
 
 Prompt: TypeAlias = tuple[PromptPart, ...]
+TokensOf: TypeAlias = Callable[[str], tuple[int, ...]]
+"""Tokenizes a plain text."""
 T = TypeVar("T")
 
 _MAX_STOP_CHARS = 8192
@@ -27,52 +27,45 @@ _SAME_FIELDS = {field.name for field in msgspec.structs.fields(Sampling)} - {"to
 """Request fields with the name and type that `Sampling` has."""
 
 
-async def submissions(
-    service: Service,
-    settings: ApiSettings,
-    options: Options,
-    prompts: Sequence[Prompt],
-    request_id: str,
-    *,
-    caller: Caller,
-    return_tokens: bool = False,
-) -> list[Submit]:
+def submissions(
+    options: Options, prompts: Sequence[Prompt], context: RequestContext, info: ModelInfo, tokens_of: TokensOf
+) -> tuple[Submit, ...]:
     """Return one submission for each prompt, with `n` completions. Raises `InvalidRequestError`."""
-    sampling = await _sampling(service, settings, options)
+    sampling = _sampling(options, context, info, tokens_of)
     id_slot = _first(options.id_slot, -1)
-    if id_slot >= service.info.n_slots:
-        raise InvalidRequestError(f"'id_slot' must be below {service.info.n_slots}", param="id_slot")
-    return [
+    if id_slot >= info.n_slots:
+        raise InvalidRequestError(f"'id_slot' must be below {info.n_slots}", param="id_slot")
+    return tuple(
         Submit(
-            request_id=f"{request_id}-{i}" if len(prompts) > 1 else request_id,
+            request_id=f"{context.request_id}-{i}" if len(prompts) > 1 else context.request_id,
             prompt=prompt,
             sampling=sampling,
             max_tokens=_first(
-                options.n_predict, options.max_completion_tokens, options.max_tokens, settings.n_predict
+                options.n_predict, options.max_completion_tokens, options.max_tokens, context.max_tokens
             ),
             stop=_stop(options),
-            cache_prompt=_first(options.cache_prompt, settings.cache_prompt),
-            cache_salt=salt(settings, options.cache_salt or "", caller.api_key),
+            cache_prompt=_first(options.cache_prompt, context.cache_prompt),
+            cache_salt=request_salt(context.key_salt, options.cache_salt or ""),
             id_slot=id_slot,
-            return_tokens=return_tokens,
-            client_id=caller.client_id,
-            session_id=_session(options, caller) if len(prompts) == 1 else "",
+            return_tokens=context.return_tokens,
+            client_id=context.client_id,
+            session_id=_session(options, context) if len(prompts) == 1 else "",
             n=_first(options.n_cmpl, options.n, 1),
         )
         for i, prompt in enumerate(prompts)
-    ]
+    )
 
 
-def prompts_of(service: Service, body: CompletionBody) -> list[Prompt]:
+def prompts_of(body: CompletionBody, n_vocab: int, max_prompts: int) -> list[Prompt]:
     """Return the prompts of a `prompt` field: one text, one list with token ids in it, or a list of prompts."""
-    prompt, n_vocab = body.prompt, service.info.n_vocab
+    prompt = body.prompt
     if isinstance(prompt, str | PromptObject) or any(isinstance(item, int) for item in prompt):
         return [parse_prompt(prompt, n_vocab, "prompt")]
     if not prompt:
         raise InvalidRequestError("'prompt' must not be empty", param="prompt")
     # Before each of them is parsed: there may be a million.
-    if len(prompt) > service.max_in_flight:
-        message = f"'prompt' has {len(prompt)} prompts; the server takes at most {service.max_in_flight} at once"
+    if len(prompt) > max_prompts:
+        message = f"'prompt' has {len(prompt)} prompts; the server takes at most {max_prompts} at once"
         raise InvalidRequestError(message, param="prompt")
     return [parse_prompt(item, n_vocab, f"prompt[{i}]") for i, item in enumerate(prompt)]
 
@@ -112,35 +105,36 @@ def checked(tokens: Iterable[int], n_vocab: int, param: str) -> tuple[int, ...]:
     return ids
 
 
-def salt(settings: ApiSettings, own: str, api_key: str) -> str:
-    """Return the salt of a request's namespace, from its `own` salt and, if so configured, its API key.
+def request_salt(key_salt: bytes, own: str) -> str:
+    """Return the salt of a request's namespace, from its `own` salt and from its API key's, if that counts.
 
     The salt does not reveal the key.
     """
-    if not settings.cache_salt_from_api_key:
-        return own
-    return hmac.digest(api_key.encode("utf-8", "surrogateescape"), own.encode(), "sha256").hex()
+    return hmac.digest(key_salt, own.encode(), "sha256").hex() if key_salt else own
 
 
-def _session(options: Options, caller: Caller) -> str:
+def _session(options: Options, context: RequestContext) -> str:
     """Return the session id: this server's field wins over the header, and that over OpenAI's field."""
-    return options.session_id or caller.session_id or options.prompt_cache_key or ""
+    return options.session_id or context.session_id or options.prompt_cache_key or ""
 
 
-async def _sampling(service: Service, settings: ApiSettings, options: Options) -> Sampling:
+def _sampling(options: Options, context: RequestContext, info: ModelInfo, tokens_of: TokensOf) -> Sampling:
     asked: dict[str, Any] = {name: value for name in _SAME_FIELDS if (value := getattr(options, name)) is not None}
     if options.top_k is not None:
         asked["top_k"] = max(options.top_k, 0)
     if options.logit_bias is not None:
-        asked["logit_bias"] = await _logit_bias(service, options.logit_bias, settings.max_logit_bias_entries)
-    default = settings.default_sampling(service.info)
-    seed = _first(options.seed, default.seed)
+        most = context.max_logit_bias_entries
+        asked["logit_bias"] = _logit_bias(options.logit_bias, most, info.n_vocab, tokens_of)
+    seed = _first(options.seed, context.sampling.seed)
     asked["seed"] = secrets.randbelow(N_SEEDS) if seed in (-1, N_SEEDS) else seed % N_SEEDS
-    return msgspec.structs.replace(default, **asked)
+    return msgspec.structs.replace(context.sampling, **asked)
 
 
-async def _logit_bias(
-    service: Service, biases: Sequence[tuple[int | str, float | bool]] | dict[str, float | bool], most: int
+def _logit_bias(
+    biases: Sequence[tuple[int | str, float | bool]] | dict[str, float | bool],
+    most: int,
+    n_vocab: int,
+    tokens_of: TokensOf,
 ) -> dict[int, float]:
     """Return the bias per token id. A text stands for all of its tokens, and a bias of false for never.
 
@@ -157,10 +151,7 @@ async def _logit_bias(
     for key, bias in pairs:
         if bias is True:
             raise InvalidRequestError("'logit_bias' takes numbers and false", param="logit_bias")
-        if isinstance(key, int):
-            tokens = checked([key], service.info.n_vocab, "logit_bias")
-        else:
-            tokens = (await service.ask(Tokenize((TextPart(key, special=False),)), Tokenized)).tokens
+        tokens = checked([key], n_vocab, "logit_bias") if isinstance(key, int) else tokens_of(key)
         result.update(dict.fromkeys(tokens, float("-inf") if bias is False else float(bias)))
     return result
 

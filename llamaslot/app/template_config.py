@@ -1,0 +1,30 @@
+"""The chat template that flags name, read before processes are started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llamaslot.app.config import Config
+from llamaslot.base.errors import ConfigError
+from llamaslot.text.builtin_templates import resolve
+from llamaslot.text.volatile import pattern
+
+
+def read_template(config: Config) -> tuple[str, str]:
+    """Return the Jinja source that flags name, and the flag that named it; both are empty if none did.
+
+    Raises `ConfigError`, also for an invalid `--drop-volatile`.
+    """
+    pattern(config.drop_volatile)
+    if config.chat_template_file:
+        return _read(config.chat_template_file, "--chat-template-file"), "--chat-template-file"
+    return (resolve(config.chat_template), "--chat-template") if config.chat_template else ("", "")
+
+
+def _read(path: str, flag: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", param=flag) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not text", param=flag) from None

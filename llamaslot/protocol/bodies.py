@@ -1,0 +1,121 @@
+"""Request bodies, typed and bounded.
+
+A field that is null counts as absent, an unknown one is ignored, and 2.0 is an integer, as with llama-server; a
+field of the wrong type or out of range is refused by name. What a value means is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from llamaslot.protocol.unsupported import UnsupportedOptions
+
+INT32_MAX = 2**31 - 1
+MAX_ID_CHARS = 256
+"""Characters of a session's id."""
+
+Token: TypeAlias = Annotated[int, Meta(ge=0, le=INT32_MAX)]
+Count: TypeAlias = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
+Fraction: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+Penalty: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
+Bias: TypeAlias = Annotated[float, Meta(ge=-1e6, le=1e6)] | bool
+StopWord: TypeAlias = Annotated[str, Meta(max_length=4096)]
+Parts: TypeAlias = list[str | Token]
+Salt: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+SessionId: TypeAlias = Annotated[str, Meta(max_length=MAX_ID_CHARS)]
+
+
+class StreamOptions(msgspec.Struct):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class PromptObject(msgspec.Struct):
+    """llama-server's prompt as an object."""
+
+    prompt_string: str | Parts
+    multimodal_data: Any = None
+
+
+class Options(UnsupportedOptions, kw_only=True):
+    """Fields of every endpoint that generates."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    n_cmpl: Annotated[int, Meta(ge=1, le=128)] | None = None
+    n_predict: Count | None = None
+    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = None
+    stop: StopWord | Annotated[list[StopWord], Meta(max_length=256)] | None = None
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_k: Count | None = None
+    top_p: Fraction | None = None
+    min_p: Fraction | None = None
+    typical_p: Fraction | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    repeat_last_n: Count | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    logit_bias: list[tuple[Token | str, Bias]] | dict[str, Bias] | None = None
+    ignore_eos: bool | None = None
+
+    cache_prompt: bool | None = None
+    cache_salt: Salt | None = None
+    session_id: SessionId | None = None
+    prompt_cache_key: SessionId | None = None
+    id_slot: Count | None = None
+    return_tokens: bool | None = None
+    timings_per_token: bool | None = None
+    sse_ping_interval: Count | None = None
+    best_of: int | None = None
+
+
+class ChatBody(Options, kw_only=True):
+    """`POST /v1/chat/completions`, and `POST /apply-template`, which only renders it."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+class CompletionBody(Options, kw_only=True):
+    """`POST /v1/completions` and, with llama-server's own reply, `POST /completion`."""
+
+    prompt: str | list[str | Token | Parts | PromptObject] | PromptObject
+    response_fields: list[str] | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """`POST /tokenize`."""
+
+    content: str | Parts | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+
+class SlotBody(msgspec.Struct, kw_only=True):
+    """`POST /slots/{id}?action=save` and `restore`."""
+
+    filename: str
+
+
+class SessionBody(msgspec.Struct, kw_only=True):
+    """`DELETE /sessions/{id}`."""
+
+    cache_salt: Salt | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """`POST /detokenize`."""
+
+    tokens: list[Token] | None = None

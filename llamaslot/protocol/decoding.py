@@ -1,0 +1,67 @@
+"""Decoding of JSON bodies, with errors in terms of the body's fields."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from llamaslot.base.errors import InvalidRequestError
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+def decode(raw: bytes, kind: type[B]) -> B:
+    """Decode a body; raises an `InvalidRequestError` that names the field at fault."""
+    try:
+        return _decoded(raw, kind)
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from error
+    except RecursionError as error:
+        raise InvalidRequestError("the body is nested too deeply") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+
+
+def _decoded(raw: bytes, kind: type[B]) -> B:
+    """Decode a body in which integers may be written as 2.0."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+    fields = {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in msgspec.json.decode(raw, type=dict[str, Any]).items()
+    }
+    return msgspec.convert(fields, kind)
+
+
+_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+
+
+def _named(message: str) -> InvalidRequestError:
+    """Return msgspec's message as a sentence about a field, with that field as `param`."""
+    complaint, _, path = message.partition(" - at `$")
+    param = path.rstrip("`").removeprefix(".").partition("[...]")[0]
+    if missing := _MISSING.match(complaint):
+        param = f"{param}.{missing[1]}" if param else missing[1]
+        return InvalidRequestError(f"'{param}' is required", param=param)
+    sentence = re.sub(r"`([^`]+)`", lambda types: _in_words(types[1]), complaint)
+    sentence = sentence[:1].lower() + sentence[1:]
+    return InvalidRequestError(f"'{param}': {sentence}" if param else f"the body: {sentence}", param=param or None)
+
+
+def _in_words(types: str) -> str:
+    """Return `int | null` as "an integer or null"; anything else is unchanged."""
+    return " or ".join(_WORDS.get(name, name) for name in types.split(" | "))

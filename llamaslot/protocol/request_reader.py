@@ -1,0 +1,118 @@
+"""Request reader: what the body of a request asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from llamaslot.base.commands import (
+    AnswerBody,
+    Detokenize,
+    Detokenized,
+    JsonReply,
+    ReadRequest,
+    ReplyOptions,
+    RequestRead,
+    TextPart,
+    Tokenize,
+    Tokenized,
+)
+from llamaslot.base.model import ModelInfo
+from llamaslot.protocol import unsupported
+from llamaslot.protocol.bodies import ChatBody, CompletionBody, DetokenizeBody, Options, TokenizeBody
+from llamaslot.protocol.chat_prompt import rendered
+from llamaslot.protocol.decoding import decode
+from llamaslot.protocol.submission import Prompt, checked, parse_prompt, prompts_of, submissions
+from llamaslot.text.template import ChatTemplate
+
+
+class RequestReader:
+    """Reads bodies for a model with this chat template, on any thread.
+
+    `tokenize` and `detokenize` are the tokenizer's.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        template: ChatTemplate,
+        tokenize: Callable[[Tokenize], Tokenized],
+        detokenize: Callable[[Detokenize], Detokenized],
+    ) -> None:
+        self._info = info
+        self.template = template
+        self._tokenize = tokenize
+        self._detokenize = detokenize
+        self._answers: dict[str, Callable[[bytes], Any]] = {
+            "apply_template": self._apply_template,
+            "tokenize": self._tokens,
+            "detokenize": self._text,
+        }
+
+    def read(self, job: ReadRequest) -> RequestRead:
+        """Read the body of a request for completions; raises `InvalidRequestError`."""
+        body: ChatBody | CompletionBody
+        prompts: list[Prompt]
+        if job.kind == "chat":
+            body = decode(job.body, ChatBody)
+            unsupported.refuse(body)
+            prompts = [rendered(self.template, body)]
+        else:
+            body = decode(job.body, CompletionBody)
+            unsupported.refuse(body)
+            prompts = prompts_of(body, self._info.n_vocab, job.context.max_prompts)
+        submits = submissions(body, prompts, job.context, self._info, self._tokens_of)
+        return RequestRead(submits, _reply_options(body))
+
+    def answer(self, job: AnswerBody) -> JsonReply:
+        """Answer a body; raises `InvalidRequestError`."""
+        return JsonReply(msgspec.json.encode(self._answers[job.kind](job.body)))
+
+    def _tokens_of(self, text: str) -> tuple[int, ...]:
+        return self._tokenize(Tokenize((TextPart(text, special=False),))).tokens
+
+    def _apply_template(self, raw: bytes) -> dict[str, str]:
+        """Return the prompt that the template makes of a conversation and its tools."""
+        body = decode(raw, ChatBody)
+        unsupported.refuse(body, but_for=("tools", "tool_choice"))
+        return {"prompt": "".join(part.text for part in rendered(self.template, body))}
+
+    def _tokens(self, raw: bytes) -> dict[str, Any]:
+        """Return the token ids of a text or of texts and ids, with the text of each token if asked for."""
+        body = decode(raw, TokenizeBody)
+        if body.content is None or body.content == []:
+            return {"tokens": []}
+        special = body.parse_special is not False
+        parts = parse_prompt(body.content, self._info.n_vocab, "content", special=special)
+        answer = self._tokenize(Tokenize(parts, bool(body.add_special), bool(body.with_pieces)))
+        if not body.with_pieces:
+            return {"tokens": answer.tokens}
+        pairs = zip(answer.tokens, answer.pieces, strict=True)
+        return {"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pairs]}
+
+    def _text(self, raw: bytes) -> dict[str, str]:
+        """Return the text of token ids."""
+        tokens = checked(decode(raw, DetokenizeBody).tokens or (), self._info.n_vocab, "tokens")
+        return {"content": self._detokenize(Detokenize(tokens)).content}
+
+
+def _reply_options(body: Options) -> ReplyOptions:
+    fields = body.response_fields if isinstance(body, CompletionBody) else None
+    return ReplyOptions(
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        timings_per_token=bool(body.timings_per_token),
+        return_tokens=bool(body.return_tokens),
+        response_fields=tuple(fields or ()),
+        sse_ping_interval=body.sse_ping_interval,
+    )
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """Return a token's bytes as text if they are valid UTF-8, else as numbers."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
