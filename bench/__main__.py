@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from bench import chat, decode, idle, profile, retokenizing, scenarios, size, steps, tree
+from bench import chat, decode, idle, processes, profile, retokenizing, scenarios, size, steps, tree
 from bench.client import BenchmarkError
 from bench.peers import baseline, compare, published
 from bench.peers.servers import SERVERS
@@ -71,6 +71,12 @@ def parser() -> ArgumentParser:
     _threads(publishing)
     publishing.set_defaults(run=_publish)
 
+    _add_parts(commands)
+    return result
+
+
+def _add_parts(commands: Any) -> None:
+    """Add the benchmarks of parts of the server."""
     profiling = commands.add_parser("profile", help="where a step's time goes")
     _common(profiling, run=_profile, repeats=(256, 64), of="tokens of each answer", flags=("--tokens",))
     _threads(profiling)
@@ -78,6 +84,13 @@ def parser() -> ArgumentParser:
     stepping = commands.add_parser("steps", help="time of steps of few tokens, plain and padded")
     _common(stepping, run=_steps, repeats=(7, 2), of="computations of each step")
     _threads(stepping)
+
+    splitting = commands.add_parser("processes", help="cost of processes and of other clients' load")
+    _common(
+        splitting, run=_processes, repeats=(8, 2), of="measurements of each side", flags=("--pairs", "--repeats")
+    )
+    splitting.add_argument("--tokens", type=_positive, default=256, metavar="N", help="tokens of each answer")
+    _threads(splitting)
 
     telling = commands.add_parser("retokenizing", help="sampled conversations that come back as text")
     _common(telling, run=_retokenizing, repeats=(200, 10), of="conversations", shape="tiny-qwen2")
@@ -88,7 +101,6 @@ def parser() -> ArgumentParser:
     sizing = commands.add_parser("size", help="code lines and modules of the package, and its size limits")
     sizing.add_argument("packages", nargs="*", type=Path, default=[size.PACKAGE], metavar="FOLDER")
     sizing.set_defaults(run=lambda options: size.run(options.packages))
-    return result
 
 
 def main(arguments: list[str]) -> int:
@@ -187,6 +199,10 @@ def _profile(options: Namespace) -> None:
 
 def _steps(options: Namespace) -> None:
     steps.run(**_measured(options, "-t", str(options.threads)), repeats=options.repeats)
+
+
+def _processes(options: Namespace) -> None:
+    processes.run(**_measured(options), pairs=options.repeats, tokens=options.tokens, threads=options.threads)
 
 
 def _retokenizing(options: Namespace) -> None:

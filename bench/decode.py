@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.client import BenchmarkError, Client
+from bench.client import Answer, BenchmarkError, Client
 from bench.peers import build
 from bench.report import Summary, console, decode_rate, machine, notes, write_json
 from bench.server import llamaslot, serving
@@ -147,6 +147,12 @@ def engine_rate(command: Sequence[str]) -> float:
 
 
 async def _streams_rate(client: Client, text: Tokens, words: random.Random, streams: int, tokens: int) -> float:
+    answers = await streamed(client, text, words, streams, tokens)
+    return decode_rate([answer.arrivals for answer in answers])
+
+
+async def streamed(client: Client, text: Tokens, words: random.Random, streams: int, tokens: int) -> list[Answer]:
+    """Stream greedy answers of `tokens` tokens side by side, each token a chunk of its own."""
     prompts = [text.draw(words, PROMPT_TOKENS) for _ in range(streams)]
     answers = await asyncio.gather(
         *(
@@ -160,7 +166,7 @@ async def _streams_rate(client: Client, text: Tokens, words: random.Random, stre
                 f"an answer of {answer.completion_tokens} tokens came in {len(answer.arrivals)} chunks, not "
                 f"{tokens} in as many: measure a model whose tokens are whole characters, such as --model 60m"
             )
-    return decode_rate([answer.arrivals for answer in answers])
+    return answers
 
 
 def table(measured: Sequence[Comparison]) -> Table:
