@@ -26,6 +26,14 @@ with _not_installed("rich"):
     import structlog
 
 
+def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
+    """Return a logger.
+
+    For main programs: their other imports may import structlog, and this module has to be the first that does.
+    """
+    return cast(structlog.typing.FilteringBoundLogger, structlog.get_logger(name))
+
+
 class _Lenient(io.TextIOBase):
     """A text stream whose failures (a reader that left, a full disk) lose lines and nothing else."""
 

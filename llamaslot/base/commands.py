@@ -14,7 +14,7 @@ import msgspec
 
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
-from llamaslot.base.tokens import unpacked
+from llamaslot.base.tokens import ids_of
 
 N_SEEDS = 2**32 - 1
 """Seeds are 32 bits wide; the highest one means "random" to llama.cpp and is never passed on."""
@@ -142,12 +142,12 @@ class Tokenized(msgspec.Struct, frozen=True, tag="tokenized"):
     @property
     def tokens(self) -> tuple[int, ...]:
         """The token ids."""
-        return tuple(unpacked(self.packed_tokens).tolist())
+        return tuple(ids_of(self.packed_tokens))
 
     @property
     def pieces(self) -> list[bytes]:
         """The bytes of each token."""
-        ends = unpacked(self.packed_ends).tolist()
+        ends = ids_of(self.packed_ends)
         return [self.text[start:end] for start, end in pairwise([0, *ends])]
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
-Kv: TypeAlias = npt.NDArray[np.uint8]
+Kv: TypeAlias = "npt.NDArray[np.uint8]"
 """Bytes of a segment's KV in llama.cpp's format; read-only."""
 
 

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from llamaslot.base.tokens import Tokens, unpacked
+from llamaslot.base.tokens import WIDTH, Tokens, unpacked
 
 SessionMatch: TypeAlias = Literal["", "new", "exact", "extend", "diverge", "tokens"]
 """Result of comparing a prompt with the text of its session's last sequence.
@@ -33,6 +33,11 @@ class TokenizedPrompt(msgspec.Struct, frozen=True, tag="tokenized_prompt"):
     unless `session_match` is "diverge"."""
     is_reply_edited: bool = False
     """True if the text departs from that of its session within the session's last reply."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.packed_tokens) // WIDTH
 
     @property
     def tokens(self) -> Tokens:

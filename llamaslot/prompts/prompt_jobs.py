@@ -28,7 +28,9 @@ from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.tokens import unpacked
 from llamaslot.prompts.sessions import session_digest
-from llamaslot.prompts.tokenizer import ReplyContext, Tokenizer
+
+if TYPE_CHECKING:
+    from llamaslot.prompts.tokenizer import ReplyContext, Tokenizer
 
 if TYPE_CHECKING:
     # The parent of a worker process, which knows its jobs, does not need Jinja.

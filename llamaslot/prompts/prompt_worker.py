@@ -15,7 +15,9 @@ from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFull
 from llamaslot.base.executors import close_after_queue
 from llamaslot.base.stats import AnchorStats, SessionStats
 from llamaslot.prompts.prompt_jobs import Job, PromptJobs
-from llamaslot.prompts.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llamaslot.prompts.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llamaslot.protocol.request_reader import RequestReader

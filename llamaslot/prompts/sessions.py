@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.tokens import WIDTH, Tokens, n_common, packed, unpacked
-from llamaslot.prompts.detokenized import DetokenizedText
+
+if TYPE_CHECKING:
+    from llamaslot.prompts.detokenized import DetokenizedText
 
 MAX_BYTES = 32 * 2**20
 """Memory that all sessions may take, and again on disk; estimated."""

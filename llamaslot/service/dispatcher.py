@@ -41,6 +41,7 @@ from llamaslot.base.events import (
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
+from llamaslot.base.tokens import ids_of
 from llamaslot.prompts.prompt_jobs import (
     Locate,
     Located,
@@ -186,15 +187,15 @@ class Dispatcher:
         prompt.tokenizing = None
         prompt.tokenized = tokenized
         try:
-            check_submit(prompt.submit, len(tokenized.tokens), self._info)
+            check_submit(prompt.submit, tokenized.n_tokens, self._info)
             if self._suspects:
                 self._suspects.check(prompt.digest)
         except LlamaslotError as error:
             self._not_tokenized(prompt, error)
             return
-        shown = tuple(tokenized.tokens.tolist()) if prompt.submit.return_tokens else ()
+        shown = tuple(ids_of(tokenized.packed_tokens)) if prompt.submit.return_tokens else ()
         for request_id, completion in prompt.completions.items():
-            self._outbox.append(Accepted(request_id, len(tokenized.tokens), shown))
+            self._outbox.append(Accepted(request_id, tokenized.n_tokens, shown))
             completion.state = State.WAITING
             self._waiting.append(completion)
         self._send_waiting()

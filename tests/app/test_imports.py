@@ -1,15 +1,28 @@
-"""What a start does not import."""
+"""What a start does not import; `test_serve.py` sees what the server has imported when it ends."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+import pytest
 
-def test_serving_imports_neither_rich_nor_the_other_commands() -> None:
+SERVE = "llamaslot.cli.serve_command"
+
+
+@pytest.mark.parametrize(
+    ("program", "unwanted", "commands"),
+    [
+        (f"{SERVE}, llamaslot.app.composition, llamaslot.api.http_server", ("rich", "numpy"), [SERVE]),
+        ("llamaslot.app.runtime.engine_main", ("rich", "aiohttp"), []),
+        ("llamaslot.app.runtime.prompt_main", ("rich", "aiohttp"), []),
+    ],
+    ids=["server", "engine", "prompt worker"],
+)
+def test_processes_import_only_what_they_need(program: str, unwanted: tuple[str, ...], commands: list[str]) -> None:
     code = (
-        "import sys; import llamaslot.cli.serve_command, llamaslot.app.composition; "
-        "print(*[name for name in sys.modules if name.split('.')[0] == 'rich' or name.endswith('_command')])"
+        f"import sys; import {program}; print(*[name for name in sys.modules "
+        f"if name.split('.')[0] in {unwanted} or name.endswith('_command')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["llamaslot.cli.serve_command"]
+    assert done.stdout.split() == commands

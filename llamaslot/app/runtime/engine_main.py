@@ -11,10 +11,10 @@ import os
 import socket
 import sys
 
-import structlog
 import uvloop
 
 from llamaslot.app.config import Config
+from llamaslot.app.logs import get_logger
 from llamaslot.app.runtime.child_setup import channel_to_parent, configured, socket_of
 from llamaslot.app.runtime.engine_host import EngineHost
 from llamaslot.base.errors import LlamaslotError
@@ -26,7 +26,7 @@ from llamaslot.processes.messages import OVERDUE_STATUS, Events, LoadEngine, Loa
 _PROGRESS_STEP = 0.02
 """Fraction of the file between two reports."""
 
-_log = structlog.get_logger(__name__)
+_log = get_logger(__name__)
 
 
 class EngineMain:
