@@ -12,6 +12,9 @@ CHECKS = set -e; $(BIN)/ruff check .; $(BIN)/ruff format --check .; $(BIN)/mypy;
 SIDE_BY_SIDE = -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTHON) was not found: install Python 3.11 or newer (https://www.python.org/downloads), or name one: make PYTHON=/path/to/python3" >&2; exit 1; }; $(PYTHON) .ci/setup.py
 
+# Hundreds of processes are started here: each would compile every module that it imports, which takes over a second.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help serve setup test test-slow check bench bench-peers bench-publish eval-demo size clean setup-dev setup-bench
 
 help: ## list the targets (the default)
