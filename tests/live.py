@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.forked import ForkedProcess
+
 _TIMEOUT_S = 120
 """A server that does not answer fails the test instead of holding it up."""
 
@@ -22,7 +24,7 @@ _TIMEOUT_S = 120
 class Server:
     """A running `llamaslot serve`; all that it prints goes to `log`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | ForkedProcess, log: Path) -> None:
         self.process = process
         self.log = log
         self.url = ""
@@ -63,12 +65,17 @@ class Server:
 
 @contextmanager
 def serving(
-    folder: Path, *args: str | Path, environ: dict[str, str] | None = None, fault: str = ""
+    folder: Path,
+    *args: str | Path,
+    environ: dict[str, str] | None = None,
+    fault: str = "",
+    is_forked: bool = True,
 ) -> Iterator[Server]:
     """A server with these arguments, ended by its process id.
 
     What it measures at start is kept for other tests, and not in the user's own folder. `fault` is Python source
-    that each of the server's processes runs first, to inject a fault.
+    that each of the server's processes runs first, to inject a fault. With `--in-process`, a test that is not about
+    processes starts its server in half a second; without `is_forked` it starts as a user starts it.
     """
     log = folder / "server.log"
     own = {"XDG_CACHE_HOME": str(folder.parent / "cache"), **(environ or {})}
@@ -77,10 +84,15 @@ def serving(
         (folder / "fault").mkdir(exist_ok=True)
         (folder / "fault" / "sitecustomize.py").write_text(fault)
         own["PYTHONPATH"] = str(folder / "fault")
-    program = "import sys\nfrom llamaslot.cli.main import main\nsys.exit(main())"
-    command = [sys.executable, "-c", program, "serve", "--port", "0", "-t", "1", *map(str, args)]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **own})
+    command = ["serve", "--port", "0", "-t", "1", *map(str, args)]
+    log.write_bytes(b"")
+    process: subprocess.Popen[bytes] | ForkedProcess
+    if is_forked:
+        process = ForkedProcess(command, {**os.environ, **own}, log, log, fault=fault)
+    else:
+        program = [sys.executable, "-m", "llamaslot.cli.main"]
+        with log.open("wb") as file:
+            process = subprocess.Popen([*program, *command], stdout=file, stderr=file, env={**os.environ, **own})
     server = Server(process, log)
     try:
         server.wait_until_ready()
@@ -88,4 +100,4 @@ def serving(
     finally:
         if process.poll() is None:
             process.kill()
-            process.wait()
+            process.wait(10)

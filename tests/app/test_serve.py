@@ -5,8 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 from pathlib import Path
@@ -15,13 +13,17 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.conftest import LONG
+from tests.forked import Command
 from tests.live import Server, serving
 
+IMPORTS = "import atexit, sys\natexit.register(lambda: print('numpy' in sys.modules, flush=True))"
+"""Tells at the end of the parent process, which takes less time to start without numpy; others end without this."""
+FEW_DESCRIPTORS = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
 
-def refused(*args: str | Path) -> str:
+
+def refused(folder: Path, *args: str | Path) -> str:
     """The one line by which the server refuses to start."""
-    command = [sys.executable, "-m", "llamaslot.cli.main", "serve", *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = Command("serve", *args, folder=folder).finish()
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if not line.startswith("{")]
     assert "Traceback" not in done.stderr
@@ -30,7 +32,8 @@ def refused(*args: str | Path) -> str:
 
 
 def test_it_says_what_runs_where_and_reuses_the_first_turn(tiny_model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path, "-m", tiny_model, "-c", "2048", "-np", "2", "--alias", "tiny", "--metrics") as server:
+    args = ("-m", tiny_model, "-c", "2048", "-np", "2", "--alias", "tiny", "--metrics")
+    with serving(tmp_path, *args, fault=IMPORTS, is_forked=False) as server:
         start = server.log.read_text()
         for words in (
             "2 slots, 2,048 cells",
@@ -55,10 +58,12 @@ def test_it_says_what_runs_where_and_reuses_the_first_turn(tiny_model: Path, tmp
         assert {"queue_ms", "ttft_ms", "tokens_per_second", "generated_tokens", "slot"} <= done[0].keys()
         assert server.stop() == 0
         assert server.log_lines("server.stopped")
+        assert server.log.read_text().splitlines()[-1] == "False", "the parent has imported numpy"
 
 
 def test_it_says_once_how_large_the_pool_became_and_why(tiny_model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path, "-m", tiny_model, "-ngl", "0", "--kv-mem-fraction", "1") as server:
+    args = ("-m", tiny_model, "-ngl", "0", "--kv-mem-fraction", "1", "--in-process")
+    with serving(tmp_path, *args) as server:
         lines = [line for line in server.log.read_text().splitlines() if line.startswith("KV pool: (")]
         assert len(lines) == 1
         assert "- 0% of" in lines[0]
@@ -97,23 +102,27 @@ def test_wrong_models_and_flags_are_one_line(tiny_model: Path, tmp_path: Path) -
     cut.write_bytes(tiny_model.read_bytes()[:100_000])
     empty = tmp_path / "empty.gguf"
     empty.touch()
-    assert "nosuch.gguf" in refused("-m", "nosuch.gguf")
-    assert "not a GGUF file" in refused("-m", text)
-    assert "not a GGUF file" in refused("-m", empty)
-    assert "cannot load" in refused("-m", cut)
-    assert "did you mean --port" in refused("--prot", "1")
-    assert "--kv-mem-fraction" in refused("-m", tiny_model, "-ngl", "0", "--kv-mem-fraction", "1e-9")
-    assert "x 768 bytes = " in refused("-m", tiny_model, "-ngl", "0", "-c", "2000000000")
-    assert "--cache-seqs" in refused("-m", tiny_model, "-np", "128", "--cache-seqs", "128")
-    assert "--chat-template" in refused("-m", tiny_model, "--chat-template", "{% if %}")
+    assert "cannot load" in refused(tmp_path, "-m", cut)
+    for words, *args in (
+        ("nosuch.gguf", "-m", "nosuch.gguf"),
+        ("not a GGUF file", "-m", text),
+        ("not a GGUF file", "-m", empty),
+        ("cannot load", "-m", cut),
+        ("did you mean --port", "--prot", "1"),
+        ("--kv-mem-fraction", "-m", tiny_model, "-ngl", "0", "--kv-mem-fraction", "1e-9"),
+        ("x 768 bytes = ", "-m", tiny_model, "-ngl", "0", "-c", "2000000000"),
+        ("--cache-seqs", "-m", tiny_model, "-np", "128", "--cache-seqs", "128"),
+        ("--chat-template", "-m", tiny_model, "--chat-template", "{% if %}"),
+    ):
+        assert words in refused(tmp_path, *args, "--in-process")
 
 
-def test_a_port_in_use_is_one_line(tiny_model: Path) -> None:
+def test_a_port_in_use_is_one_line(tiny_model: Path, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        line = refused("-m", tiny_model, "--port", port)
+        line = refused(tmp_path, "-m", tiny_model, "--port", port)
         assert port in line
         assert "--port" in line
 
@@ -169,8 +178,7 @@ def test_it_ends_although_the_disk_hangs(tmp_path: Path, method: str) -> None:
 
 
 def test_silent_connections_do_not_take_all_descriptors(tiny_model: Path, tmp_path: Path) -> None:
-    few = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
-    with serving(tmp_path, "-m", tiny_model, fault=few) as server, contextlib.ExitStack() as stack:
+    with serving(tmp_path, "-m", tiny_model, fault=FEW_DESCRIPTORS) as server, contextlib.ExitStack() as stack:
         address = urlsplit(server.url)
         for _ in range(300):
             stack.enter_context(socket.create_connection((address.hostname, address.port), timeout=10))

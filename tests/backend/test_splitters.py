@@ -99,7 +99,7 @@ def test_other_vocabularies_need_no_stack(model: Path) -> None:
 
 @pytest.mark.parametrize("model", ["bloom"], indirect=True)
 def test_a_server_answers_long_runs_or_refuses_them_by_name(model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path, "-m", model) as server:
+    with serving(tmp_path, "-m", model, "--in-process") as server:
         assert len(server.post("/tokenize", {"content": "a" * 40_000})["tokens"]) > 1000
         for path, body in (
             ("/tokenize", {"content": "a" * (_REGEX_MAX_CHARACTERS + 1)}),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
+import tempfile
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 
 from llamaslot.base.stats import CachePrefix
 from llamaslot.cli.cache_command import tree
+from tests.forked import Command
 from tests.live import Server, serving
 
 HEAD = "the head of all prompts, "
@@ -26,14 +26,8 @@ HEAD = "the head of all prompts, "
 def cache(*args: str, **environment: str) -> tuple[int, list[str], list[str]]:
     """The exit status and the lines of stdout and stderr."""
     variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LLAMA_API_KEY")}
-    done = subprocess.run(
-        [sys.executable, "-m", "llamaslot.cli.main", "cache", *args],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**variables, **environment},
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        done = Command("cache", *args, folder=Path(folder), environ={**variables, **environment}).finish()
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 
@@ -41,14 +35,15 @@ def cache(*args: str, **environment: str) -> tuple[int, list[str], list[str]]:
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Without debug text."""
-    with serving(tmp_path_factory.mktemp("server"), "-m", tiny_model, "-c", "2048", "-np", "2") as server:
+    args = ("-m", tiny_model, "-c", "2048", "-np", "2", "--in-process")
+    with serving(tmp_path_factory.mktemp("server"), *args) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def telling(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """With debug text and a key."""
-    args = ("-m", tiny_model, "-c", "2048", "-np", "2", "--cache-debug-text")
+    args = ("-m", tiny_model, "-c", "2048", "-np", "2", "--in-process", "--cache-debug-text")
     with serving(tmp_path_factory.mktemp("telling"), *args, environ={"LLAMA_API_KEY": "key"}) as server:
         yield server
 

@@ -6,8 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.fake_hub import COMMIT, FakeHub, StoredFile
+from tests.forked import Command
 
 REPO = "somebody/Some-GGUF"
 FILE = "some-Q8_0.gguf"
 NAME = f"{REPO}:{FILE}"
 CONTENT = random.Random(7).randbytes(300_000)
-RUN_PULL = """
-import resource, sys
-from llamaslot.cli.main import main
-largest_file = int(sys.argv[1])
-if largest_file:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-sys.exit(main(["pull", *sys.argv[2:]]))
-"""
+FULL_DISK = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))"
 
 
 @dataclass
@@ -61,7 +53,7 @@ class Puller:
     hub: FakeHub
     cache: Path
 
-    async def start(self, name: str | None = NAME, *, largest_file: int = 0, **environment: str) -> Process:
+    def start(self, name: str | None = NAME, *, fault: str = "", **environment: str) -> Command:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         variables = {
             **inherited,
@@ -72,27 +64,19 @@ class Puller:
             "COLUMNS": "200",
             **environment,
         }
-        arguments = ("-c", RUN_PULL, str(largest_file), *([name] if name else ()))
-        return await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, env=variables, stdout=PIPE, stderr=PIPE
-        )
+        args = ("pull", *([name] if name else ()))
+        return Command(*args, folder=self.cache.parent, environ=variables, fault=fault)
 
-    async def pull(self, name: str | None = NAME, *, largest_file: int = 0, **environment: str) -> Ended:
-        return await finish(await self.start(name, largest_file=largest_file, **environment))
+    async def pull(self, name: str | None = NAME, *, fault: str = "", **environment: str) -> Ended:
+        return await finish(self.start(name, fault=fault, **environment))
 
     def blobs(self) -> list[Path]:
         return list((self.cache / "models--somebody--Some-GGUF" / "blobs").glob("*"))
 
 
-async def finish(process: Process) -> Ended:
-    try:
-        out, err = await asyncio.wait_for(process.communicate(), 60)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode is not None
-    return Ended(process.returncode, out.decode(), err.decode())
+async def finish(command: Command) -> Ended:
+    ended = await asyncio.to_thread(command.finish)
+    return Ended(ended.returncode, ended.stdout, ended.stderr)
 
 
 @pytest.fixture
@@ -147,11 +131,11 @@ async def test_a_broken_connection_is_resumed(puller: Puller, hub: FakeHub):
 
 async def test_an_interrupted_pull_is_resumed(puller: Puller, hub: FakeHub):
     hub.stalls = [120_000]
-    process = await puller.start()
+    command = puller.start()
     await asyncio.wait_for(hub.stalled.wait(), 60)
     await until(lambda: sum(blob.stat().st_size for blob in puller.blobs()) > 0)
-    process.send_signal(signal.SIGINT)
-    stopped = await finish(process)
+    command.process.send_signal(signal.SIGINT)
+    stopped = await finish(command)
     assert stopped.status == 130
     assert "Traceback" not in stopped.err
     assert "the same command goes on from there" in stopped.err
@@ -164,11 +148,11 @@ async def test_an_interrupted_pull_is_resumed(puller: Puller, hub: FakeHub):
 
 async def test_a_killed_pull_is_resumed(puller: Puller, hub: FakeHub):
     hub.stalls = [250_000]
-    process = await puller.start()
+    command = puller.start()
     await asyncio.wait_for(hub.stalled.wait(), 60)
     await until(lambda: sum(blob.stat().st_size for blob in puller.blobs()) > 0)
-    process.kill()
-    await finish(process)
+    command.process.kill()
+    await finish(command)
     kept = puller.blobs()[0].stat().st_size
     assert (await puller.pull()).path.read_bytes() == CONTENT
     assert hub.requested == [None, f"bytes={kept}-"]
@@ -207,11 +191,11 @@ async def test_a_damaged_file_is_refused_and_deleted(puller: Puller, hub: FakeHu
 
 async def test_two_pulls_of_one_file_do_not_write_into_each_other(puller: Puller, hub: FakeHub):
     hub.stalls = [120_000]
-    process = await puller.start()
+    command = puller.start()
     await asyncio.wait_for(hub.stalled.wait(), 60)
     assert "another process is downloading" in (await puller.pull()).error
-    process.kill()
-    await finish(process)
+    command.process.kill()
+    await finish(command)
 
 
 async def test_a_missing_repository_is_one_line(puller: Puller, hub: FakeHub):
@@ -256,7 +240,7 @@ async def test_a_file_larger_than_the_disk_is_refused_before_the_download(puller
 
 
 async def test_a_pull_that_fills_the_disk_can_be_resumed(puller: Puller, hub: FakeHub):
-    error = (await puller.pull(largest_file=200_000)).error
+    error = (await puller.pull(fault=FULL_DISK)).error
     assert "free some space and run the same command again" in error
     kept = puller.blobs()[0].stat().st_size
     assert 0 < kept <= 200_000

@@ -48,7 +48,7 @@ def wait_until_written(server: Server, n_tokens: int) -> None:
 @pytest.fixture(scope="module")
 def cold(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Answers of a server without any cache."""
-    with serving(tmp_path_factory.mktemp("cold"), "--no-cache-prompt") as server:
+    with serving(tmp_path_factory.mktemp("cold"), "--no-cache-prompt", "--in-process") as server:
         known: dict[str, str] = {}
 
         def answer(messages: list[dict[str, str]]) -> str:
@@ -110,14 +110,14 @@ def test_a_server_told_to_end_leaves_everything_on_disk(tmp_path: Path, cold: An
 def test_files_of_another_kind_of_kv_are_left_alone(tmp_path: Path, cold: Any) -> None:
     folder = tmp_path / "cache"
     question = [SYSTEM, {"role": "user", "content": OPENERS[0]}]
-    with serving(tmp_path, "--cache-disk", folder) as server:
+    with serving(tmp_path, "--cache-disk", folder, "--in-process") as server:
         text, _ = ask(server, question)
         wait_until_written(server, 100)
         server.stop(signal.SIGKILL)
-    with serving(tmp_path, "--cache-disk", folder, "-ctk", "q8_0", "-ctv", "q8_0") as server:
+    with serving(tmp_path, "--cache-disk", folder, "--in-process", "-ctk", "q8_0", "-ctv", "q8_0") as server:
         assert server.get("/cache")["disk"]["tokens"] == 0
         assert ask(server, question)[1]["cache_n"] == 0
-    with serving(tmp_path, "--cache-disk", folder) as server:
+    with serving(tmp_path, "--cache-disk", folder, "--in-process") as server:
         again, timings = ask(server, question)
         assert (again, timings["prompt_n"]) == (text, 1)
 
@@ -125,7 +125,7 @@ def test_files_of_another_kind_of_kv_are_left_alone(tmp_path: Path, cold: Any) -
 def test_damaged_files_are_computed_again(tmp_path: Path, cold: Any) -> None:
     folder = tmp_path / "cache"
     question = [SYSTEM, {"role": "user", "content": OPENERS[1]}]
-    with serving(tmp_path, "--cache-disk", folder) as server:
+    with serving(tmp_path, "--cache-disk", folder, "--in-process") as server:
         ask(server, question)
         wait_until_written(server, 100)
         server.stop(signal.SIGKILL)
@@ -139,6 +139,6 @@ def test_damaged_files_are_computed_again(tmp_path: Path, cold: Any) -> None:
             data = bytearray(path.read_bytes())
             data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
             path.write_bytes(data[: chance.choice([len(data), chance.randrange(len(data))])])
-        with serving(tmp_path, "--cache-disk", folder) as server:
+        with serving(tmp_path, "--cache-disk", folder, "--in-process") as server:
             assert ask(server, question)[0] == cold(question)
             assert server.stop() == 0
