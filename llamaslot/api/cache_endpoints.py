@@ -21,7 +21,7 @@ from llamaslot.protocol.bodies import SessionBody
 from llamaslot.protocol.submission import request_salt
 from llamaslot.service.service import Service
 
-_DEFAULT_TOP, _MAX_TOP = 20, 1000
+_DEFAULT_TOP, MAX_TOP = 20, 1000
 _IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
 
 
@@ -71,6 +71,6 @@ def _top(request: web.Request) -> int:
     given = request.query.getall("top", [])
     if not given:
         return _DEFAULT_TOP
-    if len(given) > 1 or not _IS_COUNT(given[0]) or not 1 <= int(given[0]) <= _MAX_TOP:
-        raise InvalidRequestError(f"'top' must be an integer from 1 to {_MAX_TOP}", param="top")
+    if len(given) > 1 or not _IS_COUNT(given[0]) or not 1 <= int(given[0]) <= MAX_TOP:
+        raise InvalidRequestError(f"'top' must be an integer from 1 to {MAX_TOP}", param="top")
     return int(given[0])

@@ -20,9 +20,10 @@ from llamaslot.api.context import READINESS, SETTINGS, ApiSettings, Readiness
 from llamaslot.api.http_errors import error_middleware
 from llamaslot.api.keys import Access, ApiKeys
 from llamaslot.api.middleware import ACCESS, KEYS, add_headers, admit, identify
+from llamaslot.api.openapi.document import OPENAPI, PATH, OpenApi, openapi
 from llamaslot.base.errors import ConfigError
 
-_ROUTES = (
+ROUTES = (
     ("GET", "/health", server_endpoints.health, Access.PUBLIC),
     ("GET", "/v1/health", server_endpoints.health, Access.PUBLIC),
     ("GET", "/models", server_endpoints.models, Access.USER),
@@ -32,6 +33,7 @@ _ROUTES = (
     ("GET", "/slots", slot_endpoints.slots, Access.USER),
     ("GET", "/cache", cache_endpoints.cache, Access.USER),
     ("GET", "/metrics", server_endpoints.metrics, Access.USER),
+    ("GET", PATH, openapi, Access.USER),
     ("POST", "/chat/completions", chat_completions.chat_completions, Access.USER),
     ("POST", "/v1/chat/completions", chat_completions.chat_completions, Access.USER),
     ("POST", "/v1/completions", text_completions.completions, Access.USER),
@@ -57,13 +59,14 @@ def create_app(settings: ApiSettings) -> web.Application:
     app = web.Application(middlewares=[mark_busy, identify, error_middleware, admit])
     app[SETTINGS] = settings
     app[KEYS] = ApiKeys(settings.api_keys, settings.api_key_file, time.monotonic)
-    app[ACCESS] = {handler: access for _, _, handler, access in _ROUTES}
+    app[ACCESS] = {handler: access for _, _, handler, access in ROUTES}
     app[BODY_READER] = BodyReader(
         max_bytes=settings.max_body_bytes, max_total=settings.max_total_body_bytes, timeout=settings.body_timeout
     )
     app[READINESS] = Readiness()
+    app[OPENAPI] = OpenApi(ROUTES)
     app.on_response_prepare.append(add_headers)
-    for method, path, handler, _ in _ROUTES:
+    for method, path, handler, _ in ROUTES:
         # `add_get` answers HEAD too.
         if method == "GET":
             app.router.add_get(path, handler)

@@ -1,0 +1,84 @@
+"""Body, reply and parameters of each endpoint, by its handler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from llamaslot.api import bodies, cache_endpoints, server_endpoints, slot_endpoints, token_endpoints
+from llamaslot.api.completions import chat_completions, native_completion, text_completions
+from llamaslot.api.http_errors import Handler
+from llamaslot.api.openapi import reply_types
+from llamaslot.base.commands import CacheCleared
+from llamaslot.base.stats import CacheState
+
+JSON: Final = "application/json"
+_STRING = {"type": "string"}
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """A parameter of the query or of a header."""
+
+    name: str
+    place: str
+    schema: Mapping[str, Any]
+    required: bool = False
+
+
+class Operation(msgspec.Struct, frozen=True, kw_only=True):
+    """Types of an endpoint's body and reply; `chunk` is that of the events of a streamed reply."""
+
+    reply: Any
+    other_replies: tuple[Any, ...] = ()
+    """Types of which the reply may be instead."""
+    body: Any = None
+    body_required: bool = True
+    chunk: Any = None
+    other_chunks: tuple[Any, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+    content_type: str = JSON
+    """The reply's."""
+
+
+_SESSION = (Parameter("X-Session-ID", "header", {"type": "string", "maxLength": bodies.MAX_ID_CHARS}),)
+_ACTION = Parameter("action", "query", {"enum": ["save", "restore", "erase"]}, required=True)
+_TOP = Parameter("top", "query", {"type": "integer", "minimum": 1, "maximum": cache_endpoints.MAX_TOP})
+
+OPERATIONS: dict[Handler, Operation] = {
+    server_endpoints.health: Operation(reply=reply_types.Health),
+    server_endpoints.models: Operation(reply=reply_types.Models),
+    server_endpoints.model: Operation(reply=reply_types.Model),
+    server_endpoints.props: Operation(reply=reply_types.Props),
+    server_endpoints.metrics: Operation(reply=str, content_type="text/plain"),
+    slot_endpoints.slots: Operation(
+        reply=list[reply_types.Slot], parameters=(Parameter("fail_on_no_slot", "query", _STRING),)
+    ),
+    slot_endpoints.act: Operation(
+        body=bodies.SlotBody, body_required=False, reply=reply_types.SlotActionReply, parameters=(_ACTION,)
+    ),
+    cache_endpoints.cache: Operation(reply=CacheState, parameters=(_TOP,)),
+    cache_endpoints.clear: Operation(reply=CacheCleared),
+    cache_endpoints.drop_session: Operation(
+        body=bodies.SessionBody, body_required=False, reply=reply_types.SessionDropped
+    ),
+    chat_completions.chat_completions: Operation(
+        body=bodies.ChatBody, reply=reply_types.ChatReply, chunk=reply_types.ChatChunk, parameters=_SESSION
+    ),
+    chat_completions.apply_template: Operation(body=bodies.ChatBody, reply=reply_types.TemplateReply),
+    text_completions.completions: Operation(
+        body=bodies.CompletionBody, reply=reply_types.TextReply, chunk=reply_types.TextReply, parameters=_SESSION
+    ),
+    native_completion.completion: Operation(
+        body=bodies.CompletionBody,
+        reply=reply_types.NativeReply,
+        other_replies=(list[reply_types.NativeReply], reply_types.PickedFields, list[reply_types.PickedFields]),
+        chunk=reply_types.NativeChunk,
+        other_chunks=(reply_types.NativeReply, reply_types.PickedFields),
+        parameters=_SESSION,
+    ),
+    token_endpoints.tokenize: Operation(body=bodies.TokenizeBody, reply=reply_types.TokenizeReply),
+    token_endpoints.detokenize: Operation(body=bodies.DetokenizeBody, reply=reply_types.DetokenizeReply),
+}
+"""Every handler of the route table is here, but for that of `/openapi.json` itself."""

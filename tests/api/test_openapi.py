@@ -1,0 +1,131 @@
+"""`/openapi.json` describes every route, and what the endpoints reply."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from llamaslot.api.context import ApiSettings
+from llamaslot.api.http_server import ROUTES, create_app
+from llamaslot.api.keys import Access
+from llamaslot.api.openapi.document import document
+from llamaslot.api.openapi.operations import OPERATIONS
+from llamaslot.backend.disk import SlotFiles
+from tests.fake_backend import FakeBackend
+from tests.fuzz.replies import check_reply
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "ignore_eos": True}
+TEXT = {"prompt": "Hello", "max_tokens": 3, "ignore_eos": True}
+FILE = {"filename": "a"}
+ALL = {"n": 2, "stop": ["zz"], "logit_bias": [["a", False], [5, 1.5]], "timings_per_token": True}
+
+REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
+    ("GET", "/health", {}, None),
+    ("GET", "/v1/models", {}, None),
+    ("GET", "/v1/models/{name:.+}", {"name:.+": "fake"}, None),
+    ("GET", "/v1/models/{name:.+}", {"name:.+": "other"}, None),
+    ("GET", "/props", {}, None),
+    ("GET", "/slots", {}, None),
+    ("GET", "/cache", {}, None),
+    ("GET", "/metrics", {}, None),
+    ("GET", "/openapi.json", {}, None),
+    ("POST", "/apply-template", {}, CHAT),
+    ("POST", "/tokenize", {}, {"content": "aé"}),
+    ("POST", "/tokenize", {}, {"content": "aé", "with_pieces": True}),
+    ("POST", "/detokenize", {}, {"tokens": [97, 98]}),
+    ("POST", "/cache/clear", {}, None),
+    *[("POST", "/v1/chat/completions", {}, {**CHAT, **more}) for more in ({}, ALL, {"n": 0})],
+    *[("POST", "/v1/completions", {}, {**TEXT, **more}) for more in ({}, ALL, {"prompt": ["a", "b"]})],
+    *[("POST", "/completion", {}, {**TEXT, **more}) for more in ({}, ALL, {"return_tokens": True})],
+    ("POST", "/completion", {}, {**TEXT, "response_fields": ["content", "generation_settings/seed"]}),
+    ("POST", "/completion", {}, {**TEXT, **ALL, "response_fields": ["content"]}),
+    *[("POST", "/slots/{id_slot}", {"id_slot": "0", "": f"?action={verb}"}, FILE) for verb in ("save", "restore")],
+    ("POST", "/slots/{id_slot}", {"id_slot": "0", "": "?action=erase"}, None),
+    ("POST", "/slots/{id_slot}", {"id_slot": "0"}, None),
+    ("DELETE", "/sessions/{session_id:.+}", {"session_id:.+": "mine"}, None),
+    ("DELETE", "/sessions/{session_id:.+}", {"session_id:.+": "mine"}, None),
+]
+
+
+async def test_every_route_is_described_with_the_access_that_it_needs(server: Any) -> None:
+    _, described = await server.get("/openapi.json")
+    found = {
+        (method.upper(), path): (bool(operation["security"]), operation.get("x-llamaslot-role", "public"))
+        for path, operations in described["paths"].items()
+        for method, operation in operations.items()
+    }
+    routes = {
+        (route.method, route.resource.canonical): route.handler
+        for route in create_app(ApiSettings()).router.routes()
+        if route.method != "HEAD" and route.resource is not None
+    }
+    assert set(found) == set(routes)
+    for method, pattern, handler, access in ROUTES:
+        path = re.sub(r":[^}]*", "", pattern)
+        assert found[method, path] == (access > Access.PUBLIC, access.name.lower())
+        assert routes[method, path] == handler
+    assert set(OPERATIONS) < set(routes.values()), "no operation is left of an endpoint that is gone"
+
+
+def test_a_route_without_types_is_noticed() -> None:
+    async def handler(request: Any) -> Any:
+        """Do something."""
+
+    with pytest.raises(KeyError):
+        document([*ROUTES, ("GET", "/new", handler, Access.USER)])
+
+
+def test_every_reference_leads_to_a_schema_and_every_schema_is_used() -> None:
+    described = document(ROUTES)
+    components = described["components"]
+    references = set(re.findall(r'"\$ref": "#/components/([^"]+)"', json.dumps(described)))
+    assert references == {"responses/Error"} | {f"schemas/{name}" for name in components["schemas"]}
+    ids = [operation["operationId"] for path in described["paths"].values() for operation in path.values()]
+    assert len(ids) == len(set(ids))
+    assert all(operation["summary"] for path in described["paths"].values() for operation in path.values())
+    body = components["schemas"]["ChatBody"]
+    assert body["required"] == ["messages"]
+    assert body["properties"]["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 128}
+
+
+async def test_replies_are_what_is_described(start: Any, tmp_path: Path) -> None:
+    backend = FakeBackend(n_ctx=1024)
+    assert backend.info.segment_size is not None
+    store = SlotFiles(tmp_path, lambda: bytes(32), backend.info.segment_size)
+    server = await start(backend=backend, metrics=True, alias="fake", engine={"snapshots": store})
+    endpoints = set()
+    for method, pattern, variables, body in REQUESTS:
+        path = pattern
+        for name, value in variables.items():
+            path = path.replace(f"{{{name}}}", value) if name else path + value
+        takes_stream = body is not None and ("messages" in body or "prompt" in body)
+        for stream in (False, True) if takes_stream and "template" not in path else (None,):
+            sent = {**body, "session_id": "mine", "stream": stream} if stream is not None else body
+            async with server.session.request(method, server.url + path, json=sent) as response:
+                reply = await _checked(method, pattern, response, "response_fields" in (body or ()))
+            assert stream is not True or response.status != 200 or len(reply) > 1
+            endpoints.add((response.status, pattern))
+    succeeded = {pattern for status, pattern in endpoints if status == 200}
+    aliases = {"/v1/health", "/models", "/chat/completions", "/completions"}
+    assert succeeded | aliases == {pattern for _, pattern, _, _ in ROUTES}
+
+
+async def test_the_slots_of_running_requests_are_described(start: Any) -> None:
+    server = await start(backend=FakeBackend(n_ctx=20_000))
+    url, body = server.url + "/completion", {"prompt": "x", "ignore_eos": True, "stream": True}
+    async with server.session.post(url, json=body) as response:
+        await response.content.readany()
+        async with server.session.get(server.url + "/slots") as listed:
+            slots = await _checked("GET", "/slots", listed)
+    assert any(slot.is_processing and slot.params for slot in slots)
+
+
+async def _checked(method: str, pattern: str, response: aiohttp.ClientResponse, picked: bool = False) -> Any:
+    return check_reply(
+        method, pattern, response.status, response.content_type, await response.read(), picked=picked
+    )

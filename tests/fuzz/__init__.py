@@ -1,0 +1,1 @@
+"""Fuzzing of all that comes from outside: request bodies, templates, files."""

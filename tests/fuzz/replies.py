@@ -1,0 +1,75 @@
+"""Replies of the HTTP API, compared with the types that `/openapi.json` is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from llamaslot.api.http_errors import ErrorBody
+from llamaslot.api.http_server import ROUTES
+from llamaslot.api.openapi.document import openapi
+from llamaslot.api.openapi.operations import OPERATIONS, Operation
+
+_OWN = Operation(reply=dict[str, Any])
+
+
+def operation_of(method: str, path: str) -> Operation:
+    """The operation at a path of the route table."""
+    handler = next(handler for verb, pattern, handler, _ in ROUTES if (verb, pattern) == (method, path))
+    return _OWN if handler is openapi else OPERATIONS[handler]
+
+
+def check_reply(method: str, path: str, status: int, content_type: str, raw: bytes, *, picked: bool = False) -> Any:
+    """Return a decoded reply, or the events of a stream; an `AssertionError` says how it differs from its type.
+
+    `picked` is true for a request with `response_fields`.
+    """
+    operation = operation_of(method, path)
+    try:
+        if status != 200:
+            assert content_type == "application/json", content_type
+            error = msgspec.json.decode(raw, type=ErrorBody).error
+            assert error.code == status, raw
+            return error
+        if content_type == "text/event-stream":
+            return _events(raw, _without_picked(operation.chunk, operation.other_chunks, picked))
+        assert content_type == operation.content_type, content_type
+        if operation.content_type != "application/json":
+            return raw.decode()
+        return _decoded(raw, _without_picked(operation.reply, operation.other_replies, picked))
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise AssertionError(f"{method} {path}: {error}: {raw[:500]!r}") from error
+
+
+def _events(raw: bytes, types: Sequence[Any]) -> list[Any]:
+    """The events of a stream; its last one may be an error. Comment lines keep connections open."""
+    events: list[Any] = []
+    *lines, rest = [line for line in raw.split(b"\n\n") if not line.startswith(b":")]
+    assert rest == b"", rest
+    for line in lines:
+        assert line.startswith(b"data: "), line
+        data = line.removeprefix(b"data: ")
+        assert not events or not isinstance(events[-1], ErrorBody), "nothing follows an error"
+        if data == b"[DONE]":
+            events.append("[DONE]")
+        else:
+            events.append(_decoded(data, [*types, ErrorBody]))
+    return events
+
+
+def _without_picked(first: Any, others: Sequence[Any], picked: bool) -> list[Any]:
+    """The types of a reply; mappings of any fields are among them only if the request asked for fields."""
+    own = [each for each in (first, *others) if "dict" not in str(each)]
+    return [each for each in (first, *others) if each not in own] if picked else own or [first]
+
+
+def _decoded(raw: bytes, types: Sequence[Any]) -> Any:
+    errors = []
+    for each in types:
+        try:
+            return msgspec.json.decode(raw, type=each)
+        except msgspec.ValidationError as error:
+            errors.append(f"{each}: {error}")
+    raise msgspec.ValidationError("; ".join(errors))
