@@ -62,7 +62,7 @@ def _events(raw: bytes, types: Sequence[Any]) -> list[Any]:
 def _without_picked(first: Any, others: Sequence[Any], picked: bool) -> list[Any]:
     """The types of a reply; mappings of any fields are among them only if the request asked for fields."""
     own = [each for each in (first, *others) if "dict" not in str(each)]
-    return [each for each in (first, *others) if each not in own] if picked else own or [first]
+    return [first, *others] if picked else own or [first]
 
 
 def _decoded(raw: bytes, types: Sequence[Any]) -> Any:

@@ -71,7 +71,7 @@ class SlotFiles:
     def _decoded(self, body: Kv, n_head: int) -> SlotSnapshot:
         try:
             namespace, tokens, ends = _decode_head(body.data[:n_head])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise InvalidSnapshotError(str(error)) from None
         bounds = [0, *ends]
         if len(tokens) != bounds[-1] * WIDTH or any(start >= end for start, end in pairwise(bounds)):

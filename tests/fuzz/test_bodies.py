@@ -1,0 +1,97 @@
+"""Whatever a request's body says, it gets a reply of the described type, and other requests are not affected."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from llamaslot.backend.disk import SlotFiles
+from llamaslot.base.errors import ServerError
+from tests.api.conftest import start  # noqa: F401 - a fixture
+from tests.conftest import LONG
+from tests.fake_backend import FakeBackend
+from tests.fuzz.bodies import STORY, VALID, BodyFuzzer, Request
+from tests.fuzz.client import send_all
+from tests.live import Server, serving
+
+N_FAKE = 10_000 if LONG else 300
+N_LIVE = 10_000
+REFERENCE = {"prompt": STORY, "n_predict": 16, "temperature": 0, "ignore_eos": True}
+
+
+async def test_no_body_brings_a_500_or_a_hang(start: Any, tmp_path: Path) -> None:  # noqa: F811
+    backend = FakeBackend(n_ctx=512)
+    assert backend.info.segment_size is not None
+    store = SlotFiles(tmp_path, lambda: bytes(32), backend.info.segment_size)
+    server = await start(backend=backend, n_predict=4, engine={"snapshots": store})
+    before = (await server.ok("/completion", REFERENCE))["content"]
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    statuses = await send_all(server.session, server.url, BodyFuzzer(seed).requests(N_FAKE), at_once=4)
+    assert statuses.total() == N_FAKE
+    assert min(statuses[200], statuses[400]) > N_FAKE / 10, "neither all too wrong nor all valid"
+    await server.idle()
+    assert (await server.ok("/completion", REFERENCE))["content"] == before
+
+
+async def test_a_500_is_noticed(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def fail(*_: object) -> None:
+        raise ServerError("a bug")
+
+    server = await start()
+    monkeypatch.setattr("llamaslot.api.token_endpoints.checked", fail)
+    request = Request("POST", "/detokenize", "/detokenize", b'{"tokens": [1]}')
+    with pytest.raises(ExceptionGroup) as caught:
+        await send_all(server.session, server.url, [request], at_once=1)
+    assert "a bug" in str(caught.value.exceptions)
+
+
+def test_requests_are_the_same_for_a_seed_and_reach_every_endpoint() -> None:
+    requests = list(BodyFuzzer(5).requests(200))
+    assert requests == list(BodyFuzzer(5).requests(200))
+    assert requests != list(BodyFuzzer(6).requests(200))
+    assert {request.pattern for request in requests} == set(VALID)
+
+
+@pytest.mark.skipif(not LONG, reason="takes minutes")
+def test_no_body_crashes_a_process_or_changes_a_reply(tmp_path: Path) -> None:
+    """Beside mutated bodies, a greedy reply stays the same on the real model, and no process is started again."""
+    flags = ("-c", "1024", "-np", "4", "--metrics", "--n-predict", "4", "--cache-disk", tmp_path / "cache")
+    (tmp_path / "slots").mkdir()
+    with serving(tmp_path, *flags, "--slot-save-path", tmp_path / "slots") as server:
+        pid, before = server.process.pid, server.post("/completion", REFERENCE)["content"]
+        seed = random.SystemRandom().randrange(2**32)
+        print(f"seed {seed}")
+        statuses = asyncio.run(_fuzz(server, seed, before))
+        print(f"statuses {dict(statuses)}")
+        assert statuses.total() == N_LIVE
+        assert server.process.poll() is None
+        assert server.process.pid == pid
+        assert server.get("/health") == {"status": "ok"}
+        assert _restarts(server) == 0
+        assert not server.log_lines("request.crashed")
+        assert server.stop() == 0
+
+
+async def _fuzz(server: Server, seed: int, expected: str) -> Counter[int]:
+    statuses: Counter[int] = Counter()
+    fuzzer = BodyFuzzer(seed)
+    async with aiohttp.ClientSession() as session:
+        for _ in range(N_LIVE // 100):
+            statuses += await send_all(session, server.url, fuzzer.requests(100), at_once=6)
+            async with session.post(f"{server.url}/completion", json=REFERENCE) as response:
+                assert (await response.json())["content"] == expected
+    return statuses
+
+
+def _restarts(server: Server) -> float:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as reply:
+        lines = reply.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("llamaslot_restarts_total"))
