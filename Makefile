@@ -16,6 +16,7 @@ SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTH
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help serve setup test test-slow check bench bench-peers bench-publish eval-demo size clean setup-dev setup-bench
+.PHONY: help serve setup test test-slow fuzz check bench bench-peers bench-publish eval-demo size clean setup-dev setup-fuzz setup-bench
 
 help: ## list the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +34,9 @@ test: setup-dev ## the checks and, beside them, all tests that take seconds
 
 test-slow: setup-dev ## all tests, the random ones 20 times as long
 	LLAMASLOT_TESTS=long $(BIN)/python -m pytest $(ARGS)
+
+fuzz: setup-fuzz ## 10,000 mutated bodies, files, templates and messages, and schemathesis: a quarter of an hour
+	LLAMASLOT_TESTS=long $(BIN)/python -m pytest tests/fuzz tests/processes/test_channel.py $(ARGS)
 
 check: setup-dev ## ruff, mypy and the import contracts
 	@$(CHECKS)
@@ -55,6 +59,9 @@ size: setup-dev ## code lines and modules of the package, and its size limits
 clean: ## remove .venv and everything generated; built wheels stay in the cache (docs/install.md)
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find llamaslot tests bench .ci -name __pycache__ -type d -prune -exec rm -rf {} +
+
+setup-fuzz:
+	$(SETUP) dev fuzz
 
 setup-dev:
 	$(SETUP) dev

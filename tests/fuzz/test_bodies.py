@@ -14,19 +14,18 @@ import pytest
 
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.errors import ServerError
-from tests.api.conftest import start  # noqa: F401 - a fixture
 from tests.conftest import LONG
 from tests.fake_backend import FakeBackend
 from tests.fuzz.bodies import STORY, VALID, BodyFuzzer, Request
 from tests.fuzz.client import send_all
 from tests.live import Server, serving
 
-N_FAKE = 10_000 if LONG else 300
+N_FAKE = 10_000 if LONG else 200
 N_LIVE = 10_000
 REFERENCE = {"prompt": STORY, "n_predict": 16, "temperature": 0, "ignore_eos": True}
 
 
-async def test_no_body_brings_a_500_or_a_hang(start: Any, tmp_path: Path) -> None:  # noqa: F811
+async def test_no_body_brings_a_500_or_a_hang(start: Any, tmp_path: Path) -> None:
     backend = FakeBackend(n_ctx=512)
     assert backend.info.segment_size is not None
     store = SlotFiles(tmp_path, lambda: bytes(32), backend.info.segment_size)
@@ -41,7 +40,7 @@ async def test_no_body_brings_a_500_or_a_hang(start: Any, tmp_path: Path) -> Non
     assert (await server.ok("/completion", REFERENCE))["content"] == before
 
 
-async def test_a_500_is_noticed(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+async def test_a_500_is_noticed(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ServerError("a bug")
 

@@ -7,12 +7,13 @@ from typing import Any, Final
 
 import msgspec
 
-from llamaslot.api import bodies, cache_endpoints, server_endpoints, slot_endpoints, token_endpoints
+from llamaslot.api import cache_endpoints, server_endpoints, slot_endpoints, token_endpoints
 from llamaslot.api.completions import chat_completions, native_completion, text_completions
 from llamaslot.api.http_errors import Handler
 from llamaslot.api.openapi import reply_types
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.stats import CacheState
+from llamaslot.protocol import bodies
 
 JSON: Final = "application/json"
 _STRING = {"type": "string"}
@@ -66,7 +67,7 @@ OPERATIONS: dict[Handler, Operation] = {
     chat_completions.chat_completions: Operation(
         body=bodies.ChatBody, reply=reply_types.ChatReply, chunk=reply_types.ChatChunk, parameters=_SESSION
     ),
-    chat_completions.apply_template: Operation(body=bodies.ChatBody, reply=reply_types.TemplateReply),
+    token_endpoints.apply_template: Operation(body=bodies.ChatBody, reply=reply_types.TemplateReply),
     text_completions.completions: Operation(
         body=bodies.CompletionBody, reply=reply_types.TextReply, chunk=reply_types.TextReply, parameters=_SESSION
     ),
