@@ -15,8 +15,7 @@ SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTH
 # Hundreds of processes are started here: each would compile every module that it imports, which takes over a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help serve setup test test-slow check bench bench-peers bench-publish eval-demo size clean setup-dev setup-bench
-.PHONY: help serve setup test test-slow fuzz check bench bench-peers bench-publish eval-demo size clean setup-dev setup-fuzz setup-bench
+.PHONY: help serve setup test test-slow check bench bench-peers bench-publish eval-demo size clean setup-dev setup-bench fuzz setup-fuzz soak
 
 help: ## list the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +48,9 @@ bench-peers: setup-bench ## compare with llama-server and llama-cpp-python's ser
 
 bench-publish: setup-bench ## the comparison that is published: two hours on 2 cores, at a clean commit
 	$(BIN)/python -m bench publish $(ARGS)
+
+soak: setup-bench ## an hour of mixed requests to one server: does memory grow, does anything get stuck?
+	$(BIN)/python -m bench soak $(ARGS)
 
 eval-demo: setup-bench ## test the memory of the embedded model
 	$(BIN)/python -m bench.demo.evaluate $(ARGS)

@@ -6,6 +6,7 @@ import argparse
 import logging
 import math
 import sys
+import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ from bench.peers import baseline, compare, published
 from bench.peers.servers import SERVERS
 from bench.peers.workloads import FEW, MANY
 from bench.report import default_threads, model_file, notes
+from bench.soak import run as soak
 from bench.synthetic import SHAPES
 
 QUICK = ("llama-server -kvu", "llamaslot")
@@ -97,6 +99,8 @@ def _add_parts(commands: Any) -> None:
 
     growing = commands.add_parser("tree", help="time of the radix tree's own operations")
     _common(growing, run=_tree, repeats=(9, 2), of="trees to build", shape=None)
+
+    _add_soak(commands.add_parser("soak", help="hours of mixed requests: does memory grow?"))
 
     sizing = commands.add_parser("size", help="code lines and modules of the package, and its size limits")
     sizing.add_argument("packages", nargs="*", type=Path, default=[size.PACKAGE], metavar="FOLDER")
@@ -215,6 +219,21 @@ def _retokenizing(options: Namespace) -> None:
 
 def _tree(options: Namespace) -> None:
     tree.run(repeats=options.repeats, folder=options.out)
+
+
+def _soak(options: Namespace) -> int:
+    return soak.run(minutes=options.minutes, faults=options.faults, folder=options.out, seed=options.seed)
+
+
+def _add_soak(command: ArgumentParser) -> None:
+    command.add_argument("--minutes", type=float, default=60.0, metavar="N", help="at most 1440 (default: 60)")
+    command.add_argument("--faults", action="store_true", help="kill engine and prompt worker now and then")
+    command.add_argument("--seed", type=_count, default=1, metavar="N", help="of the requests (default: 1)")
+    usual = Path(tempfile.gettempdir()) / "llamaslot-soak"
+    command.add_argument(
+        "--out", type=Path, default=usual, metavar="DIR", help=f"where data goes (default: {usual})"
+    )
+    command.set_defaults(run=_soak)
 
 
 def _measured(options: Namespace, *flags: str) -> dict[str, Any]:

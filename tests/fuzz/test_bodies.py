@@ -93,4 +93,5 @@ async def _fuzz(server: Server, seed: int, expected: str) -> Counter[int]:
 def _restarts(server: Server) -> float:
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as reply:
         lines = reply.read().decode().splitlines()
+    assert "# TYPE llamaslot_restarts_total counter" in lines
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("llamaslot_restarts_total"))
