@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.disk import SlotFiles
+from llamaslot.backend.disk.segment_files import checksum_of
+from llamaslot.backend.disk.slot_files import _HEADER
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
 from llamaslot.kvcache.offload.slot_snapshot import InvalidSnapshotError, SlotSnapshot, SnapshotPart
@@ -124,6 +126,20 @@ def test_a_complete_file_with_impossible_parts_is_refused(tmp_path: Path, parts:
     folder = folder_of(tmp_path)
     folder.write("a.bin", SlotSnapshot("", slot().tokens, parts))
     with pytest.raises(InvalidSnapshotError):
+        folder.read("a.bin")
+
+
+def test_a_namespace_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    """Even if its checksum fits."""
+    folder = folder_of(tmp_path)
+    folder.write("a.bin", slot())
+    raw = (tmp_path / "a.bin").read_bytes()
+    body = raw[_HEADER.size :].replace(b"salt", b"sal\xff", 1)
+    magic, version, key, n_head, _ = _HEADER.unpack(raw[: _HEADER.size])
+    (tmp_path / "a.bin").write_bytes(
+        _HEADER.pack(magic, version, key, n_head, checksum_of(memoryview(body))) + body
+    )
+    with pytest.raises(InvalidSnapshotError, match="utf-8"):
         folder.read("a.bin")
 
 
