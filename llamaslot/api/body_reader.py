@@ -6,9 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
-from llamaslot.base.errors import InvalidRequestError, QueueFullError, RequestTimeoutError, TooLargeError
+from llamaslot.base.errors import (
+    InvalidRequestError,
+    QueueFullError,
+    RequestTimeoutError,
+    TooLargeError,
+    UnsupportedMediaTypeError,
+)
 
 _MIB = 2**20
 
@@ -27,12 +33,16 @@ class BodyReader:
         """Give a request's body, of at most `max_bytes` if given; its bytes count as long as the block runs.
 
         Raises `TooLargeError`, `QueueFullError` if other bodies take too much memory, `RequestTimeoutError`, and
-        `InvalidRequestError` for one that is compressed, since its size is not known before it is decompressed.
+        `UnsupportedMediaTypeError` for one that is compressed, since its size is not known before it is
+        decompressed. A client that waits for `100 Continue` gets it only if its body will be read.
         """
-        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise InvalidRequestError("compressed bodies are not supported: send it without Content-Encoding")
+        encodings = request.headers.getall("Content-Encoding", [])
+        if any(encoding.strip().lower() not in ("", "identity") for encoding in encodings):
+            message = "compressed bodies are not supported: send it without Content-Encoding"
+            raise UnsupportedMediaTypeError(message, param="Content-Encoding")
         most = self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes)
         _check_size(request.content_length or 0, most, self._max_bytes)
+        await _continue(request)
         received = bytearray()
         try:
             await self._receive(request, received, most)
@@ -73,3 +83,20 @@ def _check_size(n_bytes: int, most: int, flag_bytes: int) -> None:
     else:
         return
     raise TooLargeError(f"the body is larger than {limit}")
+
+
+async def accept_expect(request: web.Request) -> None:
+    """Accept `Expect: 100-continue` without an answer: whether the body is wanted is known only when it is read.
+
+    Raises `web.HTTPExpectationFailed` for any other expectation.
+    """
+    if request.headers["Expect"].lower() != "100-continue":
+        raise web.HTTPExpectationFailed
+
+
+async def _continue(request: web.Request) -> None:
+    """Tell a client that waits with its body to send it."""
+    if request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # The reply has not begun.
+        request.writer.output_size = 0

@@ -129,10 +129,15 @@ class Connection(web.RequestHandler):
         """Note that a request has arrived."""
         self._connections.begin(self)
 
-    async def finish_response(self, *args: Any, **kwargs: Any) -> tuple[web.StreamResponse, bool]:
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, *args: Any
+    ) -> tuple[web.StreamResponse, bool]:
         """Send a reply to its end."""
+        if isinstance(resp, web.HTTPException):
+            # aiohttp refuses an unknown `Expect` before it calls any middleware.
+            resp = http_errors.response(http_errors.translated(request, resp))
         try:
-            return await super().finish_response(*args, **kwargs)
+            return await super().finish_response(request, resp, *args)
         finally:
             self._connections.end(self)
 

@@ -25,6 +25,8 @@ _STATUS = {
     "method_not_allowed_error": 405,
     "request_timeout_error": 408,
     "request_too_large_error": 413,
+    "unsupported_media_type_error": 415,
+    "expectation_failed_error": 417,
     "rate_limit_error": 429,
     "server_error": 500,
     "not_supported_error": 501,
@@ -43,6 +45,12 @@ class MethodNotAllowedError(errors.LlamaslotError):
     def __init__(self, message: str, *, allowed: set[str]) -> None:
         super().__init__(message)
         self.allowed = allowed
+
+
+class ExpectationFailedError(errors.LlamaslotError):
+    """The request has an `Expect` header other than `100-continue`."""
+
+    type = "expectation_failed_error"
 
 
 class ErrorDetail(msgspec.Struct):
@@ -89,6 +97,8 @@ def response(error: errors.LlamaslotError) -> web.Response:
         headers["WWW-Authenticate"] = "Bearer"
     elif isinstance(error, MethodNotAllowedError):
         headers["Allow"] = ", ".join(sorted(error.allowed))
+    elif isinstance(error, errors.UnsupportedMediaTypeError):
+        headers["Accept-Encoding"] = "identity"
     return web.Response(status=status(error), body=body(error), content_type="application/json", headers=headers)
 
 
@@ -106,14 +116,14 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     try:
         return await handler(request)
     except web.HTTPException as error:
-        return response(_translated(request, error))
+        return response(translated(request, error))
     except ConnectionError:
         raise  # The client is gone: a reply cannot be delivered.
     except Exception as error:
         return response(described(error))
 
 
-def _translated(request: web.Request, error: web.HTTPException) -> errors.LlamaslotError:
+def translated(request: web.BaseRequest, error: web.HTTPException) -> errors.LlamaslotError:
     """Return aiohttp's own errors as ours."""
     if isinstance(error, web.HTTPMethodNotAllowed):
         return MethodNotAllowedError(
@@ -121,6 +131,8 @@ def _translated(request: web.Request, error: web.HTTPException) -> errors.Llamas
         )
     if isinstance(error, web.HTTPNotFound):
         return errors.NotFoundError(f"there is nothing at {request.path}")
+    if isinstance(error, web.HTTPExpectationFailed):
+        return ExpectationFailedError("'Expect' may only be 100-continue")
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return errors.TooLargeError("the request's body is over the server's limit")
     if error.status < 500:

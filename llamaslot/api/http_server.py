@@ -13,7 +13,7 @@ from aiohttp import web
 
 from llamaslot.api import cache_endpoints, server_endpoints, slot_endpoints, token_endpoints
 from llamaslot.api.bodies import BODY_READER
-from llamaslot.api.body_reader import BodyReader
+from llamaslot.api.body_reader import BodyReader, accept_expect
 from llamaslot.api.completions import chat_completions, native_completion, text_completions
 from llamaslot.api.connections import Connection, Connections, available_connections, mark_busy
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings, Readiness
@@ -69,9 +69,9 @@ def create_app(settings: ApiSettings) -> web.Application:
     for method, path, handler, _ in ROUTES:
         # `add_get` answers HEAD too.
         if method == "GET":
-            app.router.add_get(path, handler)
+            app.router.add_get(path, handler, expect_handler=accept_expect)
         else:
-            app.router.add_route(method, path, handler)
+            app.router.add_route(method, path, handler, expect_handler=accept_expect)
     return app
 
 

@@ -91,6 +91,12 @@ class RequestTimeoutError(LlamaslotError):
     type = "request_timeout_error"
 
 
+class UnsupportedMediaTypeError(LlamaslotError):
+    """The request body has a content encoding that is not supported."""
+
+    type = "unsupported_media_type_error"
+
+
 class AuthenticationError(LlamaslotError):
     """The API key is missing or wrong."""
 

@@ -205,8 +205,8 @@ async def test_a_body_that_is_not_a_json_object_is_refused(server: Any, path: st
 async def test_a_body_with_a_wrong_content_encoding_is_refused(server: Any) -> None:
     headers = {"Content-Encoding": "gzip"}
     async with server.session.post(server.url + TEXT, data=b'{"prompt": "a"}', headers=headers) as response:
-        assert response.status == 400
-        assert (await response.json())["error"]["type"] == "invalid_request_error"
+        assert response.status == 415
+        assert (await response.json())["error"]["type"] == "unsupported_media_type_error"
 
 
 async def test_error_messages_are_sentences(server: Any) -> None:

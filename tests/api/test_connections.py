@@ -191,12 +191,45 @@ async def test_the_size_limit_is_exact_and_known_before_a_body_arrives(start: St
         assert "--max-body-mb" in error["message"]
 
 
-async def test_compressed_bodies_are_refused(server: Server) -> None:
-    async with server.session.post(
-        server.url + "/completion", data=b"x", headers={"Content-Encoding": "gzip"}
-    ) as response:
-        assert response.status == 400
-        assert "Content-Encoding" in (await response.json())["error"]["message"]
+@pytest.mark.parametrize("encodings", [["gzip"], ["BR"], ["identity, deflate"], ["identity", "zstd"]])
+async def test_compressed_bodies_are_refused_before_they_arrive(server: Server, encodings: list[str]) -> None:
+    headers = "".join(f"Content-Encoding: {each}\r\n" for each in encodings)
+    async with sockets(server, 1) as (client,):
+        head = f"POST /completion HTTP/1.1\r\nHost: localhost\r\n{headers}Content-Length: 10\r\n\r\n"
+        await client.send(head.encode())
+        reply = await client.some()
+    status, error = error_of(reply)
+    assert (status, error["type"], error["param"]) == (415, "unsupported_media_type_error", "Content-Encoding")
+    assert b"Accept-Encoding: identity\r\n" in reply
+
+
+async def test_a_body_that_is_waited_with_is_asked_for_only_if_it_is_read(start: Start) -> None:
+    server = await start(max_body_bytes=1000, api_keys=("key",))
+    body = json.dumps({"prompt": "x", "n_predict": 1}).encode()
+    head = (
+        "POST /completion HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
+        "{}Connection: close\r\nContent-Length: {}\r\n\r\n"
+    )
+    key = "Authorization: Bearer key\r\n"
+    refused = ((key, 1001, 413), (f"{key}Content-Encoding: gzip\r\n", len(body), 415), ("", len(body), 401))
+    for headers, size, expected in refused:
+        async with sockets(server, 1) as (client,):
+            await client.send(head.format(headers, size).encode())
+            assert error_of(await client.some())[0] == expected
+    async with sockets(server, 1) as (client,):
+        await client.send(head.format(key, len(body)).encode())
+        assert await client.some() == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await client.send(body)
+        assert (await client.some()).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.parametrize("path", ["/completion", "/nowhere"])
+async def test_an_unknown_expectation_gets_a_json_error(server: Server, path: str) -> None:
+    async with server.session.post(server.url + path, json={}, headers={"Expect": "a miracle"}) as response:
+        error = (await response.json())["error"]
+        assert (response.status, error["code"], error["type"]) == (417, 417, "expectation_failed_error")
+        assert "'Expect'" in error["message"]
+        assert response.headers["X-Request-Id"]
 
 
 @pytest.mark.parametrize(
