@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from llamaslot.api.bodies import BODY_READER
 from llamaslot.api.body_reader import BodyReader
@@ -81,7 +82,9 @@ Start = Callable[..., Awaitable[Server]]
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    """Start a server; `backend`, `max_queue` and `engine` are the engine's, everything else is `ApiSettings`."""
+    """Start a server; `backend`, `max_queue` and `engine` are the engine's, everything else is `ApiSettings`, if no
+    `app` is given.
+    """
     async with AsyncExitStack() as stack:
 
         async def started(
@@ -90,6 +93,7 @@ async def start() -> AsyncIterator[Start]:
             max_queue: int = 256,
             template: str = TEMPLATE,
             engine: dict[str, Any] | None = None,
+            app: web.Application | None = None,
             **settings: Any,
         ) -> Server:
             backend = backend or FakeBackend(n_ctx=1024)
@@ -104,7 +108,7 @@ async def start() -> AsyncIterator[Start]:
                 await run
 
             stack.push_async_callback(stop)
-            app = create_app(ApiSettings(**settings))
+            app = app or create_app(ApiSettings(**settings))
             listener = await serve(app, ["127.0.0.1"], 0, shutdown_timeout=0.1)
             stack.push_async_callback(listener.close)
             app[READINESS].set(service)

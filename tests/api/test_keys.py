@@ -6,16 +6,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from structlog.testing import capture_logs
 
 from llamaslot.api.context import ApiSettings
+from llamaslot.api.http_server import ROUTES as ROUTE_TABLE
 from llamaslot.api.http_server import create_app
 from llamaslot.api.keys import Access, ApiKeys
 from llamaslot.api.middleware import ACCESS
 from llamaslot.base.errors import ConfigError
 
-ADMIN_ONLY = {("POST", "/cache/clear"), ("POST", "/slots/{id_slot}")}
-PUBLIC = {("GET", "/health"), ("HEAD", "/health"), ("GET", "/v1/health"), ("HEAD", "/v1/health")}
+ROUTES = {
+    Access.PUBLIC: {("GET", "/health"), ("GET", "/v1/health")},
+    Access.USER: {
+        ("GET", "/models"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/{name}"),
+        ("GET", "/props"),
+        ("GET", "/slots"),
+        ("GET", "/cache"),
+        ("GET", "/metrics"),
+        ("POST", "/chat/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("POST", "/completion"),
+        ("POST", "/completions"),
+        ("POST", "/apply-template"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("DELETE", "/sessions/{session_id}"),
+    },
+    Access.ADMIN: {("POST", "/cache/clear"), ("POST", "/slots/{id_slot}")},
+}
+"""Every route by what it needs: a new one is an administrator's until it has a line here."""
 
 
 class Clock:
@@ -33,32 +56,65 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def routes_of(app: web.Application) -> set[tuple[str, str]]:
+    return {(route.method, route.resource.canonical) for route in app.router.routes() if route.resource}
+
+
 async def test_each_route_asks_for_the_key_that_it_should(start: Any, file: Path) -> None:
     app = create_app(ApiSettings())
-    routes = {(route.method, route.resource.canonical): route.handler for route in app.router.routes()}
-    assert set(routes.values()) == set(app[ACCESS]), "every handler has its access, and nothing else has"
-    server = await start(api_key_file=str(file))
-    for method, path in routes:
+    needed = {each: access for access, routes in ROUTES.items() for each in routes}
+    needed |= {("HEAD", path): access for (method, path), access in needed.items() if method == "GET"}
+    assert routes_of(app) == set(needed)
+    handlers = {route.handler for route in app.router.routes()}
+    assert handlers == set(app[ACCESS]), "every handler has its access, and nothing else has"
+    server = await start(api_key_file=str(file), cache_salt_from_api_key=True)
+    for (method, path), access in needed.items():
         url = server.url + path.replace("{id_slot}", "0").replace("{session_id}", "a").replace("{name}", "a")
-        status = {}
-        for key in ("", "wrong", "anna", "boss"):
+        for key, granted in (("", 0), ("wrong", 0), ("anna", Access.USER), ("boss", Access.ADMIN)):
             async with server.session.request(method, url, headers={"X-Api-Key": key}) as response:
-                status[key] = response.status
-        if (method, path) in PUBLIC:
-            assert set(status.values()) == {200}, path
-            continue
-        assert (status[""], status["wrong"]) == (401, 401), path
-        assert status["boss"] not in (401, 403), path
-        is_refused = (method, path) in ADMIN_ONLY or method == "DELETE"
-        assert (status["anna"] == 403) is is_refused, path
+                refusal = response.status if response.status in (401, 403) else None
+            assert refusal == (None if granted >= access else 403 if granted else 401), (method, path, key)
+
+
+async def test_a_route_without_an_access_level_is_an_administrators(start: Any, file: Path) -> None:
+    async def forgotten(request: web.Request) -> web.Response:
+        return web.Response(text="a secret")
+
+    app = create_app(ApiSettings(api_key_file=str(file)))
+    app.router.add_get("/forgotten", forgotten)
+    server = await start(app=app)
+    for key, status in (("", 401), ("anna", 403), ("boss", 200)):
+        async with server.session.get(server.url + "/forgotten", headers={"X-Api-Key": key}) as response:
+            assert response.status == status
+
+
+def test_no_handler_has_two_access_levels() -> None:
+    levels: dict[Any, set[Access]] = {}
+    for _, _, handler, access in ROUTE_TABLE:
+        levels.setdefault(handler, set()).add(access)
+    assert all(len(each) == 1 for each in levels.values())
 
 
 async def test_a_user_drops_sessions_of_its_own_only(start: Any, file: Path) -> None:
+    file.write_text(file.read_text() + "carl user\n")
     server = await start(api_key_file=str(file), cache_salt_from_api_key=True)
-    body = {"prompt": "Hello", "n_predict": 1, "session_id": "mine"}
+    for own in ({}, {"cache_salt": "team"}):
+        body = {"prompt": "Hello", "n_predict": 1, "session_id": "mine", **own}
+        assert (await server.post("/completion", body, headers={"X-Api-Key": "anna"}))[0] == 200
+        # Neither another user nor an administrator names a session of anna's, not even by her own salt.
+        for key, status in (("carl", 404), ("bert", 404), ("anna", 200), ("anna", 404)):
+            async with server.session.delete(
+                server.url + "/sessions/mine", json=own, headers={"X-Api-Key": key}
+            ) as response:
+                assert response.status == status, (key, own)
+
+
+async def test_a_user_drops_no_session_that_all_keys_share(start: Any, file: Path) -> None:
+    server = await start(api_key_file=str(file))
+    body = {"prompt": "Hello", "n_predict": 1, "session_id": "shared"}
     assert (await server.post("/completion", body, headers={"X-Api-Key": "anna"}))[0] == 200
-    for key, status in (("bert", 404), ("anna", 200)):
-        async with server.session.delete(server.url + "/sessions/mine", headers={"X-Api-Key": key}) as response:
+    for key, status in (("anna", 403), ("boss", 200)):
+        async with server.session.delete(server.url + "/sessions/shared", headers={"X-Api-Key": key}) as response:
             assert response.status == status
 
 
