@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ _ATTEMPTS = 3
 """Requests in a row that may end without a new byte."""
 _PAUSE_S = 1.0
 _BLOCK = 1 << 20
+_IS_SHA256 = re.compile(r"[0-9a-f]{64}").fullmatch
 
 Stage: TypeAlias = Literal["download", "check"]
 Report: TypeAlias = Callable[[Stage, int], None]
@@ -65,6 +67,9 @@ def look_up(repo: str, file: str) -> RemoteFile:
     stored = found[file]
     if stored.lfs is None or info.sha is None:
         raise ConfigError(f"the hub gives no SHA-256 for {file} of {repo}; it cannot be checked")
+    if not _IS_SHA256(stored.lfs.sha256):
+        # It becomes the name of a file.
+        raise ConfigError(f"the hub's SHA-256 for {file} of {repo} is none: {stored.lfs.sha256!r}")
     card = info.card_data or {}
     licence = card.get("license_name") or card.get("license") or ""
     return RemoteFile(repo, file, info.sha, stored.lfs.size, stored.lfs.sha256, str(licence))
@@ -75,6 +80,11 @@ def cached(repo: str, file: str) -> Path | None:
     snapshots = (_repo_folder(repo) / "snapshots").glob("*")
     files = [path for snapshot in snapshots if (path := snapshot / file).is_file()]
     return max(files, key=lambda path: path.lstat().st_mtime, default=None)
+
+
+def is_complete(remote: RemoteFile) -> bool:
+    """Return True if the file is in the cache, and not to be downloaded any more."""
+    return _blob(remote).exists()
 
 
 def held_bytes(remote: RemoteFile) -> int:

@@ -7,6 +7,7 @@ a GGUF (the backend does).
 from __future__ import annotations
 
 import difflib
+import hashlib
 import re
 from importlib import resources
 from pathlib import Path
@@ -21,6 +22,7 @@ _CHECKED = ("shape", "weights")
 _IN_PACKAGE = "-"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
+_SHA256 = re.compile(r"sha256:([0-9a-f]{64})")
 _REFERENCE = re.compile(rf"({_REPO.pattern}):(\S+\.gguf)")
 
 
@@ -35,6 +37,8 @@ class Model(msgspec.Struct, frozen=True):
     checked: Checked
     """Extent to which this project has tried it, as models.txt defines; `nothing` if it is not listed."""
     note: str = ""
+    sha256: str = ""
+    """The digest that its file must have; empty for any."""
 
 
 def parse_models(text: str, source: str = "models.txt") -> dict[str, Model]:
@@ -59,7 +63,7 @@ def parse_models(text: str, source: str = "models.txt") -> dict[str, Model]:
 def _parse_line(line: str) -> Model:
     columns = line.split(maxsplit=4)
     if len(columns) < 4:
-        raise ValueError(f"expected NAME REPO FILE CHECKED [NOTE], found {len(columns)} columns")
+        raise ValueError(f"expected NAME REPO FILE CHECKED [sha256:DIGEST] [NOTE], found {len(columns)} columns")
     name, repo, file, checked = columns[:4]
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not a name (small letters, digits, '.', '_' and '-')")
@@ -69,8 +73,12 @@ def _parse_line(line: str) -> Model:
         raise ValueError(f"{file!r} is not a .gguf file")
     if checked not in _CHECKED:
         raise ValueError(f"{checked!r} is none of: {', '.join(_CHECKED)}")
-    note = columns[4].strip() if len(columns) == 5 else ""
-    return Model(name, "" if repo == _IN_PACKAGE else repo, file, cast(Checked, checked), note)
+    rest = columns[4].strip() if len(columns) == 5 else ""
+    digest, _, note = rest.partition(" ") if rest.startswith("sha256:") else ("", "", rest)
+    if digest and not _SHA256.fullmatch(digest):
+        raise ValueError(f"{digest!r} is not sha256: and 64 small hexadecimal digits")
+    sha256 = digest.removeprefix("sha256:")
+    return Model(name, "" if repo == _IN_PACKAGE else repo, file, cast(Checked, checked), note.strip(), sha256)
 
 
 def known_models() -> dict[str, Model]:
@@ -91,6 +99,23 @@ def find_model(name: str) -> Model:
     if nearest := difflib.get_close_matches(name, models, n=1):
         raise ConfigError(f"no model is called {name!r}; did you mean {nearest[0]!r}?")
     raise ConfigError(f"no model is called {name!r}; there are: {', '.join(models)}, or OWNER/REPO:FILE.gguf")
+
+
+def check_digest(model: Model, path: Path) -> None:
+    """Raise `ConfigError` if models.txt names a digest for a model and its file has another one."""
+    if not model.sha256:
+        return
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    if digest != model.sha256:
+        advice = f"delete {path.resolve()} and pull it again" if model.repo else "install llamaslot again"
+        raise ConfigError(
+            f"{model.name} is not the file that models.txt names: its SHA-256 is {digest}, it should be "
+            f"{model.sha256}; {advice}"
+        )
 
 
 def local_file(model: Model) -> Path | None:

@@ -19,7 +19,8 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
-from llamaslot.app.models import Model, find_model, known_models, resolve_model
+from llamaslot.app.models import Model, check_digest, find_model, known_models, resolve_model
+from llamaslot.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from llamaslot.app import hub
@@ -47,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     model = find_model(args.name)
     if not model.repo:
-        print(resolve_model(model.name))
+        path = resolve_model(model.name)
+        check_digest(model, path)
+        print(path)
         return 0
     console = Console(stderr=True, highlight=False)
     try:
@@ -72,14 +75,23 @@ def _pull(model: Model, console: Console) -> Path:
     from llamaslot.app import hub  # noqa: PLC0415
 
     remote = hub.look_up(model.repo, model.file)
-    held = hub.held_bytes(remote)
+    if model.sha256 and remote.sha256 != model.sha256:
+        raise ConfigError(
+            f"{model.name} is not the file that models.txt names: its SHA-256 on the hub is {remote.sha256}, it "
+            f"should be {model.sha256}; nothing was downloaded"
+        )
+    held, was_here = hub.held_bytes(remote), hub.is_complete(remote)
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_row("Model", f"{remote.repo}:{remote.file}")
     facts.add_row("Size", f"{decimal(remote.size)} ({remote.size:,} bytes), {decimal(held)} of it here already")
     facts.add_row("Licence", remote.licence or "the repository states none")
     facts.add_row("Checked", f"{model.checked} (see models.txt)")
     console.print(facts)
-    return _download(remote, console)
+    path = _download(remote, console)
+    if was_here:
+        # A download is checked as it arrives, a file that was there already is not.
+        check_digest(model, path)
+    return path
 
 
 def _download(remote: hub.RemoteFile, console: Console) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from llamaslot.app.models import find_model, known_models, local_file, parse_models, resolve_model
+from llamaslot.app.models import check_digest, find_model, known_models, local_file, parse_models, resolve_model
 from llamaslot.base.errors import ConfigError
 
 LIST = Path(__file__).parents[2] / "models.txt"
@@ -50,16 +50,34 @@ def test_columns_comments_and_notes_are_told_apart():
     assert (models["f"].repo, models["f"].note) == ("", "")
 
 
+def test_a_digest_is_optional():
+    digest = "0123456789abcdef" * 4
+    models = parse_models(f"a b/c d.gguf shape sha256:{digest}  a  note\nb b/c d.gguf shape sha256:{digest}\n")
+    assert [(each.sha256, each.note) for each in models.values()] == [(digest, "a  note"), (digest, "")]
+
+
+def test_the_embedded_model_has_the_digest_of_the_list(tmp_path: Path):
+    model = find_model("demo")
+    path = resolve_model("demo")
+    check_digest(model, path)
+    changed = tmp_path / "demo.gguf"
+    changed.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=rf"demo .* [0-9a-f]{{64}}, it should be {model.sha256}"):
+        check_digest(model, changed)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("a b/c d.gguf", "expected NAME REPO FILE CHECKED [NOTE], found 3 columns"),
+        ("a b/c d.gguf", "expected NAME REPO FILE CHECKED [sha256:DIGEST] [NOTE], found 3 columns"),
         ("A b/c d.gguf shape", "'A' is not a name"),
         ("a/b b/c d.gguf shape", "'a/b' is not a name"),
         ("a b d.gguf shape", "'b' is neither OWNER/REPO nor '-'"),
         ("a b/c d.bin shape", "'d.bin' is not a .gguf file"),
         ("a b/c d.gguf works", "'works' is none of: shape, weights"),
         ("ok e/f g.gguf shape", "the name 'ok' is taken"),
+        ("a b/c d.gguf shape sha256:c0ffee a note", "'sha256:c0ffee' is not sha256: and 64 small hexadecimal"),
+        (f"a b/c d.gguf shape sha256:{'A' * 64}", "is not sha256: and 64 small hexadecimal digits"),
     ],
 )
 def test_a_wrong_line_is_named_with_its_number(line: str, message: str):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG
 from tests.fake_hub import COMMIT, FakeHub, StoredFile
 from tests.forked import Command
 
@@ -187,6 +188,48 @@ async def test_a_damaged_file_is_refused_and_deleted(puller: Puller, hub: FakeHu
     assert puller.blobs() == []
     hub.repos[REPO][FILE] = stored
     assert (await puller.pull()).path.read_bytes() == CONTENT
+
+
+def listed(digest: str) -> str:
+    """Code that puts the file into models.txt."""
+    line = f"some {REPO} {FILE} shape sha256:{digest}"
+    return f"from llamaslot.app import models\nmodels.known_models = lambda: models.parse_models({line!r})"
+
+
+async def test_a_listed_digest_is_checked_before_the_download(puller: Puller, hub: FakeHub):
+    wanted, found = "0" * 64, hub.repos[REPO][FILE].sha256
+    error = (await puller.pull("some", fault=listed(wanted))).error
+    assert "some " in error
+    assert f"is {found}, it should be {wanted}" in error
+    assert hub.requested == []
+    assert puller.blobs() == []
+
+
+@pytest.mark.skipif(not LONG, reason="the same check as that of a download without a listed digest")
+async def test_a_listed_digest_is_checked_when_a_download_is_resumed(puller: Puller, hub: FakeHub):
+    known = listed(hub.repos[REPO][FILE].sha256)
+    hub.cuts = [120_000, 0, 0, 0]
+    assert "120,000 of 300,000 bytes are kept" in (await puller.pull("some", fault=known)).error
+    (partial,) = puller.blobs()
+    partial.write_bytes(b"x" + partial.read_bytes()[1:])
+    assert "arrived damaged" in (await puller.pull("some", fault=known)).error
+    path = (await puller.pull("some", fault=known)).path
+    assert path.read_bytes() == CONTENT
+
+
+async def test_a_listed_digest_is_checked_of_a_file_in_the_cache(puller: Puller, hub: FakeHub):
+    digest = hub.repos[REPO][FILE].sha256
+    path = (await puller.pull("some", fault=listed(digest))).path
+    path.resolve().write_bytes(CONTENT[:-1] + b"x")
+    error = (await puller.pull("some", fault=listed(digest))).error
+    assert "some is not the file" in error
+    assert f"it should be {digest}; delete {path.resolve()}" in error
+
+
+async def test_a_digest_that_leads_out_of_the_cache_is_refused(puller: Puller, hub: FakeHub):
+    hub.repos[REPO][FILE].sha256 = "../" * 21 + "a"
+    assert "SHA-256" in (await puller.pull()).error
+    assert hub.requested == []
 
 
 async def test_two_pulls_of_one_file_do_not_write_into_each_other(puller: Puller, hub: FakeHub):
