@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -51,6 +52,10 @@ _BACKLOG = 512
 """Connections that the kernel may keep until they are accepted."""
 
 
+_HANDSHAKE_TIMEOUT_S = 10.0
+"""Time that a TLS handshake may take. Only after it, a connection counts as one of --max-connections."""
+
+
 def create_app(settings: ApiSettings) -> web.Application:
     """Return the HTTP application. Every endpoint answers 503 until `app[READINESS].set(service)`.
 
@@ -87,10 +92,20 @@ class Listener:
         """The bound (host, port) pairs."""
         return [each.getsockname()[:2] for server in self._servers for each in server.sockets]
 
-    async def listen(self, host: str, port: int, make_connection: Callable[[], asyncio.Protocol]) -> None:
+    async def listen(
+        self,
+        host: str,
+        port: int,
+        make_connection: Callable[[], asyncio.Protocol],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         """Accept connections at one more address. Raises `OSError`, and `UnicodeError` for an impossible name."""
         loop = asyncio.get_running_loop()
-        self._servers.append(await loop.create_server(make_connection, host, port, backlog=_BACKLOG))
+        limit = _HANDSHAKE_TIMEOUT_S if tls is not None else None
+        server = await loop.create_server(
+            make_connection, host, port, backlog=_BACKLOG, ssl=tls, ssl_handshake_timeout=limit
+        )
+        self._servers.append(server)
 
     async def close(self) -> None:
         """Accept no more connections, wait a while for running replies, then close their connections."""
@@ -100,9 +115,15 @@ class Listener:
 
 
 async def serve(
-    app: web.Application, hosts: Sequence[str], port: int, *, shutdown_timeout: float = 5.0
+    app: web.Application,
+    hosts: Sequence[str],
+    port: int,
+    *,
+    shutdown_timeout: float = 5.0,
+    tls: ssl.SSLContext | None = None,
 ) -> Listener:
-    """Listen on each host; port 0 takes a free one, the same for all. Raises `ConfigError` if that fails.
+    """Listen on each host, for HTTPS with `tls`; port 0 takes a free one, the same for all. Raises `ConfigError` if
+    that fails.
 
     A client that goes away cancels its handler, and so its request.
     """
@@ -121,7 +142,7 @@ async def serve(
     )
     try:
         for host in hosts:
-            await listener.listen(host, port, make_connection)
+            await listener.listen(host, port, make_connection, tls)
             port = port or listener.addresses[0][1]
     except (OSError, UnicodeError) as error:
         await listener.close()

@@ -14,6 +14,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -66,12 +67,14 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         from llamaslot.api.context import READINESS  # noqa: PLC0415
         from llamaslot.app import http_config  # noqa: PLC0415
         from llamaslot.app.start_lines import announce  # noqa: PLC0415
+        from llamaslot.app.tls import tls_context  # noqa: PLC0415
         from llamaslot.service.dispatcher import Dispatcher  # noqa: PLC0415
         from llamaslot.service.metrics import Metrics  # noqa: PLC0415
         from llamaslot.service.service import Service  # noqa: PLC0415
 
         app = http.create_app(http_config.api_settings(config))
-        listener = await http.serve(app, http_config.listed(config.host), config.port)
+        tls = tls_context(config, time.monotonic)
+        listener = await http.serve(app, http_config.listed(config.host), config.port, tls=tls)
         listeners.append(listener)
         loaded = await _load(runtime, stop, on_progress)
         if loaded is None:
@@ -84,7 +87,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         runtime.connect(dispatcher, metrics)
         stack.push_async_callback(dispatcher.close, _REMEMBER_TIMEOUT_S)
         app[READINESS].set(service)
-        announce(loaded, _urls(listener), config)
+        announce(loaded, _urls(listener, "https" if tls is not None else "http"), config)
         await _first(service.stopped, stop.first)
         if service.stopped.done():
             app[READINESS].fail(stopped_error("the engine failed"))
@@ -96,10 +99,9 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
     return 0
 
 
-def _urls(listener: Listener) -> list[str]:
-    return [
-        f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host, port in listener.addresses
-    ]
+def _urls(listener: Listener, scheme: str) -> list[str]:
+    names = ((f"[{host}]" if ":" in host else host, port) for host, port in listener.addresses)
+    return [f"{scheme}://{name}:{port}" for name, port in names]
 
 
 async def _load(runtime: Runtime, stop: _Signals, on_progress: OnProgress) -> Loaded | None:

@@ -137,6 +137,10 @@ class Config:
     )
     api_key: str = _llama("", "keys that open the server, comma-separated", env="LLAMA_API_KEY")
     api_key_file: str = _llama("", "file with an API key a line, optionally followed by a space and admin or user")
+    ssl_key_file: str = _llama(
+        "", "file with a private key (PEM, not encrypted): serve HTTPS, with --ssl-cert-file"
+    )
+    ssl_cert_file: str = _llama("", "file with the certificate of that key (PEM), and then those that signed it")
     metrics: bool = _llama(False, "serve /metrics", env="LLAMA_ARG_ENDPOINT_METRICS")
     slots: bool = _llama(True, "serve /slots and /cache", env="LLAMA_ARG_ENDPOINT_SLOTS")
     cors_origins: str = _llama(

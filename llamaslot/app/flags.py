@@ -59,7 +59,7 @@ NOT_SUPPORTED = {
         "--spm-infill --pooling -mm --mmproj -mmu --mmproj-url --mmproj-auto --mmproj-offload --no-mmproj-offload "
         "--image-min-tokens --image-max-tokens --media-path --tags --embd-normalize --embedding --embeddings "
         "--rerank --reranking --reuse-port --cors-methods --cors-headers --cors-credentials --no-cors-credentials "
-        "--api-prefix --tools --mcp-servers-config --mcp-servers-json -ag --agent --ssl-key-file --ssl-cert-file "
+        "--api-prefix --tools --mcp-servers-config --mcp-servers-json -ag --agent "
         "--chat-template-kwargs --props --models-dir --models-preset --models-max --models-autoload "
         "--no-models-autoload --reasoning-format -rea --reasoning --reasoning-effort --reasoning-budget "
         "--reasoning-budget-message --reasoning-preserve --no-reasoning-preserve --prefill-assistant "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -43,8 +44,9 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
         print(_yellow("Without flash attention, idle prefixes slow running requests down."))
     print(f"listening on {', '.join(urls)}")
     key = " -H 'Authorization: Bearer KEY'" if config.api_key or config.api_key_file else ""
+    ca = f" --cacert {shlex.quote(config.ssl_cert_file)}" if config.ssl_cert_file else ""
     print(
-        f"try:  curl {urls[0]}/v1/chat/completions{key} -H 'Content-Type: application/json' "
+        f"try:  curl{ca} {urls[0]}/v1/chat/completions{key} -H 'Content-Type: application/json' "
         """-d '{"messages": [{"role": "user", "content": "Hello!"}]}'""",
     )
     sys.stdout.flush()

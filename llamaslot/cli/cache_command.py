@@ -16,7 +16,7 @@ from rich.tree import Tree
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.stats import CachePrefix, CacheState, RamStats
-from llamaslot.cli.client import DEFAULT_URL, Client, RefusedError, add_api_key
+from llamaslot.cli.client import DEFAULT_URL, Client, RefusedError, add_access
 
 _MAX_TEXT_CHARS = 60
 """Characters of a prefix's text that are shown."""
@@ -34,12 +34,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top", type=int, default=20, metavar="N", help="prefixes to show (default: %(default)s)")
     parser.add_argument("--clear", action="store_true", help="first drop everything that no running request uses")
-    add_api_key(parser)
+    add_access(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the state, after clearing if that is asked for. Raises ConfigError if the server cannot tell."""
-    client = Client(args.url, args.api_key)
+    client = Client(args.url, args.api_key, args.cacert)
     width = None if sys.stdout.isatty() else _PIPE_COLUMNS
     console = Console(highlight=False, markup=False, emoji=False, width=width)
     if args.clear:

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from llamaslot.base.errors import ConfigError
-from llamaslot.cli.client import DEFAULT_URL, Client, add_api_key
+from llamaslot.cli.client import DEFAULT_URL, Client, add_access
 
 with suppress(ImportError):
     import readline  # noqa: F401  # importing it is what gives input() its line editing
@@ -30,7 +30,7 @@ _HELP = "/clear forgets the conversation, /system TEXT sets the system prompt, /
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llamaslot chat`."""
     parser.add_argument("--url", default=DEFAULT_URL, help="the server (default: %(default)s)")
-    add_api_key(parser)
+    add_access(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
     parser.add_argument("--temp", type=float, metavar="X", help="the temperature (default: the server's)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="at most N tokens an answer")
@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     Raises ConfigError if the server fails; on a terminal, only before the first turn.
     """
     options = {"temperature": args.temp, "max_tokens": args.max_tokens}
-    server = Server(args.url, args.api_key, {key: value for key, value in options.items() if value is not None})
+    options = {key: value for key, value in options.items() if value is not None}
+    server = Server(args.url, args.api_key, args.cacert, options)
     chat = Chat(server, args.system, Console(stderr=True, highlight=False, markup=False, emoji=False))
     interactive = sys.stdin.isatty()
     model = server.model()
@@ -149,8 +150,8 @@ class Chat:
 class Server(Client):
     """Client of the server's chat API; `options` are fields of every request."""
 
-    def __init__(self, url: str, api_key: str, options: dict[str, Any]) -> None:
-        super().__init__(url, api_key)
+    def __init__(self, url: str, api_key: str, cacert: str, options: dict[str, Any]) -> None:
+        super().__init__(url, api_key, cacert)
         self._options = options
 
     def model(self) -> str:

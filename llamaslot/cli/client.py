@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import ssl
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
@@ -19,9 +20,15 @@ DEFAULT_URL = "http://127.0.0.1:8080"
 _CONNECT_TIMEOUT_S = 10.0
 
 
-def add_api_key(parser: argparse.ArgumentParser) -> None:
-    """Declare `--api-key`."""
+def add_access(parser: argparse.ArgumentParser) -> None:
+    """Declare `--api-key` and `--cacert`."""
     parser.add_argument("--api-key", default=os.environ.get("LLAMA_API_KEY", ""), help="(default: $LLAMA_API_KEY)")
+    parser.add_argument(
+        "--cacert",
+        default="",
+        metavar="FILE",
+        help="certificate that an https server must have, or have been signed with (default: the system's)",
+    )
 
 
 class RefusedError(ConfigError):
@@ -33,9 +40,12 @@ class RefusedError(ConfigError):
 
 
 class Client:
-    """Connection settings of a server; `url` may have a path before the server's own."""
+    """Connection settings of a server; `url` may have a path before the server's own.
 
-    def __init__(self, url: str, api_key: str) -> None:
+    `cacert` is a file of certificates to trust instead of the system's.
+    """
+
+    def __init__(self, url: str, api_key: str, cacert: str = "") -> None:
         self.url = url = url if "://" in url else f"http://{url}"
         address = urlsplit(url)
         try:
@@ -44,7 +54,7 @@ class Client:
             host, port = None, None
         if address.scheme not in {"http", "https"} or not host:
             raise ConfigError(f"{url!r} is not an address such as {DEFAULT_URL}", param="URL")
-        self._https = address.scheme == "https"
+        self._tls = _tls(cacert) if address.scheme == "https" else None
         self._host, self._port, self._path = host, port, address.path.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
@@ -59,10 +69,23 @@ class Client:
 
     def connect(self) -> HTTPConnection:
         """Return a connection without a read timeout."""
-        kind = HTTPSConnection if self._https else HTTPConnection
-        connection = kind(self._host, self._port, timeout=_CONNECT_TIMEOUT_S)
+        if self._tls is not None:
+            connection: HTTPConnection = HTTPSConnection(
+                self._host, self._port, timeout=_CONNECT_TIMEOUT_S, context=self._tls
+            )
+        else:
+            connection = HTTPConnection(self._host, self._port, timeout=_CONNECT_TIMEOUT_S)
         try:
             connection.connect()
+        except ssl.SSLCertVerificationError as error:
+            raise ConfigError(
+                f"the certificate of {self.url} is not trusted ({error.verify_message}); if it is yours, give it "
+                "as --cacert, or the one that signed it",
+                param="--cacert",
+            ) from None
+        except ssl.SSLError as error:
+            reason = (error.reason or str(error)).lower().replace("_", " ")
+            raise ConfigError(f"{self.url} does not speak TLS as expected ({reason}); is it http://?") from None
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConfigError(
@@ -110,3 +133,12 @@ class Client:
     def broken(self, error: Exception) -> ConfigError:
         """Return the error for a connection that failed after it was made."""
         return ConfigError(f"the connection to {self.url} broke off ({error or type(error).__name__})")
+
+
+def _tls(cacert: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=cacert or None)
+    except ssl.SSLError:
+        raise ConfigError(f"there is no PEM certificate in {cacert} (--cacert)", param="--cacert") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {cacert}: {error.strerror} (--cacert)", param="--cacert") from None

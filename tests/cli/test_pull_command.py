@@ -190,6 +190,9 @@ async def test_a_damaged_file_is_refused_and_deleted(puller: Puller, hub: FakeHu
     assert (await puller.pull()).path.read_bytes() == CONTENT
 
 
+_slow = pytest.mark.skipif(not LONG, reason="each pull is a process, and takes seconds")
+
+
 def listed(digest: str) -> str:
     """Code that puts the file into models.txt."""
     line = f"some {REPO} {FILE} shape sha256:{digest}"
@@ -205,7 +208,7 @@ async def test_a_listed_digest_is_checked_before_the_download(puller: Puller, hu
     assert puller.blobs() == []
 
 
-@pytest.mark.skipif(not LONG, reason="the same check as that of a download without a listed digest")
+@_slow
 async def test_a_listed_digest_is_checked_when_a_download_is_resumed(puller: Puller, hub: FakeHub):
     known = listed(hub.repos[REPO][FILE].sha256)
     hub.cuts = [120_000, 0, 0, 0]
@@ -217,6 +220,7 @@ async def test_a_listed_digest_is_checked_when_a_download_is_resumed(puller: Pul
     assert path.read_bytes() == CONTENT
 
 
+@_slow
 async def test_a_listed_digest_is_checked_of_a_file_in_the_cache(puller: Puller, hub: FakeHub):
     digest = hub.repos[REPO][FILE].sha256
     path = (await puller.pull("some", fault=listed(digest))).path
@@ -226,6 +230,7 @@ async def test_a_listed_digest_is_checked_of_a_file_in_the_cache(puller: Puller,
     assert f"it should be {digest}; delete {path.resolve()}" in error
 
 
+@_slow
 async def test_a_digest_that_leads_out_of_the_cache_is_refused(puller: Puller, hub: FakeHub):
     hub.repos[REPO][FILE].sha256 = "../" * 21 + "a"
     assert "SHA-256" in (await puller.pull()).error

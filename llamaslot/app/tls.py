@@ -1,0 +1,119 @@
+"""HTTPS: the server's private key and certificate, which are read again once their files change."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import structlog
+
+from llamaslot.app.config import Config
+from llamaslot.base.errors import ConfigError
+
+_RELOAD_INTERVAL_S = 1.0
+_CERT_FLAG, _KEY_FLAG = "--ssl-cert-file", "--ssl-key-file"
+_CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
+"""Of TLS 1.2: with forward secrecy and authenticated encryption. All of TLS 1.3 have both."""
+
+_log = structlog.get_logger(__name__)
+
+
+def tls_context(config: Config, clock: Callable[[], float]) -> ssl.SSLContext | None:
+    """Return the context for HTTPS; None without the two flags. Raises `ConfigError`."""
+    cert, key = config.ssl_cert_file, config.ssl_key_file
+    if not cert and not key:
+        return None
+    if not cert or not key:
+        given, missing = (_CERT_FLAG, _KEY_FLAG) if cert else (_KEY_FLAG, _CERT_FLAG)
+        raise ConfigError(f"{given} needs {missing}", param=missing)
+    return Certificate(Path(cert).expanduser(), Path(key).expanduser(), clock).context
+
+
+class Certificate:
+    """The certificate in two files. `clock` gives seconds. Raises `ConfigError` for files that cannot be used."""
+
+    def __init__(self, cert: Path, key: Path, clock: Callable[[], float]) -> None:
+        self._cert = cert
+        self._key = key
+        self._clock = clock
+        self._checked_at = clock()
+        self._version = self._file_versions()
+        self.context = self._newest = _context(cert, key)
+        """Gives each new connection the newest certificate."""
+        self.context.sni_callback = self._choose
+
+    def _choose(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        self._reload()
+        if self._newest is not self.context:
+            connection.context = self._newest
+
+    def _reload(self) -> None:
+        if self._clock() - self._checked_at < _RELOAD_INTERVAL_S:
+            return
+        self._checked_at = self._clock()
+        version = self._file_versions()
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            # A new context: one into which only half of a pair was loaded could not be used any more.
+            self._newest = _context(self._cert, self._key)
+        except ConfigError as error:
+            _log.error("tls.reload_failed", error=error.message)
+        else:
+            _log.info("tls.reloaded", certificate=str(self._cert))
+
+    def _file_versions(self) -> list[tuple[int, int, int] | None]:
+        """Differ once a file was changed or replaced."""
+        return [_version(self._cert), _version(self._key)]
+
+
+def _version(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+
+
+def _context(cert: Path, key: Path) -> ssl.SSLContext:
+    _check_readable(cert, _CERT_FLAG)
+    _check_readable(key, _KEY_FLAG)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(_CIPHERS)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        # A context of its own: it would ask clients for certificates.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cert)
+    except (ssl.SSLError, OSError):
+        raise ConfigError(f"there is no PEM certificate in {cert} ({_CERT_FLAG})", param=_CERT_FLAG) from None
+
+    def password() -> NoReturn:
+        raise ConfigError(
+            f"the private key in {key} is encrypted: give one without a passphrase ({_KEY_FLAG})", param=_KEY_FLAG
+        )
+
+    try:
+        context.load_cert_chain(cert, key, password)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            message = (
+                f"the private key in {key} ({_KEY_FLAG}) is not that of the certificate in {cert} ({_CERT_FLAG})"
+            )
+        elif error.reason in ("EE_KEY_TOO_SMALL", "CA_KEY_TOO_SMALL", "CA_MD_TOO_WEAK"):
+            message = f"the certificate in {cert} is too weak ({error.reason}): make a new one ({_CERT_FLAG})"
+            raise ConfigError(message, param=_CERT_FLAG) from None
+        else:
+            message = f"there is no PEM private key in {key} ({_KEY_FLAG})"
+        raise ConfigError(message, param=_KEY_FLAG) from None
+    return context
+
+
+def _check_readable(path: Path, flag: str) -> None:
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror} ({flag})", param=flag) from None
