@@ -15,6 +15,7 @@ import structlog
 from llamaslot.app.cache_budgets import Budgets
 from llamaslot.app.config import Config
 from llamaslot.backend.disk import DiskStore, SlotFiles, fingerprint_of
+from llamaslot.backend.files import private_folder
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelInfo
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
@@ -74,7 +75,7 @@ def slot_save_path(config: Config) -> Path | None:
         return None
     folder = Path(config.slot_save_path).expanduser()
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_folder(folder)
     except OSError as error:
         flag = "--slot-save-path"
         raise ConfigError(f"{flag}: {folder} cannot be used: {error.strerror or error}", param=flag) from None
@@ -97,7 +98,7 @@ def slot_files(folder: Path | None, info: ModelInfo, disk: DiskStore | None) -> 
         assert weights is not None
         return _key(info, weights)
 
-    return SlotFiles(folder, key, info.segment_size)
+    return SlotFiles(folder, key, info.segment_size, info.n_ctx_slot)
 
 
 def _key(info: ModelInfo, weights: bytes) -> bytes:

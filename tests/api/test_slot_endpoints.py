@@ -17,7 +17,7 @@ from tests.fake_backend import FakeBackend
 async def server(start: Any, tmp_path: Path) -> Any:
     backend = FakeBackend(n_ctx=1024, n_slots=2, n_reserved=2)
     assert backend.info.segment_size is not None
-    store = SlotFiles(tmp_path, lambda: b"k" * 32, backend.info.segment_size)
+    store = SlotFiles(tmp_path, lambda: b"k" * 32, backend.info.segment_size, backend.info.n_ctx_slot)
     return await start(backend=backend, engine={"snapshots": store})
 
 

@@ -514,6 +514,68 @@ def test_no_symlink_in_the_folder_is_followed(tmp_path: Path, name: str) -> None
     assert not outside.is_file()
 
 
+@pytest.mark.parametrize("name", ["lock", "index.sqlite", "index.sqlite-wal"])
+@pytest.mark.parametrize("kind", ["hard link", "pipe", "folder"])
+def test_only_a_plain_file_is_opened_in_the_folder(tmp_path: Path, name: str, kind: str) -> None:
+    folder, other = tmp_path / "cache", tmp_path / "other"
+    folder.mkdir()
+    other.write_bytes(b"mine")
+    if kind == "hard link":
+        (folder / name).hardlink_to(other)
+    elif kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).mkdir()
+    with pytest.raises(OSError, match=r"regular|hard link|directory"):
+        DiskStore(folder)
+    assert other.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("suffix", ["kv", "tmp"])
+@pytest.mark.parametrize("kind", ["hard link", "pipe", "symlink"])
+def test_a_segment_is_written_past_what_has_its_name(tmp_path: Path, kind: str, suffix: str) -> None:
+    folder, other = tmp_path / "cache", tmp_path / "other"
+    store = opened(folder)
+    other.write_bytes(b"mine")
+    name = folder / "segments" / f"000000000000.{suffix}"
+    if kind == "hard link":
+        name.hardlink_to(other)
+    elif kind == "pipe":
+        os.mkfifo(name)
+    else:
+        name.symlink_to(other)
+    each = segment(0, None)
+    kv = state_of(0, each.n_bytes)
+    assert store.write(each, kv)
+    read = store.read(0)
+    assert read is not None
+    assert bytes(read.data) == bytes(kv.data)
+    assert other.read_bytes() == b"mine"
+    store.close()
+
+
+def test_a_folder_is_created_for_its_user_only(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        store = opened(tmp_path / "a" / "b" / "cache")
+        store.close()
+    finally:
+        os.umask(before)
+    folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert len(folders) == 5
+    assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
+
+
+def test_a_folder_that_others_may_write_to_is_warned_of(tmp_path: Path) -> None:
+    for mode, warned in ((0o755, []), (0o777, ["folder.writable_by_others"])):
+        folder = tmp_path / f"{mode:o}"
+        folder.mkdir()
+        folder.chmod(mode)
+        with capture_logs() as logs:
+            opened(folder).close()
+        assert [line["event"] for line in logs] == warned
+
+
 def test_only_its_user_can_read_what_is_stored(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     (folder / "segments").mkdir(parents=True, mode=0o755)

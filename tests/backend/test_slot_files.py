@@ -19,6 +19,7 @@ from tests.conftest import LONG
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 SIZE = SegmentSize(16, 10)
+N_CTX = 8
 
 
 def kv(n_tokens: int, seed: int = 1) -> Kv:
@@ -31,7 +32,7 @@ def slot() -> SlotSnapshot:
 
 
 def folder_of(path: Path, key: bytes = KEY, size: SegmentSize = SIZE) -> SlotFiles:
-    return SlotFiles(path, lambda: key, size)
+    return SlotFiles(path, lambda: key, size, N_CTX)
 
 
 def facts(saved: SlotSnapshot) -> object:
@@ -82,7 +83,7 @@ def test_the_key_is_computed_once_and_only_when_it_is_needed(tmp_path: Path) -> 
         asked.append(1)
         return KEY
 
-    folder = SlotFiles(tmp_path, key, SIZE)
+    folder = SlotFiles(tmp_path, key, SIZE, N_CTX)
     assert not asked
     folder.write("a.bin", slot())
     folder.read("a.bin")
@@ -153,11 +154,12 @@ def test_no_symlink_is_followed(tmp_path: Path) -> None:
         folder_of(inside).read("a")
     before = (outside / "a").read_bytes()
     (inside / ".b.unfinished").symlink_to(outside / "a")
-    with pytest.raises(OSError, match="symbolic link"):
-        folder_of(inside).write("b", slot())
-    folder_of(inside).write("a", SlotSnapshot("", b"abcd", (SnapshotPart(0, 1, kv(1)),)))
+    folder_of(inside).write("b", slot())
     assert (outside / "a").read_bytes() == before
-    assert not (inside / "a").is_symlink()
+    assert facts(folder_of(inside).read("b")[0]) == facts(slot())
+    with pytest.raises(FileExistsError, match="not a slot file"):
+        folder_of(inside).write("a", slot())
+    assert (outside / "a").read_bytes() == before
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
@@ -166,3 +168,54 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
     for name in ("pipe", "folder"):
         with pytest.raises(FileNotFoundError):
             folder_of(tmp_path).read(name)
+
+
+def test_only_slot_files_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    (tmp_path / "empty").touch()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("notes", "empty", "pipe", "dangling"):
+        with pytest.raises(FileExistsError, match="not a slot file"):
+            folder_of(tmp_path).write(name, slot())
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        folder_of(tmp_path).write("folder", slot())
+    assert (tmp_path / "notes").read_text() == "mine"
+    assert {each.name for each in tmp_path.iterdir()} == {"notes", "empty", "pipe", "dangling", "folder"}
+
+
+@pytest.mark.parametrize("kind", ["hard link", "pipe", "folder"])
+def test_a_temporary_name_that_is_taken_neither_blocks_nor_overwrites(tmp_path: Path, kind: str) -> None:
+    temporary, other = tmp_path / ".a.unfinished", tmp_path / "other"
+    other.write_text("mine")
+    if kind == "hard link":
+        temporary.hardlink_to(other)
+    elif kind == "pipe":
+        os.mkfifo(temporary)
+    else:
+        temporary.mkdir()
+        with pytest.raises(OSError, match=r"directory|permitted"):
+            folder_of(tmp_path).write("a", slot())
+        return
+    folder_of(tmp_path).write("a", slot())
+    assert facts(folder_of(tmp_path).read("a")[0]) == facts(slot())
+    assert other.read_text() == "mine"
+
+
+def test_a_hard_link_that_is_replaced_leaves_its_other_name_alone(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    folder.write("a", slot())
+    (tmp_path / "b").hardlink_to(tmp_path / "a")
+    folder.write("a", SlotSnapshot("", b"abcd", (SnapshotPart(0, 1, kv(1)),)))
+    assert facts(folder.read("b")[0]) == facts(slot())
+
+
+def test_a_file_that_claims_to_be_huge_takes_no_memory(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    folder.write("a", slot())
+    with (tmp_path / "a").open("r+b") as file:
+        # Sparse: it takes no disk space either.
+        file.truncate(2**40)
+    with pytest.raises(InvalidSnapshotError, match="larger than"):
+        folder.read("a")

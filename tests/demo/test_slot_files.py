@@ -34,7 +34,7 @@ async def ask(harness: Harness, name: str, ids: tuple[int, ...], **fields: objec
 
 def folder(backend: LlamaBackend, path: Path) -> SlotFiles:
     assert backend.info.segment_size is not None
-    return SlotFiles(path, lambda: b"k" * 32, backend.info.segment_size)
+    return SlotFiles(path, lambda: b"k" * 32, backend.info.segment_size, backend.info.n_ctx_slot)
 
 
 async def test_text_behind_a_restored_slot_is_the_cold_one(tmp_path: Path) -> None:

@@ -53,7 +53,9 @@ async def served(folder: Path, backend: FakeBackend | None = None, **settings: A
     backend = backend or FakeBackend(n_slots=2, n_ctx=4096, n_reserved=4)
     size = backend.info.segment_size
     assert size is not None
-    async with running(backend, kind=Files, snapshots=SlotFiles(folder, lambda: KEY, size), **settings) as harness:
+    async with running(
+        backend, kind=Files, snapshots=SlotFiles(folder, lambda: KEY, size, 1000), **settings
+    ) as harness:
         assert isinstance(harness, Files)
         yield harness
 

@@ -28,13 +28,12 @@ from llamaslot.backend.disk.disk_index import INDEX_ERRORS, DiskIndex, SegmentRo
 from llamaslot.backend.disk.fingerprints import fingerprint_of
 from llamaslot.backend.disk.segment_files import CorruptFileError, file_size, read_segment, write_segment
 from llamaslot.backend.disk.text_tables import TextTables
+from llamaslot.backend.files import open_private, private_folder
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import ModelFile
 from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta
 
-_OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-"""A symlink could lead out of the folder."""
 _MAX_CORRUPT_FILES = 8
 """Corrupt files to keep for inspection."""
 _IS_OURS = re.compile(r"\d{12}\.(kv|tmp)|index\.sqlite.*").fullmatch
@@ -75,7 +74,7 @@ class DiskStore:
         """Segments of the key; the reading thread only looks up single ones."""
         self._others: dict[int, _File] = {}
         """Segments of other keys, and ignored ones, the least recently used first."""
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_folder(folder)
         for each in (self._segments, self._corrupt):
             each.mkdir(mode=0o700, exist_ok=True)
             if each.is_symlink():
@@ -106,7 +105,7 @@ class DiskStore:
         """
         self.key, self.capacity = key, capacity
         self.texts = TextTables(self._index.database, key)
-        sizes = {each.name: each.stat().st_size for each in self._segments.iterdir() if _IS_OURS(each.name)}
+        sizes = {each.name: each.lstat().st_size for each in self._segments.iterdir() if _IS_OURS(each.name)}
         lost = []
         for row in self._index.initial_rows:
             number = row.meta.number
@@ -209,7 +208,8 @@ class DiskStore:
         """Open the index, or a new one in place of a corrupt one. Raises `OSError` if there can be none."""
         path = self.folder / "index.sqlite"
         # SQLite gives the files beside it the same mode.
-        os.close(os.open(path, _OPEN_FLAGS, 0o600))
+        for each in (path, *self.folder.glob(f"{path.name}-*")):
+            os.close(open_private(each))
         try:
             return DiskIndex(path)
         except INDEX_ERRORS as error:
@@ -234,7 +234,7 @@ class DiskStore:
 
 def _locked(path: Path) -> int:
     """A descriptor that holds the lock until it is closed, if only by the end of the process."""
-    descriptor = os.open(path, _OPEN_FLAGS, 0o600)
+    descriptor = open_private(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

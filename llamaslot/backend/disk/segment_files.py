@@ -8,17 +8,13 @@ process if bytes are missing.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
-import stat
 import struct
-from collections.abc import Sequence
-from io import BufferedReader
 from pathlib import Path
 
 import xxhash
 
+from llamaslot.backend.files import open_regular, write_atomically
 from llamaslot.backend.memory import new_kv
 from llamaslot.base.kv_ops import Kv
 
@@ -54,42 +50,6 @@ def write_segment(path: Path, key: bytes, path_digest: bytes, kv: Kv) -> bytes:
     header = _HEADER.pack(_MAGIC, VERSION, len(kv), key, path_digest, checksum)
     write_atomically(path, [memoryview(header), kv.data], temporary=path.with_suffix(".tmp"))
     return checksum
-
-
-def write_atomically(path: Path, parts: Sequence[memoryview], *, temporary: Path) -> None:
-    """Write a file that has all of these bytes, or stays as it was if the process or the machine ends before.
-
-    The bytes go to a `temporary` file in the same folder first. Raises `OSError`.
-    """
-    try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read it, without following a symlink that may lead out of the folder.
-
-    Raises `OSError`: `FileNotFoundError` for what is no regular file.
-    """
-    try:
-        # A pipe without a writer would otherwise be waited for.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise FileNotFoundError(errno.ENOENT, "is a symlink", str(path)) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise FileNotFoundError(errno.ENOENT, "is not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
 
 
 def read_segment(path: Path, key: bytes, n_bytes: int, path_digest: bytes, checksum: bytes) -> Kv:

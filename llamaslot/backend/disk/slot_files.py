@@ -9,6 +9,7 @@ A file is used only if it is exactly what was written, by this model with the sa
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import struct
@@ -18,7 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from llamaslot.backend.disk.segment_files import KEY_BYTES, checksum_of, open_regular, write_atomically
+from llamaslot.backend.disk.segment_files import KEY_BYTES, checksum_of
+from llamaslot.backend.files import open_regular, write_atomically
 from llamaslot.backend.memory import new_kv
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
@@ -28,19 +30,30 @@ from llamaslot.kvcache.offload.slot_snapshot import InvalidSnapshotError, SlotSn
 VERSION = 2
 _MAGIC = b"llamslotslot"
 _HEADER = struct.Struct(f"<12sI{KEY_BYTES}sQ16s")
+_MAX_NAMESPACE_BYTES = 2**12
 _decode_head = msgspec.msgpack.Decoder(tuple[str, bytes, list[int]]).decode
 
 
 class SlotFiles:
-    """`SnapshotStore` in a folder. `key` is called when it is first needed: it may read the whole model."""
+    """`SnapshotStore` in a folder, for slots of at most `n_ctx` tokens.
 
-    def __init__(self, folder: Path, key: Callable[[], bytes], size: SegmentSize) -> None:
+    `key` is called when it is first needed: it may read the whole model.
+    """
+
+    def __init__(self, folder: Path, key: Callable[[], bytes], size: SegmentSize, n_ctx: int) -> None:
         self._folder = folder
         self._key = functools.cache(key)
         self._size = size
+        # With a part for each token, and for twice as many tokens: a slot that is a little too long is refused by its
+        # number of tokens.
+        self._max_bytes = 2 * n_ctx * (size.of(1) + 2 * WIDTH) + _MAX_NAMESPACE_BYTES
 
     def write(self, name: str, snapshot: SlotSnapshot) -> int:
-        """Write a file atomically, replacing one of that name; returns its size in bytes. Raises `OSError`."""
+        """Write a file atomically, replacing a slot file of that name; returns its size in bytes.
+
+        Raises `OSError`: `FileExistsError` if the name is that of anything else.
+        """
+        self._check_replaceable(self._folder / name)
         ends = [part.end for part in snapshot.parts]
         head = msgspec.msgpack.encode((snapshot.namespace, snapshot.tokens, ends))
         body = [memoryview(head), *(part.kv.data for part in snapshot.parts)]
@@ -62,11 +75,26 @@ class SlotFiles:
                 raise InvalidSnapshotError(f"its format is version {version}, not {VERSION}")
             if key != self._key():
                 raise InvalidSnapshotError("it was saved with another model or other KV settings")
+            if n_bytes > self._max_bytes:
+                raise InvalidSnapshotError("it is larger than what a slot here can hold")
             body = new_kv(n_bytes - len(header))
             n_read = file.readinto(body.data)
         if n_read < len(body) or n_head > len(body) or checksum_of(body.data) != checksum:
             raise InvalidSnapshotError("it is not what was written")
         return self._decoded(body, n_head), n_bytes
+
+    def _check_replaceable(self, path: Path) -> None:
+        if not os.path.lexists(path):
+            return
+        try:
+            with open_regular(path) as file:
+                is_slot_file = file.read(len(_MAGIC)) == _MAGIC
+        except FileNotFoundError:
+            is_slot_file = False
+        if not is_slot_file:
+            if path.is_dir() and not path.is_symlink():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+            raise FileExistsError(errno.EEXIST, "it is there already, and is not a slot file", str(path))
 
     def _decoded(self, body: Kv, n_head: int) -> SlotSnapshot:
         try:

@@ -19,6 +19,7 @@ from pathlib import Path
 import llama_cpp
 import msgspec
 
+from llamaslot.backend.files import open_regular, private_folder, write_atomically
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.kv_cost import MAX_IDLE_CELLS
 from llamaslot.backend.llama.llama_settings import LlamaSettings
@@ -27,6 +28,7 @@ from llamaslot.base.model import KvCost, ModelInfo, StepCost
 
 MAX_AGE_S = 7 * 86_400
 """Age at which measurements are taken again: the machine may have been busy, or have changed."""
+_MAX_FILE_BYTES = 2**16
 FORMAT = 1
 """Counted up whenever something is measured in another way."""
 
@@ -66,7 +68,8 @@ def read(folder: Path, key: str) -> Measurements | None:
     try:
         if _is_old(path):
             return None
-        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
+        with open_regular(path) as file:
+            kept = msgspec.json.decode(file.read(_MAX_FILE_BYTES), type=_Kept)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError):
         return None
     return kept.measurements if kept.key == key else None
@@ -83,17 +86,14 @@ def write(folder: Path, key: str, measurements: Measurements) -> None:
         return
     unfinished = folder / f".{key}.{os.getpid()}"
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            unfinished.write_bytes(msgspec.json.encode(_Kept(key, measurements)))
-            unfinished.replace(folder / f"{key}.json")
-            for path in folder.iterdir():
-                # Other servers may delete it at the same time.
-                with contextlib.suppress(OSError):
-                    if (path.suffix == ".json" or path.name.startswith(".")) and _is_old(path):
-                        path.unlink()
-        finally:
-            unfinished.unlink(missing_ok=True)
+        private_folder(folder)
+        data = memoryview(msgspec.json.encode(_Kept(key, measurements)))
+        write_atomically(folder / f"{key}.json", [data], temporary=unfinished)
+        for path in folder.iterdir():
+            # Other servers may delete it at the same time.
+            with contextlib.suppress(OSError):
+                if (path.suffix == ".json" or path.name.startswith(".")) and _is_old(path):
+                    path.unlink()
 
 
 def _is_old(path: Path) -> bool:

@@ -1,0 +1,94 @@
+"""Private files and folders: only their user may read them, and nothing else is overwritten through a link.
+
+The user chooses the folders, so what lies in them is not trusted: a name there may be a symlink or a hard link to
+another file, or a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from io import BufferedReader
+from pathlib import Path
+
+import structlog
+
+_log = structlog.get_logger(__name__)
+
+
+def private_folder(folder: Path) -> None:
+    """Create a folder, and those above it that are missing, for this user only; warn if others may write to it.
+
+    Raises `OSError`.
+    """
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(missing):
+        each.mkdir(mode=0o700, exist_ok=True)
+    about = folder.stat()
+    if not stat.S_ISDIR(about.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    if about.st_uid not in (0, os.geteuid()) or about.st_mode & stat.S_IWOTH:
+        _log.warning("folder.writable_by_others", folder=str(folder), mode=f"{stat.S_IMODE(about.st_mode):o}")
+
+
+def open_private(path: Path) -> int:
+    """Return the descriptor of a file that only this user may read, for reading and writing; creates it if missing.
+
+    Raises `OSError` for what is not a regular file with this name only.
+    """
+    # A pipe without a reader would otherwise be waited for.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        if about.st_nlink > 1:
+            raise OSError(errno.EMLINK, "has another name too (hard link)", str(path))
+        if about.st_mode & 0o077:
+            os.fchmod(descriptor, 0o600)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def write_atomically(path: Path, parts: Sequence[memoryview], *, temporary: Path) -> None:
+    """Write a file that has all of these bytes, or stays as it was if the process or the machine ends before.
+
+    The bytes go to a `temporary` file in the same folder first. Raises `OSError`.
+    """
+    try:
+        # What has that name is left from a killed process, or it is another file's hard link, a symlink or a pipe.
+        temporary.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read it, without following a symlink that may lead out of the folder.
+
+    Raises `OSError`: `FileNotFoundError` for what is no regular file.
+    """
+    try:
+        # A pipe without a writer would otherwise be waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise FileNotFoundError(errno.ENOENT, "is a symlink", str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
