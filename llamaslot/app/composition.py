@@ -27,7 +27,7 @@ from llamaslot.app.runtime.runtime import InProcessRuntime, MultiProcessRuntime,
 from llamaslot.app.template_config import read_template
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import stopped_error
-from llamaslot.base.gguf_file import check_file
+from llamaslot.base.gguf_file import check_metadata
 from llamaslot.processes.messages import Loaded
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
     model = resolve_model(config.model)
     if backend is None:
         # Before processes are started.
-        check_file(model)
+        check_metadata(model)
     template = read_template(config)
     config = replace(config, model=str(model))
     async with contextlib.AsyncExitStack() as stack:

@@ -1,20 +1,196 @@
-"""A check of model files that needs no llama.cpp."""
+"""Checks of model files that need no llama.cpp.
+
+A model file is downloaded and not trusted. llama.cpp reads what its metadata announces into memory, several times
+larger than in the file, and a sparse file can announce what no disk would hold; so the metadata is bounded first.
+"""
 
 from __future__ import annotations
 
+import re
+import struct
+from io import BufferedReader
 from pathlib import Path
 
 from llamaslot.base.errors import ConfigError
 
+MAX_METADATA_BYTES = 2**27
+"""Bytes before the weights, where a vocabulary takes most: those of known models have up to 20 MiB."""
+MAX_KEYS = 2**14
+MAX_TENSORS = 2**17
+MAX_KEY_BYTES = 2**16 - 1
+MAX_STRING_BYTES = 2**26
+"""Some files contain the tokenizer's whole JSON, of 20 MiB."""
+MAX_TEMPLATE_BYTES = 2**20
+"""A chat template is parsed in the server's own process; known ones have up to 100 KiB."""
+MAX_ARRAY_ITEMS = 2**24
+MAX_TOKENS = 2**22
+MAX_TENSOR_NAME_BYTES = 63
+MAX_DIMENSIONS = 4
+
+_READ_BYTES = 2**22
+_VERSIONS = (2, 3)
+"""Versions of the format that llama.cpp reads."""
+_STRING, _ARRAY = 8, 9
+_ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of a value by its type; strings and arrays have a length of their own."""
+_HEADER = struct.Struct("<4sIQQ")
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+
 
 def check_file(path: Path) -> None:
     """Raise `ConfigError` for what is not a readable GGUF file."""
+    with _opened(path) as file:
+        if _read(file, 4, path) != b"GGUF":
+            raise ConfigError(f"{path} is not a GGUF file", param="--model")
+
+
+def check_metadata(path: Path) -> None:
+    """Raise `ConfigError` for a model one of whose files is no GGUF file or has metadata that is out of bounds.
+
+    Takes time and memory within the bounds. A version of the format that llama.cpp refuses is left to it.
+    """
+    for part in parts(path):
+        check_file(part)
+        with _opened(part) as file:
+            _Metadata(file, part).check()
+
+
+def parts(path: Path) -> list[Path]:
+    """Return all files of a model by the first one; llama.cpp finds the others by their names."""
+    found = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
+    if found is None:
+        return [path]
+    name, n_parts = found[1], int(found[2])
+    return [path.with_name(f"{name}-{i:05}-of-{n_parts:05}.gguf") for i in range(1, n_parts + 1)]
+
+
+class _Metadata:
+    """What is before the weights in a file, read piece by piece."""
+
+    def __init__(self, file: BufferedReader, path: Path) -> None:
+        self._file = file
+        self._path = path
+        self._data = b""
+        """The piece of the file that has been read and not passed."""
+        self._at = 0
+        self._n_passed = 0
+        """Bytes before `data`."""
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what is out of bounds."""
+        self._need(_HEADER.size)
+        _, version, n_tensors, n_keys = _HEADER.unpack_from(self._data)
+        if version not in _VERSIONS:
+            return
+        self._at = _HEADER.size
+        self._bound(n_tensors, MAX_TENSORS, "tensors")
+        self._bound(n_keys, MAX_KEYS, "metadata keys")
+        for _ in range(n_keys):
+            self._pass_value(self._text(MAX_KEY_BYTES, "bytes in a metadata key"))
+        for _ in range(n_tensors):
+            name = self._text(MAX_TENSOR_NAME_BYTES, "bytes in a tensor's name")
+            n_dimensions = self._number(_U32)
+            self._bound(n_dimensions, MAX_DIMENSIONS, f"dimensions in tensor {name}")
+            # Its dimensions, its type, and where its data begin.
+            self._skip(8 * n_dimensions + 4 + 8)
+
+    def _pass_value(self, key: str) -> None:
+        kind = self._number(_U32)
+        limit = MAX_TEMPLATE_BYTES if key.startswith("tokenizer.chat_template") else MAX_STRING_BYTES
+        if kind == _STRING:
+            self._pass_strings(1, key, limit)
+        elif kind == _ARRAY:
+            item = self._number(_U32)
+            n_items = self._number(_U64)
+            self._bound(
+                n_items, MAX_TOKENS if key == "tokenizer.ggml.tokens" else MAX_ARRAY_ITEMS, f"items in {key}"
+            )
+            if item == _STRING:
+                self._pass_strings(n_items, key, limit)
+            else:
+                self._skip(n_items * self._bytes_of(item, key))
+        else:
+            self._skip(self._bytes_of(kind, key))
+
+    def _pass_strings(self, count: int, key: str, limit: int) -> None:
+        # There are hundreds of thousands in a vocabulary.
+        unpack, at, data = _U64.unpack_from, self._at, self._data
+        for _ in range(count):
+            if at + 8 > len(data):
+                self._at = at
+                self._need(8)
+                at, data = self._at, self._data
+            (n_bytes,) = unpack(data, at)
+            if n_bytes > limit:
+                self._bound(n_bytes, limit, f"bytes in {key}")
+            at += 8 + n_bytes
+            if at > len(data):
+                self._at = at - n_bytes
+                self._skip(n_bytes)
+                at, data = self._at, self._data
+        self._at = at
+
+    def _bytes_of(self, kind: int, key: str) -> int:
+        """Return the size of a value; an array in an array has none, and llama.cpp reads none either."""
+        if kind not in _ITEM_BYTES:
+            raise self._error(f"its key {key} has a type that is not supported ({kind})")
+        return _ITEM_BYTES[kind]
+
+    def _text(self, limit: int, what: str) -> str:
+        n_bytes = self._number(_U64)
+        self._bound(n_bytes, limit, what)
+        self._need(n_bytes)
+        text = self._data[self._at : self._at + n_bytes].decode(errors="replace")
+        self._at += n_bytes
+        # It may become a part of an error message.
+        return text if text.isprintable() else ascii(text)
+
+    def _number(self, form: struct.Struct) -> int:
+        self._need(form.size)
+        (number,) = form.unpack_from(self._data, self._at)
+        self._at += form.size
+        return int(number)
+
+    def _skip(self, n_bytes: int) -> None:
+        while (n_here := len(self._data) - self._at) < n_bytes:
+            n_bytes -= n_here
+            self._at += n_here
+            self._need(1)
+        self._at += n_bytes
+
+    def _need(self, n_bytes: int) -> None:
+        """Read on until that many bytes are there."""
+        n_here = len(self._data) - self._at
+        if n_here >= n_bytes:
+            return
+        self._n_passed += self._at
+        if self._n_passed + n_bytes > MAX_METADATA_BYTES:
+            raise self._error(f"its metadata is longer than {MAX_METADATA_BYTES >> 20} MiB")
+        more = _read(self._file, max(n_bytes - n_here, _READ_BYTES), self._path)
+        self._data = self._data[self._at :] + more
+        self._at = 0
+        if len(self._data) < n_bytes:
+            raise self._error("it ends within its metadata")
+
+    def _bound(self, count: int, most: int, what: str) -> None:
+        if count > most:
+            raise self._error(f"it has {count:,} {what[:200]}, and at most {most:,} are accepted")
+
+    def _error(self, reason: str) -> ConfigError:
+        return ConfigError(f"{self._path} is damaged or not meant well: {reason}", param="--model")
+
+
+def _opened(path: Path) -> BufferedReader:
     try:
-        with path.open("rb") as file:
-            magic = file.read(4)
+        return path.open("rb")
     except FileNotFoundError:
         raise ConfigError(f"there is no model file {path}", param="--model") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", param="--model") from None
-    if magic != b"GGUF":
-        raise ConfigError(f"{path} is not a GGUF file", param="--model")
+
+
+def _read(file: BufferedReader, n_bytes: int, path: Path) -> bytes:
+    try:
+        return file.read(n_bytes)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", param="--model") from None

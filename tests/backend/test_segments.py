@@ -13,8 +13,8 @@ import pytest
 
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, segments
-from llamaslot.backend.llama.loading import parts
 from llamaslot.base.backend import Run, Status
+from llamaslot.base.gguf_file import parts
 from llamaslot.base.kv_ops import Copy, Free, IllegalCallError, Load, NotSavedError, Remove, Save
 from tests.noise import Noise
 

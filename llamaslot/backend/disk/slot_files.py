@@ -44,8 +44,8 @@ class SlotFiles:
         self._folder = folder
         self._key = functools.cache(key)
         self._size = size
-        # With a part for each token, and for twice as many tokens: a slot that is a little too long is refused by its
-        # number of tokens.
+        # With a part for each token, and for twice as many tokens: a slot that is slightly too long is refused by
+        # the number of its tokens.
         self._max_bytes = 2 * n_ctx * (size.of(1) + 2 * WIDTH) + _MAX_NAMESPACE_BYTES
 
     def write(self, name: str, snapshot: SlotSnapshot) -> int:

@@ -15,7 +15,7 @@ import llama_cpp
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.llama_settings import CACHE_TYPES, LlamaSettings
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.gguf_file import check_file
+from llamaslot.base.gguf_file import check_file, parts
 from llamaslot.base.model import ModelFile
 
 PADDING = 256
@@ -99,15 +99,6 @@ def load_vocab(path: Path) -> Any:
         if not model:
             raise ConfigError(f"cannot load the vocabulary of {path}: {_reason(errors)}", param="--model")
     return model
-
-
-def parts(path: Path) -> list[Path]:
-    """Return all files of a model by the first one; llama.cpp finds the others by their names."""
-    found = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
-    if found is None:
-        return [path]
-    name, n_parts = found[1], int(found[2])
-    return [path.with_name(f"{name}-{i:05}-of-{n_parts:05}.gguf") for i in range(1, n_parts + 1)]
 
 
 def kv_files(path: Path) -> tuple[ModelFile, ...]:

@@ -23,7 +23,7 @@ from llamaslot.backend.files import open_regular, private_folder, write_atomical
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.kv_cost import MAX_IDLE_CELLS
 from llamaslot.backend.llama.llama_settings import LlamaSettings
-from llamaslot.backend.llama.loading import parts
+from llamaslot.base.gguf_file import parts
 from llamaslot.base.model import KvCost, ModelInfo, StepCost
 
 MAX_AGE_S = 7 * 86_400

@@ -1,0 +1,187 @@
+"""Metadata of GGUF files: what is in bounds passes, and what is not is refused in little time and memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from llamaslot.app.models import resolve_model
+from llamaslot.base import gguf_file
+from llamaslot.base.errors import ConfigError
+from llamaslot.base.gguf_file import check_metadata, parts
+from tests.conftest import LONG
+
+UINT8, UINT32, FLOAT32, STRING, ARRAY, UINT64 = 0, 4, 6, 8, 9, 10
+
+
+def text(value: bytes | str, claimed: int | None = None) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(raw) if claimed is None else claimed) + raw
+
+
+def key(name: str, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def array(name: str, kind: int, count: int, items: bytes) -> bytes:
+    return key(name, ARRAY, struct.pack("<IQ", kind, count) + items)
+
+
+def tensor(name: str = "weights", n_dimensions: int = 2) -> bytes:
+    return text(name) + struct.pack("<I", n_dimensions) + bytes(8 * min(n_dimensions, 9) + 12)
+
+
+def gguf(
+    *keys: bytes, tensors: tuple[bytes, ...] = (), n_keys: int = -1, n_tensors: int = -1, version: int = 3
+) -> bytes:
+    counts = len(tensors) if n_tensors < 0 else n_tensors, len(keys) if n_keys < 0 else n_keys
+    return struct.pack("<4sIQQ", b"GGUF", version, *counts) + b"".join(keys) + b"".join(tensors)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.gguf"
+
+
+GOOD = gguf(
+    key("general.architecture", STRING, text("llama")),
+    key("llama.block_count", UINT32, struct.pack("<I", 2)),
+    key("tokenizer.chat_template", STRING, text("{{ messages }}")),
+    array("tokenizer.ggml.tokens", STRING, 3, text("a") + text("") + text("c" * 20)),
+    array("tokenizer.ggml.scores", FLOAT32, 3, bytes(12)),
+    tensors=(tensor(), tensor("more", 4)),
+)
+
+
+def refusal(path: Path, raw: bytes) -> str:
+    path.write_bytes(raw)
+    with pytest.raises(ConfigError) as caught:
+        check_metadata(path)
+    assert caught.value.param == "--model"
+    assert str(path) in caught.value.message
+    assert caught.value.message.isprintable()
+    return caught.value.message
+
+
+def test_models_are_accepted(path: Path, tiny_model: Path) -> None:
+    check_metadata(resolve_model("demo"))
+    check_metadata(tiny_model)
+    path.write_bytes(GOOD)
+    check_metadata(path)
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "raw_of"),
+    [
+        ("MAX_KEYS", 2, lambda n: gguf(*(key(f"k{i}", UINT8, b"\1") for i in range(n)))),
+        ("MAX_TENSORS", 2, lambda n: gguf(tensors=tuple(tensor(f"t{i}") for i in range(n)))),
+        ("MAX_KEY_BYTES", 9, lambda n: gguf(key("k" * n, UINT8, b"\1"))),
+        ("MAX_STRING_BYTES", 9, lambda n: gguf(key("k", STRING, text("v" * n)))),
+        ("MAX_STRING_BYTES", 9, lambda n: gguf(array("k", STRING, 2, text("v") + text("v" * n)))),
+        ("MAX_TEMPLATE_BYTES", 9, lambda n: gguf(key("tokenizer.chat_template", STRING, text("v" * n)))),
+        ("MAX_TEMPLATE_BYTES", 9, lambda n: gguf(key("tokenizer.chat_template.tool_use", STRING, text("v" * n)))),
+        ("MAX_ARRAY_ITEMS", 9, lambda n: gguf(array("k", UINT32, n, bytes(4 * n)))),
+        ("MAX_ARRAY_ITEMS", 9, lambda n: gguf(array("k", STRING, n, text("") * n))),
+        ("MAX_TOKENS", 9, lambda n: gguf(array("tokenizer.ggml.tokens", STRING, n, text("") * n))),
+        ("MAX_TENSOR_NAME_BYTES", 9, lambda n: gguf(tensors=(tensor("t" * n),))),
+        ("MAX_DIMENSIONS", 4, lambda n: gguf(tensors=(tensor("t", n),))),
+    ],
+)  # fmt: skip
+def test_each_limit_is_exact(
+    path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, raw_of: object
+) -> None:
+    monkeypatch.setattr(gguf_file, limit, most)
+    assert callable(raw_of)
+    path.write_bytes(raw_of(most))
+    check_metadata(path)
+    assert f"at most {most}" in refusal(path, raw_of(most + 1))
+
+
+def test_the_length_of_all_metadata_is_limited(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = gguf(*(key(f"k{i}", STRING, text("v" * 100)) for i in range(9)))
+    for piece in (7, 2**22):
+        monkeypatch.setattr(gguf_file, "_READ_BYTES", piece)
+        monkeypatch.setattr(gguf_file, "MAX_METADATA_BYTES", len(raw))
+        path.write_bytes(raw)
+        check_metadata(path)
+    monkeypatch.setattr(gguf_file, "_READ_BYTES", 7)
+    monkeypatch.setattr(gguf_file, "MAX_METADATA_BYTES", len(raw) - 100)
+    assert "metadata is longer" in refusal(path, raw)
+
+
+HUGE = 2**63
+"""A number that no file can hold."""
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        gguf(n_keys=HUGE),
+        gguf(n_tensors=HUGE),
+        gguf(text("", HUGE)),
+        gguf(key("k", STRING, text("", HUGE))),
+        gguf(array("k", UINT8, HUGE, b"")),
+        gguf(array("k", STRING, HUGE, b"")),
+        gguf(array("k", STRING, 2, text("a") + text("", HUGE))),
+        gguf(array("k", ARRAY, 1, struct.pack("<IQ", ARRAY, 1) * 1000)),
+        gguf(key("k", 13, b"")),
+        gguf(key("a\x1b[2J\n" * 20, 13, b"")),
+        gguf(tensors=(text("", HUGE),)),
+        gguf(tensors=(tensor("t", 2**32 - 1),)),
+    ],
+)
+def test_impossible_metadata_is_refused_without_memory(path: Path, raw: bytes) -> None:
+    path.write_bytes(raw)
+    # Sparse, so that what it announces could be in it.
+    os.truncate(path, 2**40)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError) as caught:
+            check_metadata(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert caught.value.message.isprintable()
+    assert peak < 32 * 2**20
+
+
+def test_a_file_that_ends_early_is_refused(path: Path) -> None:
+    for length in range(len(GOOD)):
+        refusal(path, GOOD[:length])
+
+
+@pytest.mark.parametrize("seed", range(5 if not LONG else 200))
+def test_a_changed_file_is_accepted_or_refused_and_nothing_else(path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(50):
+        raw = bytearray(GOOD)
+        for _ in range(rng.randint(1, 8)):
+            raw[rng.randrange(4, len(raw))] = rng.choice((0, 1, 9, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+        path.write_bytes(raw)
+        message = ""
+        try:
+            check_metadata(path)
+        except ConfigError as error:
+            message = error.message
+        assert message == "" or message.isprintable()
+
+
+def test_a_version_that_llama_cpp_refuses_is_left_to_it(path: Path) -> None:
+    path.write_bytes(gguf(version=1, n_keys=HUGE))
+    check_metadata(path)
+
+
+def test_all_files_of_a_model_are_checked(tmp_path: Path) -> None:
+    first, second = (tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2))
+    assert parts(first) == [first, second]
+    first.write_bytes(GOOD)
+    with pytest.raises(ConfigError, match=r"there is no model file .*m-00002-of-00002"):
+        check_metadata(first)
+    second.write_bytes(gguf(n_keys=HUGE))
+    with pytest.raises(ConfigError, match=r"m-00002-of-00002.* metadata keys"):
+        check_metadata(first)
