@@ -23,6 +23,7 @@ ROUTES = {
         ("GET", "/v1/models"),
         ("GET", "/v1/models/{name}"),
         ("GET", "/props"),
+        ("GET", "/openapi.json"),
         ("GET", "/slots"),
         ("GET", "/cache"),
         ("GET", "/metrics"),
