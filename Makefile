@@ -15,7 +15,7 @@ SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTH
 # Hundreds of processes are started here: each would compile every module that it imports, which takes over a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help serve setup test test-slow check bench bench-peers bench-publish eval-demo size clean setup-dev setup-bench fuzz setup-fuzz soak
+.PHONY: help serve setup test test-slow check audit bench bench-peers bench-publish eval-demo size clean setup-dev setup-bench fuzz setup-fuzz soak
 
 help: ## list the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +39,9 @@ fuzz: setup-fuzz ## 10,000 mutated bodies, files, templates and messages, and sc
 
 check: setup-dev ## ruff, mypy and the import contracts
 	@$(CHECKS)
+
+audit: setup-dev ## known vulnerabilities of the pinned packages; needs the network
+	@$(BIN)/python .ci/audit.py
 
 bench: setup-bench ## a chat with and without the cache; other benchmarks: bench/README.md
 	$(BIN)/python -m bench $(ARGS)
