@@ -96,7 +96,7 @@ def test_every_reference_leads_to_a_schema_and_every_schema_is_used() -> None:
 async def test_replies_are_what_is_described(start: Any, tmp_path: Path) -> None:
     backend = FakeBackend(n_ctx=1024)
     assert backend.info.segment_size is not None
-    store = SlotFiles(tmp_path, lambda: bytes(32), backend.info.segment_size)
+    store = SlotFiles(tmp_path, lambda: bytes(32), backend.info.segment_size, backend.info.n_ctx_slot)
     server = await start(backend=backend, metrics=True, alias="fake", engine={"snapshots": store})
     endpoints = set()
     for method, pattern, variables, body in REQUESTS:

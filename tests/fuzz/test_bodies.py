@@ -28,7 +28,7 @@ REFERENCE = {"prompt": STORY, "n_predict": 16, "temperature": 0, "ignore_eos": T
 async def test_no_body_brings_a_500_or_a_hang(start: Any, tmp_path: Path) -> None:
     backend = FakeBackend(n_ctx=512)
     assert backend.info.segment_size is not None
-    store = SlotFiles(tmp_path, lambda: bytes(32), backend.info.segment_size)
+    store = SlotFiles(tmp_path, lambda: bytes(32), backend.info.segment_size, backend.info.n_ctx_slot)
     server = await start(backend=backend, n_predict=4, engine={"snapshots": store})
     before = (await server.ok("/completion", REFERENCE))["content"]
     seed = random.SystemRandom().randrange(2**32)

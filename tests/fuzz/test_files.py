@@ -13,7 +13,7 @@ from llamaslot.backend.disk import SlotFiles
 from llamaslot.backend.disk.segment_files import CorruptFileError, checksum_of, read_segment, write_segment
 from llamaslot.backend.disk.slot_files import _HEADER as SLOT_HEADER
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.gguf_file import check_file
+from llamaslot.base.gguf_file import check_metadata
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import WIDTH
@@ -57,7 +57,7 @@ def test_a_damaged_segment_file_is_refused(tmp_path: Path, chance: random.Random
 
 
 def test_a_damaged_slot_file_is_refused(tmp_path: Path, chance: random.Random) -> None:
-    files = SlotFiles(tmp_path, lambda: KEY, SIZE)
+    files = SlotFiles(tmp_path, lambda: KEY, SIZE, 1000)
     files.write("a", snapshot(1))
     files.write("b", snapshot(3))
     good, donor = ((tmp_path / name).read_bytes() for name in "ab")
@@ -68,7 +68,7 @@ def test_a_damaged_slot_file_is_refused(tmp_path: Path, chance: random.Random) -
 
 
 def test_a_slot_file_whose_checksum_fits_is_refused_or_consistent(tmp_path: Path, chance: random.Random) -> None:
-    files = SlotFiles(tmp_path, lambda: KEY, SIZE)
+    files = SlotFiles(tmp_path, lambda: KEY, SIZE, 1000)
     files.write("a", snapshot(1))
     files.write("b", snapshot(3))
     good, donor = ((tmp_path / name).read_bytes()[SLOT_HEADER.size :] for name in "ab")
@@ -103,7 +103,7 @@ def test_a_damaged_model_file_is_accepted_or_refused_with_a_reason(
         # Tensors are not read by the check: a short rest is enough.
         path.write_bytes(damaged(good[: n_header + 5000], chance, within=chance.choice((24, 200, n_header))))
         try:
-            check_file(path)
+            check_metadata(path)
         except ConfigError as error:
             errors.append(error)
     assert 0 < len(errors) < N
