@@ -87,8 +87,12 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def _types(operation: Operation) -> Iterable[Any]:
-    types = (operation.body, *_replies(operation), *_chunks(operation))
+    types = (*_bodies(operation), *_replies(operation), *_chunks(operation))
     return (each for each in types if each is not None)
+
+
+def _bodies(operation: Operation) -> tuple[Any, ...]:
+    return (operation.body, *operation.other_bodies)
 
 
 def _replies(operation: Operation) -> tuple[Any, ...]:
@@ -127,7 +131,7 @@ def _parameters(pattern: str, operation: Operation) -> dict[str, Any]:
 def _body(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any]:
     if operation.body is None:
         return {}
-    content = {JSON: {"schema": schema_of[operation.body]}}
+    content = {JSON: {"schema": _any_of(_bodies(operation), schema_of)}}
     return {"requestBody": {"required": operation.body_required, "content": content}}
 
 

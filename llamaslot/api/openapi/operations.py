@@ -35,6 +35,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     other_replies: tuple[Any, ...] = ()
     """Types of which the reply may be instead."""
     body: Any = None
+    other_bodies: tuple[Any, ...] = ()
     body_required: bool = True
     chunk: Any = None
     other_chunks: tuple[Any, ...] = ()
@@ -57,7 +58,11 @@ OPERATIONS: dict[Handler, Operation] = {
         reply=list[reply_types.Slot], parameters=(Parameter("fail_on_no_slot", "query", _STRING),)
     ),
     slot_endpoints.act: Operation(
-        body=bodies.SlotBody, body_required=False, reply=reply_types.SlotActionReply, parameters=(_ACTION,)
+        body=bodies.SlotBody,
+        other_bodies=(Any,),  # `erase` ignores its body
+        body_required=False,
+        reply=reply_types.SlotActionReply,
+        parameters=(_ACTION,),
     ),
     cache_endpoints.cache: Operation(reply=CacheState, parameters=(_TOP,)),
     cache_endpoints.clear: Operation(reply=CacheCleared),
