@@ -81,11 +81,14 @@ class Soak:
 
     async def _visit_idle_points(self) -> None:
         every = min(IDLE_EVERY_S, self._seconds / 4)
-        while self.elapsed < self._seconds:
+        while True:
             await asyncio.sleep(min(every, max(self._seconds - self.elapsed, 0.1)))
             self._load.open.clear()
             await self._drain()
             self._add(await self._until_running(), self.idle, "idle")
+            if self.elapsed >= self._seconds:
+                # The clients stay shut out: an engine that is killed now would still be gone at the server's end.
+                return
             self._load.open.set()
 
     async def _drain(self) -> None:
