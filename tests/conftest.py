@@ -47,8 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     # Read by OpenMP when llama.cpp is loaded, here and in the servers that tests start.
     os.environ.setdefault("OMP_THREAD_LIMIT", "1")
-    if config.getoption("hypothesisseed", None) is None:
-        config.option.hypothesisseed = str(random.SystemRandom().randrange(2**32))
+    if config.getoption("--hypothesis-seed") is None:
+        config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     """Print the seed by which a failing run can be repeated."""
     length = "long" if LONG else "short"
-    return f"property tests: {length}, --hypothesis-seed={config.option.hypothesisseed}"
+    return f"property tests: {length}, --hypothesis-seed={config.option.hypothesis_seed}"
 
 
 @pytest.fixture(scope="session")
