@@ -57,10 +57,13 @@ class Server:
         lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
         return [line for line in lines if line["event"] == event]
 
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal and wait for the exit status."""
+    def stop(self, number: int = signal.SIGTERM, within: float = 15) -> int:
+        """Send a signal and return the exit status, which must come within that many seconds.
+
+        A disk or a thread that hangs may take 5 s each.
+        """
         self.process.send_signal(number)
-        return self.process.wait(30)
+        return self.process.wait(within)
 
 
 @contextmanager

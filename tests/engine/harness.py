@@ -86,11 +86,14 @@ class Harness:
     On the fake backend its worker goes on alone for a random number of steps: none half of the time.
     """
 
+    is_inline = True
+    """On the fake backend, tokenizer and model run on the event loop."""
+
     def __init__(self, backend: Backend, **settings: Any) -> None:
         self.backend = backend
         self.local = LocalEngine(backend, self._receive, **settings)
         self.engine = self.local.engine
-        if isinstance(backend, FakeBackend):
+        if isinstance(backend, FakeBackend) and self.is_inline:
             thread = self.local.prompts._thread = Inline()
             ahead = random.Random(1)
             worker = Worker(backend, thread, self.engine._clock, lambda: ahead.random() < 0.5)
@@ -195,8 +198,14 @@ class Harness:
                 end.set_result(event)
         self.check_events()
         died = self.stopped is not None and self.stopped.reason
-        if isinstance(self.backend, FakeBackend) and not died:
+        if isinstance(self.backend, FakeBackend) and self.is_inline and not died:
             self.check_cells()
+
+
+class Threaded(Harness):
+    """A harness whose tokenizer and model have threads, as in a server; the engine checks its cells when idle."""
+
+    is_inline = False
 
 
 @asynccontextmanager

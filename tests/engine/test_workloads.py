@@ -10,12 +10,13 @@ import asyncio
 import functools
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llamaslot.base.backend import Status
 from llamaslot.base.events import Cancelled, Failed, Finished
-from tests.engine.harness import alone, running
+from tests.engine.harness import Harness, Threaded, alone, running
 from tests.fake_backend import FakeBackend
 
 HEADS = ("", "a" * 9, "ab" * 8, "ab" * 8 + "c" * 12, "system prompt ")
@@ -57,9 +58,13 @@ def cold(prompt: str, max_tokens: int) -> str:
 
 
 async def run_jobs(
-    todo: list[Job], faults: list[tuple[int, Status, int]], backend: FakeBackend, **settings: int
+    todo: list[Job],
+    faults: list[tuple[int, Status, int]],
+    backend: FakeBackend,
+    kind: type[Harness] = Harness,
+    **settings: int,
 ) -> dict[int, tuple[object, str]]:
-    async with running(backend, **settings) as engine:
+    async with running(backend, kind=kind, debug_invariants=kind is Threaded, **settings) as engine:
 
         async def run_job(i: int, job: Job) -> None:
             await turns(job.pause)
@@ -81,6 +86,9 @@ async def run_jobs(
         scheduler = engine.engine.scheduler
         assert not scheduler.queue
         assert not scheduler.running
+        async with asyncio.timeout(10):
+            while kind is Threaded and not engine.engine._is_checked:
+                await asyncio.sleep(0.001)
         assert all(sampler.closed for sampler in backend.samplers)
         return {i: (engine.ends[str(i)].result(), engine.text(str(i))) for i in range(len(todo))}
 
@@ -110,12 +118,17 @@ STORING = (
 )
 
 
+@pytest.mark.parametrize("kind", [Harness, Threaded])
 @given(st.lists(jobs, min_size=1, max_size=10), failures, st.sampled_from(LAYOUTS), st.sampled_from(STORING))
 def test_every_answer_is_the_cold_one(
-    todo: list[Job], faults: list[tuple[int, Status, int]], layout: dict[str, float], storing: dict[str, int]
+    kind: type[Harness],
+    todo: list[Job],
+    faults: list[tuple[int, Status, int]],
+    layout: dict[str, float],
+    storing: dict[str, int],
 ) -> None:
     backend = FakeBackend(n_slots=2, n_ubatch=16, **layout)
-    for i, (end, text) in asyncio.run(run_jobs(todo, faults, backend, **storing)).items():
+    for i, (end, text) in asyncio.run(run_jobs(todo, faults, backend, kind, **storing)).items():
         job = todo[i]
         expected = cold(job.prompt, job.max_tokens)
         if isinstance(end, Finished):
