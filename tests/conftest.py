@@ -16,16 +16,21 @@ LONG = os.environ.get("LLAMASLOT_TESTS") == "long"
 
 ROOT = Path(__file__).resolve().parent
 SLOWEST = (
+    "app/test_crashes.py",
     "demo/test_reuse.py",
-    "demo/test_workloads.py",
-    "engine/test_sharing.py",
-    "backend/test_cache_machine.py",
     "demo/test_restart.py",
+    "demo/test_workloads.py",
+    "backend/test_splitters.py",
+    "processes/test_prompt_supervisor.py",
     "cli/test_pull_command.py",
-    "cli/test_cache_command.py",
-    "backend/test_disk.py",
+    "app/test_serve.py",
+    "engine/test_sharing.py",
+    "engine/test_slot_actions.py",
+    "kvcache/test_cache_machine.py",
+    "backend/test_disk_store.py",
+    "engine/test_disk_worker.py",
     "bench/test_compare.py",
-    "demo/test_retokenizing.py",
+    "demo/test_first_contact.py",
 )
 
 settings.register_profile(

@@ -205,10 +205,10 @@ def tokens_of(engine: Harness, name: str) -> list[int]:
     return [token for event in engine.events[name] for token in getattr(event, "tokens", ())]
 
 
-async def cold_tokens(prompts: set[str]) -> dict[str, list[int]]:
-    """The tokens that each prompt gives computed whole, alone."""
+async def cold_tokens(prompts: set[str], n_ubatch: int = 512) -> dict[str, list[int]]:
+    """The tokens that each prompt gives computed whole, alone, in chunks of `n_ubatch`."""
     answers = {}
-    async with running(open_backend(Workload([], 4096, 1, 0, 512), unified=True)) as engine:
+    async with running(open_backend(Workload([], 4096, 1, 0, n_ubatch), unified=True)) as engine:
         for prompt in sorted(prompts):
             await engine.submit(prompt, prompt, max_tokens=MAX_TOKENS, cache_prompt=False)
             answers[prompt] = tokens_of(engine, prompt)
@@ -231,15 +231,28 @@ IN_RAM: dict[str, Any] = {"ram_bytes": 2**30, "offload_after": 1}
 
 
 @pytest.fixture(scope="module")
-def workloads() -> list[Workload]:
+def workloads(pytestconfig: pytest.Config) -> list[Workload]:
+    """Half of them always the same, so that all is covered, and half by the seed that is printed."""
     families = prompts()
-    return [generated(seed, families) for seed in range(N_WORKLOADS)]
+    first = int(pytestconfig.getoption("--hypothesis-seed"))
+    seeds = [*range(N_WORKLOADS // 2), *range(first, first + N_WORKLOADS // 2)]
+    return [generated(seed, families) for seed in seeds]
 
 
 @pytest.fixture(scope="module")
 def cold(workloads: list[Workload]) -> dict[str, list[int]]:
     """The tokens that each prompt of all workloads gives computed whole, alone."""
     return asyncio.run(cold_tokens({each.prompt for workload in workloads for each in workload.asks}))
+
+
+@pytest.fixture(scope="module")
+def differing_share(cold: dict[str, list[int]]) -> float:
+    """The share of texts that rounding may change, from those that it changes when only the chunks differ."""
+    other = asyncio.run(cold_tokens(set(cold), n_ubatch=32))
+    n = sum(other[prompt] != cold[prompt] for prompt in cold)
+    print(f"{n} of {len(cold)} cold texts differ in chunks of 32")
+    # Where 3 are expected, none is seen once in 20 times.
+    return (n + 3) / len(cold)
 
 
 @pytest.mark.parametrize(
@@ -261,6 +274,7 @@ def test_every_text_is_the_cold_one(
     on_disk: bool,
     workloads: list[Workload],
     cold: dict[str, list[int]],
+    differing_share: float,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -284,7 +298,8 @@ def test_every_text_is_the_cold_one(
             at = next(i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b)
             assert noise.explains(noise.tokenize(each.prompt) + expected[:at], tokens[at], expected[at]), each
             tally.n_differing += 1
-    print(f"{N_WORKLOADS} workloads, {tally}")
+    print(f"{len(workloads)} workloads, {tally}")
+    assert tally.n_differing <= differing_share * tally.n_requests
     assert tally.n_cancelled > 0
     assert padded == (tally.seen["padded steps"] > 0)
     assert on_disk == (tally.seen["read tokens"] > 0)

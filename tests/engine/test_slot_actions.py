@@ -15,10 +15,12 @@ from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.commands import ClearCache, Sampling, SlotAction, SlotActionDone
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Event, Finished, Output, Progress, Reply
+from tests import conftest
 from tests.engine.harness import Harness, alone, running
 from tests.fake_backend import FakeBackend
 
 KEY = b"k" * 32
+LAYOUTS = [(1500, 4, 20_000), (900, 0, 0), (1500, 0, 0)]
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
 LONG = "Some words that are said again and again. " * 30
 
@@ -170,7 +172,7 @@ async def test_actions_are_refused_without_a_folder_or_a_unified_pool(tmp_path: 
         assert refused.type == "not_supported_error"
 
 
-@pytest.mark.parametrize(("n_ctx", "n_reserved", "ram_bytes"), [(1500, 4, 20_000), (1500, 0, 0), (900, 0, 0)])
+@pytest.mark.parametrize(("n_ctx", "n_reserved", "ram_bytes"), LAYOUTS if conftest.LONG else LAYOUTS[:2])
 async def test_actions_do_not_change_the_replies_of_requests_beside_them(
     tmp_path: Path, n_ctx: int, n_reserved: int, ram_bytes: int
 ) -> None:
