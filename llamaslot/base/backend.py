@@ -31,7 +31,7 @@ class Status(IntEnum):
 
 
 NO_TOKEN = -1
-"""Returned by `sample` in place of a token if the logits contain NaN."""
+"""Returned by `sample` in place of a token if the logits contain NaN, or infinity as the highest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Backend(Protocol):
     def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
         """Sample a token for each sequence id and its sampler; the last `decode` had `output` for all of them.
 
-        `NO_TOKEN` for a sequence whose logits contain NaN.
+        `NO_TOKEN` for a sequence whose logits contain NaN, or infinity as the highest.
         """
 
     def close(self) -> None:

@@ -428,10 +428,27 @@ def test_a_small_vocabulary_is_looked_at_whole() -> None:
     [slice(None), slice(5, 6), slice(0, None, 100), slice(-1, None)],
     ids=["all", "one", "some", "the last"],
 )
-def test_logits_with_nan_give_no_token(temperature: float, top_k: int, places: slice) -> None:
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_invalid_logits_give_no_token(temperature: float, top_k: int, places: slice, value: float) -> None:
     logits = LOGITS.copy()
-    logits[places] = np.nan
+    logits[places] = value
     sampler = sampler_of(Sampling(temperature=temperature, top_k=top_k), [])
     assert sampler.choose(logits) == NO_TOKEN
     assert sampler.choose(LOGITS) != NO_TOKEN
+    sampler.close()
+
+
+@pytest.mark.parametrize("top_k", [0, 40])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_of_minus_infinity_rule_tokens_out_but_not_all(temperature: float, top_k: int) -> None:
+    sampler = sampler_of(Sampling(temperature=temperature, top_k=top_k), [])
+    assert sampler.choose(np.where(np.arange(N_VOCAB) == 7, LOGITS, -np.inf).astype(np.float32)) == 7
+    assert sampler.choose(np.full(N_VOCAB, -np.inf, dtype=np.float32)) == NO_TOKEN
+    sampler.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_bias_beyond_float32_is_no_invalid_logit(temperature: float) -> None:
+    sampler = sampler_of(Sampling(temperature=temperature, logit_bias={7: 1e300, 8: -1e300}), [])
+    assert sampler.choose(LOGITS) == 7
     sampler.close()

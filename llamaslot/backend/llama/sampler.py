@@ -27,6 +27,8 @@ _BLOCK = 64
 """Logits of which only the greatest is looked at first."""
 _BLOCKS_EACH = 4
 """Blocks for each token that is wanted, at least."""
+_MAX_BIAS = 1e38
+"""A third of the largest float32."""
 
 
 class LlamaSampler:
@@ -37,14 +39,19 @@ class LlamaSampler:
     ) -> None:
         biases = {**sampling.logit_bias, **dict.fromkeys(eog if sampling.ignore_eos else (), -np.inf)}
         self._biased = np.fromiter(biases, dtype=np.int64, count=len(biases))
-        self._biases = np.fromiter(biases.values(), dtype=np.float32, count=len(biases))
+        # Bounded, so that a bias cannot make a logit infinite: that would count as a failure of the model.
+        bounded = (bias if bias == -np.inf else min(max(bias, -_MAX_BIAS), _MAX_BIAS) for bias in biases.values())
+        self._biases = np.fromiter(bounded, dtype=np.float32, count=len(biases))
         self._penalties = Penalties.of(sampling, history=history, n_ctx=n_ctx, n_vocab=n_vocab)
         self._top_k = sampling.top_k
         self._chain = _chain(sampling) if sampling.temperature > 0 else None
         self._closed = False
 
     def choose(self, logits: Logits) -> int:
-        """Return the next token, `NO_TOKEN` if a logit is NaN; `logits` change only meanwhile."""
+        """Return the next token; `NO_TOKEN` if a logit is NaN, or the highest one infinite.
+
+        `logits` change only meanwhile.
+        """
         if self._closed:
             raise IllegalCallError("sampling with a freed sampler")
         changed = self._adjust(logits)
@@ -83,7 +90,7 @@ class LlamaSampler:
             return self._drawn(best, logits)
         # numpy takes NaN for the highest.
         token = int(logits.argmax())
-        if np.isnan(logits[token]):
+        if not np.isfinite(logits[token]):
             return NO_TOKEN
         return token if self._chain is None else self._drawn(np.arange(len(logits)), logits)
 
@@ -91,6 +98,8 @@ class LlamaSampler:
         candidates = np.zeros(len(tokens), _CANDIDATE)
         candidates["id"] = tokens
         candidates["logit"] = logits[tokens]
+        if not np.isfinite(candidates["logit"].max()):
+            return NO_TOKEN
         data = candidates.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token_data))
         array = llama_cpp.llama_token_data_array(data=data, size=len(tokens), selected=-1, sorted=False)
         llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
