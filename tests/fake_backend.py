@@ -80,6 +80,8 @@ class Cell:
     token: int = -1
     position: int = -1
     seqs: set[int] = field(default_factory=set)
+    is_bad: bool = False
+    """True if whatever attends to it has no valid logits."""
 
 
 class FakeBackend:
@@ -118,6 +120,8 @@ class FakeBackend:
         self.failures: deque[tuple[Status, int]] = deque()
         self.poison: set[int] = set()
         """Tokens after which a sequence has no logits."""
+        self.bad_segments: set[int] = set()
+        """Saved segments whose cells are bad once loaded."""
         self.samplers: list[FakeSampler] = []
         self.n_decoded = 0
         self._eos_every = eos_every
@@ -148,12 +152,15 @@ class FakeBackend:
             case kv_ops.Save(segment, src, start, end):
                 self.segments[segment] = range(start, end)
                 self._states[segment] = self._saved(src, start, end)
+                if any(cell.is_bad and start <= cell.position < end for cell in self._cells_of(src)):
+                    self.bad_segments.add(segment)
             case kv_ops.Load(segment, dst, start, end, scratch):
-                self._place(scratch, self._states[segment])
+                self._place(scratch, self._states[segment], is_bad=segment in self.bad_segments)
                 self._copy(scratch, dst, start, end)
                 self._remove(scratch, 0, self.seq_len(scratch))
             case kv_ops.Free(segment):
                 del self.segments[segment], self._states[segment]
+                self.bad_segments.discard(segment)
 
     def kv_of(self, segment: int) -> kv_ops.Kv | None:
         """Return the KV of a segment, as many bytes as `SegmentSize` says, or None."""
@@ -199,8 +206,8 @@ class FakeBackend:
             self._place(run.seq, [(token, run.start + i) for i, token in enumerate(run.tokens.tolist())])
             self.n_decoded += len(run.tokens)
             if status is Status.OK and run.output:
-                is_poisoned = any(token in self.poison for _, token in self.seen(run.seq)) if self.poison else False
-                self._rows[run.seq] = NO_TOKEN if is_poisoned else self._logits(run.seq)
+                is_bad = any(cell.is_bad or cell.token in self.poison for cell in self._cells_of(run.seq))
+                self._rows[run.seq] = NO_TOKEN if is_bad else self._logits(run.seq)
         return Decoded(status, sent)
 
     def new_sampler(self, sampling: Sampling, history: Tokens) -> FakeSampler:
@@ -221,8 +228,13 @@ class FakeBackend:
 
     def seen(self, seq: int) -> list[tuple[int, int]]:
         """Return the (position, token) pairs of a sequence, in order."""
-        cells = self._pools[self._pool(seq)]
-        return sorted((cell.position, cell.token) for cell in cells if seq in cell.seqs)
+        return sorted((cell.position, cell.token) for cell in self._cells_of(seq))
+
+    def spoil(self, position: int) -> None:
+        """Make what all sequences hold at a position bad, as an overflow or faulty memory would."""
+        for pool in self._pools:
+            for cell in pool:
+                cell.is_bad |= bool(cell.seqs) and cell.position == position
 
     @property
     def cells_used(self) -> int:
@@ -250,13 +262,16 @@ class FakeBackend:
         cells = self._pools[0]
         return [(c.token, c.position) for c in cells if seq in c.seqs and start <= c.position < end]
 
-    def _place(self, seq: int, saved: _Saved) -> None:
+    def _cells_of(self, seq: int) -> list[Cell]:
+        return [cell for cell in self._pools[self._pool(seq)] if seq in cell.seqs]
+
+    def _place(self, seq: int, saved: _Saved, *, is_bad: bool = False) -> None:
         """Place tokens of a sequence in the lowest free cells."""
         free = [cell for cell in self._pools[self._pool(seq)] if not cell.seqs]
         if len(free) < len(saved):
             raise kv_ops.IllegalCallError(f"{len(saved)} tokens cannot be placed in {len(free)} cells")
         for cell, (token, position) in zip(free, saved, strict=False):
-            cell.token, cell.position, cell.seqs = token, position, {seq}
+            cell.token, cell.position, cell.seqs, cell.is_bad = token, position, {seq}, is_bad
 
     def _copy_stream(self, src: int, dst: int, keep: int) -> None:
         if self.info.unified or not self.info.reuse or self._copying & {src, dst}:

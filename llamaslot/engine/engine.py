@@ -19,7 +19,7 @@ import msgspec
 import structlog
 
 from llamaslot.base import commands
-from llamaslot.base.backend import Backend
+from llamaslot.base.backend import Backend, Status
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.errors import LlamaslotError, ServerError, UnavailableError, stopped_error
 from llamaslot.base.events import Cancelled, EngineEvent, Failed, Generated, Reply, Started, Stopped
@@ -40,6 +40,8 @@ _FLUSH_TIMEOUT_S = 5.0
 """Time that shutting down may take to write what is not on disk yet."""
 _CLOSE_TIMEOUT_S = 5.0
 """Time after that for calls that still run: of the disk, of slot files."""
+_MAX_FATAL_DECODES = 3
+"""Requests in a row that may fail alone because llama.cpp could not compute; then its context is given up."""
 
 _log = structlog.get_logger(__name__)
 
@@ -106,6 +108,8 @@ class Engine:
         self._is_closed = False
         self._is_checked = False
         self._n_arrived = 0
+        self._n_fatal = 0
+        """Requests that failed with `Status.FATAL` since a decode succeeded."""
         self.has_hung_thread = False
         """True if `run` has ended, but one of the threads has not: it still uses the disk."""
 
@@ -215,6 +219,10 @@ class Engine:
                 self._fail_decode(outcome)
         self._reports.count(plan, result)
         self._flush()
+        if plan.work and result.decoded.status is Status.OK:
+            self._n_fatal = 0
+        if self._n_fatal >= _MAX_FATAL_DECODES:
+            raise RuntimeError(f"llama.cpp could not compute {self._n_fatal} requests in a row")
 
     async def _check_invariants(self) -> None:
         """Compare the cache with itself and the backend, while nothing runs; raises `AssertionError`."""
@@ -277,7 +285,10 @@ class Engine:
             self._outbox.append(live.output(text, progress))
 
     def _fail_decode(self, failed: DecodeFailed) -> None:
-        _log.error("decode.failed", request_id=failed.request.id, reason=failed.reason)
+        _log.error("decode.failed", request_id=failed.request.id, reason=failed.reason, retried=failed.is_retried)
+        if failed.is_retried:
+            return
+        self._n_fatal += failed.reason == Status.FATAL.name
         del self._replies[failed.request.id]
         error = ServerError(f"the model could not compute this request ({failed.reason})")
         self._fail(failed.request.id, error, failed.request)

@@ -30,6 +30,7 @@ from llamaslot.base.tokens import WIDTH, Tokens, packed
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.ghost_list import GhostList
 from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.offload.disk_io import IoEvent, Job, SegmentMeta
 from llamaslot.kvcache.offload.offloader import Loaded, Offloader
 from llamaslot.kvcache.offload.policy import Deadlines, OffloadPolicy
@@ -257,16 +258,23 @@ class KVCache:
 
     # --- dropping, and slot files ---
 
-    def drop(self, namespace: str | None = None, paths: Sequence[bytes] | None = None) -> CacheCleared:
+    def drop(
+        self, namespace: str | None = None, paths: Sequence[bytes] | None = None, *, are_invalid: bool = False
+    ) -> CacheCleared:
         """Drop idle prefixes everywhere: of some paths, of a namespace, or all there are.
 
-        A path is dropped back to the last position at which another one continues, ends or runs.
+        A path is dropped back to the last position at which another one continues, ends or runs. If it is not
+        trusted (`are_invalid`), its last node is dropped with all that continues it.
         """
         ram, disk = self._tiers.ram, self._tiers.disk
         before = self._tree.n_tokens, ram.n_tokens, disk.n_tokens
         if namespace is not None and paths is not None:
             for tokens in paths:
-                _drop_path(self._tree.match(namespace, tokens), self._tree, self._sequences, self._tiers)
+                match = self._tree.match(namespace, tokens)
+                if are_invalid:
+                    _drop_subtree(match.matched_end, self._sequences, self._tiers)
+                else:
+                    _drop_path(match, self._tree, self._sequences, self._tiers)
         else:
             nodes = self._tree.nodes(namespace)
             self._tiers.drop(reversed(dict.fromkeys(node.segment for node in nodes if node.segment is not None)))
@@ -360,3 +368,16 @@ def _drop_path(match: Match, tree: RadixTree, sequences: Sequences, tiers: Segme
     # Truncating may have split and joined nodes.
     segments = tree.match(match.namespace, match.tokens).segments
     tiers.drop(segment for segment in reversed(segments) if segment.start >= fork)
+
+
+def _drop_subtree(node: Node, sequences: Sequences, tiers: SegmentTiers) -> None:
+    """Drop a node and all below it, unless a request runs there: that one finds out by its own logits."""
+    if node.is_root or node.n_pins:
+        return
+    segments = dict.fromkeys(each.segment for each in node.subtree() if each.segment is not None)
+    start = node.start
+    for seq in list(node.holders()):
+        sequences.truncate(seq, start)
+        if sequences.in_use(seq) and sequences.is_covered(seq):
+            sequences.clear(seq)
+    tiers.drop(reversed(segments))

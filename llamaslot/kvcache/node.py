@@ -94,6 +94,14 @@ class Node:
         """All tokens from the root to the end of this node, packed."""
         return b"".join(reversed([bytes(node.run) for node in self.path_to_root()]))
 
+    def subtree(self) -> Iterator[Node]:
+        """Yield this node and all below it, parents first."""
+        rest = [self]
+        while rest:
+            node = rest.pop()
+            yield node
+            rest += node.children.values()
+
     def holders(self) -> Iterator[int]:
         """Yield the sequences that hold this node."""
         rest = [self]

@@ -93,6 +93,8 @@ class Request:
         self.id = submit.request_id
         self.is_private = not (submit.cache_prompt and can_trim)
         """True if it neither uses nor feeds what other requests compute."""
+        self.distrusted = b""
+        """Packed tokens of a cached prefix with which its logits were invalid."""
         self.namespace = (
             private_namespace(submit.group or self.id) if self.is_private else salt_namespace(submit.cache_salt)
         )
@@ -164,6 +166,14 @@ class Request:
             self.n_matched, self.miss = acquired.n_cached, acquired.miss
             if self.miss == "diverged" and self.prompt.is_reply_edited:
                 self.miss = "changed"
+
+    def isolate(self, distrusted: bytes) -> None:
+        """Share nothing with the cache any more, while it waits to be computed anew."""
+        self.is_private = True
+        self.namespace = private_namespace(self.id)
+        self.match = None
+        self.n_reused = 0
+        self.distrusted = distrusted
 
     def count_computed(self, start: int, n: int, now: float) -> None:
         """Count positions `[start, start + n)`, which are computed from now on."""

@@ -9,6 +9,7 @@ Rules that hold at every step:
   2. A plan never needs more cells than there are: idle ones are evicted first (least recently used first), then the
      youngest running request is preempted. The oldest never is, so it always finishes.
   3. A request in a failed step is retried alone; it fails only if it fails alone.
+  4. A request without valid logits fails; but if KV that it reused may be the cause, it is first computed anew.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from dataclasses import dataclass
 from llamaslot.base.backend import NO_TOKEN, Status
 from llamaslot.base.events import FinishReason
 from llamaslot.base.model import ModelInfo
+from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.stats import CacheStats
-from llamaslot.base.tokens import packed
+from llamaslot.base.tokens import WIDTH, packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.offload.disk_io import SaveFailed, SegmentMeta
@@ -48,11 +50,13 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFailed:
-    """A request was ended because its decode failed even alone in its step, or because its logits contained NaN."""
+    """A request's decode failed even alone in its step, or its logits were NaN or infinite."""
 
     request: Request
     reason: str
-    """Name of the `Status`, or NAN_LOGITS."""
+    """Name of the `Status`, or INVALID_LOGITS."""
+    is_retried: bool = False
+    """True if the request was not ended, but will be computed without cached KV."""
 
 
 class Scheduler:
@@ -230,20 +234,32 @@ class Scheduler:
         return [self._take_token(each, token, now) for each, token in tokens.items()]
 
     def _fail_sampling(self, work: Work, now: float) -> list[Sampled | DecodeFailed]:
-        """End the requests that share a row of logits with NaN, and drop the KV that gave it.
+        """Drop the KV that gave invalid logits, and end the requests that were to sample from them.
 
         `invalidate` empties the slot, `drop` removes what spare sequences, RAM and disk have of the path. Prefixes
-        that other paths share stay.
+        that other paths share stay: were one of them the cause, this request would begin with it. So if it reused
+        anything and has no token yet, it is not ended but computed once more, without the cache.
         """
         request = work.request
         namespace, tokens = request.namespace, packed(request.tokens.view())
         self.cache.invalidate(request.slot)
+        if request.n_reused and not request.n_generated and not request.is_private:
+            reused = tokens[: request.n_reused * WIDTH]
+            self._preempt(request, now)
+            self.cache.drop(namespace, [tokens])
+            is_left = self.cache.match(namespace, reused).n_cached >= request.n_reused
+            request.isolate(reused if is_left else b"")
+            return [DecodeFailed(request, "INVALID_LOGITS", is_retried=True)]
         for each in work.samples:
             self.end(each, now)
         self.cache.drop(namespace, [tokens])
-        return [DecodeFailed(each, "NAN_LOGITS") for each in work.samples]
+        return [DecodeFailed(each, "INVALID_LOGITS") for each in work.samples]
 
     def _take_token(self, request: Request, token: int, now: float) -> Sampled:
+        if request.distrusted:
+            # Without it the logits are valid. If the fault is further up, the next request to reuse that shows it.
+            self.cache.drop(salt_namespace(request.submit.cache_salt), [request.distrusted], are_invalid=True)
+            request.distrusted = b""
         request.add_token(token, now)
         reason: FinishReason | None = None
         truncated = False

@@ -248,7 +248,7 @@ async def test_a_request_with_nan_logits_fails_alone_and_its_kv_is_not_reused(n:
         )
         for end in await asyncio.gather(*bad):
             assert isinstance(end, Failed)
-            assert "NAN_LOGITS" in end.error.message
+            assert "INVALID_LOGITS" in end.error.message
         after = await harness.submit("after", head + "?")
         assert after.progress.n_cached >= len(head), "what others computed is still there"
         assert harness.text("after") == await alone(head + "?", FakeBackend(n_ctx=1024))

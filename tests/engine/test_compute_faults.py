@@ -1,0 +1,170 @@
+"""Invalid logits and decodes that fail: which requests fail, which KV is dropped, when the engine is given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from llamaslot.base.backend import NO_TOKEN, Decoded, Run, Sampler, Status
+from llamaslot.base.commands import ClearCache, Sampling, Submit, TextPart
+from llamaslot.base.events import Failed, Finished, Output
+from tests.engine.harness import GREEDY, Harness, alone, running
+from tests.fake_backend import FakeBackend
+
+HEAD = "You are a helpful assistant. " * 4
+ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
+
+
+def backend_with_spares() -> FakeBackend:
+    return FakeBackend(n_ctx=1024, n_reserved=6, n_ubatch=64)
+
+
+async def prompt_alone(prompt: str) -> str:
+    return await alone(prompt, FakeBackend(n_ctx=1024))
+
+
+async def finished(harness: Harness, name: str, prompt: str) -> Finished:
+    end = await harness.submit(name, prompt)
+    assert isinstance(end, Finished), end
+    assert harness.text(name) == await prompt_alone(prompt)
+    return end
+
+
+async def test_a_request_that_reused_bad_kv_is_computed_anew_and_the_bad_kv_is_dropped() -> None:
+    backend = backend_with_spares()
+    async with running(backend, debug_invariants=True) as harness:
+        for name in "abc":
+            await finished(harness, name, f"{HEAD}{name} and more")
+        backend.spoil(50)
+        after = await finished(harness, "after", HEAD + "d and more")
+        assert after.progress.n_cached == 0
+        # The cause may have been in what only it reused, or further up: each request drops one node more.
+        assert (await finished(harness, "again", HEAD + "e and more")).progress.n_cached == 0
+        assert (await finished(harness, "good", HEAD + "f and more")).progress.n_cached >= len(HEAD)
+        assert not any(cell.is_bad and cell.seqs for cell in backend._pools[0])
+        await harness.ask(ClearCache())
+    assert harness.stopped is not None
+    assert not harness.stopped.reason
+
+
+async def test_a_prefix_stays_if_what_continued_it_was_bad() -> None:
+    backend = backend_with_spares()
+    async with running(backend, debug_invariants=True) as harness:
+        for name in "abc":
+            await finished(harness, name, f"{HEAD}{name} and more")
+        backend.spoil(len(HEAD) + 5)
+        for name in "ab":
+            again = await finished(harness, f"{name} again", f"{HEAD}{name} and more")
+            assert again.progress.n_cached == 0, "computed anew"
+            assert (await finished(harness, f"{name} after", f"{HEAD}another")).progress.n_cached >= len(HEAD)
+
+
+async def test_bad_kv_in_ram_is_dropped() -> None:
+    backend = FakeBackend(n_slots=2, n_ctx=512, n_ubatch=64, n_reserved=2)
+    prompts = [f"{i} is where this one begins. " * 12 for i in range(3)]
+    async with running(backend, debug_invariants=True, ram_bytes=10**6) as harness:
+        for i, prompt in enumerate(prompts):
+            await finished(harness, f"first {i}", prompt)
+        assert backend.segments
+        backend.bad_segments.update(backend.segments)
+        for i, prompt in enumerate(prompts):
+            await finished(harness, f"second {i}", prompt)
+        assert not backend.bad_segments
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_request_whose_own_tokens_are_bad_fails_after_one_more_attempt(n: int) -> None:
+    backend = backend_with_spares()
+    backend.poison = {ord("!")}
+    async with running(backend) as harness:
+        await finished(harness, "good", HEAD + "Hello")
+        prompt = (TextPart(HEAD + "!" + "x" * 40),)
+        bad = await asyncio.gather(*harness.submit_all(Submit("bad", prompt, sampling=GREEDY, n=n, max_tokens=8)))
+        for end in bad:
+            assert isinstance(end, Failed)
+            assert "INVALID_LOGITS" in end.error.message
+        assert (await finished(harness, "after", HEAD + "?")).progress.n_cached >= len(HEAD)
+
+
+class Spoiling(FakeBackend):
+    """A backend in which a cell goes bad once two requests share it."""
+
+    has_spoiled = False
+
+    def decode(self, runs: Sequence[Run]) -> Decoded:
+        """Spoil a cell before the first batch of two requests."""
+        if len(runs) > 1 and not self.has_spoiled:
+            self.has_spoiled = True
+            self.spoil(30)
+        return super().decode(runs)
+
+
+async def test_followers_that_run_on_bad_kv_are_computed_anew() -> None:
+    async with running(Spoiling(n_ctx=2048, n_slots=4, n_reserved=4)) as harness:
+        leader = harness.submit("leader", HEAD, max_tokens=-1, sampling=ENDLESS)
+        await harness.wait_for("leader", Output, count=2)
+        followers = {name: harness.submit(name, f"{HEAD}{name}") for name in ("one", "two", "three")}
+        assert isinstance(await leader, Failed)
+        for name, end in followers.items():
+            assert isinstance(await end, Finished)
+            assert harness.text(name) == await prompt_alone(f"{HEAD}{name}")
+
+
+class Losing(FakeBackend):
+    """A backend in which one stream of a batch has no valid logits after `n_good` of its tokens."""
+
+    lost: Sampler | None = None
+    n_good = 5
+
+    def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
+        """Sample as ever, but for the stream that was drawn first."""
+        self.lost = self.lost or draws[0][1]
+        return [
+            NO_TOKEN if sampler is self.lost and sampler.n_drawn > self.n_good else token
+            for (_, sampler), token in zip(draws, super().sample(draws), strict=True)
+        ]
+
+
+async def test_one_stream_of_a_batch_fails_and_the_others_go_on() -> None:
+    backend = Losing(n_ctx=1024)
+    async with running(backend) as harness:
+        ends = [harness.submit(name, f"{name} prompt", max_tokens=60, sampling=ENDLESS) for name in "abcd"]
+        first, *others = await asyncio.gather(*ends)
+        assert isinstance(first, Failed)
+        assert len(harness.tokens("a")) <= backend.n_good
+        for name, end in zip("bcd", others, strict=True):
+            assert isinstance(end, Finished)
+            assert harness.text(name) == await alone(
+                f"{name} prompt", FakeBackend(n_ctx=1024), max_tokens=60, sampling=ENDLESS
+            )
+        assert (await harness.submit("again", "a prompt")).progress.n_cached <= 1, "only the BOS token"
+
+
+async def test_a_model_that_computes_nothing_more_ends_the_engine() -> None:
+    backend = FakeBackend(n_slots=2)
+    async with running(backend) as harness:
+        await finished(harness, "good", "works")
+        backend.failures.extend([(Status.FATAL, 0)] * 100)
+        ends = [await harness.submit(str(i), f"{i} fails") for i in range(2)]
+        assert all(isinstance(end, Failed) and "FATAL" in end.error.message for end in ends)
+        assert harness.stopped is None
+        assert isinstance(await harness.submit("last", "fails too"), Failed)
+        async with asyncio.timeout(10):
+            while harness.stopped is None:
+                await asyncio.sleep(0)
+    assert "could not compute 3 requests in a row" in harness.stopped.reason
+
+
+async def test_failures_between_which_others_succeed_do_not_end_the_engine() -> None:
+    backend = FakeBackend(n_slots=2)
+    async with running(backend) as harness:
+        for i in range(5):
+            backend.failures.append((Status.FATAL, 0))
+            assert isinstance(await harness.submit(f"bad {i}", f"{i} fails"), Failed)
+            await finished(harness, f"good {i}", "works")
+        backend.failures.extend([(Status.INVALID, 0)] * 5)
+        for i in range(5):
+            assert isinstance(await harness.submit(f"refused {i}", f"{i} is refused"), Failed)
+        await finished(harness, "after", "works")
