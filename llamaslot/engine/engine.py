@@ -41,7 +41,7 @@ _FLUSH_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
 """Time after that for calls that still run: of the disk, of slot files."""
 _MAX_FATAL_DECODES = 3
-"""Requests in a row that may fail alone because llama.cpp could not compute; then its context is given up."""
+"""Requests in a row that may fail alone because llama.cpp could not compute; the engine then ends."""
 
 _log = structlog.get_logger(__name__)
 

@@ -32,10 +32,13 @@ TEMPLATE = (
 class Server:
     """A running server and a client for it."""
 
-    def __init__(self, url: str, service: Service, session: aiohttp.ClientSession, bodies: BodyReader) -> None:
+    def __init__(
+        self, url: str, service: Service, session: aiohttp.ClientSession, bodies: BodyReader, local: LocalEngine
+    ) -> None:
         self.url = url
         self.service = service
         self.bodies = bodies
+        self.local = local
         self.session = session
 
     async def get(self, path: str, **kwargs: Any) -> tuple[int, Any]:
@@ -113,7 +116,8 @@ async def start() -> AsyncIterator[Start]:
             stack.push_async_callback(listener.close)
             app[READINESS].set(service)
             session = await stack.enter_async_context(aiohttp.ClientSession())
-            return Server(f"http://127.0.0.1:{listener.addresses[0][1]}", service, session, app[BODY_READER])
+            url = f"http://127.0.0.1:{listener.addresses[0][1]}"
+            return Server(url, service, session, app[BODY_READER], own)
 
         yield started
 

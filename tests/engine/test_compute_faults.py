@@ -1,4 +1,4 @@
-"""Invalid logits and decodes that fail: which requests fail, which KV is dropped, when the engine is given up."""
+"""Invalid logits and decodes that fail: which requests fail, which KV is dropped, when the engine ends."""
 
 from __future__ import annotations
 

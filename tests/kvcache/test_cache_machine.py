@@ -366,7 +366,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.asked)
     @rule(
-        kind=st.sampled_from(["path", "path", "path", "namespace", "everything"]),
+        kind=st.sampled_from(["path", "path", "path", "invalid", "namespace", "everything"]),
         index=st.integers(0, 9), share=st.sampled_from([0.5, 1, 1]),
     )  # fmt: skip
     def drop(self, kind: str, index: int, share: float) -> None:
@@ -386,6 +386,14 @@ class CacheMachine(RuleBasedStateMachine):
             assert left.n_resident <= fork
             # A segment that starts before the fork cannot be cut: it stays whole.
             assert left.n_matched == fork or left.segments[-1].start < fork
+        elif kind == "invalid":
+            tokens = asked.tokens[: int(share * len(asked.tokens))]
+            path = packed(np.array(tokens, dtype=np.int32))
+            node = cache._tree.match(namespace, path).matched_end
+            start, is_pinned = node.start, node.n_pins > 0
+            cache.drop(namespace, [path], are_invalid=True)
+            left = cache._tree.match(namespace, path)
+            assert is_pinned or left.n_matched <= start
         elif all(other.request.namespace != namespace for other in running):
             cache.drop(namespace)
             assert not list(cache._tree.nodes(namespace))
