@@ -17,6 +17,7 @@ LONG = os.environ.get("LLAMASLOT_TESTS") == "long"
 ROOT = Path(__file__).resolve().parent
 SLOWEST = (
     "app/test_crashes.py",
+    "app/test_chaos.py",
     "demo/test_reuse.py",
     "demo/test_restart.py",
     "demo/test_workloads.py",

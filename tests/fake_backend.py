@@ -230,7 +230,7 @@ class FakeBackend:
         """Return the (position, token) pairs of a sequence, in order."""
         return sorted((cell.position, cell.token) for cell in self._cells_of(seq))
 
-    def spoil(self, position: int) -> None:
+    def damage(self, position: int) -> None:
         """Make what all sequences hold at a position bad, as an overflow or faulty memory would."""
         for pool in self._pools:
             for cell in pool:

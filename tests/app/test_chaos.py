@@ -8,7 +8,7 @@ Where each fault alone is injected (paths below `tests/`):
 |---|---|
 | client leaves while queued, loading, prefilling, decoding | `api/test_disconnect.py` |
 | slow reader | `api/test_sse.py`, here |
-| idle and silent connections, half-sent bodies, few descriptors | `api/test_connections.py`, `app/test_serve.py`, here |
+| idle connections, half-sent bodies, few descriptors | `api/test_connections.py`, `app/test_serve.py`, here |
 | KV pool full in mid-decode | `engine/test_engine.py`, `scheduler/test_scheduler.py` |
 | llama_decode returns 1, -1, 2, < -1 | `engine/test_engine.py`, `engine/test_compute_faults.py` |
 | logits NaN or infinite, bad cells | `engine/test_compute_faults.py`, `backend/test_sampler.py` |
@@ -54,7 +54,7 @@ from tests.live import Server, serving
 from tests.noise import Noise
 
 SEED = int(os.environ.get("LLAMASLOT_CHAOS_SEED") or random.SystemRandom().randrange(2**32))
-SECONDS = float(os.environ.get("LLAMASLOT_CHAOS_SECONDS", "120")) if LONG else 4.0
+SECONDS = float(os.environ.get("LLAMASLOT_CHAOS_SECONDS", "120")) if LONG else 3.0
 N_CLIENTS = 6
 PROMPTS = [f"{i}. {STORY * (1 + 5 * (i % 3))}" for i in range(6)]
 REPLY = {"n_predict": 24, "temperature": 0, "return_tokens": True}
@@ -67,7 +67,7 @@ time.time = lambda: _time() + chance.uniform(-86_400, 86_400)
 from llamaslot.backend.disk import DiskStore
 def faulty(method, codes):
     def call(self, *arguments):
-        if chance.random() < 0.2:
+        if os.path.exists({flag!r}) and chance.random() < 0.2:
             code = chance.choice(codes)
             if code:
                 raise OSError(code, os.strerror(code))
@@ -205,9 +205,11 @@ def meddle(server: Server, disk: Path, chance: random.Random, seconds: float) ->
         lambda: outcome_of(server, "/cache/clear"),
         lambda: [path.unlink(missing_ok=True) for path in sorted((disk / "segments").glob("*"))[::2]],
     ]
-    while (left := until - time.monotonic()) > 0:
-        chance.choices(actions, [2, 2, 1, 2])[0]()
-        time.sleep(min(left, chance.uniform(0.3, 1.5)))
+    # Each of them at least once, and the first one while the disk has everything.
+    due = list(actions)
+    while due or time.monotonic() < until:
+        time.sleep(chance.uniform(0.3, 6.0 if LONG else 0.8))
+        (due.pop(0) if due else chance.choice(actions))()
 
 
 def outcome_of(server: Server, path: str) -> None:
@@ -230,8 +232,10 @@ def test_faults_at_once_leave_no_stuck_slot_and_change_no_text(tmp_path: Path) -
     disk = tmp_path / "disk"
     args = ("-np", "2", "--cache-disk", disk, "--cache-ram", "8", "--debug-invariants", "-c", "4096")
     must_end = threading.Event()
-    with serving(tmp_path, *args, fault=FAULT.format(seed=SEED)) as server:
+    with serving(tmp_path, *args, fault=FAULT.format(seed=SEED, flag=str(tmp_path / "faults"))) as server:
         expected = [server.post("/completion", {"prompt": prompt, **REPLY})["tokens"] for prompt in PROMPTS]
+        wait(lambda: server.get("/cache")["disk"]["tokens"] > 400, seconds=40)
+        (tmp_path / "faults").touch()
         clients = [Client(server, chance.randrange(2**32), must_end) for _ in range(N_CLIENTS)]
         prober = Prober(server, must_end)
         threads = [*clients, prober]
@@ -263,6 +267,7 @@ def test_faults_at_once_leave_no_stuck_slot_and_change_no_text(tmp_path: Path) -
         f"{len(replies)} replies, {sum(len(c.errors) for c in clients)} errors, {n_kills} kills, {prober.p99:.3f} s"
     )
     assert len(replies) > len(PROMPTS)
+    assert n_kills
     noise = Noise(LlamaSettings(model=resolve_model("demo"), n_ctx=4096, n_threads=1, n_threads_batch=1))
     different = {(i, tuple(tokens)) for i, _, tokens in replies if tokens != expected[i]}
     assert all(is_same(noise, i, list(tokens), expected[i]) for i, tokens in different), different
@@ -275,15 +280,16 @@ def test_a_model_file_that_is_truncated_while_it_is_mapped_ends_the_engine_only(
         os.truncate(model, 4096)
         status, reply, _ = outcome(server, {"prompt": STORY, "n_predict": 2})
         assert (status, "the engine ended" in reply["error"]["message"]) == (503, True)
-        wait(lambda: len(server.log_lines("engine.ended")) >= 2)
-        ends = server.log_lines("engine.ended")
-        assert (ends[0]["reason"], ends[0]["crashed"]) == ("SIGBUS", True)
-        assert "cannot load" in ends[1]["reason"]
+        wait(lambda: len(server.log_lines("engine.ended")) >= (2 if LONG else 1))
+        crash, *later = server.log_lines("engine.ended")
+        assert (crash["reason"], crash["crashed"]) == ("SIGBUS", True)
+        assert all("cannot load" in end["reason"] for end in later)
         assert server.process.poll() is None
         assert not is_healthy(server)
         assert server.stop() == 0
 
 
+@pytest.mark.skipif(not LONG, reason="starts two servers; tests/backend/test_disk_store.py has the short form")
 def test_a_second_server_on_the_same_folder_says_so(tiny_model: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with serving(tmp_path, "-m", tiny_model, "--cache-disk", disk) as server:
@@ -310,5 +316,10 @@ def test_live_streams_beside_2000_idle_sockets(tmp_path: Path) -> None:
             started = time.monotonic()
             assert server.get("/health") == {"status": "ok"}
             assert time.monotonic() - started < 0.5
-            assert server.post("/completion", {"prompt": STORY, "n_predict": 8})["tokens_predicted"] == 8
+            assert (
+                server.post("/completion", {"prompt": STORY, "n_predict": 8, "ignore_eos": True})[
+                    "tokens_predicted"
+                ]
+                == 8
+            )
         assert server.stop() == 0

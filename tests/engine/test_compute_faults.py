@@ -37,7 +37,7 @@ async def test_a_request_that_reused_bad_kv_is_computed_anew_and_the_bad_kv_is_d
     async with running(backend, debug_invariants=True) as harness:
         for name in "abc":
             await finished(harness, name, f"{HEAD}{name} and more")
-        backend.spoil(50)
+        backend.damage(50)
         after = await finished(harness, "after", HEAD + "d and more")
         assert after.progress.n_cached == 0
         # The cause may have been in what only it reused, or further up: each request drops one node more.
@@ -54,7 +54,7 @@ async def test_a_prefix_stays_if_what_continued_it_was_bad() -> None:
     async with running(backend, debug_invariants=True) as harness:
         for name in "abc":
             await finished(harness, name, f"{HEAD}{name} and more")
-        backend.spoil(len(HEAD) + 5)
+        backend.damage(len(HEAD) + 5)
         for name in "ab":
             again = await finished(harness, f"{name} again", f"{HEAD}{name} and more")
             assert again.progress.n_cached == 0, "computed anew"
@@ -88,21 +88,21 @@ async def test_a_request_whose_own_tokens_are_bad_fails_after_one_more_attempt(n
         assert (await finished(harness, "after", HEAD + "?")).progress.n_cached >= len(HEAD)
 
 
-class Spoiling(FakeBackend):
+class Damaging(FakeBackend):
     """A backend in which a cell goes bad once two requests share it."""
 
-    has_spoiled = False
+    has_damaged = False
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
-        """Spoil a cell before the first batch of two requests."""
-        if len(runs) > 1 and not self.has_spoiled:
-            self.has_spoiled = True
-            self.spoil(30)
+        """Damage a cell before the first batch of two requests."""
+        if len(runs) > 1 and not self.has_damaged:
+            self.has_damaged = True
+            self.damage(30)
         return super().decode(runs)
 
 
 async def test_followers_that_run_on_bad_kv_are_computed_anew() -> None:
-    async with running(Spoiling(n_ctx=2048, n_slots=4, n_reserved=4)) as harness:
+    async with running(Damaging(n_ctx=2048, n_slots=4, n_reserved=4)) as harness:
         leader = harness.submit("leader", HEAD, max_tokens=-1, sampling=ENDLESS)
         await harness.wait_for("leader", Output, count=2)
         followers = {name: harness.submit(name, f"{HEAD}{name}") for name in ("one", "two", "three")}
