@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 from llamaslot.app.config import Config
 from llamaslot.base.model import KvCost, ModelInfo
+from llamaslot.kvcache.cache_settings import MIN_POOLS_IN_RAM
 
 _MAX_AUTO_RAM_BYTES = 8 * 2**30
 """Upper limit of `--cache-ram auto`: llama-server's default for `--cache-ram`."""
 _AUTO_RAM_FRACTION = 0.5
 """Fraction of free memory that `--cache-ram auto` takes."""
-_MIN_POOLS_IN_RAM = 2
-"""Pools that RAM must have room for if idle prefixes are to be offloaded early: else RAM holds less than cells."""
 _NOISE = 1.02
 """Prefill slowdowns up to this one are taken for none."""
 _MIB = 2**20
@@ -23,13 +22,15 @@ class Budgets:
     """Limits of what idle prefixes may keep."""
 
     ram_bytes: int
-    """Bytes of host memory; 0 where nothing is offloaded."""
+    """Bytes of host memory at most; 0 where nothing is offloaded."""
     idle_cells: int | None
     """Cells of the pool; None for all that nothing else needs."""
     offload_after: int | None
     """Further prompt tokens after which an idle prefix is offloaded; None for never."""
     line: str
     """The line that tells the user."""
+    ram_is_fixed: bool = True
+    """False if fewer bytes are used while memory is short."""
 
 
 def choose_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
@@ -41,10 +42,11 @@ def choose_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
         return Budgets(0, idle_cells, None, f"RAM: not used for prefixes ({reason}){_slowdown(info.kv_cost)}")
     ram_bytes = _ram_bytes(config, n_free)
     offload_after = None
-    fits = ram_bytes > 0 and ram_bytes >= _MIN_POOLS_IN_RAM * _pool_bytes(info)
+    fits = ram_bytes > 0 and ram_bytes >= MIN_POOLS_IN_RAM * _pool_bytes(info)
     if config.cache_idle_cells == "auto" and info.kv_cost is not None and fits:
         offload_after = break_even_tokens(info.kv_cost)
-    return Budgets(ram_bytes, idle_cells, offload_after, _line(info, ram_bytes, offload_after, idle_cells))
+    line = _line(info, ram_bytes, offload_after, idle_cells)
+    return Budgets(ram_bytes, idle_cells, offload_after, line, ram_is_fixed=config.cache_ram not in ("auto", -1))
 
 
 def break_even_tokens(cost: KvCost) -> int | None:

@@ -39,17 +39,28 @@ class CellStats(msgspec.Struct):
     free: int = 0
 
 
-class RamStats(msgspec.Struct):
-    """Offloaded prefixes in host memory."""
+class TierStats(msgspec.Struct):
+    """Offloaded prefixes in one tier."""
 
     total_bytes: int = 0
-    """The limit; 0 where nothing is offloaded."""
+    """The limit now; 0 where nothing is offloaded."""
     used_bytes: int = 0
     tokens: int = 0
     segments: int = 0
 
 
-class DiskStats(RamStats):
+class RamStats(TierStats):
+    """Offloaded prefixes in host memory."""
+
+    max_bytes: int = 0
+    """The limit while memory is ample."""
+    state: Literal["normal", "reduced", "growing"] = "normal"
+    """`reduced` while memory is short and for a while after, then `growing`; a fixed limit stays in any case."""
+    reason: str = ""
+    """Why the limit is less than `max_bytes`, or would be if it were not fixed."""
+
+
+class DiskStats(TierStats):
     """Offloaded prefixes on disk."""
 
     corrupt_files: int = msgspec.field(default=0, name="bad_files")

@@ -15,7 +15,7 @@ from rich.tree import Tree
 
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.stats import CachePrefix, CacheState, RamStats
+from llamaslot.base.stats import CachePrefix, CacheState, TierStats
 from llamaslot.cli.client import DEFAULT_URL, Client, RefusedError, add_access
 
 _MAX_TEXT_CHARS = 60
@@ -68,7 +68,7 @@ def _ask(client: Client, method: str, path: str, reply_type: type[_R]) -> _R:
         raise ConfigError(f"the answer of {client.url} is of another version of llamaslot ({error})") from None
 
 
-def _tier(name: str, tier: RamStats) -> str:
+def _tier(name: str, tier: TierStats) -> str:
     return (
         f"{name}       {_count(tier.tokens, 'token')} in {_count(tier.segments, 'segment')}, "
         f"{tier.used_bytes / 2**20:,.1f} of {tier.total_bytes / 2**20:,.0f} MiB"
@@ -82,7 +82,7 @@ def summary(state: CacheState) -> list[str]:
     return [
         f"cells      {cells.used:,} of {cells.total:,} used: {cells.pinned:,} by running requests, "
         f"{cells.idle:,} idle; {cells.free:,} free",
-        _tier("RAM ", state.ram),
+        _tier("RAM ", state.ram) + (f"; {state.ram.state}: {state.ram.reason}" if state.ram.reason else ""),
         *([_tier("disk", state.disk)] if state.disk.total_bytes else []),
         f"sequences  {seqs.used} of {seqs.slots + seqs.reserved} used ({seqs.slots} slots', {seqs.reserved} spare)",
         f"tree       {_count(state.tokens, 'token')} in {_count(state.nodes, 'node')}, "

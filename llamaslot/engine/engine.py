@@ -26,6 +26,7 @@ from llamaslot.base.events import Cancelled, EngineEvent, Failed, Generated, Rep
 from llamaslot.base.tokens import packed
 from llamaslot.engine.disk_worker import Disk, DiskWorker
 from llamaslot.engine.engine_settings import EngineSettings, cache_settings
+from llamaslot.engine.memory_watch import MemoryWatch, ReadMemory
 from llamaslot.engine.model_worker import Worker, model_thread
 from llamaslot.engine.reply_stream import ReplyStream
 from llamaslot.engine.reports import Reports, Respond
@@ -51,6 +52,7 @@ class Engine:
 
     Every method is called on the event loop of `run`, which ends the thread at its end. Offloaded prefixes are
     written to `disk`, if there is one; `snapshots` has files for what single slots hold. `watch` is told of steps.
+    `read_memory` is called now and then on another thread: RAM is given back while memory is short.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         thread: Executor | None = None,
         watch: StepWatch | None = None,
+        read_memory: ReadMemory | None = None,
     ) -> None:
         info = backend.info
         self._backend = backend
@@ -88,6 +91,7 @@ class Engine:
             disk.ignore(too_large)
             _log.info("disk.restored", segments=len(on_disk) - len(too_large), larger_than_ram=len(too_large))
             self._disk = DiskWorker(disk, backend, self.scheduler.cache, self._post, clock)
+        self._read_memory = read_memory
         self._reports = Reports(self.scheduler, backend.vocab)
         self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
         self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {
@@ -134,6 +138,12 @@ class Engine:
     async def run(self) -> None:
         """Run steps until `stop`, or until an error that is not one request's."""
         reason = ""
+        watching: asyncio.Task[None] | None = None
+        if self._read_memory is not None:
+            memory = MemoryWatch(
+                self._read_memory, self.scheduler.cache, lambda: self._post(lambda: None), self._clock
+            )
+            watching = asyncio.create_task(memory.run(), name="memory-watch")
         try:
             while not self._stopping:
                 await self._step()
@@ -144,6 +154,8 @@ class Engine:
             _log.exception("engine.died")
         finally:
             self._stopping = True
+            if watching is not None:
+                watching.cancel()
             self._worker.close()
             self._watch.end()
             if not reason:

@@ -22,6 +22,8 @@ class EngineSettings:
     """
     ram_bytes: int = 0
     """Host memory for what leaves the pool."""
+    ram_is_fixed: bool = True
+    """False if less of it is used while memory is short."""
     disk_bytes_per_day: int = 0
     """Bytes that may be written to disk a day; 0 for any number."""
     debug_invariants: bool = False
@@ -40,6 +42,7 @@ def cache_settings(backend: Backend, settings: EngineSettings, disk: SegmentDisk
         idle_cells=settings.idle_cells,
         offload_after=settings.offload_after,
         ram_bytes=settings.ram_bytes,
+        ram_is_fixed=settings.ram_is_fixed,
         disk_bytes=disk.capacity if disk is not None else 0,
         disk_bytes_per_day=settings.disk_bytes_per_day,
         segment_size=info.segment_size,

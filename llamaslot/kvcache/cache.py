@@ -34,6 +34,7 @@ from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.offload.disk_io import IoEvent, Job, SegmentMeta
 from llamaslot.kvcache.offload.offloader import Loaded, Offloader
 from llamaslot.kvcache.offload.policy import Deadlines, OffloadPolicy
+from llamaslot.kvcache.offload.ram_budget import RamBudget
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.offload.slot_snapshot import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
 from llamaslot.kvcache.partitioned_pool import PartitionedPool
@@ -89,6 +90,8 @@ class KVCache:
             disk_bytes=settings.disk_bytes,
             disk_bytes_per_day=settings.disk_bytes_per_day,
         )
+        self.ram_budget = RamBudget(self._tiers.ram.capacity, is_fixed=settings.ram_is_fixed)
+        """Follows free memory; `tick` evicts what exceeds it."""
         self._offloader = Offloader(
             self._tree, self._sequences, self._tiers, settings, self._counters, lambda: self.cells.free
         )
@@ -204,13 +207,14 @@ class KVCache:
     # --- a step ---
 
     def tick(self, now: float, *, is_stopping: bool = False) -> None:
-        """Begin a plan: remove duplicate cells, time out reads, start due writes.
+        """Begin a plan: remove duplicate cells, keep the budget of RAM, time out reads, start due writes.
 
         `is_stopping` makes every write due, since the server is shutting down.
         """
         self._pool.deduplicate()
         if is_stopping:
             self._policy.flush(now)
+        self._policy.keep_ram_budget(self.ram_budget.n_bytes)
         self._tiers.tick(now)
         self._n_loaded = 0
 
@@ -307,11 +311,19 @@ class KVCache:
     def stats(self) -> CacheStats:
         """The cache's part of the statistics, in constant time; what requests reused is added by the scheduler."""
         settings, tiers = self.settings, self._tiers
-        ram, disk, writing = tiers.ram, tiers.disk, tiers.writer.writing
+        ram, disk, writing, budget = tiers.ram, tiers.disk, tiers.writer.writing, self.ram_budget
         return structs.replace(
             self._counters,
             cells=self.cells,
-            ram=RamStats(ram.capacity, ram.n_bytes, ram.n_tokens, len(ram)),
+            ram=RamStats(
+                total_bytes=budget.n_bytes,
+                used_bytes=ram.n_bytes,
+                tokens=ram.n_tokens,
+                segments=len(ram),
+                max_bytes=budget.max_bytes,
+                state=budget.state.value,
+                reason=budget.reason,
+            ),
             disk=DiskStats(
                 total_bytes=disk.capacity,
                 used_bytes=disk.n_bytes - sum(segment.n_bytes for segment in writing),

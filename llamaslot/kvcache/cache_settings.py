@@ -8,6 +8,8 @@ from llamaslot.base.model import SegmentSize
 
 MAX_SEGMENT_TOKENS = 512
 """Tokens of a segment at most: loading one of this size for only a part of it costs little."""
+MIN_POOLS_IN_RAM = 2
+"""Pools that RAM must have room for if idle prefixes are to be offloaded early: else RAM holds less than cells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,8 @@ class CacheSettings:
     ram_bytes: int = 0
     disk_bytes: int = 0
     """Budgets of the tiers; 0 for none."""
+    ram_is_fixed: bool = True
+    """False if the budget of RAM follows free memory, up to `ram_bytes`."""
     disk_bytes_per_day: int = 0
     """Bytes that may be written to disk a day; 0 for any number."""
     segment_size: SegmentSize | None = None
@@ -54,6 +58,11 @@ class CacheSettings:
     def pool_cells(self) -> int:
         """All cells: in a partitioned pool, spare sequences have as many as slots."""
         return self.n_cells if self.unified else self.n_cells // self.n_slots * self.n_seqs
+
+    @property
+    def min_ram_for_idle(self) -> int:
+        """Bytes of RAM from which on idle prefixes are offloaded early."""
+        return MIN_POOLS_IN_RAM * self.segment_size.of(self.n_cells) if self.segment_size is not None else 0
 
     @property
     def shares_cells(self) -> bool:

@@ -43,7 +43,15 @@ async def test_an_empty_cache(start: Any) -> None:
         "tokens": 0,
         "tokens_pinned": 0,
         "cells": {"total": 4096, "used": 0, "idle": 0, "pinned": 0, "free": 4096},
-        "ram": {"total_bytes": 0, "used_bytes": 0, "tokens": 0, "segments": 0},
+        "ram": {
+            "total_bytes": 0,
+            "used_bytes": 0,
+            "tokens": 0,
+            "segments": 0,
+            "max_bytes": 0,
+            "state": "normal",
+            "reason": "",
+        },
         "disk": {
             "total_bytes": 0,
             "used_bytes": 0,

@@ -17,10 +17,10 @@ from structlog.testing import capture_logs
 
 from bench import synthetic
 from llamaslot.app.models import resolve_model
+from llamaslot.backend import host_memory as host_memory_module
+from llamaslot.backend.host_memory import host_memory
 from llamaslot.backend.llama import LlamaSettings, library, sizing
-from llamaslot.backend.llama import host_memory as host_memory_module
 from llamaslot.backend.llama import kv_bytes as kv_bytes_module
-from llamaslot.backend.llama.host_memory import host_memory
 from llamaslot.backend.llama.kv_bytes import KvBytes, from_log, kv_bytes, layer_bytes, layers_on_gpu
 from llamaslot.backend.llama.library import Device
 from llamaslot.backend.llama.llama_settings import sequences

@@ -26,7 +26,7 @@ from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import packed, unpacked
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.offload import disk_pacing
+from llamaslot.kvcache.offload import disk_pacing, ram_budget
 from llamaslot.kvcache.offload.disk_io import (
     Corrupt,
     Job,
@@ -38,6 +38,7 @@ from llamaslot.kvcache.offload.disk_io import (
     Write,
     Written,
 )
+from llamaslot.kvcache.offload.ram_budget import MemoryReading
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.offload.slot_snapshot import SlotSnapshot, SnapshotPart
 from llamaslot.kvcache.segment import SegmentState
@@ -218,7 +219,8 @@ class CacheMachine(RuleBasedStateMachine):
         """The bytes of the files."""
         self.unreadable: set[int] = set()
         self.is_short = self.was_short = False
-        """True while there is no memory to save in, and true if there ever was none."""
+        """True while there is no memory to save in, and true if there ever was none, or little."""
+        self.memory_read_at = 0.0
         self.scheduler = Scheduler(
             msgspec.structs.replace(info, step_cost=ALWAYS_PADDED if query_block else None),
             CacheSettings(
@@ -230,6 +232,7 @@ class CacheMachine(RuleBasedStateMachine):
                 idle_cells=idle_cells,
                 offload_after=offload_after,
                 ram_bytes=self.ram_bytes,
+                ram_is_fixed=False,
                 disk_bytes=self.disk_bytes,
                 segment_size=info.segment_size,
                 segment_tokens=self.largest,
@@ -363,6 +366,18 @@ class CacheMachine(RuleBasedStateMachine):
         if self.is_short and not is_short:
             self.now += disk_pacing.RETRY_DELAY_S
         self.is_short = is_short
+
+    @precondition(lambda self: self.shape.ram)
+    @rule(free=st.sampled_from([0.2, 0.7, 0.9, 1.8, 3, 40, 40, 40]))
+    def change_free_memory(self, free: float) -> None:
+        """The budget of RAM follows what is free, here in budgets."""
+        budget = self.cache.ram_budget
+        self.memory_read_at += ram_budget.CALM_S
+        reading = MemoryReading(int(free * self.ram_bytes), 10 * self.ram_bytes)
+        budget.observe(reading, self.tiers.ram.n_bytes, self.memory_read_at)
+        assert 0 <= budget.n_bytes <= self.ram_bytes
+        self.was_short |= self.is_squeezed
+        COUNTS[f"RAM {budget.state.value}"] += 1
 
     @precondition(lambda self: self.asked)
     @rule(
@@ -507,6 +522,11 @@ class CacheMachine(RuleBasedStateMachine):
                 self.states[number] = self.backend.kv_of(number)
                 saved = self.backend.saved[number]
                 assert not saved.namespace.startswith("private"), "a private prefix is written"
+
+    @property
+    def is_squeezed(self) -> bool:
+        """True if RAM may keep less than was configured, because memory is short."""
+        return self.cache.ram_budget.n_bytes < self.ram_bytes
 
     @property
     def cache(self) -> KVCache:
@@ -710,7 +730,7 @@ class CacheMachine(RuleBasedStateMachine):
             ready = [self.find(work.request) for work in plan.work]
             pending = [len(asked.tokens) - len(held[asked.slot]) for asked in ready]
             n_pending = sum(n for n in pending if n > 1)
-            if self.shape.offload_after is not None and self.shape.ram and n_pending:
+            if self.shape.offload_after is not None and self.shape.ram and n_pending and not self.is_squeezed:
                 for node in self.cache._tree.nodes():
                     n_since = before.clock - node.last_used
                     is_new = n_since <= 0 or n_since + n_pending <= self.shape.offload_after
@@ -739,7 +759,8 @@ class CacheMachine(RuleBasedStateMachine):
         COUNTS["loads"] += sum(isinstance(each, Load) for each in plan.operations)
         COUNTS["saves"] += sum(isinstance(each, Save) for each in plan.operations)
         n_pinned = len(self.backend.prefixes(asked.slot for asked in self.running))
-        is_full = self.backend.info.n_ctx - n_pinned < self.largest or (self.shape.disk and self.shape.ram < 10)
+        has_little = self.shape.ram < 10 or self.is_squeezed
+        is_full = self.backend.info.n_ctx - n_pinned < self.largest or (self.shape.disk and has_little)
         for work in plan.work:
             asked = self.find(work.request)
             if self.shape.shares and len(asked.tokens) - work.run.start > 1:
@@ -958,6 +979,8 @@ class CacheMachine(RuleBasedStateMachine):
     def shut_down(self) -> None:
         """Once the scheduler has stopped, all that others may share and that fits is written to disk."""
         self.change_memory(is_short=False)
+        while self.is_squeezed:
+            self.change_free_memory(free=40)
         self.now += disk_pacing.RETRY_DELAY_S
         self.scheduler.stop(self.now)
         for _ in range(1000):

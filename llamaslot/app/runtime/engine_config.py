@@ -45,6 +45,7 @@ def engine_settings(config: Config, budgets: Budgets) -> EngineSettings:
         idle_cells=budgets.idle_cells,
         offload_after=budgets.offload_after,
         ram_bytes=budgets.ram_bytes,
+        ram_is_fixed=budgets.ram_is_fixed,
         disk_bytes_per_day=config.cache_disk_write_per_day * 2**20,
         debug_invariants=config.debug_invariants,
     )

@@ -17,8 +17,8 @@ from llamaslot.app.cache_disk import lock_disk, open_disk, slot_files, slot_save
 from llamaslot.app.config import Config
 from llamaslot.app.runtime.engine_config import engine_settings, llama_settings
 from llamaslot.backend.disk import DiskStore
+from llamaslot.backend.host_memory import MemoryReader, host_memory
 from llamaslot.backend.llama import LlamaBackend, LoadingStopped
-from llamaslot.backend.llama.host_memory import host_memory
 from llamaslot.base.backend import Backend
 from llamaslot.base.events import EngineEvent
 from llamaslot.engine.engine import Engine
@@ -103,6 +103,7 @@ class EngineHost:
             snapshots=snapshots,
             thread=self._thread,
             watch=self.watch,
+            read_memory=MemoryReader().read,
         )
         return self._engine
 

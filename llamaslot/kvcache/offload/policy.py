@@ -8,6 +8,8 @@
 - Idle prefixes keep at most `idle_cells`.
 - While nothing runs, idle prefixes are copied to RAM, so that the next prompt finds them offloaded already.
 - With a disk, what running requests hold is copied to RAM as well, a segment at a time, to be written from there.
+- While memory is short (`ram_budget.py`), segments leave RAM, and idle prefixes stay in the pool until their
+  cells are needed.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.segment import SegmentEvent, SegmentState
 from llamaslot.kvcache.sequences import Sequences
 
 
@@ -75,6 +78,21 @@ class OffloadPolicy:
         if self._settings.shares_cells and budget is not None and self._tree.n_idle_tokens > budget:
             self._offloader.evict(self._at_most(self._tree.n_idle_tokens - budget))
 
+    def keep_ram_budget(self, n_bytes: int) -> None:
+        """Evict from RAM what exceeds `n_bytes`: segments that are on disk too, then others.
+
+        What is being read, written or loaded stays, so this is to be called again until that has ended.
+        """
+        ram = self._tiers.ram
+        if ram.n_bytes > n_bytes:
+            kept = {*self._tiers.busy.values()}.union(*self._tiers.load_pins.values())
+            evictable = [segment for segment in ram if segment not in kept]
+            for segment in sorted(evictable, key=lambda each: (each.state is not SegmentState.CLEAN, each.rank)):
+                if ram.n_bytes <= n_bytes:
+                    break
+                self._tiers.transition(segment, SegmentEvent.EVICT_RAM)
+        ram.capacity = max(n_bytes, ram.n_bytes)
+
     def offload_for_disk(self, now: float) -> None:
         """While requests run: offload a segment ahead now and then, since only what is in RAM can be written."""
         if now < self._next_write_at:
@@ -127,6 +145,9 @@ class OffloadPolicy:
         """
         after = self._settings.offload_after
         if after is None or not self._settings.offloads:
+            return None
+        if self._tiers.ram.capacity < min(self._settings.ram_bytes, self._settings.min_ram_for_idle):
+            # Memory is short: what leaves the pool would be lost soon.
             return None
         n_idle = self._tree.n_idle_tokens
         idle_share = n_idle / (n_idle + n_free) if n_idle else 1.0

@@ -1,0 +1,160 @@
+"""Free memory of the host, within what a container may use, and signs that it is short.
+
+Linux: `MemAvailable`, limits of control groups (cgroup v1 and v2), and the time that tasks wait for memory
+(pressure stall information, PSI). macOS: the system's pressure level (untried).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from llamaslot.kvcache.offload.ram_budget import MemoryReading
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_PRESSURE = Path("/proc/pressure/memory")
+_MAC_WARNING, _MAC_CRITICAL = 2, 4
+"""Values of macOS' `kern.memorystatus_vm_pressure_level`; 1 is normal."""
+
+
+class _Group(NamedTuple):
+    """A control group with a limit, and what it uses beyond files that can be read again."""
+
+    folder: Path
+    limit: int
+    used: int
+
+
+def host_memory(cgroups: Path = _CGROUPS, own: Path = _OWN_GROUPS) -> tuple[int, int]:
+    """Free and all memory of the host, or of the control groups that this process is in where they allow less."""
+    memory = psutil.virtual_memory()
+    free, total = int(memory.available), int(memory.total)
+    for group in _limited_groups(cgroups, own):
+        free, total = min(free, max(group.limit - group.used, 0)), min(total, group.limit)
+    return free, total
+
+
+def mapped_bytes() -> int:
+    """Resident bytes of the files that this process maps, such as weights; 0 where the system does not say.
+
+    They count as free, for they can be read again, but each token needs them.
+    """
+    return int(getattr(psutil.Process().memory_info(), "shared", 0))
+
+
+def pressure_files(cgroups: Path = _CGROUPS, own: Path = _OWN_GROUPS, host: Path = _PRESSURE) -> list[Path]:
+    """Files in which Linux says how long tasks waited for memory: of the host, and of limited groups (v2 only)."""
+    return [host, *(each.folder / "memory.pressure" for each in _limited_groups(cgroups, own))]
+
+
+def mac_pressure_level() -> int:
+    """Return macOS' pressure level, 0 on other systems. Untried."""
+    if sys.platform != "darwin":
+        return 0
+    level, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    name = b"kern.memorystatus_vm_pressure_level"
+    failed = ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(level), ctypes.byref(size), None, 0)
+    return 0 if failed else level.value
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Functions that ask the system."""
+
+    memory: Callable[[], tuple[int, int]] = host_memory
+    mapped: Callable[[], int] = mapped_bytes
+    pressure_files: Callable[[], Sequence[Path]] = pressure_files
+    mac_level: Callable[[], int] = mac_pressure_level
+
+
+class MemoryReader:
+    """Reads all sources, in less than a millisecond; used by one thread at a time."""
+
+    def __init__(self, sources: Sources | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._sources = sources or Sources()
+        self._clock = clock
+        self._read_at = clock()
+        self._waited: dict[Path, tuple[float, float]] = {}
+        """Seconds that some and all tasks have waited for memory since the boot, by file."""
+
+    def read(self) -> MemoryReading:
+        """Return the state of memory now; waiting is counted since the last call."""
+        sources, now = self._sources, self._clock()
+        free, total = sources.memory()
+        before, self._waited = self._waited, _waited(sources.pressure_files())
+        seconds, self._read_at = now - self._read_at, now
+        grown = [
+            ((some - before[path][0]) / seconds, (everything - before[path][1]) / seconds)
+            for path, (some, everything) in self._waited.items()
+            if path in before and seconds > 0
+        ]
+        level = sources.mac_level()
+        return MemoryReading(
+            free=max(free - sources.mapped(), 0),
+            total=total,
+            some_waiting=max((some for some, _ in grown), default=0.0),
+            all_waiting=max((everything for _, everything in grown), default=0.0),
+            is_warned=level >= _MAC_WARNING,
+            is_critical=level >= _MAC_CRITICAL,
+        )
+
+
+def _limited_groups(cgroups: Path, own: Path) -> Iterator[_Group]:
+    """Control groups of this process that have a limit; in a container its own one may be the root of the mount."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount, limit_of = (cgroups / "memory", _group_v1) if controllers else (cgroups, _group_v2)
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(mount):
+                break
+            try:
+                yield limit_of(folder)
+            except (OSError, ValueError):
+                continue
+
+
+def _group_v2(folder: Path) -> _Group:
+    limits = [(folder / name).read_text().strip() for name in ("memory.max", "memory.high")]
+    limit = min(int(each) for each in limits if each != "max")
+    return _Group(folder, limit, int((folder / "memory.current").read_text()) - _file_bytes(folder, ""))
+
+
+def _group_v1(folder: Path) -> _Group:
+    limit, used = (int((folder / f"memory.{name}_in_bytes").read_text()) for name in ("limit", "usage"))
+    if limit >= sys.maxsize // 2:
+        raise ValueError("no limit")
+    return _Group(folder, limit, used - _file_bytes(folder, "total_"))
+
+
+def _file_bytes(folder: Path, prefix: str) -> int:
+    """Bytes of files that a group has read."""
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return sum(int(stat.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
+
+
+def _waited(paths: Sequence[Path]) -> dict[Path, tuple[float, float]]:
+    """Seconds that some and all tasks have waited since the boot; without files that the kernel does not have."""
+    waited = {}
+    for path in paths:
+        try:
+            lines = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
+            some, everything = (int(lines[kind].rpartition("total=")[2]) / 1e6 for kind in ("some", "full"))
+        except (OSError, ValueError, KeyError):
+            continue
+        waited[path] = some, everything
+    return waited
