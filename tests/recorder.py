@@ -18,6 +18,7 @@ from llamaslot.base.kv_ops import (
     Free,
     Kv,
     Load,
+    NotLoadedError,
     NotSavedError,
     Operation,
     Remove,
@@ -128,7 +129,10 @@ class Recorder:
     def change(self, operation: Operation) -> None:
         if isinstance(operation, Save) and operation.segment in self.refused:
             raise NotSavedError(operation.segment)
-        self.inner.change(operation)
+        try:
+            self.inner.change(operation)
+        except NotLoadedError as error:
+            raise AssertionError(f"{operation}: too few cells") from error
         if isinstance(operation, Remove):
             self.held[operation.seq].truncate(operation.keep)
             return

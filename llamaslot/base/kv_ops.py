@@ -30,6 +30,14 @@ class NotSavedError(Exception):
         self.segment = segment
 
 
+class NotLoadedError(Exception):
+    """The host has no memory for a `Load`; the target sequence was not changed."""
+
+    def __init__(self, segment: int) -> None:
+        super().__init__(f"segment {segment} could not be loaded")
+        self.segment = segment
+
+
 @dataclass(frozen=True, slots=True)
 class Remove:
     """Truncate a sequence to its first `keep` tokens."""
@@ -90,6 +98,7 @@ class Load:
 
     llama.cpp loads a segment whole, into the lowest free cells: there must be one for each of its tokens, and those
     outside of `[start, end)` are freed at once. `scratch` is an empty sequence, before and after.
+    Raises `NotLoadedError` if there is no memory for it.
     """
 
     segment: int

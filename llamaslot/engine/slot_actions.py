@@ -8,7 +8,7 @@ erase      wait until the slot is idle; clear it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -124,11 +124,16 @@ class SlotActions:
                     self._cache.truncate(job.command.slot, 0)
                     self._end(job)
 
-    def done(self) -> None:
-        """Continue after a step: write the snapshots that it took, answer the restores that it loaded."""
+    def done(self, spoiled: Collection[int] = ()) -> None:
+        """Continue after a step: write the snapshots that it took, answer the restores that it loaded.
+
+        Nothing could be loaded into `spoiled` slots, for want of memory.
+        """
         in_step, self._in_step = self._in_step, []
         for job in in_step:
-            if job.save is not None:
+            if job.save is None and job.command.slot in spoiled:
+                job.respond(ServerError("there is no memory to restore the slot"))
+            elif job.save is not None:
                 self._write(job, job.save)
             else:
                 self._end(job)

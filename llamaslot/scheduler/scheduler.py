@@ -14,18 +14,19 @@ Rules that hold at every step:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from llamaslot.base.backend import NO_TOKEN, Status
 from llamaslot.base.events import FinishReason
+from llamaslot.base.kv_ops import Load
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH, packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.offload.disk_io import SaveFailed, SegmentMeta
+from llamaslot.kvcache.offload.disk_io import LoadFailed, SaveFailed, SegmentMeta
 from llamaslot.kvcache.offload.offloader import LoadStatus
 from llamaslot.kvcache.offload.policy import Deadlines
 from llamaslot.scheduler.admission import Admission
@@ -167,6 +168,9 @@ class Scheduler:
         """Change the state to what the backend did for `plan`."""
         for number in result.unsaved:
             self.cache.on_io(SaveFailed(number), now)
+        if result.spoiled:
+            plan = plan.without(result.spoiled)
+            self._discard(result.spoiled, plan, now)
         if not plan.work:
             return []
         requests = {request.id: request for work in plan.work for request in (work.request, *work.siblings)}
@@ -295,6 +299,16 @@ class Scheduler:
         self.cache.invalidate(request.slot)
         self.end(request, now)
         return [DecodeFailed(request, result.decoded.status.name)]
+
+    def _discard(self, spoiled: Collection[int], plan: StepPlan, now: float) -> None:
+        """Drop sequences that do not hold what they should; the requests in them start again from what is cached."""
+        if any(isinstance(each, Load) and each.dst in spoiled for each in plan.operations):
+            self.cache.on_io(LoadFailed(), now)
+        for seq in spoiled:
+            if seq < len(self.slots) and self.slots[seq].request is not None:
+                self._invalidate(seq)
+            else:
+                self.cache.invalidate(seq)
 
     def _invalidate(self, slot: int) -> None:
         self.cache.invalidate(slot)

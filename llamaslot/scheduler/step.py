@@ -10,13 +10,24 @@ decode), and the commits follow in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from llamaslot.base.backend import NO_TOKEN, Backend, Decoded, Run, Sampler, Status
-from llamaslot.base.kv_ops import Free, NotSavedError, Operation, Remove
+from llamaslot.base.kv_ops import (
+    Copy,
+    CopyStream,
+    Free,
+    Load,
+    NotLoadedError,
+    NotSavedError,
+    Operation,
+    Remove,
+    Save,
+    Share,
+)
 from llamaslot.kvcache.offload.disk_io import Job
 from llamaslot.scheduler.request import Request
 
@@ -56,6 +67,12 @@ class StepPlan:
         padding = len(self.padding.tokens) if self.padding is not None else 0
         return sum(len(each.run.tokens) for each in self.work) + padding
 
+    def without(self, spoiled: Collection[int]) -> StepPlan:
+        """The plan without the work in these sequences."""
+        if not spoiled:
+            return self
+        return replace(self, work=[each for each in self.work if each.run.seq not in spoiled])
+
     def __bool__(self) -> bool:
         """Return True if there is anything to do, or anything changed that another plan may continue from."""
         return bool(self.operations or self.work or self.preempted or self.jobs)
@@ -78,14 +95,17 @@ class StepResult:
     """Time that decoding and sampling took."""
     unsaved: frozenset[int] = frozenset()
     """Segments that could not be saved for want of memory, and were not freed since."""
+    spoiled: frozenset[int] = frozenset()
+    """Sequences that do not hold what the plan says, for want of memory; nothing was computed in them."""
 
 
 def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepResult:
     """Carry out a plan. Raises only what is a bug or the end of the backend."""
-    unsaved = _change(plan.operations, backend)
+    unsaved, spoiled = _change(plan.operations, backend)
     started = clock()
+    plan = plan.without(spoiled)
     if not plan.work:
-        return StepResult(Decoded(Status.OK, {}), {}, {}, {}, started, 0.0, unsaved)
+        return StepResult(Decoded(Status.OK, {}), {}, {}, {}, started, 0.0, unsaved, spoiled)
     decoded = _decode(plan, backend)
     tokens: dict[str, int] = {}
     made: dict[str, Sampler] = {}
@@ -104,24 +124,55 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
         tokens = dict(zip(names, backend.sample(draws), strict=True))
     else:
         lengths = {work.run.seq: backend.seq_len(work.run.seq) for work in plan.work}
-    return StepResult(decoded, tokens, made, lengths, started, clock() - started, unsaved)
+    return StepResult(decoded, tokens, made, lengths, started, clock() - started, unsaved, spoiled)
 
 
-def _change(operations: Sequence[Operation], backend: Backend) -> frozenset[int]:
-    """Carry out operations in order; returns the segments that could not be saved for want of memory.
+def _change(operations: Sequence[Operation], backend: Backend) -> tuple[frozenset[int], frozenset[int]]:
+    """Carry out operations in order; returns the segments and the sequences for which there was no memory.
 
-    Those that the same plan frees again are left out. No plan loads what it saves.
+    1. An operation that fails, or needs a sequence in which one has failed, is left out, and its target is spoiled:
+       a segment that is not saved, or a sequence that does not hold what it should.
+    2. A segment that is freed again, and a sequence that is emptied again, is as planned.
+
+    No plan loads what it saves.
     """
     unsaved: set[int] = set()
+    spoiled: set[int] = set()
     for operation in operations:
-        if isinstance(operation, Free) and operation.segment in unsaved:
-            unsaved.remove(operation.segment)
+        if isinstance(operation, Free):
+            if operation.segment in unsaved:
+                unsaved.remove(operation.segment)
+            else:
+                backend.change(operation)
             continue
-        try:
-            backend.change(operation)
-        except NotSavedError as error:
-            unsaved.add(error.segment)
-    return frozenset(unsaved)
+        is_done = spoiled.isdisjoint(_needed(operation)) and _is_done(operation, backend)
+        match operation:
+            case Save(segment) if not is_done:
+                unsaved.add(segment)
+            case Remove(seq, 0) if is_done:
+                spoiled.discard(seq)
+            case Remove(seq) | Copy(dst=seq) | Share(dst=seq) | CopyStream(dst=seq) | Load(dst=seq) if not is_done:
+                spoiled.add(seq)
+    return frozenset(unsaved), frozenset(spoiled)
+
+
+def _needed(operation: Operation) -> tuple[int, ...]:
+    """The sequences that must hold what they should for an operation to be carried out."""
+    match operation:
+        case Copy(src, dst) | Share(src, dst) | CopyStream(src, dst):
+            return src, dst
+        case Save(src=seq) | Load(dst=seq):
+            return (seq,)
+    return ()
+
+
+def _is_done(operation: Operation, backend: Backend) -> bool:
+    """Carry out an operation; False if there is no memory for it."""
+    try:
+        backend.change(operation)
+    except (NotSavedError, NotLoadedError, MemoryError):
+        return False
+    return True
 
 
 def _decode(plan: StepPlan, backend: Backend) -> Decoded:
@@ -140,7 +191,7 @@ def next_decode_step(plan: StepPlan, result: StepResult, eog: frozenset[int]) ->
     """The step that computes what this one sampled; None if it needs a plan."""
     tokens = result.tokens.values()
     ends = NO_TOKEN in tokens or not eog.isdisjoint(tokens)
-    if plan.n_extra_steps == 0 or result.decoded.status is not Status.OK or ends:
+    if plan.n_extra_steps == 0 or result.decoded.status is not Status.OK or ends or result.spoiled:
         return None
     work = []
     for each in plan.work:

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.commands import Sampling
-from llamaslot.base.kv_ops import Copy, Free, IllegalCallError, Load, Operation, Remove, Save, Share
+from llamaslot.base.kv_ops import Copy, Free, IllegalCallError, Load, NotLoadedError, Operation, Remove, Save, Share
 from tests.conftest import LONG
 from tests.fake_backend import FakeBackend
 from tests.noise import Noise
@@ -256,7 +256,10 @@ class SequencesMachine(RuleBasedStateMachine):
         for n in [N_UBATCH] * (n_missing // N_UBATCH) + [n_missing % N_UBATCH] * (n_missing % N_UBATCH > 0):
             run = Run(other, self.backend.seq_len(other), np.full(n, 97, dtype=np.int32), False)
             assert self.backend.decode([run]).status is Status.OK
-        self.refuses(load)
+        before = copy.deepcopy(self.oracle)
+        with pytest.raises((IllegalCallError, NotLoadedError)):
+            self.backend.change(load)
+        assert self.oracle == before
         self.backend.change(Remove(other, len(self.oracle[other])))
 
     def run_of(self, seq: int, run: list[int], output: bool) -> Run:

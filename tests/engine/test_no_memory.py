@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,17 @@ import pytest
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.base.backend import Run
-from llamaslot.base.commands import SlotActionDone
+from llamaslot.base.commands import ClearCache, SlotActionDone, Submit
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Finished
-from llamaslot.base.kv_ops import Free, NotSavedError, Operation, Remove, Save
+from llamaslot.base.kv_ops import Copy, Free, Load, NotLoadedError, NotSavedError, Operation, Remove, Save, Share
+from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.tokens import packed
 from llamaslot.kvcache.offload import segment_tiers
-from llamaslot.scheduler.step import StepPlan, apply
+from llamaslot.scheduler.request import Request
+from llamaslot.scheduler.step import StepPlan, Work, apply, next_decode_step
 from tests.conftest import LONG
-from tests.engine.harness import alone, running
+from tests.engine.harness import GREEDY, alone, running
 from tests.engine.test_slot_actions import served
 from tests.fake_backend import FakeBackend
 
@@ -92,6 +96,127 @@ async def test_replies_to_bursts_are_right_with_few_sequence_ids_and_failing_sav
             assert engine.text(f"{burst}-0") == cold
         assert engine.stopped is not None
         assert not engine.stopped.reason
+
+
+class Failing(FakeBackend):
+    """A backend that has no memory for some of the operations, by kind, while `chance` says so."""
+
+    def __init__(self, **shape: int) -> None:
+        super().__init__(**shape)
+        self.kinds: tuple[type[Operation], ...] = ()
+        self.chance = random.Random(0)
+        self.failed: Counter[str] = Counter()
+
+    def change(self, operation: Operation) -> None:
+        """Fail before anything is done."""
+        if isinstance(operation, self.kinds) and self.chance.random() < 0.3:
+            self.failed[type(operation).__name__] += 1
+            match operation:
+                case Save():
+                    raise NotSavedError(operation.segment)
+                case Load():
+                    raise NotLoadedError(operation.segment)
+            raise MemoryError
+        super().change(operation)
+
+
+async def test_no_operation_without_memory_ends_the_engine_or_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_tiers, "RETRY_DELAY_S", 0.0)
+    failed: Counter[str] = Counter()
+    for seed in range(300 if LONG else 4):
+        chance = random.Random(seed)
+        backend = Failing(n_slots=chance.choice([2, 3, 4]), n_ctx=512, n_reserved=chance.choice([0, 1, 2]))
+        backend.chance = chance
+        heads = ["".join(chance.choices("abcdef", k=chance.choice([40, 90, 160]))) for _ in range(5)]
+        idle_cells = chance.choice([0, None])
+        async with running(backend, debug_invariants=True, ram_bytes=10**6, idle_cells=idle_cells) as engine:
+            for burst in range(8):
+                prompts = [chance.choice(heads)[: chance.randint(30, 160)] + "xyz" for _ in range(5)]
+                backend.kinds = tuple(chance.sample([Save, Load, Copy, Share, Remove], chance.choice([0, 1, 5])))
+                asked = [engine.submit(f"{burst}-{i}", prompt) for i, prompt in enumerate(prompts)]
+                for end in await asyncio.gather(*asked):
+                    assert isinstance(end, Finished), (seed, end)
+                for i in range(5) if LONG else (0,):
+                    cold = await alone(prompts[i], FakeBackend(n_slots=1, n_ctx=512))
+                    assert engine.text(f"{burst}-{i}") == cold, seed
+        assert engine.stopped is not None
+        assert not engine.stopped.reason
+        failed += backend.failed
+    assert failed.keys() >= {"Save", "Load", "Copy", "Remove"}, "a kind never failed"
+
+
+async def test_after_a_load_without_memory_prompts_are_computed_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    backend = Failing(n_slots=2, n_ctx=768, n_reserved=2)
+    async with running(backend, debug_invariants=True, ram_bytes=10**6, clock=lambda: now) as engine:
+
+        async def run(name: str, prompt: str) -> int:
+            end = await engine.submit(name, prompt)
+            assert isinstance(end, Finished)
+            assert engine.text(name) == await alone(prompt, FakeBackend(n_slots=1, n_ctx=768))
+            return end.progress.n_prompt_computed
+
+        for i, prompt in enumerate(PROMPTS):
+            await run(str(i), prompt)
+        backend.kinds, backend.chance = (Load,), Always()
+        assert await run("failed", PROMPTS[0]) > 200
+        assert backend.failed == {"Load": 1}
+        assert await run("paused", PROMPTS[1]) > 200
+        assert backend.failed == {"Load": 1}, "tried again at once"
+        backend.kinds = ()
+        now += segment_tiers.RETRY_DELAY_S
+        assert await run("again", PROMPTS[2]) == 1
+
+
+class Always(random.Random):
+    """A chance that always comes true."""
+
+    def random(self) -> float:
+        """Return the lowest number."""
+        return 0.0
+
+
+def test_what_follows_from_a_failed_operation_is_left_out_and_the_rest_computed() -> None:
+    backend = Failing(n_slots=4, n_ctx=64, n_reserved=1)
+    tokens = np.arange(10, dtype=np.int32)
+    backend.decode([Run(0, 0, tokens, output=False)])
+    backend.change(Save(7, 0, 0, 10, 6))
+    backend.kinds, backend.chance = (Load,), Always()
+    operations = [Copy(0, 1, 0, 4), Load(7, 1, 4, 10, 6), Copy(1, 2, 0, 10), Save(8, 2, 0, 10, 6), Copy(0, 3, 0, 9)]
+    requests = [request_of(i) for i in range(3)]
+    runs = [Run(seq, at, tokens[:1], output=True) for seq, at in ((1, 10), (2, 10), (3, 9))]
+    work = [Work(each, run) for each, run in zip(requests, runs, strict=True)]
+    result = apply(StepPlan(operations, work, n_extra_steps=5), backend, lambda: 0.0)
+    assert (result.spoiled, result.unsaved) == ({1, 2}, {8})
+    assert list(result.tokens) == [requests[2].id]
+    assert [backend.seq_len(seq) for seq in range(4)] == [10, 4, 0, 10]
+    assert next_decode_step(StepPlan(work=work, n_extra_steps=5), result, frozenset()) is None
+    again = apply(StepPlan([*operations[1:3], Remove(1, 0), Remove(2, 0)]), backend, lambda: 0.0)
+    assert again.spoiled == frozenset(), "they are empty, as planned"
+
+
+def request_of(number: int) -> Request:
+    prompt = TokenizedPrompt(packed(np.arange(11, dtype=np.int32)))
+    return Request(Submit(f"r{number}", (), sampling=GREEDY), prompt, arrival=number, now=0.0, can_trim=True)
+
+
+async def test_a_slot_that_cannot_be_restored_is_told_and_empty(tmp_path: Path) -> None:
+    backend = Failing(n_slots=2, n_ctx=4096, n_reserved=4)
+    async with served(tmp_path, backend, debug_invariants=True) as engine:
+        await engine.complete(PROMPTS[0])
+        assert isinstance(await engine.act(0, "save"), SlotActionDone)
+        await engine.act(0, "erase")
+        await engine.ask(ClearCache())
+        backend.kinds, backend.chance = (Load,), Always()
+        failed = await engine.act(1, "restore")
+        assert isinstance(failed, ErrorInfo)
+        assert "memory" in failed.message
+        assert backend.seq_len(1) == 0
+        backend.kinds = ()
+        assert isinstance(await engine.act(1, "restore"), SlotActionDone)
+        assert (await engine.complete(PROMPTS[0])).n_prompt_computed == 1
 
 
 async def test_a_slot_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:

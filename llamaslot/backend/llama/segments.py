@@ -12,7 +12,7 @@ from typing import Any
 import llama_cpp
 
 from llamaslot.backend.memory import new_kv
-from llamaslot.base.kv_ops import IllegalCallError, Kv, Load, NotSavedError, Save
+from llamaslot.base.kv_ops import Kv, Load, NotLoadedError, NotSavedError, Save
 
 
 class SegmentStore:
@@ -44,19 +44,21 @@ class SegmentStore:
         start, end = operation.start, operation.end
         try:
             state = self._saved(operation.src, start, end, operation.scratch)
-        except (OSError, MemoryError) as error:
+        except MemoryError as error:
             raise NotSavedError(operation.segment) from error
         self.put(operation.segment, range(start, end), state)
 
     def load(self, operation: Load) -> None:
         """Load a segment, and copy the wanted range of it to a sequence.
 
-        Raises `IllegalCallError` where the pool has too few free cells for the whole segment.
+        Raises `NotLoadedError` if llama.cpp has no memory for it, or the pool too few free cells for the whole
+        segment: llama.cpp does not tell which.
         """
         state = self._states[operation.segment]
         start, end, scratch = operation.start, operation.end, operation.scratch
         if llama_cpp.llama_state_seq_set_data(self._context, _bytes(state), len(state), scratch) != len(state):
-            raise IllegalCallError(f"{operation}: llama.cpp could not load what it saved")
+            llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
+            raise NotLoadedError(operation.segment)
         llama_cpp.llama_memory_seq_cp(self._memory, scratch, operation.dst, start, end)
         llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
 
@@ -71,8 +73,9 @@ class SegmentStore:
             n_bytes = llama_cpp.llama_state_seq_get_data(self._context, _bytes(state), len(state), scratch)
         finally:
             llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
-        if n_bytes != len(state):
-            raise IllegalCallError(f"[{start}, {end}) of sequence {src}: llama.cpp could not save it")
+        # Both calls return 0 if llama.cpp has no memory for what it needs on the way.
+        if not n_bytes or n_bytes != len(state):
+            raise MemoryError(f"llama.cpp could not save [{start}, {end}) of sequence {src}")
         return state
 
 

@@ -134,13 +134,18 @@ class SaveFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """The backend had no memory to load a segment."""
+
+
+@dataclass(frozen=True, slots=True)
 class SlotSaved:
     """The bytes that were saved of a slot are not needed any more."""
 
     numbers: tuple[int, ...]
 
 
-IoEvent: TypeAlias = Written | ReadStarted | ReadDone | ReadFailed | Corrupt | SaveFailed | SlotSaved
+IoEvent: TypeAlias = Written | ReadStarted | ReadDone | ReadFailed | Corrupt | SaveFailed | LoadFailed | SlotSaved
 
 
 class CorruptSegmentError(Exception):

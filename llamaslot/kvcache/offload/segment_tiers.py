@@ -64,6 +64,8 @@ class SegmentTiers:
         """Segments that each sequence is about to load: they stay in RAM."""
         self.saves_again_at = 0.0
         """Time before which nothing is saved, since memory ran out."""
+        self.loads_again_at = 0.0
+        """Time before which nothing is loaded, since memory ran out."""
         self._n_uses = 0
         self._next_number = 0
         self._read_rate = ReadRate()
@@ -77,8 +79,8 @@ class SegmentTiers:
 
     def readable(self, parts: Sequence[SegmentPart]) -> list[SegmentPart]:
         """The parts that can be loaded now or once they are read, up to the first that cannot."""
-        found = []
-        for part in parts:
+        found: list[SegmentPart] = []
+        for part in parts if self.now >= self.loads_again_at else ():
             state = part.segment.state
             if state is S.UNREADABLE or not (state.is_loadable or not self.is_unresponsive):
                 break
@@ -126,7 +128,7 @@ class SegmentTiers:
 
     def tick(self, now: float) -> None:
         """Advance the clock: time out reads, retry unreadable segments, start due writes."""
-        before = self.is_unresponsive, self.read_us
+        before = self.is_unresponsive, self.read_us, self.now < self.loads_again_at
         self.now = now
         if self._watchdog.check_timeout(now):
             for segment in [each for each in self.busy.values() if each.state is S.READING]:
@@ -135,7 +137,7 @@ class SegmentTiers:
         for segment in [each for each in self._unreadable.values() if each.retry_at <= now]:
             self.transition(segment, E.RETRY)
         # Lookups say what is worth loading, which depends on how fast the disk answers.
-        self._tree.version += (self.is_unresponsive, self.read_us) != before
+        self._tree.version += (self.is_unresponsive, self.read_us, now < self.loads_again_at) != before
         self.writer.tick()
 
     def add(self, node: Node, start: int, end: int) -> Segment:
@@ -229,6 +231,8 @@ class SegmentTiers:
                 self._on_corrupt(self.disk.get(number))
             case disk_io.SaveFailed(number):
                 self._on_save_failed(number)
+            case disk_io.LoadFailed():
+                self.loads_again_at = now + RETRY_DELAY_S
             case disk_io.SlotSaved(numbers):
                 self._freed += numbers
         return None
