@@ -66,7 +66,9 @@ class DiskStats(TierStats):
     corrupt_files: int = msgspec.field(default=0, name="bad_files")
     """Files that did not match their checksum: moved aside, and their prefixes computed again."""
     written_bytes: int = 0
-    """KV written since the start."""
+    """KV written since the engine started."""
+    total_written_bytes: int = 0
+    """KV written to the folder by all servers that have used it."""
 
 
 class AnchorStats(msgspec.Struct):

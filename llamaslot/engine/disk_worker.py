@@ -130,7 +130,13 @@ class DiskWorker:
         if kv is None:
             self._report(disk_io.Written(number, ok=False))
             return
-        future = asyncio.get_running_loop().run_in_executor(self._writer, self._disk.write, job.meta, kv)
+
+        def write() -> bool:
+            ok = self._disk.write(job.meta, kv)
+            self._disk.count_write(job.meta.n_bytes if ok else 0, job.budget_bytes)
+            return ok
+
+        future = asyncio.get_running_loop().run_in_executor(self._writer, write)
         self._n_writes += 1
 
         def done() -> None:

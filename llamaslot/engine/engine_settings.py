@@ -45,6 +45,7 @@ def cache_settings(backend: Backend, settings: EngineSettings, disk: SegmentDisk
         ram_is_fixed=settings.ram_is_fixed,
         disk_bytes=disk.capacity if disk is not None else 0,
         disk_bytes_per_day=settings.disk_bytes_per_day,
+        disk_written=disk.written if disk is not None else None,
         segment_size=info.segment_size,
         prefill_us=cost.prefill_us if cost is not None else 0.0,
         save_us=cost.first_save_us if cost is not None else 0.0,

@@ -89,6 +89,7 @@ class KVCache:
             self._counters,
             disk_bytes=settings.disk_bytes,
             disk_bytes_per_day=settings.disk_bytes_per_day,
+            disk_written=settings.disk_written,
         )
         self.ram_budget = RamBudget(self._tiers.ram.capacity, is_fixed=settings.ram_is_fixed)
         """Follows free memory; `tick` evicts what exceeds it."""
@@ -331,6 +332,7 @@ class KVCache:
                 segments=len(disk) - len(writing),
                 corrupt_files=self._counters.disk.corrupt_files,
                 written_bytes=self._counters.disk.written_bytes,
+                total_written_bytes=self._counters.disk.total_written_bytes,
             ),
             sequences=SequenceStats(settings.n_slots, settings.n_spare, self._sequences.n_in_use, settings.n_seqs),
         )

@@ -301,7 +301,7 @@ class Scheduler:
         return [DecodeFailed(request, result.decoded.status.name)]
 
     def _discard(self, spoiled: Collection[int], plan: StepPlan, now: float) -> None:
-        """Drop sequences that do not hold what they should; the requests in them start again from what is cached."""
+        """Drop sequences that do not hold what they should; their requests start again from what is cached."""
         if any(isinstance(each, Load) and each.dst in spoiled for each in plan.operations):
             self.cache.on_io(LoadFailed(), now)
         for seq in spoiled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -29,7 +30,7 @@ from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import ModelFile, SegmentSize
 from llamaslot.base.stats import CacheStats
-from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta, path_digest
+from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta, WriteRecord, path_digest
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.prompts import sessions, text_anchors
@@ -711,4 +712,48 @@ def test_missing_tables_of_texts_are_logged_and_nothing_else(folder: Path) -> No
         store.texts.clear_texts()
         assert store.texts.records() == []
     assert [each["event"] for each in logs] == ["disk.text_tables_failed"] * 5
+    store.close()
+
+
+def test_what_was_written_is_counted_over_restarts_and_clock_jumps(folder: Path) -> None:
+    day, now = 86_400.0, [10**9]
+
+    def again() -> DiskStore:
+        store = DiskStore(folder, lambda: now[0])
+        store.open(KEY, CAPACITY)
+        return store
+
+    store = again()
+    assert store.written.total_bytes == store.written.budget_bytes == 0
+    first, second = segment(1), segment(2)
+    write(store, first)
+    store.count_write(first.n_bytes, 700)
+    store.close()
+    for elapsed, seconds_ago in ((50.0, 50.0), (day, day + 50.0), (-3 * day, 0.0), (3 * day, day + 50.0)):
+        now[0] += elapsed
+        store = again()
+        assert store.written == WriteRecord(first.n_bytes, 700, seconds_ago)
+        store.close()
+    store = again()
+    write(store, second)
+    store.count_write(second.n_bytes, 900)
+    store.erase([1, 2])
+    store.close()
+    assert again().written == WriteRecord(first.n_bytes + second.n_bytes, 900, 0.0), "erased bytes count too"
+
+
+@pytest.mark.parametrize("row", [None, "(0, -1, 5, 1.0)", "(0, 'x', 5, 1.0)", "(0, 1, x'00', 1e300)"])
+def test_a_folder_without_a_usable_count_starts_with_none_and_keeps_its_segments(
+    folder: Path, row: str | None
+) -> None:
+    store = opened(folder)
+    write(store, segment(1))
+    store.count_write(5, 5)
+    store.close()
+    with contextlib.closing(sqlite3.connect(folder / "index.sqlite", isolation_level=None)) as database:
+        database.execute("DROP TABLE writes" if row is None else f"REPLACE INTO writes VALUES {row}")
+    store = opened(folder)
+    assert (store.written.total_bytes, store.written.budget_bytes) == (0, 0)
+    assert [each.number for each in store.take_segments()] == [1]
+    write(store, segment(2))
     store.close()

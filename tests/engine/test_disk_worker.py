@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -15,9 +15,10 @@ from structlog.testing import capture_logs
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.base.backend import Decoded, Run
-from llamaslot.base.commands import ClearCache, DropSession, Sampling
+from llamaslot.base.commands import ClearCache, DropSession, InspectCache, Sampling
 from llamaslot.base.events import Failed, Finished, Output
 from llamaslot.base.kv_ops import Kv
+from llamaslot.base.stats import DiskStats
 from llamaslot.engine import disk_worker, engine
 from llamaslot.kvcache.offload import disk_pacing, segment_tiers
 from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta
@@ -330,6 +331,34 @@ async def test_whole_segments_of_a_running_request_are_written(tmp_path: Path) -
         assert not endless.done()
         harness.cancel("a")
         await endless
+
+
+async def test_a_restart_does_not_renew_the_budget_of_a_day(tmp_path: Path) -> None:
+    async def stats(harness: Harness) -> DiskStats:
+        found: DiskStats = (await harness.ask(InspectCache(top=1, text=False))).disk
+        return found
+
+    async with served(tmp_path, disk_bytes_per_day=100) as harness:
+        await harness.submit("a", TURNS[0])
+        disk = await until_written(harness, stats)
+        assert 100 < disk.written_bytes == disk.total_written_bytes
+    for i in range(2):
+        async with served(tmp_path, disk_bytes_per_day=100) as harness:
+            await harness.submit("b", TURNS[2] + str(i))
+            assert (await stats(harness)).written_bytes == 0
+            assert (await stats(harness)).total_written_bytes == disk.total_written_bytes
+    async with served(tmp_path) as harness:
+        await harness.submit("c", TURNS[2])
+        more = await until_written(harness, stats)
+        assert more.total_written_bytes == disk.total_written_bytes + more.written_bytes
+
+
+async def until_written(harness: Harness, stats: Callable[[Harness], Awaitable[DiskStats]]) -> DiskStats:
+    """Wait until the disk has something new."""
+    async with asyncio.timeout(10):
+        while not (found := await stats(harness)).written_bytes:
+            await asyncio.sleep(0.005)
+    return found
 
 
 async def test_the_rest_is_written_at_shutdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from llamaslot.kvcache.offload.disk_io import (
     SaveFailed,
     SegmentMeta,
     Write,
+    WriteRecord,
     Written,
     path_digest,
 )
@@ -733,6 +734,40 @@ def test_writes_stay_within_the_budget_of_a_day() -> None:
     unlimited = WriteBudget(0)
     unlimited.take(10**15, 1.0)
     assert unlimited.opens_at == 0.0
+
+
+@pytest.mark.parametrize("start", [0.0, 5 * 86_400.0])
+def test_a_clock_that_jumps_a_day_neither_stops_writes_nor_lets_more_pass(start: float) -> None:
+    day = 86_400.0
+    budget = WriteBudget(1000)
+    budget.take(1500, start)
+    assert budget.opens_at == pytest.approx(start + 0.5 * day)
+    back = start - day
+    budget.advance(back)
+    assert budget.opens_at == pytest.approx(back + 0.5 * day), "as long as without the jump"
+    budget.advance(back + 0.25 * day)
+    assert budget.opens_at == pytest.approx(back + 0.5 * day)
+    budget.advance(back + 20 * day)
+    assert budget.n_used == 0
+    budget.take(1001, back + 20 * day)
+    assert budget.opens_at > back + 20 * day, "more than the bytes of a day"
+
+
+def test_the_budget_goes_on_over_a_restart() -> None:
+    day = 86_400.0
+    first = WriteBudget(1000)
+    first.take(1200, 50.0)
+    assert first.n_used == 1200
+    for ago, opens_in in ((0.0, 0.2 * day), (0.1 * day, 0.1 * day), (0.2 * day, 0.0)):
+        again = WriteBudget(1000, WriteRecord(10**6, 1200, ago))
+        again.advance(7.0)
+        assert again.opens_at == pytest.approx(7.0 + opens_in)
+    rested = WriteBudget(1000, WriteRecord(10**6, 1200, 9 * day))
+    rested.take(1000, 0.0)
+    assert (rested.n_used, rested.opens_at) == (1000, 0.0)
+    larger = WriteBudget(5000, WriteRecord(10**6, 1200, 0.0))
+    larger.take(3000, 0.0)
+    assert larger.opens_at <= 0.0
 
 
 def test_what_exceeds_the_budget_is_written_later_and_offloading_goes_on() -> None:

@@ -38,6 +38,15 @@ _SCHEMA = """
         digest BLOB NOT NULL
     );
 """
+_WRITES_SCHEMA = """
+    CREATE TABLE IF NOT EXISTS writes (
+        id INTEGER PRIMARY KEY CHECK (id = 0),
+        total_bytes INTEGER NOT NULL,
+        budget_bytes INTEGER NOT NULL,
+        written_at REAL NOT NULL
+    );
+"""
+"""Bytes written to the folder. Folders of earlier versions lack it, which is no reason to empty them."""
 _COLUMN_TYPES = (int, int, str, int, bytes, int, bytes, bytes, bytes, int)
 _ROOT_COLUMN_TYPES = (int, type(None), *_COLUMN_TYPES[2:])
 
@@ -63,6 +72,17 @@ class DiskIndex:
         except INDEX_ERRORS:
             self.database.close()
             raise
+
+    def writes(self) -> tuple[int, int, float]:
+        """Bytes written so far, those of the daily budget that the last write left used up, and its time (Unix)."""
+        row = self.database.execute("SELECT total_bytes, budget_bytes, written_at FROM writes").fetchone()
+        if row is None or not all(isinstance(each, int | float) and 0 <= each < _INTEGER_LIMIT for each in row):
+            return 0, 0, 0.0
+        return int(row[0]), int(row[1]), float(row[2])
+
+    def set_writes(self, total_bytes: int, budget_bytes: int, written_at: float) -> None:
+        """Replace what `writes` returns."""
+        self.database.execute("REPLACE INTO writes VALUES (0, ?, ?, ?)", (total_bytes, budget_bytes, written_at))
 
     def add(self, row: SegmentRow) -> None:
         """Insert a segment as the most recently used."""
@@ -112,6 +132,7 @@ class DiskIndex:
             self.database.executescript(f"BEGIN; {schema} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;")
         elif version != _SCHEMA_VERSION:
             raise sqlite3.DatabaseError(f"its version is {version}, not {_SCHEMA_VERSION}")
+        execute(_WRITES_SCHEMA)
 
     def _rows(self) -> list[SegmentRow]:
         """All segments by last use, but each after its children: only the use of a path's end is marked."""

@@ -18,6 +18,7 @@ import fcntl
 import os
 import re
 import sqlite3
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +33,7 @@ from llamaslot.backend.files import open_private, private_folder
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import ModelFile
-from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta
+from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta, WriteRecord
 
 _MAX_CORRUPT_FILES = 8
 """Corrupt files to keep for inspection."""
@@ -59,9 +60,10 @@ class DiskStore:
     Call `fingerprint` for the model's files first, then `open` with a key derived from it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, wall_clock: Callable[[], float] = time.time) -> None:
         """Raises `ConfigError` if another server uses the folder, `OSError` if it cannot be used."""
         self.folder = folder
+        self._wall_clock = wall_clock
         self.capacity = 0
         self.first_number = 0
         self.key = b""
@@ -88,6 +90,10 @@ class DiskStore:
             raise
         self.n_bytes = sum(row.meta.n_bytes for row in self._index.initial_rows)
         """KV bytes of all segments."""
+        total_bytes, budget_bytes, written_at = self._index.writes()
+        self.written = WriteRecord(total_bytes, budget_bytes, max(0.0, wall_clock() - written_at))
+        """What earlier servers wrote."""
+        self._n_written = total_bytes
 
     @property
     def n_other_bytes(self) -> int:
@@ -139,6 +145,14 @@ class DiskStore:
         self._own[meta.number] = _File.of(row)
         self.n_bytes += meta.n_bytes
         return True
+
+    def count_write(self, n_bytes: int, budget_bytes: int) -> None:
+        """Remember for the next start that so many bytes more were written, and what is used up of the budget."""
+        self._n_written += n_bytes
+        try:
+            self._index.set_writes(self._n_written, budget_bytes, self._wall_clock())
+        except INDEX_ERRORS as error:
+            _log.warning("disk.count_failed", error=str(error))
 
     def read(self, number: int) -> Kv | None:
         """Return the KV of a segment exactly as it was written; None if it cannot be read now.

@@ -56,10 +56,23 @@ def verified_path(meta: SegmentMeta, parent: Segment | None, size: SegmentSize) 
 
 
 @dataclass(frozen=True, slots=True)
+class WriteRecord:
+    """Bytes of KV that servers have written to a disk."""
+
+    total_bytes: int = 0
+    budget_bytes: int = 0
+    """Bytes of the daily budget that were used up after the last write."""
+    seconds_ago: float = 0.0
+    """Time since that write; 0 if the clock was set back."""
+
+
+@dataclass(frozen=True, slots=True)
 class Write:
     """Write a segment to disk; answered by `Written`."""
 
     meta: SegmentMeta
+    budget_bytes: int = 0
+    """Bytes of the daily budget that are used up with it: remembered for the next start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +176,10 @@ class SegmentDisk(Protocol):
     def first_number(self) -> int:
         """A number from which on none was ever in use."""
 
+    @property
+    def written(self) -> WriteRecord:
+        """What was written by the time that it was opened."""
+
     def take_segments(self) -> Sequence[SegmentMeta]:
         """Segments that were there when it was opened, the least recently used first; callable once."""
 
@@ -171,6 +188,9 @@ class SegmentDisk(Protocol):
 
     def write(self, meta: SegmentMeta, kv: Kv) -> bool:
         """Write a segment so that it survives the process; returns True if it does."""
+
+    def count_write(self, n_bytes: int, budget_bytes: int) -> None:
+        """Remember for the next start that so many bytes more were written, and what is used up of the budget."""
 
     def read(self, number: int) -> Kv | None:
         """The KV of a segment exactly as it was written; None if it cannot be read now.

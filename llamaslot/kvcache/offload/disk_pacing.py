@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from llamaslot.kvcache.offload.disk_io import WriteRecord
 from llamaslot.kvcache.segment import Segment
 
 PARTIAL_DELAY_S = 2.0
@@ -22,16 +23,30 @@ _NEWEST_WEIGHT = 0.2
 
 
 class WriteBudget:
-    """Token bucket of `bytes_per_day`, full at the start; 0 for no limit.
+    """Token bucket of `bytes_per_day`; 0 for no limit. It goes on where an earlier server left it.
 
-    A burst may take the bytes of a whole day, then writes average `bytes_per_day`. One write may overdraw it.
+    A burst may take the bytes of a whole day, then writes average `bytes_per_day`. One write may overdraw it. A
+    clock that jumps ahead gives the bytes of one day at most, one that jumps back neither gives nor takes any.
     """
 
-    def __init__(self, bytes_per_day: int) -> None:
+    def __init__(self, bytes_per_day: int, written: WriteRecord | None = None) -> None:
         self._bytes_per_day = bytes_per_day
-        self._left = float(bytes_per_day)
+        record = written or WriteRecord()
+        n_used = max(0.0, record.budget_bytes - record.seconds_ago * bytes_per_day / _DAY_S)
+        self._left = bytes_per_day - n_used
         """At `_at`; below 0 after a write of more than was left."""
         self._at: float | None = None
+
+    @property
+    def n_used(self) -> int:
+        """Bytes that are used up."""
+        return round(self._bytes_per_day - self._left) if self._bytes_per_day else 0
+
+    def advance(self, now: float) -> None:
+        """Add what has come back by now."""
+        elapsed = max(0.0, now - self._at) if self._at is not None else 0.0
+        self._left = min(self._bytes_per_day, self._left + elapsed * self._bytes_per_day / _DAY_S)
+        self._at = now
 
     @property
     def opens_at(self) -> float:
@@ -42,11 +57,8 @@ class WriteBudget:
 
     def take(self, n_bytes: int, now: float) -> None:
         """Count a write that begins."""
-        if not self._bytes_per_day:
-            return
-        gained = (now - self._at) * self._bytes_per_day / _DAY_S if self._at is not None else 0.0
-        self._left = min(self._bytes_per_day, self._left + gained) - n_bytes
-        self._at = now
+        self.advance(now)
+        self._left -= n_bytes
 
 
 class WriteQueue:

@@ -48,13 +48,16 @@ class SegmentTiers:
         *,
         disk_bytes: int = 0,
         disk_bytes_per_day: int = 0,
+        disk_written: disk_io.WriteRecord | None = None,
     ) -> None:
         self.max_tokens = max_tokens
         self.ram = SegmentLru(ram_bytes)
         self.disk = SegmentLru(disk_bytes if ram_bytes else 0)
-        self.writer = WriteBack(self, disk_bytes_per_day)
+        self.writer = WriteBack(self, disk_bytes_per_day, disk_written)
         self.now = 0.0
         self.counters = counters
+        if disk_written is not None:
+            counters.disk.total_written_bytes = disk_written.total_bytes
         self._tree = tree
         self._size = size
         self.busy: dict[int, Segment] = {}

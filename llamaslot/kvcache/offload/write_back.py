@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from llamaslot.base.namespaces import is_private
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.offload.disk_io import Erase, SegmentMeta, Write, path_digest
+from llamaslot.kvcache.offload.disk_io import Erase, SegmentMeta, Write, WriteRecord, path_digest
 from llamaslot.kvcache.offload.disk_pacing import WriteBudget, WriteQueue
 from llamaslot.kvcache.segment import Segment
 from llamaslot.kvcache.segment import SegmentEvent as E
@@ -31,9 +31,9 @@ MAX_DIRTY_FRACTION = 0.25
 class WriteBack:
     """Chooses which segments of the tiers are written to disk, and when."""
 
-    def __init__(self, tiers: SegmentTiers, bytes_per_day: int) -> None:
+    def __init__(self, tiers: SegmentTiers, bytes_per_day: int, written: WriteRecord | None = None) -> None:
         self._tiers = tiers
-        self._budget = WriteBudget(bytes_per_day)
+        self._budget = WriteBudget(bytes_per_day, written)
         self._queue = WriteQueue(tiers.max_tokens, self._budget)
         self._replaced: dict[int, int] = {}
         """Bytes of files that stay until what replaces them is written, by number."""
@@ -57,6 +57,7 @@ class WriteBack:
 
     def tick(self) -> None:
         """Start the writes that are due."""
+        self._budget.advance(self._tiers.now)
         while len(self.writing) < _MAX_WRITES:
             segment = self._queue.next_due(self._tiers.now)
             if segment is None:
@@ -101,6 +102,7 @@ class WriteBack:
         self._tiers.transition(segment, E.WRITTEN)
         self._tiers.counters.written_tokens += segment.n_tokens
         self._tiers.counters.disk.written_bytes += segment.n_bytes
+        self._tiers.counters.disk.total_written_bytes += segment.n_bytes
         self._erase_replaced(segment)
         for child in segment.children:
             self.queue(child)
@@ -150,7 +152,7 @@ class WriteBack:
             n_bytes=segment.n_bytes,
             path_digest=path_digest(segment.namespace, prefix),
         )
-        self._tiers.add_job(Write(meta))
+        self._tiers.add_job(Write(meta, self._budget.n_used))
         return True
 
     def _erase_replaced(self, segment: Segment) -> None:
