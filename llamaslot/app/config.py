@@ -81,7 +81,7 @@ class Config:
     cache_ram: CountOrMinusOne | Literal["auto"] = _llama(
         "auto",
         "MiB of RAM for prefixes offloaded from the pool; 0 for none, -1 for all that is free, auto for half of "
-        "that, at most 8192",
+        "that, at most 8192; -1 and auto give memory back while it is short",
         "-cram --cache-ram",
     )
     cache_disk: str = _own("", "folder for prefixes on disk, which survive a restart; empty for none")

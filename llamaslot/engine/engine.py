@@ -217,11 +217,11 @@ class Engine:
             await asyncio.wait_for(self._wake.wait(), seconds)
 
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
-        self._slot_actions.done(result.spoiled)
+        self._slot_actions.done(result.incomplete)
         if result.unsaved:
             _log.error("offload.out_of_memory", segments=len(result.unsaved))
-        if result.spoiled:
-            _log.error("load.out_of_memory", sequences=len(result.spoiled))
+        if result.incomplete:
+            _log.error("load.out_of_memory", sequences=len(result.incomplete))
         now = result.started + result.seconds
         outcomes = self.scheduler.commit(plan, result, now)
         if self._disk is not None:

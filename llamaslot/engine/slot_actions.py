@@ -124,14 +124,14 @@ class SlotActions:
                     self._cache.truncate(job.command.slot, 0)
                     self._end(job)
 
-    def done(self, spoiled: Collection[int] = ()) -> None:
+    def done(self, incomplete: Collection[int] = ()) -> None:
         """Continue after a step: write the snapshots that it took, answer the restores that it loaded.
 
-        Nothing could be loaded into `spoiled` slots, for want of memory.
+        Nothing could be loaded into `incomplete` slots, for want of memory.
         """
         in_step, self._in_step = self._in_step, []
         for job in in_step:
-            if job.save is None and job.command.slot in spoiled:
+            if job.save is None and job.command.slot in incomplete:
                 job.respond(ServerError("there is no memory to restore the slot"))
             elif job.save is not None:
                 self._write(job, job.save)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llamaslot.base.model import SegmentSize
-from llamaslot.kvcache.offload.disk_io import WriteRecord
+from llamaslot.kvcache.offload.disk_io import WriteTotals
 
 MAX_SEGMENT_TOKENS = 512
 """Tokens of a segment at most: loading one of this size for only a part of it costs little."""
@@ -37,7 +37,7 @@ class CacheSettings:
     """False if the budget of RAM follows free memory, up to `ram_bytes`."""
     disk_bytes_per_day: int = 0
     """Bytes that may be written to disk a day; 0 for any number."""
-    disk_written: WriteRecord | None = None
+    disk_written: WriteTotals | None = None
     """What earlier servers wrote."""
     segment_size: SegmentSize | None = None
     """Bytes of offloaded tokens; None if nothing can be offloaded."""

@@ -168,9 +168,9 @@ class Scheduler:
         """Change the state to what the backend did for `plan`."""
         for number in result.unsaved:
             self.cache.on_io(SaveFailed(number), now)
-        if result.spoiled:
-            plan = plan.without(result.spoiled)
-            self._discard(result.spoiled, plan, now)
+        if result.incomplete:
+            plan = plan.without(result.incomplete)
+            self._drop_incomplete(result.incomplete, plan, now)
         if not plan.work:
             return []
         requests = {request.id: request for work in plan.work for request in (work.request, *work.siblings)}
@@ -300,11 +300,11 @@ class Scheduler:
         self.end(request, now)
         return [DecodeFailed(request, result.decoded.status.name)]
 
-    def _discard(self, spoiled: Collection[int], plan: StepPlan, now: float) -> None:
+    def _drop_incomplete(self, incomplete: Collection[int], plan: StepPlan, now: float) -> None:
         """Drop sequences that do not hold what they should; their requests start again from what is cached."""
-        if any(isinstance(each, Load) and each.dst in spoiled for each in plan.operations):
+        if any(isinstance(each, Load) and each.dst in incomplete for each in plan.operations):
             self.cache.on_io(LoadFailed(), now)
-        for seq in spoiled:
+        for seq in incomplete:
             if seq < len(self.slots) and self.slots[seq].request is not None:
                 self._invalidate(seq)
             else:

@@ -67,11 +67,11 @@ class StepPlan:
         padding = len(self.padding.tokens) if self.padding is not None else 0
         return sum(len(each.run.tokens) for each in self.work) + padding
 
-    def without(self, spoiled: Collection[int]) -> StepPlan:
+    def without(self, incomplete: Collection[int]) -> StepPlan:
         """The plan without the work in these sequences."""
-        if not spoiled:
+        if not incomplete:
             return self
-        return replace(self, work=[each for each in self.work if each.run.seq not in spoiled])
+        return replace(self, work=[each for each in self.work if each.run.seq not in incomplete])
 
     def __bool__(self) -> bool:
         """Return True if there is anything to do, or anything changed that another plan may continue from."""
@@ -95,17 +95,17 @@ class StepResult:
     """Time that decoding and sampling took."""
     unsaved: frozenset[int] = frozenset()
     """Segments that could not be saved for want of memory, and were not freed since."""
-    spoiled: frozenset[int] = frozenset()
+    incomplete: frozenset[int] = frozenset()
     """Sequences that do not hold what the plan says, for want of memory; nothing was computed in them."""
 
 
 def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepResult:
     """Carry out a plan. Raises only what is a bug or the end of the backend."""
-    unsaved, spoiled = _change(plan.operations, backend)
+    unsaved, incomplete = _change(plan.operations, backend)
     started = clock()
-    plan = plan.without(spoiled)
+    plan = plan.without(incomplete)
     if not plan.work:
-        return StepResult(Decoded(Status.OK, {}), {}, {}, {}, started, 0.0, unsaved, spoiled)
+        return StepResult(Decoded(Status.OK, {}), {}, {}, {}, started, 0.0, unsaved, incomplete)
     decoded = _decode(plan, backend)
     tokens: dict[str, int] = {}
     made: dict[str, Sampler] = {}
@@ -124,20 +124,20 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
         tokens = dict(zip(names, backend.sample(draws), strict=True))
     else:
         lengths = {work.run.seq: backend.seq_len(work.run.seq) for work in plan.work}
-    return StepResult(decoded, tokens, made, lengths, started, clock() - started, unsaved, spoiled)
+    return StepResult(decoded, tokens, made, lengths, started, clock() - started, unsaved, incomplete)
 
 
 def _change(operations: Sequence[Operation], backend: Backend) -> tuple[frozenset[int], frozenset[int]]:
     """Carry out operations in order; returns the segments and the sequences for which there was no memory.
 
-    1. An operation that fails, or needs a sequence in which one has failed, is left out, and its target is spoiled:
-       a segment that is not saved, or a sequence that does not hold what it should.
+    1. An operation that fails, or needs a sequence in which one has failed, is left out. Its target is a segment that
+       is not saved, or a sequence that does not hold what it should.
     2. A segment that is freed again, and a sequence that is emptied again, is as planned.
 
     No plan loads what it saves.
     """
     unsaved: set[int] = set()
-    spoiled: set[int] = set()
+    incomplete: set[int] = set()
     for operation in operations:
         if isinstance(operation, Free):
             if operation.segment in unsaved:
@@ -145,15 +145,15 @@ def _change(operations: Sequence[Operation], backend: Backend) -> tuple[frozense
             else:
                 backend.change(operation)
             continue
-        is_done = spoiled.isdisjoint(_needed(operation)) and _is_done(operation, backend)
+        is_done = incomplete.isdisjoint(_needed(operation)) and _is_done(operation, backend)
         match operation:
             case Save(segment) if not is_done:
                 unsaved.add(segment)
-            case Remove(seq, 0) if is_done:
-                spoiled.discard(seq)
+            case Remove(seq, 0) if is_done and seq in incomplete:
+                incomplete.remove(seq)
             case Remove(seq) | Copy(dst=seq) | Share(dst=seq) | CopyStream(dst=seq) | Load(dst=seq) if not is_done:
-                spoiled.add(seq)
-    return frozenset(unsaved), frozenset(spoiled)
+                incomplete.add(seq)
+    return frozenset(unsaved), frozenset(incomplete)
 
 
 def _needed(operation: Operation) -> tuple[int, ...]:
@@ -191,7 +191,7 @@ def next_decode_step(plan: StepPlan, result: StepResult, eog: frozenset[int]) ->
     """The step that computes what this one sampled; None if it needs a plan."""
     tokens = result.tokens.values()
     ends = NO_TOKEN in tokens or not eog.isdisjoint(tokens)
-    if plan.n_extra_steps == 0 or result.decoded.status is not Status.OK or ends or result.spoiled:
+    if plan.n_extra_steps == 0 or result.decoded.status is not Status.OK or ends or result.incomplete:
         return None
     work = []
     for each in plan.work:

@@ -30,7 +30,7 @@ from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import ModelFile, SegmentSize
 from llamaslot.base.stats import CacheStats
-from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta, WriteRecord, path_digest
+from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta, WriteTotals, path_digest
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.prompts import sessions, text_anchors
@@ -732,14 +732,14 @@ def test_what_was_written_is_counted_over_restarts_and_clock_jumps(folder: Path)
     for elapsed, seconds_ago in ((50.0, 50.0), (day, day + 50.0), (-3 * day, 0.0), (3 * day, day + 50.0)):
         now[0] += elapsed
         store = again()
-        assert store.written == WriteRecord(first.n_bytes, 700, seconds_ago)
+        assert store.written == WriteTotals(first.n_bytes, 700, seconds_ago)
         store.close()
     store = again()
     write(store, second)
     store.count_write(second.n_bytes, 900)
     store.erase([1, 2])
     store.close()
-    assert again().written == WriteRecord(first.n_bytes + second.n_bytes, 900, 0.0), "erased bytes count too"
+    assert again().written == WriteTotals(first.n_bytes + second.n_bytes, 900, 0.0), "erased bytes count too"
 
 
 @pytest.mark.parametrize("row", [None, "(0, -1, 5, 1.0)", "(0, 'x', 5, 1.0)", "(0, 1, x'00', 1e300)"])

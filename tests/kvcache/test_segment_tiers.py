@@ -31,7 +31,7 @@ from llamaslot.kvcache.offload.disk_io import (
     SaveFailed,
     SegmentMeta,
     Write,
-    WriteRecord,
+    WriteTotals,
     Written,
     path_digest,
 )
@@ -759,13 +759,13 @@ def test_the_budget_goes_on_over_a_restart() -> None:
     first.take(1200, 50.0)
     assert first.n_used == 1200
     for ago, opens_in in ((0.0, 0.2 * day), (0.1 * day, 0.1 * day), (0.2 * day, 0.0)):
-        again = WriteBudget(1000, WriteRecord(10**6, 1200, ago))
+        again = WriteBudget(1000, WriteTotals(10**6, 1200, ago))
         again.advance(7.0)
         assert again.opens_at == pytest.approx(7.0 + opens_in)
-    rested = WriteBudget(1000, WriteRecord(10**6, 1200, 9 * day))
+    rested = WriteBudget(1000, WriteTotals(10**6, 1200, 9 * day))
     rested.take(1000, 0.0)
     assert (rested.n_used, rested.opens_at) == (1000, 0.0)
-    larger = WriteBudget(5000, WriteRecord(10**6, 1200, 0.0))
+    larger = WriteBudget(5000, WriteTotals(10**6, 1200, 0.0))
     larger.take(3000, 0.0)
     assert larger.opens_at <= 0.0
 

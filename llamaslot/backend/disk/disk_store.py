@@ -33,7 +33,7 @@ from llamaslot.backend.files import open_private, private_folder
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import ModelFile
-from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta, WriteRecord
+from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta, WriteTotals
 
 _MAX_CORRUPT_FILES = 8
 """Corrupt files to keep for inspection."""
@@ -91,7 +91,7 @@ class DiskStore:
         self.n_bytes = sum(row.meta.n_bytes for row in self._index.initial_rows)
         """KV bytes of all segments."""
         total_bytes, budget_bytes, written_at = self._index.writes()
-        self.written = WriteRecord(total_bytes, budget_bytes, max(0.0, wall_clock() - written_at))
+        self.written = WriteTotals(total_bytes, budget_bytes, max(0.0, wall_clock() - written_at))
         """What earlier servers wrote."""
         self._n_written = total_bytes
 

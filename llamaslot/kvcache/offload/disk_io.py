@@ -56,7 +56,7 @@ def verified_path(meta: SegmentMeta, parent: Segment | None, size: SegmentSize) 
 
 
 @dataclass(frozen=True, slots=True)
-class WriteRecord:
+class WriteTotals:
     """Bytes of KV that servers have written to a disk."""
 
     total_bytes: int = 0
@@ -177,7 +177,7 @@ class SegmentDisk(Protocol):
         """A number from which on none was ever in use."""
 
     @property
-    def written(self) -> WriteRecord:
+    def written(self) -> WriteTotals:
         """What was written by the time that it was opened."""
 
     def take_segments(self) -> Sequence[SegmentMeta]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from llamaslot.kvcache.offload.disk_io import WriteRecord
+from llamaslot.kvcache.offload.disk_io import WriteTotals
 from llamaslot.kvcache.segment import Segment
 
 PARTIAL_DELAY_S = 2.0
@@ -29,10 +29,10 @@ class WriteBudget:
     clock that jumps ahead gives the bytes of one day at most, one that jumps back neither gives nor takes any.
     """
 
-    def __init__(self, bytes_per_day: int, written: WriteRecord | None = None) -> None:
+    def __init__(self, bytes_per_day: int, written: WriteTotals | None = None) -> None:
         self._bytes_per_day = bytes_per_day
-        record = written or WriteRecord()
-        n_used = max(0.0, record.budget_bytes - record.seconds_ago * bytes_per_day / _DAY_S)
+        before = written or WriteTotals()
+        n_used = max(0.0, before.budget_bytes - before.seconds_ago * bytes_per_day / _DAY_S)
         self._left = bytes_per_day - n_used
         """At `_at`; below 0 after a write of more than was left."""
         self._at: float | None = None

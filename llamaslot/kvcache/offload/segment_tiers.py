@@ -48,7 +48,7 @@ class SegmentTiers:
         *,
         disk_bytes: int = 0,
         disk_bytes_per_day: int = 0,
-        disk_written: disk_io.WriteRecord | None = None,
+        disk_written: disk_io.WriteTotals | None = None,
     ) -> None:
         self.max_tokens = max_tokens
         self.ram = SegmentLru(ram_bytes)

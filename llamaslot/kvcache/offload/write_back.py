@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from llamaslot.base.namespaces import is_private
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.offload.disk_io import Erase, SegmentMeta, Write, WriteRecord, path_digest
+from llamaslot.kvcache.offload.disk_io import Erase, SegmentMeta, Write, WriteTotals, path_digest
 from llamaslot.kvcache.offload.disk_pacing import WriteBudget, WriteQueue
 from llamaslot.kvcache.segment import Segment
 from llamaslot.kvcache.segment import SegmentEvent as E
@@ -31,7 +31,7 @@ MAX_DIRTY_FRACTION = 0.25
 class WriteBack:
     """Chooses which segments of the tiers are written to disk, and when."""
 
-    def __init__(self, tiers: SegmentTiers, bytes_per_day: int, written: WriteRecord | None = None) -> None:
+    def __init__(self, tiers: SegmentTiers, bytes_per_day: int, written: WriteTotals | None = None) -> None:
         self._tiers = tiers
         self._budget = WriteBudget(bytes_per_day, written)
         self._queue = WriteQueue(tiers.max_tokens, self._budget)
