@@ -130,8 +130,8 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
 def _change(operations: Sequence[Operation], backend: Backend) -> tuple[frozenset[int], frozenset[int]]:
     """Carry out operations in order; returns the segments and the sequences for which there was no memory.
 
-    1. An operation that fails, or needs a sequence in which one has failed, is left out. Its target is a segment that
-       is not saved, or a sequence that does not hold what it should.
+    1. An operation that fails, or needs a sequence in which one has failed, is left out. Its target is a segment
+       that is not saved, or a sequence that does not hold what it should.
     2. A segment that is freed again, and a sequence that is emptied again, is as planned.
 
     No plan loads what it saves.
