@@ -1,7 +1,8 @@
 """`GET /cache`: statistics and prefixes; `POST /cache/clear` and `DELETE /sessions/{id}`: drop prefixes.
 
 Prefixes are other users' prompts: neither text nor token ids nor the salt of their namespace is shown, unless the
-server was started with --cache-debug-text, and then only the text, for administrators.
+server was started with --cache-debug-text, and then only the text, for administrators. Where keys are tenants, only
+administrators see other prefixes at all.
 """
 
 from __future__ import annotations
@@ -28,9 +29,17 @@ _IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
 async def cache(request: web.Request) -> web.Response:
     """Return the cache's statistics and the `top` prefixes with the most hits."""
     service = _service(request)
-    with_text = request.app[SETTINGS].cache_debug_text and request[GRANTED] is Access.ADMIN
-    query = InspectCache(top=_top(request), text=with_text)
-    return json_response(await service.ask(query, CacheState))
+    settings, is_admin = request.app[SETTINGS], request[GRANTED] is Access.ADMIN
+    query = InspectCache(
+        top=_top(request),
+        text=settings.cache_debug_text and is_admin,
+        tenants=settings.cache_salt_from_api_key and is_admin,
+    )
+    state = await service.ask(query, CacheState)
+    if settings.cache_salt_from_api_key and not is_admin:
+        # Even lengths and hits tell what other keys send.
+        state.prefixes = ()
+    return json_response(state)
 
 
 async def clear(request: web.Request) -> web.Response:
@@ -48,7 +57,7 @@ async def drop_session(request: web.Request) -> web.Response:
         )
     session_id = valid_unicode(request.match_info["session_id"])
     own = (await read(request, SessionBody)).cache_salt if request.can_read_body else None
-    salt = request_salt(settings.key_salt(given_key(request)), own or "")
+    salt = request_salt(settings.key_secret(given_key(request)), own or "")
     dropped = await service.ask(DropSession(session_id, salt), CacheCleared)
     return json_response(
         {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from pathlib import PurePath
 
 import msgspec
@@ -11,6 +10,7 @@ from aiohttp import web
 from llamaslot.base.commands import Sampling
 from llamaslot.base.errors import ServerError, UnavailableError
 from llamaslot.base.model import ModelInfo
+from llamaslot.base.namespaces import key_secret
 from llamaslot.service.service import Service
 
 
@@ -54,11 +54,9 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Return how a request that says nothing is sampled; a `seed` of -1 stands for a new one each time."""
         return Sampling(**{"seed": -1, **info.sampling, **self.sampling})  # type: ignore[arg-type]
 
-    def key_salt(self, api_key: str) -> bytes:
-        """Return the part of an API key in the salts of its namespaces; empty where keys share them."""
-        if not self.cache_salt_from_api_key:
-            return b""
-        return hmac.digest(api_key.encode("utf-8", "surrogateescape"), b"llamaslot", "sha256")
+    def key_secret(self, api_key: str) -> str:
+        """Return what the salts of an API key are made from; empty where keys share their namespaces."""
+        return key_secret(api_key) if self.cache_salt_from_api_key else ""
 
     def model_names(self, info: ModelInfo) -> list[str]:
         """Return all names of the model in alphabetical order, as llama-server does; the first one is its id."""

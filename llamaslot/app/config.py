@@ -93,6 +93,12 @@ class Config:
         "MiB of KV written to --cache-disk a day, on average, since SSDs wear out; those of one day may be written "
         "at once; 0 for no limit",
     )
+    cache_ram_per_key: Count = _own(
+        0,
+        "MiB of --cache-ram that one API key's prefixes may take, with --cache-salt-from-api-key; 0 for no limit "
+        "but an equal share if several keys need it",
+    )
+    cache_disk_per_key: Count = _own(0, "the same of --cache-disk-size")
     slot_save_path: str = _llama("", "folder for what POST /slots/N?action=save writes; empty for none")
     batch_size: Positive = _llama(2048, "logical batch size", "-b --batch-size", env="LLAMA_ARG_BATCH")
     ubatch_size: Positive = _llama(

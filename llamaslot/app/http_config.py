@@ -21,6 +21,10 @@ def api_settings(config: Config) -> ApiSettings:
     if config.cache_salt_from_api_key and not has_keys:
         flag = "--cache-salt-from-api-key"
         raise ConfigError(f"{flag} needs API keys: give --api-key or --api-key-file", param=flag)
+    for option in ("cache_ram_per_key", "cache_disk_per_key"):
+        if getattr(config, option) and not config.cache_salt_from_api_key:
+            flag = f"--{option.replace('_', '-')}"
+            raise ConfigError(f"{flag} needs --cache-salt-from-api-key: else all keys share their KV", param=flag)
     return ApiSettings(
         api_keys=tuple(keys),
         api_key_file=config.api_key_file,

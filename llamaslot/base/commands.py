@@ -186,8 +186,8 @@ class RequestContext(msgspec.Struct, frozen=True):
     client_id: str = ""
     session_id: str = ""
     """The session in the headers; empty without one."""
-    key_salt: bytes = b""
-    """Derived from the API key where each key has namespaces of its own; empty where not."""
+    key_secret: str = ""
+    """`key_secret` of the API key where each key has namespaces of its own; empty where not."""
 
 
 class ReadRequest(msgspec.Struct, frozen=True, tag="read_request"):
@@ -253,6 +253,8 @@ class InspectCache(msgspec.Struct, frozen=True, tag="inspect_cache"):
     """Number of prefixes to list, those with the most hits first."""
     text: bool = False
     """Show the prefixes' text, which is what users wrote."""
+    tenants: bool = False
+    """List the tenants."""
 
 
 class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):

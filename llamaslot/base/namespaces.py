@@ -1,10 +1,41 @@
-"""Names of namespaces. Requests of one namespace share cached prefixes; others never find them."""
+"""Names of namespaces. Requests of one namespace share cached prefixes; others never find them.
+
+The namespaces of one API key form a tenant: its KV counts against the key's share of the cache, whatever salts its
+requests have.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 
+_RESERVED = "\0"
+"""Begins the salts that clients cannot choose."""
+_KEY = "\0key "
 _PRIVATE = "request "
+
+
+def client_salt(salt: str) -> str:
+    """Return a salt that a client chose, such that it is none of those that the server makes."""
+    return _RESERVED + salt if salt.startswith(_RESERVED) else salt
+
+
+def key_secret(api_key: str) -> str:
+    """Return what the salts of an API key's requests are made from; it does not disclose the key."""
+    key = api_key.encode("utf-8", "surrogateescape")
+    return f"{tenant_name(api_key)} {hmac.digest(key, b'llamaslot', 'sha256').hex()}"
+
+
+def key_salt(secret: str, salt: str) -> str:
+    """Return the salt of the requests of an API key, by its `key_secret`, with a salt of their own."""
+    tenant, _, key = secret.partition(" ")
+    return f"{_KEY}{tenant} {hmac.digest(key.encode(), salt.encode(), 'sha256').hex()}"
+
+
+def tenant_name(api_key: str) -> str:
+    """Return the name by which the namespaces of an API key are known to administrators."""
+    key = api_key.encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(key, digest_size=6, person=b"llamaslot tenant").hexdigest()
 
 
 def salt_namespace(salt: str) -> str:
@@ -12,14 +43,28 @@ def salt_namespace(salt: str) -> str:
 
     Its name does not disclose the salt, since names are written to disk.
     """
-    return hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=16).hexdigest() if salt else ""
+    if not salt:
+        return ""
+    digest = hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+    tenant = _tenant_of_salt(salt)
+    return f"{tenant}.{digest}" if tenant else digest
 
 
-def private_namespace(name: str) -> str:
-    """Return the namespace of one request, or of a group of requests."""
-    return _PRIVATE + name
+def private_namespace(name: str, salt: str = "") -> str:
+    """Return the namespace of one request with a salt, or of a group of requests."""
+    return f"{_PRIVATE}{_tenant_of_salt(salt)}.{name}"
 
 
 def is_private(namespace: str) -> bool:
     """True for a namespace of one request or group, dropped when that ends."""
     return namespace.startswith(_PRIVATE)
+
+
+def tenant_of(namespace: str) -> str:
+    """Return the tenant of a namespace; empty for all that are not of an API key."""
+    tenant, dot, _ = namespace.removeprefix(_PRIVATE).partition(".")
+    return tenant if dot else ""
+
+
+def _tenant_of_salt(salt: str) -> str:
+    return salt.removeprefix(_KEY).partition(" ")[0] if salt.startswith(_KEY) else ""

@@ -186,6 +186,18 @@ class CachePrefix(msgspec.Struct):
     """The edge's first tokens as text, if that was asked for."""
 
 
+class TenantStats(msgspec.Struct):
+    """An API key's KV now, and its requests since the start."""
+
+    tenant: str
+    """Digest of the key; empty for KV from before keys were tenants."""
+    cells: int
+    ram_bytes: int
+    disk_bytes: int
+    """Files that are being written included."""
+    requests: int
+
+
 class CacheState(CacheStats, kw_only=True):
     """The statistics together with a snapshot of the radix tree; the reply to `InspectCache`."""
 
@@ -198,6 +210,8 @@ class CacheState(CacheStats, kw_only=True):
     """Tokens that running requests use."""
     prefixes: tuple[CachePrefix, ...]
     """The nodes with the most hits, none before its ancestors."""
+    tenants: tuple[TenantStats, ...] | UnsetType = UNSET
+    """Those that have KV or sent requests, if that was asked for."""
 
 
 class SlotState(msgspec.Struct):

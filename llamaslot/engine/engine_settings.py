@@ -24,6 +24,9 @@ class EngineSettings:
     """Host memory for what leaves the pool."""
     ram_is_fixed: bool = True
     """False if less of it is used while memory is short."""
+    ram_bytes_per_key: int = 0
+    disk_bytes_per_key: int = 0
+    """What one API key may have of RAM and of the disk; 0 for no limit of its own."""
     disk_bytes_per_day: int = 0
     """Bytes that may be written to disk a day; 0 for any number."""
     debug_invariants: bool = False
@@ -46,6 +49,8 @@ def cache_settings(backend: Backend, settings: EngineSettings, disk: SegmentDisk
         disk_bytes=disk.capacity if disk is not None else 0,
         disk_bytes_per_day=settings.disk_bytes_per_day,
         disk_written=disk.written if disk is not None else None,
+        ram_bytes_per_key=settings.ram_bytes_per_key,
+        disk_bytes_per_key=settings.disk_bytes_per_key,
         segment_size=info.segment_size,
         prefill_us=cost.prefill_us if cost is not None else 0.0,
         save_us=cost.first_save_us if cost is not None else 0.0,

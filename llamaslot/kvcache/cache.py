@@ -24,8 +24,17 @@ from msgspec import structs
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.kv_ops import Operation
 from llamaslot.base.model import SegmentSize
-from llamaslot.base.namespaces import is_private
-from llamaslot.base.stats import CacheState, CacheStats, CellStats, DiskStats, Miss, RamStats, SequenceStats
+from llamaslot.base.namespaces import is_private, tenant_of
+from llamaslot.base.stats import (
+    CacheState,
+    CacheStats,
+    CellStats,
+    DiskStats,
+    Miss,
+    RamStats,
+    SequenceStats,
+    TenantStats,
+)
 from llamaslot.base.tokens import WIDTH, Tokens, packed
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.ghost_list import GhostList
@@ -90,6 +99,8 @@ class KVCache:
             disk_bytes=settings.disk_bytes,
             disk_bytes_per_day=settings.disk_bytes_per_day,
             disk_written=settings.disk_written,
+            ram_bytes_per_key=settings.ram_bytes_per_key,
+            disk_bytes_per_key=settings.disk_bytes_per_key,
         )
         self.ram_budget = RamBudget(self._tiers.ram.capacity, is_fixed=settings.ram_is_fixed)
         """Follows free memory; `tick` evicts what exceeds it."""
@@ -151,6 +162,7 @@ class KVCache:
     def acquire(self, slots: Sequence[int], match: Match) -> Acquired:
         """Give the resident part of a match to the best of `slots`, all idle, and pin it against eviction."""
         miss = _miss_reason(match, self._ghosts, self.settings.min_shared)
+        self._tiers.shares.use(tenant_of(match.namespace))
         slot, n_copied = self._pool.acquire(slots, match)
         self._tree.touch(self._sequences.end(slot), self._sequences.advance(), hits=1)
         self._tiers.touch(self._tree.match(match.namespace, match.tokens).segments)
@@ -342,6 +354,13 @@ class KVCache:
     ) -> CacheState:
         """Statistics with the `top` prefixes of the tree, as text if `detokenize` is given."""
         return tree_listing(self._tree, stats, top, detokenize)
+
+    def tenants(self) -> tuple[TenantStats, ...]:
+        """The tenants that have KV or sent requests, by name."""
+        tiers, n_requests = self._tiers, self._tiers.shares.n_requests
+        cells, ram, disk = self._tree.n_tokens_of, tiers.ram.used, tiers.disk.used
+        names = sorted({*n_requests, *+cells, *ram, *disk})
+        return tuple(TenantStats(name, cells[name], ram[name], disk[name], n_requests[name]) for name in names)
 
     def check(self, range_of: Callable[[int], range]) -> None:
         """Verify all invariants while no operation is pending; raises `AssertionError`.

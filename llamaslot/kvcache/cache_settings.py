@@ -35,6 +35,9 @@ class CacheSettings:
     """Budgets of the tiers; 0 for none."""
     ram_is_fixed: bool = True
     """False if the budget of RAM follows free memory, up to `ram_bytes`."""
+    ram_bytes_per_key: int = 0
+    disk_bytes_per_key: int = 0
+    """What one API key may have of these; 0 for no limit of its own."""
     disk_bytes_per_day: int = 0
     """Bytes that may be written to disk a day; 0 for any number."""
     disk_written: WriteTotals | None = None

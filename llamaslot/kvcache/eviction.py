@@ -1,5 +1,7 @@
 """LRU eviction from the pool: idle leaves first, least recently used first, never an interior node.
 
+Of several tenants, those that exceed their share of the pool lose their leaves first.
+
 An eviction is planned whole before anything is touched. Leaves are kept in a heap as they come and go, ordered by a
 logical clock, so a plan costs time in proportion to what it evicts, not to the tree.
 """
@@ -7,6 +9,8 @@ logical clock, so a plan costs time in proportion to what it evicts, not to the 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -51,8 +55,12 @@ class EvictionQueue:
             heapq.heapify(self._heap)
             self._n_compacted = len(self._heap)
 
-    def plan(self, n_cells: int, before: int | None = None) -> EvictionPlan:
+    def plan(
+        self, n_cells: int, before: int | None = None, excess: Mapping[str, int] | None = None
+    ) -> EvictionPlan:
         r"""Plan to free `n_cells`, or all there is, of nodes last used before a given time; changes nothing.
+
+        `excess` has the cells that each tenant has beyond its share: others lose theirs only once it is used up.
 
         The last leaf may lose only its tail. Once all resident children of a node are evicted, the node is the next
         leaf, and the last sequence that went through it keeps holding it, as its heir:
@@ -62,21 +70,11 @@ class EvictionQueue:
           [c] of 0  [d e] of 1       plan(4):  1 keeps 1 instead, since [a b] is a leaf by then
         """
         plan = EvictionPlan()
-        done: set[int] = set()
+        leaves = _Leaves(self._heap, excess)
         heirs: dict[int, int] = {}
         n_left: dict[int, int] = {}
-        taken: list[_Entry] = []
-        exposed: list[_Entry] = []
-        while plan.n_cells < n_cells:
-            source = exposed if exposed and (not self._heap or exposed[0] < self._heap[0]) else self._heap
-            if not source:
-                break
-            entry = heapq.heappop(source)
+        while plan.n_cells < n_cells and (entry := leaves.next()) is not None:
             last_used, age, node = entry
-            if source is self._heap:
-                if not _is_current(entry) or id(node) in done:
-                    continue
-                taken.append(entry)
             if before is not None and last_used >= before:
                 break
             holders = node.end_of or {heirs[id(node)]}
@@ -86,7 +84,7 @@ class EvictionQueue:
                 plan.evicted.append((min(holders), node.end - wanted, node.end))
                 plan.n_cells += wanted
                 break
-            done.add(id(node))
+            leaves.evict(node)
             plan.keeps.update(dict.fromkeys(holders, 0))
             plan.evicted.append((min(holders), node.start, node.end))
             plan.n_cells += node.n_tokens
@@ -102,10 +100,62 @@ class EvictionQueue:
                     heirs[id(parent)] = heir = min(holders)
                     plan.keeps[heir] = parent.end
                 if not parent.n_pins:
-                    heapq.heappush(exposed, (parent.last_used, age, parent))
-        for entry in taken:
-            heapq.heappush(self._heap, entry)
+                    leaves.expose((parent.last_used, age, parent))
+        leaves.put_back()
         return plan
+
+
+class _Leaves:
+    """Idle leaves in the order of eviction, of which a plan takes one after the other.
+
+    Those of tenants without any `excess` left come last.
+    """
+
+    def __init__(self, heap: list[_Entry], excess: Mapping[str, int] | None) -> None:
+        self._heap = heap
+        self._taken: list[_Entry] = []
+        self._exposed: list[_Entry] = []
+        """Nodes that are leaves once others are evicted."""
+        self._spared: list[_Entry] = []
+        self._spares = excess is not None
+        self._n_beyond = Counter(excess)
+        self._done: set[int] = set()
+
+    def next(self) -> _Entry | None:
+        """The next leaf; None if there is none."""
+        while source := self._source():
+            entry = heapq.heappop(source)
+            node = entry[2]
+            if id(node) in self._done or (source is self._heap and not _is_current(entry)):
+                continue
+            if source is self._heap:
+                self._taken.append(entry)
+            if not self._spares or self._n_beyond[node.tenant] > 0:
+                return entry
+            # In the order of last use, so this is a heap.
+            self._spared.append(entry)
+        return None
+
+    def evict(self, node: Node) -> None:
+        """Count a leaf as evicted."""
+        self._done.add(id(node))
+        self._n_beyond[node.tenant] -= node.n_tokens
+
+    def expose(self, entry: _Entry) -> None:
+        """Add a node whose children are evicted."""
+        heapq.heappush(self._exposed, entry)
+
+    def put_back(self) -> None:
+        """Leave the heap as it was: a plan changes nothing."""
+        for entry in self._taken:
+            heapq.heappush(self._heap, entry)
+
+    def _source(self) -> list[_Entry]:
+        if self._spared and not self._heap and not self._exposed:
+            self._exposed, self._spared, self._spares = self._spared, [], False
+        return (
+            self._exposed if self._exposed and (not self._heap or self._exposed[0] < self._heap[0]) else self._heap
+        )
 
 
 def _is_current(entry: _Entry) -> bool:

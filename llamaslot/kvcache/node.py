@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from llamaslot.base.namespaces import tenant_of
 from llamaslot.base.tokens import WIDTH
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Node:
         "run",
         "segment",
         "start",
+        "tenant",
     )
 
     def __init__(self, run: bytearray, parent: Node | None, start: int, namespace: str) -> None:
@@ -38,6 +40,7 @@ class Node:
         self.start = start
         """Tokens on the path above this node."""
         self.namespace = namespace
+        self.tenant: str = parent.tenant if parent is not None else tenant_of(namespace)
         self.children: dict[bytes, Node] = {}
         """By their first token, packed."""
         self.end_of: set[int] = set()

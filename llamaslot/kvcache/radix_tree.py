@@ -20,6 +20,7 @@ llama.cpp, of time or of requests; `now` is a logical clock.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
@@ -42,6 +43,8 @@ class RadixTree:
         self.eviction = EvictionQueue()
         self.n_tokens = 0
         """Tokens of resident nodes: the cells that they occupy."""
+        self.n_tokens_of: Counter[str] = Counter()
+        """The same of each tenant."""
         self.n_pinned_tokens = 0
         """Of them, those that running requests hold."""
         self.version = 0
@@ -129,6 +132,7 @@ class RadixTree:
         if rest and is_own and end.segment is None:
             end.run += rest
             self.n_tokens += len(rest) // WIDTH
+            self.n_tokens_of[end.tenant] += len(rest) // WIDTH
             self.n_pinned_tokens += len(rest) // WIDTH * bool(end.n_pins)
             return n_held
         if rest:
@@ -243,7 +247,7 @@ class RadixTree:
 
         Returns all segments.
         """
-        n_tokens = n_pinned = 0
+        n_tokens, n_pinned = Counter[str](), 0
         covered: dict[Segment, list[Node]] = {}
         for node in self.nodes():
             parent = node.parent
@@ -259,11 +263,12 @@ class RadixTree:
             assert node.n_pins == sum(child.n_pins for child in children) + len(node.end_of & self._pinned)
             assert not node.is_idle_leaf or node in self.eviction, "a leaf that cannot be evicted"
             assert all(node.last_used >= child.last_used for child in children)
-            n_tokens += node.n_tokens * node.is_resident
+            n_tokens[node.tenant] += node.n_tokens * node.is_resident
             n_pinned += node.n_tokens * bool(node.n_pins)
             if node.segment is not None:
                 covered.setdefault(node.segment, []).append(node)
-        assert (n_tokens, n_pinned) == (self.n_tokens, self.n_pinned_tokens)
+        assert (n_tokens, n_pinned) == (self.n_tokens_of, self.n_pinned_tokens)
+        assert n_tokens.total() == self.n_tokens
         assert self._pinned <= self._ends.keys()
         assert all(seq in node.end_of for seq, node in self._ends.items())
         everything = (*self.nodes(), *self._roots.values())
@@ -305,6 +310,7 @@ class RadixTree:
         child = node
         while child.parent is not None and not was_resident:
             self.n_tokens += child.n_tokens
+            self.n_tokens_of[child.tenant] += child.n_tokens
             was_resident = child.parent.is_resident
             child.parent.n_resident_children += 1
             child = child.parent
@@ -321,6 +327,7 @@ class RadixTree:
         node = old
         while node.parent is not None and not node.is_resident:
             self.n_tokens -= node.n_tokens
+            self.n_tokens_of[node.tenant] -= node.n_tokens
             node.parent.n_resident_children -= 1
             node = node.parent
         self._prune(old)

@@ -121,16 +121,27 @@ class Segment:
         "retry_at",
         "start",
         "state",
+        "tenant",
     )
 
     def __init__(
-        self, number: int, start: int, end: int, n_bytes: int, *, now: float = 0.0, state: SegmentState = S.RAM
+        self,
+        number: int,
+        start: int,
+        end: int,
+        n_bytes: int,
+        *,
+        tenant: str = "",
+        now: float = 0.0,
+        state: SegmentState = S.RAM,
     ) -> None:
         self.number = number
         """Its name for the backend and the disk."""
         self.start = start
         self.end = end
         self.n_bytes = n_bytes
+        self.tenant = tenant
+        """Against whose share it counts."""
         self.state = state
         self.nodes: list[Node] = []
         """Nodes of the radix tree that it covers, from the root on; none once it is dropped."""

@@ -102,16 +102,20 @@ class UnifiedPool:
     def ensure_free_id(self) -> None:
         """Make sure that a spare id is free.
 
-        If need be, an idle path is evicted: one with few tokens of its own first, then the least recently used.
+        If need be, an idle path is evicted: of a tenant with more than its share of the ids first, then one with
+        few tokens of its own, then the least recently used.
         """
         sequences = self._sequences
         self._release_covered()
         if not sequences.spare or not all(map(sequences.in_use, sequences.spare)):
             return
         idle = [seq for seq in sequences.all if sequences.in_use(seq) and not self._tree.is_pinned(seq)]
-        victim: int = min(
-            idle, key=lambda seq: (sequences.n_own(seq) >= self._settings.min_shared, sequences.last_used(seq))
-        )
+
+        def order(seq: int) -> tuple[bool, bool, int]:
+            is_long = sequences.n_own(seq) >= self._settings.min_shared
+            return not self._offloader.exceeds_ids(seq), is_long, sequences.last_used(seq)
+
+        victim: int = min(idle, key=order)
         end = sequences.end(victim).end
         self._offloader.offload_evicted(victim, end - sequences.n_own(victim), end)
         sequences.clear(victim)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import itertools
 import re
 import secrets
@@ -14,6 +13,7 @@ import msgspec
 from llamaslot.base.commands import N_SEEDS, PromptPart, RequestContext, Sampling, Submit, TextPart, TokensPart
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
 from llamaslot.base.model import ModelInfo
+from llamaslot.base.namespaces import client_salt, key_salt
 from llamaslot.protocol.bodies import CompletionBody, Options, PromptObject
 
 Prompt: TypeAlias = tuple[PromptPart, ...]
@@ -45,7 +45,7 @@ def submissions(
             ),
             stop=_stop(options),
             cache_prompt=_first(options.cache_prompt, context.cache_prompt),
-            cache_salt=request_salt(context.key_salt, options.cache_salt or ""),
+            cache_salt=request_salt(context.key_secret, options.cache_salt or ""),
             id_slot=id_slot,
             return_tokens=context.return_tokens,
             client_id=context.client_id,
@@ -105,12 +105,12 @@ def checked(tokens: Iterable[int], n_vocab: int, param: str) -> tuple[int, ...]:
     return ids
 
 
-def request_salt(key_salt: bytes, own: str) -> str:
+def request_salt(key_secret: str, own: str) -> str:
     """Return the salt of a request's namespace, from its `own` salt and from its API key's, if that counts.
 
     The salt does not reveal the key.
     """
-    return hmac.digest(key_salt, own.encode(), "sha256").hex() if key_salt else own
+    return key_salt(key_secret, own) if key_secret else client_salt(own)
 
 
 def _session(options: Options, context: RequestContext) -> str:

@@ -96,7 +96,9 @@ class Request:
         self.distrusted = b""
         """Packed tokens of a cached prefix with which its logits were invalid."""
         self.namespace = (
-            private_namespace(submit.group or self.id) if self.is_private else salt_namespace(submit.cache_salt)
+            private_namespace(submit.group or self.id, submit.cache_salt)
+            if self.is_private
+            else salt_namespace(submit.cache_salt)
         )
         self.arrival = arrival
         """Order of submission; it survives preemption."""

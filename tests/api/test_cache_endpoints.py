@@ -291,8 +291,8 @@ def made(
     """Return the commands that a request becomes."""
     info = FakeBackend().info
     body = CompletionBody(prompt=["p"] * n_prompts, n=n)
-    key_salt = ApiSettings(cache_salt_from_api_key=from_key).key_salt(api_key)
-    context = RequestContext("request", 10, 10, Sampling(), key_salt=key_salt)
+    key_secret = ApiSettings(cache_salt_from_api_key=from_key).key_secret(api_key)
+    context = RequestContext("request", 10, 10, Sampling(), key_secret=key_secret)
     return submissions(body, prompts_of(body, info.n_vocab, 10), context, info, lambda _: ())
 
 

@@ -15,6 +15,7 @@ from llamaslot.api.http_server import create_app
 from llamaslot.api.keys import Access, ApiKeys
 from llamaslot.api.middleware import ACCESS
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.namespaces import tenant_name
 
 ROUTES = {
     Access.PUBLIC: {("GET", "/health"), ("GET", "/v1/health")},
@@ -124,6 +125,21 @@ async def test_a_user_sees_no_text_in_the_cache(start: Any, file: Path) -> None:
     for key, shown in (("anna", False), ("boss", True)):
         _, cache = await server.get("/cache", headers={"X-Api-Key": key})
         assert any("text" in prefix for prefix in cache["prefixes"]) is shown
+
+
+async def test_administrators_see_what_each_key_has_in_the_cache(start: Any, file: Path) -> None:
+    server = await start(api_key_file=str(file), cache_salt_from_api_key=True)
+    for key, salt in (("anna", "x"), ("anna", "y"), ("boss", "x")):
+        body = {"prompt": "Hello", "n_predict": 1, "cache_salt": salt}
+        assert (await server.post("/completion", body, headers={"X-Api-Key": key}))[0] == 200
+    _, cache = await server.get("/cache", headers={"X-Api-Key": "anna"})
+    assert "tenants" not in cache
+    assert cache["prefixes"] == []
+    _, cache = await server.get("/cache", headers={"X-Api-Key": "boss"})
+    found = {each["tenant"]: (each["cells"], each["requests"]) for each in cache["tenants"]}
+    assert {name: n for name, (_, n) in found.items()} == {tenant_name("anna"): 2, tenant_name("boss"): 1}
+    assert sum(cells for cells, _ in found.values()) == cache["cells"]["used"]
+    assert found[tenant_name("anna")][0] == 2 * found[tenant_name("boss")][0]
 
 
 async def test_an_unknown_address_is_shown_to_users_only(start: Any, file: Path) -> None:

@@ -18,18 +18,20 @@ import pytest
 from structlog.testing import capture_logs
 
 from llamaslot.api.context import ApiSettings
+from llamaslot.app.cache_budgets import Budgets
 from llamaslot.app.composition import serve
 from llamaslot.app.config import Config, options
 from llamaslot.app.config_reader import read_config
 from llamaslot.app.flags import Parser, add_flags
 from llamaslot.app.http_config import api_settings
-from llamaslot.app.runtime.engine_config import llama_settings
+from llamaslot.app.runtime.engine_config import engine_settings, llama_settings
 from llamaslot.app.template_config import read_template
 from llamaslot.backend.llama import LlamaSettings
 from llamaslot.base.backend import Decoded, Run, Sampler
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import KvCost
 from llamaslot.engine import engine as engine_module
+from llamaslot.engine import engine_settings as engine_settings_module
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.text.builtin_templates import resolve
 from tests.fake_backend import FakeBackend
@@ -108,7 +110,7 @@ SAMPLING: dict[str, tuple[str, object]] = {
 
 
 ELSEWHERE = {
-    *("cache_disk", "cache_disk_size", "cache_disk_write_per_day"),
+    *("cache_disk", "cache_disk_size", "cache_disk_write_per_day", "cache_ram_per_key", "cache_disk_per_key"),
     *("model", "port", "chat_template", "chat_template_file"),
     *("max_queue", "prefill_gap_ms", "shutdown_timeout", "log_format", "log_level"),
     *("cache_salt_from_api_key", "cache_idle_cells", "debug_invariants", "text_anchors", "drop_volatile"),
@@ -212,6 +214,21 @@ def test_salts_from_keys_need_keys() -> None:
     assert api_settings(configured("--cache-salt-from-api-key --api-key a")).cache_salt_from_api_key
     with pytest.raises(ConfigError, match=r"--cache-salt-from-api-key needs .*--api-key"):
         api_settings(configured("--cache-salt-from-api-key"))
+
+
+@pytest.mark.parametrize("flag", ["--cache-ram-per-key", "--cache-disk-per-key"])
+def test_limits_of_keys_need_salts_from_keys(flag: str) -> None:
+    assert api_settings(configured(f"{flag} 5 --cache-salt-from-api-key --api-key a"))
+    with pytest.raises(ConfigError, match=rf"{flag} needs --cache-salt-from-api-key"):
+        api_settings(configured(f"{flag} 5 --api-key a"))
+
+
+def test_limits_of_keys_reach_the_cache() -> None:
+    config = configured("--cache-ram-per-key 5 --cache-disk-per-key 7")
+    settings = engine_settings_module.cache_settings(
+        FakeBackend(), engine_settings(config, Budgets(100, None, None, "")), None
+    )
+    assert (settings.ram_bytes_per_key, settings.disk_bytes_per_key) == (5 * 2**20, 7 * 2**20)
 
 
 def test_where_the_template_comes_from(tmp_path: Path) -> None:

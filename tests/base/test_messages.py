@@ -82,7 +82,7 @@ PREFIX = CachePrefix(
 PROMPT_QUERIES = [
     Tokenize((TextPart("a"), TokensPart((1,))), with_pieces=True),
     Detokenize((3, 4)),
-    ReadRequest("chat", b"{}", RequestContext("r", 2, 3, SAMPLING, session_id="mine", key_salt=b"\xff")),
+    ReadRequest("chat", b"{}", RequestContext("r", 2, 3, SAMPLING, session_id="mine", key_secret="a b")),
     AnswerBody("tokenize", b"\xff"),
 ]
 QUERIES = [

@@ -117,7 +117,7 @@ def _context(
         return_tokens=returns_prompt,
         client_id=caller.client_id,
         session_id=caller.session_id,
-        key_salt=settings.key_salt(caller.api_key),
+        key_secret=settings.key_secret(caller.api_key),
     )
 
 

@@ -47,5 +47,7 @@ def engine_settings(config: Config, budgets: Budgets) -> EngineSettings:
         ram_bytes=budgets.ram_bytes,
         ram_is_fixed=budgets.ram_is_fixed,
         disk_bytes_per_day=config.cache_disk_write_per_day * 2**20,
+        ram_bytes_per_key=config.cache_ram_per_key * 2**20,
+        disk_bytes_per_key=config.cache_disk_per_key * 2**20,
         debug_invariants=config.debug_invariants,
     )

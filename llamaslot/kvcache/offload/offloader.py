@@ -6,6 +6,7 @@ sequence, the last id of all, which holds nothing before and after each operatio
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -71,9 +72,12 @@ class Offloader:
     def evict(self, n_cells: int, before: int | None = None) -> int:
         """Evict `n_cells` idle cells, or all there are, last used before a logical time; returns how many.
 
-        They are offloaded as far as they fit into RAM.
+        They are offloaded as far as they fit into RAM. Tenants keep their share of the cells, as far as others have
+        more than theirs, except where `before` says how old an idle prefix may be.
         """
-        plan = self._tree.eviction.plan(n_cells, before)
+        used, total = self._tree.n_tokens_of, self._settings.pool_cells
+        excess = self._tiers.shares.excess(used, total) if before is None else None
+        plan = self._tree.eviction.plan(n_cells, before, excess)
         for seq, start, end in plan.evicted:
             self.offload_evicted(seq, start, end)
         for seq, keep in sorted(plan.keeps.items(), key=lambda item: item[1] == 0):
@@ -128,6 +132,12 @@ class Offloader:
                 return n_done
         self._n_offloaded_ahead = n_all
         return n_done
+
+    def exceeds_ids(self, seq: int) -> bool:
+        """True if the tenant of a sequence in use has more than its share of the sequence ids."""
+        tenants = [self._sequences.end(each).tenant for each in self._sequences.all if self._sequences.in_use(each)]
+        excess = self._tiers.shares.excess(Counter(tenants), len(self._sequences.all))
+        return excess[self._sequences.end(seq).tenant] > 0
 
     # --- from segments ---
 

@@ -1,18 +1,20 @@
 """Segments in RAM and on disk: which are added, evicted, written and read.
 
 `segment.py` has the states and their transitions; here is what each transition entails for budgets, jobs and the
-radix tree. In each tier the least recently used segment is evicted first. A path is always used from its end to its
-start, so no segment is evicted before its children.
+radix tree. In each tier the least recently used segment is evicted first, of those whose tenants have more than
+their share (`tenant_shares.py`). A path is always used from its end to its start, so no segment is evicted before
+its children.
 
 Nothing here knows of cells, of sequences or of llama.cpp.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 
 from llamaslot.base.model import SegmentSize
-from llamaslot.base.namespaces import is_private
+from llamaslot.base.namespaces import is_private, tenant_of
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.match import SegmentPart
@@ -20,6 +22,7 @@ from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.offload import disk_io
 from llamaslot.kvcache.offload.disk_pacing import RETRY_DELAY_S, ReadRate, ReadWatchdog
 from llamaslot.kvcache.offload.segment_lru import SegmentLru
+from llamaslot.kvcache.offload.tenant_shares import TenantShares, exceeds_limit
 from llamaslot.kvcache.offload.write_back import WriteBack
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import Segment
@@ -33,6 +36,8 @@ _BUSY = frozenset({S.READING, S.WRITING})
 
 class SegmentTiers:
     """All segments, each of at most `max_tokens`, in `ram_bytes` and `disk_bytes`.
+
+    Those of one API key take at most `ram_bytes_per_key` and `disk_bytes_per_key`; 0 for no limit of their own.
 
     Whatever is offloaded goes to RAM first, so without RAM there is no disk tier either. Times are seconds on the
     caller's clock.
@@ -49,10 +54,13 @@ class SegmentTiers:
         disk_bytes: int = 0,
         disk_bytes_per_day: int = 0,
         disk_written: disk_io.WriteTotals | None = None,
+        ram_bytes_per_key: int = 0,
+        disk_bytes_per_key: int = 0,
     ) -> None:
         self.max_tokens = max_tokens
-        self.ram = SegmentLru(ram_bytes)
-        self.disk = SegmentLru(disk_bytes if ram_bytes else 0)
+        self.ram = SegmentLru(ram_bytes, ram_bytes_per_key)
+        self.disk = SegmentLru(disk_bytes if ram_bytes else 0, disk_bytes_per_key)
+        self.shares = TenantShares()
         self.writer = WriteBack(self, disk_bytes_per_day, disk_written)
         self.now = 0.0
         self.counters = counters
@@ -93,7 +101,7 @@ class SegmentTiers:
     def fits(self, node: Node, ranges: Sequence[tuple[int, int]]) -> bool:
         """True if these ranges of the path to a node fit into RAM once everything that may be evicted is.
 
-        False for a while after memory ran out.
+        Other tenants keep their shares. False for a while after memory ran out.
         """
         if self.now < self.saves_again_at or not self.ram.capacity:
             return False
@@ -101,10 +109,15 @@ class SegmentTiers:
         path = {each.segment for each in node.path_to_root() if each.segment is not None and each.start < end}
         replaced = {s for s in path if any(start <= s.start and s.end <= end for start, end in ranges)}
         kept = path.union(self.busy.values(), *self.load_pins.values()) - replaced
-        n_bytes = sum(
-            s.n_bytes for s in kept if s.state.uses_ram and (s.state is not S.CLEAN or self._is_load_pinned(s))
-        )
-        return n_bytes + sum(self._size.of(end - start) for start, end in ranges) <= self.ram.capacity
+        n_kept: Counter[str] = Counter()
+        for s in kept:
+            if s.state.uses_ram and (s.state is not S.CLEAN or self._is_load_pinned(s)):
+                n_kept[s.tenant] += s.n_bytes
+        tenant, n_new = tenant_of(node.namespace), sum(self._size.of(end - start) for start, end in ranges)
+        n_own = n_kept[tenant] + n_new
+        if exceeds_limit(self.ram, tenant, n_own):
+            return False
+        return n_own + self.shares.kept_by_others(self.ram, tenant, n_new, n_kept) <= self.ram.capacity
 
     @property
     def read_us(self) -> float | None:
@@ -133,6 +146,7 @@ class SegmentTiers:
         """Advance the clock: time out reads, retry unreadable segments, start due writes."""
         before = self.is_unresponsive, self.read_us, self.now < self.loads_again_at
         self.now = now
+        self.shares.tick(now)
         if self._watchdog.check_timeout(now):
             for segment in [each for each in self.busy.values() if each.state is S.READING]:
                 self.transition(segment, E.READ_TIMED_OUT)
@@ -151,13 +165,14 @@ class SegmentTiers:
         """
         if not self.fits(node, [(start, end)]):
             raise AssertionError(f"there is no room for [{start}, {end})")
-        segment = Segment(self._next_number, start, end, self._size.of(end - start), now=self.now)
+        tenant = tenant_of(node.namespace)
+        segment = Segment(self._next_number, start, end, self._size.of(end - start), tenant=tenant, now=self.now)
         self._next_number += 1
         for each in self._tree.attach(segment, node):
             self.writer.replace(each, segment)
             self.transition(each, E.DROP, keeps_file=True)
         self.touch(segment.path_from_root)
-        if not self._free_ram(segment.n_bytes, set(segment.path_from_root)):
+        if not self._free_ram(tenant, segment.n_bytes, set(segment.path_from_root), may_take_shares=True):
             raise AssertionError("there was room")
         self.ram.put(segment)
         self.writer.queue(segment)
@@ -182,7 +197,7 @@ class SegmentTiers:
         for segment in segments:
             if segment.state.uses_ram:
                 continue
-            if self.n_reads >= _MAX_READS or not self._free_ram(segment.n_bytes):
+            if self.n_reads >= _MAX_READS or not self._free_ram(segment.tenant, segment.n_bytes):
                 return
             self.transition(segment, E.READ)
             self._jobs.append(disk_io.Read(segment.number))
@@ -260,7 +275,10 @@ class SegmentTiers:
             if tokens is None or any(part.start <= meta.start < part.end for part in match.parts):
                 self.add_job(disk_io.Erase((meta.number,)))
                 continue
-            segment = Segment(meta.number, meta.start, len(tokens) // WIDTH, meta.n_bytes, state=S.DISK)
+            tenant = tenant_of(meta.namespace)
+            segment = Segment(
+                meta.number, meta.start, len(tokens) // WIDTH, meta.n_bytes, tenant=tenant, state=S.DISK
+            )
             segment.last_used = uses[meta.number]
             self._tree.attach(segment, self._tree.insert(meta.namespace, tokens))
             self.disk.put(segment)
@@ -301,6 +319,8 @@ class SegmentTiers:
         for lru in (self.ram, self.disk):
             assert lru.n_bytes == sum(segment.n_bytes for segment in lru) <= lru.capacity
             assert lru.n_tokens == sum(segment.n_tokens for segment in lru)
+            assert lru.n_bytes == sum(lru.used.values())
+            assert not any(exceeds_limit(lru, *each) for each in lru.used.items())
         for segment in segments:
             state, parent = segment.state, segment.parent
             assert segment.n_tokens <= self.max_tokens
@@ -318,15 +338,22 @@ class SegmentTiers:
     def _is_load_pinned(self, segment: Segment) -> bool:
         return any(segment in pins for pins in self.load_pins.values())
 
-    def _free_ram(self, n_bytes: int, path: Container[Segment] = ()) -> bool:
-        """Evict segments from RAM, but none of `path` that is nowhere else; returns True if there is room then."""
+    def _free_ram(
+        self, tenant: str, n_bytes: int, path: Container[Segment] = (), *, may_take_shares: bool = False
+    ) -> bool:
+        """Evict segments from RAM, but none of `path` that is nowhere else; returns True if there is room then.
+
+        `may_take_shares` lets tenants lose of their shares too, if those that exceed theirs have nothing to evict.
+        """
 
         def may_evict(segment: Segment) -> bool:
             is_free = segment.state not in _BUSY and not self._is_load_pinned(segment)
             return is_free and (segment not in path or segment.state is S.CLEAN)
 
-        while not self.ram.fits(n_bytes):
-            oldest = self.ram.oldest(may_evict)
+        while losers := self.shares.losers(self.ram, tenant, n_bytes):
+            oldest = self.ram.oldest(may_evict, losers)
+            if oldest is None and may_take_shares and losers != (tenant,):
+                oldest = self.ram.oldest(may_evict)
             if oldest is None:
                 return False
             self.transition(oldest, E.EVICT_RAM)

@@ -8,6 +8,7 @@ and the file that it replaces is erased only once it is written itself.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,8 @@ class WriteBack:
         self._tiers = tiers
         self._budget = WriteBudget(bytes_per_day, written)
         self._queue = WriteQueue(tiers.max_tokens, self._budget)
-        self._replaced: dict[int, int] = {}
-        """Bytes of files that stay until what replaces them is written, by number."""
+        self._replaced: dict[int, tuple[str, int]] = {}
+        """Tenant and bytes of files that stay until what replaces them is written, by number."""
 
     @property
     def writing(self) -> list[Segment]:
@@ -80,7 +81,7 @@ class WriteBack:
         old.replaces = []
         if old.state.uses_disk:
             new.replaces.append(old.number)
-            self._replaced[old.number] = old.n_bytes
+            self._replaced[old.number] = old.tenant, old.n_bytes
 
     def on_transition(self, segment: Segment) -> None:
         """Follow a change of state."""
@@ -108,10 +109,15 @@ class WriteBack:
             self.queue(child)
 
     def trim(self) -> None:
-        """Evict from disk what exceeds its budget."""
+        """Evict from disk what exceeds its budget, or that of an API key."""
         disk = self._tiers.disk
-        while disk.n_bytes > disk.capacity:
-            oldest = disk.oldest(_may_evict)
+        for tenant in (*disk.used, ""):
+            self._trim(tenant)
+
+    def _trim(self, tenant: str) -> None:
+        disk, shares = self._tiers.disk, self._tiers.shares
+        while losers := shares.losers(disk, tenant, 0):
+            oldest = disk.oldest(_may_evict, losers)
             assert oldest is not None
             self._tiers.transition(oldest, E.EVICT_DISK)
 
@@ -128,16 +134,21 @@ class WriteBack:
         )
 
     def _write(self, segment: Segment) -> bool:
-        """Start to write a segment; False if a more recently used one would have to be evicted."""
-        disk = self._tiers.disk
+        """Start to write a segment; False if a more recently used one would have to be evicted.
+
+        What others have beyond their shares may be more recent, if the segment's tenant stays within its own.
+        """
+        disk, shares = self._tiers.disk, self._tiers.shares
         oldest: list[Segment] = []
-        n_missing = disk.n_bytes + sum(self._replaced.values()) + segment.n_bytes - disk.capacity
-        while n_missing > 0:
-            found = disk.oldest(lambda each: _may_evict(each, oldest))
-            if found is None or found.rank > segment.rank:
+        reserved: Counter[str] = Counter()
+        for tenant, n_bytes in self._replaced.values():
+            reserved[tenant] += n_bytes
+        while losers := shares.losers(disk, segment.tenant, segment.n_bytes, reserved):
+            found = disk.oldest(lambda each: _may_evict(each, oldest), losers)
+            if found is None or (found.rank > segment.rank and segment.tenant in losers):
                 return False
             oldest.append(found)
-            n_missing -= found.n_bytes
+            reserved[found.tenant] -= found.n_bytes
         for each in oldest:
             self._tiers.transition(each, E.EVICT_DISK)
         self._tiers.transition(segment, E.WRITE)

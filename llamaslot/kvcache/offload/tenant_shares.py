@@ -1,0 +1,82 @@
+"""Shares of tenants: whose KV is evicted first where several tenants use a pool or a tier.
+
+Every tenant that has KV there may have an equal share of it. What a tenant has beyond its share is evicted before
+anything of a tenant within its share, so no tenant can evict all that others have by sending many prompts. Others
+may use a share that its tenant does not fill. One that has sent nothing for an hour has no share: its KV is
+evicted by last use, as all is where there is only one tenant.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from llamaslot.kvcache.offload.segment_lru import SegmentLru
+
+INACTIVE_S = 3600.0
+"""Time without requests after which a tenant has no share."""
+_NONE: Mapping[str, int] = {}
+
+
+class TenantShares:
+    """Tenants by their last request. Times are seconds on the caller's clock; at the start all count as active."""
+
+    def __init__(self) -> None:
+        self._started: float | None = None
+        self._now = 0.0
+        self._last_used: dict[str, float] = {}
+        self.n_requests: Counter[str] = Counter()
+        """Requests of each tenant."""
+
+    def tick(self, now: float) -> None:
+        """Advance the clock."""
+        self._now = now
+        if self._started is None:
+            self._started = now
+
+    def use(self, tenant: str) -> None:
+        """Record that a tenant sent a request."""
+        self._last_used[tenant] = self._now
+        self.n_requests[tenant] += 1
+
+    def excess(
+        self, used: Mapping[str, int], capacity: int, tenant: str | None = None, n: int = 0
+    ) -> dict[str, int]:
+        """The amount by which each tenant that has anything exceeds its share of `capacity`, or stays below it.
+
+        `used` has what each tenant has, in any unit; `tenant` is about to get `n` more.
+        """
+        amounts = {each: amount for each, amount in used.items() if amount}
+        if tenant is not None and n:
+            amounts[tenant] = amounts.get(tenant, 0) + n
+        share = capacity // max(1, sum(map(self._is_active, amounts)))
+        return {each: amount - share * self._is_active(each) for each, amount in amounts.items()}
+
+    def losers(
+        self, tier: SegmentLru, tenant: str, n_bytes: int, reserved: Mapping[str, int] = _NONE
+    ) -> Collection[str]:
+        """Tenants of which one has to lose a segment before `tenant` gets `n_bytes` more; none if there is room.
+
+        `reserved` has the bytes of each tenant in a tier that it does not count itself.
+        """
+        used = {each: tier.used[each] + reserved.get(each, 0) for each in {*tier.used, *reserved}}
+        if exceeds_limit(tier, tenant, used.get(tenant, 0) + n_bytes):
+            return (tenant,)
+        if sum(used.values()) + n_bytes <= tier.capacity:
+            return ()
+        return [each for each, n in self.excess(used, tier.capacity, tenant, n_bytes).items() if n > 0]
+
+    def kept_by_others(self, tier: SegmentLru, tenant: str, n_bytes: int, kept: Mapping[str, int]) -> int:
+        """Bytes that the other tenants keep in a tier if `tenant` gets `n_bytes`: their shares, at least `kept`."""
+        excess = self.excess(tier.used, tier.capacity, tenant, n_bytes)
+        others = {*tier.used} - {tenant}
+        return sum(max(kept.get(each, 0), tier.used[each] - max(0, excess.get(each, 0))) for each in others)
+
+    def _is_active(self, tenant: str) -> bool:
+        last_used = self._last_used.get(tenant, self._started if self._started is not None else self._now)
+        return self._now - last_used < INACTIVE_S
+
+
+def exceeds_limit(tier: SegmentLru, tenant: str, n_bytes: int) -> bool:
+    """True if a tenant may not have so many bytes in a tier. Only keys have a limit."""
+    return 0 < tier.limit < n_bytes and bool(tenant)
