@@ -51,11 +51,8 @@ class Reports:
     def cache_state(self, query: InspectCache) -> CacheState:
         """Return the statistics of the cache with the prefixes that have the most hits."""
         detokenize = self._vocab.detokenize if query.text else None
-        cache = self._scheduler.cache
-        listing = cache.listing(self._scheduler.cache_stats(), query.top, detokenize)
-        if query.tenants:
-            listing.tenants = cache.tenants()
-        return listing
+        listing = self._scheduler.cache.listing(self._scheduler.cache_stats(), query.top, detokenize)
+        return listing if query.tenants else msgspec.structs.replace(listing, tenants=msgspec.UNSET)
 
     def _slot_state(self, slot: Slot) -> SlotState:
         n_ctx, n_held = self._scheduler.n_ctx_slot, self._scheduler.cache.length(slot.id)

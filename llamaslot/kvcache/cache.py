@@ -352,15 +352,15 @@ class KVCache:
     def listing(
         self, stats: CacheStats, top: int, detokenize: Callable[[Sequence[int]], bytes] | None
     ) -> CacheState:
-        """Statistics with the `top` prefixes of the tree, as text if `detokenize` is given."""
-        return tree_listing(self._tree, stats, top, detokenize)
-
-    def tenants(self) -> tuple[TenantStats, ...]:
-        """The tenants that have KV or sent requests, by name."""
+        """Statistics with the `top` prefixes of the tree, as text if `detokenize` is given, and all tenants."""
+        listing = tree_listing(self._tree, stats, top, detokenize)
         tiers, n_requests = self._tiers, self._tiers.shares.n_requests
         cells, ram, disk = self._tree.n_tokens_of, tiers.ram.used, tiers.disk.used
         names = sorted({*n_requests, *+cells, *ram, *disk})
-        return tuple(TenantStats(name, cells[name], ram[name], disk[name], n_requests[name]) for name in names)
+        listing.tenants = tuple(
+            TenantStats(each, cells[each], ram[each], disk[each], n_requests[each]) for each in names
+        )
+        return listing
 
     def check(self, range_of: Callable[[int], range]) -> None:
         """Verify all invariants while no operation is pending; raises `AssertionError`.
