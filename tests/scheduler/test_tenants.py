@@ -1,0 +1,68 @@
+"""Noninterference: what a tenant sees of scheduler and cache does not depend on what others' prompts say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from llamaslot.base.namespaces import key_salt
+from tests.scheduler.test_scheduler import Driver, generated
+
+SALTS = [key_salt("prober", ""), key_salt("victim", "")]
+PROBER, VICTIM = 0, 1
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A request: who sends it, what its prompt begins with (index of a text), and how many steps follow."""
+
+    who: int
+    text: int
+    n_prompt: int
+    n_tail: int
+    n_generated: int
+    n_steps: int
+
+
+SENT = st.builds(
+    Sent,
+    st.sampled_from([PROBER, VICTIM]),
+    st.integers(0, 2),
+    st.integers(1, 90),
+    st.integers(0, 20),
+    st.integers(1, 12),
+    st.integers(0, 12),
+)
+
+
+def observed(requests: list[Sent], texts: list[str]) -> list[object]:
+    """All that the prober sees; the victim's prompts are made from `texts`."""
+    driver = Driver(
+        n_slots=2, n_reserved=4, n_ctx=256, n_ubatch=64, ram_bytes=6000, segment_tokens=16, min_shared=8
+    )
+    own = ["a" * 90, "b" * 90, "ab" * 45]
+    seen = []
+    for i, sent in enumerate(requests):
+        text = (own if sent.who == PROBER else texts)[sent.text]
+        # The tail differs from that of any other request.
+        prompt = text[: sent.n_prompt] + chr(200 + i) * sent.n_tail
+        request = driver.submit(prompt, max_tokens=sent.n_generated, cache_salt=SALTS[sent.who])
+        if sent.who == PROBER:
+            seen.append(request)
+        for _ in range(sent.n_steps):
+            driver.step()
+    driver.finish(*seen)
+    while driver.scheduler.running or driver.scheduler.queue:
+        driver.step()
+    now = driver.backend.now
+    return [(each.progress(now), generated(each), each.n_waited_for, each.n_overtaken) for each in seen]
+
+
+@given(st.lists(SENT, max_size=10))
+def test_equal_prompts_of_another_tenant_change_nothing(requests: list[Sent]) -> None:
+    same = observed(requests, ["a" * 90, "b" * 90, "ab" * 45])
+    # The same pattern in other letters: what the victim's prompts have in common with each other stays the same.
+    other = observed(requests, ["c" * 90, "d" * 90, "cd" * 45])
+    assert same == other
