@@ -37,7 +37,6 @@ class Answered:
     prompt_tokens: int
     cached_tokens: int
     miss: str | None
-    text: str
 
 
 class Client:
@@ -66,7 +65,6 @@ class Client:
             usage["prompt_tokens"],
             usage["prompt_tokens_details"]["cached_tokens"],
             reply["cache"]["miss"],
-            reply["choices"][0]["text"],
         )
 
 
@@ -132,7 +130,6 @@ def test_a_prober_cannot_tell_whether_another_key_sent_this_very_prompt(tmp_path
     assert {(each.cached_tokens, each.miss) for each in same} == {(each.cached_tokens, each.miss) for each in other}
     assert {each.cached_tokens for each in (*same, *other)} == {0}
     assert all(each.cached_tokens >= each.prompt_tokens - 1 for each in again), "the cache is on"
-    assert [each.text for each in again] == [each.text for each in _in_order(kinds, same, other)], "warm as cold"
     if not LONG:
         return
     value, half = auc([each.seconds for each in same], [each.seconds for each in other])
@@ -141,8 +138,3 @@ def test_a_prober_cannot_tell_whether_another_key_sent_this_very_prompt(tmp_path
     print(f"\nAUC of TTFT over {n} + {m} trials: {value:.3f} (95%: +-{half:.3f}); of own prompts: {control:.3f}")
     assert 0.45 <= value <= 0.55
     assert control > 0.9, "times would not show a hit"
-
-
-def _in_order(kinds: Sequence[bool], same: Sequence[Answered], other: Sequence[Answered]) -> list[Answered]:
-    rest = {True: iter(same), False: iter(other)}
-    return [next(rest[kind]) for kind in kinds]
