@@ -172,7 +172,7 @@ class Request:
     def isolate(self, distrusted: bytes) -> None:
         """Share nothing with the cache any more, while it waits to be computed anew."""
         self.is_private = True
-        self.namespace = private_namespace(self.id)
+        self.namespace = private_namespace(self.id, self.submit.cache_salt)
         self.match = None
         self.n_reused = 0
         self.distrusted = distrusted

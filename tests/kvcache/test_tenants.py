@@ -13,6 +13,7 @@ from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import (
     client_salt,
     key_salt,
+    key_secret,
     private_namespace,
     salt_namespace,
     tenant_name,
@@ -28,16 +29,19 @@ from llamaslot.kvcache.segment import Segment
 from tests.scheduler.test_scheduler import Driver, as_tokens
 
 KEYS = ["key-a", "key-b", "key-c"]
-NAMESPACES = [salt_namespace(key_salt(key, own)) for key in KEYS for own in ("", "own")]
+NAMESPACES = [salt_namespace(key_salt(key_secret(key), own)) for key in KEYS for own in ("", "own")]
 
 
 def test_all_namespaces_of_a_key_are_one_tenant_and_clients_can_name_none_of_them() -> None:
-    a, other = salt_namespace(key_salt("key-a", "")), salt_namespace(key_salt("key-a", "other"))
+    a, other = (
+        salt_namespace(key_salt(key_secret("key-a"), "")),
+        salt_namespace(key_salt(key_secret("key-a"), "other")),
+    )
     assert a != other
-    private = private_namespace("r.1", key_salt("key-a", ""))
+    private = private_namespace("r.1", key_salt(key_secret("key-a"), ""))
     assert {tenant_of(each) for each in (a, other, private)} == {tenant_name("key-a")}
     assert tenant_name("key-a") != tenant_name("key-b")
-    for salt in ("", "x", "x.y", "\0", key_salt("key-a", "")):
+    for salt in ("", "x", "x.y", "\0", key_salt(key_secret("key-a"), "")):
         own = salt_namespace(client_salt(salt))
         assert own != a
         assert tenant_of(own) == tenant_of(private_namespace("r.1", client_salt(salt))) == ""
@@ -215,7 +219,7 @@ def test_a_smaller_limit_is_kept_after_a_restart() -> None:
 def test_a_tenant_that_sends_many_prompts_leaves_the_idle_prefixes_of_another(are_keys: bool) -> None:
     """Without keys there is one tenant, whatever the salts, and the oldest prefixes go."""
     driver = Driver(n_slots=2, n_reserved=10, n_ctx=256, n_ubatch=64)
-    salts = [key_salt(key, "") if are_keys else key for key in KEYS]
+    salts = [key_salt(key_secret(key), "") if are_keys else key for key in KEYS]
     mine = [letter * 25 for letter in "abc"]
     for prompt in mine:
         driver.finish(driver.submit(prompt, cache_salt=salts[0]))
@@ -229,7 +233,7 @@ def test_a_tenant_that_sends_many_prompts_leaves_the_idle_prefixes_of_another(ar
 @pytest.mark.parametrize("are_keys", [True, False])
 def test_a_tenant_that_uses_up_the_sequence_ids_leaves_those_of_another(are_keys: bool) -> None:
     driver = Driver(n_slots=2, n_reserved=5, n_ctx=8192, n_ubatch=128)
-    salts = [key_salt(key, "") if are_keys else key for key in KEYS]
+    salts = [key_salt(key_secret(key), "") if are_keys else key for key in KEYS]
     mine = [letter * 70 for letter in "ab"]
     for prompt in mine:
         driver.finish(driver.submit(prompt, cache_salt=salts[0]))
@@ -242,9 +246,9 @@ def test_a_tenant_that_uses_up_the_sequence_ids_leaves_those_of_another(are_keys
 
 def test_one_tenant_uses_what_others_leave() -> None:
     driver = Driver(n_slots=2, n_reserved=10, n_ctx=256, n_ubatch=64)
-    driver.finish(driver.submit("a" * 10, cache_salt=key_salt("key-a", "")))
+    driver.finish(driver.submit("a" * 10, cache_salt=key_salt(key_secret("key-a"), "")))
     for letter in "bcdef":
-        driver.finish(driver.submit(letter * 40, cache_salt=key_salt("key-b", "")))
+        driver.finish(driver.submit(letter * 40, cache_salt=key_salt(key_secret("key-b"), "")))
     tenants = driver.cache.listing(driver.cache.stats(), 1, None).tenants
     assert tenants
     found = {each.tenant: (each.cells, each.requests) for each in tenants}
