@@ -80,6 +80,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """The client's name for the request, used in the log only."""
     session_id: str = ""
     """The client's name for the conversation; empty for none."""
+    client: str = ""
+    """A digest of what tells clients apart, which take turns: the API key, the session, or the address."""
     n: int = 1
 
     def completions(self) -> list[Submit]:

@@ -3,8 +3,9 @@
 A request waits while no slot is free, while its need and that of the running ones do not fit together, and
 while a running request (its leader) computes a prefix that it can share.
 
-Order: preempted requests by arrival; then those overtaken too often, and choices that got their first token from
-the logits of another one, by arrival; then the longest cached prefix first.
+Clients take turns (`fair_share.py`). Order among the requests of those whose turn it is: preempted requests by
+arrival; then those overtaken too often, and choices that got their first token from the logits of another one, by
+arrival; then the longest cached prefix first.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import numpy as np
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.pool import Sharing
+from llamaslot.scheduler.fair_share import FairShare
 from llamaslot.scheduler.in_flight import InFlight
 from llamaslot.scheduler.request import Request, Slot
 
 MAX_OVERTAKEN = 8
-"""Later requests that may be admitted before one that could run too."""
+"""Later requests that may be admitted before one that could run too, unless it is their clients' turn."""
 MIN_EXPECTED_TOKENS = 64
 """Tokens that a request without a limit of its own is expected to generate, however short others were."""
 MAX_CANDIDATES = 64
@@ -37,6 +39,7 @@ class Admission:
         self._slots = slots
         self._n_ctx_slot = n_ctx_slot
         self._in_flight = InFlight()
+        self._shares = FairShare()
         self._mean_generated = 0.0
         self.queue: list[Request] = []
         """Waiting requests by arrival."""
@@ -61,28 +64,21 @@ class Admission:
 
     def admit(self, running: Sequence[Request], now: float) -> list[Request]:
         """Move every request that may run now from the queue into a slot; `running` are those that run already."""
-        free = [slot for slot in self._slots if slot.request is None]
         admitted: list[Request] = []
-        skipped: list[Request] = []
-        for request in self._ordered(running, free) if free else ():
-            choices = _free_slots(request, free)
-            if not choices:
-                skipped.append(request)
-            elif self._waits_for_prefix(request, [*running, *admitted], choices):
-                continue
-            elif self._fits(request, [*running, *admitted]):
-                self._start(request, choices, now)
-                free.remove(self._slots[request.slot])
-                admitted.append(request)
-            elif request.has_started or request.n_overtaken >= MAX_OVERTAKEN:
+        free = [slot for slot in self._slots if slot.request is None]
+        candidates = self._candidates(running, free) if free else []
+        while free:
+            found = self._next(candidates, [*running, *admitted], free)
+            if found is None:
                 break
-            else:
-                skipped.append(request)
-        for request in skipped:
-            wanted = request.submit.id_slot
-            request.n_overtaken += sum(
-                other.arrival > request.arrival and wanted in (-1, other.slot) for other in admitted
-            )
+            request, others = found
+            self._start(request, _free_slots(request, free), now)
+            candidates.remove(request)
+            free.remove(self._slots[request.slot])
+            admitted.append(request)
+            for other in others:
+                is_later = request.arrival > other.arrival
+                other.n_overtaken += is_later and other.submit.id_slot in (-1, request.slot)
         return admitted
 
     def release(self, request: Request) -> None:
@@ -108,30 +104,52 @@ class Admission:
             and np.array_equal(other.tokens.view(), tokens)
         ]
 
-    def _ordered(self, running: Sequence[Request], free: Sequence[Slot]) -> list[Request]:
-        """Sort the queue by admission order; requests that cannot run now do not count as candidates."""
-        resumed: list[Request] = []
-        due: list[Request] = []
-        fresh: list[Request] = []
-        blocked: list[Request] = []
-        for request in self.queue:
-            choices = _free_slots(request, free)
-            if request.slot >= 0:
-                resumed.append(request)
-            elif request.has_started or request.n_overtaken >= MAX_OVERTAKEN:
-                due.append(request)
-            elif not choices:
-                blocked.append(request)
-            elif len(fresh) < MAX_CANDIDATES and not self._waits_for_prefix(request, running, choices):
-                fresh.append(request)
-        fresh.sort(key=lambda r: (-self.match(r).n_cached, r.arrival))
-        return [*resumed, *due, *fresh, *blocked]
+    def _candidates(self, running: Sequence[Request], free: Sequence[Slot]) -> list[Request]:
+        """Return the queue without requests that have no free slot, or wait for a prefix.
+
+        Of the new requests of clients of one rank, only the oldest are looked at.
+        """
+        candidates: list[Request] = []
+        for group in self._shares.groups(self.queue, running):
+            n_fresh = 0
+            for request in group:
+                is_fresh = not _is_due(request)
+                choices = _free_slots(request, free)
+                if not choices or (is_fresh and n_fresh >= MAX_CANDIDATES):
+                    continue
+                if not self._waits_for_prefix(request, running, choices):
+                    candidates.append(request)
+                    n_fresh += is_fresh
+        return candidates
+
+    def _next(
+        self, candidates: Sequence[Request], running: Sequence[Request], free: Sequence[Slot]
+    ) -> tuple[Request, Sequence[Request]] | None:
+        """Return the candidate to be admitted, and those of clients of the same rank.
+
+        While one does not fit, others of that rank may overtake it, but none of clients that had more.
+        """
+        for group in self._shares.groups(candidates, running):
+            is_full = False
+            for request in sorted(group, key=_order):
+                choices = _free_slots(request, free)
+                if not choices or self._waits_for_prefix(request, running, choices):
+                    continue
+                if self._fits(request, running):
+                    return request, group
+                is_full = True
+                if _is_due(request):
+                    break
+            if is_full:
+                break
+        return None
 
     def _start(self, request: Request, choices: Sequence[int], now: float) -> None:
         self.queue.remove(request)
         request.admit(self._cache.acquire(choices, self.match(request)), now)
         self._slots[request.slot].request = request
         self._in_flight.add(request)
+        self._shares.take_turn(request.submit.client)
 
     def _waits_for_prefix(self, request: Request, running: Sequence[Request], choices: Sequence[int]) -> bool:
         """True if a request should wait while a running one computes a part of its prompt.
@@ -180,6 +198,18 @@ class Admission:
 def _free_slots(request: Request, free: Sequence[Slot]) -> list[int]:
     """Free slots that a request may run in."""
     return [slot.id for slot in free if request.submit.id_slot in (-1, slot.id)]
+
+
+def _is_due(request: Request) -> bool:
+    """True if a request goes before those with a longer cached prefix, and is not overtaken if it does not fit."""
+    return request.has_started or request.n_overtaken >= MAX_OVERTAKEN
+
+
+def _order(request: Request) -> tuple[int, int, int]:
+    """Sort key of the admission order; the prefix counts as of the last lookup."""
+    if request.slot >= 0 or _is_due(request):
+        return request.slot < 0, 0, request.arrival
+    return 2, -request.match.n_cached if request.match else 0, request.arrival
 
 
 def _are_siblings(a: Request, b: Request) -> bool:

@@ -5,9 +5,11 @@
     commit(plan, result, now) -> ... changes the state to what the backend really computed
 
 Rules that hold at every step:
-  1. No starvation: at most `MAX_OVERTAKEN` later requests are admitted before one that could run too.
+  1. No starvation: clients take turns (`fair_share.py`), and among requests whose turn it is, at most
+     `MAX_OVERTAKEN` later ones are admitted before one that could run too.
   2. A plan never needs more cells than there are: idle ones are evicted first (least recently used first), then the
-     youngest running request is preempted. The oldest never is, so it always finishes.
+     youngest running request is preempted, of a client that runs several if there is one. The oldest never is, so
+     it always finishes.
   3. A request in a failed step is retried alone; it fails only if it fails alone.
   4. A request without valid logits fails; but if KV that it reused may be the cause, it is first computed anew.
 """
@@ -31,6 +33,7 @@ from llamaslot.kvcache.offload.offloader import LoadStatus
 from llamaslot.kvcache.offload.policy import Deadlines
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
+from llamaslot.scheduler.fair_share import by_share
 from llamaslot.scheduler.padding import Padding
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState, Slot
 from llamaslot.scheduler.reuse_stats import ReuseStats
@@ -146,11 +149,11 @@ class Scheduler:
             self.cache,
             self.chunks,
             self._padding,
-            list(running),
+            by_share(running),
             preempt=lambda request: self._preempt(request, now),
             siblings=self.admission.siblings,
         )
-        work = planner.grant([request for request in suspects[:1] or running if request in ready])
+        work = planner.grant([request for request in suspects[:1] or by_share(running) if request in ready])
         padding = None if suspects else planner.pad(work)
         n_extra_steps = 0 if suspects or is_loading else planner.n_extra_steps(work)
         is_busy = bool(self.running or self.queue)

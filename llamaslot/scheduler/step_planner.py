@@ -1,5 +1,7 @@
 """Plan of one step: streams first, then the prompts with least left; cells go to the oldest request first.
 
+"Oldest" and "youngest" are meant by the order of `fair_share.by_share`: each client's first request, then others.
+
 1. Where free cells do not suffice, idle ones are evicted, then the youngest request is preempted.
 2. Prompts get the token budget that streams leave: a quarter of it goes to the oldest prompt, so that it always
    progresses; the rest to those with the fewest tokens left (shortest remaining first), to minimise TTFT.

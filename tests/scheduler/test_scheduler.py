@@ -375,7 +375,8 @@ def test_the_oldest_is_never_preempted() -> None:
         while len(requests) < 12 or any(request.state is not RequestState.DONE for request in requests):
             if len(requests) < 12 and chance.random() < 0.2:
                 prompt = chance.choice("abcd") * chance.randint(1, 20)
-                requests.append(driver.submit(prompt, max_tokens=chance.randint(80, 130)))
+                client = chance.choice(["", "another"])
+                requests.append(driver.submit(prompt, max_tokens=chance.randint(80, 130), client=client))
             running = driver.scheduler.running
             plan = driver.step()
             n_preempted[seed] += len(plan.preempted)

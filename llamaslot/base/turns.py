@@ -1,0 +1,26 @@
+"""Turns: whose turn it is among clients that share something, such as the queue of requests or the tokenizer."""
+
+from __future__ import annotations
+
+MAX_CLIENTS = 1024
+"""Clients whose last turn is remembered; more of them were at it too long ago to matter."""
+
+
+class Turns:
+    """Numbers the turns that clients take; the next one to be served is the one whose last turn is oldest."""
+
+    def __init__(self) -> None:
+        self.n_taken = 0
+        self._last: dict[str, int] = {}
+
+    def last(self, client: str) -> int:
+        """Return the number of a client's last turn; 0 if it had none, or so long ago that it is forgotten."""
+        return self._last.get(client, 0)
+
+    def take(self, client: str) -> None:
+        """Count a turn of a client."""
+        self.n_taken += 1
+        self._last.pop(client, None)
+        self._last[client] = self.n_taken
+        if len(self._last) > MAX_CLIENTS:
+            del self._last[next(iter(self._last))]
