@@ -122,6 +122,8 @@ class Tokenize(msgspec.Struct, frozen=True, tag="tokenize"):
     prompt: tuple[PromptPart, ...]
     add_special: bool = False
     with_pieces: bool = False
+    client: str = ""
+    """As in `Submit`."""
 
     @property
     def size(self) -> int:
@@ -157,6 +159,8 @@ class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):
     """Turn token ids into text; answered by `Detokenized`."""
 
     tokens: tuple[int, ...]
+    client: str = ""
+    """As in `Submit`."""
 
     @property
     def size(self) -> int:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
 MAX_CLIENTS = 1024
 """Clients whose last turn is remembered; more of them were at it too long ago to matter."""
 
@@ -16,6 +21,15 @@ class Turns:
     def last(self, client: str) -> int:
         """Return the number of a client's last turn; 0 if it had none, or so long ago that it is forgotten."""
         return self._last.get(client, 0)
+
+    def next(self, waiting: Iterable[T], client_of: Callable[[T], str | None]) -> T:
+        """Return the first item of the client whose turn it is; items of no client come before all others."""
+
+        def place(item: T) -> int:
+            client = client_of(item)
+            return -1 if client is None else self.last(client)
+
+        return min(waiting, key=place)
 
     def take(self, client: str) -> None:
         """Count a turn of a client."""

@@ -1,9 +1,9 @@
 """The prompt worker in a process of its own: a prompt on which it crashes or hangs fails, and no other.
 
 Jobs wait here in two lanes, long queries and request bodies apart from the others. The process has one job of each
-lane at a time. When it ends, a new one is started, and first gets the records of what was remembered and the
-prompts of requests that have not ended. If two jobs were running when it crashed, they are tried again one after
-the other.
+lane at a time; clients take turns. When it ends, a new one is started, and first gets the records of what was
+remembered and the prompts of requests that have not ended. If two jobs were running when it crashed, they are tried
+again one by one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from llamaslot.base.commands import DropSession
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError, UnavailableError
 from llamaslot.base.stats import AnchorStats, SessionStats
 from llamaslot.base.text_records import RecordKind, TextRecord
+from llamaslot.base.turns import Turns
 from llamaslot.processes.child import Exit
 from llamaslot.processes.messages import (
     FromPrompts,
@@ -43,6 +44,7 @@ from llamaslot.prompts.prompt_jobs import (
     Restore,
     TextRecords,
     TokenizePrompt,
+    client_of,
 )
 from llamaslot.prompts.prompt_worker import (
     MAX_LONG_QUERIES,
@@ -72,6 +74,8 @@ class _Pending:
     job: Job
     future: asyncio.Future[Any]
     lane: _Lane
+    client: str | None = None
+    """None for a job that goes before those of clients."""
     n_tries: int = 0
     is_suspect: bool = False
     """True if it, or another job that ran beside it, has crashed the process: it is tried alone."""
@@ -82,6 +86,7 @@ class _Lane:
 
     def __init__(self) -> None:
         self.waiting: OrderedDict[int, _Pending] = OrderedDict()
+        self.turns = Turns()
         self.running: _Pending | None = None
         self.timer: asyncio.TimerHandle | None = None
 
@@ -195,7 +200,7 @@ class PromptSupervisor(PromptWorker):
         else:
             if isinstance(job, Release):
                 self._prompts.pop(job.request_id, None)
-            pending = _Pending(next(self._numbers), job, future, lane)
+            pending = _Pending(next(self._numbers), job, future, lane, client_of(job))
             lane.waiting[pending.number] = pending
             future.add_done_callback(lambda _: lane.waiting.pop(pending.number, None))
             self._send_next()
@@ -254,7 +259,7 @@ class PromptSupervisor(PromptWorker):
             return
         for lane in self._lanes:
             while lane.running is None and lane.waiting:
-                self._send(next(iter(lane.waiting.values())))
+                self._send(lane.turns.next(lane.waiting.values(), lambda each: each.client))
 
     def _send(self, pending: _Pending) -> None:
         lane = pending.lane
@@ -264,6 +269,8 @@ class PromptSupervisor(PromptWorker):
         except UnicodeEncodeError:
             _fail(pending, invalid_unicode())
             return
+        if pending.client is not None:
+            lane.turns.take(pending.client)
         lane.running = pending
         lane.timer = asyncio.get_running_loop().call_later(self._timeout, self._is_overdue, pending)
 

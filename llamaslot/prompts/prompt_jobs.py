@@ -1,7 +1,7 @@
 """Jobs of the prompt worker, and what carries them out on a tokenizer.
 
-Jobs and results are plain values that msgspec can encode, so that the worker can run in a process of its own. They
-are carried out in order: the prompt that follows a reply finds what was remembered of it.
+Jobs and results are plain values that msgspec can encode, so that the worker can run in a process of its own.
+Clients take turns (`client_of`); otherwise jobs are carried out in order.
 """
 
 from __future__ import annotations
@@ -126,6 +126,20 @@ JobResult: TypeAlias = (
     | JsonReply
     | None
 )
+
+
+def client_of(job: Job) -> str | None:
+    """Return the client that waits for a job; None for a job that goes before all those, such as `Remember`.
+
+    The prompt that comes after a reply finds what was remembered of it.
+    """
+    match job:
+        case TokenizePrompt(submit):
+            return submit.client
+        case Tokenize() | Detokenize():
+            return job.client
+        case _:
+            return None
 
 
 class PromptJobs:

@@ -1,12 +1,12 @@
-"""The prompt worker: carries out jobs in the order of arrival, on a thread of its own, so that no step waits."""
+"""The prompt worker: carries out jobs on a thread of its own, so that no step waits; clients take turns."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
@@ -14,12 +14,11 @@ from llamaslot.base.commands import AnswerBody, Detokenize, ReadRequest, Tokeniz
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError
 from llamaslot.base.executors import close_after_queue
 from llamaslot.base.stats import AnchorStats, SessionStats
-from llamaslot.prompts.prompt_jobs import Job, PromptJobs
+from llamaslot.base.turns import Turns
+from llamaslot.prompts.prompt_jobs import Job, JobResult, PromptJobs, client_of
 
 if TYPE_CHECKING:
     from llamaslot.prompts.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
     from llamaslot.protocol.request_reader import RequestReader
 
 _SHORT_QUERY = 2**14
@@ -78,7 +77,10 @@ def job_error(error: BaseException) -> LlamaslotError:
 
 
 class PromptWorker(Protocol):
-    """Carries out jobs in order, but long queries and request bodies beside the others."""
+    """Carries out jobs one at a time, but long queries and request bodies beside the others.
+
+    Clients take turns, so that many prompts of one delay a prompt of another by one job at most.
+    """
 
     @property
     def chat_template(self) -> str:
@@ -98,8 +100,8 @@ class PromptThread(PromptWorker):
     def __init__(self, tokenizer: Tokenizer, reader: RequestReader) -> None:
         self._jobs = PromptJobs(tokenizer, reader)
         self._reader = reader
-        self._thread: Executor = _thread("tokenizer", tokenizer.stack_bytes)
-        self._query_thread = _thread("queries", tokenizer.stack_bytes)
+        self._thread = _JobThread("tokenizer", tokenizer.stack_bytes, self._jobs)
+        self._query_thread = _JobThread("queries", tokenizer.stack_bytes, self._jobs)
         self._n_queries = 0
 
     @property
@@ -120,32 +122,25 @@ class PromptThread(PromptWorker):
 
     def start(self) -> None:
         """Probe for exact cut points, so that the first prompt need not wait for it."""
-        self._thread.submit(self._prepare)
+        self._thread.executor.submit(self._prepare)
 
     def close(self) -> list[Future[None]]:
         """End the threads, which must not outlive the vocabulary; the futures are done once their jobs are."""
-        return [close_after_queue(self._thread), close_after_queue(self._query_thread)]
+        return [close_after_queue(self._thread.executor), close_after_queue(self._query_thread.executor)]
 
     def call(self, job: Job) -> asyncio.Future[Any]:
         """Start a job; at most `MAX_LONG_QUERIES` long queries wait, further ones fail at once."""
         if not is_long_query(job):
-            return self._start(job, self._query_thread if is_long(job) else self._thread)
+            return asyncio.wrap_future((self._query_thread if is_long(job) else self._thread).submit(job))
         loop = asyncio.get_running_loop()
         if self._n_queries >= MAX_LONG_QUERIES:
             refused: asyncio.Future[Any] = loop.create_future()
             refused.set_exception(too_many_queries())
             return refused
         self._n_queries += 1
-        future = self._start(job, self._query_thread)
+        future = asyncio.wrap_future(self._query_thread.submit(job))
         future.add_done_callback(self._count_query_end)
         return future
-
-    def _start(self, job: Job, thread: Executor) -> asyncio.Future[Any]:
-        unread = [job]
-        future = asyncio.get_running_loop().run_in_executor(thread, lambda: self._jobs.run(unread.pop()))
-        # The executor's queue keeps cancelled calls until it comes to them.
-        future.add_done_callback(lambda _: unread.clear())
-        return cast(asyncio.Future[Any], future)
 
     def _count_query_end(self, _: object) -> None:
         self._n_queries -= 1
@@ -156,6 +151,48 @@ class PromptThread(PromptWorker):
                 _log.warning("text_anchors.off", reason="no control token of this vocabulary has exact cut points")
         except Exception:
             _log.exception("prompt_worker.failed", job="prepare")
+
+
+class _JobThread:
+    """A thread that carries out jobs, chosen when it is free."""
+
+    def __init__(self, name: str, stack_bytes: int, jobs: PromptJobs) -> None:
+        self.executor = _thread(name, stack_bytes)
+        self._jobs = jobs
+        self._lock = threading.Lock()
+        self._waiting: dict[Future[JobResult], Job] = {}
+        self._turns = Turns()
+
+    def submit(self, job: Job) -> Future[JobResult]:
+        """Add a job; one that is cancelled before it has begun is forgotten."""
+        future: Future[JobResult] = Future()
+        with self._lock:
+            self._waiting[future] = job
+        future.add_done_callback(self._forget)
+        self.executor.submit(self._run_next)
+        return future
+
+    def _forget(self, future: Future[JobResult]) -> None:
+        with self._lock:
+            self._waiting.pop(future, None)
+
+    def _run_next(self) -> None:
+        """Carry out the job whose turn it is; there is a call for each job, so none is left."""
+        with self._lock:
+            if not self._waiting:
+                return
+            future = self._turns.next(self._waiting, lambda each: client_of(self._waiting[each]))
+            job = self._waiting.pop(future)
+            if (client := client_of(job)) is not None:
+                self._turns.take(client)
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._jobs.run(job)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
 
 def _thread(name: str, stack_bytes: int) -> ThreadPoolExecutor:

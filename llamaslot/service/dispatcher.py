@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 
 import structlog
@@ -42,6 +41,7 @@ from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.tokens import ids_of
+from llamaslot.base.turns import Turns
 from llamaslot.prompts.prompt_jobs import (
     Locate,
     Located,
@@ -78,8 +78,9 @@ class Dispatcher:
         self._clock = clock
         self._send: Callable[[EngineCommand], None]
         self._completions: dict[str, Completion] = {}
-        self._waiting: deque[Completion] = deque()
+        self._waiting: list[Completion] = []
         """Those in the state WAITING, in order, and some that were cancelled meanwhile."""
+        self._turns = Turns()
         self._alone: Completion | None = None
         """The suspect that the engine has; it gets no other request until that one's end."""
         self._suspects = Suspects(clock)
@@ -145,7 +146,7 @@ class Dispatcher:
             else:
                 completion.state = State.WAITING
         self._alone = None
-        self._waiting = deque(each for each in self._completions.values() if each.state is State.WAITING)
+        self._waiting = [each for each in self._completions.values() if each.state is State.WAITING]
         self._queries.disconnect()
 
     def engine_restarted(self) -> None:
@@ -202,24 +203,23 @@ class Dispatcher:
         self._flush()
 
     def _send_waiting(self) -> None:
-        """Send completions to the engine, in order; a suspect waits until the engine has nothing else."""
+        """Send completions to the engine, clients in turn; a suspect waits until the engine has nothing else."""
+        self._waiting = [each for each in self._waiting if each.submit.request_id in self._completions]
         while self._waiting and self.is_connected and self._alone is None:
-            completion = self._waiting[0]
-            if completion.state is not State.WAITING or completion.submit.request_id not in self._completions:
-                self._waiting.popleft()
-                continue
+            completion = self._turns.next(self._waiting, lambda each: each.submit.client)
             prompt = completion.prompt
             if self._suspects and prompt.digest in self._suspects:
                 try:
                     self._suspects.check(prompt.digest)
                 except LlamaslotError as error:
-                    self._waiting.popleft()
+                    self._waiting.remove(completion)
                     self._fail(completion.submit.request_id, error)
                     continue
                 if any(each.is_in_engine for each in self._completions.values()):
                     return
                 self._alone = completion
-            self._waiting.popleft()
+            self._waiting.remove(completion)
+            self._turns.take(completion.submit.client)
             assert prompt.tokenized is not None
             completion.state = State.SENT
             waited = self._clock() - prompt.submitted

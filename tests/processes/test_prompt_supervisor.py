@@ -81,8 +81,8 @@ def info() -> ModelInfo:
     return msgspec.structs.replace(FakeBackend().info, n_ctx_slot=4096)
 
 
-def prompt(request_id: str, text: str, session_id: str = "") -> TokenizePrompt:
-    return TokenizePrompt(Submit(request_id, (TextPart(text),), session_id=session_id))
+def prompt(request_id: str, text: str, session_id: str = "", client: str = "") -> TokenizePrompt:
+    return TokenizePrompt(Submit(request_id, (TextPart(text),), session_id=session_id, client=client))
 
 
 def query(text: str) -> Tokenize:
@@ -245,3 +245,15 @@ async def test_a_record_that_crashes_it_is_not_restored_for_ever(start: Start) -
     await outcomes(worker.call(prompt("x", "CRASH")))
     assert await outcomes(worker.call(prompt("b", "b"))) == [TokenizedPrompt]
     assert worker.stats[1].known == 0
+
+
+async def test_many_prompts_of_one_client_delay_another_by_one_job(start: Start) -> None:
+    worker = await start()
+    order: list[str] = []
+    jobs = [("many", "SLOW"), ("many", "b"), ("many", "c"), ("one", "d"), ("many", "e"), ("other", "f")]
+    futures = []
+    for client, text in jobs:
+        futures.append(worker.call(prompt(text, text, client=client)))
+        futures[-1].add_done_callback(lambda _, text=text: order.append(text))
+    await outcomes(*futures)
+    assert order == ["SLOW", "d", "f", "b", "c", "e"]

@@ -32,6 +32,7 @@ from llamaslot.base.text_records import TextRecord
 from llamaslot.prompts.prompt_jobs import (
     ClearTexts,
     DroppedSession,
+    Job,
     Locate,
     Located,
     Release,
@@ -72,8 +73,8 @@ async def worker() -> AsyncIterator[PromptThread]:
     worker.close()
 
 
-def tokenize(request_id: str, text: str = "hello", session_id: str = "") -> TokenizePrompt:
-    return TokenizePrompt(Submit(request_id, (TextPart(text),), session_id=session_id))
+def tokenize(request_id: str, text: str = "hello", session_id: str = "", client: str = "") -> TokenizePrompt:
+    return TokenizePrompt(Submit(request_id, (TextPart(text),), session_id=session_id, client=client))
 
 
 async def test_a_reply_is_remembered_until_its_request_is_released(worker: PromptThread) -> None:
@@ -212,4 +213,26 @@ async def test_long_queries_do_not_hold_up_prompts_and_are_limited() -> None:
     vocab.gate.set()
     assert all(isinstance(answer, Tokenized) for answer in await asyncio.gather(*queries))
     assert vocab.n_waiting == 4, "the cancelled query was not worked out"
+    worker.close()
+
+
+async def test_many_prompts_of_one_client_delay_another_by_one_job() -> None:
+    vocab = GatedVocab()
+    worker = PromptThread(Tokenizer(vocab, 10**6, min_match=0.8))
+    order: list[str] = []
+
+    def call(name: str, job: Job) -> asyncio.Future[object]:
+        future = worker.call(job)
+        future.add_done_callback(lambda _: order.append(name))
+        return future
+
+    jobs = [call(f"many {i}", tokenize(f"many {i}", "x" * 20_000, client="many")) for i in range(20)]
+    while not vocab.n_waiting:
+        await asyncio.sleep(0.001)
+    jobs.append(call("one", tokenize("one", client="one")))
+    jobs.append(call("query", Tokenize((TextPart("short"),), client="another")))
+    jobs.append(call("remember", Remember("many 0", BROKEN, 2)))
+    vocab.gate.set()
+    await asyncio.gather(*jobs)
+    assert order == ["many 0", "remember", "one", "query", *(f"many {i}" for i in range(1, 20))]
     worker.close()

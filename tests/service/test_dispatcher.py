@@ -354,3 +354,13 @@ async def test_no_session_is_dropped_while_the_engine_restarts(side: Side) -> No
     async with asyncio.timeout(5):
         while not any(isinstance(each, Query) and isinstance(each.body, DropPaths) for each in side.sent):
             await asyncio.sleep(0.001)
+
+
+async def test_clients_take_turns_when_what_waited_is_sent_to_the_next_engine(side: Side) -> None:
+    many = [f"many {i}" for i in range(20)]
+    side.dispatcher.engine_lost(is_crash=False)
+    await side.accepted(*many, client="many")
+    await side.accepted("one", client="one")
+    side.dispatcher.engine_restarted()
+    names = [each.submit.request_id for each in side.sent if isinstance(each, Generate)]
+    assert names == ["many 0", "one", *many[1:]]
