@@ -7,7 +7,7 @@ from pathlib import PurePath
 import msgspec
 from aiohttp import web
 
-from llamaslot.base.commands import Sampling
+from llamaslot.base.commands import RequestLimits, Sampling
 from llamaslot.base.errors import ServerError, UnavailableError
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import key_secret
@@ -26,6 +26,11 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     body_timeout: float = 60.0
     """Seconds for a body to arrive."""
     max_logit_bias_entries: int = 1024
+    max_choices: int = 128
+    """Completions of a request: `n` for each of its prompts."""
+    max_stop_strings: int = 256
+    max_stop_chars: int = 8192
+    """Characters of all stop strings of a request."""
     max_connections: int = 1024
     keep_alive_timeout: float = 75.0
     """Seconds after which a connection without a request is closed."""
@@ -53,6 +58,16 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     def default_sampling(self, info: ModelInfo) -> Sampling:
         """Return how a request that says nothing is sampled; a `seed` of -1 stands for a new one each time."""
         return Sampling(**{"seed": -1, **info.sampling, **self.sampling})  # type: ignore[arg-type]
+
+    def request_limits(self, max_prompts: int) -> RequestLimits:
+        """Return what one request may ask for."""
+        return RequestLimits(
+            max_prompts,
+            self.max_choices,
+            self.max_logit_bias_entries,
+            self.max_stop_strings,
+            self.max_stop_chars,
+        )
 
     def key_secret(self, api_key: str) -> str:
         """Return what the salts of an API key are made from; empty where keys share their namespaces."""

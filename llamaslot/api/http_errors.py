@@ -31,6 +31,7 @@ _STATUS = {
     "server_error": 500,
     "not_supported_error": 501,
     "unavailable_error": 503,
+    "timeout_error": 504,
 }
 
 _encoder = msgspec.json.Encoder()
@@ -95,6 +96,9 @@ def response(error: errors.LlamaslotError) -> web.Response:
         headers["Retry-After"] = str(error.retry_after)
     if isinstance(error, errors.AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
+    elif isinstance(error, errors.DeadlineError):
+        # OpenAI's clients obey this; otherwise they would send the request again, to take as long.
+        headers["X-Should-Retry"] = "false"
     elif isinstance(error, MethodNotAllowedError):
         headers["Allow"] = ", ".join(sorted(error.allowed))
     elif isinstance(error, errors.UnsupportedMediaTypeError):

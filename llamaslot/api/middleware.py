@@ -21,6 +21,7 @@ from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.api.http_errors import Handler
 from llamaslot.api.keys import GRANTED, Access, ApiKeys
 from llamaslot.base.errors import AuthenticationError, ForbiddenError, InvalidRequestError
+from llamaslot.base.turns import client_digest
 from llamaslot.protocol.bodies import MAX_ID_CHARS
 
 UNIQUE_ID = web.RequestKey("UNIQUE_ID", str)
@@ -51,6 +52,18 @@ class Caller(NamedTuple):
     api_key: str
     session_id: str
     """The client's `X-Session-ID`; empty without one."""
+    address: str = ""
+    has_keys: bool = False
+    """True if the server has API keys, so that the key is not made up."""
+
+    @property
+    def client(self) -> str:
+        """A digest of what tells this client from others: its API key, else its session, else its address."""
+        if self.has_keys:
+            return client_digest("key", self.api_key)
+        if self.session_id:
+            return client_digest("session", self.session_id)
+        return client_digest("address", self.address)
 
 
 def caller_of(request: web.Request) -> Caller:
@@ -58,7 +71,8 @@ def caller_of(request: web.Request) -> Caller:
     session_id = valid_unicode(request.headers.get("X-Session-ID", ""))
     if len(session_id) > MAX_ID_CHARS:
         raise InvalidRequestError(f"X-Session-ID is limited to {MAX_ID_CHARS} characters", param="X-Session-ID")
-    return Caller(request[CLIENT_ID], given_key(request), session_id)
+    address, has_keys = request.remote or "", bool(request.app[KEYS])
+    return Caller(request[CLIENT_ID], given_key(request), session_id, address, has_keys)
 
 
 def valid_unicode(text: str) -> str:

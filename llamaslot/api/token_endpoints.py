@@ -8,6 +8,7 @@ from aiohttp import web
 
 from llamaslot.api.bodies import BODY_READER
 from llamaslot.api.context import READINESS
+from llamaslot.api.middleware import caller_of
 from llamaslot.base.commands import AnswerBody, JsonReply
 
 
@@ -31,5 +32,5 @@ async def _answered(
 ) -> web.Response:
     service = request.app[READINESS].check()
     async with request.app[BODY_READER].body(request) as raw:
-        reply = await service.ask(AnswerBody(kind, raw), JsonReply)
+        reply = await service.ask(AnswerBody(kind, raw, caller_of(request).client), JsonReply)
     return web.Response(body=reply.data, content_type="application/json")

@@ -81,7 +81,14 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             _log.info("server.stopped")
             return 0
         metrics = Metrics()
-        service = Service(loaded.info, runtime.prompts.chat_template, metrics, max_queue=config.max_queue)
+        service = Service(
+            loaded.info,
+            runtime.prompts.chat_template,
+            metrics,
+            max_queue=config.max_queue,
+            max_queue_per_client=config.max_queue_per_client,
+            request_timeout=config.request_timeout,
+        )
         dispatcher = Dispatcher(loaded.info, runtime.prompts, service.receive)
         service.connect(dispatcher.send, lambda: dispatcher.is_connected)
         runtime.connect(dispatcher, metrics)

@@ -163,12 +163,22 @@ class Config:
         30, "seconds of silence after which a stream gets a comment; -1 for never"
     )
     max_queue: Count = _own(256, "requests that may wait for a slot; more get a 429")
+    max_queue_per_client: Count = _own(
+        128,
+        "those of one client (an API key; without keys, a session or else an address); 0 for no own limit",
+    )
+    max_choices: Positive = _own(128, "completions that a request may ask for: n for each of its prompts")
+    request_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] = _own(
+        0.0, "seconds after which a request is ended with an error, whether it waits or runs; 0 for never"
+    )
     max_body_mb: Positive = _own(64, "MiB of the largest request body")
     max_total_body_mb: Positive = _own(
         256, "MiB of all request bodies that are being received or parsed; more get a 429"
     )
     body_timeout: Annotated[float, Meta(gt=0, le=INT32_MAX)] = _own(60.0, "seconds for a request body to arrive")
     max_logit_bias_entries: Count = _own(1024, "entries that a request's logit_bias may have")
+    max_stop_strings: Count = _own(256, "stop strings that a request may have")
+    max_stop_chars: Count = _own(8192, "characters that the stop strings of a request may have in all")
     max_connections: Positive = _own(
         1024, "connections that may be open; a new one replaces the one that has been idle longest"
     )

@@ -174,13 +174,23 @@ class Detokenized(msgspec.Struct, frozen=True, tag="detokenized"):
     content: str
 
 
+class RequestLimits(msgspec.Struct, frozen=True):
+    """Limits of what one request may ask for."""
+
+    max_prompts: int
+    max_choices: int = 128
+    """Completions of all prompts together."""
+    max_logit_bias_entries: int = 1024
+    max_stop_strings: int = 256
+    max_stop_chars: int = 8192
+    """Characters of all stop strings together."""
+
+
 class RequestContext(msgspec.Struct, frozen=True):
     """All that the body of a request for completions is read with: HTTP headers, and the server's settings."""
 
     request_id: str
-    max_prompts: int
-    """Prompts that one request may have."""
-    max_logit_bias_entries: int
+    limits: RequestLimits
     sampling: Sampling
     """Defaults; a `seed` of -1 stands for a new one each time."""
     max_tokens: int = -1
@@ -192,6 +202,10 @@ class RequestContext(msgspec.Struct, frozen=True):
     client_id: str = ""
     session_id: str = ""
     """The session in the headers; empty without one."""
+    client: str = ""
+    """`Submit.client`, unless the body names a session."""
+    has_key: bool = False
+    """True if the client is told from others by its API key, whatever its session."""
     key_secret: str = ""
     """`key_secret` of the API key where each key has namespaces of its own; empty where not."""
 
@@ -231,6 +245,7 @@ class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):
     kind: Literal["apply_template", "tokenize", "detokenize"]
     body: bytes
     """JSON."""
+    client: str = ""
 
     @property
     def size(self) -> int:

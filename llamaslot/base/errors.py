@@ -97,6 +97,12 @@ class UnsupportedMediaTypeError(LlamaslotError):
     type = "unsupported_media_type_error"
 
 
+class DeadlineError(LlamaslotError):
+    """The request took longer than the server allows."""
+
+    type = "timeout_error"
+
+
 class AuthenticationError(LlamaslotError):
     """The API key is missing or wrong."""
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 T = TypeVar("T")
 
 MAX_CLIENTS = 1024
 """Clients whose last turn is remembered; more of them were at it too long ago to matter."""
+
+
+def client_digest(kind: Literal["key", "session", "address"], name: str) -> str:
+    """Return the name of a client that is known by an API key, a session or an address."""
+    return hashlib.blake2b(f"{kind} {name}".encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 class Turns:

@@ -136,7 +136,9 @@ def client_of(job: Job) -> str | None:
     match job:
         case TokenizePrompt(submit):
             return submit.client
-        case Tokenize() | Detokenize():
+        case ReadRequest():
+            return job.context.client
+        case Tokenize() | Detokenize() | AnswerBody():
             return job.client
         case _:
             return None

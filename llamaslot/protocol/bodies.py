@@ -22,7 +22,6 @@ Count: TypeAlias = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
 Fraction: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 Bias: TypeAlias = Annotated[float, Meta(ge=-1e6, le=1e6)] | bool
-StopWord: TypeAlias = Annotated[str, Meta(max_length=4096)]
 Parts: TypeAlias = list[str | Token]
 Salt: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 SessionId: TypeAlias = Annotated[str, Meta(max_length=MAX_ID_CHARS)]
@@ -46,12 +45,12 @@ class Options(UnsupportedOptions, kw_only=True):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    n_cmpl: Annotated[int, Meta(ge=1, le=128)] | None = None
+    n: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
+    n_cmpl: Annotated[int, Meta(ge=1, le=INT32_MAX)] | None = None
     n_predict: Count | None = None
     max_completion_tokens: Count | None = None
     max_tokens: Count | None = None
-    stop: StopWord | Annotated[list[StopWord], Meta(max_length=256)] | None = None
+    stop: str | list[str] | None = None
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_k: Count | None = None

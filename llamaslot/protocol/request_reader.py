@@ -62,7 +62,7 @@ class RequestReader:
         else:
             body = decode(job.body, CompletionBody)
             unsupported.refuse(body)
-            prompts = prompts_of(body, self._info.n_vocab, job.context.max_prompts)
+            prompts = prompts_of(body, self._info.n_vocab, job.context.limits.max_prompts)
         submits = submissions(body, prompts, job.context, self._info, self._tokens_of)
         return RequestRead(submits, _reply_options(body))
 

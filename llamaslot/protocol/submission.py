@@ -10,10 +10,20 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from llamaslot.base.commands import N_SEEDS, PromptPart, RequestContext, Sampling, Submit, TextPart, TokensPart
+from llamaslot.base.commands import (
+    N_SEEDS,
+    PromptPart,
+    RequestContext,
+    RequestLimits,
+    Sampling,
+    Submit,
+    TextPart,
+    TokensPart,
+)
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import client_salt, key_salt
+from llamaslot.base.turns import client_digest
 from llamaslot.protocol.bodies import CompletionBody, Options, PromptObject
 
 Prompt: TypeAlias = tuple[PromptPart, ...]
@@ -21,7 +31,6 @@ TokensOf: TypeAlias = Callable[[str], tuple[int, ...]]
 """Tokenizes a plain text."""
 T = TypeVar("T")
 
-_MAX_STOP_CHARS = 8192
 _IS_ID = re.compile(r"[0-9]{1,10}").fullmatch
 _SAME_FIELDS = {field.name for field in msgspec.structs.fields(Sampling)} - {"top_k", "seed", "logit_bias"}
 """Request fields with the name and type that `Sampling` has."""
@@ -31,6 +40,13 @@ def submissions(
     options: Options, prompts: Sequence[Prompt], context: RequestContext, info: ModelInfo, tokens_of: TokensOf
 ) -> tuple[Submit, ...]:
     """Return one submission for each prompt, with `n` completions. Raises `InvalidRequestError`."""
+    limits = context.limits
+    n = _first(options.n_cmpl, options.n, 1)
+    if n * len(prompts) > limits.max_choices:
+        message = f"{n * len(prompts)} completions were asked for; the server takes {limits.max_choices} at once"
+        raise InvalidRequestError(f"{message} (--max-choices)", param="n" if n > 1 else "prompt")
+    stop = _stop(options, limits)
+    session_id = options.session_id or context.session_id or options.prompt_cache_key or ""
     sampling = _sampling(options, context, info, tokens_of)
     id_slot = _first(options.id_slot, -1)
     if id_slot >= info.n_slots:
@@ -43,14 +59,15 @@ def submissions(
             max_tokens=_first(
                 options.n_predict, options.max_completion_tokens, options.max_tokens, context.max_tokens
             ),
-            stop=_stop(options),
+            stop=stop,
             cache_prompt=_first(options.cache_prompt, context.cache_prompt),
             cache_salt=request_salt(context.key_secret, options.cache_salt or ""),
             id_slot=id_slot,
             return_tokens=context.return_tokens,
             client_id=context.client_id,
-            session_id=_session(options, context) if len(prompts) == 1 else "",
-            n=_first(options.n_cmpl, options.n, 1),
+            session_id=session_id if len(prompts) == 1 else "",
+            client=client_digest("session", session_id) if session_id and not context.has_key else context.client,
+            n=n,
         )
         for i, prompt in enumerate(prompts)
     )
@@ -113,17 +130,12 @@ def request_salt(key_secret: str, own: str) -> str:
     return key_salt(key_secret, own) if key_secret else client_salt(own)
 
 
-def _session(options: Options, context: RequestContext) -> str:
-    """Return the session id: this server's field wins over the header, and that over OpenAI's field."""
-    return options.session_id or context.session_id or options.prompt_cache_key or ""
-
-
 def _sampling(options: Options, context: RequestContext, info: ModelInfo, tokens_of: TokensOf) -> Sampling:
     asked: dict[str, Any] = {name: value for name in _SAME_FIELDS if (value := getattr(options, name)) is not None}
     if options.top_k is not None:
         asked["top_k"] = max(options.top_k, 0)
     if options.logit_bias is not None:
-        most = context.max_logit_bias_entries
+        most = context.limits.max_logit_bias_entries
         asked["logit_bias"] = _logit_bias(options.logit_bias, most, info.n_vocab, tokens_of)
     seed = _first(options.seed, context.sampling.seed)
     asked["seed"] = secrets.randbelow(N_SEEDS) if seed in (-1, N_SEEDS) else seed % N_SEEDS
@@ -156,10 +168,15 @@ def _logit_bias(
     return result
 
 
-def _stop(options: Options) -> tuple[str, ...]:
+def _stop(options: Options, limits: RequestLimits) -> tuple[str, ...]:
     words = [options.stop] if isinstance(options.stop, str) else options.stop or []
-    if sum(map(len, words)) > _MAX_STOP_CHARS:
-        raise InvalidRequestError(f"stop strings are limited to {_MAX_STOP_CHARS} characters in all", param="stop")
+    if len(words) > limits.max_stop_strings:
+        message = f"'stop' has {len(words)} strings; the server takes {limits.max_stop_strings}"
+        raise InvalidRequestError(f"{message} (--max-stop-strings)", param="stop")
+    n_chars = sum(map(len, words))
+    if n_chars > limits.max_stop_chars:
+        message = f"'stop' has {n_chars} characters; the server takes {limits.max_stop_chars} in all"
+        raise InvalidRequestError(f"{message} (--max-stop-chars)", param="stop")
     return tuple(word for word in words if word)
 
 

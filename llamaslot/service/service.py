@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import structlog
@@ -25,6 +26,7 @@ from llamaslot.base.commands import (
     Submit,
 )
 from llamaslot.base.errors import (
+    DeadlineError,
     InvalidRequestError,
     LlamaslotError,
     QueueFullError,
@@ -52,27 +54,55 @@ _log = structlog.get_logger(__name__)
 _R = TypeVar("_R", bound=msgspec.Struct)
 
 _MAX_RETRY_AFTER_S = 60
+"""OpenAI's clients ignore a longer one."""
 _MEAN_DECAY = 0.9
 """Weight of earlier requests in the mean duration."""
+
+
+class _Limit(NamedTuple):
+    """A limit of the requests that run and wait."""
+
+    flag: str
+    most: int
+    n_in_flight: int
+    whose: str = ""
 
 
 class Service:
     """The engine as seen from HTTP. Every method is called on the engine's event loop.
 
-    At most `max_queue` requests may wait for a slot; one more is refused.
+    At most `max_queue` requests may wait for a slot, and of one client at most `max_queue_per_client`, 0 for no own
+    limit; one more is refused. A request ends with an error after `request_timeout` seconds, 0 for never.
     """
 
-    def __init__(self, info: ModelInfo, chat_template: str, metrics: Metrics, *, max_queue: int) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        chat_template: str,
+        metrics: Metrics,
+        *,
+        max_queue: int,
+        max_queue_per_client: int = 0,
+        request_timeout: float = 0,
+    ) -> None:
         self.info = info
         self.chat_template = chat_template
         """Jinja source of the template in use."""
         self.max_queue = max_queue
         self.max_in_flight = info.n_slots + max_queue
         """Completions that may run and wait together."""
+        self._max_per_client = max_queue_per_client
+        self.request_timeout = request_timeout
         self.metrics = metrics
         self._send: Callable[[Command], None] | None = None
         self._is_running: Callable[[], bool] = lambda: True
         self._generations: dict[str, Generation] = {}
+        self._n_of_client: Counter[str] = Counter()
+        """Those of each client."""
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        """By request: what ends it at its deadline."""
+        self._expired: set[str] = set()
+        """Requests that are being cancelled because of their deadline."""
         self._replies: dict[str, asyncio.Future[Any]] = {}
         self._ids = itertools.count(1)
         self._mean_seconds = 0.0
@@ -99,31 +129,60 @@ class Service:
         """Refuse further requests with this error; those in flight continue."""
         self._refusal = error
 
-    def check_capacity(self, n: int) -> None:
-        """Raise if `n` more requests cannot be taken: `UnavailableError` when shutting down, `QueueFullError` when
-        too many are in flight, `InvalidRequestError` when `n` always exceeds the limit.
+    def check_capacity(self, n: int, client: str = "") -> None:
+        """Raise if `n` more requests of a client cannot be taken: `UnavailableError` when shutting down,
+        `QueueFullError` when too many are in flight, `InvalidRequestError` when `n` always exceeds the limit.
         """
         if self._refusal:
             raise self._refusal
-        if n > self.max_in_flight:
-            message = f"{n} completions were asked for at once; the server takes {self.max_in_flight}"
-            raise InvalidRequestError(message, param="n")
-        if self.n_in_flight + n > self.max_in_flight:
-            rounds = self.n_in_flight / self.info.n_slots
-            retry_after = min(max(1, math.ceil(rounds * self._mean_seconds)), _MAX_RETRY_AFTER_S)
-            self.metrics.record_end("refused", None)
-            _log.warning("request.refused", in_flight=self.n_in_flight, wanted=n, retry_after=retry_after)
-            raise QueueFullError(
-                f"{self.n_in_flight} requests are in flight and {self.max_queue} may wait; try later",
-                retry_after=retry_after,
-            )
+        limits = [_Limit("--max-queue", self.max_in_flight, self.n_in_flight)]
+        if self._max_per_client:
+            most = self.info.n_slots + self._max_per_client
+            limits.append(_Limit("--max-queue-per-client", most, self._n_of_client[client], " of this client"))
+        for limit in limits:
+            if n > limit.most:
+                message = f"{n} completions were asked for at once; the server takes {limit.most} ({limit.flag})"
+                raise InvalidRequestError(message, param="n")
+        for limit in limits:
+            if limit.n_in_flight + n > limit.most:
+                raise self._queue_full(limit, n)
 
-    def generate(self, submits: Sequence[Submit]) -> Generations:
-        """Submit the completions of one prompt or several, all or none. Raises what `check_capacity` raises."""
-        self.check_capacity(sum(submit.n for submit in submits))
+    def _queue_full(self, limit: _Limit, n: int) -> QueueFullError:
+        """Return the error of one request too many, and count it."""
+        rounds = limit.n_in_flight / self.info.n_slots
+        retry_after = min(max(1, math.ceil(rounds * self._mean_seconds)), _MAX_RETRY_AFTER_S)
+        self.metrics.record_end("refused", None)
+        _log.warning(
+            "request.refused", in_flight=limit.n_in_flight, wanted=n, flag=limit.flag, retry_after=retry_after
+        )
+        message = (
+            f"{limit.n_in_flight} requests{limit.whose} run or wait, and the limit is {limit.most} ({limit.flag} "
+            "and the slots); try later"
+        )
+        return QueueFullError(message, retry_after=retry_after)
+
+    def deadline(self) -> float | None:
+        """Return the time on the event loop's clock at which a request that arrives now must have ended, if any."""
+        return asyncio.get_running_loop().time() + self.request_timeout if self.request_timeout else None
+
+    def deadline_error(self) -> DeadlineError:
+        """Return the error of a request that has not ended at its deadline."""
+        return DeadlineError(f"the request took more than {self.request_timeout:g} s (--request-timeout)")
+
+    def generate(self, submits: Sequence[Submit], deadline: float | None = None) -> Generations:
+        """Submit the completions of one prompt or several of a client, all or none. Raises what `check_capacity`
+        raises. Those that have not ended by `deadline` fail with `deadline_error`.
+        """
+        client = submits[0].client
+        self.check_capacity(sum(submit.n for submit in submits), client)
         completions = [completion for submit in submits for completion in submit.completions()]
         generations = Generations(completions, self._cancel)
         self._generations |= {each.submit.request_id: each for each in generations.all}
+        self._n_of_client[client] += len(completions)
+        if deadline is not None:
+            loop = asyncio.get_running_loop()
+            for each in completions:
+                self._timers[each.request_id] = loop.call_at(deadline, self._expire, each.request_id)
         for submit in submits:
             self.send(submit)
         return generations
@@ -169,6 +228,11 @@ class Service:
                 case _:
                     self._pass_on(event)
 
+    def _expire(self, request_id: str) -> None:
+        """End a request at its deadline: it fails once the engine has freed its slot."""
+        self._expired.add(request_id)
+        self._cancel(request_id)
+
     def _cancel(self, request_id: str) -> None:
         if request_id in self._generations:
             self.send(Cancel(request_id))
@@ -186,10 +250,22 @@ class Service:
         generation = self._generations.get(event.request_id)
         if generation is None:
             return
+        if isinstance(event, Cancelled) and event.request_id in self._expired:
+            event = Failed(event.request_id, self.deadline_error().info(), event.progress)
         generation.put(event)
         if isinstance(event, TERMINAL):
-            del self._generations[event.request_id]
+            self._forget(generation.submit)
             self._log_end(event, generation.submit.client_id)
+
+    def _forget(self, submit: Submit) -> None:
+        del self._generations[submit.request_id]
+        self._n_of_client[submit.client] -= 1
+        if not self._n_of_client[submit.client]:
+            del self._n_of_client[submit.client]
+        self._expired.discard(submit.request_id)
+        timer = self._timers.pop(submit.request_id, None)
+        if timer is not None:
+            timer.cancel()
 
     def _log_end(self, event: Finished | Failed | Cancelled, client_id: str) -> None:
         reason = _reason(event)

@@ -85,7 +85,7 @@ Start = Callable[..., Awaitable[Server]]
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    """Start a server; `backend`, `max_queue` and `engine` are the engine's, everything else is `ApiSettings`, if no
+    """Start a server; `backend`, `engine`, queue and timeout are not settings of the API, everything else is, if no
     `app` is given.
     """
     async with AsyncExitStack() as stack:
@@ -94,6 +94,8 @@ async def start() -> AsyncIterator[Start]:
             *,
             backend: FakeBackend | None = None,
             max_queue: int = 256,
+            max_queue_per_client: int = 0,
+            request_timeout: float = 0,
             template: str = TEMPLATE,
             engine: dict[str, Any] | None = None,
             app: web.Application | None = None,
@@ -101,7 +103,14 @@ async def start() -> AsyncIterator[Start]:
         ) -> Server:
             backend = backend or FakeBackend(n_ctx=1024)
             info = backend.info
-            service = Service(info, template, Metrics(), max_queue=max_queue)
+            service = Service(
+                info,
+                template,
+                Metrics(),
+                max_queue=max_queue,
+                max_queue_per_client=max_queue_per_client,
+                request_timeout=request_timeout,
+            )
             own = LocalEngine(backend, service.receive, template=template, **(engine or {}))
             service.connect(own.send)
             run = asyncio.create_task(own.run())

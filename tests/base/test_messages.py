@@ -30,6 +30,7 @@ from llamaslot.base.commands import (
     ReadRequest,
     ReplyOptions,
     RequestContext,
+    RequestLimits,
     RequestRead,
     Sampling,
     SlotAction,
@@ -82,7 +83,9 @@ PREFIX = CachePrefix(
 PROMPT_QUERIES = [
     Tokenize((TextPart("a"), TokensPart((1,))), with_pieces=True),
     Detokenize((3, 4)),
-    ReadRequest("chat", b"{}", RequestContext("r", 2, 3, SAMPLING, session_id="mine", key_secret="a b")),
+    ReadRequest(
+        "chat", b"{}", RequestContext("r", RequestLimits(2), SAMPLING, session_id="mine", key_secret="a b")
+    ),
     AnswerBody("tokenize", b"\xff"),
 ]
 QUERIES = [

@@ -21,6 +21,7 @@ from llamaslot.base.commands import (
     JsonReply,
     ReadRequest,
     RequestContext,
+    RequestLimits,
     RequestRead,
     Sampling,
     Submit,
@@ -165,7 +166,7 @@ async def test_released_and_cancelled_requests_leave_nothing(start: Start) -> No
 def chat(text: str) -> ReadRequest:
     """The body of a chat request whose message has a text."""
     body = {"messages": [{"role": "user", "content": text}]}
-    return ReadRequest("chat", msgspec.json.encode(body), RequestContext("r", 10, 10, Sampling()))
+    return ReadRequest("chat", msgspec.json.encode(body), RequestContext("r", RequestLimits(10), Sampling()))
 
 
 TEMPLATE = """

@@ -17,6 +17,7 @@ from llamaslot.base.commands import (
     DropSession,
     ReadRequest,
     RequestContext,
+    RequestLimits,
     RequestRead,
     Sampling,
     Submit,
@@ -48,7 +49,7 @@ from tests.prompt_threads import prompt_thread
 
 BROKEN = np.array([0x80, 0x80], dtype=np.int32).tobytes()
 """A reply of two invalid characters, whose text gives other tokens."""
-CONTEXT = RequestContext("a", 10, 10, Sampling())
+CONTEXT = RequestContext("a", RequestLimits(10), Sampling())
 LONG = Tokenize((TextPart("x" * 20_000),))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -81,8 +82,13 @@ async def complete(
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
     reply_id = f"{response_format.id_prefix}-{request[UNIQUE_ID]}"
     context = _context(request, service, settings, reply_id, returns_prompt=response_format.returns_prompt)
-    submits, options = await _read(request, service, kind, context)
-    async with service.generate(submits) as generations:
+    deadline = service.deadline()
+    try:
+        async with asyncio.timeout_at(deadline):
+            submits, options = await _read(request, service, kind, context)
+    except TimeoutError:
+        raise service.deadline_error() from None
+    async with service.generate(submits, deadline) as generations:
         reply = response_format(reply_id, settings.model_names(service.info)[0], options, generations.all)
         await reply.prepare(service)
         if options.stream:
@@ -109,14 +115,15 @@ def _context(
     caller = caller_of(request)
     return RequestContext(
         request_id=reply_id,
-        max_prompts=service.max_in_flight,
-        max_logit_bias_entries=settings.max_logit_bias_entries,
+        limits=settings.request_limits(service.max_in_flight),
         sampling=settings.default_sampling(service.info),
         max_tokens=settings.n_predict,
         cache_prompt=settings.cache_prompt,
         return_tokens=returns_prompt,
         client_id=caller.client_id,
         session_id=caller.session_id,
+        client=caller.client,
+        has_key=caller.has_keys,
         key_secret=settings.key_secret(caller.api_key),
     )
 

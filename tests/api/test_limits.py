@@ -1,0 +1,164 @@
+"""Limits of requests: at the limit they are taken, one above it the error names the flag."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import openai
+import pytest
+
+from llamaslot.api.middleware import Caller
+from tests.api.conftest import Server, Start
+from tests.fake_backend import FakeBackend
+from tests.fake_clock import LoopClock
+
+NATIVE, TEXT = "/completion", "/v1/completions"
+ENDLESS: dict[str, Any] = {"prompt": "x", "ignore_eos": True}
+
+
+async def refused(server: Server, path: str, body: dict[str, Any], **kwargs: Any) -> tuple[int, str, str]:
+    """The status, field and message of a refused request."""
+    status, reply = await server.post(path, body, **kwargs)
+    assert status >= 400, reply
+    return status, reply["error"]["param"], reply["error"]["message"]
+
+
+async def test_the_number_of_choices_is_limited(start: Start) -> None:
+    server = await start(max_choices=6)
+    reply = await server.ok(TEXT, {"prompt": ["x", "y"], "n": 3, "max_tokens": 1})
+    assert len(reply["choices"]) == 6
+    for body, param in (
+        ({"prompt": ["x"] * 7}, "prompt"),
+        ({"prompt": "x", "n": 7}, "n"),
+        ({"prompt": ["x"] * 4, "n": 2}, "n"),
+    ):
+        status, field, message = await refused(server, TEXT, {**body, "max_tokens": 1})
+        assert (status, field) == (400, param)
+        assert "--max-choices" in message
+
+
+async def test_stop_strings_are_limited(start: Start) -> None:
+    server = await start(max_stop_strings=3, max_stop_chars=10)
+    for stop in (["abc", "def", "ghij"], "0123456789"):
+        await server.ok(NATIVE, {"prompt": "x", "n_predict": 1, "stop": stop})
+    for stop, flag in (
+        (["a", "b", "c", "d"], "--max-stop-strings"),
+        (["abcd", "defg", "hij"], "--max-stop-chars"),
+        ("0" * 11, "--max-stop-chars"),
+    ):
+        status, field, message = await refused(server, NATIVE, {"prompt": "x", "stop": stop})
+        assert (status, field) == (400, "stop")
+        assert flag in message
+
+
+async def test_one_client_cannot_fill_the_queue(start: Start) -> None:
+    server = await start(backend=FakeBackend(n_ctx=20_000, n_slots=1), max_queue=4, max_queue_per_client=2)
+    mine = {"X-Session-ID": "mine"}
+    tasks = [asyncio.create_task(server.post(NATIVE, ENDLESS, headers=mine)) for _ in range(3)]
+    await server.state_where(lambda state: state.n_queued == 2)
+    async with server.session.post(server.url + NATIVE, json=ENDLESS, headers=mine) as response:
+        assert response.status == 429
+        assert "--max-queue-per-client" in (await response.json())["error"]["message"]
+        assert 1 <= int(response.headers["Retry-After"]) <= 60
+    status, _, message = await refused(server, NATIVE, {**ENDLESS, "n": 4})
+    assert status == 400
+    assert "--max-queue-per-client" in message
+    tasks += [asyncio.create_task(server.post(NATIVE, ENDLESS)) for _ in range(2)]
+    await server.state_where(lambda state: state.n_queued == 4)
+    status, _, message = await refused(server, NATIVE, ENDLESS, headers={"X-Session-ID": "a third"})
+    assert status == 429
+    assert "--max-queue " in message
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    await server.idle()
+    await server.ok(NATIVE, {"prompt": "x", "n_predict": 1, "n": 3})
+
+
+async def test_many_requests_of_one_client_delay_another_by_one_request(start: Start) -> None:
+    server = await start(backend=FakeBackend(n_ctx=2000, n_slots=1), api_keys=("many", "one"))
+    ended: list[str] = []
+
+    async def ask(key: str) -> None:
+        body = {"prompt": key, "n_predict": 20, "ignore_eos": True}
+        assert (await server.post(NATIVE, body, headers={"Authorization": f"Bearer {key}"}))[0] == 200
+        ended.append(key)
+
+    tasks = [asyncio.create_task(ask("many")) for _ in range(60)]
+    await server.state_where(lambda state: state.n_queued > 50)
+    n_before = len(ended)
+    await ask("one")
+    assert len(ended) - n_before <= 3, "the one that ran, and replies that were on their way"
+    await asyncio.gather(*tasks)
+
+
+def test_the_key_tells_clients_apart_then_the_session_then_the_address() -> None:
+    with_keys = Caller("", "key", "session", "address", has_keys=True)
+    without = with_keys._replace(has_keys=False)
+    assert with_keys.client() == with_keys._replace(session_id="", address="").client("another")
+    assert with_keys.client() != with_keys._replace(api_key="another").client()
+    assert without.client() == without._replace(api_key="made up", address="another").client()
+    assert without.client() != without.client("in the body")
+    no_session = without._replace(session_id="")
+    assert no_session.client() != no_session._replace(address="another").client()
+    assert "key" not in with_keys.client()
+
+
+class Stuck(FakeBackend):
+    """Prefill takes until the test says so."""
+
+    def __init__(self, **shape: Any) -> None:
+        super().__init__(**shape)
+        self.gate = threading.Event()
+        self.is_stuck = False
+
+    def decode(self, runs: Any) -> Any:
+        if any(len(run.tokens) > 1 for run in runs):
+            self.is_stuck = True
+            assert self.gate.wait(10)
+        return super().decode(runs)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_requests_end_at_their_deadline_whether_they_wait_or_run(start: Start, stream: bool) -> None:
+    clock = LoopClock()
+    server = await start(backend=FakeBackend(n_ctx=20_000, n_slots=1), request_timeout=200)
+    tasks = [
+        asyncio.create_task(server.session.post(server.url + NATIVE, json={**ENDLESS, "stream": stream}))
+        for _ in range(2)
+    ]
+    await server.state_where(lambda state: state.n_queued == 1 and state.slots[0].n_generated > 2)
+    clock.advance(190)
+    await asyncio.sleep(0.05)
+    assert server.service.n_in_flight == 2
+    clock.advance(20)
+    async with asyncio.timeout(5):
+        for task in tasks:
+            response = await task
+            text = await response.text()
+            assert response.status == (200 if stream else 504)
+            assert text.count("timeout_error") == text.count("--request-timeout") == 1
+            assert "[DONE]" not in text
+    await server.idle()
+    assert server.service.n_in_flight == 0
+    await server.ok(NATIVE, {"prompt": "x", "n_predict": 1})
+
+
+async def test_a_prefill_ends_at_its_deadline_and_openai_does_not_ask_again(start: Start) -> None:
+    clock = LoopClock()
+    backend = Stuck(n_ctx=20_000, n_slots=1, n_ubatch=64)
+    server = await start(backend=backend, request_timeout=200)
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=2) as client:
+        task = asyncio.create_task(client.completions.create(model="any", prompt="x" * 5000))
+        while not backend.is_stuck:
+            await asyncio.sleep(0.005)
+        clock.advance(201)
+        await asyncio.sleep(0.01)
+        backend.gate.set()
+        with pytest.raises(openai.InternalServerError) as ended:
+            await task
+    assert ended.value.status_code == 504
+    state = await server.idle()
+    assert 0 < state.n_decoded_tokens < 1000
