@@ -1,4 +1,4 @@
-"""TCP connections: how many may be open, how long they may stay without a request, and what malformed HTTP gets.
+"""TCP connections: how many may be open, how long without a request or without reading, what malformed HTTP gets.
 
 A connection is idle while no request on it is being answered. If all connections are taken, a new one replaces the
 one that has been idle longest, so that clients that open connections without using them do not lock others out.
@@ -16,11 +16,14 @@ from aiohttp import web
 
 from llamaslot.api import http_errors
 from llamaslot.api.http_errors import Handler
+from llamaslot.api.middleware import shown_id
 from llamaslot.base.errors import InvalidRequestError, UnavailableError
 
 _OTHER_DESCRIPTORS = 128
 """Descriptors that are not for connections: the model's files, the disk tier, libraries."""
 _LOG_INTERVAL_S = 60.0
+_MIN_READ_BYTES = 2**16
+"""What a client that is behind must read within the write timeout: one that reads less is as good as none."""
 
 _log = structlog.get_logger(__name__)
 
@@ -85,13 +88,25 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    """One connection of aiohttp's server."""
+    """One connection of aiohttp's server.
 
-    __slots__ = ("_connections",)
+    It is closed if `write_timeout` seconds pass in which more is buffered than the transport wants to, and the
+    client reads almost nothing.
+    """
 
-    def __init__(self, connections: Connections, manager: web.Server, **settings: Any) -> None:
+    __slots__ = ("_connections", "_n_left", "_request", "_timer", "_write_timeout")
+
+    def __init__(
+        self, connections: Connections, manager: web.Server, *, write_timeout: float, **settings: Any
+    ) -> None:
         super().__init__(manager, loop=asyncio.get_running_loop(), **settings)
         self._connections = connections
+        self._write_timeout = write_timeout
+        self._timer: asyncio.TimerHandle | None = None
+        """Set while the client is behind."""
+        self._n_left = 0
+        """Bytes that were buffered when the timer was started, and those that were added since."""
+        self._request: web.Request | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection, or answer 503 and close it."""
@@ -111,7 +126,49 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         """Release the connection's place."""
         self._connections.remove(self)
+        self._stop_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Wait for a client that is behind, but not for ever."""
+        super().pause_writing()
+        self._start_timer()
+
+    def resume_writing(self) -> None:
+        """Note that the client is not behind any more."""
+        self._stop_timer()
+        super().resume_writing()
+
+    def count_written(self, n_bytes: int) -> None:
+        """Note what was written to the transport directly, whether the client is behind or not."""
+        self._n_left += n_bytes
+
+    def drop(self, flag: str) -> None:
+        """Close the connection of a client that does not read its reply; `flag` has the limit."""
+        if self.transport is None:
+            return
+        request_id = shown_id(self._request) if self._request is not None else ""
+        n_bytes = self.transport.get_write_buffer_size()
+        _log.warning("connection.slow_reader", http_request_id=request_id, unread_bytes=n_bytes, flag=flag)
+        self.abort()
+
+    def _start_timer(self) -> None:
+        if self.transport is not None:
+            self._n_left = self.transport.get_write_buffer_size()
+            self._timer = asyncio.get_running_loop().call_later(self._write_timeout, self._check_reading)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check_reading(self) -> None:
+        if self.transport is None:
+            return
+        if self._n_left - self.transport.get_write_buffer_size() < _MIN_READ_BYTES:
+            self.drop("--write-timeout")
+        else:
+            self._start_timer()
 
     def data_received(self, data: bytes) -> None:
         """Take in data; a connection that was refused ignores it."""
@@ -125,8 +182,9 @@ class Connection(web.RequestHandler):
         if transport is not None:
             transport.abort()
 
-    def begin(self) -> None:
+    def begin(self, request: web.Request) -> None:
         """Note that a request has arrived."""
+        self._request = request
         self._connections.begin(self)
 
     async def finish_response(
@@ -139,6 +197,7 @@ class Connection(web.RequestHandler):
         try:
             return await super().finish_response(request, resp, *args)
         finally:
+            self._request = None
             self._connections.end(self)
 
     def handle_error(
@@ -166,5 +225,5 @@ class Connection(web.RequestHandler):
 async def mark_busy(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Keep a connection from being idle while a request on it is being answered."""
     if isinstance(request.protocol, Connection):
-        request.protocol.begin()
+        request.protocol.begin(request)
     return await handler(request)

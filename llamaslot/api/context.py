@@ -34,6 +34,10 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: int = 1024
     keep_alive_timeout: float = 75.0
     """Seconds after which a connection without a request is closed."""
+    write_timeout: float = 60.0
+    """Seconds after which the connection of a client that does not read its reply is closed."""
+    max_stream_buffer_bytes: int = 4 * 2**20
+    """Bytes of a stream that wait for a client to read them."""
     alias: str = ""
     """The model's names in replies, comma-separated; empty means its file's name."""
     cors_origins: tuple[str, ...] = ("localhost",)

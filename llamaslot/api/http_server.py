@@ -139,6 +139,7 @@ async def serve(
         access_log=None,
         auto_decompress=False,
         keepalive_timeout=settings.keep_alive_timeout,
+        write_timeout=settings.write_timeout,
     )
     try:
         for host in hosts:

@@ -86,20 +86,20 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
     client_id = request.headers.get("X-Request-Id", "")
     request[UNIQUE_ID] = uuid4().hex
     request[CLIENT_ID] = client_id if _VALID_ID.fullmatch(client_id) else ""
-    with structlog.contextvars.bound_contextvars(http_request_id=_shown_id(request)):
+    with structlog.contextvars.bound_contextvars(http_request_id=shown_id(request)):
         _log.debug("request.arrived", path=request.path, unique_id=request[UNIQUE_ID])
         return await handler(request)
 
 
-def _shown_id(request: web.Request) -> str:
-    """Return the id for the reply's `X-Request-Id` and for the log."""
-    return request[CLIENT_ID] or request[UNIQUE_ID]
+def shown_id(request: web.Request) -> str:
+    """Return the id for the reply's `X-Request-Id` and for the log; empty before it has one."""
+    return (request[CLIENT_ID] or request[UNIQUE_ID]) if UNIQUE_ID in request else ""
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Add the headers of every reply. A signal of aiohttp, because streams and errors need them too."""
     response.headers["Server"] = "llamaslot"
-    response.headers["X-Request-Id"] = _shown_id(request) if UNIQUE_ID in request else uuid4().hex
+    response.headers["X-Request-Id"] = shown_id(request) if UNIQUE_ID in request else uuid4().hex
     origin = request.headers.get("Origin")
     if origin is None:
         return

@@ -15,11 +15,10 @@ from aiohttp import web
 
 from llamaslot.api import http_errors
 from llamaslot.api.bodies import encode
+from llamaslot.api.connections import Connection
 
 DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
-_MAX_BUFFERED = 2**16
-"""Bytes in the connection's buffer above which writes wait for a slow client."""
 T = TypeVar("T")
 
 
@@ -29,10 +28,15 @@ def event(body: Any) -> bytes:
 
 
 class EventStream:
-    """The writing side of one stream; `ping_interval` is in seconds, 0 or less for no pings."""
+    """The writing side of one stream; `ping_interval` is in seconds, 0 or less for no pings.
 
-    def __init__(self, request: web.Request, ping_interval: int) -> None:
+    What a slow client has not read yet stays in the connection's buffer. With more than `max_buffer` bytes in it
+    the connection is closed.
+    """
+
+    def __init__(self, request: web.Request, ping_interval: int, max_buffer: int) -> None:
         self._request = request
+        self._max_buffer = max_buffer
         self._ping_interval = ping_interval if ping_interval > 0 else None
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
@@ -57,18 +61,21 @@ class EventStream:
 
     @property
     def is_ready(self) -> bool:
-        """True if `write_now` may be called: the headers are sent, and the client reads fast enough."""
-        transport = self._transport
-        if transport is None or transport.is_closing():
-            return False
-        return transport.get_write_buffer_size() <= _MAX_BUFFERED
+        """True if `write_now` may be called: the headers are sent, and the connection is open."""
+        return self._transport is not None and not self._transport.is_closing()
 
     def write_now(self, events: Iterable[bytes]) -> None:
         """Write events without waiting; only while `is_ready`."""
         assert self._transport is not None
         if data := b"".join(events):
             self._sent_at = self._loop.time()
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            chunk = b"%x\r\n%b\r\n" % (len(data), data)
+            self._transport.write(chunk)
+            connection = self._request.protocol
+            if isinstance(connection, Connection):
+                connection.count_written(len(chunk))
+                if self._transport.get_write_buffer_size() > self._max_buffer:
+                    connection.drop("--max-stream-buffer-kb")
 
     async def close(self, events: Iterable[bytes] = ()) -> None:
         """Write the last events and end the reply."""

@@ -185,6 +185,12 @@ class Config:
     keep_alive_timeout: Annotated[float, Meta(gt=0, le=INT32_MAX)] = _own(
         75.0, "seconds after which a connection without a request is closed"
     )
+    write_timeout: Annotated[float, Meta(gt=0, le=INT32_MAX)] = _own(
+        60.0, "seconds after which a client is disconnected that has not read its reply; its request is cancelled"
+    )
+    max_stream_buffer_kb: Positive = _own(
+        4096, "KiB of a stream that may wait for a client to read them; with more it is disconnected"
+    )
     escape_special: bool = _own(
         True, "take control tokens written out in a message as plain text; llama-server takes them as real ones"
     )

@@ -37,6 +37,8 @@ def api_settings(config: Config) -> ApiSettings:
         max_stop_chars=config.max_stop_chars,
         max_connections=config.max_connections,
         keep_alive_timeout=config.keep_alive_timeout,
+        write_timeout=config.write_timeout,
+        max_stream_buffer_bytes=config.max_stream_buffer_kb * 2**10,
         alias=config.alias,
         cors_origins=tuple(listed(config.cors_origins)),
         allowed_hosts=_allowed_hosts(config),

@@ -18,7 +18,7 @@ async def reading(write: Writer, *, version: str = "1.1") -> AsyncIterator[async
     """A raw client of a server that answers with what `write` does."""
 
     async def handler(request: web.Request) -> web.StreamResponse:
-        stream = EventStream(request, 0)
+        stream = EventStream(request, 0, 2**20)
         await stream.open()
         await write(stream)
         return stream.response
@@ -64,14 +64,14 @@ async def test_a_client_of_http_1_0_gets_no_chunks() -> None:
         assert await reader.read() == b"a"
 
 
-async def test_a_slow_client_is_waited_for() -> None:
+async def test_a_slow_client_gets_everything() -> None:
     sizes: list[int] = []
     part = b"x" * 10_000
 
     async def write(stream: EventStream) -> None:
         await stream.send([b"a"])
-        while stream.is_ready:
-            assert len(sizes) < 10_000
+        for _ in range(1000):
+            assert stream.is_ready
             stream.write_now([part])
             sizes.append(len(part))
         await stream.close()

@@ -82,6 +82,8 @@ API: dict[str, tuple[str, object]] = {
     "--body-timeout 7.5": ("body_timeout", 7.5),
     "--max-connections 11": ("max_connections", 11),
     "--max-logit-bias-entries 17": ("max_logit_bias_entries", 17),
+    "--max-stream-buffer-kb 17": ("max_stream_buffer_bytes", 17 * 2**10),
+    "--write-timeout 17": ("write_timeout", 17.0),
     "--max-choices 17": ("max_choices", 17),
     "--max-stop-strings 17": ("max_stop_strings", 17),
     "--max-stop-chars 17": ("max_stop_chars", 17),

@@ -93,7 +93,8 @@ async def complete(
         await reply.prepare(service)
         if options.stream:
             interval = options.sse_ping_interval
-            stream = EventStream(request, settings.sse_ping_interval if interval is None else interval)
+            interval = settings.sse_ping_interval if interval is None else interval
+            stream = EventStream(request, interval, settings.max_stream_buffer_bytes)
             return await _stream(stream, generations, reply)
         while await generations.next_batch():
             pass

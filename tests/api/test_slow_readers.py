@@ -1,0 +1,67 @@
+"""A client that does not read its reply is disconnected, which cancels its request, and this is logged."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from structlog.testing import capture_logs
+
+from llamaslot.api.connections import Connection, Connections
+from llamaslot.api.sse import EventStream
+from tests.fake_clock import LoopClock
+
+PART = b"x" * 100_000
+
+
+@pytest.mark.parametrize("max_buffer", [10**6, 10**9], ids=["buffer", "timeout"])
+async def test_a_client_that_does_not_read_is_disconnected(max_buffer: int) -> None:
+    clock = LoopClock()
+    loop = asyncio.get_running_loop()
+    written, cancelled = asyncio.Event(), asyncio.Event()
+    connections: list[Connection] = []
+
+    async def handler(request: web.BaseRequest) -> web.StreamResponse:
+        stream = EventStream(request, 0, max_buffer)  # type: ignore[arg-type]
+        await stream.open()
+        await stream.send([b"a"])
+        for _ in range(200):
+            if stream.is_ready:
+                stream.write_now([PART])
+        written.set()
+        try:
+            await asyncio.sleep(10_000)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return stream.response
+
+    server = web.Server(handler, handler_cancellation=True)
+
+    def made() -> Connection:
+        connections.append(Connection(Connections(9, loop.time), server, write_timeout=60))
+        return connections[0]
+
+    listener = await loop.create_server(made, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname(), limit=1000)
+    with capture_logs() as logs:
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await written.wait()
+        if max_buffer == 10**9:
+            clock.advance(50)
+            await reader.readexactly(8 * len(PART))
+            clock.advance(15)
+            await asyncio.sleep(0.02)
+            assert connections[0].connected, "it has read enough"
+            clock.advance(50)
+            await asyncio.sleep(0.02)
+            assert connections[0].connected
+            clock.advance(15)
+        async with asyncio.timeout(5):
+            await cancelled.wait()
+    (line,) = [line for line in logs if line["event"] == "connection.slow_reader"]
+    assert line["flag"] == ("--write-timeout" if max_buffer == 10**9 else "--max-stream-buffer-kb")
+    assert max_buffer == 10**9 or max_buffer < line["unread_bytes"] < max_buffer + 2 * len(PART)
+    writer.close()
+    listener.close()
