@@ -168,11 +168,11 @@ class _JobThread:
         future: Future[JobResult] = Future()
         with self._lock:
             self._waiting[future] = job
-        future.add_done_callback(self._forget)
+        future.add_done_callback(self._remove)
         self.executor.submit(self._run_next)
         return future
 
-    def _forget(self, future: Future[JobResult]) -> None:
+    def _remove(self, future: Future[JobResult]) -> None:
         with self._lock:
             self._waiting.pop(future, None)
 

@@ -254,10 +254,10 @@ class Service:
             event = Failed(event.request_id, self.deadline_error().info(), event.progress)
         generation.put(event)
         if isinstance(event, TERMINAL):
-            self._forget(generation.submit)
+            self._remove(generation.submit)
             self._log_end(event, generation.submit.client_id)
 
-    def _forget(self, submit: Submit) -> None:
+    def _remove(self, submit: Submit) -> None:
         del self._generations[submit.request_id]
         self._n_of_client[submit.client] -= 1
         if not self._n_of_client[submit.client]:
