@@ -29,11 +29,8 @@ from llamaslot.base.stats import (
     CacheState,
     CacheStats,
     CellStats,
-    DiskStats,
     Miss,
-    RamStats,
     SequenceStats,
-    TenantStats,
 )
 from llamaslot.base.tokens import WIDTH, Tokens, packed
 from llamaslot.kvcache.cache_settings import CacheSettings
@@ -46,6 +43,7 @@ from llamaslot.kvcache.offload.policy import Deadlines, OffloadPolicy
 from llamaslot.kvcache.offload.ram_budget import RamBudget
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.offload.slot_snapshot import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
+from llamaslot.kvcache.offload.tier_stats import disk_stats, ram_stats, tenant_stats
 from llamaslot.kvcache.partitioned_pool import PartitionedPool
 from llamaslot.kvcache.pool import Pool, Sharing
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -323,29 +321,12 @@ class KVCache:
 
     def stats(self) -> CacheStats:
         """The cache's part of the statistics, in constant time; what requests reused is added by the scheduler."""
-        settings, tiers = self.settings, self._tiers
-        ram, disk, writing, budget = tiers.ram, tiers.disk, tiers.writer.writing, self.ram_budget
+        settings = self.settings
         return structs.replace(
             self._counters,
             cells=self.cells,
-            ram=RamStats(
-                total_bytes=budget.n_bytes,
-                used_bytes=ram.n_bytes,
-                tokens=ram.n_tokens,
-                segments=len(ram),
-                max_bytes=budget.max_bytes,
-                state=budget.state.value,
-                reason=budget.reason,
-            ),
-            disk=DiskStats(
-                total_bytes=disk.capacity,
-                used_bytes=disk.n_bytes - sum(segment.n_bytes for segment in writing),
-                tokens=disk.n_tokens - sum(segment.n_tokens for segment in writing),
-                segments=len(disk) - len(writing),
-                corrupt_files=self._counters.disk.corrupt_files,
-                written_bytes=self._counters.disk.written_bytes,
-                total_written_bytes=self._counters.disk.total_written_bytes,
-            ),
+            ram=ram_stats(self._tiers, self.ram_budget),
+            disk=disk_stats(self._tiers),
             sequences=SequenceStats(settings.n_slots, settings.n_spare, self._sequences.n_in_use, settings.n_seqs),
         )
 
@@ -354,12 +335,7 @@ class KVCache:
     ) -> CacheState:
         """Statistics with the `top` prefixes of the tree, as text if `detokenize` is given, and all tenants."""
         listing = tree_listing(self._tree, stats, top, detokenize)
-        tiers, n_requests = self._tiers, self._tiers.shares.n_requests
-        cells, ram, disk = self._tree.n_tokens_of, tiers.ram.used, tiers.disk.used
-        names = sorted({*n_requests, *+cells, *ram, *disk})
-        listing.tenants = tuple(
-            TenantStats(each, cells[each], ram[each], disk[each], n_requests[each]) for each in names
-        )
+        listing.tenants = tenant_stats(self._tree, self._tiers)
         return listing
 
     def check(self, range_of: Callable[[int], range]) -> None:

@@ -1,0 +1,43 @@
+"""Statistics of the RAM and disk tiers."""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from llamaslot.base.stats import DiskStats, RamStats, TenantStats
+from llamaslot.kvcache.offload.ram_budget import RamBudget
+from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
+from llamaslot.kvcache.radix_tree import RadixTree
+
+
+def ram_stats(tiers: SegmentTiers, budget: RamBudget) -> RamStats:
+    """Return what the RAM tier holds, and why it may hold no more."""
+    return RamStats(
+        total_bytes=budget.n_bytes,
+        used_bytes=tiers.ram.n_bytes,
+        tokens=tiers.ram.n_tokens,
+        segments=len(tiers.ram),
+        max_bytes=budget.max_bytes,
+        state=budget.state.value,
+        reason=budget.reason,
+    )
+
+
+def disk_stats(tiers: SegmentTiers) -> DiskStats:
+    """Return what is on disk; segments that are being written are not there yet."""
+    disk, writing = tiers.disk, tiers.writer.writing
+    return structs.replace(
+        tiers.counters.disk,
+        total_bytes=disk.capacity,
+        used_bytes=disk.n_bytes - sum(segment.n_bytes for segment in writing),
+        tokens=disk.n_tokens - sum(segment.n_tokens for segment in writing),
+        segments=len(disk) - len(writing),
+    )
+
+
+def tenant_stats(tree: RadixTree, tiers: SegmentTiers) -> tuple[TenantStats, ...]:
+    """Return what each tenant has in the pool and in the tiers."""
+    n_requests = tiers.shares.n_requests
+    cells, ram, disk = tree.n_tokens_of, tiers.ram.used, tiers.disk.used
+    names = sorted({*n_requests, *+cells, *ram, *disk})
+    return tuple(TenantStats(each, cells[each], ram[each], disk[each], n_requests[each]) for each in names)
