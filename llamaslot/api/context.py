@@ -26,7 +26,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     body_timeout: float = 60.0
     """Seconds for a body to arrive."""
     max_logit_bias_entries: int = 1024
-    max_choices: int = 128
+    max_choices: int = 256
     """Completions of a request: `n` for each of its prompts."""
     max_stop_strings: int = 256
     max_stop_chars: int = 8192

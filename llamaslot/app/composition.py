@@ -86,7 +86,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
             runtime.prompts.chat_template,
             metrics,
             max_queue=config.max_queue,
-            max_queue_per_client=config.max_queue_per_client,
+            max_queue_per_client=http_config.max_queue_per_client(config),
             request_timeout=config.request_timeout,
         )
         dispatcher = Dispatcher(loaded.info, runtime.prompts, service.receive)

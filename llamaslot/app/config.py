@@ -163,11 +163,12 @@ class Config:
         30, "seconds of silence after which a stream gets a comment; -1 for never"
     )
     max_queue: Count = _own(256, "requests that may wait for a slot; more get a 429")
-    max_queue_per_client: Count = _own(
-        128,
-        "those of one client (an API key; without keys, a session or else an address); 0 for no own limit",
+    max_queue_per_client: CountOrMinusOne = _own(
+        -1,
+        "those of one client (an API key; without keys, a session or else an address); 0 for no own limit, -1 for "
+        "half of --max-queue with API keys and no own limit without",
     )
-    max_choices: Positive = _own(128, "completions that a request may ask for: n for each of its prompts")
+    max_choices: Positive = _own(256, "completions that a request may ask for: n for each of its prompts")
     request_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] = _own(
         0.0, "seconds after which a request is ended with an error, whether it waits or runs; 0 for never"
     )

@@ -53,6 +53,15 @@ def api_settings(config: Config) -> ApiSettings:
     )
 
 
+def max_queue_per_client(config: Config) -> int:
+    """Return how many requests of one client may wait; 0 for as many as of all."""
+    if config.max_queue_per_client >= 0:
+        return config.max_queue_per_client
+    # Without keys, all programs of a machine may be one client.
+    has_keys = bool(config.api_key or config.api_key_file)
+    return max(1, config.max_queue // 2) if has_keys and config.max_queue else 0
+
+
 def listed(text: str) -> list[str]:
     """Return the items of a comma-separated list."""
     return [each for each in map(str.strip, text.split(",")) if each]

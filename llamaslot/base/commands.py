@@ -178,7 +178,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
     """Limits of what one request may ask for."""
 
     max_prompts: int
-    max_choices: int = 128
+    max_choices: int = 256
     """Completions of all prompts together."""
     max_logit_bias_entries: int = 1024
     max_stop_strings: int = 256

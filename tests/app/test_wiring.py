@@ -23,7 +23,7 @@ from llamaslot.app.composition import serve
 from llamaslot.app.config import Config, options
 from llamaslot.app.config_reader import read_config
 from llamaslot.app.flags import Parser, add_flags
-from llamaslot.app.http_config import api_settings
+from llamaslot.app.http_config import api_settings, max_queue_per_client
 from llamaslot.app.runtime.engine_config import engine_settings, llama_settings
 from llamaslot.app.template_config import read_template
 from llamaslot.backend.llama import LlamaSettings
@@ -221,6 +221,21 @@ def test_other_machines_need_a_key(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.1,::1", "127.0.0.2"])
 def test_loopback_hosts_need_no_key(host: str) -> None:
     assert api_settings(configured(["--host", host])).allowed_hosts == ("localhost",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "most"),
+    [
+        ("", 0),
+        ("--api-key a", 128),
+        ("--api-key-file a --max-queue 9", 4),
+        ("--api-key a --max-queue 1", 1),
+        ("--api-key a --max-queue-per-client 0", 0),
+        ("--max-queue-per-client 7", 7),
+    ],
+)
+def test_a_client_with_a_key_may_fill_half_of_the_queue(flags: str, most: int) -> None:
+    assert max_queue_per_client(configured(flags)) == most
 
 
 def test_salts_from_keys_need_keys() -> None:
