@@ -128,7 +128,7 @@ ELSEWHERE = {
     ),
     *("cache_salt_from_api_key", "cache_idle_cells", "debug_invariants", "text_anchors", "drop_volatile"),
     *("session_min_match", "slot_save_path", "escape_special", "jinja", "verbose"),
-    *("in_process", "step_timeout", "prompt_timeout"),
+    *("in_process", "step_timeout", "prompt_timeout", "ssl_key_file", "ssl_cert_file"),
 }
 """Options that go neither to the backend nor to the HTTP layer as they are."""
 
