@@ -140,7 +140,9 @@ async def converse(talks: Talks, folder: Path) -> None:
             "offload_after": 1,
             # With text anchors, sessions have less to add.
             "text_anchors": use_anchors,
-            "snapshots": SlotFiles(folder / "slots", lambda: b"k" * 32, backend.info.segment_size),
+            "snapshots": SlotFiles(
+                folder / "slots", lambda: b"k" * 32, backend.info.segment_size, backend.info.n_ctx_slot
+            ),
         }
         async with running(backend, debug_invariants=True, **storing) as engine:
             for slot in range(SETTINGS.n_slots):
