@@ -10,6 +10,10 @@ import openai
 import pytest
 
 from llamaslot.api.middleware import Caller
+from llamaslot.base.commands import RequestContext, RequestLimits, Sampling, TextPart
+from llamaslot.base.turns import client_digest
+from llamaslot.protocol.bodies import CompletionBody
+from llamaslot.protocol.submission import submissions
 from tests.api.conftest import Server, Start
 from tests.fake_backend import FakeBackend
 from tests.fake_clock import LoopClock
@@ -97,13 +101,21 @@ async def test_many_requests_of_one_client_delay_another_by_one_request(start: S
 def test_the_key_tells_clients_apart_then_the_session_then_the_address() -> None:
     with_keys = Caller("", "key", "session", "address", has_keys=True)
     without = with_keys._replace(has_keys=False)
-    assert with_keys.client() == with_keys._replace(session_id="", address="").client("another")
-    assert with_keys.client() != with_keys._replace(api_key="another").client()
-    assert without.client() == without._replace(api_key="made up", address="another").client()
-    assert without.client() != without.client("in the body")
+    assert with_keys.client == with_keys._replace(session_id="", address="").client
+    assert with_keys.client != with_keys._replace(api_key="another").client
+    assert without.client == without._replace(api_key="made up", address="another").client
     no_session = without._replace(session_id="")
-    assert no_session.client() != no_session._replace(address="another").client()
-    assert "key" not in with_keys.client()
+    assert no_session.client != no_session._replace(address="another").client
+    assert "key" not in with_keys.client
+
+
+@pytest.mark.parametrize(("has_key", "named"), [(False, client_digest("session", "mine")), (True, "known")])
+def test_a_session_in_the_body_tells_clients_without_keys_apart(has_key: bool, named: str) -> None:
+    context = RequestContext("r", RequestLimits(1), Sampling(), client="known", has_key=has_key)
+    for session_id, client in (("mine", named), (None, "known")):
+        body = CompletionBody(prompt="x", session_id=session_id)
+        (submit,) = submissions(body, [(TextPart("x"),)], context, FakeBackend().info, lambda _: ())
+        assert submit.client == client
 
 
 class Stuck(FakeBackend):

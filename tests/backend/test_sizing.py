@@ -509,7 +509,7 @@ def test_a_container_has_what_its_groups_allow(
     """The files that a group has read count as used there, and can be read again."""
     scarce(monkeypatch, available=800, total=1000)
     own = tmp_path / "own"
-    own.write_text("4:memory:/elsewhere\n0::/inner\n")
+    own.write_text("4:cpu:/elsewhere\n0::/inner\n")
     mount = tmp_path / "mount"
     group(mount, *outer)
     group(mount / "inner", *inner)

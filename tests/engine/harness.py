@@ -95,10 +95,11 @@ class Harness:
         self.local = LocalEngine(backend, self._receive, **settings)
         self.engine = self.local.engine
         if isinstance(backend, FakeBackend) and self.is_inline:
-            thread = self.local.prompts._thread = Inline()
+            thread = self.local.prompts._thread.executor = Inline()
             ahead = random.Random(1)
             worker = Worker(backend, thread, self.engine._clock, lambda: ahead.random() < 0.5)
             worker.run = self._watched(worker.run)
+            self.engine.scheduler.plan = self._noted(self.engine.scheduler.plan)
             self.engine._worker = worker
         self.events: dict[str, list[Event]] = defaultdict(list)
         self.stopped: Stopped | None = None
@@ -106,6 +107,8 @@ class Harness:
         self.replies: dict[str, asyncio.Future[Reply]] = {}
         self.n_batches = 0
         self.computing = False
+        self.is_planned = False
+        """True if operations were planned and not begun."""
 
     def submit(self, request_id: str, prompt: str, **fields: object) -> asyncio.Future[Event]:
         """Send a request; the future holds its terminal event."""
@@ -175,9 +178,18 @@ class Harness:
         assert isinstance(self.backend, FakeBackend)
         check_pool(self.engine.scheduler, self.backend, computing=self.computing)
 
+    def _noted(self, plan: Callable[[float], StepPlan]) -> Callable[[float], StepPlan]:
+        def noted(now: float) -> StepPlan:
+            made = plan(now)
+            # Until they are carried out, cache and pool differ.
+            self.is_planned = bool(made.operations)
+            return made
+
+        return noted
+
     def _watched(self, run: Callable[[StepPlan, OnStep], Awaitable[None]]) -> Callable[..., Awaitable[None]]:
         async def watched(plan: StepPlan, on_step: OnStep) -> None:
-            self.computing = True
+            self.computing, self.is_planned = True, False
             await run(plan, on_step)
             self.computing = False
             self.check_cells()
@@ -199,7 +211,7 @@ class Harness:
                 end.set_result(event)
         self.check_events()
         died = self.stopped is not None and self.stopped.reason
-        if isinstance(self.backend, FakeBackend) and self.is_inline and not died:
+        if isinstance(self.backend, FakeBackend) and self.is_inline and not died and not self.is_planned:
             self.check_cells()
 
 
