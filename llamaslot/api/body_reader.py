@@ -43,12 +43,14 @@ class BodyReader:
         most = self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes)
         _check_size(request.content_length or 0, most, self._max_bytes)
         await _continue(request)
-        received = bytearray()
+        received, n_received = bytearray(), 0
         try:
             await self._receive(request, received, most)
-            yield bytes(received)
+            n_received, body = len(received), bytes(received)
+            received.clear()
+            yield body
         finally:
-            self._n_bytes -= len(received)
+            self._n_bytes -= n_received or len(received)
 
     async def _receive(self, request: web.Request, received: bytearray, most: int) -> None:
         try:

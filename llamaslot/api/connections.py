@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -22,6 +24,8 @@ from llamaslot.base.errors import InvalidRequestError, UnavailableError
 _OTHER_DESCRIPTORS = 128
 """Descriptors that are not for connections: the model's files, the disk tier, libraries."""
 _LOG_INTERVAL_S = 60.0
+_TCP_INFO_BYTES, _BYTES_ACKED = 128, slice(120, 128)
+"""Beginning of Linux' `struct tcp_info`, up to and with `tcpi_bytes_acked`."""
 _MIN_READ_BYTES = 2**16
 """What a client that is behind must read within the write timeout: one that reads less is as good as none."""
 
@@ -94,7 +98,7 @@ class Connection(web.RequestHandler):
     client reads almost nothing.
     """
 
-    __slots__ = ("_connections", "_n_left", "_request", "_timer", "_write_timeout")
+    __slots__ = ("_connections", "_n_acknowledged", "_n_left", "_request", "_timer", "_write_timeout")
 
     def __init__(
         self, connections: Connections, manager: web.Server, *, write_timeout: float, **settings: Any
@@ -106,6 +110,8 @@ class Connection(web.RequestHandler):
         """Set while the client is behind."""
         self._n_left = 0
         """Bytes that were buffered when the timer was started, and those that were added since."""
+        self._n_acknowledged: int | None = 0
+        """`_acknowledged` when the timer was started."""
         self._request: web.Request | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -155,6 +161,7 @@ class Connection(web.RequestHandler):
     def _start_timer(self) -> None:
         if self.transport is not None:
             self._n_left = self.transport.get_write_buffer_size()
+            self._n_acknowledged = _acknowledged(self.transport)
             self._timer = asyncio.get_running_loop().call_later(self._write_timeout, self._check_reading)
 
     def _stop_timer(self) -> None:
@@ -165,7 +172,12 @@ class Connection(web.RequestHandler):
     def _check_reading(self) -> None:
         if self.transport is None:
             return
-        if self._n_left - self.transport.get_write_buffer_size() < _MIN_READ_BYTES:
+        n_acknowledged = _acknowledged(self.transport)
+        if n_acknowledged is not None and self._n_acknowledged is not None:
+            n_read = n_acknowledged - self._n_acknowledged
+        else:
+            n_read = self._n_left - self.transport.get_write_buffer_size()
+        if n_read < _MIN_READ_BYTES:
             self.drop("--write-timeout")
         else:
             self._start_timer()
@@ -219,6 +231,19 @@ class Connection(web.RequestHandler):
             reply = http_errors.response(http_errors.described(error))
         reply.force_close()
         return reply
+
+
+def _acknowledged(transport: asyncio.Transport) -> int | None:
+    """Return the bytes that the other side has acknowledged; None where the system (other than Linux) does not say.
+
+    They grow steadily with what the client reads, unlike the transport's buffer: the kernel empties that in lumps,
+    and TLS keeps another one behind it.
+    """
+    connected = transport.get_extra_info("socket")
+    if sys.platform != "linux" or connected is None:
+        return None
+    info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    return int.from_bytes(info[_BYTES_ACKED], sys.byteorder) if len(info) == _TCP_INFO_BYTES else None
 
 
 @web.middleware

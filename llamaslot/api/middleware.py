@@ -99,6 +99,9 @@ def shown_id(request: web.Request) -> str:
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Add the headers of every reply. A signal of aiohttp, because streams and errors need them too."""
     response.headers["Server"] = "llamaslot"
+    if response.status >= 400 and "Expect" in request.headers and not request.content.is_eof():
+        # The body that was announced will not be read: what follows must not be taken for it.
+        response.force_close()
     response.headers["X-Request-Id"] = shown_id(request) if UNIQUE_ID in request else uuid4().hex
     origin = request.headers.get("Origin")
     if origin is None:

@@ -177,7 +177,9 @@ class Config:
         256, "MiB of all request bodies that are being received or parsed; more get a 429"
     )
     body_timeout: Annotated[float, Meta(gt=0, le=INT32_MAX)] = _own(60.0, "seconds for a request body to arrive")
-    max_logit_bias_entries: Count = _own(1024, "entries that a request's logit_bias may have")
+    max_logit_bias_entries: Count = _own(
+        1024, "entries that a request's logit_bias may have, and tokens that they may name"
+    )
     max_stop_strings: Count = _own(256, "stop strings that a request may have")
     max_stop_chars: Count = _own(8192, "characters that the stop strings of a request may have in all")
     max_connections: Positive = _own(

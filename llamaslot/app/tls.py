@@ -60,8 +60,8 @@ class Certificate:
         try:
             # A new context: one into which only half of a pair was loaded could not be used any more.
             self._newest = _context(self._cert, self._key)
-        except ConfigError as error:
-            _log.error("tls.reload_failed", error=error.message)
+        except (ConfigError, OSError) as error:
+            _log.error("tls.reload_failed", error=str(error))
         else:
             _log.info("tls.reloaded", certificate=str(self._cert))
 

@@ -58,7 +58,7 @@ def check_metadata(path: Path) -> None:
 def parts(path: Path) -> list[Path]:
     """Return all files of a model by the first one; llama.cpp finds the others by their names."""
     found = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)
-    if found is None:
+    if found is None or not int(found[2]):
         return [path]
     name, n_parts = found[1], int(found[2])
     return [path.with_name(f"{name}-{i:05}-of-{n_parts:05}.gguf") for i in range(1, n_parts + 1)]

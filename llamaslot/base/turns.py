@@ -10,6 +10,8 @@ T = TypeVar("T")
 
 MAX_CLIENTS = 1024
 """Clients whose last turn is remembered; more of them were at it too long ago to matter."""
+MAX_ROUND_TURNS = 64
+"""Turns after which a client counts as one that had none: a stream of new clients cannot keep it waiting longer."""
 
 
 def client_digest(kind: Literal["key", "session", "address"], name: str) -> str:
@@ -33,7 +35,10 @@ class Turns:
 
         def place(item: T) -> int:
             client = client_of(item)
-            return -1 if client is None else self.last(client)
+            if client is None:
+                return -1
+            last = self.last(client)
+            return last if last > self.n_taken - MAX_ROUND_TURNS else 0
 
         return min(waiting, key=place)
 

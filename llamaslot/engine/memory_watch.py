@@ -32,13 +32,18 @@ class MemoryWatch:
 
     async def run(self) -> None:
         """Watch until this is cancelled. Without RAM there is nothing to do."""
+        is_readable = True
         while self._cache.ram_budget.max_bytes:
             try:
                 reading = await asyncio.to_thread(self._read)
-            except OSError as error:
-                _log.error("memory.unreadable", error=str(error))
-                return
-            self.observe(reading)
+            except Exception as error:
+                # The next reading may succeed: the files of a system are not always there, nor always whole.
+                if is_readable:
+                    _log.error("memory.unreadable", error=str(error))
+                is_readable = False
+            else:
+                is_readable = True
+                self.observe(reading)
             await asyncio.sleep(_INTERVAL_S)
 
     def observe(self, reading: MemoryReading) -> None:

@@ -385,8 +385,13 @@ def _drop_subtree(node: Node, sequences: Sequences, tiers: SegmentTiers) -> None
         return
     segments = dict.fromkeys(each.segment for each in node.subtree() if each.segment is not None)
     start = node.start
+    # A segment that begins above the node may have a child beside it, which cannot stay on disk without it.
+    beside = [child for each in segments for child in each.children if child not in segments]
+    for each in beside:
+        beside += [child for child in each.children if child not in beside]
     for seq in list(node.holders()):
         sequences.truncate(seq, start)
         if sequences.in_use(seq) and sequences.is_covered(seq):
             sequences.clear(seq)
+    tiers.evict_from_disk(each for each in reversed(beside) if each.state.uses_disk)
     tiers.drop(reversed(segments))

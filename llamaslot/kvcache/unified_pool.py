@@ -111,9 +111,11 @@ class UnifiedPool:
             return
         idle = [seq for seq in sequences.all if sequences.in_use(seq) and not self._tree.is_pinned(seq)]
 
+        beyond = self._offloader.tenants_beyond_ids()
+
         def order(seq: int) -> tuple[bool, bool, int]:
             is_long = sequences.n_own(seq) >= self._settings.min_shared
-            return not self._offloader.exceeds_ids(seq), is_long, sequences.last_used(seq)
+            return sequences.end(seq).tenant not in beyond, is_long, sequences.last_used(seq)
 
         victim: int = min(idle, key=order)
         end = sequences.end(victim).end

@@ -30,10 +30,8 @@ from llamaslot.base.tokens import unpacked
 from llamaslot.prompts.sessions import session_digest
 
 if TYPE_CHECKING:
+    # The parent of a worker process, which knows its jobs, needs neither numpy nor Jinja.
     from llamaslot.prompts.tokenizer import ReplyContext, Tokenizer
-
-if TYPE_CHECKING:
-    # The parent of a worker process, which knows its jobs, does not need Jinja.
     from llamaslot.protocol.request_reader import RequestReader
 
 

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
-from llamaslot.base.commands import AnswerBody, Detokenize, ReadRequest, Tokenize
+from llamaslot.base.commands import AnswerBody, ReadRequest
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError
 from llamaslot.base.executors import close_after_queue
 from llamaslot.base.stats import AnchorStats, SessionStats
 from llamaslot.base.turns import Turns
-from llamaslot.prompts.prompt_jobs import Job, JobResult, PromptJobs, client_of
+from llamaslot.prompts.prompt_jobs import Job, JobResult, PromptJobs, Release, TokenizePrompt, client_of
 
 if TYPE_CHECKING:
     from llamaslot.prompts.tokenizer import Tokenizer
     from llamaslot.protocol.request_reader import RequestReader
 
 _SHORT_QUERY = 2**14
-"""Characters, token ids or bytes up to which a query shares the thread of the prompts."""
+"""Bytes of a body up to which a query shares the thread of the prompts."""
 _SHORT_REQUEST = 2**20
 """Bytes up to which the body of a request is read on that thread: many are conversations of agents."""
 MAX_LONG_QUERIES = 4
@@ -33,7 +33,7 @@ _log = structlog.get_logger(__name__)
 
 def is_long_query(job: Job) -> bool:
     """True if a job is a query, not for completions, that must not hold up prompts."""
-    return isinstance(job, Tokenize | Detokenize | AnswerBody) and job.size > _SHORT_QUERY
+    return isinstance(job, AnswerBody) and job.size > _SHORT_QUERY
 
 
 def is_long(job: Job) -> bool:
@@ -167,6 +167,11 @@ class _JobThread:
         """Add a job; one that is cancelled before it has begun is forgotten."""
         future: Future[JobResult] = Future()
         with self._lock:
+            if isinstance(job, Release):
+                # It goes before its prompt, whose cancellation has not reached this thread yet.
+                released = [each for each, other in self._waiting.items() if _is_prompt_of(other, job.request_id)]
+                for each in released:
+                    del self._waiting[each]
             self._waiting[future] = job
         future.add_done_callback(self._remove)
         self.executor.submit(self._run_next)
@@ -193,6 +198,10 @@ class _JobThread:
             future.set_exception(error)
         else:
             future.set_result(result)
+
+
+def _is_prompt_of(job: Job, request_id: str) -> bool:
+    return isinstance(job, TokenizePrompt) and job.submit.request_id == request_id
 
 
 def _thread(name: str, stack_bytes: int) -> ThreadPoolExecutor:

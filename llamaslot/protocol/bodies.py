@@ -16,6 +16,8 @@ from llamaslot.protocol.unsupported import UnsupportedOptions
 INT32_MAX = 2**31 - 1
 MAX_ID_CHARS = 256
 """Characters of a session's id."""
+MAX_FIELDS = 256
+"""Fields that a reply can be reduced to: each is looked up for each completion, on the event loop."""
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Count: TypeAlias = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
@@ -90,7 +92,7 @@ class CompletionBody(Options, kw_only=True):
     """`POST /v1/completions` and, with llama-server's own reply, `POST /completion`."""
 
     prompt: str | list[str | Token | Parts | PromptObject] | PromptObject
-    response_fields: list[str] | None = None
+    response_fields: Annotated[list[str], Meta(max_length=MAX_FIELDS)] | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

@@ -18,7 +18,9 @@ from llamaslot.base.commands import (
     TextPart,
     Tokenize,
     Tokenized,
+    TokensPart,
 )
+from llamaslot.base.errors import ContextSizeError
 from llamaslot.base.model import ModelInfo
 from llamaslot.protocol import unsupported
 from llamaslot.protocol.bodies import ChatBody, CompletionBody, DetokenizeBody, Options, TokenizeBody
@@ -63,8 +65,16 @@ class RequestReader:
             body = decode(job.body, CompletionBody)
             unsupported.refuse(body)
             prompts = prompts_of(body, self._info.n_vocab, job.context.limits.max_prompts)
+        for prompt in prompts:
+            self._check_size(prompt)
         submits = submissions(body, prompts, job.context, self._info, self._tokens_of)
         return RequestRead(submits, _reply_options(body))
+
+    def _check_size(self, prompt: Prompt) -> None:
+        """Refuse millions of ids or texts here: the server's event loop would be held up to pass them on."""
+        n_min = sum(len(part.tokens) if isinstance(part, TokensPart) else 1 for part in prompt)
+        if n_min > self._info.n_ctx_slot:
+            raise ContextSizeError.of(n_min, self._info.n_ctx_slot, at_least=True)
 
     def answer(self, job: AnswerBody) -> JsonReply:
         """Answer a body; raises `InvalidRequestError`."""

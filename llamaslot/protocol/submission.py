@@ -165,6 +165,9 @@ def _logit_bias(
             raise InvalidRequestError("'logit_bias' takes numbers and false", param="logit_bias")
         tokens = checked([key], n_vocab, "logit_bias") if isinstance(key, int) else tokens_of(key)
         result.update(dict.fromkeys(tokens, float("-inf") if bias is False else float(bias)))
+        if len(result) > most:
+            message = f"'logit_bias' names more than {most} tokens (--max-logit-bias-entries)"
+            raise InvalidRequestError(message, param="logit_bias")
     return result
 
 

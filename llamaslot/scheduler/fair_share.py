@@ -14,11 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from llamaslot.base.turns import Turns
+from llamaslot.base.turns import MAX_ROUND_TURNS, Turns
 from llamaslot.scheduler.request import Request
-
-MAX_ROUND_TURNS = 64
-"""Turns of a round: a stream of new clients cannot keep one that had its turn waiting for longer."""
 
 Rank: TypeAlias = tuple[int, int]
 

@@ -174,3 +174,30 @@ async def test_a_prefill_ends_at_its_deadline_and_openai_does_not_ask_again(star
     assert ended.value.status_code == 504
     state = await server.idle()
     assert 0 < state.n_decoded_tokens < 1000
+
+
+@pytest.mark.parametrize("prompt", [[1] * 2000, ["a", 1] * 2000], ids=["ids", "texts"])
+async def test_prompts_of_too_many_parts_are_refused_before_they_are_passed_on(
+    prompt: list[Any], start: Start
+) -> None:
+    server = await start(backend=FakeBackend(n_ctx=1024))
+    status, reply = await server.post(NATIVE, {"prompt": prompt})
+    assert (status, reply["error"]["type"]) == (400, "exceed_context_size_error")
+
+
+async def test_the_fields_that_a_reply_is_reduced_to_are_limited(start: Start) -> None:
+    server = await start()
+    body = {"prompt": "x", "n_predict": 1}
+    assert await server.ok(NATIVE, body | {"response_fields": ["content"] * 256})
+    status, param, message = await refused(server, NATIVE, body | {"response_fields": ["content"] * 257})
+    assert (status, param) == (400, "response_fields")
+    assert "256" in message
+
+
+async def test_a_bias_may_not_name_more_tokens_than_the_limit(start: Start) -> None:
+    server = await start(max_logit_bias_entries=5)
+    body = {"prompt": "x", "n_predict": 1}
+    assert await server.ok(NATIVE, body | {"logit_bias": [["abcde", 1.0]]})
+    status, param, message = await refused(server, NATIVE, body | {"logit_bias": [["abcdef", 1.0]]})
+    assert (status, param) == (400, "logit_bias")
+    assert "--max-logit-bias-entries" in message

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 
 import pytest
 from aiohttp import web
@@ -57,11 +59,50 @@ async def test_a_client_that_does_not_read_is_disconnected(max_buffer: int) -> N
             clock.advance(50)
             await asyncio.sleep(0.02)
             assert connections[0].connected
-            clock.advance(15)
+            # The kernel may have sent on to the client's buffers for a while.
+            for _ in range(3):
+                clock.advance(61)
+                await asyncio.sleep(0.05)
         async with asyncio.timeout(5):
             await cancelled.wait()
     (line,) = [line for line in logs if line["event"] == "connection.slow_reader"]
     assert line["flag"] == ("--write-timeout" if max_buffer == 10**9 else "--max-stream-buffer-kb")
     assert max_buffer == 10**9 or max_buffer < line["unread_bytes"] < max_buffer + 2 * len(PART)
     writer.close()
+    listener.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what was acknowledged")
+async def test_a_client_that_reads_slowly_and_steadily_stays_connected() -> None:
+    """The kernel empties the transport's buffer in lumps, so that for seconds it seems that nothing was read."""
+    loop = asyncio.get_running_loop()
+    connections: list[Connection] = []
+
+    async def handler(request: web.BaseRequest) -> web.StreamResponse:
+        stream = EventStream(request, 0, 10**9)  # type: ignore[arg-type]
+        await stream.open()
+        await stream.send([b"a"])
+        for _ in range(60):
+            stream.write_now([PART])
+        await asyncio.sleep(60)
+        return stream.response
+
+    server = web.Server(handler, handler_cancellation=True)
+
+    def made() -> Connection:
+        connections.append(Connection(Connections(9, loop.time), server, write_timeout=0.25))
+        return connections[0]
+
+    listener = await loop.create_server(made, "127.0.0.1", 0)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        client.setblocking(False)
+        await loop.sock_connect(client, listener.sockets[0].getsockname())
+        await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        for _ in range(30):
+            n_left = 40_000
+            while n_left:
+                n_left -= len(await loop.sock_recv(client, n_left))
+            await asyncio.sleep(0.05)
+        assert connections[0].connected
     listener.close()

@@ -179,6 +179,8 @@ def test_a_version_that_llama_cpp_refuses_is_left_to_it(path: Path) -> None:
 def test_all_files_of_a_model_are_checked(tmp_path: Path) -> None:
     first, second = (tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2))
     assert parts(first) == [first, second]
+    none = tmp_path / "x-00001-of-00000.gguf"
+    assert parts(none) == [none], "its metadata is checked too"
     first.write_bytes(GOOD)
     with pytest.raises(ConfigError, match=r"there is no model file .*m-00002-of-00002"):
         check_metadata(first)

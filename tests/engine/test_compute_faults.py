@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from llamaslot.backend.disk import DiskStore
 from llamaslot.base.backend import NO_TOKEN, Decoded, Run, Sampler, Status
 from llamaslot.base.commands import ClearCache, Sampling, Submit, TextPart
 from llamaslot.base.events import Failed, Finished, Output
+from llamaslot.kvcache.offload import disk_pacing
 from tests.engine.harness import GREEDY, Harness, alone, running
 from tests.fake_backend import FakeBackend
 
@@ -168,3 +171,33 @@ async def test_failures_between_which_others_succeed_do_not_end_the_engine() -> 
         for i in range(5):
             assert isinstance(await harness.submit(f"refused {i}", f"{i} is refused"), Failed)
         await finished(harness, "after", "works")
+
+
+async def test_bad_kv_on_disk_is_dropped_and_what_continues_it_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bad segment also holds the beginning of another prompt: that one's segment cannot stay without it."""
+    monkeypatch.setattr(disk_pacing, "PARTIAL_DELAY_S", 0.0)
+    store = DiskStore(tmp_path)
+    store.open(b"k" * 32, 10**7)
+    backend = FakeBackend(n_slots=1, n_ctx=512, n_reserved=2, n_ubatch=64)
+    head = "p" * 100
+    settings = {"disk": store, "ram_bytes": 10**6, "idle_cells": 0}
+    async with running(backend, debug_invariants=True, **settings) as engine:
+        tiers = engine.engine.scheduler.cache._tiers
+        for i, rest in enumerate(("x" * 40, "y" * 40)):
+            await engine.submit(str(i), head + rest)
+            async with asyncio.timeout(10):
+                while len(tiers.disk) <= i or tiers.writer.writing:
+                    await asyncio.sleep(0.005)
+        longest = max((each for each in tiers.ram if each.start == 0), key=lambda each: each.end)
+        assert longest.end > len(head)
+        assert longest.children
+        backend.bad_segments.add(longest.number)
+        end = await engine.submit("again", head + "x" * 40 + "z")
+        assert isinstance(end, Finished)
+        await asyncio.sleep(0.1)
+        assert all(each.start == 0 or each.parent.state.uses_disk for each in tiers.disk)
+        assert isinstance(await engine.submit("other", head + "y" * 40), Finished)
+        assert engine.stopped is None
+    store.close()

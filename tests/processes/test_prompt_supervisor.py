@@ -201,9 +201,13 @@ async def test_errors_cross_the_process_boundary(start: Start) -> None:
     assert await outcomes(invalid, worker.call(prompt("b", "b"))) == [InvalidRequestError, TokenizedPrompt]
 
 
+def long_query() -> AnswerBody:
+    return AnswerBody("tokenize", msgspec.json.encode({"content": "SLOW" + " word" * 10_000}))
+
+
 async def test_long_queries_are_limited(start: Start) -> None:
     worker = await start()
-    queries = [worker.call(query("SLOW")) for _ in range(5)]
+    queries = [worker.call(long_query()) for _ in range(5)]
     ends = await outcomes(*queries)
     assert ends.count(QueueFullError) == 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator
 
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 
 from llamaslot.base.commands import (
+    AnswerBody,
     Detokenize,
     DropSession,
+    JsonReply,
     ReadRequest,
     RequestContext,
     RequestLimits,
@@ -23,13 +26,13 @@ from llamaslot.base.commands import (
     Submit,
     TextPart,
     Tokenize,
-    Tokenized,
     TokensPart,
 )
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError, QueueFullError
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import AnchorStats, SessionStats
 from llamaslot.base.text_records import TextRecord
+from llamaslot.base.turns import MAX_ROUND_TURNS, Turns
 from llamaslot.prompts.prompt_jobs import (
     ClearTexts,
     DroppedSession,
@@ -50,7 +53,7 @@ from tests.prompt_threads import prompt_thread
 BROKEN = np.array([0x80, 0x80], dtype=np.int32).tobytes()
 """A reply of two invalid characters, whose text gives other tokens."""
 CONTEXT = RequestContext("a", RequestLimits(10), Sampling())
-LONG = Tokenize((TextPart("x" * 20_000),))
+LONG = AnswerBody("tokenize", msgspec.json.encode({"content": "x" * 20_000}))
 
 
 class GatedVocab(FakeVocab):
@@ -212,14 +215,14 @@ async def test_long_queries_do_not_hold_up_prompts_and_are_limited() -> None:
     await asyncio.sleep(0)
     queries.append(worker.call(LONG))
     vocab.gate.set()
-    assert all(isinstance(answer, Tokenized) for answer in await asyncio.gather(*queries))
+    assert all(isinstance(answer, JsonReply) for answer in await asyncio.gather(*queries))
     assert vocab.n_waiting == 4, "the cancelled query was not worked out"
     worker.close()
 
 
 async def test_many_prompts_of_one_client_delay_another_by_one_job() -> None:
     vocab = GatedVocab()
-    worker = PromptThread(Tokenizer(vocab, 10**6, min_match=0.8))
+    worker = prompt_thread(Tokenizer(vocab, 10**6, min_match=0.8))
     order: list[str] = []
 
     def call(name: str, job: Job) -> asyncio.Future[object]:
@@ -237,3 +240,34 @@ async def test_many_prompts_of_one_client_delay_another_by_one_job() -> None:
     await asyncio.gather(*jobs)
     assert order == ["many 0", "remember", "one", "query", *(f"many {i}" for i in range(1, 20))]
     worker.close()
+
+
+async def test_a_prompt_that_is_cancelled_and_released_at_once_leaves_nothing() -> None:
+    vocab = GatedVocab()
+    worker = prompt_thread(Tokenizer(vocab, 10**6, min_match=0.8))
+    first = worker.call(tokenize("a", "x" * 20_000))
+    while not vocab.n_waiting:
+        await asyncio.sleep(0.001)
+    second = worker.call(tokenize("b"))
+    second.cancel()
+    released = worker.call(Release("b"))
+    # The thread goes on before the event loop has passed the cancellation on to it.
+    vocab.gate.set()
+    time.sleep(0.05)  # noqa: ASYNC251 - it must not
+    await asyncio.gather(first, released)
+    assert worker.n_contexts == 1
+    worker.close()
+
+
+async def test_a_stream_of_new_clients_does_not_starve_another() -> None:
+    turns = Turns()
+    turns.take("known")
+    waiting = ["known"]
+    for i in range(1000):
+        waiting.append(f"new {i}")
+        client = turns.next(waiting, lambda each: each)
+        turns.take(client)
+        waiting.remove(client)
+        if client == "known":
+            break
+    assert i <= MAX_ROUND_TURNS

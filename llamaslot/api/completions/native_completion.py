@@ -56,8 +56,12 @@ class NativeFormat(ResponseFormat):
 
     async def prepare(self, service: Service) -> None:
         """Decode the prompts, so that the reply shows them as the model saw them."""
-        queries = (Detokenize(each.prompt_tokens) for each in self._generations)
-        self._prompts = [(await service.ask(query, Detokenized)).content for query in queries]
+        texts: dict[tuple[int, ...], str] = {}
+        for each in self._generations:
+            if each.prompt_tokens not in texts:
+                query = Detokenize(each.prompt_tokens, each.submit.client)
+                texts[each.prompt_tokens] = (await service.ask(query, Detokenized)).content
+        self._prompts = [texts[each.prompt_tokens] for each in self._generations]
 
     def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
         """Yield new text and tokens, and everything else at the end."""

@@ -17,7 +17,7 @@ from llamaslot.app.cache_disk import lock_disk, open_disk, slot_files, slot_save
 from llamaslot.app.config import Config
 from llamaslot.app.runtime.engine_config import engine_settings, llama_settings
 from llamaslot.backend.disk import DiskStore
-from llamaslot.backend.host_memory import MemoryReader, host_memory
+from llamaslot.backend.host_memory import MemoryReader, Sources, host_memory
 from llamaslot.backend.llama import LlamaBackend, LoadingStopped
 from llamaslot.base.backend import Backend
 from llamaslot.base.events import EngineEvent
@@ -95,6 +95,7 @@ class EngineHost:
         snapshots = slot_files(self._slot_folder, backend.info, self._disk)
         if self._slot_folder is not None and snapshots is None:
             _log.warning("slot_files.disabled", reason="this needs one pool for all slots and flash attention")
+        is_mapped = self._config.mmap and not self._config.mlock
         self._engine = Engine(
             backend,
             on_events,
@@ -103,7 +104,8 @@ class EngineHost:
             snapshots=snapshots,
             thread=self._thread,
             watch=self.watch,
-            read_memory=MemoryReader().read,
+            # Locked weights are not among the memory that counts as free.
+            read_memory=MemoryReader(None if is_mapped else Sources(mapped=lambda: 0)).read,
         )
         return self._engine
 

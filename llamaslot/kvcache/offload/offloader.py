@@ -75,8 +75,11 @@ class Offloader:
         They are offloaded as far as they fit into RAM. Tenants keep their share of the cells, as far as others have
         more than theirs, except where `before` says how old an idle prefix may be.
         """
-        used, total = self._tree.n_tokens_of, self._settings.pool_cells
-        excess = self._tiers.shares.excess(used, total) if before is None else None
+        excess = None
+        if before is None:
+            beyond = self._tiers.shares.excess(self._tree.n_tokens_of, self._settings.pool_cells)
+            # If none has more than its share, all leaves would only be set aside, and then be taken by last use.
+            excess = beyond if max(beyond.values(), default=0) > 0 else None
         plan = self._tree.eviction.plan(n_cells, before, excess)
         for seq, start, end in plan.evicted:
             self.offload_evicted(seq, start, end)
@@ -133,11 +136,11 @@ class Offloader:
         self._n_offloaded_ahead = n_all
         return n_done
 
-    def exceeds_ids(self, seq: int) -> bool:
-        """True if the tenant of a sequence in use has more than its share of the sequence ids."""
-        tenants = [self._sequences.end(each).tenant for each in self._sequences.all if self._sequences.in_use(each)]
-        excess = self._tiers.shares.excess(Counter(tenants), len(self._sequences.all))
-        return excess[self._sequences.end(seq).tenant] > 0
+    def tenants_beyond_ids(self) -> set[str]:
+        """Tenants that have more than their share of the sequence ids."""
+        sequences = self._sequences
+        used = Counter(sequences.end(each).tenant for each in sequences.all if sequences.in_use(each))
+        return {name for name, n in self._tiers.shares.excess(used, len(sequences.all)).items() if n > 0}
 
     # --- from segments ---
 
