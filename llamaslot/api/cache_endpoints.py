@@ -11,8 +11,8 @@ import re
 
 from aiohttp import web
 
-from llamaslot.api.bodies import json_response, read
 from llamaslot.api.context import READINESS, SETTINGS
+from llamaslot.api.json_bodies import json_response, read
 from llamaslot.api.keys import GRANTED, Access
 from llamaslot.api.middleware import given_key, valid_unicode
 from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, InspectCache

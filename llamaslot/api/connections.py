@@ -149,7 +149,7 @@ class Connection(web.RequestHandler):
         """Note what was written to the transport directly, whether the client is behind or not."""
         self._n_left += n_bytes
 
-    def drop(self, flag: str) -> None:
+    def disconnect(self, flag: str) -> None:
         """Close the connection of a client that does not read its reply; `flag` has the limit."""
         if self.transport is None:
             return
@@ -178,7 +178,7 @@ class Connection(web.RequestHandler):
         else:
             n_read = self._n_left - self.transport.get_write_buffer_size()
         if n_read < _MIN_READ_BYTES:
-            self.drop("--write-timeout")
+            self.disconnect("--write-timeout")
         else:
             self._start_timer()
 

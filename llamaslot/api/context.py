@@ -15,7 +15,10 @@ from llamaslot.service.service import Service
 
 
 class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the HTTP layer; the fields of a request override the last group."""
+    """Settings of the HTTP layer; the fields of a request override the last group.
+
+    The defaults are those of the flags (`app/config.py`); a test compares them.
+    """
 
     api_keys: tuple[str, ...] = ()
     api_key_file: str = ""
@@ -66,11 +69,11 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     def request_limits(self, max_prompts: int) -> RequestLimits:
         """Return what one request may ask for."""
         return RequestLimits(
-            max_prompts,
-            self.max_choices,
-            self.max_logit_bias_entries,
-            self.max_stop_strings,
-            self.max_stop_chars,
+            max_prompts=max_prompts,
+            max_choices=self.max_choices,
+            max_logit_bias_entries=self.max_logit_bias_entries,
+            max_stop_strings=self.max_stop_strings,
+            max_stop_chars=self.max_stop_chars,
         )
 
     def key_secret(self, api_key: str) -> str:

@@ -13,12 +13,12 @@ from functools import partial
 from aiohttp import web
 
 from llamaslot.api import cache_endpoints, server_endpoints, slot_endpoints, token_endpoints
-from llamaslot.api.bodies import BODY_READER
 from llamaslot.api.body_reader import BodyReader, accept_expect
 from llamaslot.api.completions import chat_completions, native_completion, text_completions
 from llamaslot.api.connections import Connection, Connections, available_connections, mark_busy
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings, Readiness
 from llamaslot.api.http_errors import error_middleware
+from llamaslot.api.json_bodies import BODY_READER
 from llamaslot.api.keys import Access, ApiKeys
 from llamaslot.api.middleware import ACCESS, KEYS, add_headers, admit, identify
 from llamaslot.api.openapi.document import OPENAPI, PATH, OpenApi, openapi
@@ -50,8 +50,6 @@ ROUTES = (
 """Method, path, handler, and the access that it requires."""
 _BACKLOG = 512
 """Connections that the kernel may keep until they are accepted."""
-
-
 _HANDSHAKE_TIMEOUT_S = 10.0
 """Time that a TLS handshake may take. Only after it, a connection counts as one of --max-connections."""
 

@@ -14,9 +14,8 @@ from pathlib import Path
 import structlog
 from aiohttp import web
 
+from llamaslot.api.file_changes import FileChanges
 from llamaslot.base.errors import ConfigError
-
-_RELOAD_INTERVAL_S = 1.0
 
 _log = structlog.get_logger(__name__)
 
@@ -44,9 +43,7 @@ class ApiKeys:
     def __init__(self, given: Sequence[str], file: str, clock: Callable[[], float]) -> None:
         self._given = dict.fromkeys(given, Access.ADMIN)
         self._file = Path(file) if file else None
-        self._clock = clock
-        self._checked_at = clock()
-        self._version = self._file_version()
+        self._changes = FileChanges((self._file,) if self._file is not None else (), clock)
         self._from_file = _read(self._file) if self._file is not None else {}
 
     def __bool__(self) -> bool:
@@ -64,27 +61,14 @@ class ApiKeys:
         return found
 
     def _reload(self) -> None:
-        if self._file is None or self._clock() - self._checked_at < _RELOAD_INTERVAL_S:
+        if self._file is None or not self._changes.is_new():
             return
-        self._checked_at = self._clock()
-        version = self._file_version()
-        if version == self._version:
-            return
-        self._version = version
         try:
             self._from_file = _read(self._file)
         except ConfigError as error:
             _log.error("api_keys.reload_failed", error=error.message, kept=len(self._from_file))
         else:
             _log.info("api_keys.reloaded", keys=len(self._from_file))
-
-    def _file_version(self) -> tuple[int, int, int] | None:
-        """Differs once the file was changed or replaced, or its rights were."""
-        try:
-            stat = self._file.stat() if self._file is not None else None
-        except OSError:
-            return None
-        return (stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) if stat is not None else None
 
 
 def _read(path: Path) -> Mapping[str, Access]:

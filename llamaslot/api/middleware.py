@@ -22,11 +22,11 @@ from llamaslot.api.http_errors import Handler
 from llamaslot.api.keys import GRANTED, Access, ApiKeys
 from llamaslot.base.errors import AuthenticationError, ForbiddenError, InvalidRequestError
 from llamaslot.base.turns import client_digest
-from llamaslot.protocol.bodies import MAX_ID_CHARS
+from llamaslot.protocol.bodies import MAX_SESSION_ID_CHARS
 
 UNIQUE_ID = web.RequestKey("UNIQUE_ID", str)
 """The server's id of a request; the ids of completions and replies derive from it."""
-CLIENT_ID = web.RequestKey("CLIENT_ID", str)
+CLIENT_REQUEST_ID = web.RequestKey("CLIENT_REQUEST_ID", str)
 """The client's `X-Request-Id`; empty without a valid one."""
 
 KEYS = web.AppKey("KEYS", ApiKeys)
@@ -45,20 +45,20 @@ _PREFLIGHT_HEADERS = {
 
 
 class Caller(NamedTuple):
-    """The client of a request, from its headers."""
+    """What the headers of a request say about who sent it."""
 
-    client_id: str
+    client_request_id: str
     """The client's `X-Request-Id`; empty without a valid one."""
     api_key: str
     session_id: str
     """The client's `X-Session-ID`; empty without one."""
     address: str = ""
     has_keys: bool = False
-    """True if the server has API keys, so that the key is not made up."""
+    """True if the server has API keys; without any, a client may send whatever it likes as a key."""
 
     @property
     def client(self) -> str:
-        """A digest of what tells this client from others: its API key, else its session, else its address."""
+        """A digest that tells clients apart: of the API key, else of the session, else of the address."""
         if self.has_keys:
             return client_digest("key", self.api_key)
         if self.session_id:
@@ -67,12 +67,14 @@ class Caller(NamedTuple):
 
 
 def caller_of(request: web.Request) -> Caller:
-    """Return the client of a request; raises `InvalidRequestError` for an `X-Session-ID` that is too long."""
+    """Return who sent a request; raises `InvalidRequestError` for an `X-Session-ID` that is too long."""
     session_id = valid_unicode(request.headers.get("X-Session-ID", ""))
-    if len(session_id) > MAX_ID_CHARS:
-        raise InvalidRequestError(f"X-Session-ID is limited to {MAX_ID_CHARS} characters", param="X-Session-ID")
+    if len(session_id) > MAX_SESSION_ID_CHARS:
+        raise InvalidRequestError(
+            f"X-Session-ID is limited to {MAX_SESSION_ID_CHARS} characters", param="X-Session-ID"
+        )
     address, has_keys = request.remote or "", bool(request.app[KEYS])
-    return Caller(request[CLIENT_ID], given_key(request), session_id, address, has_keys)
+    return Caller(request[CLIENT_REQUEST_ID], given_key(request), session_id, address, has_keys)
 
 
 def valid_unicode(text: str) -> str:
@@ -83,9 +85,9 @@ def valid_unicode(text: str) -> str:
 @web.middleware
 async def identify(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give the request an id; the client's own is used if it is fit for a log."""
-    client_id = request.headers.get("X-Request-Id", "")
+    client_request_id = request.headers.get("X-Request-Id", "")
     request[UNIQUE_ID] = uuid4().hex
-    request[CLIENT_ID] = client_id if _VALID_ID.fullmatch(client_id) else ""
+    request[CLIENT_REQUEST_ID] = client_request_id if _VALID_ID.fullmatch(client_request_id) else ""
     with structlog.contextvars.bound_contextvars(http_request_id=shown_id(request)):
         _log.debug("request.arrived", path=request.path, unique_id=request[UNIQUE_ID])
         return await handler(request)
@@ -93,7 +95,7 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
 
 def shown_id(request: web.Request) -> str:
     """Return the id for the reply's `X-Request-Id` and for the log; empty before it has one."""
-    return (request[CLIENT_ID] or request[UNIQUE_ID]) if UNIQUE_ID in request else ""
+    return (request[CLIENT_REQUEST_ID] or request[UNIQUE_ID]) if UNIQUE_ID in request else ""
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import psutil
 from aiohttp import web
 
-from llamaslot.api.bodies import json_response
 from llamaslot.api.completions.native_completion import generation_settings
 from llamaslot.api.completions.reply_bodies import FINGERPRINT
 from llamaslot.api.context import READINESS, SETTINGS
+from llamaslot.api.json_bodies import json_response
 from llamaslot.base.errors import NotFoundError, NotSupportedError
 
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from llamaslot.api import http_errors
-from llamaslot.api.bodies import encode
 from llamaslot.api.connections import Connection
+from llamaslot.api.json_bodies import encode
 
 DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
@@ -75,7 +75,7 @@ class EventStream:
             if isinstance(connection, Connection):
                 connection.count_written(len(chunk))
                 if self._transport.get_write_buffer_size() > self._max_buffer:
-                    connection.drop("--max-stream-buffer-kb")
+                    connection.disconnect("--max-stream-buffer-kb")
 
     async def close(self, events: Iterable[bytes] = ()) -> None:
         """Write the last events and end the reply."""

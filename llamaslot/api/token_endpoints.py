@@ -6,8 +6,8 @@ from typing import Literal
 
 from aiohttp import web
 
-from llamaslot.api.bodies import BODY_READER
 from llamaslot.api.context import READINESS
+from llamaslot.api.json_bodies import BODY_READER
 from llamaslot.api.middleware import caller_of
 from llamaslot.base.commands import AnswerBody, JsonReply
 

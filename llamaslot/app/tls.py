@@ -9,10 +9,10 @@ from typing import NoReturn
 
 import structlog
 
+from llamaslot.api.file_changes import FileChanges
 from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
 
-_RELOAD_INTERVAL_S = 1.0
 _CERT_FLAG, _KEY_FLAG = "--ssl-cert-file", "--ssl-key-file"
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """Of TLS 1.2: with forward secrecy and authenticated encryption. All of TLS 1.3 have both."""
@@ -37,9 +37,7 @@ class Certificate:
     def __init__(self, cert: Path, key: Path, clock: Callable[[], float]) -> None:
         self._cert = cert
         self._key = key
-        self._clock = clock
-        self._checked_at = clock()
-        self._version = self._file_versions()
+        self._changes = FileChanges((cert, key), clock)
         self.context = self._newest = _context(cert, key)
         """Gives each new connection the newest certificate."""
         self.context.sni_callback = self._choose
@@ -50,13 +48,8 @@ class Certificate:
             connection.context = self._newest
 
     def _reload(self) -> None:
-        if self._clock() - self._checked_at < _RELOAD_INTERVAL_S:
+        if not self._changes.is_new():
             return
-        self._checked_at = self._clock()
-        version = self._file_versions()
-        if version == self._version:
-            return
-        self._version = version
         try:
             # A new context: one into which only half of a pair was loaded could not be used any more.
             self._newest = _context(self._cert, self._key)
@@ -64,18 +57,6 @@ class Certificate:
             _log.error("tls.reload_failed", error=str(error))
         else:
             _log.info("tls.reloaded", certificate=str(self._cert))
-
-    def _file_versions(self) -> list[tuple[int, int, int] | None]:
-        """Differ once a file was changed or replaced."""
-        return [_version(self._cert), _version(self._key)]
-
-
-def _version(path: Path) -> tuple[int, int, int] | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def _context(cert: Path, key: Path) -> ssl.SSLContext:

@@ -76,12 +76,15 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """The slot to run in, or -1 for the best one."""
     return_tokens: bool = False
     """Make `Accepted` carry the prompt's token ids."""
-    client_id: str = ""
-    """The client's name for the request, used in the log only."""
+    client_request_id: str = ""
+    """The client's `X-Request-Id`, used in the log only."""
     session_id: str = ""
     """The client's name for the conversation; empty for none."""
     client: str = ""
-    """A digest of what tells clients apart, which take turns: the API key, the session, or the address."""
+    """A digest that tells clients apart: of the API key, else of the session, else of the address.
+
+    Clients take turns in queues (`base/turns.py`).
+    """
     n: int = 1
 
     def completions(self) -> list[Submit]:
@@ -174,20 +177,20 @@ class Detokenized(msgspec.Struct, frozen=True, tag="detokenized"):
     content: str
 
 
-class RequestLimits(msgspec.Struct, frozen=True):
+class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of what one request may ask for."""
 
     max_prompts: int
-    max_choices: int = 256
+    max_choices: int
     """Completions of all prompts together."""
-    max_logit_bias_entries: int = 1024
-    max_stop_strings: int = 256
-    max_stop_chars: int = 8192
+    max_logit_bias_entries: int
+    max_stop_strings: int
+    max_stop_chars: int
     """Characters of all stop strings together."""
 
 
 class RequestContext(msgspec.Struct, frozen=True):
-    """All that the body of a request for completions is read with: HTTP headers, and the server's settings."""
+    """What is needed beside the body to read a request for completions: HTTP headers, and the server's settings."""
 
     request_id: str
     limits: RequestLimits
@@ -199,19 +202,21 @@ class RequestContext(msgspec.Struct, frozen=True):
     """Default of the field."""
     return_tokens: bool = False
     """`Submit.return_tokens`."""
-    client_id: str = ""
+    client_request_id: str = ""
     session_id: str = ""
     """The session in the headers; empty without one."""
     client: str = ""
-    """`Submit.client`, unless the body names a session."""
+    """`Submit.client`; without a key, a session in the body replaces it."""
     has_key: bool = False
-    """True if the client is told from others by its API key, whatever its session."""
+    """True if `client` is that of an API key, which a session in the body does not replace."""
     key_secret: str = ""
     """`key_secret` of the API key where each key has namespaces of its own; empty where not."""
 
 
 class ReadRequest(msgspec.Struct, frozen=True, tag="read_request"):
-    """Read the body of a request for completions, of a conversation or of prompts; answered by `RequestRead`."""
+    """Read the body of a request for completions: of a conversation (`chat`) or of `prompts`; answered by
+    `RequestRead`.
+    """
 
     kind: Literal["chat", "prompts"]
     body: bytes
@@ -340,7 +345,7 @@ QueryBody: TypeAlias = PromptQuery | DropSession | EngineQuery
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):
-    """Ask the engine something; answered by one `Reply` with the same id."""
+    """Ask the prompt worker, the engine or both; answered by one `Reply` with the same id."""
 
     request_id: str
     body: QueryBody

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from llamaslot.prompts.tokenizer import Tokenizer
     from llamaslot.protocol.request_reader import RequestReader
 
-_SHORT_QUERY = 2**14
+_MAX_SHORT_QUERY = 2**14
 """Bytes of a body up to which a query shares the thread of the prompts."""
-_SHORT_REQUEST = 2**20
+_MAX_SHORT_BODY_BYTES = 2**20
 """Bytes up to which the body of a request is read on that thread: many are conversations of agents."""
 MAX_LONG_QUERIES = 4
 """Longer queries in progress or waiting; one more gets a 429."""
@@ -33,12 +33,12 @@ _log = structlog.get_logger(__name__)
 
 def is_long_query(job: Job) -> bool:
     """True if a job is a query, not for completions, that must not hold up prompts."""
-    return isinstance(job, AnswerBody) and job.size > _SHORT_QUERY
+    return isinstance(job, AnswerBody) and job.size > _MAX_SHORT_QUERY
 
 
 def is_long(job: Job) -> bool:
     """True if a job must not hold up prompts."""
-    return is_long_query(job) or (isinstance(job, ReadRequest) and len(job.body) > _SHORT_REQUEST)
+    return is_long_query(job) or (isinstance(job, ReadRequest) and len(job.body) > _MAX_SHORT_BODY_BYTES)
 
 
 def too_many_queries() -> QueueFullError:

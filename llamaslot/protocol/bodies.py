@@ -14,7 +14,7 @@ from msgspec import Meta
 from llamaslot.protocol.unsupported import UnsupportedOptions
 
 INT32_MAX = 2**31 - 1
-MAX_ID_CHARS = 256
+MAX_SESSION_ID_CHARS = 256
 """Characters of a session's id."""
 MAX_FIELDS = 256
 """Fields that a reply can be reduced to: each is looked up for each completion, on the event loop."""
@@ -26,7 +26,7 @@ Penalty: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 Bias: TypeAlias = Annotated[float, Meta(ge=-1e6, le=1e6)] | bool
 Parts: TypeAlias = list[str | Token]
 Salt: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
-SessionId: TypeAlias = Annotated[str, Meta(max_length=MAX_ID_CHARS)]
+SessionId: TypeAlias = Annotated[str, Meta(max_length=MAX_SESSION_ID_CHARS)]
 
 
 class StreamOptions(msgspec.Struct):

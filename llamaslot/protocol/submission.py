@@ -64,7 +64,7 @@ def submissions(
             cache_salt=request_salt(context.key_secret, options.cache_salt or ""),
             id_slot=id_slot,
             return_tokens=context.return_tokens,
-            client_id=context.client_id,
+            client_request_id=context.client_request_id,
             session_id=session_id if len(prompts) == 1 else "",
             client=client_digest("session", session_id) if session_id and not context.has_key else context.client,
             n=n,

@@ -255,7 +255,7 @@ class Service:
         generation.put(event)
         if isinstance(event, TERMINAL):
             self._remove(generation.submit)
-            self._log_end(event, generation.submit.client_id)
+            self._log_end(event, generation.submit.client_request_id)
 
     def _remove(self, submit: Submit) -> None:
         del self._generations[submit.request_id]
@@ -267,13 +267,13 @@ class Service:
         if timer is not None:
             timer.cancel()
 
-    def _log_end(self, event: Finished | Failed | Cancelled, client_id: str) -> None:
+    def _log_end(self, event: Finished | Failed | Cancelled, client_request_id: str) -> None:
         reason = _reason(event)
         progress = event.progress
         self.metrics.record_end(reason, progress)
         log = _log.bind(request_id=event.request_id)
-        if client_id:
-            log = log.bind(client_request_id=client_id)
+        if client_request_id:
+            log = log.bind(client_request_id=client_request_id)
         if isinstance(event, Failed):
             log = log.bind(type=event.error.type, error=event.error.message)
         if progress is None:

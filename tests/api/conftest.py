@@ -12,10 +12,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from llamaslot.api.bodies import BODY_READER
 from llamaslot.api.body_reader import BodyReader
 from llamaslot.api.context import READINESS, ApiSettings
 from llamaslot.api.http_server import create_app, serve
+from llamaslot.api.json_bodies import BODY_READER
 from llamaslot.base.commands import InspectEngine
 from llamaslot.base.stats import EngineState
 from llamaslot.service.metrics import Metrics

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from llamaslot.api.context import ApiSettings
-from llamaslot.base.commands import RequestContext, RequestLimits, Sampling, Submit
+from llamaslot.base.commands import RequestContext, Sampling, Submit
 from llamaslot.protocol.bodies import CompletionBody
 from llamaslot.protocol.submission import prompts_of, submissions
 from tests.fake_backend import FakeBackend
@@ -292,7 +292,7 @@ def made(
     info = FakeBackend().info
     body = CompletionBody(prompt=["p"] * n_prompts, n=n)
     key_secret = ApiSettings(cache_salt_from_api_key=from_key).key_secret(api_key)
-    context = RequestContext("request", RequestLimits(10), Sampling(), key_secret=key_secret)
+    context = RequestContext("request", ApiSettings().request_limits(10), Sampling(), key_secret=key_secret)
     return submissions(body, prompts_of(body, info.n_vocab, 10), context, info, lambda _: ())
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from msgspec.structs import asdict
 
+from llamaslot.api.context import ApiSettings
 from llamaslot.base.commands import (
     AnswerBody,
     CacheCleared,
@@ -30,7 +31,6 @@ from llamaslot.base.commands import (
     ReadRequest,
     ReplyOptions,
     RequestContext,
-    RequestLimits,
     RequestRead,
     Sampling,
     SlotAction,
@@ -84,7 +84,9 @@ PROMPT_QUERIES = [
     Tokenize((TextPart("a"), TokensPart((1,))), with_pieces=True),
     Detokenize((3, 4)),
     ReadRequest(
-        "chat", b"{}", RequestContext("r", RequestLimits(2), SAMPLING, session_id="mine", key_secret="a b")
+        "chat",
+        b"{}",
+        RequestContext("r", ApiSettings().request_limits(2), SAMPLING, session_id="mine", key_secret="a b"),
     ),
     AnswerBody("tokenize", b"\xff"),
 ]

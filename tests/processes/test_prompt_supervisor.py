@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from llamaslot.api.context import ApiSettings
 from llamaslot.app.config import Config
 from llamaslot.app.models import resolve_model
 from llamaslot.base.commands import (
@@ -21,7 +22,6 @@ from llamaslot.base.commands import (
     JsonReply,
     ReadRequest,
     RequestContext,
-    RequestLimits,
     RequestRead,
     Sampling,
     Submit,
@@ -166,7 +166,9 @@ async def test_released_and_cancelled_requests_leave_nothing(start: Start) -> No
 def chat(text: str) -> ReadRequest:
     """The body of a chat request whose message has a text."""
     body = {"messages": [{"role": "user", "content": text}]}
-    return ReadRequest("chat", msgspec.json.encode(body), RequestContext("r", RequestLimits(10), Sampling()))
+    return ReadRequest(
+        "chat", msgspec.json.encode(body), RequestContext("r", ApiSettings().request_limits(10), Sampling())
+    )
 
 
 TEMPLATE = """

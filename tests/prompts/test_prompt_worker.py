@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from llamaslot.api.context import ApiSettings
 from llamaslot.base.commands import (
     AnswerBody,
     Detokenize,
@@ -20,7 +21,6 @@ from llamaslot.base.commands import (
     JsonReply,
     ReadRequest,
     RequestContext,
-    RequestLimits,
     RequestRead,
     Sampling,
     Submit,
@@ -52,7 +52,7 @@ from tests.prompt_threads import prompt_thread
 
 BROKEN = np.array([0x80, 0x80], dtype=np.int32).tobytes()
 """A reply of two invalid characters, whose text gives other tokens."""
-CONTEXT = RequestContext("a", RequestLimits(10), Sampling())
+CONTEXT = RequestContext("a", ApiSettings().request_limits(10), Sampling())
 LONG = AnswerBody("tokenize", msgspec.json.encode({"content": "x" * 20_000}))
 
 

@@ -104,7 +104,7 @@ async def result(generations: Generations) -> tuple[str, tuple[int, ...], Finish
 
 
 def submit(
-    prompt: str = "hello", *, max_tokens: int = 4, stop: tuple[str, ...] = (), client_id: str = ""
+    prompt: str = "hello", *, max_tokens: int = 4, stop: tuple[str, ...] = (), client_request_id: str = ""
 ) -> Submit:
     """A greedy request of one token a letter that generates all of its tokens."""
     return Submit(
@@ -114,7 +114,7 @@ def submit(
         sampling=Sampling(temperature=0.0, ignore_eos=True),
         max_tokens=max_tokens,
         stop=stop,
-        client_id=client_id,
+        client_request_id=client_request_id,
     )
 
 
@@ -427,8 +427,8 @@ async def test_every_end_is_counted_by_its_reason() -> None:
 async def test_the_log_contains_the_id_that_the_client_gave() -> None:
     async with running(FakeBackend()) as service:
         with capture_logs() as lines:
-            for client_id in ("mine", ""):
-                await result(service.generate([submit(client_id=client_id)]))
+            for client_request_id in ("mine", ""):
+                await result(service.generate([submit(client_request_id=client_request_id)]))
         named, nameless = (line for line in lines if line["event"] == "request.done")
     assert (named["client_request_id"], named["finish_reason"]) == ("mine", "limit")
     assert "client_request_id" not in nameless

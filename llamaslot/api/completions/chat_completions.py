@@ -7,7 +7,6 @@ from typing import Any
 
 from aiohttp import web
 
-from llamaslot.api.bodies import encode
 from llamaslot.api.completions.reply_bodies import (
     REASONS,
     ChatChoice,
@@ -20,6 +19,7 @@ from llamaslot.api.completions.reply_bodies import (
     timings,
 )
 from llamaslot.api.completions.response_format import OpenAIFormat, complete
+from llamaslot.api.json_bodies import encode
 from llamaslot.base.commands import ReplyOptions
 from llamaslot.base.events import Finished, Output
 from llamaslot.service.generations import Generation

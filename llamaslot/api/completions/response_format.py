@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 
 from aiohttp import web
 
-from llamaslot.api.bodies import BODY_READER, json_response
 from llamaslot.api.completions.reply_bodies import Choice, Envelope, ObjectName, stats_of, usage
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings
+from llamaslot.api.json_bodies import BODY_READER, json_response
 from llamaslot.api.middleware import UNIQUE_ID, caller_of
 from llamaslot.api.sse import DONE, EventStream, event
 from llamaslot.base.commands import ReadRequest, ReplyOptions, RequestContext, RequestRead, Submit
@@ -121,7 +121,7 @@ def _context(
         max_tokens=settings.n_predict,
         cache_prompt=settings.cache_prompt,
         return_tokens=returns_prompt,
-        client_id=caller.client_id,
+        client_request_id=caller.client_request_id,
         session_id=caller.session_id,
         client=caller.client,
         has_key=caller.has_keys,

@@ -44,7 +44,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """The reply's."""
 
 
-_SESSION = (Parameter("X-Session-ID", "header", {"type": "string", "maxLength": bodies.MAX_ID_CHARS}),)
+_SESSION = (Parameter("X-Session-ID", "header", {"type": "string", "maxLength": bodies.MAX_SESSION_ID_CHARS}),)
 _ACTION = Parameter("action", "query", {"enum": ["save", "restore", "erase"]}, required=True)
 _TOP = Parameter("top", "query", {"type": "integer", "minimum": 1, "maximum": cache_endpoints.MAX_TOP})
 
