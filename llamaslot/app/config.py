@@ -95,10 +95,12 @@ class Config:
     )
     cache_ram_per_key: Count = _own(
         0,
-        "MiB of --cache-ram that one API key's prefixes may take, with --cache-salt-from-api-key; 0 for no limit "
-        "but an equal share if several keys need it",
+        "MiB of --cache-ram that the prefixes of one API key may take, with --cache-salt-from-api-key; 0 for no "
+        "limit: keys then have equal shares of what is scarce",
     )
-    cache_disk_per_key: Count = _own(0, "the same of --cache-disk-size")
+    cache_disk_per_key: Count = _own(
+        0, "MiB of --cache-disk-size that the prefixes of one API key may take, as --cache-ram-per-key"
+    )
     slot_save_path: str = _llama("", "folder for what POST /slots/N?action=save writes; empty for none")
     batch_size: Positive = _llama(2048, "logical batch size", "-b --batch-size", env="LLAMA_ARG_BATCH")
     ubatch_size: Positive = _llama(
@@ -122,7 +124,9 @@ class Config:
     cache_type_v: CacheType = _llama("f16", "element type of V in the pool", "-ctv --cache-type-v")
     cache_prompt: bool = _llama(True, "reuse KV unless a request says otherwise")
     cache_salt_from_api_key: bool = _own(False, "requests share KV only with those of the same API key")
-    cache_debug_text: bool = _own(False, "show the text of prefixes in /cache, to anyone")
+    cache_debug_text: bool = _own(
+        False, "show the text of everybody's prefixes in /cache, to administrators (without API keys: to anyone)"
+    )
     debug_invariants: bool = _own(
         False, "check the cache against the KV pool whenever idle; the engine ends if they differ"
     )
@@ -165,12 +169,12 @@ class Config:
     max_queue: Count = _own(256, "requests that may wait for a slot; more get a 429")
     max_queue_per_client: CountOrMinusOne = _own(
         -1,
-        "those of one client (an API key; without keys, a session or else an address); 0 for no own limit, -1 for "
-        "half of --max-queue with API keys and no own limit without",
+        "those of one client (an API key; without keys a session, else an address); 0 for no limit of its own, -1 "
+        "for half of --max-queue with API keys and 0 without",
     )
     max_choices: Positive = _own(256, "completions that a request may ask for: n for each of its prompts")
     request_timeout: Annotated[float, Meta(ge=0, le=INT32_MAX)] = _own(
-        0.0, "seconds after which a request is ended with an error, whether it waits or runs; 0 for never"
+        0.0, "seconds after which a request gets a 504, whether it waits or runs; 0 for never"
     )
     max_body_mb: Positive = _own(64, "MiB of the largest request body")
     max_total_body_mb: Positive = _own(
@@ -189,10 +193,10 @@ class Config:
         75.0, "seconds after which a connection without a request is closed"
     )
     write_timeout: Annotated[float, Meta(gt=0, le=INT32_MAX)] = _own(
-        60.0, "seconds after which a client is disconnected that has not read its reply; its request is cancelled"
+        60.0, "seconds after which a client that does not read its reply is disconnected; its request is cancelled"
     )
     max_stream_buffer_kb: Positive = _own(
-        4096, "KiB of a stream that may wait for a client to read them; with more it is disconnected"
+        4096, "KiB of a stream that may wait for its client to read them; with more, the client is disconnected"
     )
     escape_special: bool = _own(
         True, "take control tokens written out in a message as plain text; llama-server takes them as real ones"
@@ -225,7 +229,9 @@ class Config:
         "take if that is longer; 0 for never (not with --in-process)",
     )
     prompt_timeout: Annotated[float, Meta(gt=0, le=INT32_MAX)] = _own(
-        60.0, "seconds that tokenizing a prompt may take; the request then fails (not with --in-process)"
+        60.0,
+        "seconds that decoding a request, rendering its chat template or tokenizing may take; the request then "
+        "fails (not with --in-process)",
     )
     log_format: Literal["auto", "console", "json"] = _own(
         "auto", "log lines; auto is console on a terminal, else JSON"

@@ -21,7 +21,7 @@ MAX_KEY_BYTES = 2**16 - 1
 MAX_STRING_BYTES = 2**26
 """Some files contain the tokenizer's whole JSON, of 20 MiB."""
 MAX_TEMPLATE_BYTES = 2**20
-"""A chat template is parsed in the server's own process; known ones have up to 100 KiB."""
+"""Known chat templates have up to 100 KiB."""
 MAX_ARRAY_ITEMS = 2**24
 MAX_TOKENS = 2**22
 MAX_TENSOR_NAME_BYTES = 63
@@ -177,7 +177,7 @@ class _Metadata:
             raise self._error(f"it has {count:,} {what[:200]}, and at most {most:,} are accepted")
 
     def _error(self, reason: str) -> ConfigError:
-        return ConfigError(f"{self._path} is damaged or not meant well: {reason}", param="--model")
+        return ConfigError(f"{self._path} is damaged or hostile: {reason}", param="--model")
 
 
 def _opened(path: Path) -> BufferedReader:

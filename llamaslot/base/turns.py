@@ -1,4 +1,7 @@
-"""Turns: whose turn it is among clients that share something, such as the queue of requests or the tokenizer."""
+"""Turns: which client is served next, at the slots, the engine's queue and the tokenizer.
+
+A client is an API key; without keys a session, else an address.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ from typing import Literal, TypeVar
 T = TypeVar("T")
 
 MAX_CLIENTS = 1024
-"""Clients whose last turn is remembered; more of them were at it too long ago to matter."""
+"""Clients whose last turn is remembered: those that had one most recently."""
 MAX_ROUND_TURNS = 64
 """Turns after which a client counts as one that had none: a stream of new clients cannot keep it waiting longer."""
 
 
 def client_digest(kind: Literal["key", "session", "address"], name: str) -> str:
-    """Return the name of a client that is known by an API key, a session or an address."""
+    """Return the name of a client by its API key, its session or its address, without disclosing it."""
     return hashlib.blake2b(f"{kind} {name}".encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 

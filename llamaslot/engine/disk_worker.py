@@ -133,7 +133,7 @@ class DiskWorker:
 
         def write() -> bool:
             ok = self._disk.write(job.meta, kv)
-            self._disk.count_write(job.meta.n_bytes if ok else 0, job.budget_bytes)
+            self._disk.count_write(job.meta.n_bytes if ok else 0, job.budget_used_bytes)
             return ok
 
         future = asyncio.get_running_loop().run_in_executor(self._writer, write)

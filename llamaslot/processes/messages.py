@@ -71,13 +71,13 @@ class LoadVocab(msgspec.Struct, frozen=True, tag="load_vocab"):
 
 
 class MakeTokenizer(msgspec.Struct, frozen=True, tag="make_tokenizer"):
-    """Make the tokenizer for a loaded model; answered by `TokenizerReady`."""
+    """Make the tokenizer and the chat template for a loaded model; answered by `TokenizerReady`."""
 
     info: ModelInfo
     template: str
     """Jinja source that flags name; empty for the model's own template."""
     template_flag: str
-    """The flag that names it."""
+    """The flag that names it; empty if none does."""
 
 
 class TokenizerReady(msgspec.Struct, frozen=True, tag="tokenizer_ready"):

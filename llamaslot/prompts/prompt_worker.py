@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llamaslot.protocol.request_reader import RequestReader
 
 _MAX_SHORT_QUERY = 2**14
-"""Bytes of a body up to which a query shares the thread of the prompts."""
+"""Bytes of a body up to which a query is answered on the thread of the prompts."""
 _MAX_SHORT_BODY_BYTES = 2**20
 """Bytes up to which the body of a request is read on that thread: many are conversations of agents."""
 MAX_LONG_QUERIES = 4
@@ -32,7 +32,7 @@ _log = structlog.get_logger(__name__)
 
 
 def is_long_query(job: Job) -> bool:
-    """True if a job is a query, not for completions, that must not hold up prompts."""
+    """True if a job belongs to no completion, and is so long that it must not hold up prompts."""
     return isinstance(job, AnswerBody) and job.size > _MAX_SHORT_QUERY
 
 
@@ -77,7 +77,7 @@ def job_error(error: BaseException) -> LlamaslotError:
 
 
 class PromptWorker(Protocol):
-    """Carries out jobs one at a time, but long queries and request bodies beside the others.
+    """Carries out jobs: long ones (`is_long`) one at a time, and beside them all others one at a time.
 
     Clients take turns, so that many prompts of one delay a prompt of another by one job at most.
     """

@@ -1,9 +1,10 @@
-"""Plan of one step: streams first, then the prompts with least left; cells go to the oldest request first.
+"""Plan of one step: streams first, then the prompts with least left.
 
-"Oldest" and "youngest" are meant by the order of `fair_share.by_share`: each client's first request, then others.
+The running requests are in the order of `fair_share.by_share`: the oldest one of each client, then the second ones,
+and so on. Cells go to the first of them first.
 
-1. Where free cells do not suffice, idle ones are evicted, then the youngest request is preempted.
-2. Prompts get the token budget that streams leave: a quarter of it goes to the oldest prompt, so that it always
+1. Where free cells do not suffice, idle ones are evicted, then the last request is preempted.
+2. Prompts get the token budget that streams leave: a quarter of it goes to the first prompt, so that it always
    progresses; the rest to those with the fewest tokens left (shortest remaining first), to minimise TTFT.
 3. While all requests decode, count the steps that need no decision, and free cells for some of them.
 """
@@ -21,14 +22,14 @@ from llamaslot.scheduler.padding import Padding
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.step import Work
 
-OLDEST_PROMPT_FRACTION = 0.25
-"""Fraction of a step's prompt tokens that goes to the oldest prompt."""
+FIRST_PROMPT_FRACTION = 0.25
+"""Fraction of a step's prompt tokens that goes to the first prompt."""
 MAX_CELLS_AHEAD = 32
 """Idle cells evicted at once for extra steps: more evict prefixes early, fewer need a plan more often."""
 
 
 class StepPlanner:
-    """Plans one step for the running requests, oldest first; `preempt` sends one back to the queue.
+    """Plans one step for the `running` requests, by share; `preempt` sends one back to the queue.
 
     Call in this order: `grant`, `pad`, `n_extra_steps`.
     """
@@ -60,7 +61,7 @@ class StepPlanner:
         """Waiting requests whose first token this step samples."""
 
     def grant(self, requests: Sequence[Request]) -> list[Work]:
-        """Work of this step for `requests`, running ones, oldest first; it is ordered by sequence id."""
+        """Work of this step for some of the running requests, in their order; it is ordered by sequence id."""
         pending = {r.id: len(r.tokens) - self._cache.length(r.slot) for r in requests}
         n_decoding = sum(n == 1 for n in pending.values())
         shares = self._shares(pending, self._chunks.limit(n_decoding))
@@ -93,13 +94,13 @@ class StepPlanner:
 
     @staticmethod
     def _shares(pending: dict[str, int], left: int) -> dict[str, int]:
-        """Tokens of each request in this step, by what it has left, oldest first; `left` of them for prompts."""
+        """Tokens of each request in this step, by what it has left, in that order; `left` of them for prompts."""
         prompts = {name: n for name, n in pending.items() if n > 1}
         shares = {name: min(n, 1) for name, n in pending.items()} | dict.fromkeys(prompts, 0)
         turns = [(name, left) for name in sorted(prompts, key=lambda name: prompts[name])]
         if prompts:
-            oldest = next(iter(prompts))
-            turns.insert(0, (oldest, math.ceil(left * OLDEST_PROMPT_FRACTION)))
+            first = next(iter(prompts))
+            turns.insert(0, (first, math.ceil(left * FIRST_PROMPT_FRACTION)))
         for name, most in turns:
             n = min(prompts[name] - shares[name], most, left)
             shares[name] += n
@@ -126,10 +127,10 @@ class StepPlanner:
                 free += self._cache.evict(wanted - free)
             if free > 0:
                 return min(wanted, free)
-            youngest = self._running.pop()
-            self._preempt(youngest)
-            self.preempted.append(youngest)
-            if youngest is request:
+            last = self._running.pop()
+            self._preempt(last)
+            self.preempted.append(last)
+            if last is request:
                 return 0
 
     def pad(self, work: Sequence[Work]) -> Run | None:

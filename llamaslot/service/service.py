@@ -1,7 +1,7 @@
-"""The async facade of the engine: submit requests, query, and collect metrics.
+"""The engine as HTTP handlers see it: submit requests, query, and collect metrics.
 
-It exchanges commands and events with the engine and nothing else: `connect` sets where commands go, `receive` takes
-events.
+It exchanges commands and events with the dispatcher and nothing else: `connect` sets where commands go, `receive`
+takes events.
 """
 
 from __future__ import annotations
@@ -60,19 +60,20 @@ _MEAN_DECAY = 0.9
 
 
 class _Limit(NamedTuple):
-    """A limit of the requests that run and wait."""
+    """A limit of the requests that run and wait, and how many there are."""
 
     flag: str
     most: int
     n_in_flight: int
     whose: str = ""
+    """Words for the error message, if it is not a limit of all requests."""
 
 
 class Service:
-    """The engine as seen from HTTP. Every method is called on the engine's event loop.
+    """The engine as HTTP handlers see it. Every method is called on the server's event loop.
 
-    At most `max_queue` requests may wait for a slot, and of one client at most `max_queue_per_client`, 0 for no own
-    limit; one more is refused. A request ends with an error after `request_timeout` seconds, 0 for never.
+    At most `max_queue` requests may wait for a slot, and of one client at most `max_queue_per_client` (0 for no
+    limit of its own); one more is refused. A request ends with an error after `request_timeout` seconds (0: never).
     """
 
     def __init__(
@@ -98,9 +99,9 @@ class Service:
         self._is_running: Callable[[], bool] = lambda: True
         self._generations: dict[str, Generation] = {}
         self._n_of_client: Counter[str] = Counter()
-        """Those of each client."""
+        """Requests of each client that were submitted and have not ended."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        """By request: what ends it at its deadline."""
+        """By request id: the timer that ends it at its deadline."""
         self._expired: set[str] = set()
         """Requests that are being cancelled because of their deadline."""
         self._replies: dict[str, asyncio.Future[Any]] = {}
@@ -111,7 +112,7 @@ class Service:
         """Done when the engine has ended; its result is the reason, empty after an ordinary stop."""
 
     def connect(self, send: Callable[[Command], None], is_running: Callable[[], bool] = lambda: True) -> None:
-        """Set the function that passes commands to the engine, and one that tells whether it runs."""
+        """Set the function that passes commands on, and one that tells whether the engine runs."""
         self._send = send
         self._is_running = is_running
 
@@ -170,8 +171,9 @@ class Service:
         return DeadlineError(f"the request took more than {self.request_timeout:g} s (--request-timeout)")
 
     def generate(self, submits: Sequence[Submit], deadline: float | None = None) -> Generations:
-        """Submit the completions of one prompt or several of a client, all or none. Raises what `check_capacity`
-        raises. Those that have not ended by `deadline` fail with `deadline_error`.
+        """Submit the completions of one request, of one prompt or several, all or none.
+
+        Raises what `check_capacity` raises. Those that have not ended by `deadline` fail with `deadline_error`.
         """
         client = submits[0].client
         self.check_capacity(sum(submit.n for submit in submits), client)
@@ -188,7 +190,7 @@ class Service:
         return generations
 
     async def ask(self, body: QueryBody, reply_type: type[_R]) -> _R:
-        """Return the engine's reply to a query, or raise its error.
+        """Return the reply to a query, or raise its error.
 
         If this is cancelled, so is a `PromptQuery` that has not begun; other queries run, their reply is ignored.
         """
@@ -209,7 +211,7 @@ class Service:
         return self.metrics.exposition(await self.ask(InspectEngine(), EngineState))
 
     def send(self, command: Command) -> None:
-        """Pass a command to the engine."""
+        """Pass a command to the dispatcher."""
         if self._send is None:
             raise UnavailableError("the engine is not running")
         self._send(command)

@@ -724,7 +724,7 @@ def test_what_was_written_is_counted_over_restarts_and_clock_jumps(folder: Path)
         return store
 
     store = again()
-    assert store.written.total_bytes == store.written.budget_bytes == 0
+    assert store.written.total_bytes == store.written.budget_used_bytes == 0
     first, second = segment(1), segment(2)
     write(store, first)
     store.count_write(first.n_bytes, 700)
@@ -753,7 +753,7 @@ def test_a_folder_without_a_usable_count_starts_with_none_and_keeps_its_segments
     with contextlib.closing(sqlite3.connect(folder / "index.sqlite", isolation_level=None)) as database:
         database.execute("DROP TABLE writes" if row is None else f"REPLACE INTO writes VALUES {row}")
     store = opened(folder)
-    assert (store.written.total_bytes, store.written.budget_bytes) == (0, 0)
+    assert (store.written.total_bytes, store.written.budget_used_bytes) == (0, 0)
     assert [each.number for each in store.take_segments()] == [1]
     write(store, segment(2))
     store.close()

@@ -40,7 +40,7 @@ class Talks:
         chance = self.chance = random.Random(seed)
         # One each: in which order they get their replies is not for the seed to say.
         self.chances = [random.Random(chance.random()) for _ in range(N_TALKS)]
-        self.spelled = spelled()
+        self.short_tokens = short_tokens()
         self.dialogues = list(held_out(4 * N_TALKS, chance.randrange(10**6)))
         self.texts = [self._opening(i) for i in range(N_TALKS)]
         self.asked: list[tuple[tuple[int, ...], Sampling, list[int]]] = []
@@ -55,7 +55,7 @@ class Talks:
     async def take_turn(self, engine: Harness, i: int) -> None:
         """Ask in a conversation; then continue it, change an earlier part of it, or leave it to be regenerated."""
         name, chance = f"{len(engine.ends)}", self.chances[i]
-        sampling = self.spelled if name == "1" else chance.choice((GREEDY, drawn(chance), drawn(chance)))
+        sampling = self.short_tokens if name == "1" else chance.choice((GREEDY, drawn(chance), drawn(chance)))
         end = await engine.send(
             Submit(
                 name,
@@ -110,7 +110,7 @@ def drawn(chance: random.Random) -> Sampling:
     return Sampling(temperature=1.6, top_p=1.0, min_p=0.0, top_k=top_k, seed=chance.randrange(2**31))
 
 
-def spelled() -> Sampling:
+def short_tokens() -> Sampling:
     """Sampling of short tokens only: what it writes is tokenized otherwise when it comes back as text."""
     backend = LlamaBackend(SETTINGS)
     tokens = range(backend.info.n_vocab)

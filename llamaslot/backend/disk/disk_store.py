@@ -90,8 +90,8 @@ class DiskStore:
             raise
         self.n_bytes = sum(row.meta.n_bytes for row in self._index.initial_rows)
         """KV bytes of all segments."""
-        total_bytes, budget_bytes, written_at = self._index.writes()
-        self.written = WriteTotals(total_bytes, budget_bytes, max(0.0, wall_clock() - written_at))
+        total_bytes, budget_used_bytes, written_at = self._index.writes()
+        self.written = WriteTotals(total_bytes, budget_used_bytes, max(0.0, wall_clock() - written_at))
         """What earlier servers wrote."""
         self._n_written = total_bytes
 
@@ -146,11 +146,11 @@ class DiskStore:
         self.n_bytes += meta.n_bytes
         return True
 
-    def count_write(self, n_bytes: int, budget_bytes: int) -> None:
+    def count_write(self, n_bytes: int, budget_used_bytes: int) -> None:
         """Remember for the next start that so many bytes more were written, and what is used up of the budget."""
         self._n_written += n_bytes
         try:
-            self._index.set_writes(self._n_written, budget_bytes, self._wall_clock())
+            self._index.set_writes(self._n_written, budget_used_bytes, self._wall_clock())
         except INDEX_ERRORS as error:
             _log.warning("disk.count_failed", error=str(error))
 

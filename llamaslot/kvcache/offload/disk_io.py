@@ -60,7 +60,7 @@ class WriteTotals:
     """Bytes of KV that servers have written to a disk."""
 
     total_bytes: int = 0
-    budget_bytes: int = 0
+    budget_used_bytes: int = 0
     """Bytes of the daily budget that were used up after the last write."""
     seconds_ago: float = 0.0
     """Time since that write; 0 if the clock was set back."""
@@ -71,7 +71,7 @@ class Write:
     """Write a segment to disk; answered by `Written`."""
 
     meta: SegmentMeta
-    budget_bytes: int = 0
+    budget_used_bytes: int = 0
     """Bytes of the daily budget that are used up with it: remembered for the next start."""
 
 
@@ -189,7 +189,7 @@ class SegmentDisk(Protocol):
     def write(self, meta: SegmentMeta, kv: Kv) -> bool:
         """Write a segment so that it survives the process; returns True if it does."""
 
-    def count_write(self, n_bytes: int, budget_bytes: int) -> None:
+    def count_write(self, n_bytes: int, budget_used_bytes: int) -> None:
         """Remember for the next start that so many bytes more were written, and what is used up of the budget."""
 
     def read(self, number: int) -> Kv | None:

@@ -32,7 +32,7 @@ class WriteBudget:
     def __init__(self, bytes_per_day: int, written: WriteTotals | None = None) -> None:
         self._bytes_per_day = bytes_per_day
         before = written or WriteTotals()
-        n_used = max(0.0, before.budget_bytes - before.seconds_ago * bytes_per_day / _DAY_S)
+        n_used = max(0.0, before.budget_used_bytes - before.seconds_ago * bytes_per_day / _DAY_S)
         self._left = bytes_per_day - n_used
         """At `_at`; below 0 after a write of more than was left."""
         self._at: float | None = None
