@@ -9,8 +9,9 @@ from typing import Any
 import openai
 import pytest
 
+from llamaslot.api.context import ApiSettings
 from llamaslot.api.middleware import Caller
-from llamaslot.base.commands import RequestContext, RequestLimits, Sampling, TextPart
+from llamaslot.base.commands import RequestContext, Sampling, TextPart
 from llamaslot.base.turns import client_digest
 from llamaslot.protocol.bodies import CompletionBody
 from llamaslot.protocol.submission import submissions
@@ -111,7 +112,7 @@ def test_the_key_tells_clients_apart_then_the_session_then_the_address() -> None
 
 @pytest.mark.parametrize(("has_key", "named"), [(False, client_digest("session", "mine")), (True, "known")])
 def test_a_session_in_the_body_tells_clients_without_keys_apart(has_key: bool, named: str) -> None:
-    context = RequestContext("r", RequestLimits(1), Sampling(), client="known", has_key=has_key)
+    context = RequestContext("r", ApiSettings().request_limits(1), Sampling(), client="known", has_key=has_key)
     for session_id, client in (("mine", named), (None, "known")):
         body = CompletionBody(prompt="x", session_id=session_id)
         (submit,) = submissions(body, [(TextPart("x"),)], context, FakeBackend().info, lambda _: ())
