@@ -47,6 +47,7 @@ from llamaslot.kvcache.offload.tier_stats import disk_stats, ram_stats, tenant_s
 from llamaslot.kvcache.partitioned_pool import PartitionedPool
 from llamaslot.kvcache.pool import Pool, Sharing
 from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.segment import SegmentEvent
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tree_listing import tree_listing
 from llamaslot.kvcache.unified_pool import UnifiedPool
@@ -393,5 +394,7 @@ def _drop_subtree(node: Node, sequences: Sequences, tiers: SegmentTiers) -> None
         sequences.truncate(seq, start)
         if sequences.in_use(seq) and sequences.is_covered(seq):
             sequences.clear(seq)
-    tiers.evict_from_disk(each for each in reversed(beside) if each.state.uses_disk)
+    for each in reversed(beside):
+        if each.state.uses_disk:
+            tiers.transition(each, SegmentEvent.EVICT_DISK)
     tiers.drop(reversed(segments))

@@ -211,11 +211,6 @@ class SegmentTiers:
         for segment in segments:
             self.transition(segment, E.DROP)
 
-    def evict_from_disk(self, segments: Iterable[Segment]) -> None:
-        """Evict segments from disk, children before their parents."""
-        for segment in segments:
-            self.transition(segment, E.EVICT_DISK)
-
     def add_job(self, job: disk_io.Job) -> None:
         """Have a job done after those so far."""
         self._jobs.append(job)
