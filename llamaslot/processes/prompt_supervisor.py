@@ -57,6 +57,8 @@ from llamaslot.prompts.prompt_worker import (
 
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """So that llama.cpp makes no context on a GPU, which would take its memory."""
+_READY_TIMEOUT_S = 30.0
+"""Least time that the first process gets to load the vocabulary and to try the chat template."""
 _PAUSE_S = 1.0
 """Time before the process is started again if it did not carry out a single job, times such processes in a row."""
 _MAX_PAUSE_S = 30.0
@@ -172,12 +174,22 @@ class PromptSupervisor(PromptWorker):
         await self._process.start()
 
     async def set_model(self, model: MakeTokenizer, records: Sequence[TextRecord]) -> None:
-        """Take jobs for a loaded model; `records` are those of an earlier server. Raises `LlamaslotError`."""
+        """Take jobs for a loaded model; `records` are those of an earlier server.
+
+        Raises `LlamaslotError`, also for a chat template that does not end when it is tried.
+        """
         self._model = model
         for each in records:
             self._records[each.kind].put(each.digest, each)
         self._process.send(self._model)
-        await self._loaded
+        limit = max(self._timeout, _READY_TIMEOUT_S)
+        try:
+            await asyncio.wait_for(asyncio.shield(self._loaded), limit)
+        except TimeoutError:
+            self.kill()
+            flag = model.template_flag or "--chat-template takes another"
+            message = f"the chat template ({flag}) did not render small messages within {limit:g} s"
+            raise InvalidRequestError(f"{message} (--prompt-timeout)", param="--chat-template") from None
 
     async def stop(self, seconds: float) -> None:
         """Kill it, since it has nothing to save and may be at a job that hangs; wait at most `seconds`."""
@@ -207,9 +219,8 @@ class PromptSupervisor(PromptWorker):
         return future
 
     def interrupt(self) -> None:
-        """Have it stop as soon as possible, such as while it loads the vocabulary."""
-        self._process.is_stopping = True
-        self._process.send(Stop())
+        """Have it stop as soon as possible, such as while it loads the vocabulary; it has nothing to save."""
+        self.kill()
 
     def _has_started(self) -> None:
         self._n_answered = 0

@@ -32,6 +32,7 @@ from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFull
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
+from llamaslot.processes import prompt_supervisor
 from llamaslot.processes.messages import MakeTokenizer
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
 from llamaslot.prompts.prompt_jobs import ClearTexts, Release, Remember, TokenizePrompt
@@ -185,6 +186,15 @@ async def test_a_template_that_does_not_end_fails_its_request_only(start: Start)
     beside = worker.call(AnswerBody("tokenize", msgspec.json.encode({"content": "word " * 10_000})))
     assert await outcomes(endless, beside, worker.call(chat("b"))) == [InvalidRequestError, JsonReply, RequestRead]
     assert "--prompt-timeout" in str(endless.exception())
+
+
+async def test_a_template_that_does_not_end_when_it_is_tried_is_refused(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_supervisor, "_READY_TIMEOUT_S", 2.0)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(LlamaslotError, match=r"--chat-template.*--prompt-timeout"):
+        await start(1.0, template=endless)
 
 
 async def test_what_is_no_valid_unicode_is_refused(start: Start) -> None:
