@@ -484,6 +484,7 @@ def test_a_gpu_that_does_not_say_what_is_free_is_not_guessed(
 def group(folder: Path, limit: str, used: int, files: int) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.high").write_text("max\n")
     (folder / "memory.current").write_text(f"{used}\n")
     stat = {"anon": used - files, "file": files, "inactive_file": files - 10, "active_file": 10}
     (folder / "memory.stat").write_text("".join(f"{key} {value}\n" for key, value in stat.items()))
