@@ -6,7 +6,8 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,13 @@ async def test_comments_are_sent_while_no_event_comes(connect: Any) -> None:
     writer.close()
 
 
+@pytest.fixture
+def at_end() -> Iterator[ExitStack]:
+    """Callbacks for after the end of the servers of `start`, if it is the fixture before."""
+    with ExitStack() as stack:
+        yield stack
+
+
 class Cancellations:
     """For each request that was cancelled: its stage, and the steps computed after the engine had been told."""
 
@@ -158,11 +166,14 @@ class Cancellations:
         return "prefilling" if request.n_prompt_computed else "loading"
 
 
-async def test_every_client_that_leaves_frees_its_slot_within_a_step(start: Start, tmp_path: Path) -> None:
+async def test_every_client_that_leaves_frees_its_slot_within_a_step(
+    at_end: ExitStack, start: Start, tmp_path: Path
+) -> None:
     async with served(tmp_path) as harness:
         await harness.submit("a", HEAD)
         await written(harness)
     store = GatedDisk(tmp_path)
+    at_end.callback(store.close)
     store.open(KEY, 10**7)
     backend = CountingBackend(n_ctx=2048, n_slots=2, n_reserved=4, n_ubatch=32)
     server = await start(backend=backend, engine={"disk": store, "ram_bytes": 10**6})
@@ -201,4 +212,3 @@ async def test_every_client_that_leaves_frees_its_slot_within_a_step(start: Star
     assert cancellations.stages.total() == 6 * n_each
     assert set(cancellations.stages) == {"loading", "prefilling", "decoding", "queued"}
     assert max(cancellations.n_steps) <= 1
-    store.close()

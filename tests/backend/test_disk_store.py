@@ -9,7 +9,10 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +33,7 @@ from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import ModelFile, SegmentSize
 from llamaslot.base.stats import CacheStats
+from llamaslot.base.text_records import TextRecord
 from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta, WriteTotals, path_digest
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -270,7 +274,7 @@ def test_of_other_keys_the_ends_of_paths_are_evicted_first(folder: Path) -> None
 def test_an_invalid_order_of_use_costs_the_index_and_nothing_else(folder: Path, used: object) -> None:
     store = opened(folder)
     write(store, segment(1))
-    store._index.database.execute(f"UPDATE segments SET last_use = {used}")
+    store._index.database._connection.execute(f"UPDATE segments SET last_use = {used}")
     store.close()
     store = opened(folder)
     assert store.take_segments() == []
@@ -284,7 +288,7 @@ def test_a_lost_digest_is_computed_again(folder: Path, tmp_path: Path, damage: s
     path.write_bytes(b"one")
     store = DiskStore(folder)
     digest = store.fingerprint(versions(path), lambda _: True)
-    store._index.database.execute(damage)
+    store._index.database._connection.execute(damage)
     assert store.fingerprint(versions(path), lambda _: True) == digest
     store.close()
 
@@ -401,10 +405,46 @@ def test_a_write_that_fails_leaves_nothing_behind(folder: Path) -> None:
     assert not store.write(segment(1), state_of(1, SIZE.of(8)))
     segments.mkdir()
     write(store, segment(2))
-    store._index.database.execute("DROP TABLE segments")
+    store._index.database._connection.execute("DROP TABLE segments")
     assert not store.write(segment(3), state_of(3, SIZE.of(8)))
     assert [int(each.stem) for each in segments.iterdir()] == [2]
     store.close()
+
+
+def test_a_store_that_is_closed_refuses_writes(folder: Path) -> None:
+    store = opened(folder)
+    write(store, segment(1))
+    store.close()
+    assert not store.write(segment(2), state_of(2, SIZE.of(8)))
+    assert [int(each.stem) for each in (folder / "segments").iterdir()] == [1]
+    store.texts.write(TextRecord("session", b"d" * 16, b"content"))
+    assert store.texts.records() == []
+
+
+def close_while_writing(folder: Path) -> None:
+    """Close stores in the middle of another thread's writes, which then fail."""
+    for _ in range(100):
+        store = opened(folder)
+        has_written = threading.Event()
+
+        def use(store: DiskStore = store, has_written: threading.Event = has_written) -> None:
+            while True:
+                store._index.set_writes(1, 1, 1.0)
+                has_written.set()
+
+        with ThreadPoolExecutor(1) as threads:
+            using = threads.submit(use)
+            assert has_written.wait(30)
+            store.close()
+            assert isinstance(using.exception(30), sqlite3.ProgrammingError)
+
+
+def test_a_store_can_be_closed_while_a_thread_writes(folder: Path) -> None:
+    """Python's `sqlite3` crashes the process if a connection is closed during a call of another thread."""
+    process = get_context("forkserver").Process(target=close_while_writing, args=(folder,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 # --- the index ---
@@ -705,7 +745,7 @@ def test_the_oldest_sessions_beyond_the_limit_are_deleted(folder: Path, monkeypa
 def test_missing_tables_of_texts_are_logged_and_nothing_else(folder: Path) -> None:
     store = opened(folder)
     store.texts.write(anchor(1).record())
-    store._index.database.executescript("DROP TABLE anchors; DROP TABLE sessions;")
+    store._index.database._connection.executescript("DROP TABLE anchors; DROP TABLE sessions;")
     with capture_logs() as logs:
         store.texts.write(session(1).record(b"a"))
         store.texts.drop_session(b"a")

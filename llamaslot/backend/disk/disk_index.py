@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llamaslot.backend.disk import text_tables
+from llamaslot.backend.disk.database import INDEX_ERRORS, Database
 from llamaslot.kvcache.offload.disk_io import SegmentMeta
 
-INDEX_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-"""Errors of an unusable index. What SQLite says about a damaged file is not always UTF-8, as Python expects."""
 _SCHEMA_VERSION = 4
 _INTEGER_LIMIT = 2**62
 _SCHEMA = """
@@ -60,10 +59,10 @@ class SegmentRow(NamedTuple):
 
 
 class DiskIndex:
-    """An open index, used by one thread at a time. Every method but `close` may raise `INDEX_ERRORS`."""
+    """An open index. Every method but `close` may raise `INDEX_ERRORS`, also because the index was closed."""
 
     def __init__(self, path: Path) -> None:
-        self.database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self.database = Database(path)
         self._last_use = 0
         try:
             self._prepare()
@@ -75,26 +74,27 @@ class DiskIndex:
 
     def writes(self) -> tuple[int, int, float]:
         """Bytes written so far, those of the daily budget that the last write left used up, and its time (Unix)."""
-        row = self.database.execute("SELECT total_bytes, budget_bytes, written_at FROM writes").fetchone()
+        with self.database.use() as connection:
+            row = connection.execute("SELECT total_bytes, budget_bytes, written_at FROM writes").fetchone()
         if row is None or not all(isinstance(each, int | float) and 0 <= each < _INTEGER_LIMIT for each in row):
             return 0, 0, 0.0
         return int(row[0]), int(row[1]), float(row[2])
 
     def set_writes(self, total_bytes: int, budget_bytes: int, written_at: float) -> None:
         """Replace what `writes` returns."""
-        self.database.execute("REPLACE INTO writes VALUES (0, ?, ?, ?)", (total_bytes, budget_bytes, written_at))
+        with self.database.use() as connection:
+            connection.execute("REPLACE INTO writes VALUES (0, ?, ?, ?)", (total_bytes, budget_bytes, written_at))
 
     def add(self, row: SegmentRow) -> None:
         """Insert a segment as the most recently used."""
         meta = row.meta
         self._last_use += 1
-        self.database.execute(
-            "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                *(meta.number, meta.parent, meta.namespace, meta.start, meta.tokens, meta.n_bytes),
-                *(meta.path_digest, row.key, row.checksum, self._last_use),
-            ),
+        values = (
+            *(meta.number, meta.parent, meta.namespace, meta.start, meta.tokens, meta.n_bytes),
+            *(meta.path_digest, row.key, row.checksum, self._last_use),
         )
+        with self.database.use() as connection:
+            connection.execute("INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
 
     def remove(self, numbers: Iterable[int]) -> None:
         """Delete segments."""
@@ -108,36 +108,39 @@ class DiskIndex:
 
     def file_digest(self, path: str, version: str) -> bytes | None:
         """The digest that was added for this version of a model file."""
-        found = self.database.execute(
-            "SELECT digest FROM file_digests WHERE (path, version) = (?, ?)", (path, version)
-        ).fetchone()
+        query = "SELECT digest FROM file_digests WHERE (path, version) = (?, ?)"
+        with self.database.use() as connection:
+            found = connection.execute(query, (path, version)).fetchone()
         return found[0] if found and isinstance(found[0], bytes) else None
 
     def add_file_digest(self, path: str, version: str, digest: bytes) -> None:
         """Keep the digest of a model file, in place of that of an earlier version."""
-        self.database.execute("REPLACE INTO file_digests VALUES (?, ?, ?)", (path, version, digest))
+        with self.database.use() as connection:
+            connection.execute("REPLACE INTO file_digests VALUES (?, ?, ?)", (path, version, digest))
 
     def close(self) -> None:
         """Close the file."""
         self.database.close()
 
     def _prepare(self) -> None:
-        execute = self.database.execute
-        execute("PRAGMA journal_mode = WAL")
-        execute("PRAGMA synchronous = NORMAL")
-        version: int = execute("PRAGMA user_version").fetchone()[0]
-        is_new = not execute("SELECT 1 FROM sqlite_master").fetchone()
-        if version == 0 and is_new:
-            schema = _SCHEMA + text_tables.SCHEMA
-            self.database.executescript(f"BEGIN; {schema} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;")
-        elif version != _SCHEMA_VERSION:
-            raise sqlite3.DatabaseError(f"its version is {version}, not {_SCHEMA_VERSION}")
-        execute(_WRITES_SCHEMA)
+        with self.database.use() as connection:
+            execute = connection.execute
+            execute("PRAGMA journal_mode = WAL")
+            execute("PRAGMA synchronous = NORMAL")
+            version: int = execute("PRAGMA user_version").fetchone()[0]
+            is_new = not execute("SELECT 1 FROM sqlite_master").fetchone()
+            if version == 0 and is_new:
+                schema = _SCHEMA + text_tables.SCHEMA
+                connection.executescript(f"BEGIN; {schema} PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;")
+            elif version != _SCHEMA_VERSION:
+                raise sqlite3.DatabaseError(f"its version is {version}, not {_SCHEMA_VERSION}")
+            execute(_WRITES_SCHEMA)
 
     def _rows(self) -> list[SegmentRow]:
         """All segments by last use, but each after its children: only the use of a path's end is marked."""
         columns = "number, parent, namespace, start, tokens, n_bytes, path_digest, key, checksum, last_use"
-        found = list(self.database.execute(f"SELECT {columns} FROM segments ORDER BY last_use"))
+        with self.database.use() as connection:
+            found = connection.execute(f"SELECT {columns} FROM segments ORDER BY last_use").fetchall()
         rows = {row[0]: _checked(row) for row in found}
         self._last_use = found[-1][-1] if found else 0
         last_uses = {row[0]: row[-1] for row in found}
@@ -148,9 +151,9 @@ class DiskIndex:
         return sorted(rows.values(), key=lambda row: (last_uses[row.meta.number], -row.meta.start))
 
     def _change(self, statement: str, rows: Iterable[tuple[int, ...]]) -> None:
-        with self.database:  # commits or rolls back, but does not begin
-            self.database.execute("BEGIN")
-            self.database.executemany(statement, rows)
+        with self.database.use() as connection, connection:  # commits or rolls back, but does not begin
+            connection.execute("BEGIN")
+            connection.executemany(statement, rows)
 
 
 def _checked(columns: tuple[Any, ...]) -> SegmentRow:

@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 import structlog
 
-from llamaslot.backend.disk.disk_index import INDEX_ERRORS, DiskIndex, SegmentRow
+from llamaslot.backend.disk.database import INDEX_ERRORS
+from llamaslot.backend.disk.disk_index import DiskIndex, SegmentRow
 from llamaslot.backend.disk.fingerprints import fingerprint_of
 from llamaslot.backend.disk.segment_files import CorruptFileError, file_size, read_segment, write_segment
 from llamaslot.backend.disk.text_tables import TextTables

@@ -10,7 +10,8 @@ from pathlib import Path
 import structlog
 import xxhash
 
-from llamaslot.backend.disk.disk_index import INDEX_ERRORS, DiskIndex
+from llamaslot.backend.disk.database import INDEX_ERRORS
+from llamaslot.backend.disk.disk_index import DiskIndex
 from llamaslot.base.model import ModelFile
 
 _CHUNK_BYTES = 2**24

@@ -15,6 +15,7 @@ import msgspec
 import structlog
 import xxhash
 
+from llamaslot.backend.disk.database import INDEX_ERRORS, Database
 from llamaslot.base.text_records import RecordKind, TextRecord
 from llamaslot.prompts import sessions, text_anchors
 
@@ -42,7 +43,7 @@ _log = structlog.get_logger(__name__)
 class TextTables:
     """Text anchors and sessions of one key (`TextStore`), the latest written last. Failures are only logged."""
 
-    def __init__(self, database: sqlite3.Connection, key: bytes) -> None:
+    def __init__(self, database: Database, key: bytes) -> None:
         self._database = database
         self._key = key
         self._n_written = 0
@@ -54,64 +55,66 @@ class TextTables:
     def write(self, record: TextRecord) -> None:
         """Write a record, in place of an earlier one of that kind and digest."""
         row = [record.digest, record.parent, record.content]
-        with _logged_errors():
-            self._database.execute(
+        with self._use() as connection:
+            connection.execute(
                 f"REPLACE INTO {_TABLES[record.kind]} (key, digest, parent, content, checksum) "
                 "VALUES (?, ?, ?, ?, ?)",
                 (self._key, *row, _checksum(row)),
             )
             self._n_written += 1
             if self._n_written % _TRIM_INTERVAL == 0:
-                self._trim()
+                _trim(connection)
 
     def drop_session(self, digest: bytes) -> None:
         """Delete a session."""
-        with _logged_errors():
-            self._database.execute("DELETE FROM sessions WHERE (key, digest) = (?, ?)", (self._key, digest))
+        with self._use() as connection:
+            connection.execute("DELETE FROM sessions WHERE (key, digest) = (?, ?)", (self._key, digest))
 
     def clear_texts(self) -> None:
         """Delete all anchors and sessions."""
-        with _logged_errors():
-            self._database.execute("DELETE FROM anchors WHERE key = ?", (self._key,))
-            self._database.execute("DELETE FROM sessions WHERE key = ?", (self._key,))
+        with self._use() as connection:
+            connection.execute("DELETE FROM anchors WHERE key = ?", (self._key,))
+            connection.execute("DELETE FROM sessions WHERE key = ?", (self._key,))
 
     def _records(self, kind: RecordKind) -> list[TextRecord]:
         found: list[TextRecord] = []
         query = f"SELECT digest, parent, content, checksum FROM {_TABLES[kind]} WHERE key = ? ORDER BY number"
-        with _logged_errors():
-            self._trim()
-            for *row, checksum in self._database.execute(query, (self._key,)):
+        with self._use() as connection:
+            _trim(connection)
+            for *row, checksum in connection.execute(query, (self._key,)):
                 if checksum == _checksum(row):
                     digest, parent, content = row
                     found.append(TextRecord(kind, digest, content, parent))
         return found
 
-    def _trim(self) -> None:
-        """Delete the oldest rows of all keys where a table has too many, and anchors whose parent is gone."""
-        n_deleted = self._trim_table("anchors", text_anchors.OVERHEAD, text_anchors.MAX_BYTES)
-        self._trim_table("sessions", sessions.OVERHEAD, sessions.MAX_BYTES)
-        while n_deleted:
-            n_deleted = self._database.execute(
-                "DELETE FROM anchors WHERE parent != x'' AND NOT EXISTS (SELECT 1 FROM anchors AS other "
-                "WHERE (other.key, other.digest) = (anchors.key, anchors.parent))"
-            ).rowcount
+    @contextmanager
+    def _use(self) -> Iterator[sqlite3.Connection]:
+        """The connection; errors of an unusable index are logged."""
+        try:
+            with self._database.use() as connection:
+                yield connection
+        except INDEX_ERRORS as error:
+            _log.warning("disk.text_tables_failed", error=str(error))
 
-    def _trim_table(self, table: str, overhead: int, max_bytes: int) -> int:
-        """Delete the oldest rows of a table beyond its limit, and return how many."""
-        return self._database.execute(
-            f"DELETE FROM {table} WHERE number IN (SELECT number FROM (SELECT number, sum(length(content) + ?) "
-            f"OVER (ORDER BY number DESC) AS n_bytes FROM {table}) WHERE n_bytes > ?)",
-            (overhead, max_bytes),
+
+def _trim(connection: sqlite3.Connection) -> None:
+    """Delete the oldest rows of all keys where a table has too many, and anchors whose parent is gone."""
+    n_deleted = _trim_table(connection, "anchors", text_anchors.OVERHEAD, text_anchors.MAX_BYTES)
+    _trim_table(connection, "sessions", sessions.OVERHEAD, sessions.MAX_BYTES)
+    while n_deleted:
+        n_deleted = connection.execute(
+            "DELETE FROM anchors WHERE parent != x'' AND NOT EXISTS (SELECT 1 FROM anchors AS other "
+            "WHERE (other.key, other.digest) = (anchors.key, anchors.parent))"
         ).rowcount
 
 
-@contextmanager
-def _logged_errors() -> Iterator[None]:
-    """Log errors of an unusable index (`INDEX_ERRORS`)."""
-    try:
-        yield
-    except (sqlite3.Error, UnicodeDecodeError) as error:
-        _log.warning("disk.text_tables_failed", error=str(error))
+def _trim_table(connection: sqlite3.Connection, table: str, overhead: int, max_bytes: int) -> int:
+    """Delete the oldest rows of a table beyond its limit, and return how many."""
+    return connection.execute(
+        f"DELETE FROM {table} WHERE number IN (SELECT number FROM (SELECT number, sum(length(content) + ?) "
+        f"OVER (ORDER BY number DESC) AS n_bytes FROM {table}) WHERE n_bytes > ?)",
+        (overhead, max_bytes),
+    ).rowcount
 
 
 def _checksum(row: list[Any]) -> bytes:
