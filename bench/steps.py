@@ -48,7 +48,7 @@ class Steps:
         self._random = np.random.default_rng(1)
 
     def grow(self, n_tokens: int) -> None:
-        """Let all streams see a prefix of so many tokens."""
+        """Give all streams a shared prefix of so many tokens."""
         backend = self._backend
         while (start := backend.seq_len(0)) < n_tokens:
             self._decode([self._fresh(0, start, min(_CHUNK, n_tokens - start))])

@@ -27,7 +27,7 @@ _LOG_INTERVAL_S = 60.0
 _TCP_INFO_BYTES, _BYTES_ACKED = 128, slice(120, 128)
 """Beginning of Linux' `struct tcp_info`, up to and with `tcpi_bytes_acked`."""
 _MIN_READ_BYTES = 2**16
-"""What a client that is behind must read within the write timeout: one that reads less is as good as none."""
+"""Bytes that a slow reader must take within the write timeout; otherwise its connection is closed."""
 
 _log = structlog.get_logger(__name__)
 

@@ -45,7 +45,7 @@ _PREFLIGHT_HEADERS = {
 
 
 class Caller(NamedTuple):
-    """What the headers of a request say about who sent it."""
+    """Identity of the sender of a request, read from its headers."""
 
     client_request_id: str
     """The client's `X-Request-Id`; empty without a valid one."""

@@ -12,7 +12,7 @@ from typing import Literal, TextIO, cast
 
 @contextlib.contextmanager
 def _not_installed(name: str) -> Iterator[None]:
-    """Let imports of a package fail as if it were not installed."""
+    """Make imports of a package fail as if it were not installed."""
     modules: dict[str, object] = sys.modules  # type: ignore[assignment]
     kept = {each: modules.pop(each) for each in list(modules) if each == name or each.startswith(f"{name}.")}
     modules[name] = None

@@ -190,7 +190,7 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestContext(msgspec.Struct, frozen=True):
-    """What is needed beside the body to read a request for completions: HTTP headers, and the server's settings."""
+    """Inputs of the prompt worker beside a completion request's body: HTTP headers and server settings."""
 
     request_id: str
     limits: RequestLimits

@@ -65,7 +65,7 @@ def parts(path: Path) -> list[Path]:
 
 
 class _Metadata:
-    """What is before the weights in a file, read piece by piece."""
+    """Incremental reader of a GGUF file's header, metadata and tensor list, which precede the weights."""
 
     def __init__(self, file: BufferedReader, path: Path) -> None:
         self._file = file

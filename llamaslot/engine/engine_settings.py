@@ -26,7 +26,7 @@ class EngineSettings:
     """False if less of it is used while memory is short."""
     ram_bytes_per_key: int = 0
     disk_bytes_per_key: int = 0
-    """What one API key may have of RAM and of the disk; 0 for no limit of its own."""
+    """Quotas of each API key in the RAM and disk tiers; 0 for none."""
     disk_bytes_per_day: int = 0
     """Bytes that may be written to disk a day; 0 for any number."""
     debug_invariants: bool = False

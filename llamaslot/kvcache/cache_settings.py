@@ -37,11 +37,11 @@ class CacheSettings:
     """False if the budget of RAM follows free memory, up to `ram_bytes`."""
     ram_bytes_per_key: int = 0
     disk_bytes_per_key: int = 0
-    """What one API key may have of these; 0 for no limit of its own."""
+    """Quotas of each API key in the tiers; 0 for none."""
     disk_bytes_per_day: int = 0
     """Bytes that may be written to disk a day; 0 for any number."""
     disk_written: WriteTotals | None = None
-    """What earlier servers wrote."""
+    """Bytes that earlier servers wrote to the disk tier; None without one."""
     segment_size: SegmentSize | None = None
     """Bytes of offloaded tokens; None if nothing can be offloaded."""
     segment_tokens: int = MAX_SEGMENT_TOKENS

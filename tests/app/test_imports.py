@@ -1,4 +1,4 @@
-"""What a start does not import; `test_serve.py` sees what the server has imported when it ends."""
+"""A start must not import slow packages; `test_serve.py` checks the imports of a server when it ends."""
 
 from __future__ import annotations
 

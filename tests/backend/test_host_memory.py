@@ -1,4 +1,4 @@
-"""What the system tells about memory: control groups of both kinds, waiting for memory, mapped weights."""
+"""Reading memory limits and pressure from the system: cgroup v1 and v2, PSI, mapped weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llamaslot.backend.host_memory import MemoryReader, Sources, host_memory, ma
 from llamaslot.backend.memory import new_kv
 
 NO_LIMIT = 9223372036854771712
-"""What cgroup v1 says where there is none."""
+"""The value that cgroup v1 reports for no limit."""
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "was", "on",
 
 @dataclass(frozen=True)
 class Answered:
-    """What a client learns from a request."""
+    """Observations of a client: its own timing and the reply's cache figures."""
 
     seconds: float
     prompt_tokens: int

@@ -131,9 +131,7 @@ def open_backend(workload: Workload, *, unified: bool) -> LlamaBackend:
 
 
 def pad(backend: LlamaBackend, tally: Tally) -> None:
-    """Let every step of fewer than `QUERY_BLOCK` tokens seem slower than one of `QUERY_BLOCK`; counts those that
-    are padded.
-    """
+    """Set a step cost with which all steps below `QUERY_BLOCK` tokens are padded, and count padded steps."""
     cost = StepCost(step_us=1e6, token_us=0.0, token_cell_us=0.0, block_us=0.0, block_cell_us=0.0)
     backend.info = msgspec.structs.replace(backend.info, step_cost=cost)
     decode = backend.decode

@@ -25,7 +25,7 @@ AMPLE, CRITICAL = MemoryReading(9 * 10**6, 10**7), MemoryReading(10**5, 10**7)
 
 
 class Memory:
-    """What the host says."""
+    """Readings of the host's memory, set by the test."""
 
     def __init__(self) -> None:
         self.reading = AMPLE

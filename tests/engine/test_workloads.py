@@ -143,7 +143,7 @@ def test_every_answer_is_the_cold_one(
 
 @given(st.lists(jobs, min_size=2, max_size=8))
 def test_prompt_tokens_add_up(todo: list[Job]) -> None:
-    """Whatever was not reported as computed by any request never reached the backend."""
+    """The backend has computed no token that no request reported as computed."""
     backend = FakeBackend(n_ctx=1024, n_slots=4)
     results = asyncio.run(run_jobs(todo, [], backend))
     computed = 0

@@ -1,4 +1,4 @@
-"""Whatever a request's body says, it gets a reply of the described type, and other requests are not affected."""
+"""Any request body gets a reply of the described type and does not affect other requests."""
 
 from __future__ import annotations
 

@@ -973,7 +973,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert asked.request.n_prompt_computed == asked.n_computed
 
     def teardown(self) -> None:
-        """Let all requests end."""
+        """End all requests."""
         try:
             if getattr(self, "is_sound", False):
                 self.finish()

@@ -312,7 +312,7 @@ TestTree = TreeMachine.TestCase
 
 
 def holding(tree: RadixTree, *paths: Path, first: int = 0) -> None:
-    """Let sequences from `first` on hold these paths."""
+    """Assign these paths to sequences from `first` on."""
     for seq, path in enumerate(paths, first):
         tree.hold(seq, "")
         tree.extend(seq, run_of(path))

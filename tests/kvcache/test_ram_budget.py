@@ -16,7 +16,7 @@ from llamaslot.kvcache.offload.ram_budget import (
 GIB = 2**30
 TOTAL = 64 * GIB
 RESERVE = GIB
-"""What should stay free of so much."""
+"""Bytes that should stay free of that many."""
 MAX = 8 * GIB
 
 

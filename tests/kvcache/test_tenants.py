@@ -60,7 +60,7 @@ class Kept:
 def losses(
     kept: list[Kept], tenant: str, n_bytes: int, *, capacity: int, limit: int, active: set[str]
 ) -> list[Kept] | None:
-    """What goes before `tenant` gets `n_bytes`, worked out anew for each; None if that takes others' shares."""
+    """Evictions before `tenant` gets `n_bytes`, by a simple model; None if that would take others' shares."""
     left, lost = list(kept), []
     others = Counter[str]()
     for each in kept:

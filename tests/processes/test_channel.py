@@ -167,7 +167,7 @@ async def test_what_was_sent_arrives_although_the_channel_is_finished(pair: tupl
 
 @pytest.mark.parametrize("received", [ToEngine, FromEngine, ToPrompts, FromPrompts])
 async def test_a_mutated_message_is_passed_on_or_closes_the_channel(received: Any) -> None:
-    """Whatever a damaged frame says, nothing else happens."""
+    """A damaged frame is a valid message or closes the channel, and has no other effect."""
     rng = random.Random(1)
     for _ in range(10_000 if LONG else 300):
         messages: list[Any] = []

@@ -93,7 +93,7 @@ class DiskStore:
         """KV bytes of all segments."""
         total_bytes, budget_used_bytes, written_at = self._index.writes()
         self.written = WriteTotals(total_bytes, budget_used_bytes, max(0.0, wall_clock() - written_at))
-        """What earlier servers wrote."""
+        """Bytes that earlier servers wrote, read from the index when it was opened."""
         self._n_written = total_bytes
 
     @property

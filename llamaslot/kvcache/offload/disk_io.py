@@ -178,7 +178,7 @@ class SegmentDisk(Protocol):
 
     @property
     def written(self) -> WriteTotals:
-        """What was written by the time that it was opened."""
+        """Bytes that earlier servers wrote, as of the opening of the disk."""
 
     def take_segments(self) -> Sequence[SegmentMeta]:
         """Segments that were there when it was opened, the least recently used first; callable once."""
