@@ -55,6 +55,8 @@ _WORDS = (
         "three",
     ),
 )
+KEYS = ("first-user", "second-user", "third-user")
+"""API keys of the clients: three tenants that share nothing."""
 _SYSTEM = "You tell short stories for children. " * 30
 """A prompt that conversations share."""
 
@@ -88,11 +90,22 @@ class Load:
         if detail and len(self.unexpected) < 20:
             self.unexpected.append(f"{outcome}: {detail[:500]}")
 
-    async def post(self, path: str, body: dict[str, Any], *, stop_after: int | None = None) -> str:
+    def headers(self) -> dict[str, str]:
+        """Headers with a random client's key."""
+        return authorization(self.chance.choice(KEYS))
+
+    async def post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        headers: dict[str, str] | None = None,
+        stop_after: int | None = None,
+    ) -> str:
         """Send a request, read its reply to the end or for so many events, and return its text."""
         self.n_active += 1
         try:
-            async with self.session.post(path, json=body) as response:
+            async with self.session.post(path, json=body, headers=headers or self.headers()) as response:
                 if response.status != 200:
                     self._refused(response.status, await response.text())
                     return ""
@@ -139,14 +152,15 @@ Client = Callable[[Load], Awaitable[None]]
 
 async def converse(load: Load) -> None:
     """Hold a conversation of a few turns; some are named, some begin with the shared system prompt."""
-    chance = load.chance
+    chance, headers = load.chance, load.headers()
     messages = [{"role": "system", "content": _SYSTEM}] if chance.random() < 0.7 else []
     named = {"session_id": f"talk-{chance.randrange(500)}"} if chance.random() < 0.3 else {}
     for _ in range(chance.randint(1, MAX_TURNS)):
         messages.append({"role": "user", "content": load.words(chance.randint(3, 60))})
         body = {"messages": messages, "max_tokens": chance.randint(4, 60), "stream": chance.random() < 0.8}
         await load.open.wait()
-        text = await load.post("/v1/chat/completions", {**body, **named, "temperature": chance.choice((0, 0.8))})
+        body |= {**named, "temperature": chance.choice((0, 0.8))}
+        text = await load.post("/v1/chat/completions", body, headers=headers)
         if not text:
             return
         messages.append({"role": "assistant", "content": text})
@@ -191,7 +205,7 @@ async def read_slowly(load: Load) -> None:
     body = {"prompt": load.words(20), "max_tokens": 600, "ignore_eos": True, "stream": True}
     load.n_active += 1
     try:
-        async with load.session.post("/v1/completions", json=body) as response:
+        async with load.session.post("/v1/completions", json=body, headers=load.headers()) as response:
             until = perf_counter() + 8
             while perf_counter() < until and load.open.is_set() and await response.content.read(64):
                 await asyncio.sleep(0.05)
@@ -206,10 +220,16 @@ async def read_slowly(load: Load) -> None:
 CLIENTS: tuple[Client, ...] = (converse, converse, converse, burst, disconnect, disconnect, read_slowly)
 
 
-def connected(url: str) -> aiohttp.ClientSession:
-    """A session for all clients."""
+def authorization(key: str) -> dict[str, str]:
+    """The header that carries an API key."""
+    return {"Authorization": f"Bearer {key}"}
+
+
+def connected(url: str, key: str = "") -> aiohttp.ClientSession:
+    """A session whose requests carry a key, if there is one."""
     return aiohttp.ClientSession(
         url,
+        headers=authorization(key) if key else None,
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_read=SILENCE_S),
         read_bufsize=2**14,

@@ -17,7 +17,7 @@ from rich.table import Table
 from bench.client import BenchmarkError
 from bench.report import console, machine, notes
 from bench.server import llamaslot, serving
-from bench.soak.clients import CLIENTS, Client, Load, connected
+from bench.soak.clients import CLIENTS, KEYS, Client, Load, connected
 from bench.soak.plot import draw
 from bench.soak.samples import ENGINE, PROMPTS, Observer, Sample, processes
 from bench.soak.verdict import Row, verdict
@@ -32,8 +32,10 @@ FAULT_EVERY_S = 45.0
 MAX_SECONDS = 24 * 3600
 FLAGS = (
     "-c", "8192", "-np", "4", "-t", "1", "--cache-ram", "128", "--cache-disk-size", "256", "--metrics",
-    "--debug-invariants", "--log-format", "json",
+    "--debug-invariants", "--log-format", "json", "--cache-salt-from-api-key",
 )  # fmt: skip
+ADMIN = "admin"
+"""Key of the observer."""
 
 
 class Soak:
@@ -156,12 +158,16 @@ def run(*, minutes: float, faults: bool, folder: Path, seed: int) -> int:
 async def _run(seconds: float, faults: bool, folder: Path, seed: int) -> list[Row]:
     data, log, cache = folder / "soak.jsonl", folder / "soak-server.log", folder / "soak-cache"
     data.write_text(json.dumps({"kind": "run", "seconds": seconds, "seed": seed, "machine": machine()}) + "\n")
+    keys = folder / "soak-keys"
+    keys.write_text("".join(f"{key} user\n" for key in KEYS) + f"{ADMIN} admin\n")
     shutil.rmtree(cache, ignore_errors=True)
     notes.print(f"soak: {seconds / 60:g} minutes, seed {seed}, data in {data}")
     async with (
-        serving(llamaslot(None, *FLAGS, "--cache-disk", str(cache)), log=log) as server,
+        serving(
+            llamaslot(None, *FLAGS, "--cache-disk", str(cache), "--api-key-file", str(keys)), log=log
+        ) as server,
         connected(server.url) as session,
-        connected(server.url) as own,
+        connected(server.url, ADMIN) as own,
     ):
         load = Load(session, random.Random(seed))
         soak = Soak(Observer(server.pid, own), load, server.pid, seconds, data)
