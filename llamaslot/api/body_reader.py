@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -43,23 +44,22 @@ class BodyReader:
         most = self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes)
         _check_size(request.content_length or 0, most, self._max_bytes)
         await _continue(request)
-        received, n_received = bytearray(), 0
+        received = io.BytesIO()
         try:
             await self._receive(request, received, most)
-            n_received, body = len(received), bytes(received)
-            received.clear()
-            yield body
+            # Without a copy, which would hold up the event loop.
+            yield received.getvalue()
         finally:
-            self._n_bytes -= n_received or len(received)
+            self._n_bytes -= received.tell()
 
-    async def _receive(self, request: web.Request, received: bytearray, most: int) -> None:
+    async def _receive(self, request: web.Request, received: io.BytesIO, most: int) -> None:
         try:
             async with asyncio.timeout(self._timeout):
                 while chunk := await request.content.readany():
-                    _check_size(len(received) + len(chunk), most, self._max_bytes)
-                    self._check_total(len(received), len(chunk))
+                    _check_size(received.tell() + len(chunk), most, self._max_bytes)
+                    self._check_total(received.tell(), len(chunk))
                     self._n_bytes += len(chunk)
-                    received += chunk
+                    received.write(chunk)
         except TimeoutError:
             message = f"the body did not arrive within {self._timeout:g} s (--body-timeout)"
             raise RequestTimeoutError(message) from None

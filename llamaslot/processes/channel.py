@@ -26,7 +26,7 @@ class Channel(asyncio.Protocol, Generic[T]):
         self, message_type: Any, on_message: Callable[[T], None], on_lost: Callable[[str], None] = lambda _: None
     ) -> None:
         self._decode = msgspec.msgpack.Decoder(message_type).decode
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._encode_into = msgspec.msgpack.Encoder().encode_into
         self._on_message = on_message
         self._on_lost = on_lost
         self._received = bytearray()
@@ -41,8 +41,11 @@ class Channel(asyncio.Protocol, Generic[T]):
         """Send a message; it is lost if the channel is closed."""
         if self._transport is None or self._transport.is_closing():
             return
-        data = self._encode(message)
-        self._transport.write(len(data).to_bytes(_HEADER, "little") + data)
+        data = bytearray(_HEADER)
+        # Behind its header: to join them would copy the message, and the body of a request may have 64 MiB.
+        self._encode_into(message, data, _HEADER)
+        data[:_HEADER] = (len(data) - _HEADER).to_bytes(_HEADER, "little")
+        self._transport.write(data)
 
     async def finish(self) -> None:
         """Close the socket once everything is sent; `on_lost` is not called."""

@@ -82,7 +82,8 @@ def tokenize_parts(vocab: Vocab, parts: Iterable[PromptPart], *, add_special: bo
 class Tokenizer:
     """Tokenizes prompts for slots of `n_ctx` tokens, and remembers the tokens of replies.
 
-    Used by one thread, but for `tokenize` and `detokenize`: they use only the vocabulary, and may run on any.
+    Used by one thread, but for `tokenize`, `detokenize` and `check_size`: they use only the vocabulary, and may run
+    on any.
 
     `use_anchors` is false where texts always get their own tokens. `template` is the model's chat template. A
     prompt that departs from its session's text must keep `min_match` of its characters to keep its tokens.
@@ -123,12 +124,7 @@ class Tokenizer:
 
     def tokenize_prompt(self, submit: Submit) -> ReplyContext:
         """Tokenize a request's prompt; raises `ContextSizeError` at once if it cannot fit a slot."""
-        n_bytes = sum(
-            len(part.text.encode(errors="replace")) for part in submit.prompt if isinstance(part, TextPart)
-        )
-        n_min = n_bytes // self._vocab.longest_piece if self._vocab.longest_piece else 0
-        if n_min >= self._n_ctx:
-            raise ContextSizeError.of(n_min, self._n_ctx, at_least=True)
+        self.check_size(submit.prompt)
         self._check_ids(submit.prompt)
         text = self._scan(submit)
         has_session = submit.session_id and submit.cache_prompt
@@ -139,6 +135,16 @@ class Tokenizer:
             own = _with(self._from_anchor(submit, None), session_match="tokens" if prompt.session_match else "")
             return replace(own, text=text)
         return found
+
+    def check_size(self, prompt: Iterable[PromptPart]) -> None:
+        """Raise `ContextSizeError` for a prompt with more bytes of text than tokens that fit can stand for."""
+        longest = self._vocab.longest_piece
+        if not longest:
+            return
+        n_bytes = sum(len(part.text.encode(errors="replace")) for part in prompt if isinstance(part, TextPart))
+        n_min = n_bytes // longest
+        if n_min >= self._n_ctx:
+            raise ContextSizeError.of(n_min, self._n_ctx, at_least=True)
 
     def remember(self, context: ReplyContext, generated: Tokens, n_sent: int) -> tuple[TextRecord, ...]:
         """Remember the tokens of a reply, of which `n_sent` characters were sent; return the new records."""

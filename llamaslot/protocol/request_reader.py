@@ -33,7 +33,7 @@ from llamaslot.text.template import ChatTemplate
 class RequestReader:
     """Reads bodies for a model with this chat template, on any thread.
 
-    `tokenize` and `detokenize` are the tokenizer's.
+    `tokenize`, `detokenize` and `check_size` are the tokenizer's.
     """
 
     def __init__(
@@ -42,11 +42,13 @@ class RequestReader:
         template: ChatTemplate,
         tokenize: Callable[[Tokenize], Tokenized],
         detokenize: Callable[[Detokenize], Detokenized],
+        check_size: Callable[[Prompt], None],
     ) -> None:
         self._info = info
         self.template = template
         self._tokenize = tokenize
         self._detokenize = detokenize
+        self._check_text_size = check_size
         self._answers: dict[str, Callable[[bytes], Any]] = {
             "apply_template": self._apply_template,
             "tokenize": self._tokens,
@@ -71,10 +73,13 @@ class RequestReader:
         return RequestRead(submits, _reply_options(body))
 
     def _check_size(self, prompt: Prompt) -> None:
-        """Refuse millions of ids or texts here: the server's event loop would be held up to pass them on."""
+        """Refuse what cannot fit: millions of ids or texts, or a text of many MiB, would hold up the server's event
+        loop, which passes prompts on.
+        """
         n_min = sum(len(part.tokens) if isinstance(part, TokensPart) else 1 for part in prompt)
         if n_min > self._info.n_ctx_slot:
             raise ContextSizeError.of(n_min, self._info.n_ctx_slot, at_least=True)
+        self._check_text_size(prompt)
 
     def answer(self, job: AnswerBody) -> JsonReply:
         """Answer a body; raises `InvalidRequestError`."""

@@ -34,6 +34,7 @@ LARGE: dict[str, tuple[str, Any]] = {
     "many biases": ("/completion", {"prompt": "x", "logit_bias": [[f"word {i}", 1] for i in range(100_000)]}),
     "a long text": ("/tokenize", {"content": "some words and more " * 150_000 * SCALE, "with_pieces": True}),
     "a long prompt": ("/completion", {"prompt": "some words and more " * 150_000 * SCALE, "n_predict": 1}),
+    "a text of 20 MiB": ("/completion", {"prompt": "é" * 10 * 2**20, "n_predict": 1}),
     "many messages": ("/v1/chat/completions", {"messages": MESSAGES * 50_000 * SCALE, "max_tokens": 1}),
 }
 MAX_PAUSE_S = 0.5 if LONG else 1.5

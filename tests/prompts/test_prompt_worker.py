@@ -135,6 +135,13 @@ async def test_a_refused_prompt_leaves_nothing(
         await worker.call(Detokenize((10**6,)))
 
 
+@pytest.mark.parametrize("prompt", ["x" * 1000, ["x" * 250, 1, "x" * 250]], ids=["text", "parts"])
+async def test_a_prompt_that_cannot_fit_is_refused_with_its_body(worker: PromptThread, prompt: object) -> None:
+    """To pass its text on would hold up the server's event loop."""
+    with pytest.raises(ContextSizeError, match="at least"):
+        await worker.call(ReadRequest("prompts", msgspec.json.encode({"prompt": prompt}), CONTEXT))
+
+
 async def test_a_cancelled_job_is_not_carried_out() -> None:
     vocab = GatedVocab()
     worker = prompt_thread(Tokenizer(vocab, 10**6, min_match=0.8))

@@ -38,7 +38,8 @@ def prompt_worker(config: Config, vocab: Vocab, model: MakeTokenizer) -> PromptT
         min_match=config.session_min_match,
         template=info.chat_template,
     )
-    return PromptThread(tokenizer, RequestReader(info, template, tokenizer.tokenize, tokenizer.detokenize))
+    reader = RequestReader(info, template, tokenizer.tokenize, tokenizer.detokenize, tokenizer.check_size)
+    return PromptThread(tokenizer, reader)
 
 
 def chat_template(
