@@ -21,7 +21,7 @@ from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.api.http_errors import Handler
 from llamaslot.api.keys import GRANTED, Access, ApiKeys
 from llamaslot.base.errors import AuthenticationError, ForbiddenError, InvalidRequestError
-from llamaslot.base.turns import client_digest
+from llamaslot.base.turns import Sender
 from llamaslot.protocol.bodies import MAX_SESSION_ID_CHARS
 
 UNIQUE_ID = web.RequestKey("UNIQUE_ID", str)
@@ -52,18 +52,7 @@ class Caller(NamedTuple):
     api_key: str
     session_id: str
     """The client's `X-Session-ID`; empty without one."""
-    address: str = ""
-    has_keys: bool = False
-    """True if the server has API keys; without any, a client may send whatever it likes as a key."""
-
-    @property
-    def client(self) -> str:
-        """A digest that tells clients apart: of the API key, else of the session, else of the address."""
-        if self.has_keys:
-            return client_digest("key", self.api_key)
-        if self.session_id:
-            return client_digest("session", self.session_id)
-        return client_digest("address", self.address)
+    sender: Sender
 
 
 def caller_of(request: web.Request) -> Caller:
@@ -73,8 +62,9 @@ def caller_of(request: web.Request) -> Caller:
         raise InvalidRequestError(
             f"X-Session-ID is limited to {MAX_SESSION_ID_CHARS} characters", param="X-Session-ID"
         )
-    address, has_keys = request.remote or "", bool(request.app[KEYS])
-    return Caller(request[CLIENT_REQUEST_ID], given_key(request), session_id, address, has_keys)
+    api_key = given_key(request)
+    sender = Sender.of(api_key if request.app[KEYS] else None, request.remote or "")
+    return Caller(request[CLIENT_REQUEST_ID], api_key, session_id, sender)
 
 
 def valid_unicode(text: str) -> str:

@@ -32,5 +32,7 @@ async def _answered(
 ) -> web.Response:
     service = request.app[READINESS].check()
     async with request.app[BODY_READER].body(request) as raw:
-        reply = await service.ask(AnswerBody(kind, raw, caller_of(request).client), JsonReply)
+        caller = caller_of(request)
+        client = caller.sender.client(caller.session_id)
+        reply = await service.ask(AnswerBody(kind, raw, client), JsonReply)
     return web.Response(body=reply.data, content_type="application/json")

@@ -15,6 +15,7 @@ import msgspec
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.tokens import ids_of
+from llamaslot.base.turns import Sender
 
 N_SEEDS = 2**32 - 1
 """Seeds are 32 bits wide; the highest one means "random" to llama.cpp and is never passed on."""
@@ -205,10 +206,7 @@ class RequestContext(msgspec.Struct, frozen=True):
     client_request_id: str = ""
     session_id: str = ""
     """The session in the headers; empty without one."""
-    client: str = ""
-    """`Submit.client`; without a key, a session in the body replaces it."""
-    has_key: bool = False
-    """True if `client` is that of an API key, which a session in the body does not replace."""
+    sender: Sender = Sender()
     key_secret: str = ""
     """`key_secret` of the API key where each key has namespaces of its own; empty where not."""
 

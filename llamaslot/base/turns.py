@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Callable, Iterable
 from typing import Literal, TypeVar
 
+import msgspec
+
 T = TypeVar("T")
 
 MAX_CLIENTS = 1024
@@ -17,8 +19,26 @@ MAX_ROUND_TURNS = 64
 """Turns after which a client counts as one that had none: a stream of new clients cannot keep it waiting longer."""
 
 
-def client_digest(kind: Literal["key", "session", "address"], name: str) -> str:
-    """Return the name of a client by its API key, its session or its address, without disclosing it."""
+class Sender(msgspec.Struct, frozen=True):
+    """The sender of a request, by digests that do not disclose its key and address."""
+
+    key: str = ""
+    """Empty if the server has no API keys: then clients may send whatever they like as a key."""
+    address: str = ""
+
+    @classmethod
+    def of(cls, api_key: str | None, address: str) -> Sender:
+        """Return the sender with this key (None for a server without keys) and address."""
+        return cls("" if api_key is None else _digest("key", api_key), _digest("address", address))
+
+    def client(self, session_id: str) -> str:
+        """Return the client that a request of this session is of: the key, else the session, else the address."""
+        if self.key:
+            return self.key
+        return _digest("session", session_id) if session_id else self.address
+
+
+def _digest(kind: Literal["key", "session", "address"], name: str) -> str:
     return hashlib.blake2b(f"{kind} {name}".encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 

@@ -135,7 +135,8 @@ def client_of(job: Job) -> str | None:
         case TokenizePrompt(submit):
             return submit.client
         case ReadRequest():
-            return job.context.client
+            # The session in its body is not known yet.
+            return job.context.sender.client(job.context.session_id)
         case Tokenize() | Detokenize() | AnswerBody():
             return job.client
         case _:

@@ -23,7 +23,6 @@ from llamaslot.base.commands import (
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import client_salt, key_salt
-from llamaslot.base.turns import client_digest
 from llamaslot.protocol.bodies import CompletionBody, Options, PromptObject
 
 Prompt: TypeAlias = tuple[PromptPart, ...]
@@ -66,7 +65,7 @@ def submissions(
             return_tokens=context.return_tokens,
             client_request_id=context.client_request_id,
             session_id=session_id if len(prompts) == 1 else "",
-            client=client_digest("session", session_id) if session_id and not context.has_key else context.client,
+            client=context.sender.client(session_id),
             n=n,
         )
         for i, prompt in enumerate(prompts)

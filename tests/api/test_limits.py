@@ -10,9 +10,8 @@ import openai
 import pytest
 
 from llamaslot.api.context import ApiSettings
-from llamaslot.api.middleware import Caller
 from llamaslot.base.commands import RequestContext, Sampling, TextPart
-from llamaslot.base.turns import client_digest
+from llamaslot.base.turns import Sender
 from llamaslot.protocol.bodies import CompletionBody
 from llamaslot.protocol.submission import submissions
 from tests.api.conftest import Server, Start
@@ -100,23 +99,27 @@ async def test_many_requests_of_one_client_delay_another_by_one_request(start: S
 
 
 def test_the_key_tells_clients_apart_then_the_session_then_the_address() -> None:
-    with_keys = Caller("", "key", "session", "address", has_keys=True)
-    without = with_keys._replace(has_keys=False)
-    assert with_keys.client == with_keys._replace(session_id="", address="").client
-    assert with_keys.client != with_keys._replace(api_key="another").client
-    assert without.client == without._replace(api_key="made up", address="another").client
-    no_session = without._replace(session_id="")
-    assert no_session.client != no_session._replace(address="another").client
-    assert "key" not in with_keys.client
+    with_key = Sender.of("key", "address")
+    assert with_key.client("session") == Sender.of("key", "another").client("")
+    assert with_key.client("session") != Sender.of("another", "address").client("session")
+    assert "key" not in with_key.client("session")
+    without = Sender.of(None, "address")
+    assert without.client("session") == Sender.of(None, "another").client("session")
+    assert without.client("") != Sender.of(None, "another").client("")
+    assert len({without.client(session_id) for session_id in ("", "session", "another")}) == 3
+    assert Sender.of("", "address").client("") == Sender.of("", "another").client(""), "a server with keys"
 
 
-@pytest.mark.parametrize(("has_key", "named"), [(False, client_digest("session", "mine")), (True, "known")])
-def test_a_session_in_the_body_tells_clients_without_keys_apart(has_key: bool, named: str) -> None:
-    context = RequestContext("r", ApiSettings().request_limits(1), Sampling(), client="known", has_key=has_key)
-    for session_id, client in (("mine", named), (None, "known")):
-        body = CompletionBody(prompt="x", session_id=session_id)
-        (submit,) = submissions(body, [(TextPart("x"),)], context, FakeBackend().info, lambda _: ())
-        assert submit.client == client
+@pytest.mark.parametrize("key", ["key", None])
+@pytest.mark.parametrize("session_id", ["mine", None])
+def test_a_session_in_the_body_tells_clients_apart_as_one_in_the_headers(
+    key: str | None, session_id: str | None
+) -> None:
+    sender = Sender.of(key, "address")
+    context = RequestContext("r", ApiSettings().request_limits(1), Sampling(), sender=sender)
+    body = CompletionBody(prompt="x", session_id=session_id)
+    (submit,) = submissions(body, [(TextPart("x"),)], context, FakeBackend().info, lambda _: ())
+    assert submit.client == sender.client(session_id or "")
 
 
 class Stuck(FakeBackend):

@@ -123,8 +123,7 @@ def _context(
         return_tokens=returns_prompt,
         client_request_id=caller.client_request_id,
         session_id=caller.session_id,
-        client=caller.client,
-        has_key=caller.has_keys,
+        sender=caller.sender,
         key_secret=settings.key_secret(caller.api_key),
     )
 
