@@ -27,7 +27,10 @@ MAX_TOKENS = 2**22
 MAX_TENSOR_NAME_BYTES = 63
 MAX_DIMENSIONS = 4
 
+_TOKENS_KEY = "tokenizer.ggml.tokens"
 _READ_BYTES = 2**22
+_MAX_SHOWN_BYTES = 100
+"""Bytes of a token in an error message."""
 _VERSIONS = (2, 3)
 """Versions of the format that llama.cpp reads."""
 _STRING, _ARRAY = 8, 9
@@ -102,17 +105,20 @@ class _Metadata:
         elif kind == _ARRAY:
             item = self._number(_U32)
             n_items = self._number(_U64)
-            self._bound(
-                n_items, MAX_TOKENS if key == "tokenizer.ggml.tokens" else MAX_ARRAY_ITEMS, f"items in {key}"
-            )
-            if item == _STRING:
+            self._bound(n_items, MAX_TOKENS if key == _TOKENS_KEY else MAX_ARRAY_ITEMS, f"items in {key}")
+            if item == _STRING and key == _TOKENS_KEY:
+                tokens: list[bytes] = []
+                self._pass_strings(n_items, key, limit, tokens)
+                self._check_tokens(tokens)
+            elif item == _STRING:
                 self._pass_strings(n_items, key, limit)
             else:
                 self._skip(n_items * self._bytes_of(item, key))
         else:
             self._skip(self._bytes_of(kind, key))
 
-    def _pass_strings(self, count: int, key: str, limit: int) -> None:
+    def _pass_strings(self, count: int, key: str, limit: int, passed: list[bytes] | None = None) -> None:
+        """Pass strings, and append them to `passed`, if given."""
         # There are hundreds of thousands in a vocabulary.
         unpack, at, data = _U64.unpack_from, self._at, self._data
         for _ in range(count):
@@ -126,9 +132,26 @@ class _Metadata:
             at += 8 + n_bytes
             if at > len(data):
                 self._at = at - n_bytes
+                if passed is not None:
+                    self._need(n_bytes)
                 self._skip(n_bytes)
                 at, data = self._at, self._data
+            if passed is not None:
+                passed.append(data[at - n_bytes : at])
         self._at = at
+
+    def _check_tokens(self, tokens: list[bytes]) -> None:
+        """Refuse a token that is there twice: llama.cpp would abort (fact 29)."""
+        known = set(tokens)
+        if len(known) == len(tokens) and b"" not in known and b"\0" not in b"".join(tokens):
+            return
+        ids: dict[bytes, int] = {}
+        for token, text in enumerate(tokens):
+            # As llama.cpp reads it.
+            read = text.partition(b"\0")[0] or b"[EMPTY_%d]" % token
+            if (first := ids.setdefault(read, token)) != token:
+                shown = _printable(read[:_MAX_SHOWN_BYTES])
+                raise self._error(f"its tokens {first} and {token} are the same: {shown}")
 
     def _bytes_of(self, kind: int, key: str) -> int:
         """Return the size of a value; an array in an array has none, and llama.cpp reads none either."""
@@ -140,10 +163,9 @@ class _Metadata:
         n_bytes = self._number(_U64)
         self._bound(n_bytes, limit, what)
         self._need(n_bytes)
-        text = self._data[self._at : self._at + n_bytes].decode(errors="replace")
+        raw = self._data[self._at : self._at + n_bytes]
         self._at += n_bytes
-        # It may become a part of an error message.
-        return text if text.isprintable() else ascii(text)
+        return _printable(raw)
 
     def _number(self, form: struct.Struct) -> int:
         self._need(form.size)
@@ -178,6 +200,12 @@ class _Metadata:
 
     def _error(self, reason: str) -> ConfigError:
         return ConfigError(f"{self._path} is damaged or hostile: {reason}", param="--model")
+
+
+def _printable(raw: bytes) -> str:
+    """Return a text that may become a part of an error message."""
+    text = raw.decode(errors="replace")
+    return text if text.isprintable() else ascii(text)
 
 
 def _opened(path: Path) -> BufferedReader:

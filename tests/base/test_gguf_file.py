@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import struct
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -100,6 +103,50 @@ def test_each_limit_is_exact(
     path.write_bytes(raw_of(most))
     check_metadata(path)
     assert f"at most {most}" in refusal(path, raw_of(most + 1))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "named"),
+    [
+        ((b"a", b"b", b"a"), "tokens 0 and 2 are the same: a"),
+        ((b"a", b"ab", b"a\0c"), "tokens 0 and 2 are the same: a"),
+        ((b"a", b"\0b", b"[EMPTY_1]"), "tokens 1 and 2 are the same: [EMPTY_1]"),
+        ((b"", b"", b"a", b"\0"), ""),
+        ((b"\xff\n" * 1000, b"\xff\n" * 1000), r"tokens 0 and 1 are the same: '\ufffd\n"),
+    ],
+)
+def test_a_token_that_is_there_twice_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tokens: tuple[bytes, ...], named: str
+) -> None:
+    raw = gguf(array("tokenizer.ggml.tokens", STRING, len(tokens), b"".join(map(text, tokens))))
+    for piece in (7, 2**22):
+        monkeypatch.setattr(gguf_file, "_READ_BYTES", piece)
+        path.write_bytes(raw)
+        if named:
+            message = refusal(path, raw)
+            assert named in message
+            assert len(message) < 1000
+        else:
+            check_metadata(path)
+    path.write_bytes(raw.replace(b"tokenizer.ggml.tokens", b"tokenizer.ggml.merges"))
+    check_metadata(path)
+
+
+def test_llama_cpp_aborts_at_a_token_that_is_there_twice(path: Path) -> None:
+    """If it does not any more, such models need not be refused."""
+    raw = bytearray(resolve_model("demo").read_bytes())
+    at = raw.index(text("Ġthe")) + 8
+    raw[at : at + 5] = raw[raw.index(text("Ġand")) + 8 :][:5]
+    assert "are the same: Ġand" in refusal(path, bytes(raw))
+    load = "import sys, pathlib, llamaslot.backend.llama as b; b.LlamaVocab.load(pathlib.Path(sys.argv[1]))"
+    ended = subprocess.run(
+        [sys.executable, "-c", load, str(path)],
+        env={**os.environ, "GGML_NO_BACKTRACE": "1"},
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGABRT
+    assert b"token_to_id" in ended.stderr
 
 
 def test_the_length_of_all_metadata_is_limited(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
