@@ -123,10 +123,21 @@ class EngineSupervisor:
         self._process.is_stopping = True
         self._process.send(Stop())
 
-    async def stop(self, seconds: float) -> bool:
-        """End it in order, by force after `seconds`; false if it was running and did not end in order."""
+    async def stop(self, seconds: float) -> str:
+        """End it in order, by force after `seconds`; return why a running one did not end in order.
+
+        The text is empty if it did, and if an operator or the system has killed it: nothing else is to be stopped.
+        """
         was_running = self._state is _State.RUNNING
-        return await self._process.stop(Stop(), seconds) or not was_running
+        end = await self._process.stop(Stop(), seconds)
+        if end is None or not was_running or end.status == 0:
+            return ""
+        if end.was_killed:
+            return "the engine did not end in order, such as one that waits for a disk"
+        if end.is_crash:
+            return f"the engine did not end in order: {end.text}"
+        _log.warning("engine.ended", reason=end.text, crashed=False)
+        return ""
 
     def kill(self) -> None:
         """End it at once."""

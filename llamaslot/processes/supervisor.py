@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,19 +66,20 @@ class Supervisor:
         if self._child is not None:
             self._child.kill()
 
-    async def stop(self, message: Any, seconds: float) -> bool:
-        """Send a message that ends the process, and kill it after `seconds`; false unless its status is 0."""
+    async def stop(self, message: Any, seconds: float) -> Exit | None:
+        """Send a message that ends the process, and kill it after `seconds`; return its end, None without one."""
         self.is_stopping = True
         if self._restarting is not None:
             self._restarting.cancel()
         child = self._child
         if child is None:
-            return True
+            return None
         child.send(message)
         if not await child.ended(seconds):
             child.kill()
             await child.ended(1)
-        return child.exit is not None and child.exit.status == 0
+        # A process that hangs in the kernel has not ended even then.
+        return child.exit or Exit(-signal.SIGKILL, was_killed=True)
 
     def _ended(self, end: Exit) -> None:
         self._child = None

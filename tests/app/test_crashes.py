@@ -212,6 +212,27 @@ def test_killing_the_engine_under_load_loses_nothing_that_is_on_disk(tmp_path: P
         assert server.stop() == 0
 
 
+def test_a_stop_just_after_the_engine_was_killed_is_clean(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        parent, engine = psutil.Process(server.process.pid), engine_of(server)
+        # So that it hears of both at once.
+        parent.suspend()
+        engine.kill()
+        wait(lambda: engine.status() == psutil.STATUS_ZOMBIE)
+        parent.send_signal(signal.SIGTERM)
+        parent.resume()
+        assert server.process.wait(15) == 0
+        assert [line["reason"] for line in server.log_lines("engine.ended")] == ["SIGKILL"]
+        assert not server.log_lines("server.aborted")
+
+
+def test_a_crash_of_the_engine_while_it_stops_is_named(tmp_path: Path) -> None:
+    fault = "import os\nfrom llamaslot.engine.engine import Engine\nEngine.stop = lambda _: os.abort()"
+    with serving(tmp_path, fault=fault) as server:
+        assert server.stop() == 1
+        assert "SIGABRT" in server.log_lines("server.aborted")[0]["reason"]
+
+
 def test_the_children_end_with_the_parent_and_leave_no_lock(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with (

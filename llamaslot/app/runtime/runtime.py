@@ -185,6 +185,6 @@ class MultiProcessRuntime:
 
     async def stop(self) -> str:
         """End all in order."""
-        has_ended = await self.engine.stop(_END_TIMEOUT_S)
+        reason = await self.engine.stop(_END_TIMEOUT_S)
         await self.prompts.stop(_PROMPT_TIMEOUT_S)
-        return "" if has_ended else "the engine did not end in order, such as one that waits for a disk"
+        return reason
