@@ -220,6 +220,8 @@ def _error_of(error: BaseException, job: _Job) -> LlamaslotError:
         return InvalidRequestError(f"there is no file {name}", param="filename")
     if isinstance(error, IsADirectoryError):
         return InvalidRequestError(f"{name} is a folder", param="filename")
+    if isinstance(error, FileExistsError):
+        return InvalidRequestError(f"{name} {error.strerror}", param="filename")
     if isinstance(error, InvalidSnapshotError):
         return InvalidRequestError(f"{name} cannot be restored: {error}", param="filename")
     if isinstance(error, OSError):

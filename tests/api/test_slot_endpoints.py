@@ -87,6 +87,29 @@ async def test_invalid_actions_are_refused(server: Any, path: str, body: Any, pa
     assert (status, reply["error"]["param"]) == (400, param)
 
 
+async def test_a_save_over_what_is_no_slot_file_is_refused(server: Any, tmp_path: Path) -> None:
+    await server.ok("/completion", {"prompt": "Hello", "n_predict": 3, "id_slot": 0})
+    (tmp_path / "notes").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    for name, reason in (("notes", "not a slot file"), ("folder", "is a folder")):
+        status, reply = await server.post("/slots/0?action=save", {"filename": name})
+        assert (status, reply["error"]["param"]) == (400, "filename")
+        assert name in reply["error"]["message"]
+        assert reason in reply["error"]["message"]
+
+
+async def test_a_save_that_another_process_is_in_the_way_of_is_refused(
+    server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await server.ok("/completion", {"prompt": "Hello", "n_predict": 3, "id_slot": 0})
+    (tmp_path / ".a.unfinished").touch()
+    # As if it were there again at once.
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
+    status, reply = await server.post("/slots/0?action=save", {"filename": "a"})
+    assert (status, reply["error"]["param"]) == (400, "filename")
+    assert "a is being saved by another process" in reply["error"]["message"]
+
+
 async def test_a_server_without_a_folder_says_which_flag_it_lacks(start: Any) -> None:
     server = await start()
     status, reply = await server.post("/slots/0?action=erase", {})

@@ -51,7 +51,7 @@ class SlotFiles:
     def write(self, name: str, snapshot: SlotSnapshot) -> int:
         """Write a file atomically, replacing a slot file of that name; returns its size in bytes.
 
-        Raises `OSError`: `FileExistsError` if the name is that of anything else.
+        Raises `OSError`: `FileExistsError` if the name is that of anything else, or another process writes it.
         """
         self._check_replaceable(self._folder / name)
         ends = [part.end for part in snapshot.parts]
@@ -60,7 +60,10 @@ class SlotFiles:
         header = _HEADER.pack(_MAGIC, VERSION, self._key(), len(head), checksum_of(*body))
         # The name of the temporary file is no client's: theirs do not begin with a dot.
         temporary = self._folder / f".{name}.unfinished"
-        write_atomically(self._folder / name, [memoryview(header), *body], temporary=temporary)
+        try:
+            write_atomically(self._folder / name, [memoryview(header), *body], temporary=temporary)
+        except FileExistsError:
+            raise FileExistsError(errno.EEXIST, "is being saved by another process", str(temporary)) from None
         return len(header) + sum(map(len, body))
 
     def read(self, name: str) -> tuple[SlotSnapshot, int]:
@@ -94,7 +97,7 @@ class SlotFiles:
         if not is_slot_file:
             if path.is_dir() and not path.is_symlink():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-            raise FileExistsError(errno.EEXIST, "it is there already, and is not a slot file", str(path))
+            raise FileExistsError(errno.EEXIST, "is there already, and is not a slot file", str(path))
 
     def _decoded(self, body: Kv, n_head: int) -> SlotSnapshot:
         try:
