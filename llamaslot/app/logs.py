@@ -71,7 +71,9 @@ def configure_logging(form: Literal["auto", "console", "json"], level: str) -> N
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Lenient(sys.stderr))),
+        # One write for each line: the server's processes share the stream, and with PYTHONUNBUFFERED, as containers
+        # often have it, `print` would write the end of the line on its own.
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Lenient(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     # Libraries that use the standard library's logging (aiohttp, asyncio) come out in the same form.

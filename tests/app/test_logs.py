@@ -1,0 +1,36 @@
+"""Log lines of several processes in one stream."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+LOG = """
+import logging
+from llamaslot.app.logs import configure_logging, get_logger
+configure_logging("json", "info")
+get_logger("a").info("short")
+get_logger("a").info("long", text="x" * 20_000)
+logging.getLogger("aiohttp").warning("of a library")
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_each_line_is_one_write_so_that_lines_of_other_processes_do_not_get_into_it(unbuffered: str) -> None:
+    # A datagram for each write.
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with ours, theirs:
+        # macOS allows 2 KiB a datagram otherwise.
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
+        environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        process = subprocess.Popen([sys.executable, "-c", LOG], stderr=theirs, env=environ)
+        ours.settimeout(30)
+        written = [ours.recv(2**16) for _ in range(3)]
+        assert process.wait(30) == 0
+    assert all(line.endswith(b"\n") for line in written)
+    assert [json.loads(line)["event"] for line in written] == ["short", "long", "of a library"]
