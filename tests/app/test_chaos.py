@@ -14,6 +14,7 @@ Where each fault alone is injected (paths below `tests/`):
 | logits NaN or infinite, bad cells | `engine/test_compute_faults.py`, `backend/test_sampler.py` |
 | engine aborts, hangs, raises, is killed; parent is killed | `app/test_crashes.py` |
 | prompt worker crashes, hangs, is killed | `processes/test_prompt_supervisor.py` |
+| a vocabulary of quadratic time | `processes/test_slow_vocabulary.py` |
 | one and two SIGTERM, while loading and while serving | `app/test_serve.py`, `app/test_crashes.py` |
 | disk full, read-only, gone | here |
 | disk slow, hung | `engine/test_disk_worker.py`, `app/test_serve.py`, here |
