@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent
 SLOWEST = (
     "app/test_crashes.py",
     "app/test_chaos.py",
+    "app/test_disk_limits.py",
     "demo/test_reuse.py",
     "demo/test_restart.py",
     "demo/test_workloads.py",

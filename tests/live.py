@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,14 @@ def serving(
     environ: dict[str, str] | None = None,
     fault: str = "",
     is_forked: bool = True,
+    prefix: Sequence[str] = (),
 ) -> Iterator[Server]:
     """A server with these arguments, ended by its process id.
 
     What it measures at start is kept for other tests, and not in the user's own folder. `fault` is Python source
     that each of the server's processes runs first, to inject a fault. With `--in-process`, a test that is not about
-    processes starts its server in half a second; without `is_forked` it starts as a user starts it.
+    processes starts its server in half a second; without `is_forked` it starts as a user starts it, by a command
+    after `prefix`, if there is one, which must leave it the process id.
     """
     log = folder / "server.log"
     own = {"XDG_CACHE_HOME": str(folder.parent / "cache"), **(environ or {})}
@@ -86,14 +88,14 @@ def serving(
         # Python imports a module of this name at its start.
         (folder / "fault").mkdir(exist_ok=True)
         (folder / "fault" / "sitecustomize.py").write_text(fault)
-        own["PYTHONPATH"] = str(folder / "fault")
+        own["PYTHONPATH"] = f"{folder / 'fault'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     command = ["serve", "--port", "0", "-t", "1", *map(str, args)]
     log.write_bytes(b"")
     process: subprocess.Popen[bytes] | ForkedProcess
     if is_forked:
         process = ForkedProcess(command, {**os.environ, **own}, log, log, fault=fault)
     else:
-        program = [sys.executable, "-m", "llamaslot.cli.main"]
+        program = [*prefix, sys.executable, "-m", "llamaslot.cli.main"]
         with log.open("wb") as file:
             process = subprocess.Popen([*program, *command], stdout=file, stderr=file, env={**os.environ, **own})
     server = Server(process, log)

@@ -67,6 +67,8 @@ class DiskStats(TierStats):
     """Files that did not match their checksum: moved aside, and their prefixes computed again."""
     written_bytes: int = 0
     """KV written since the engine started."""
+    failed_writes: int = 0
+    """Segments that could not be written, such as to a full disk; each try counts."""
     total_written_bytes: int = 0
     """KV written to the folder by all servers that have used it."""
 

@@ -145,7 +145,8 @@ class EngineSupervisor:
         self._process.kill()
 
     def _has_started(self) -> None:
-        self._process.send(Stop() if self._process.is_stopping else LoadEngine(self.config))
+        load = LoadEngine(self.config, is_restart=self._info is not None)
+        self._process.send(Stop() if self._process.is_stopping else load)
 
     def _receive(self, message: FromEngine) -> None:
         match message:

@@ -42,6 +42,7 @@ _COUNTERS = (
     ("llamaslot_disk_written_tokens", "Tokens written to disk.", "cache.written_tokens"),
     ("llamaslot_disk_written_bytes", "Bytes of KV written to disk.", "cache.disk.written_bytes"),
     ("llamaslot_disk_total_written_bytes", "The same, by all servers so far.", "cache.disk.total_written_bytes"),
+    ("llamaslot_disk_failed_writes", "Segments that could not be written.", "cache.disk.failed_writes"),
     ("llamaslot_disk_read_tokens", "Tokens read from disk.", "cache.read_tokens"),
     ("llamaslot_disk_corrupt_files", "Files that did not match their checksum.", "cache.disk.corrupt_files"),
     ("llamaslot_preemptions", "Times that a running request went back to the queue.", "cache.preemptions"),

@@ -59,6 +59,7 @@ async def test_an_empty_cache(start: Any) -> None:
             "segments": 0,
             "bad_files": 0,
             "written_bytes": 0,
+            "failed_writes": 0,
             "total_written_bytes": 0,
         },
         "anchors": {"replies": 0, "bytes": 0},

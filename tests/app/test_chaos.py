@@ -16,7 +16,7 @@ Where each fault alone is injected (paths below `tests/`):
 | prompt worker crashes, hangs, is killed | `processes/test_prompt_supervisor.py` |
 | a vocabulary of quadratic time | `processes/test_slow_vocabulary.py` |
 | one and two SIGTERM, while loading and while serving | `app/test_serve.py`, `app/test_crashes.py` |
-| disk full, read-only, gone | here |
+| disk full, read-only, gone | `app/test_disk_limits.py` (by the kernel), here (by patched methods) |
 | disk slow, hung | `engine/test_disk_worker.py`, `app/test_serve.py`, here |
 | files on disk damaged, killed while writing | `demo/test_restart.py`, `backend/test_disk_store.py` |
 | memory short | `engine/test_no_memory.py` |

@@ -22,6 +22,7 @@ from structlog.testing import capture_logs
 from llamaslot.app.cache_disk import lock_disk
 from llamaslot.app.config import Config
 from llamaslot.backend.disk import DiskStore, text_tables
+from llamaslot.backend.disk.failure_log import FailureLog
 from llamaslot.backend.disk.segment_files import (
     KEY_BYTES,
     CorruptFileError,
@@ -742,16 +743,26 @@ def test_the_oldest_sessions_beyond_the_limit_are_deleted(folder: Path, monkeypa
     store.close()
 
 
-def test_missing_tables_of_texts_are_logged_and_nothing_else(folder: Path) -> None:
-    store = opened(folder)
+def test_missing_tables_of_texts_are_logged_now_and_then_and_nothing_else(folder: Path) -> None:
+    now = [5.0]
+    store = DiskStore(folder, failures=FailureLog(lambda: now[0]))
+    store.open(KEY, CAPACITY)
     store.texts.write(anchor(1).record())
-    store._index.database._connection.executescript("DROP TABLE anchors; DROP TABLE sessions;")
+    connection = store._index.database._connection
+    connection.executescript("DROP TABLE anchors; DROP TABLE sessions; DROP TABLE segments;")
     with capture_logs() as logs:
         store.texts.write(session(1).record(b"a"))
         store.texts.drop_session(b"a")
         store.texts.clear_texts()
         assert store.texts.records() == []
-    assert [each["event"] for each in logs] == ["disk.text_tables_failed"] * 5
+        store.mark_used([1])
+        now[0] += 31
+        store.texts.drop_session(b"a")
+        store.mark_used([1])
+    lines = [(each["event"], each.get("not_logged_before")) for each in logs]
+    texts, uses = "disk.text_tables_failed", "disk.mark_used_failed"
+    assert lines == [(texts, None), (uses, None), (texts, 4), (uses, None)]
+    assert logs[0]["error"] == "no such table: sessions"
     store.close()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import structlog
@@ -20,6 +20,7 @@ from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.host_memory import MemoryReader, Sources, host_memory
 from llamaslot.backend.llama import LlamaBackend, LoadingStopped
 from llamaslot.base.backend import Backend
+from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import EngineEvent
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.model_worker import model_thread
@@ -35,10 +36,14 @@ _log = structlog.get_logger(__name__)
 
 
 class EngineHost:
-    """Call `lock`, `load`, `start` and `close` in this order, the last one in any case."""
+    """Call `lock`, `load`, `start` and `close` in this order, the last one in any case.
 
-    def __init__(self, config: Config) -> None:
+    Without `needs_disk`, a disk that cannot be used is logged, and the engine runs without it.
+    """
+
+    def __init__(self, config: Config, *, needs_disk: bool = True) -> None:
         self._config = config
+        self._needs_disk = needs_disk
         self._thread = model_thread()
         self._disk: DiskStore | None = None
         self._slot_folder: Path | None = None
@@ -56,7 +61,8 @@ class EngineHost:
 
     def lock(self) -> None:
         """Lock the folders against other servers; raises `ConfigError`."""
-        self._disk = lock_disk(self._config)
+        with self._disk_errors():
+            self._disk = lock_disk(self._config)
         self._slot_folder = slot_save_path(self._config)
 
     async def load(self, on_progress: OnProgress, backend: Backend | None = None) -> Loaded | None:
@@ -81,13 +87,24 @@ class EngineHost:
         if self._disk is not None:
             text = "reading the model for its checksum"
             disk, budgets = self._disk, self._budgets
-            disk_line = await asyncio.to_thread(
-                lambda: open_disk(disk, config, info, budgets, lambda fraction: on_progress(text, fraction))
-            )
+            with self._disk_errors():
+                disk_line = await asyncio.to_thread(
+                    lambda: open_disk(disk, config, info, budgets, lambda fraction: on_progress(text, fraction))
+                )
         self._has_disk_tier = bool(disk_line)
         records = tuple(self._disk.texts.records()) if self._disk is not None and disk_line else ()
         self.watch.expect(info.kv_cost.prefill_us if info.kv_cost is not None else 0.0)
         return Loaded(info, self._budgets.line, disk_line, records)
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """Raise or log that the disk cannot be used."""
+        try:
+            yield
+        except ConfigError as error:
+            if self._needs_disk:
+                raise
+            _log.error("disk.unusable", reason=error.message, until="the engine is started again")
 
     def start(self, on_events: Callable[[list[EngineEvent]], None]) -> Engine:
         """Return an engine, which takes commands; the caller has it run."""

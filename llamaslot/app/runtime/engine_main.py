@@ -13,7 +13,6 @@ import sys
 
 import uvloop
 
-from llamaslot.app.config import Config
 from llamaslot.app.logs import get_logger
 from llamaslot.app.runtime.child_setup import channel_to_parent, configured, socket_of
 from llamaslot.app.runtime.engine_host import EngineHost
@@ -35,7 +34,7 @@ class EngineMain:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._channel: Channel[ToEngine] = channel_to_parent(ToEngine, self._receive)
-        self._config: asyncio.Future[Config] = asyncio.get_running_loop().create_future()
+        self._load: asyncio.Future[LoadEngine] = asyncio.get_running_loop().create_future()
         self._engine: Engine | None = None
         self._must_stop = False
         self._reported = -1.0
@@ -43,8 +42,8 @@ class EngineMain:
     async def run(self) -> None:
         """Serve the parent until it says stop, or the engine dies; then exit without waiting for threads."""
         await self._channel.connect(socket_of(self._fd))
-        config = await self._config
-        host = EngineHost(config)
+        load = await self._load
+        host = EngineHost(configured(load.config), needs_disk=not load.is_restart)
         try:
             has_failed = await self._serve(host)
         except LlamaslotError as error:
@@ -87,11 +86,11 @@ class EngineMain:
 
     def _receive(self, message: ToEngine) -> None:
         match message:
-            case LoadEngine(config):
-                self._config.set_result(configured(config))
+            case LoadEngine():
+                self._load.set_result(message)
             case Stop():
                 self._must_stop = True
-                if not self._config.done():
+                if not self._load.done():
                     os._exit(0)
                 if self._engine is not None:
                     self._engine.stop()

@@ -27,6 +27,7 @@ import structlog
 
 from llamaslot.backend.disk.database import INDEX_ERRORS
 from llamaslot.backend.disk.disk_index import DiskIndex, SegmentRow
+from llamaslot.backend.disk.failure_log import FailureLog
 from llamaslot.backend.disk.fingerprints import fingerprint_of
 from llamaslot.backend.disk.segment_files import CorruptFileError, file_size, read_segment, write_segment
 from llamaslot.backend.disk.text_tables import TextTables
@@ -61,10 +62,13 @@ class DiskStore:
     Call `fingerprint` for the model's files first, then `open` with a key derived from it.
     """
 
-    def __init__(self, folder: Path, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, folder: Path, wall_clock: Callable[[], float] = time.time, failures: FailureLog | None = None
+    ) -> None:
         """Raises `ConfigError` if another server uses the folder, `OSError` if it cannot be used."""
         self.folder = folder
         self._wall_clock = wall_clock
+        self._failures = failures or FailureLog()
         self.capacity = 0
         self.first_number = 0
         self.key = b""
@@ -111,7 +115,7 @@ class DiskStore:
         Raises `OSError`.
         """
         self.key, self.capacity = key, capacity
-        self.texts = TextTables(self._index.database, key)
+        self.texts = TextTables(self._index.database, key, self._failures)
         sizes = {each.name: each.lstat().st_size for each in self._segments.iterdir() if _IS_OURS(each.name)}
         lost = []
         for row in self._index.initial_rows:
@@ -139,7 +143,7 @@ class DiskStore:
             row = SegmentRow(meta, self.key, write_segment(path, self.key, meta.path_digest, kv))
             self._index.add(row)
         except (OSError, *INDEX_ERRORS) as error:
-            _log.warning("disk.write_failed", segment=meta.number, error=str(error))
+            self._failures.add("disk.write_failed", error, segment=meta.number)
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
             return False
@@ -153,7 +157,7 @@ class DiskStore:
         try:
             self._index.set_writes(self._n_written, budget_used_bytes, self._wall_clock())
         except INDEX_ERRORS as error:
-            _log.warning("disk.count_failed", error=str(error))
+            self._failures.add("disk.count_failed", error)
 
     def read(self, number: int) -> Kv | None:
         """Return the KV of a segment exactly as it was written; None if it cannot be read now.
@@ -175,7 +179,7 @@ class DiskStore:
             _log.warning("disk.file_missing", segment=number)
             raise CorruptSegmentError("the file is gone") from None
         except (OSError, MemoryError) as error:
-            _log.warning("disk.read_failed", segment=number, error=str(error) or type(error).__name__)
+            self._failures.add("disk.read_failed", error, segment=number)
         return None
 
     def erase(self, numbers: Sequence[int]) -> None:
@@ -183,7 +187,7 @@ class DiskStore:
         try:
             self._index.remove(numbers)
         except INDEX_ERRORS as error:
-            _log.warning("disk.erase_failed", error=str(error))
+            self._failures.add("disk.erase_failed", error)
         for number in numbers:
             file = self._own.pop(number, None) or self._others.pop(number, None)
             self.n_bytes -= file.n_bytes if file is not None else 0
@@ -200,7 +204,7 @@ class DiskStore:
         try:
             self._index.mark_used(numbers)
         except INDEX_ERRORS as error:
-            _log.warning("disk.mark_used_failed", error=str(error))
+            self._failures.add("disk.mark_used_failed", error)
 
     def close(self) -> None:
         """Release the folder for other servers."""

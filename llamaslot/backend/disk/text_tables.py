@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
-import structlog
 import xxhash
 
 from llamaslot.backend.disk.database import INDEX_ERRORS, Database
+from llamaslot.backend.disk.failure_log import FailureLog
 from llamaslot.base.text_records import RecordKind, TextRecord
 from llamaslot.prompts import sessions, text_anchors
 
@@ -37,15 +37,15 @@ SCHEMA = "".join(
 )
 _TABLES: dict[RecordKind, str] = {"anchor": "anchors", "session": "sessions"}
 _encode = msgspec.msgpack.encode
-_log = structlog.get_logger(__name__)
 
 
 class TextTables:
     """Text anchors and sessions of one key (`TextStore`), the latest written last. Failures are only logged."""
 
-    def __init__(self, database: Database, key: bytes) -> None:
+    def __init__(self, database: Database, key: bytes, failures: FailureLog) -> None:
         self._database = database
         self._key = key
+        self._failures = failures
         self._n_written = 0
 
     def records(self) -> list[TextRecord]:
@@ -94,7 +94,7 @@ class TextTables:
             with self._database.use() as connection:
                 yield connection
         except INDEX_ERRORS as error:
-            _log.warning("disk.text_tables_failed", error=str(error))
+            self._failures.add("disk.text_tables_failed", error)
 
 
 def _trim(connection: sqlite3.Connection) -> None:

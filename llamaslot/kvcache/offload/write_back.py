@@ -93,6 +93,7 @@ class WriteBack:
 
     def on_written(self, segment: Segment | None, *, ok: bool) -> None:
         """Handle the end of a write; None, or another state, if the segment was dropped meanwhile."""
+        self._tiers.counters.disk.failed_writes += not ok
         if segment is None or segment.state is not S.WRITING:
             return
         if not ok:
