@@ -39,7 +39,9 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -288,6 +290,90 @@ def test_a_model_file_that_is_truncated_while_it_is_mapped_ends_the_engine_only(
         assert server.process.poll() is None
         assert not is_healthy(server)
         assert server.stop() == 0
+
+
+JUMPING_CLOCK = """
+import datetime, sys, time
+_time = time.time
+def now():
+    try:
+        with open({file!r}) as file:
+            return _time() + float(file.read() or 0)
+    except OSError:
+        return _time()
+time.time = now
+class Datetime(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return cls.fromtimestamp(time.time(), tz)
+datetime.datetime = Datetime
+if "llamaslot.app.runtime.engine_main" in sys.orig_argv:
+    from llamaslot.kvcache.offload import disk_pacing
+    disk_pacing.PARTIAL_DELAY_S = 0.1
+"""
+DAY_S = 86_400
+
+
+def test_a_wall_clock_that_jumps_by_a_day_ends_nothing_and_gives_no_budget(tmp_path: Path) -> None:
+    jump, keys = tmp_path / "jump", tmp_path / "keys"
+    keys.write_text("key-0 admin\n")
+    fault = JUMPING_CLOCK.format(file=str(jump))
+    args = ("--cache-disk", tmp_path / "disk", "--cache-disk-write-per-day", "1", "--api-key-file", keys)
+    body = {"prompt": PROMPTS[0], **REPLY, "n_predict": 8, "session_id": "s"}
+    with serving(tmp_path, *args, "-np", "2", "--request-timeout", "600", fault=fault) as server:
+        connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
+
+        def ask(path: str, key: str, body: dict[str, Any]) -> http.client.HTTPResponse:
+            connection.request("POST", path, json.dumps(body), {"Authorization": f"Bearer {key}"})
+            return connection.getresponse()
+
+        def is_known(key: str) -> bool:
+            with ask("/tokenize", key, {"content": "a"}) as reply:
+                reply.read()
+                return reply.status == 200
+
+        stream = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
+        endless = {"prompt": "a", "n_predict": -1, "ignore_eos": True, "stream": True}
+        stream.request("POST", "/completion", json.dumps(endless), {"Authorization": "Bearer key-0"})
+        events = stream.getresponse()
+        texts, written = [], []
+        for n, seconds in enumerate((0, DAY_S, -DAY_S, 0)):
+            jump.write_text(str(seconds))
+            assert events.readline().startswith(b"data: "), "the stream goes on"
+            assert events.readline() == b"\n"
+            with ask("/v1/completions", f"key-{n}", {"prompt": "a", "max_tokens": 1}) as reply:
+                expected = time.time() + seconds
+                assert reply.status == 200
+                assert abs(json.load(reply)["created"] - expected) < 60
+                assert abs(parsedate_to_datetime(reply.headers["Date"]).timestamp() - expected) < 60
+            with ask("/completion", f"key-{n}", body) as reply:
+                result = json.load(reply)
+            texts.append(result["content"])
+            assert n == 0 or result["timings"]["cache_n"] > 0
+            for i in range(1 if n else 3):
+                with ask("/completion", f"key-{n}", {**REPLY, "prompt": f"{n} {i} {PROMPTS[5]}"}) as reply:
+                    reply.read()
+                    assert reply.status == 200
+            if n == 0:
+                wait(lambda: cache_of(server, "key-0")["disk"]["written_bytes"] > 2**20)
+            time.sleep(0.5)
+            written.append(cache_of(server, "key-0")["disk"]["written_bytes"])
+            keys.write_text("".join(f"key-{i} admin\n" for i in range(n + 2)))
+            wait(lambda n=n: is_known(f"key-{n + 1}"))
+            assert connection.sock is not None, "an idle connection stays open"
+        assert len(set(texts)) == 1
+        stream.close()
+        connection.close()
+        assert not server.log_lines("engine.ended")
+        assert server.stop() == 0
+        assert written == written[:1] * 4, "no day has passed"
+
+
+def cache_of(server: Server, key: str) -> Any:
+    """`GET /cache` with a key."""
+    request = urllib.request.Request(f"{server.url}/cache", headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)
 
 
 @pytest.mark.skipif(not LONG, reason="starts two servers; tests/backend/test_disk_store.py has the short form")
