@@ -2,7 +2,7 @@
 
 Headers are sent by `open`, so errors that need another status must be raised before. Each `send` is one write. So
 is each `write_now`, which needs no turn of the event loop: where the model uses all cores, turns delay decoding. It
-bypasses aiohttp, and so frames its data itself, in chunks of HTTP/1.1.
+bypasses aiohttp, and so frames its data itself: in chunks of HTTP/1.1, for HTTP/1.0 not at all.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
         self._transport: asyncio.Transport | None = None
-        """The connection, once chunks can be written to it directly."""
+        """The connection, once events can be written to it directly."""
+        self._is_chunked = False
         self.response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
@@ -55,9 +56,9 @@ class EventStream:
         if data := b"".join(events):
             self._sent_at = self._loop.time()
             await self.response.write(data)
-            # Headers are sent with the first write; HTTP/1.0 clients get no chunks.
-            if self.response.headers.get("Transfer-Encoding") == "chunked":
-                self._transport = self._request.transport
+            # Headers are sent with the first write.
+            self._is_chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
+            self._transport = self._request.transport
 
     @property
     def is_ready(self) -> bool:
@@ -69,11 +70,12 @@ class EventStream:
         assert self._transport is not None
         if data := b"".join(events):
             self._sent_at = self._loop.time()
-            chunk = b"%x\r\n%b\r\n" % (len(data), data)
-            self._transport.write(chunk)
+            if self._is_chunked:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+            self._transport.write(data)
             connection = self._request.protocol
             if isinstance(connection, Connection):
-                connection.count_written(len(chunk))
+                connection.count_written(len(data))
                 if self._transport.get_write_buffer_size() > self._max_buffer:
                     connection.disconnect("--max-stream-buffer-kb")
 

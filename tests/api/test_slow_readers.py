@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from aiohttp import web
@@ -17,8 +20,9 @@ from tests.fake_clock import LoopClock
 PART = b"x" * 100_000
 
 
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
 @pytest.mark.parametrize("max_buffer", [10**6, 10**9], ids=["buffer", "timeout"])
-async def test_a_client_that_does_not_read_is_disconnected(max_buffer: int) -> None:
+async def test_a_client_that_does_not_read_is_disconnected(max_buffer: int, version: str) -> None:
     clock = LoopClock()
     loop = asyncio.get_running_loop()
     written, cancelled = asyncio.Event(), asyncio.Event()
@@ -48,7 +52,7 @@ async def test_a_client_that_does_not_read_is_disconnected(max_buffer: int) -> N
     listener = await loop.create_server(made, "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname(), limit=1000)
     with capture_logs() as logs:
-        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        writer.write(f"GET / HTTP/{version}\r\nHost: localhost\r\n\r\n".encode())
         await written.wait()
         if max_buffer == 10**9:
             clock.advance(50)
@@ -106,3 +110,26 @@ async def test_a_client_that_reads_slowly_and_steadily_stays_connected() -> None
             await asyncio.sleep(0.05)
         assert connections[0].connected
     listener.close()
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+async def test_a_client_that_does_not_read_cannot_make_the_server_keep_its_reply(start: Any, version: str) -> None:
+    """The buffer's limit holds for all that was generated, and the client's request ends with the connection."""
+    # Each event has the model's name: together they are more than the kernel takes for the client.
+    server = await start(alias="m" * 20_000, max_stream_buffer_bytes=100_000)
+    body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 4}
+    data = json.dumps(body).encode()
+    address = urlsplit(server.url)
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client, capture_logs() as logs:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.setblocking(False)
+        await loop.sock_connect(client, (address.hostname, address.port))
+        head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+        await loop.sock_sendall(client, head.encode() + data)
+        async with asyncio.timeout(30):
+            while not any(line["event"] == "connection.slow_reader" for line in logs):
+                await asyncio.sleep(0.01)
+            await server.idle()
+    (line,) = [line for line in logs if line["event"] == "connection.slow_reader"]
+    assert line["flag"] == "--max-stream-buffer-kb"

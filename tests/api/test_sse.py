@@ -56,12 +56,14 @@ async def test_events_come_in_order_and_framed() -> None:
 async def test_a_client_of_http_1_0_gets_no_chunks() -> None:
     async def write(stream: EventStream) -> None:
         await stream.send([b"a"])
-        assert not stream.is_ready
-        await stream.close()
+        assert stream.is_ready
+        stream.write_now([b"b", b"c"])
+        await stream.send([b"d"])
+        await stream.close([b"e"])
 
     async with reading(write, version="1.0") as reader:
         await reader.readuntil(b"\r\n\r\n")
-        assert await reader.read() == b"a"
+        assert await reader.read() == b"abcde"
 
 
 async def test_a_slow_client_gets_everything() -> None:

@@ -7,7 +7,7 @@ Where each fault alone is injected (paths below `tests/`):
 | fault | test |
 |---|---|
 | client leaves while queued, loading, prefilling, decoding | `api/test_disconnect.py` |
-| slow reader | `api/test_sse.py`, here |
+| slow reader, of HTTP/1.0 too | `api/test_sse.py`, `api/test_slow_readers.py`, here |
 | idle connections, half-sent bodies, few descriptors | `api/test_connections.py`, `app/test_serve.py`, here |
 | KV pool full in mid-decode | `engine/test_engine.py`, `scheduler/test_scheduler.py` |
 | llama_decode returns 1, -1, 2, < -1 | `engine/test_engine.py`, `engine/test_compute_faults.py` |
