@@ -1,17 +1,21 @@
 """TCP connections: how many may be open, how long without a request or without reading, what malformed HTTP gets.
 
-A connection is idle while no request on it is being answered. If all connections are taken, a new one replaces the
-one that has been idle longest, so that clients that open connections without using them do not lock others out.
+A connection is idle while no request on it is being answered, and during its TLS handshake. If all connections are
+taken, a new one replaces the one that has been idle longest, so that clients that open connections without using
+them do not lock others out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import resource
 import socket
+import ssl
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import structlog
 from aiohttp import web
@@ -26,6 +30,10 @@ _OTHER_DESCRIPTORS = 128
 _LOG_INTERVAL_S = 60.0
 _TCP_INFO_BYTES, _BYTES_ACKED = 128, slice(120, 128)
 """Beginning of Linux' `struct tcp_info`, up to and with `tcpi_bytes_acked`."""
+_HANDSHAKE_TIMEOUT_S = 10.0
+"""Time that a TLS handshake may take."""
+_MAX_REFUSED_HANDSHAKES = 32
+"""Handshakes in progress beyond the limit of connections, so that their clients can be told that it is reached."""
 _MIN_READ_BYTES = 2**16
 """Bytes that a slow reader must take within the write timeout; otherwise its connection is closed."""
 
@@ -47,19 +55,30 @@ def available_connections(wanted: int) -> int:
     return allowed
 
 
+class Abortable(Protocol):
+    """A connection, before or after its TLS handshake."""
+
+    def abort(self) -> None:
+        """Close the connection without sending what is buffered."""
+
+
 class Connections:
     """The open connections, at most `limit`; `clock` gives seconds."""
 
     def __init__(self, limit: int, clock: Callable[[], float]) -> None:
         self._limit = limit
         self._clock = clock
-        self._open: set[Connection] = set()
-        self._idle: dict[Connection, None] = {}
+        self._open: set[Abortable] = set()
+        self._idle: dict[Abortable, None] = {}
         """The one that has been idle longest first."""
         self._logged_at = float("-inf")
 
-    def add(self, connection: Connection) -> bool:
-        """Add a new connection, in place of an idle one if there are too many; False if none is idle."""
+    def add(self, connection: Abortable, handshake: Handshake | None = None) -> bool:
+        """Add a new connection, in place of its handshake or, if there are too many, of an idle one; False if none
+        is idle.
+        """
+        if handshake is not None:
+            self.remove(handshake)
         if len(self._open) >= self._limit:
             longest_idle = next(iter(self._idle), None)
             self._log_full(idle=len(self._idle))
@@ -71,16 +90,16 @@ class Connections:
         self._idle[connection] = None
         return True
 
-    def begin(self, connection: Connection) -> None:
+    def begin(self, connection: Abortable) -> None:
         """Note that a request has arrived."""
         self._idle.pop(connection, None)
 
-    def end(self, connection: Connection) -> None:
+    def end(self, connection: Abortable) -> None:
         """Note that the request was answered."""
         if connection in self._open:
             self._idle[connection] = None
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: Abortable) -> None:
         """Remove a connection that is closed."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
@@ -95,16 +114,23 @@ class Connection(web.RequestHandler):
     """One connection of aiohttp's server.
 
     It is closed if `write_timeout` seconds pass in which more is buffered than the transport wants to, and the
-    client reads almost nothing.
+    client reads almost nothing. With TLS, `handshake` is the one that has ended.
     """
 
-    __slots__ = ("_connections", "_n_acknowledged", "_n_left", "_request", "_timer", "_write_timeout")
+    __slots__ = ("_connections", "_handshake", "_n_acknowledged", "_n_left", "_request", "_timer", "_write_timeout")
 
     def __init__(
-        self, connections: Connections, manager: web.Server, *, write_timeout: float, **settings: Any
+        self,
+        connections: Connections,
+        manager: web.Server,
+        *,
+        write_timeout: float,
+        handshake: Handshake | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__(manager, loop=asyncio.get_running_loop(), **settings)
         self._connections = connections
+        self._handshake = handshake
         self._write_timeout = write_timeout
         self._timer: asyncio.TimerHandle | None = None
         """Set while the client is behind."""
@@ -116,7 +142,8 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the connection, or answer 503 and close it."""
-        if self._connections.add(self):
+        handshake, self._handshake = self._handshake, None
+        if self._connections.add(self, handshake):
             super().connection_made(transport)
             return
         error = UnavailableError("all connections of the server (--max-connections) are in use; try later")
@@ -231,6 +258,80 @@ class Connection(web.RequestHandler):
             reply = http_errors.response(http_errors.described(error))
         reply.force_close()
         return reply
+
+
+class Handshakes:
+    """The TLS handshakes in progress; `make_connection` makes the connection for the end of one."""
+
+    def __init__(
+        self, connections: Connections, tls: ssl.SSLContext, make_connection: Callable[[Handshake], Connection]
+    ) -> None:
+        self._connections = connections
+        self._tls = tls
+        self._make_connection = make_connection
+        self._open: set[Handshake] = set()
+        self._refused: set[Handshake] = set()
+        """Those that are no connections, since there are too many."""
+
+    def begin(self, handshake: Handshake) -> bool:
+        """Count a new handshake as a connection; False if it must be aborted."""
+        if not self._connections.add(handshake):
+            if len(self._refused) >= _MAX_REFUSED_HANDSHAKES:
+                return False
+            self._refused.add(handshake)
+        self._open.add(handshake)
+        return True
+
+    async def run(self, handshake: Handshake, accepted: socket.socket) -> None:
+        """Do a handshake, and pass the socket on to a connection."""
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: self._make_connection(handshake),
+                accepted,
+                ssl=self._tls,
+                ssl_handshake_timeout=_HANDSHAKE_TIMEOUT_S,
+            )
+        except OSError as error:
+            _log.debug("tls.handshake_failed", reason=str(error) or type(error).__name__)
+        finally:
+            self._connections.remove(handshake)
+            self._refused.discard(handshake)
+            self._open.discard(handshake)
+
+    def close(self) -> None:
+        """Abort all handshakes."""
+        for each in list(self._open):
+            each.abort()
+
+
+class Handshake(asyncio.Protocol):
+    """An accepted connection, from which a TLS connection is made."""
+
+    def __init__(self, handshakes: Handshakes) -> None:
+        self._handshakes = handshakes
+        self._accepted: socket.socket
+        self._running: asyncio.Task[None]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin the handshake, on the same socket but another transport: the event loop's own handshakes of servers
+        can neither be counted nor aborted.
+        """
+        plain = cast(asyncio.Transport, transport)
+        try:
+            self._accepted = socket.socket(fileno=os.dup(plain.get_extra_info("socket").fileno()))
+        except OSError as error:
+            _log.debug("tls.handshake_failed", reason=str(error))
+        else:
+            if self._handshakes.begin(self):
+                self._running = asyncio.create_task(self._handshakes.run(self, self._accepted))
+            else:
+                self._accepted.close()
+        plain.abort()
+
+    def abort(self) -> None:
+        """End the handshake at once: it reads the end of the connection, and the transport closes the socket."""
+        with contextlib.suppress(OSError):
+            self._accepted.shutdown(socket.SHUT_RDWR)
 
 
 def _acknowledged(transport: asyncio.Transport) -> int | None:

@@ -15,7 +15,14 @@ from aiohttp import web
 from llamaslot.api import cache_endpoints, server_endpoints, slot_endpoints, token_endpoints
 from llamaslot.api.body_reader import BodyReader, accept_expect
 from llamaslot.api.completions import chat_completions, native_completion, text_completions
-from llamaslot.api.connections import Connection, Connections, available_connections, mark_busy
+from llamaslot.api.connections import (
+    Connection,
+    Connections,
+    Handshake,
+    Handshakes,
+    available_connections,
+    mark_busy,
+)
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings, Readiness
 from llamaslot.api.http_errors import error_middleware
 from llamaslot.api.json_bodies import BODY_READER
@@ -50,8 +57,6 @@ ROUTES = (
 """Method, path, handler, and the access that it requires."""
 _BACKLOG = 512
 """Connections that the kernel may keep until they are accepted."""
-_HANDSHAKE_TIMEOUT_S = 10.0
-"""Time that a TLS handshake may take. Only after it, a connection counts as one of --max-connections."""
 
 
 def create_app(settings: ApiSettings) -> web.Application:
@@ -79,10 +84,14 @@ def create_app(settings: ApiSettings) -> web.Application:
 
 
 class Listener:
-    """The sockets of a server."""
+    """The sockets of a server; `make_protocol` is called for each connection, `handshakes` are those of TLS."""
 
-    def __init__(self, runner: web.AppRunner) -> None:
+    def __init__(
+        self, runner: web.AppRunner, make_protocol: Callable[[], asyncio.Protocol], handshakes: Handshakes | None
+    ) -> None:
         self._runner = runner
+        self._make_protocol = make_protocol
+        self._handshakes = handshakes
         self._servers: list[asyncio.Server] = []
 
     @property
@@ -90,25 +99,18 @@ class Listener:
         """The bound (host, port) pairs."""
         return [each.getsockname()[:2] for server in self._servers for each in server.sockets]
 
-    async def listen(
-        self,
-        host: str,
-        port: int,
-        make_connection: Callable[[], asyncio.Protocol],
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
+    async def listen(self, host: str, port: int) -> None:
         """Accept connections at one more address. Raises `OSError`, and `UnicodeError` for an impossible name."""
         loop = asyncio.get_running_loop()
-        limit = _HANDSHAKE_TIMEOUT_S if tls is not None else None
-        server = await loop.create_server(
-            make_connection, host, port, backlog=_BACKLOG, ssl=tls, ssl_handshake_timeout=limit
-        )
+        server = await loop.create_server(self._make_protocol, host, port, backlog=_BACKLOG)
         self._servers.append(server)
 
     async def close(self) -> None:
         """Accept no more connections, wait a while for running replies, then close their connections."""
         for server in self._servers:
             server.close()
+        if self._handshakes is not None:
+            self._handshakes.close()
         await self._runner.cleanup()
 
 
@@ -129,19 +131,24 @@ async def serve(
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
     await runner.setup()
     assert runner.server is not None
-    listener = Listener(runner)
+    connections = Connections(available_connections(settings.max_connections), asyncio.get_running_loop().time)
     make_connection = partial(
         Connection,
-        Connections(available_connections(settings.max_connections), asyncio.get_running_loop().time),
+        connections,
         runner.server,
         access_log=None,
         auto_decompress=False,
         keepalive_timeout=settings.keep_alive_timeout,
         write_timeout=settings.write_timeout,
     )
+    if tls is None:
+        listener = Listener(runner, make_connection, None)
+    else:
+        handshakes = Handshakes(connections, tls, lambda handshake: make_connection(handshake=handshake))
+        listener = Listener(runner, partial(Handshake, handshakes), handshakes)
     try:
         for host in hosts:
-            await listener.listen(host, port, make_connection, tls)
+            await listener.listen(host, port)
             port = port or listener.addresses[0][1]
     except (OSError, UnicodeError) as error:
         await listener.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -14,7 +15,7 @@ from aiohttp import web
 
 from llamaslot.api.body_reader import BodyReader
 from llamaslot.api.context import READINESS, ApiSettings
-from llamaslot.api.http_server import create_app, serve
+from llamaslot.api.http_server import Listener, create_app, serve
 from llamaslot.api.json_bodies import BODY_READER
 from llamaslot.base.commands import InspectEngine
 from llamaslot.base.stats import EngineState
@@ -31,6 +32,8 @@ TEMPLATE = (
 
 class Server:
     """A running server and a client for it."""
+
+    listener: Listener
 
     def __init__(
         self, url: str, service: Service, session: aiohttp.ClientSession, bodies: BodyReader, local: LocalEngine
@@ -99,6 +102,7 @@ async def start() -> AsyncIterator[Start]:
             template: str = TEMPLATE,
             engine: dict[str, Any] | None = None,
             app: web.Application | None = None,
+            tls: ssl.SSLContext | None = None,
             **settings: Any,
         ) -> Server:
             backend = backend or FakeBackend(n_ctx=1024)
@@ -121,12 +125,16 @@ async def start() -> AsyncIterator[Start]:
 
             stack.push_async_callback(stop)
             app = app or create_app(ApiSettings(**settings))
-            listener = await serve(app, ["127.0.0.1"], 0, shutdown_timeout=0.1)
+            listener = await serve(app, ["127.0.0.1"], 0, shutdown_timeout=0.1, tls=tls)
             stack.push_async_callback(listener.close)
             app[READINESS].set(service)
-            session = await stack.enter_async_context(aiohttp.ClientSession())
-            url = f"http://127.0.0.1:{listener.addresses[0][1]}"
-            return Server(url, service, session, app[BODY_READER], own)
+            # The certificates of tests are self-signed.
+            connector = aiohttp.TCPConnector(ssl=tls is None)
+            session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+            url = f"http{'s' if tls is not None else ''}://127.0.0.1:{listener.addresses[0][1]}"
+            server = Server(url, service, session, app[BODY_READER], own)
+            server.listener = listener
+            return server
 
         yield started
 

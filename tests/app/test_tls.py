@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
@@ -22,21 +23,10 @@ from llamaslot.app.tls import Certificate, tls_context
 from llamaslot.base.errors import ConfigError
 from llamaslot.cli.client import Client
 from llamaslot.cli.main import main
+from tests.certificates import make
 from tests.live import serving
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
-
-
-def make(folder: Path, name: str) -> tuple[Path, Path]:
-    """A self-signed certificate for this machine, and its key."""
-    cert, key = folder / f"{name}.pem", folder / f"{name}-key.pem"
-    subprocess.run(
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost "
-        f"-addext subjectAltName=DNS:localhost,IP:127.0.0.1 -out {cert} -keyout {key}".split(),
-        check=True,
-        capture_output=True,
-    )
-    return cert, key
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +135,15 @@ def test_a_server_is_reached_over_https_by_its_own_certificate(
 ) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     copied(made, "one", cert, key)
-    small = ("-c", "512", "-np", "1", "--cache-ram", "0", "--in-process")
+    small = ("-c", "512", "-np", "1", "--cache-ram", "0", "--in-process", "--max-connections", "4")
     with serving(tmp_path, "-m", tiny_model, "--ssl-cert-file", cert, "--ssl-key-file", key, *small) as server:
         assert server.url.startswith("https://127.0.0.1:")
         assert f"curl --cacert {cert} https://" in server.log.read_text()
+        port = int(server.url.rpartition(":")[2])
+        silent = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(12)]
+        assert [each.recv(1) for each in silent[:8]] == [b""] * 8, "handshakes count as connections"
+        for each in silent:
+            each.close()
         monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
         assert main(["chat", "--url", server.url, "--cacert", str(cert), "--max-tokens", "2"]) == 0
         assert "2 tokens" in capsys.readouterr().err
