@@ -44,6 +44,7 @@ from llamaslot.prompts.prompt_jobs import (
     Restore,
     TextRecords,
     TokenizePrompt,
+    activity_of,
     client_of,
 )
 from llamaslot.prompts.prompt_worker import (
@@ -351,10 +352,11 @@ class PromptSupervisor(PromptWorker):
         for pending in running:
             pending.n_tries += 1
             if pending is overdue:
-                message = f"the request took more than {self._timeout:g} s to process (--prompt-timeout)"
-                _fail(pending, InvalidRequestError(message, param="prompt"))
+                message = f"{activity_of(pending.job)} took more than {self._timeout:g} s (--prompt-timeout)"
+                param = "prompt" if isinstance(pending.job, TokenizePrompt) else None
+                _fail(pending, InvalidRequestError(message, param=param))
             elif is_only_one or pending.n_tries >= _MAX_TRIES:
-                _fail(pending, ServerError(f"the prompt worker ended at this prompt: {end.text}"))
+                _fail(pending, ServerError(f"{activity_of(pending.job)} ended the prompt worker: {end.text}"))
             elif not pending.future.done():
                 pending.is_suspect |= end.is_crash and overdue is None
                 pending.lane.put_back(pending)

@@ -143,6 +143,26 @@ def client_of(job: Job) -> str | None:
             return None
 
 
+_ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
+    TokenizePrompt: "tokenizing the prompt",
+    DropSession: "dropping the session",
+    Tokenize: "tokenizing the text",
+    Detokenize: "detokenizing the tokens",
+    "prompts": "reading the request body",
+    "chat": "reading the request body and rendering its messages",
+    "apply_template": "rendering the messages",
+    "tokenize": "tokenizing the text",
+    "detokenize": "detokenizing the tokens",
+}
+"""By type, or by the kind of a body."""
+
+
+def activity_of(job: Job) -> str:
+    """Return the words for what a job does, for the error message of its client."""
+    kind = job.kind if isinstance(job, ReadRequest | AnswerBody) else type(job)
+    return _ACTIVITIES.get(kind, "remembering replies")
+
+
 class PromptJobs:
     """Carries out jobs, one at a time but for `PromptQuery`s, which change nothing."""
 

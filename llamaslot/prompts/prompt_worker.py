@@ -15,7 +15,15 @@ from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFull
 from llamaslot.base.executors import close_after_queue
 from llamaslot.base.stats import AnchorStats, SessionStats
 from llamaslot.base.turns import Turns
-from llamaslot.prompts.prompt_jobs import Job, JobResult, PromptJobs, Release, TokenizePrompt, client_of
+from llamaslot.prompts.prompt_jobs import (
+    Job,
+    JobResult,
+    PromptJobs,
+    Release,
+    TokenizePrompt,
+    activity_of,
+    client_of,
+)
 
 if TYPE_CHECKING:
     from llamaslot.prompts.tokenizer import Tokenizer
@@ -63,17 +71,18 @@ def on_result(
         if error is None:
             then(future.result())
         else:
-            failed(job_error(error))
+            assert isinstance(error, LlamaslotError)
+            failed(error)
 
     future.add_done_callback(done)
 
 
-def job_error(error: BaseException) -> LlamaslotError:
+def _job_error(error: BaseException, job: Job) -> LlamaslotError:
     """Return the error for the client of a job; a bug is logged."""
     if isinstance(error, LlamaslotError):
         return error
-    _log.error("prompt_worker.failed", exc_info=error)
-    return ServerError("the prompt could not be tokenized")
+    _log.error("prompt_worker.failed", job=type(job).__name__, exc_info=error)
+    return ServerError(f"{activity_of(job)} failed")
 
 
 class PromptWorker(Protocol):
@@ -91,7 +100,7 @@ class PromptWorker(Protocol):
         """Counts of what is remembered, and estimated bytes."""
 
     def call(self, job: Job) -> asyncio.Future[Any]:
-        """Start a job; the future has its result, or the error that it raised. Cancelling it cancels the job."""
+        """Start a job; the future has its result or a `LlamaslotError`. Cancelling it cancels the job."""
 
 
 class PromptThread(PromptWorker):
@@ -195,7 +204,7 @@ class _JobThread:
         try:
             result = self._jobs.run(job)
         except BaseException as error:
-            future.set_exception(error)
+            future.set_exception(_job_error(error, job))
         else:
             future.set_result(result)
 

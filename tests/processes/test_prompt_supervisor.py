@@ -106,6 +106,16 @@ async def test_a_prompt_that_crashes_it_fails_and_those_around_it_do_not(start: 
     assert worker.pid != pid
 
 
+async def test_the_error_of_a_job_that_crashes_it_says_what_the_job_did(start: Start) -> None:
+    worker = await start()
+    biased = msgspec.json.encode({"prompt": "x", "logit_bias": {"CRASH": 1}})
+    body = worker.call(ReadRequest("prompts", biased, chat("").context))
+    text = worker.call(AnswerBody("tokenize", msgspec.json.encode({"content": "CRASH"})))
+    await outcomes(body, text, worker.call(prompt("a", "a")))
+    assert str(body.exception()) == "reading the request body ended the prompt worker: SIGABRT"
+    assert str(text.exception()) == "tokenizing the text ended the prompt worker: SIGABRT"
+
+
 async def test_of_two_that_ran_at_once_the_one_that_crashes_it_fails(start: Start) -> None:
     worker = await start()
     for pair in (("SLOW", "CRASH"), ("CRASH", "SLOW")):
@@ -122,7 +132,7 @@ async def test_a_prompt_that_takes_too_long_fails_by_the_flags_name(start: Start
     worker = await start(limit=1.0)
     futures = [worker.call(prompt(text, text)) for text in ("a", "HANG", "b")]
     assert await outcomes(*futures) == [TokenizedPrompt, InvalidRequestError, TokenizedPrompt]
-    assert "--prompt-timeout" in str(futures[1].exception())
+    assert "tokenizing the prompt took more than 1 s (--prompt-timeout)" in str(futures[1].exception())
 
 
 async def test_what_was_remembered_survives_its_crash(start: Start) -> None:
@@ -185,7 +195,10 @@ async def test_a_template_that_does_not_end_fails_its_request_only(start: Start)
     endless = worker.call(chat("ENDLESS"))
     beside = worker.call(AnswerBody("tokenize", msgspec.json.encode({"content": "word " * 10_000})))
     assert await outcomes(endless, beside, worker.call(chat("b"))) == [InvalidRequestError, JsonReply, RequestRead]
-    assert "--prompt-timeout" in str(endless.exception())
+    error = endless.exception()
+    assert isinstance(error, LlamaslotError)
+    assert "reading the request body and rendering its messages took more than 1 s (--prompt-timeout)" in str(error)
+    assert error.param is None
 
 
 async def test_a_template_that_does_not_end_when_it_is_tried_is_refused(

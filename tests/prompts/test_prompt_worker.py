@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ from llamaslot.base.commands import (
     Tokenize,
     TokensPart,
 )
-from llamaslot.base.errors import ContextSizeError, InvalidRequestError, QueueFullError
+from llamaslot.base.errors import ContextSizeError, InvalidRequestError, QueueFullError, ServerError
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import AnchorStats, SessionStats
 from llamaslot.base.text_records import TextRecord
@@ -140,6 +140,18 @@ async def test_a_prompt_that_cannot_fit_is_refused_with_its_body(worker: PromptT
     """To pass its text on would hold up the server's event loop."""
     with pytest.raises(ContextSizeError, match="at least"):
         await worker.call(ReadRequest("prompts", msgspec.json.encode({"prompt": prompt}), CONTEXT))
+
+
+async def test_the_error_of_a_bug_says_what_the_job_did() -> None:
+    class BrokenVocab(FakeVocab):
+        def detokenize(self, tokens: Sequence[int]) -> bytes:
+            raise ZeroDivisionError
+
+    worker = prompt_thread(Tokenizer(BrokenVocab(), 100, min_match=0.8))
+    query = AnswerBody("detokenize", msgspec.json.encode({"tokens": [1]}))
+    with pytest.raises(ServerError, match="detokenizing the tokens failed"):
+        await worker.call(query)
+    worker.close()
 
 
 async def test_a_cancelled_job_is_not_carried_out() -> None:

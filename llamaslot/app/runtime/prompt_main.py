@@ -29,7 +29,7 @@ from llamaslot.processes.messages import (
     TokenizerReady,
     ToPrompts,
 )
-from llamaslot.prompts.prompt_worker import PromptThread, invalid_unicode, job_error
+from llamaslot.prompts.prompt_worker import PromptThread, invalid_unicode
 
 
 class PromptMain:
@@ -93,7 +93,8 @@ class PromptMain:
                 error = invalid_unicode()
             else:
                 return
-        self._channel.send(JobDone(number, error=job_error(error).info(), anchors=anchors, sessions=sessions))
+        assert isinstance(error, LlamaslotError)
+        self._channel.send(JobDone(number, error=error.info(), anchors=anchors, sessions=sessions))
 
 
 def main() -> None:
