@@ -41,7 +41,7 @@ _COUNTERS = (
     ("llamaslot_prefix_cache_dropped_prefixes", "Prefixes dropped for lack of ids.", "cache.dropped_prefixes"),
     ("llamaslot_disk_written_tokens", "Tokens written to disk.", "cache.written_tokens"),
     ("llamaslot_disk_written_bytes", "Bytes of KV written to disk.", "cache.disk.written_bytes"),
-    ("llamaslot_disk_total_written_bytes", "The same, by all servers so far.", "cache.disk.total_written_bytes"),
+    ("llamaslot_disk_lifetime_written_bytes", "The same, by all servers so far.", "cache.disk.total_written_bytes"),
     ("llamaslot_disk_failed_writes", "Segments that could not be written.", "cache.disk.failed_writes"),
     ("llamaslot_disk_read_tokens", "Tokens read from disk.", "cache.read_tokens"),
     ("llamaslot_disk_corrupt_files", "Files that did not match their checksum.", "cache.disk.corrupt_files"),

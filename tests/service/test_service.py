@@ -133,6 +133,17 @@ def parsed(text: str) -> dict[str, float]:
     return found
 
 
+async def test_counters_are_named_as_prometheus_recommends() -> None:
+    async with running(FakeBackend()) as service:
+        text = (await service.exposition()).decode()
+    families = {each.name: each for each in text_string_to_metric_families(text)}
+    counters = [name for name, each in families.items() if each.type == "counter"]
+    assert len(counters) > 20
+    # The exposition adds the one suffix.
+    assert not [name for name in counters if "total" in name.split("_")]
+    assert not [name for name, each in families.items() if each.type != "counter" and name.endswith("_total")]
+
+
 async def test_metrics_after_known_requests() -> None:
     backend = FakeBackend(n_slots=2)
     async with running(backend) as service:
