@@ -18,5 +18,4 @@ def prompt_thread(
     """A prompt worker in this process, by default for the fake model."""
     info = info or FakeBackend().info
     parsed = ChatTemplate(template, bos_token=info.bos_token, eos_token=info.eos_token)
-    reader = RequestReader(info, parsed, tokenizer.tokenize, tokenizer.detokenize, tokenizer.check_size)
-    return PromptThread(tokenizer, reader)
+    return PromptThread(tokenizer, RequestReader(info, parsed, tokenizer))

@@ -7,14 +7,12 @@ its body names.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
-from llamaslot.base.tokens import ids_of
 from llamaslot.base.turns import Sender
 
 N_SEEDS = 2**32 - 1
@@ -120,56 +118,12 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     request_id: str
 
 
-class Tokenize(msgspec.Struct, frozen=True, tag="tokenize"):
-    """Turn prompt parts into token ids; answered by `Tokenized`."""
-
-    prompt: tuple[PromptPart, ...]
-    add_special: bool = False
-    with_pieces: bool = False
-    client: str = ""
-    """As in `Submit`."""
-
-    @property
-    def size(self) -> int:
-        """Characters, token ids and parts."""
-        return sum(1 + len(part.text if isinstance(part, TextPart) else part.tokens) for part in self.prompt)
-
-
-class Tokenized(msgspec.Struct, frozen=True, tag="tokenized"):
-    """Token ids and, if they were asked for, the bytes of each.
-
-    Packed, because there may be millions: as separate values they would hold up the event loop that decodes them.
-    """
-
-    packed_tokens: bytes
-    text: bytes = b""
-    """The bytes of all tokens."""
-    packed_ends: bytes = b""
-    """For each token the offset at which its bytes end, packed like tokens; empty unless they were asked for."""
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """The token ids."""
-        return tuple(ids_of(self.packed_tokens))
-
-    @property
-    def pieces(self) -> list[bytes]:
-        """The bytes of each token."""
-        ends = ids_of(self.packed_ends)
-        return [self.text[start:end] for start, end in pairwise([0, *ends])]
-
-
 class Detokenize(msgspec.Struct, frozen=True, tag="detokenize"):
     """Turn token ids into text; answered by `Detokenized`."""
 
     tokens: tuple[int, ...]
     client: str = ""
     """As in `Submit`."""
-
-    @property
-    def size(self) -> int:
-        """Token ids."""
-        return len(self.tokens)
 
 
 class Detokenized(msgspec.Struct, frozen=True, tag="detokenized"):
@@ -211,9 +165,9 @@ class RequestContext(msgspec.Struct, frozen=True):
     """`key_secret` of the API key where each key has namespaces of its own; empty where not."""
 
 
-class ReadRequest(msgspec.Struct, frozen=True, tag="read_request"):
+class ParseBody(msgspec.Struct, frozen=True, tag="parse_body"):
     """Read the body of a request for completions: of a conversation (`chat`) or of `prompts`; answered by
-    `RequestRead`.
+    `ParsedBody`.
     """
 
     kind: Literal["chat", "prompts"]
@@ -235,7 +189,7 @@ class ReplyOptions(msgspec.Struct, frozen=True):
     sse_ping_interval: int | None = None
 
 
-class RequestRead(msgspec.Struct, frozen=True, tag="request_read"):
+class ParsedBody(msgspec.Struct, frozen=True, tag="parsed_body"):
     """The requests of a body, one for each prompt."""
 
     submits: tuple[Submit, ...]
@@ -262,7 +216,7 @@ class JsonReply(msgspec.Struct, frozen=True, tag="json_reply"):
     data: bytes
 
 
-PromptQuery: TypeAlias = Tokenize | Detokenize | ReadRequest | AnswerBody
+PromptQuery: TypeAlias = Detokenize | ParseBody | AnswerBody
 """Queries that need the chat template and the vocabulary only. They may be cancelled."""
 
 

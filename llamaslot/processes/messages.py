@@ -72,8 +72,8 @@ class LoadVocab(msgspec.Struct, frozen=True, tag="load_vocab"):
     config: Any
 
 
-class MakeTokenizer(msgspec.Struct, frozen=True, tag="make_tokenizer"):
-    """Make the tokenizer and the chat template for a loaded model; answered by `TokenizerReady`."""
+class SetModel(msgspec.Struct, frozen=True, tag="set_model"):
+    """Make the tokenizer and the chat template for a loaded model; answered by `PromptWorkerReady`."""
 
     info: ModelInfo
     template: str
@@ -82,7 +82,7 @@ class MakeTokenizer(msgspec.Struct, frozen=True, tag="make_tokenizer"):
     """The flag that names it; empty if none does."""
 
 
-class TokenizerReady(msgspec.Struct, frozen=True, tag="tokenizer_ready"):
+class PromptWorkerReady(msgspec.Struct, frozen=True, tag="prompt_worker_ready"):
     """The prompt worker takes jobs."""
 
     chat_template: str
@@ -106,5 +106,5 @@ class JobDone(msgspec.Struct, frozen=True, tag="job_done"):
     sessions: SessionStats = msgspec.field(default_factory=SessionStats)
 
 
-ToPrompts: TypeAlias = LoadVocab | MakeTokenizer | Stop | NumberedJob
-FromPrompts: TypeAlias = TokenizerReady | Refused | JobDone
+ToPrompts: TypeAlias = LoadVocab | SetModel | Stop | NumberedJob
+FromPrompts: TypeAlias = PromptWorkerReady | Refused | JobDone

@@ -27,11 +27,11 @@ from llamaslot.processes.messages import (
     FromPrompts,
     JobDone,
     LoadVocab,
-    MakeTokenizer,
     NumberedJob,
+    PromptWorkerReady,
     Refused,
+    SetModel,
     Stop,
-    TokenizerReady,
 )
 from llamaslot.processes.supervisor import Supervisor
 from llamaslot.prompts import sessions, text_anchors
@@ -121,7 +121,7 @@ class PromptSupervisor(PromptWorker):
     def __init__(self, module: str, config: Any, *, timeout: float) -> None:
         self._config = config
         self._timeout = timeout
-        self._model: MakeTokenizer | None = None
+        self._model: SetModel | None = None
         self._chat_template = ""
         self._process = Supervisor(
             module,
@@ -174,7 +174,7 @@ class PromptSupervisor(PromptWorker):
         """Start to load the vocabulary; raises `OSError`."""
         await self._process.start()
 
-    async def set_model(self, model: MakeTokenizer, records: Sequence[TextRecord]) -> None:
+    async def set_model(self, model: SetModel, records: Sequence[TextRecord]) -> None:
         """Take jobs for a loaded model; `records` are those of an earlier server.
 
         Raises `LlamaslotError`, also for a chat template that does not end when it is tried.
@@ -234,7 +234,7 @@ class PromptSupervisor(PromptWorker):
 
     def _receive(self, message: FromPrompts) -> None:
         match message:
-            case TokenizerReady():
+            case PromptWorkerReady():
                 self._chat_template = message.chat_template
                 self._has_loaded()
             case Refused(error):

@@ -17,11 +17,9 @@ from llamaslot.base.commands import (
     Detokenized,
     DropSession,
     JsonReply,
-    ReadRequest,
-    RequestRead,
+    ParseBody,
+    ParsedBody,
     Submit,
-    Tokenize,
-    Tokenized,
 )
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
@@ -107,22 +105,13 @@ Job: TypeAlias = (
     | DropSession
     | ClearTexts
     | Restore
-    | Tokenize
     | Detokenize
-    | ReadRequest
+    | ParseBody
     | AnswerBody
 )
 
 JobResult: TypeAlias = (
-    TokenizedPrompt
-    | TextRecords
-    | Located
-    | DroppedSession
-    | Tokenized
-    | Detokenized
-    | RequestRead
-    | JsonReply
-    | None
+    TokenizedPrompt | TextRecords | Located | DroppedSession | Detokenized | ParsedBody | JsonReply | None
 )
 
 
@@ -134,10 +123,10 @@ def client_of(job: Job) -> str | None:
     match job:
         case TokenizePrompt(submit):
             return submit.client
-        case ReadRequest():
+        case ParseBody():
             # The session in its body is not known yet.
             return job.context.sender.client(job.context.session_id)
-        case Tokenize() | Detokenize() | AnswerBody():
+        case Detokenize() | AnswerBody():
             return job.client
         case _:
             return None
@@ -146,7 +135,6 @@ def client_of(job: Job) -> str | None:
 _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
     TokenizePrompt: "tokenizing the prompt",
     DropSession: "dropping the session",
-    Tokenize: "tokenizing the text",
     Detokenize: "detokenizing the tokens",
     "prompts": "reading the request body",
     "chat": "reading the request body and rendering its messages",
@@ -159,7 +147,7 @@ _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
 
 def activity_of(job: Job) -> str:
     """Return the words for what a job does, for the error message of its client."""
-    kind = job.kind if isinstance(job, ReadRequest | AnswerBody) else type(job)
+    kind = job.kind if isinstance(job, ParseBody | AnswerBody) else type(job)
     return _ACTIVITIES.get(kind, "remembering replies")
 
 
@@ -178,9 +166,8 @@ class PromptJobs:
             DropSession: self._drop_session,
             ClearTexts: lambda _: tokenizer.clear(),
             Restore: lambda job: tokenizer.restore(job.records),
-            Tokenize: tokenizer.tokenize,
             Detokenize: tokenizer.detokenize,
-            ReadRequest: reader.read,
+            ParseBody: reader.read,
             AnswerBody: reader.answer,
         }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
-from llamaslot.base.commands import AnswerBody, ReadRequest
+from llamaslot.base.commands import AnswerBody, ParseBody
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError
 from llamaslot.base.executors import close_after_queue
 from llamaslot.base.stats import AnchorStats, SessionStats
@@ -46,7 +46,7 @@ def is_long_query(job: Job) -> bool:
 
 def is_long(job: Job) -> bool:
     """True if a job must not hold up prompts."""
-    return is_long_query(job) or (isinstance(job, ReadRequest) and len(job.body) > _MAX_SHORT_BODY_BYTES)
+    return is_long_query(job) or (isinstance(job, ParseBody) and len(job.body) > _MAX_SHORT_BODY_BYTES)
 
 
 def too_many_queries() -> QueueFullError:

@@ -34,8 +34,6 @@ from llamaslot.base.commands import (
     PromptPart,
     Submit,
     TextPart,
-    Tokenize,
-    Tokenized,
     TokensPart,
 )
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
@@ -82,8 +80,8 @@ def tokenize_parts(vocab: Vocab, parts: Iterable[PromptPart], *, add_special: bo
 class Tokenizer:
     """Tokenizes prompts for slots of `n_ctx` tokens, and remembers the tokens of replies.
 
-    Used by one thread, but for `tokenize`, `detokenize` and `check_size`: they use only the vocabulary, and may run
-    on any.
+    Used by one thread, but for `tokenize`, `piece`, `detokenize` and `check_size`: they use only the vocabulary,
+    and may run on any.
 
     `use_anchors` is false where texts always get their own tokens. `template` is the model's chat template. A
     prompt that departs from its session's text must keep `min_match` of its characters to keep its tokens.
@@ -171,15 +169,14 @@ class Tokenizer:
             detokenize_with_markers(self._vocab, context.prompt.tokens[n_added:n_tokens].tolist()).text
         )
 
-    def tokenize(self, command: Tokenize) -> Tokenized:
-        """Tokenize any prompt."""
-        self._check_ids(command.prompt)
-        tokens = tokenize_parts(self._vocab, command.prompt, add_special=command.add_special)
-        if not command.with_pieces:
-            return Tokenized(packed(tokens))
-        pieces = [self._vocab.detokenize([token]) for token in tokens.tolist()]
-        ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int32)
-        return Tokenized(packed(tokens), b"".join(pieces), packed(ends))
+    def tokenize(self, prompt: Sequence[PromptPart], *, add_special: bool = False) -> list[int]:
+        """Return the token ids of any prompt."""
+        self._check_ids(prompt)
+        return list(tokenize_parts(self._vocab, prompt, add_special=add_special).tolist())
+
+    def piece(self, token: int) -> bytes:
+        """Return the bytes of a token."""
+        return self._vocab.detokenize([token])
 
     def detokenize(self, command: Detokenize) -> Detokenized:
         """Write out token ids."""

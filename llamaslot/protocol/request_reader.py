@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -12,12 +12,10 @@ from llamaslot.base.commands import (
     Detokenize,
     Detokenized,
     JsonReply,
-    ReadRequest,
+    ParseBody,
+    ParsedBody,
     ReplyOptions,
-    RequestRead,
     TextPart,
-    Tokenize,
-    Tokenized,
     TokensPart,
 )
 from llamaslot.base.errors import ContextSizeError
@@ -30,32 +28,36 @@ from llamaslot.protocol.submission import Prompt, checked, parse_prompt, prompts
 from llamaslot.text.template import ChatTemplate
 
 
+class BodyTokenizer(Protocol):
+    """The methods of the tokenizer (`llamaslot.prompts.tokenizer`) that may run on any thread."""
+
+    def tokenize(self, prompt: Prompt, *, add_special: bool = False) -> list[int]:
+        """Return the token ids of any prompt."""
+
+    def piece(self, token: int) -> bytes:
+        """Return the bytes of a token."""
+
+    def detokenize(self, command: Detokenize) -> Detokenized:
+        """Write out token ids."""
+
+    def check_size(self, prompt: Prompt) -> None:
+        """Raise `ContextSizeError` for a text that is too long to fit."""
+
+
 class RequestReader:
-    """Reads bodies for a model with this chat template, on any thread.
+    """Reads bodies for a model with this chat template, on any thread."""
 
-    `tokenize`, `detokenize` and `check_size` are the tokenizer's.
-    """
-
-    def __init__(
-        self,
-        info: ModelInfo,
-        template: ChatTemplate,
-        tokenize: Callable[[Tokenize], Tokenized],
-        detokenize: Callable[[Detokenize], Detokenized],
-        check_size: Callable[[Prompt], None],
-    ) -> None:
+    def __init__(self, info: ModelInfo, template: ChatTemplate, tokenizer: BodyTokenizer) -> None:
         self._info = info
         self.template = template
-        self._tokenize = tokenize
-        self._detokenize = detokenize
-        self._check_text_size = check_size
+        self._tokenizer = tokenizer
         self._answers: dict[str, Callable[[bytes], Any]] = {
             "apply_template": self._apply_template,
             "tokenize": self._tokens,
             "detokenize": self._text,
         }
 
-    def read(self, job: ReadRequest) -> RequestRead:
+    def read(self, job: ParseBody) -> ParsedBody:
         """Read the body of a request for completions; raises `InvalidRequestError`."""
         body: ChatBody | CompletionBody
         prompts: list[Prompt]
@@ -70,7 +72,7 @@ class RequestReader:
         for prompt in prompts:
             self._check_size(prompt)
         submits = submissions(body, prompts, job.context, self._info, self._tokens_of)
-        return RequestRead(submits, _reply_options(body))
+        return ParsedBody(submits, _reply_options(body))
 
     def _check_size(self, prompt: Prompt) -> None:
         """Refuse what cannot fit: millions of ids or texts, or a text of many MiB, would hold up the server's event
@@ -79,14 +81,14 @@ class RequestReader:
         n_min = sum(len(part.tokens) if isinstance(part, TokensPart) else 1 for part in prompt)
         if n_min > self._info.n_ctx_slot:
             raise ContextSizeError.of(n_min, self._info.n_ctx_slot, at_least=True)
-        self._check_text_size(prompt)
+        self._tokenizer.check_size(prompt)
 
     def answer(self, job: AnswerBody) -> JsonReply:
         """Answer a body; raises `InvalidRequestError`."""
         return JsonReply(msgspec.json.encode(self._answers[job.kind](job.body)))
 
     def _tokens_of(self, text: str) -> tuple[int, ...]:
-        return self._tokenize(Tokenize((TextPart(text, special=False),))).tokens
+        return tuple(self._tokenizer.tokenize((TextPart(text, special=False),)))
 
     def _apply_template(self, raw: bytes) -> dict[str, str]:
         """Return the prompt that the template makes of a conversation and its tools."""
@@ -101,16 +103,15 @@ class RequestReader:
             return {"tokens": []}
         special = body.parse_special is not False
         parts = parse_prompt(body.content, self._info.n_vocab, "content", special=special)
-        answer = self._tokenize(Tokenize(parts, bool(body.add_special), bool(body.with_pieces)))
+        tokens = self._tokenizer.tokenize(parts, add_special=bool(body.add_special))
         if not body.with_pieces:
-            return {"tokens": answer.tokens}
-        pairs = zip(answer.tokens, answer.pieces, strict=True)
-        return {"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pairs]}
+            return {"tokens": tokens}
+        return {"tokens": [{"id": token, "piece": _piece(self._tokenizer.piece(token))} for token in tokens]}
 
     def _text(self, raw: bytes) -> dict[str, str]:
         """Return the text of token ids."""
         tokens = checked(decode(raw, DetokenizeBody).tokens or (), self._info.n_vocab, "tokens")
-        return {"content": self._detokenize(Detokenize(tokens)).content}
+        return {"content": self._tokenizer.detokenize(Detokenize(tokens)).content}
 
 
 def _reply_options(body: Options) -> ReplyOptions:

@@ -26,19 +26,17 @@ from llamaslot.base.commands import (
     InspectCache,
     InspectEngine,
     JsonReply,
+    ParseBody,
+    ParsedBody,
     Query,
     QueryBody,
-    ReadRequest,
     ReplyOptions,
     RequestContext,
-    RequestRead,
     Sampling,
     SlotAction,
     SlotActionDone,
     Submit,
     TextPart,
-    Tokenize,
-    Tokenized,
     TokensPart,
     WriteTexts,
 )
@@ -81,9 +79,8 @@ PREFIX = CachePrefix(
     parent=None, namespace=0, tokens=7, edge_tokens=7, hits=2, holders=(0, 5), pinned=True, last_used=1, text="a€"
 )
 PROMPT_QUERIES = [
-    Tokenize((TextPart("a"), TokensPart((1,))), with_pieces=True),
     Detokenize((3, 4)),
-    ReadRequest(
+    ParseBody(
         "chat",
         b"{}",
         RequestContext("r", ApiSettings().request_limits(2), SAMPLING, session_id="mine", key_secret="a b"),
@@ -115,9 +112,8 @@ JOBS = [
     *PROMPT_QUERIES,
 ]
 REPLIES = [
-    Tokenized(b"\3\0\0\0\4\0\0\0", b"\xffa", b"\1\0\0\0\2\0\0\0"),
     Detokenized("text"),
-    RequestRead((SUBMIT,), ReplyOptions(stream=True, response_fields=("content",), sse_ping_interval=3)),
+    ParsedBody((SUBMIT,), ReplyOptions(stream=True, response_fields=("content",), sse_ping_interval=3)),
     JsonReply(b"{}"),
     SlotActionDone(3, 4, 0.5),
     CacheCleared(3),

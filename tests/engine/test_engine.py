@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from llamaslot.base.backend import Decoded, Run, Status
-from llamaslot.base.commands import Detokenize, InspectEngine, Sampling, Submit, TextPart, Tokenize, TokensPart
+from llamaslot.base.commands import AnswerBody, Detokenize, InspectEngine, Sampling, Submit, TextPart, TokensPart
 from llamaslot.base.events import Accepted, Cancelled, Failed, Finished, Output
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -326,8 +326,8 @@ async def test_queries_are_answered_while_a_request_runs() -> None:
     async with running(FakeBackend(n_slots=2)) as engine:
         end = engine.submit("1", "x", max_tokens=100, sampling=Sampling(ignore_eos=True))
         await engine.wait_for("1", Output)
-        tokenized = await engine.ask(Tokenize((TextPart("ab</s>"),), add_special=True))
-        assert tokenized.tokens == (256, 97, 98, 257)
+        tokenized = await engine.ask(AnswerBody("tokenize", b'{"content": "ab</s>", "add_special": true}'))
+        assert tokenized.data == b'{"tokens":[256,97,98,257]}'
         assert (await engine.ask(Detokenize((104, 105, 257)))).content == "hi</s>"
         assert (await engine.ask(Detokenize((999,)))).param == "tokens"
         state = await engine.ask(InspectEngine())

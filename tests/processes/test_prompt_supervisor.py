@@ -20,20 +20,19 @@ from llamaslot.base.commands import (
     AnswerBody,
     DropSession,
     JsonReply,
-    ReadRequest,
+    ParseBody,
+    ParsedBody,
     RequestContext,
-    RequestRead,
     Sampling,
     Submit,
     TextPart,
-    Tokenize,
 )
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError, UnavailableError
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
 from llamaslot.processes import prompt_supervisor
-from llamaslot.processes.messages import MakeTokenizer
+from llamaslot.processes.messages import SetModel
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
 from llamaslot.prompts.prompt_jobs import ClearTexts, Release, Remember, TokenizePrompt
 from tests.fake_backend import FakeBackend
@@ -71,7 +70,7 @@ async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         worker = PromptSupervisor("llamaslot.app.runtime.prompt_main", config, timeout=limit)
         started.append(worker)
         await worker.start()
-        await worker.set_model(MakeTokenizer(info(), template, "--chat-template"), ())
+        await worker.set_model(SetModel(info(), template, "--chat-template"), ())
         return worker
 
     yield begin
@@ -87,8 +86,8 @@ def prompt(request_id: str, text: str, session_id: str = "", client: str = "") -
     return TokenizePrompt(Submit(request_id, (TextPart(text),), session_id=session_id, client=client))
 
 
-def query(text: str) -> Tokenize:
-    return Tokenize((TextPart(text + "x" * 20_000),))
+def long_query(text: str) -> AnswerBody:
+    return AnswerBody("tokenize", msgspec.json.encode({"content": text + " word" * 10_000}))
 
 
 async def outcomes(*futures: Any) -> list[type]:
@@ -109,7 +108,7 @@ async def test_a_prompt_that_crashes_it_fails_and_those_around_it_do_not(start: 
 async def test_the_error_of_a_job_that_crashes_it_says_what_the_job_did(start: Start) -> None:
     worker = await start()
     biased = msgspec.json.encode({"prompt": "x", "logit_bias": {"CRASH": 1}})
-    body = worker.call(ReadRequest("prompts", biased, chat("").context))
+    body = worker.call(ParseBody("prompts", biased, chat("").context))
     text = worker.call(AnswerBody("tokenize", msgspec.json.encode({"content": "CRASH"})))
     await outcomes(body, text, worker.call(prompt("a", "a")))
     assert str(body.exception()) == "reading the request body ended the prompt worker: SIGABRT"
@@ -121,7 +120,7 @@ async def test_of_two_that_ran_at_once_the_one_that_crashes_it_fails(start: Star
     for pair in (("SLOW", "CRASH"), ("CRASH", "SLOW")):
         futures = [
             worker.call(prompt("1", pair[0] + " prompt")),
-            worker.call(query(pair[1])),
+            worker.call(long_query(pair[1])),
             worker.call(ClearTexts()),
         ]
         ends = await outcomes(*futures)
@@ -174,10 +173,10 @@ async def test_released_and_cancelled_requests_leave_nothing(start: Start) -> No
     assert not any(lane.waiting or lane.running for lane in worker._lanes)
 
 
-def chat(text: str) -> ReadRequest:
+def chat(text: str) -> ParseBody:
     """The body of a chat request whose message has a text."""
     body = {"messages": [{"role": "user", "content": text}]}
-    return ReadRequest(
+    return ParseBody(
         "chat", msgspec.json.encode(body), RequestContext("r", ApiSettings().request_limits(10), Sampling())
     )
 
@@ -191,10 +190,10 @@ TEMPLATE = """
 async def test_a_template_that_does_not_end_fails_its_request_only(start: Start) -> None:
     worker = await start(1.0, template=TEMPLATE)
     assert worker.chat_template == TEMPLATE
-    assert await outcomes(worker.call(chat("a"))) == [RequestRead]
+    assert await outcomes(worker.call(chat("a"))) == [ParsedBody]
     endless = worker.call(chat("ENDLESS"))
-    beside = worker.call(AnswerBody("tokenize", msgspec.json.encode({"content": "word " * 10_000})))
-    assert await outcomes(endless, beside, worker.call(chat("b"))) == [InvalidRequestError, JsonReply, RequestRead]
+    beside = worker.call(long_query(""))
+    assert await outcomes(endless, beside, worker.call(chat("b"))) == [InvalidRequestError, JsonReply, ParsedBody]
     error = endless.exception()
     assert isinstance(error, LlamaslotError)
     assert "reading the request body and rendering its messages took more than 1 s (--prompt-timeout)" in str(error)
@@ -212,7 +211,7 @@ async def test_a_template_that_does_not_end_when_it_is_tried_is_refused(
 
 async def test_what_is_no_valid_unicode_is_refused(start: Start) -> None:
     worker = await start(template="{{ '\\ud800' if messages[0].content == 'broken' else 'fine' }}")
-    assert await outcomes(worker.call(chat("broken")), worker.call(chat("a"))) == [InvalidRequestError, RequestRead]
+    assert await outcomes(worker.call(chat("broken")), worker.call(chat("a"))) == [InvalidRequestError, ParsedBody]
 
 
 async def test_errors_cross_the_process_boundary(start: Start) -> None:
@@ -226,13 +225,9 @@ async def test_errors_cross_the_process_boundary(start: Start) -> None:
     assert await outcomes(invalid, worker.call(prompt("b", "b"))) == [InvalidRequestError, TokenizedPrompt]
 
 
-def long_query() -> AnswerBody:
-    return AnswerBody("tokenize", msgspec.json.encode({"content": "SLOW" + " word" * 10_000}))
-
-
 async def test_long_queries_are_limited(start: Start) -> None:
     worker = await start()
-    queries = [worker.call(long_query()) for _ in range(5)]
+    queries = [worker.call(long_query("SLOW")) for _ in range(5)]
     ends = await outcomes(*queries)
     assert ends.count(QueueFullError) == 1
 
@@ -253,7 +248,7 @@ async def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
     )
     await worker.start()
     with pytest.raises(LlamaslotError, match="no model file"):
-        await worker.set_model(MakeTokenizer(info(), "", ""), ())
+        await worker.set_model(SetModel(info(), "", ""), ())
     await worker.stop(5)
 
 

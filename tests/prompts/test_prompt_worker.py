@@ -19,13 +19,12 @@ from llamaslot.base.commands import (
     Detokenize,
     DropSession,
     JsonReply,
-    ReadRequest,
+    ParseBody,
+    ParsedBody,
     RequestContext,
-    RequestRead,
     Sampling,
     Submit,
     TextPart,
-    Tokenize,
     TokensPart,
 )
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError, QueueFullError, ServerError
@@ -139,7 +138,7 @@ async def test_a_refused_prompt_leaves_nothing(
 async def test_a_prompt_that_cannot_fit_is_refused_with_its_body(worker: PromptThread, prompt: object) -> None:
     """To pass its text on would hold up the server's event loop."""
     with pytest.raises(ContextSizeError, match="at least"):
-        await worker.call(ReadRequest("prompts", msgspec.json.encode({"prompt": prompt}), CONTEXT))
+        await worker.call(ParseBody("prompts", msgspec.json.encode({"prompt": prompt}), CONTEXT))
 
 
 async def test_the_error_of_a_bug_says_what_the_job_did() -> None:
@@ -183,7 +182,7 @@ async def test_bodies_of_clients_that_have_gone_take_no_memory() -> None:
     first = worker.call(tokenize("a", "x" * 20_000))
     body = Body("{}")
     raw = weakref.ref(body)
-    waiting = worker.call(ReadRequest("chat", body, CONTEXT))  # type: ignore[arg-type]
+    waiting = worker.call(ParseBody("chat", body, CONTEXT))  # type: ignore[arg-type]
     del body
     await asyncio.sleep(0.01)
     waiting.cancel()
@@ -200,11 +199,11 @@ async def test_a_large_body_does_not_hold_up_prompts() -> None:
     vocab = GatedVocab()
     worker = prompt_thread(Tokenizer(vocab, 10**6, min_match=0.8))
     biased = {"prompt": " " * 2**20, "logit_bias": {"x" * 10_001: 1}}
-    large = worker.call(ReadRequest("prompts", msgspec.json.encode(biased), CONTEXT))
+    large = worker.call(ParseBody("prompts", msgspec.json.encode(biased), CONTEXT))
     await asyncio.wait_for(worker.call(tokenize("a")), 5)
     assert not large.done()
     vocab.gate.set()
-    assert isinstance(await large, RequestRead)
+    assert isinstance(await large, ParsedBody)
     worker.close()
 
 
@@ -253,7 +252,7 @@ async def test_many_prompts_of_one_client_delay_another_by_one_job() -> None:
     while not vocab.n_waiting:
         await asyncio.sleep(0.001)
     jobs.append(call("one", tokenize("one", client="one")))
-    jobs.append(call("query", Tokenize((TextPart("short"),), client="another")))
+    jobs.append(call("query", AnswerBody("tokenize", b'{"content": "short"}', client="another")))
     jobs.append(call("remember", Remember("many 0", BROKEN, 2)))
     vocab.gate.set()
     await asyncio.gather(*jobs)

@@ -11,6 +11,7 @@ import pytest
 from llamaslot.base.commands import (
     Cancel,
     ClearCache,
+    Detokenize,
     DropPaths,
     DropSession,
     EngineCommand,
@@ -19,7 +20,6 @@ from llamaslot.base.commands import (
     Query,
     Submit,
     TextPart,
-    Tokenize,
     WriteTexts,
 )
 from llamaslot.base.events import (
@@ -219,7 +219,7 @@ async def test_queries_fail_while_the_engine_restarts(side: Side) -> None:
     side.dispatcher.send(Query("1", InspectEngine()))
     side.dispatcher.engine_lost(is_crash=False)
     side.dispatcher.send(Query("2", ClearCache()))
-    side.dispatcher.send(Query("3", Tokenize((TextPart("a"),))))
+    side.dispatcher.send(Query("3", Detokenize((1,))))
     await side.until(Reply, "1", "2", "3")
     errors = {e.request_id: e.error and e.error.type for e in side.events if isinstance(e, Reply)}
     assert errors == {"1": "unavailable_error", "2": "unavailable_error", "3": None}

@@ -15,7 +15,7 @@ from llamaslot.api.context import READINESS, SETTINGS, ApiSettings
 from llamaslot.api.json_bodies import BODY_READER, json_response
 from llamaslot.api.middleware import UNIQUE_ID, caller_of
 from llamaslot.api.sse import DONE, EventStream, event
-from llamaslot.base.commands import ReadRequest, ReplyOptions, RequestContext, RequestRead, Submit
+from llamaslot.base.commands import ParseBody, ParsedBody, ReplyOptions, RequestContext, Submit
 from llamaslot.base.events import Finished, Output
 from llamaslot.service.generations import Generation, Generations
 from llamaslot.service.service import Service
@@ -106,7 +106,7 @@ async def _read(
 ) -> tuple[Sequence[Submit], ReplyOptions]:
     """Have the body read; it is not kept while the reply is generated."""
     async with request.app[BODY_READER].body(request) as raw:
-        body = await service.ask(ReadRequest(kind, raw, context), RequestRead)
+        body = await service.ask(ParseBody(kind, raw, context), ParsedBody)
     return body.submits, body.options
 
 

@@ -10,7 +10,7 @@ from llamaslot.app.config import Config
 from llamaslot.base.backend import Vocab
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelInfo
-from llamaslot.processes.messages import MakeTokenizer
+from llamaslot.processes.messages import SetModel
 from llamaslot.prompts.prompt_worker import PromptThread
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.request_reader import RequestReader
@@ -22,7 +22,7 @@ _log = structlog.get_logger(__name__)
 _FALLBACK_TEMPLATE = "chatml"
 
 
-def prompt_worker(config: Config, vocab: Vocab, model: MakeTokenizer) -> PromptThread:
+def prompt_worker(config: Config, vocab: Vocab, model: SetModel) -> PromptThread:
     """Return the prompt worker for a loaded model. Raises `ConfigError` for an unusable template."""
     info, source, flag = model.info, model.template, model.template_flag
     if not config.jinja and not source:
@@ -38,8 +38,7 @@ def prompt_worker(config: Config, vocab: Vocab, model: MakeTokenizer) -> PromptT
         min_match=config.session_min_match,
         template=info.chat_template,
     )
-    reader = RequestReader(info, template, tokenizer.tokenize, tokenizer.detokenize, tokenizer.check_size)
-    return PromptThread(tokenizer, reader)
+    return PromptThread(tokenizer, RequestReader(info, template, tokenizer))
 
 
 def chat_template(

@@ -22,11 +22,11 @@ from llamaslot.processes.channel import Channel
 from llamaslot.processes.messages import (
     JobDone,
     LoadVocab,
-    MakeTokenizer,
     NumberedJob,
+    PromptWorkerReady,
     Refused,
+    SetModel,
     Stop,
-    TokenizerReady,
     ToPrompts,
 )
 from llamaslot.prompts.prompt_worker import PromptThread, invalid_unicode
@@ -50,7 +50,7 @@ class PromptMain:
         match message:
             case LoadVocab():
                 self._load(message)
-            case MakeTokenizer():
+            case SetModel():
                 self._use(message)
             case NumberedJob():
                 self._start(message)
@@ -70,13 +70,13 @@ class PromptMain:
         # A small message is sent at once.
         os._exit(1)
 
-    def _use(self, message: MakeTokenizer) -> None:
+    def _use(self, message: SetModel) -> None:
         try:
             self._worker = prompt_worker(self._config, self._vocab, message)
         except LlamaslotError as error:
             self._refuse(error)
         self._worker.start()
-        self._channel.send(TokenizerReady(self._worker.chat_template))
+        self._channel.send(PromptWorkerReady(self._worker.chat_template))
 
     def _start(self, numbered: NumberedJob) -> None:
         future = self._worker.call(numbered.job)

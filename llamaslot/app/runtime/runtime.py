@@ -12,7 +12,7 @@ from llamaslot.app.config import Config
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError, LlamaslotError
 from llamaslot.processes.engine_supervisor import EngineSupervisor
-from llamaslot.processes.messages import Loaded, MakeTokenizer
+from llamaslot.processes.messages import Loaded, SetModel
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
 from llamaslot.prompts.prompt_jobs import Restore
 from llamaslot.prompts.prompt_worker import PromptThread, PromptWorker
@@ -92,7 +92,7 @@ class InProcessRuntime:
         self._host.lock()
         loaded = await self._host.load(on_progress, self._given)
         if loaded is not None:
-            model = MakeTokenizer(loaded.info, *self._template)
+            model = SetModel(loaded.info, *self._template)
             self._prompts = prompt_worker(self._config, self._host.backend.vocab, model)
             self._prompts.call(Restore(loaded.records))
             self._prompts.start()
@@ -154,7 +154,7 @@ class MultiProcessRuntime:
         # The size of the pool must not depend on what memory is free when the engine is started again.
         self.engine.config = {**self._config, "ctx_size": loaded.info.n_ctx}
         try:
-            await self.prompts.set_model(MakeTokenizer(loaded.info, *self._template), loaded.records)
+            await self.prompts.set_model(SetModel(loaded.info, *self._template), loaded.records)
         except LlamaslotError as error:
             if self._is_interrupted:
                 return None
