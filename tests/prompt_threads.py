@@ -1,8 +1,15 @@
-"""Prompt workers of tests."""
+"""Prompt workers of tests, and jobs for them."""
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
+import msgspec
+
+from llamaslot.api.context import ApiSettings
+from llamaslot.base.commands import AnswerBody, ParseBody, RequestContext, Sampling, Submit, TextPart
 from llamaslot.base.model import ModelInfo
+from llamaslot.prompts.prompt_jobs import TokenizePrompt
 from llamaslot.prompts.prompt_worker import PromptThread
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.request_reader import RequestReader
@@ -10,6 +17,22 @@ from llamaslot.text.template import ChatTemplate
 from tests.fake_backend import FakeBackend
 
 PLAIN_TEMPLATE = "{{ messages }}"
+CONTEXT = RequestContext("r", ApiSettings().request_limits(10), Sampling())
+
+
+def tokenize(request_id: str, text: str = "hello", session_id: str = "", client: str = "") -> TokenizePrompt:
+    """Tokenize the prompt of a request."""
+    return TokenizePrompt(Submit(request_id, (TextPart(text),), session_id=session_id, client=client))
+
+
+def parse(kind: Literal["chat", "prompts"], body: dict[str, Any]) -> ParseBody:
+    """Parse the body of a request for completions."""
+    return ParseBody(kind, msgspec.json.encode(body), CONTEXT)
+
+
+def long_query(text: str = "") -> AnswerBody:
+    """Tokenize a text that is so long that prompts must not wait for it."""
+    return AnswerBody("tokenize", msgspec.json.encode({"content": text + " word" * 10_000}))
 
 
 def prompt_thread(

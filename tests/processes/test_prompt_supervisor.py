@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from llamaslot.api.context import ApiSettings
 from llamaslot.app.config import Config
 from llamaslot.app.models import resolve_model
 from llamaslot.base.commands import (
@@ -22,10 +21,6 @@ from llamaslot.base.commands import (
     JsonReply,
     ParseBody,
     ParsedBody,
-    RequestContext,
-    Sampling,
-    Submit,
-    TextPart,
 )
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError, UnavailableError
 from llamaslot.base.model import ModelInfo
@@ -34,9 +29,10 @@ from llamaslot.base.text_records import TextRecord
 from llamaslot.processes import prompt_supervisor
 from llamaslot.processes.messages import SetModel
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
-from llamaslot.prompts.prompt_jobs import ClearTexts, Release, Remember, TokenizePrompt
+from llamaslot.prompts.prompt_jobs import ClearTexts, Release, Remember
 from tests.fake_backend import FakeBackend
 from tests.processes.faults import inject
+from tests.prompt_threads import long_query, parse, tokenize
 
 FAULT = """
 import os, time
@@ -82,14 +78,6 @@ def info() -> ModelInfo:
     return msgspec.structs.replace(FakeBackend().info, n_ctx_slot=4096)
 
 
-def prompt(request_id: str, text: str, session_id: str = "", client: str = "") -> TokenizePrompt:
-    return TokenizePrompt(Submit(request_id, (TextPart(text),), session_id=session_id, client=client))
-
-
-def long_query(text: str) -> AnswerBody:
-    return AnswerBody("tokenize", msgspec.json.encode({"content": text + " word" * 10_000}))
-
-
 async def outcomes(*futures: Any) -> list[type]:
     async with asyncio.timeout(30):
         return [type(each) for each in await asyncio.gather(*futures, return_exceptions=True)]
@@ -98,7 +86,7 @@ async def outcomes(*futures: Any) -> list[type]:
 async def test_a_prompt_that_crashes_it_fails_and_those_around_it_do_not(start: Start) -> None:
     worker = await start()
     pid = worker.pid
-    futures = [worker.call(prompt(text, text)) for text in ("a", "CRASH", "b", "c")]
+    futures = [worker.call(tokenize(text, text)) for text in ("a", "CRASH", "b", "c")]
     ends = await outcomes(*futures)
     assert ends == [TokenizedPrompt, ServerError, TokenizedPrompt, TokenizedPrompt]
     assert "SIGABRT" in str(futures[1].exception())
@@ -107,10 +95,9 @@ async def test_a_prompt_that_crashes_it_fails_and_those_around_it_do_not(start: 
 
 async def test_the_error_of_a_job_that_crashes_it_says_what_the_job_did(start: Start) -> None:
     worker = await start()
-    biased = msgspec.json.encode({"prompt": "x", "logit_bias": {"CRASH": 1}})
-    body = worker.call(ParseBody("prompts", biased, chat("").context))
+    body = worker.call(parse("prompts", {"prompt": "x", "logit_bias": {"CRASH": 1}}))
     text = worker.call(AnswerBody("tokenize", msgspec.json.encode({"content": "CRASH"})))
-    await outcomes(body, text, worker.call(prompt("a", "a")))
+    await outcomes(body, text, worker.call(tokenize("a", "a")))
     assert str(body.exception()) == "reading the request body ended the prompt worker: SIGABRT"
     assert str(text.exception()) == "tokenizing the text ended the prompt worker: SIGABRT"
 
@@ -119,7 +106,7 @@ async def test_of_two_that_ran_at_once_the_one_that_crashes_it_fails(start: Star
     worker = await start()
     for pair in (("SLOW", "CRASH"), ("CRASH", "SLOW")):
         futures = [
-            worker.call(prompt("1", pair[0] + " prompt")),
+            worker.call(tokenize("1", pair[0] + " prompt")),
             worker.call(long_query(pair[1])),
             worker.call(ClearTexts()),
         ]
@@ -129,31 +116,31 @@ async def test_of_two_that_ran_at_once_the_one_that_crashes_it_fails(start: Star
 
 async def test_a_prompt_that_takes_too_long_fails_by_the_flags_name(start: Start) -> None:
     worker = await start(limit=1.0)
-    futures = [worker.call(prompt(text, text)) for text in ("a", "HANG", "b")]
+    futures = [worker.call(tokenize(text, text)) for text in ("a", "HANG", "b")]
     assert await outcomes(*futures) == [TokenizedPrompt, InvalidRequestError, TokenizedPrompt]
     assert "tokenizing the prompt took more than 1 s (--prompt-timeout)" in str(futures[1].exception())
 
 
 async def test_what_was_remembered_survives_its_crash(start: Start) -> None:
     worker = await start()
-    tokenized = await worker.call(prompt("a", "Once upon", session_id="mine"))
-    again = prompt("b", "Once upon a time", session_id="mine")
-    reply = (await worker.call(prompt("c", "Once upon a time"))).packed_tokens[len(tokenized.packed_tokens) :]
+    tokenized = await worker.call(tokenize("a", "Once upon", session_id="mine"))
+    again = tokenize("b", "Once upon a time", session_id="mine")
+    reply = (await worker.call(tokenize("c", "Once upon a time"))).packed_tokens[len(tokenized.packed_tokens) :]
     await worker.call(Remember("a", reply, len(" a time")))
-    await worker.call(prompt("open", "another", session_id="open"))
+    await worker.call(tokenize("open", "another", session_id="open"))
     assert worker.stats[1].known == 1
-    await outcomes(worker.call(prompt("x", "CRASH")))
+    await outcomes(worker.call(tokenize("x", "CRASH")))
     assert (await worker.call(again)).session_match == "exact"
     records = await worker.call(Remember("open", reply, len(" a time")))
     assert records.records, "a prompt that was tokenized before the crash can still be remembered"
     assert (await worker.call(DropSession("mine"))).paths
-    await outcomes(worker.call(prompt("x", "CRASH")))
+    await outcomes(worker.call(tokenize("x", "CRASH")))
     assert (await worker.call(again)).session_match == "new"
 
 
 async def test_a_kill_from_outside_fails_nothing(start: Start) -> None:
     worker = await start()
-    futures = [worker.call(prompt("a", "SLOW")), worker.call(prompt("b", "b"))]
+    futures = [worker.call(tokenize("a", "SLOW")), worker.call(tokenize("b", "b"))]
     await asyncio.sleep(0.1)
     os.kill(worker.pid, signal.SIGKILL)
     assert await outcomes(*futures) == [TokenizedPrompt] * 2
@@ -162,23 +149,19 @@ async def test_a_kill_from_outside_fails_nothing(start: Start) -> None:
 async def test_released_and_cancelled_requests_leave_nothing(start: Start) -> None:
     worker = await start()
     pid = worker.pid
-    slow = worker.call(prompt("a", "SLOW"))
-    waiting = worker.call(prompt("b", "CRASH"))
+    slow = worker.call(tokenize("a", "SLOW"))
+    waiting = worker.call(tokenize("b", "CRASH"))
     waiting.cancel()
     await slow
     await worker.call(Release("a"))
-    assert await outcomes(worker.call(prompt("c", "c"))) == [TokenizedPrompt]
+    assert await outcomes(worker.call(tokenize("c", "c"))) == [TokenizedPrompt]
     assert worker.pid == pid
     assert list(worker._prompts) == ["c"]
     assert not any(lane.waiting or lane.running for lane in worker._lanes)
 
 
 def chat(text: str) -> ParseBody:
-    """The body of a chat request whose message has a text."""
-    body = {"messages": [{"role": "user", "content": text}]}
-    return ParseBody(
-        "chat", msgspec.json.encode(body), RequestContext("r", ApiSettings().request_limits(10), Sampling())
-    )
+    return parse("chat", {"messages": [{"role": "user", "content": text}]})
 
 
 TEMPLATE = """
@@ -216,13 +199,13 @@ async def test_what_is_no_valid_unicode_is_refused(start: Start) -> None:
 
 async def test_errors_cross_the_process_boundary(start: Start) -> None:
     worker = await start()
-    too_long = worker.call(prompt("a", "word " * 100_000))
+    too_long = worker.call(tokenize("a", "word " * 100_000))
     assert issubclass((await outcomes(too_long))[0], LlamaslotError)
     error = too_long.exception()
     assert isinstance(error, LlamaslotError)
     assert error.n_ctx == 4096
-    invalid = worker.call(prompt("a", "\udc80"))
-    assert await outcomes(invalid, worker.call(prompt("b", "b"))) == [InvalidRequestError, TokenizedPrompt]
+    invalid = worker.call(tokenize("a", "\udc80"))
+    assert await outcomes(invalid, worker.call(tokenize("b", "b"))) == [InvalidRequestError, TokenizedPrompt]
 
 
 async def test_long_queries_are_limited(start: Start) -> None:
@@ -234,7 +217,7 @@ async def test_long_queries_are_limited(start: Start) -> None:
 
 async def test_it_ends_although_a_prompt_hangs(start: Start) -> None:
     worker = await start()
-    worker.call(prompt("a", "HANG"))
+    worker.call(tokenize("a", "HANG"))
     async with asyncio.timeout(3):
         await worker.stop(1)
     assert await outcomes(worker.call(ClearTexts())) == [UnavailableError]
@@ -258,17 +241,17 @@ async def test_a_worker_that_cannot_start_again_fails_its_jobs(tmp_path: Path, s
     worker = await start(model=model)
     model.unlink()
     os.kill(worker.pid, signal.SIGKILL)
-    ends = await outcomes(worker.call(prompt("a", "a")))
+    ends = await outcomes(worker.call(tokenize("a", "a")))
     assert ends == [UnavailableError]
 
 
 async def test_a_record_that_crashes_it_is_not_restored_for_ever(start: Start) -> None:
     worker = await start()
-    await worker.call(prompt("a", "Once upon", session_id="mine"))
+    await worker.call(tokenize("a", "Once upon", session_id="mine"))
     await worker.call(Remember("a", b"\5\0\0\0", 1))
     worker._records["session"].put(b"x", TextRecord("session", b"CRASH", b""))
-    await outcomes(worker.call(prompt("x", "CRASH")))
-    assert await outcomes(worker.call(prompt("b", "b"))) == [TokenizedPrompt]
+    await outcomes(worker.call(tokenize("x", "CRASH")))
+    assert await outcomes(worker.call(tokenize("b", "b"))) == [TokenizedPrompt]
     assert worker.stats[1].known == 0
 
 
@@ -278,7 +261,7 @@ async def test_many_prompts_of_one_client_delay_another_by_one_job(start: Start)
     jobs = [("many", "SLOW"), ("many", "b"), ("many", "c"), ("one", "d"), ("many", "e"), ("other", "f")]
     futures = []
     for client, text in jobs:
-        futures.append(worker.call(prompt(text, text, client=client)))
+        futures.append(worker.call(tokenize(text, text, client=client)))
         futures[-1].add_done_callback(lambda _, text=text: order.append(text))
     await outcomes(*futures)
     assert order == ["SLOW", "d", "f", "b", "c", "e"]

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from llamaslot.api.context import ApiSettings
 from llamaslot.base.commands import (
     AnswerBody,
     Detokenize,
@@ -21,8 +20,6 @@ from llamaslot.base.commands import (
     JsonReply,
     ParseBody,
     ParsedBody,
-    RequestContext,
-    Sampling,
     Submit,
     TextPart,
     TokensPart,
@@ -47,12 +44,10 @@ from llamaslot.prompts.prompt_jobs import (
 from llamaslot.prompts.prompt_worker import PromptThread
 from llamaslot.prompts.tokenizer import Tokenizer
 from tests.fake_backend import FakeVocab
-from tests.prompt_threads import prompt_thread
+from tests.prompt_threads import CONTEXT, long_query, parse, prompt_thread, tokenize
 
 BROKEN = np.array([0x80, 0x80], dtype=np.int32).tobytes()
 """A reply of two invalid characters, whose text gives other tokens."""
-CONTEXT = RequestContext("a", ApiSettings().request_limits(10), Sampling())
-LONG = AnswerBody("tokenize", msgspec.json.encode({"content": "x" * 20_000}))
 
 
 class GatedVocab(FakeVocab):
@@ -74,10 +69,6 @@ async def worker() -> AsyncIterator[PromptThread]:
     worker = prompt_thread(Tokenizer(FakeVocab(), 100, min_match=0.8))
     yield worker
     worker.close()
-
-
-def tokenize(request_id: str, text: str = "hello", session_id: str = "", client: str = "") -> TokenizePrompt:
-    return TokenizePrompt(Submit(request_id, (TextPart(text),), session_id=session_id, client=client))
 
 
 async def test_a_reply_is_remembered_until_its_request_is_released(worker: PromptThread) -> None:
@@ -138,7 +129,7 @@ async def test_a_refused_prompt_leaves_nothing(
 async def test_a_prompt_that_cannot_fit_is_refused_with_its_body(worker: PromptThread, prompt: object) -> None:
     """To pass its text on would hold up the server's event loop."""
     with pytest.raises(ContextSizeError, match="at least"):
-        await worker.call(ParseBody("prompts", msgspec.json.encode({"prompt": prompt}), CONTEXT))
+        await worker.call(parse("prompts", {"prompt": prompt}))
 
 
 async def test_the_error_of_a_bug_says_what_the_job_did() -> None:
@@ -199,7 +190,7 @@ async def test_a_large_body_does_not_hold_up_prompts() -> None:
     vocab = GatedVocab()
     worker = prompt_thread(Tokenizer(vocab, 10**6, min_match=0.8))
     biased = {"prompt": " " * 2**20, "logit_bias": {"x" * 10_001: 1}}
-    large = worker.call(ParseBody("prompts", msgspec.json.encode(biased), CONTEXT))
+    large = worker.call(parse("prompts", biased))
     await asyncio.wait_for(worker.call(tokenize("a")), 5)
     assert not large.done()
     vocab.gate.set()
@@ -225,13 +216,13 @@ async def test_a_dropped_session_gives_its_tokens_once(worker: PromptThread) -> 
 async def test_long_queries_do_not_hold_up_prompts_and_are_limited() -> None:
     vocab = GatedVocab()
     worker = prompt_thread(Tokenizer(vocab, 100, min_match=0.8))
-    queries = [worker.call(LONG) for _ in range(4)]
+    queries = [worker.call(long_query()) for _ in range(4)]
     await asyncio.wait_for(worker.call(tokenize("a")), 5)
     with pytest.raises(QueueFullError):
-        await worker.call(LONG)
+        await worker.call(long_query())
     queries.pop().cancel()
     await asyncio.sleep(0)
-    queries.append(worker.call(LONG))
+    queries.append(worker.call(long_query()))
     vocab.gate.set()
     assert all(isinstance(answer, JsonReply) for answer in await asyncio.gather(*queries))
     assert vocab.n_waiting == 4, "the cancelled query was not worked out"
