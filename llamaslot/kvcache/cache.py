@@ -36,8 +36,8 @@ from llamaslot.base.tokens import WIDTH, Tokens, packed
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.ghost_list import GhostList
 from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.offload.disk_io import IoEvent, Job, SegmentMeta
+from llamaslot.kvcache.offload.dropping import drop_path, drop_subtree
 from llamaslot.kvcache.offload.offloader import Loaded, Offloader
 from llamaslot.kvcache.offload.policy import Deadlines, OffloadPolicy
 from llamaslot.kvcache.offload.ram_budget import RamBudget
@@ -47,7 +47,6 @@ from llamaslot.kvcache.offload.tier_stats import disk_stats, ram_stats, tenant_s
 from llamaslot.kvcache.partitioned_pool import PartitionedPool
 from llamaslot.kvcache.pool import Pool, Sharing
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import SegmentEvent
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tree_listing import tree_listing
 from llamaslot.kvcache.unified_pool import UnifiedPool
@@ -288,9 +287,9 @@ class KVCache:
             for tokens in paths:
                 match = self._tree.match(namespace, tokens)
                 if are_invalid:
-                    _drop_subtree(match.matched_end, self._sequences, self._tiers)
+                    drop_subtree(match.matched_end, self._sequences, self._tiers)
                 else:
-                    _drop_path(match, self._tree, self._sequences, self._tiers)
+                    drop_path(match, self._tree, self._sequences, self._tiers)
         else:
             nodes = self._tree.nodes(namespace)
             self._tiers.drop(reversed(dict.fromkeys(node.segment for node in nodes if node.segment is not None)))
@@ -365,36 +364,3 @@ def _miss_reason(match: Match, ghosts: GhostList, min_shared: int) -> Miss:
     if n < min_shared:
         return "salted" if match.namespace else "cold"
     return "diverged" if match.diverges_at(n) else ""
-
-
-def _drop_path(match: Match, tree: RadixTree, sequences: Sequences, tiers: SegmentTiers) -> None:
-    """Drop a path back to the last position at which another one continues, ends or runs."""
-    fork = match.last_fork()
-    if fork < match.n_resident:
-        for seq in list(match.resident_end.end_of):
-            sequences.truncate(seq, fork)
-            if sequences.in_use(seq) and sequences.is_covered(seq):
-                sequences.clear(seq)
-    # Truncating may have split and joined nodes.
-    segments = tree.match(match.namespace, match.tokens).segments
-    tiers.drop(segment for segment in reversed(segments) if segment.start >= fork)
-
-
-def _drop_subtree(node: Node, sequences: Sequences, tiers: SegmentTiers) -> None:
-    """Drop a node and all below it, unless a request runs there: that one finds out by its own logits."""
-    if node.is_root or node.n_pins:
-        return
-    segments = dict.fromkeys(each.segment for each in node.subtree() if each.segment is not None)
-    start = node.start
-    # A segment that begins above the node may have a child beside it, which cannot stay on disk without it.
-    beside = [child for each in segments for child in each.children if child not in segments]
-    for each in beside:
-        beside += [child for child in each.children if child not in beside]
-    for seq in list(node.holders()):
-        sequences.truncate(seq, start)
-        if sequences.in_use(seq) and sequences.is_covered(seq):
-            sequences.clear(seq)
-    for each in reversed(beside):
-        if each.state.uses_disk:
-            tiers.transition(each, SegmentEvent.EVICT_DISK)
-    tiers.drop(reversed(segments))
