@@ -2,6 +2,8 @@
 
 The namespaces of one API key form a tenant: its KV counts against the key's share of the cache, whatever salts its
 requests have.
+
+The public namespace is the only one of which other tenants find prefixes. Only administrators send requests to it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,10 @@ _RESERVED = "\0"
 """Begins the salts that clients cannot choose."""
 _KEY = "\0key "
 _PRIVATE = "request "
+PUBLIC_TENANT = "public"
+"""Tenant of the public namespace; those of API keys are called by a digest."""
+PUBLIC_SALT = "\0public"
+"""Salt of the requests that compute what all tenants share."""
 
 
 def client_salt(salt: str) -> str:
@@ -66,5 +72,15 @@ def tenant_of(namespace: str) -> str:
     return tenant if dot else ""
 
 
+def reads_public(namespace: str) -> bool:
+    """True if requests of a namespace also find what is public: those of an API key that share their KV at all."""
+    return tenant_of(namespace) not in ("", PUBLIC_TENANT) and not is_private(namespace)
+
+
 def _tenant_of_salt(salt: str) -> str:
+    if salt == PUBLIC_SALT:
+        return PUBLIC_TENANT
     return salt.removeprefix(_KEY).partition(" ")[0] if salt.startswith(_KEY) else ""
+
+
+PUBLIC_NAMESPACE = salt_namespace(PUBLIC_SALT)

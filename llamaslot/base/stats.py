@@ -153,6 +153,8 @@ class CacheStats(msgspec.Struct, kw_only=True):
     """Offloaded from the pool to RAM."""
     loaded_tokens: int = 0
     """Loaded from RAM into the pool."""
+    public_tokens: int = 0
+    """Of them, those that tenants loaded from the public namespace."""
     written_tokens: int = 0
     """Written to disk."""
     read_tokens: int = 0
@@ -192,7 +194,7 @@ class TenantStats(msgspec.Struct):
     """An API key's KV now, and its requests since the start."""
 
     tenant: str
-    """Digest of the key; empty for KV from before keys were tenants."""
+    """Digest of the key; `public` for what all share, empty for KV from before keys were tenants."""
     cells: int
     ram_bytes: int
     disk_bytes: int

@@ -24,7 +24,7 @@ from msgspec import structs
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.kv_ops import Operation
 from llamaslot.base.model import SegmentSize
-from llamaslot.base.namespaces import is_private, tenant_of
+from llamaslot.base.namespaces import PUBLIC_NAMESPACE, is_private, reads_public, tenant_of
 from llamaslot.base.stats import (
     CacheState,
     CacheStats,
@@ -40,6 +40,7 @@ from llamaslot.kvcache.offload.disk_io import IoEvent, Job, SegmentMeta
 from llamaslot.kvcache.offload.dropping import drop_path, drop_subtree
 from llamaslot.kvcache.offload.offloader import Loaded, Offloader
 from llamaslot.kvcache.offload.policy import Deadlines, OffloadPolicy
+from llamaslot.kvcache.offload.public_prefix import PublicPrefix
 from llamaslot.kvcache.offload.ram_budget import RamBudget
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.offload.slot_snapshot import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
@@ -108,6 +109,7 @@ class KVCache:
         self._policy = OffloadPolicy(
             settings, self._tree, self._sequences, self._tiers, self._offloader, lambda: self.has_streams
         )
+        self._public = PublicPrefix(self._tree, self._tiers, self._offloader)
         parts = self._tree, self._sequences, settings, self._counters
         self._pool: Pool
         if settings.shares_cells:
@@ -141,7 +143,7 @@ class KVCache:
         """Return the longest cached prefix of `tokens`; that is `last` if nothing has changed since."""
         if last is not None and last.version == self._tree.version and len(last.tokens) == len(tokens):
             return last
-        match = self._tree.match(namespace, tokens)
+        match = self._public.extend(self._tree.match(namespace, tokens))
         parts = self._offloader.worth_loading(match)
         return replace(match, n_cached=parts[-1].end) if parts else match
 
@@ -164,6 +166,8 @@ class KVCache:
         slot, n_copied = self._pool.acquire(slots, match)
         self._tree.touch(self._sequences.end(slot), self._sequences.advance(), hits=1)
         self._tiers.touch(self._tree.match(match.namespace, match.tokens).segments)
+        if match.public is not None:
+            self._public.use(match.tokens)
         self._pool.ensure_free_id()
         self._n_cached_at[slot] = match.n_cached
         return Acquired(slot, match.n_cached, self.length(slot), n_copied, miss)
@@ -175,7 +179,8 @@ class KVCache:
         if n_copied:
             self._pool.deduplicate()
         limit = self.settings.max_tokens_in_gap(self.settings.load_us) if self.has_streams else None
-        loaded = self._offloader.load(seq, match, None if limit is None else max(0, limit - self._n_loaded))
+        limit = None if limit is None else max(0, limit - self._n_loaded)
+        loaded = self._offloader.load(seq, self._public.extend(match), limit)
         self._n_loaded += loaded.n_loaded
         self._counters.loaded_tokens += loaded.n_loaded
         return replace(loaded, n_copied=n_copied)
@@ -185,6 +190,7 @@ class KVCache:
         self._pool.append(seq, packed(tokens))
         if len(tokens) > 1:
             self._sequences.clock += len(tokens)
+        self._public.offload(seq, has_ended=False)
 
     def truncate(self, seq: int, keep: int) -> None:
         """Truncate a sequence to its first `keep` tokens."""
@@ -203,6 +209,7 @@ class KVCache:
             self._tree.release(seq)
         else:
             self._tree.unpin(seq, self._sequences.advance())
+            self._public.offload(seq, has_ended=True)
         if not self.settings.can_trim:
             self._sequences.clear(seq)
 
@@ -279,7 +286,8 @@ class KVCache:
         """Drop idle prefixes everywhere: of some paths, of a namespace, or all there are.
 
         A path is dropped back to the last position at which another one continues, ends or runs. If it is not
-        trusted (`are_invalid`), its last node is dropped with all that continues it.
+        trusted (`are_invalid`), its last node is dropped with all that continues it; the public one too if all of
+        the path can be loaded from there.
         """
         ram, disk = self._tiers.ram, self._tiers.disk
         before = self._tree.n_tokens, ram.n_tokens, disk.n_tokens
@@ -288,6 +296,9 @@ class KVCache:
                 match = self._tree.match(namespace, tokens)
                 if are_invalid:
                     drop_subtree(match.matched_end, self._sequences, self._tiers)
+                    public = self._tree.match(PUBLIC_NAMESPACE, tokens)
+                    if reads_public(namespace) and public.n_matched * WIDTH == len(tokens):
+                        drop_subtree(public.matched_end, self._sequences, self._tiers)
                 else:
                     drop_path(match, self._tree, self._sequences, self._tiers)
         else:
@@ -363,4 +374,4 @@ def _miss_reason(match: Match, ghosts: GhostList, min_shared: int) -> Miss:
         return "evicted"
     if n < min_shared:
         return "salted" if match.namespace else "cold"
-    return "diverged" if match.diverges_at(n) else ""
+    return "diverged" if any(each.diverges_at(n) for each in (match, match.public) if each is not None) else ""

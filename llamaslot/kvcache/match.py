@@ -35,11 +35,13 @@ class Match:
     n_matched: int
     """Leading tokens found in the tree, even where no KV is left of them."""
     parts: tuple[SegmentPart, ...]
-    """Segments that continue the resident part, without a gap."""
+    """Segments that continue the resident part, without a gap; the last may be of the public namespace."""
     n_cached: int
     """Tokens that need not be computed: resident ones, and those worth loading after them."""
     version: int
     """Version of the tree that was looked up; the match is stale once it has changed."""
+    public: Match | None = None
+    """The public namespace's match of the same tokens, if its segments are among the last `parts`."""
 
     @property
     def n_idle(self) -> int:
@@ -52,6 +54,10 @@ class Match:
         """Segments that cover any node of the path, from the root on."""
         found = dict.fromkeys(node.segment for node in self.matched_end.path_to_root() if node.segment is not None)
         return list(found)[::-1]
+
+    def parts_from(self, n: int) -> tuple[SegmentPart, ...]:
+        """The segments that have the tokens from the n-th on, resident or not, up to the first gap."""
+        return segment_parts(self.matched_end, n, self.n_matched)
 
     def last_fork(self) -> int:
         """The last position of the path at which another path continues, ends or runs; 0 if there is none.
@@ -81,15 +87,15 @@ class Match:
         return any(first != next_token for first in node.children)
 
 
-def segment_parts(resident: Node, last: Node, n_matched: int) -> tuple[SegmentPart, ...]:
-    """The segments that cover the path from below `resident` down to `last`, up to the first gap."""
-    offloaded = list(takewhile(lambda node: node is not resident, last.path_to_root()))
+def segment_parts(last: Node, start: int, end: int) -> tuple[SegmentPart, ...]:
+    """The segments that cover `[start, end)` of the path to a node, up to the first gap."""
+    covering = list(takewhile(lambda node: node.end > start, last.path_to_root())) if start < end else []
     parts: list[SegmentPart] = []
-    for node in reversed(offloaded):
+    for node in reversed(covering):
         if node.segment is None:
             break
-        start = node.start
+        at = max(node.start, start)
         if parts and parts[-1].segment is node.segment:
-            start = parts.pop().start
-        parts.append(SegmentPart(node.segment, start, min(node.end, n_matched)))
+            at = parts.pop().start
+        parts.append(SegmentPart(node.segment, at, min(node.end, end)))
     return tuple(parts)

@@ -71,7 +71,7 @@ class RadixTree:
             if not is_whole:
                 break
         n_resident, n_matched = resident_until // WIDTH, at // WIDTH
-        parts = segment_parts(resident, node, n_matched)
+        parts = segment_parts(node, n_resident, n_matched)
         return Match(namespace, tokens, resident, n_resident, node, n_matched, parts, n_resident, self.version)
 
     def end_node(self, seq: int) -> Node | None:

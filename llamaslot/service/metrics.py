@@ -38,6 +38,7 @@ _COUNTERS = (
     ("llamaslot_prefix_cache_evicted_tokens", "Tokens evicted without being offloaded.", "cache.evicted_tokens"),
     ("llamaslot_prefix_cache_offloaded_tokens", "Tokens offloaded from the pool to RAM.", "cache.offloaded_tokens"),
     ("llamaslot_prefix_cache_loaded_tokens", "Tokens loaded from RAM.", "cache.loaded_tokens"),
+    ("llamaslot_prefix_cache_public_tokens", "Of them, tokens shared by all API keys.", "cache.public_tokens"),
     ("llamaslot_prefix_cache_dropped_prefixes", "Prefixes dropped for lack of ids.", "cache.dropped_prefixes"),
     ("llamaslot_disk_written_tokens", "Tokens written to disk.", "cache.written_tokens"),
     ("llamaslot_disk_written_bytes", "Bytes of KV written to disk.", "cache.disk.written_bytes"),

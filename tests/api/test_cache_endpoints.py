@@ -83,6 +83,7 @@ async def test_an_empty_cache(start: Any) -> None:
         "evicted_tokens": 0,
         "stored_tokens": 0,
         "loaded_tokens": 0,
+        "public_tokens": 0,
         "written_tokens": 0,
         "read_tokens": 0,
         "moved_paths": 0,

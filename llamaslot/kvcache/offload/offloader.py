@@ -126,15 +126,23 @@ class Offloader:
             runs = tree.is_pinned(seq)
             if node is None or (runs and (not with_running or is_private(node.namespace))):
                 continue
-            ranges = _missing(node, 0, node.end, self._tiers.max_tokens)
-            if runs:
-                ranges = [(start, end) for start, end in ranges if end - start == self._tiers.max_tokens]
-            n_done += self._offload(seq, ranges, node.end, max_tokens - n_done)
+            n_done += self.offload_path(seq, max_tokens - n_done, with_partial=not runs)
             if n_done >= max_tokens:
                 self._n_offloaded_ahead += n_done
                 return n_done
         self._n_offloaded_ahead = n_all
         return n_done
+
+    def offload_path(self, seq: int, max_tokens: int | None = None, *, with_partial: bool) -> int:
+        """Save about `max_tokens` of a sequence at most, or all, that no segment covers; they stay resident.
+
+        Returns how many. `with_partial` includes the last range if it is less than a segment.
+        """
+        end = self._sequences.end(seq)
+        ranges = _missing(end, 0, end.end, self._tiers.max_tokens)
+        if not with_partial:
+            ranges = [(start, stop) for start, stop in ranges if stop - start == self._tiers.max_tokens]
+        return self._offload(seq, ranges, end.end, max_tokens)
 
     def tenants_beyond_ids(self) -> set[str]:
         """Tenants that have more than their share of the sequence ids."""
@@ -181,6 +189,7 @@ class Offloader:
             self._sequences.operations.append(Load(segment.number, seq, start, part.end, self.scratch))
             self._tree.extend(seq, match.tokens[start * WIDTH : part.end * WIDTH])
             n_loaded += part.end - start
+            self._counters.public_tokens += (part.end - start) * (segment.namespace != match.namespace)
             n_read += (part.end - start) * segment.is_fresh
             segment.is_fresh = False
         if status is LoadStatus.DONE:

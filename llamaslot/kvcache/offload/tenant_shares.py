@@ -34,9 +34,13 @@ class TenantShares:
         if self._started is None:
             self._started = now
 
+    def keep_active(self, tenant: str) -> None:
+        """Record that a tenant's KV is used, so that it has a share."""
+        self._last_used[tenant] = self._now
+
     def use(self, tenant: str) -> None:
         """Record that a tenant sent a request."""
-        self._last_used[tenant] = self._now
+        self.keep_active(tenant)
         self.n_requests[tenant] += 1
 
     def excess(

@@ -1,0 +1,64 @@
+"""Public prefix: KV that an administrator shares with all tenants on purpose.
+
+A request with `cache_public` runs in a namespace of its own, that of the tenant `public`. What it computes is saved
+to segments at once. The lookup of another tenant continues with these segments where its own prefix ends. `Load` is
+the only operation that crosses from one namespace to another, and only in this direction:
+
+    public namespace       cells --Save--> segments in RAM <--> disk
+                                                |
+                                               Load
+                                                v
+    namespace of a tenant                     cells --Save--> segments of its own
+
+    public KV                            a tenant's lookup          a public request's lookup
+    in segments in RAM                   finds it, to be loaded     finds it
+    in segments on disk                  finds it, to be read       finds it
+    in cells only: RAM has no room       does not find it           finds it
+    in cells only: less than a segment   finds it once the request  finds it
+    of a running request                 has ended
+    evicted                              does not find it           computes it again
+
+Only requests with the salt of the public namespace, which no client can name, extend or replace what is public.
+What a tenant loads counts as its own from then on, and is evicted like all that it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from llamaslot.base.namespaces import PUBLIC_NAMESPACE, PUBLIC_TENANT, reads_public
+from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.offload.offloader import Offloader
+from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
+from llamaslot.kvcache.radix_tree import RadixTree
+
+
+@dataclass(eq=False)
+class PublicPrefix:
+    """Segments of the public namespace, as tenants find them. Without RAM there are none."""
+
+    _tree: RadixTree
+    _tiers: SegmentTiers
+    _offloader: Offloader
+
+    def extend(self, own: Match) -> Match:
+        """Return a tenant's match, continued by public segments if they have more of its tokens."""
+        if not reads_public(own.namespace):
+            return own
+        public = self._tree.match(PUBLIC_NAMESPACE, own.tokens)
+        if public.n_matched <= own.n_resident:
+            return own
+        parts = tuple(self._tiers.readable(own.parts))
+        more = public.parts_from(parts[-1].end if parts else own.n_resident)
+        return replace(own, parts=(*parts, *more), public=public) if more else own
+
+    def use(self, tokens: bytes) -> None:
+        """Record that a tenant starts from public segments: they are evicted late, and keep their share."""
+        self._tiers.touch(self._tree.match(PUBLIC_NAMESPACE, tokens).segments)
+        self._tiers.shares.keep_active(PUBLIC_TENANT)
+
+    def offload(self, seq: int, *, has_ended: bool) -> None:
+        """Save what a public request has computed: full segments, and the rest once it has ended."""
+        end = self._tree.end_node(seq)
+        if end is not None and end.namespace == PUBLIC_NAMESPACE:
+            self._offloader.offload_path(seq, with_partial=has_ended)
