@@ -48,16 +48,22 @@ async def clear(request: web.Request) -> web.Response:
 
 
 async def drop_session(request: web.Request) -> web.Response:
-    """Drop a session of the caller's namespace, and the KV that only it uses."""
+    """Drop a session of the caller's namespace or of the public one, and the KV that only it uses."""
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
-    if request[GRANTED] is not Access.ADMIN and not settings.cache_salt_from_api_key:
+    is_admin = request[GRANTED] is Access.ADMIN
+    if not is_admin and not settings.cache_salt_from_api_key:
         raise ForbiddenError(
             "all keys share their sessions here: dropping one needs an administrator's API key, or "
             "--cache-salt-from-api-key"
         )
     session_id = valid_unicode(request.match_info["session_id"])
-    own = (await read(request, SessionBody)).cache_salt if request.can_read_body else None
-    salt = request_salt(settings.key_secret(given_key(request)), own or "")
+    body = await read(request, SessionBody) if request.can_read_body else SessionBody()
+    salt = request_salt(
+        settings.key_secret(given_key(request)),
+        body.cache_salt or "",
+        is_public=bool(body.cache_public),
+        is_admin=is_admin,
+    )
     dropped = await service.ask(DropSession(session_id, salt), CacheCleared)
     return json_response(
         {

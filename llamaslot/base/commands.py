@@ -163,6 +163,8 @@ class RequestContext(msgspec.Struct, frozen=True):
     sender: Sender = Sender()
     key_secret: str = ""
     """`key_secret` of the API key where each key has namespaces of its own; empty where not."""
+    is_admin: bool = False
+    """True if the API key is an administrator's, who may share KV with all keys."""
 
 
 class ParseBody(msgspec.Struct, frozen=True, tag="parse_body"):

@@ -21,8 +21,9 @@ import structlog
 from llamaslot.base import commands
 from llamaslot.base.backend import Backend, Status
 from llamaslot.base.commands import CacheCleared
-from llamaslot.base.errors import LlamaslotError, ServerError, UnavailableError, stopped_error
+from llamaslot.base.errors import LlamaslotError, NotSupportedError, ServerError, UnavailableError, stopped_error
 from llamaslot.base.events import Cancelled, EngineEvent, Failed, Generated, Reply, Started, Stopped
+from llamaslot.base.namespaces import PUBLIC_SALT
 from llamaslot.base.tokens import packed
 from llamaslot.engine.disk_worker import Disk, DiskWorker
 from llamaslot.engine.engine_settings import EngineSettings, cache_settings
@@ -269,6 +270,10 @@ class Engine:
             self._on_events(events)
 
     def _begin(self, command: commands.Generate, arrived: float) -> None:
+        if command.submit.cache_salt == PUBLIC_SALT and not self.scheduler.cache.settings.offloads:
+            message = "'cache_public' needs prefixes in RAM, which are off here; the start line of the log says why"
+            self._fail(command.submit.request_id, NotSupportedError(message, param="cache_public"))
+            return
         self._n_arrived += 1
         can_trim = self._backend.info.reuse
         request = Request(command.submit, command.prompt, arrival=self._n_arrived, now=arrived, can_trim=can_trim)

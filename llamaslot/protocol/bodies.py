@@ -69,6 +69,7 @@ class Options(UnsupportedOptions, kw_only=True):
 
     cache_prompt: bool | None = None
     cache_salt: Salt | None = None
+    cache_public: bool | None = None
     session_id: SessionId | None = None
     prompt_cache_key: SessionId | None = None
     id_slot: Count | None = None
@@ -114,6 +115,7 @@ class SessionBody(msgspec.Struct, kw_only=True):
     """`DELETE /sessions/{id}`."""
 
     cache_salt: Salt | None = None
+    cache_public: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):

@@ -20,9 +20,9 @@ from llamaslot.base.commands import (
     TextPart,
     TokensPart,
 )
-from llamaslot.base.errors import InvalidRequestError, NotSupportedError
+from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
 from llamaslot.base.model import ModelInfo
-from llamaslot.base.namespaces import client_salt, key_salt
+from llamaslot.base.namespaces import PUBLIC_SALT, client_salt, key_salt
 from llamaslot.protocol.bodies import CompletionBody, Options, PromptObject
 
 Prompt: TypeAlias = tuple[PromptPart, ...]
@@ -46,6 +46,14 @@ def submissions(
         raise InvalidRequestError(f"{message} (--max-choices)", param="n" if n > 1 else "prompt")
     stop = _stop(options, limits)
     session_id = options.session_id or context.session_id or options.prompt_cache_key or ""
+    salt = request_salt(
+        context.key_secret,
+        options.cache_salt or "",
+        is_public=bool(options.cache_public),
+        is_admin=context.is_admin,
+    )
+    if options.cache_public and options.cache_prompt is False:
+        raise InvalidRequestError("'cache_public' shares what 'cache_prompt': false drops", param="cache_public")
     sampling = _sampling(options, context, info, tokens_of)
     id_slot = _first(options.id_slot, -1)
     if id_slot >= info.n_slots:
@@ -59,8 +67,8 @@ def submissions(
                 options.n_predict, options.max_completion_tokens, options.max_tokens, context.max_tokens
             ),
             stop=stop,
-            cache_prompt=_first(options.cache_prompt, context.cache_prompt),
-            cache_salt=request_salt(context.key_secret, options.cache_salt or ""),
+            cache_prompt=_first(options.cache_prompt, options.cache_public or None, context.cache_prompt),
+            cache_salt=salt,
             id_slot=id_slot,
             return_tokens=context.return_tokens,
             client_request_id=context.client_request_id,
@@ -121,12 +129,28 @@ def checked(tokens: Iterable[int], n_vocab: int, param: str) -> tuple[int, ...]:
     return ids
 
 
-def request_salt(key_secret: str, own: str) -> str:
+def request_salt(key_secret: str, own: str, *, is_public: bool, is_admin: bool) -> str:
     """Return the salt of a request's namespace, from its `own` salt and from its API key's, if that counts.
 
-    The salt does not reveal the key.
+    The salt does not reveal the key. Raises `ForbiddenError` if a user's key asks for what `is_public`, and
+    `InvalidRequestError` where nothing is.
     """
+    if is_public:
+        return _public_salt(key_secret, own, is_admin=is_admin)
     return key_salt(key_secret, own) if key_secret else client_salt(own)
+
+
+def _public_salt(key_secret: str, own: str, *, is_admin: bool) -> str:
+    if not key_secret:
+        message = (
+            "'cache_public' needs --cache-salt-from-api-key: else all that has no 'cache_salt' is shared anyway"
+        )
+        raise InvalidRequestError(message, param="cache_public")
+    if not is_admin:
+        raise ForbiddenError("'cache_public' needs an administrator's API key", param="cache_public")
+    if own:
+        raise InvalidRequestError("'cache_public' has no 'cache_salt': all keys share it", param="cache_public")
+    return PUBLIC_SALT
 
 
 def _sampling(options: Options, context: RequestContext, info: ModelInfo, tokens_of: TokensOf) -> Sampling:

@@ -13,6 +13,7 @@ from aiohttp import web
 from llamaslot.api.completions.reply_bodies import Choice, Envelope, ObjectName, stats_of, usage
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings
 from llamaslot.api.json_bodies import BODY_READER, json_response
+from llamaslot.api.keys import GRANTED, Access
 from llamaslot.api.middleware import UNIQUE_ID, caller_of
 from llamaslot.api.sse import DONE, EventStream, event
 from llamaslot.base.commands import ParseBody, ParsedBody, ReplyOptions, RequestContext, Submit
@@ -125,6 +126,7 @@ def _context(
         session_id=caller.session_id,
         sender=caller.sender,
         key_secret=settings.key_secret(caller.api_key),
+        is_admin=request[GRANTED] is Access.ADMIN,
     )
 
 
