@@ -93,5 +93,5 @@ def check_noninterference(requests: list[Sent]) -> None:
 def test_equal_prompts_of_another_tenant_change_nothing() -> None:
     COUNTS.clear()
     check_noninterference()
-    assert COUNTS["public"] > 0, "nobody found what is public"
+    assert COUNTS["public"] > 0, "nothing public was found"
     assert COUNTS["found"] > 0, "the prober found nothing"
