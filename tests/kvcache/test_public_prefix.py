@@ -18,7 +18,7 @@ from llamaslot.base.namespaces import (
     tenant_name,
     tenant_of,
 )
-from llamaslot.base.tokens import packed
+from llamaslot.base.tokens import WIDTH, packed, unpacked
 from llamaslot.kvcache.offload.disk_pacing import RETRY_DELAY_S
 from llamaslot.kvcache.offload.tenant_shares import INACTIVE_S
 from llamaslot.scheduler.request import Request
@@ -98,6 +98,20 @@ def test_the_public_prefix_continues_what_a_tenant_has() -> None:
     request = ask(shared, SYSTEM + "and more", ANN)
     assert (request.n_cached, request.n_loaded) == (N_SYSTEM, N_SYSTEM - 23)
     assert generated(request) == cold(SYSTEM + "and more")
+
+
+def test_the_public_prefix_fills_a_gap_between_a_tenants_own_segments() -> None:
+    shared = driver()
+    ask(shared, SYSTEM, PUBLIC_SALT, max_tokens=0)
+    ask(shared, SYSTEM + "a conversation of Ann's", ANN, max_tokens=0)
+    shared.step()
+    cache, path = shared.cache, packed(as_tokens(SYSTEM + "a conversation of Ann's"))
+    cache.evict(cache.cells.idle)
+    own = cache._tree.match(salt_namespace(ANN), path)
+    assert own.n_resident == 0
+    cache._tiers.drop([own.segments[1]])
+    assert cache._tree.match(salt_namespace(ANN), path).parts[-1].end == 16
+    assert cache.match(salt_namespace(ANN), path).n_cached == len(path) // WIDTH
 
 
 def test_a_longer_prefix_of_its_own_is_used_instead() -> None:
@@ -185,6 +199,17 @@ def test_public_kv_counts_to_a_tenant_of_its_own_which_has_a_share_while_others_
     found = {each.tenant: (each.requests, each.ram_bytes) for each in listed}
     assert found[PUBLIC_TENANT] == (1, 3 * size.of(16) + size.of(N_SYSTEM % 16))
     assert shares.n_requests[tenant_name("ann")] == 40
+
+
+def test_public_segments_count_as_used_when_a_tenant_starts_from_them() -> None:
+    shared = driver()
+    ask(shared, SYSTEM, PUBLIC_SALT, max_tokens=0)
+    ask(shared, "another public prompt, which no tenant uses", PUBLIC_SALT, max_tokens=0)
+    ask(shared, SYSTEM + "!", ANN)
+    public = [each for each in shared.cache._tiers.ram if each.tenant == PUBLIC_TENANT]
+    by_rank = sorted(public, key=lambda segment: segment.rank)
+    is_system = [SYSTEM.encode().startswith(bytes(unpacked(each.prefix).tolist())) for each in by_rank]
+    assert is_system == [False] * 3 + [True] * 4
 
 
 def test_the_miss_reason_tells_that_public_tokens_continue_differently() -> None:

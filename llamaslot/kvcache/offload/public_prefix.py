@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from llamaslot.base.namespaces import PUBLIC_NAMESPACE, PUBLIC_TENANT, reads_public
-from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.match import Match, SegmentPart
 from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -42,15 +42,19 @@ class PublicPrefix:
     _offloader: Offloader
 
     def extend(self, own: Match) -> Match:
-        """Return a tenant's match, continued by public segments if they have more of its tokens."""
+        """Return a tenant's match; public segments continue it, and fill gaps between its own."""
         if not reads_public(own.namespace):
             return own
         public = self._tree.match(PUBLIC_NAMESPACE, own.tokens)
         if public.n_matched <= own.n_resident:
             return own
-        parts = tuple(self._tiers.readable(own.parts))
-        more = public.parts_from(parts[-1].end if parts else own.n_resident)
-        return replace(own, parts=(*parts, *more), public=public) if more else own
+        parts: list[SegmentPart] = []
+        is_public, end = False, own.n_resident
+        while more := self._readable(own, end) or self._readable(public, end):
+            is_public |= more[0].segment.tenant == PUBLIC_TENANT
+            parts += more
+            end = more[-1].end
+        return replace(own, parts=tuple(parts), public=public) if is_public else own
 
     def use(self, tokens: bytes) -> None:
         """Record that a tenant starts from public segments: they are evicted late, and keep their share."""
@@ -62,3 +66,6 @@ class PublicPrefix:
         end = self._tree.end_node(seq)
         if end is not None and end.namespace == PUBLIC_NAMESPACE:
             self._offloader.offload_path(seq, with_partial=has_ended)
+
+    def _readable(self, match: Match, start: int) -> list[SegmentPart]:
+        return self._tiers.readable(match.parts_from(start))
