@@ -10,8 +10,9 @@ import pytest
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.base.backend import NO_TOKEN, Decoded, Run, Sampler, Status
-from llamaslot.base.commands import ClearCache, Sampling, Submit, TextPart
+from llamaslot.base.commands import ClearCache, InspectCache, Sampling, Submit, TextPart
 from llamaslot.base.events import Failed, Finished, Output
+from llamaslot.base.namespaces import PUBLIC_SALT, PUBLIC_TENANT, key_salt, key_secret
 from llamaslot.kvcache.offload import disk_pacing
 from tests.engine.harness import GREEDY, Harness, alone, running
 from tests.fake_backend import FakeBackend
@@ -75,6 +76,23 @@ async def test_bad_kv_in_ram_is_dropped() -> None:
         for i, prompt in enumerate(prompts):
             await finished(harness, f"second {i}", prompt)
         assert not backend.bad_segments
+
+
+async def test_bad_public_kv_is_dropped_once_a_tenant_finds_out() -> None:
+    backend = FakeBackend(n_slots=2, n_ctx=1024, n_ubatch=64, n_reserved=2)
+    salts = [key_salt(key_secret(key), "") for key in ("ann", "bob")]
+    async with running(backend, debug_invariants=True, ram_bytes=10**6) as harness:
+        await harness.submit("public", HEAD, cache_salt=PUBLIC_SALT, max_tokens=0)
+        good = await harness.submit("good", HEAD + "1", cache_salt=key_salt(key_secret("cem"), ""))
+        assert good.progress.n_cached >= len(HEAD)
+        backend.bad_segments.update(backend.segments)
+        for i, salt in enumerate(salts):
+            end = await harness.submit(f"r{i}", HEAD + "2", cache_salt=salt)
+            assert isinstance(end, Finished)
+            assert end.progress.n_cached == 0
+            assert harness.text(f"r{i}") == await prompt_alone(HEAD + "2")
+        state = await harness.ask(InspectCache(top=1, tenants=True))
+        assert {each.tenant: each.ram_bytes for each in state.tenants}[PUBLIC_TENANT] == 0
 
 
 @pytest.mark.parametrize("n", [1, 3])
