@@ -69,9 +69,13 @@ class Offloaded:
 
 
 class Recorder:
-    """Passes everything on to `inner`; `namespaces` has the namespace in which each sequence is computed next."""
+    """Passes everything on to `inner`; `namespaces` has the namespace in which each sequence is computed next.
 
-    def __init__(self, inner: Backend) -> None:
+    What was saved in the namespace `public` may be loaded into any other.
+    """
+
+    def __init__(self, inner: Backend, public: str | None = None) -> None:
+        self._public = public
         self.inner = inner
         self.info, self.vocab, self.n_seqs = inner.info, inner.vocab, inner.n_seqs
         self.held = [Held() for _ in range(self.n_seqs)]
@@ -177,13 +181,18 @@ class Recorder:
     def _load(self, load: Load) -> None:
         """Load a segment that continues what the target holds; it gets cells of its own."""
         stored, target = self._place_of(load.segment)[load.segment], self.held[load.dst]
-        assert stored.namespace == target.namespace or not target.cells, f"{load} into another namespace"
+        namespace = stored.namespace
+        if namespace == self._public and load.segment >= 0:
+            namespace = self.namespaces.get(load.dst, namespace)
+        assert namespace == target.namespace or not target.cells, f"{load} into another namespace"
         assert len(target) == load.start
         part = slice(load.start - stored.start, load.end - stored.start)
-        target.namespace = stored.namespace
+        target.namespace = namespace
         target.tokens += stored.tokens[part]
-        target.prefixes += stored.prefixes[part]
-        assert target.prefixes == self.named(target.namespace, target.tokens), f"{load} behind something else"
+        before = self.named(stored.namespace, target.tokens)
+        assert before[load.start :] == stored.prefixes[part], f"{load} behind something else"
+        target.prefixes += self.named(namespace, target.tokens)[load.start :]
+        assert target.prefixes == self.named(namespace, target.tokens), f"{load} behind something else"
         self._take_cells(target)
         n_dropped = len(stored.tokens) - (load.end - load.start)
         assert len(self.cells) + n_dropped <= self.info.n_ctx, f"{load} of more than there was room for"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -29,6 +29,7 @@ from llamaslot.base.backend import Backend, Run, Sampler, Status
 from llamaslot.base.commands import Sampling, Submit
 from llamaslot.base.kv_ops import CopyStream, Kv, Load, Remove, Save
 from llamaslot.base.model import SegmentSize, StepCost
+from llamaslot.base.namespaces import PUBLIC_SALT, key_salt, key_secret
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import packed, unpacked
 from llamaslot.kvcache.cache import KVCache
@@ -169,6 +170,9 @@ class CacheMachine(RuleBasedStateMachine):
     """Tokens of a segment."""
     stretch: ClassVar[int] = 1
     """Factor by which prompts are longer than the rules say."""
+    salts: ClassVar[tuple[str, str]] = "a", "b"
+    public: ClassVar[str | None] = None
+    """The namespace that the other one finds too; by the machine's own account of it."""
 
     def new_backend(self, shape: Shape) -> Backend:
         raise NotImplementedError
@@ -226,7 +230,7 @@ class CacheMachine(RuleBasedStateMachine):
         disk = disk if ram else 0
         shape = Shape(name, n_slots, n_spare, n_ctx, n_ubatch, idle_cells, offload_after, ram, disk, eos_every)
         self.shape = shape
-        self.backend = Recorder(self.new_backend(shape))
+        self.backend = Recorder(self.new_backend(shape), self.public)
         info = self.backend.info
         self.n_ctx_slot = info.n_ctx_slot
         self.ram_bytes = self.size_of(int(ram * n_ctx))
@@ -237,6 +241,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.states: dict[int, Kv] = {}
         """The bytes of the files."""
         self.unreadable: set[int] = set()
+        self.just_saved: set[int] = set()
+        """Prefixes that the last plan saved."""
         self.is_short = self.was_short = False
         """True while there is no memory to save in, and true if there ever was none, or little."""
         self.memory_read_at = 0.0
@@ -286,7 +292,7 @@ class CacheMachine(RuleBasedStateMachine):
             sampling=Sampling(temperature=0.0 if greedy else 1.0, seed=seed, ignore_eos=endless),
             max_tokens=max_tokens,
             cache_prompt=cached,
-            cache_salt="ab"[salt],
+            cache_salt=self.salts[salt],
             group=group,
             id_slot=pin if pin < self.shape.n_slots else -1,
         )
@@ -596,6 +602,9 @@ class CacheMachine(RuleBasedStateMachine):
         only = replace(plan, work=[])
         result = apply(only, self.backend, lambda: self.now)
         self.scheduler.commit(only, result, self.now)
+        self.just_saved = {
+            each for number in saved - {*result.unsaved} for each in self.backend.saved[number].prefixes
+        }
         jobs = []
         for job in plan.jobs:
             if isinstance(job, Write) and job.meta.number in result.unsaved:
@@ -622,6 +631,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert asked.slot == -1, "moved to another slot"
                 assert asked.submit.id_slot in (-1, slot.id)
                 asked.slot, asked.has_started = slot.id, True
+                self.backend.namespaces[slot.id] = asked.namespace
                 admitted.append(asked)
         assert {a.request for a in self.running} | {*self.scheduler.queue} == {a.request for a in self.living}
         assert len(self.running) + len(self.scheduler.queue) == len(self.living)
@@ -948,7 +958,9 @@ class CacheMachine(RuleBasedStateMachine):
                 is_stream = len(asked.tokens) - len(self.backend.held[asked.slot]) == 1
                 assert not is_stream or asked in workers, "a stream was held up"
         assert sum(len(work.run.tokens) for work in plan.work) <= self.backend.info.n_ubatch
-        is_loading = any(isinstance(each, Load) for each in plan.operations)
+        # What is public is loaded by the plan after the one that saves it.
+        moves = (Load,) if self.public is None else (Load, Save)
+        is_loading = any(isinstance(each, moves) for each in plan.operations)
         is_reading = any(asked.slot >= 0 for asked in self.living) and self.disk.reads
         assert plan.work or plan.preempted or is_loading or is_reading or not self.living, "nothing is done"
 
@@ -1045,11 +1057,17 @@ class CacheMachine(RuleBasedStateMachine):
         prefixes = self.backend.named(asked.namespace, asked.tokens)[:-1]
         n = max(common(prefixes, held.prefixes) for held in self.backend.held)
         offloaded = self.offloaded
-        return next((i for i in range(n, len(prefixes)) if prefixes[i] not in offloaded), len(prefixes))
+        public = prefixes
+        if self.public is not None and not asked.is_private:
+            public = self.backend.named(self.public, asked.tokens)[:-1]
+            # What was in the pool only when the plan looked it up could not be loaded from there.
+            offloaded = offloaded - self.just_saved | set(prefixes) & offloaded
+        is_cached = [not offloaded.isdisjoint(each) for each in zip(prefixes, public, strict=True)]
+        return next((i for i in range(n, len(prefixes)) if not is_cached[i]), len(prefixes))
 
     def n_segments(self, asked: Asked, start: int) -> int:
         """Segments that have tokens of a request from `start` on, without a gap."""
-        match = self.cache._tree.match(asked.request.namespace, asked.request.prefix)
+        match = self.cache._public.extend(self.cache._tree.match(asked.request.namespace, asked.request.prefix))
         return sum(part.end > start for part in self.tiers.readable(match.parts))
 
     @property
@@ -1105,6 +1123,30 @@ class FakeMachine(CacheMachine):
 
     def check_samplers(self) -> None:
         assert all(sampler.closed for sampler in self.backend.samplers)
+
+
+class PublicMachine(FakeMachine):
+    """One of two namespaces is public; the other one finds it, and never the other way round."""
+
+    layouts = ("shared",)
+    salts = key_salt(key_secret("key"), ""), PUBLIC_SALT
+    public = "salt 1"
+
+    def new_request(self, prompt: list[int], *, salt: int = 0, group: str = "", **fields: Any) -> None:
+        """Make a fifth of the requests that would not be public."""
+        salt = salt if group or len(self.asked) % 5 else 1
+        super().new_request(prompt, salt=salt, group=group, **fields)
+
+    def teardown(self) -> None:
+        super().teardown()
+        COUNTS["public tokens"] += self.cache.stats().public_tokens if hasattr(self, "scheduler") else 0
+
+
+def test_the_cache_with_a_public_namespace() -> None:
+    before = COUNTS.copy()
+    chosen = settings(max_examples=1000 if LONG else 40, stateful_step_count=100, deadline=None)
+    run_state_machine_as_test(PublicMachine, settings=chosen)
+    assert (COUNTS - before)["public tokens"], "no example loaded what is public"
 
 
 def test_the_cache_on_a_fake_model() -> None:
