@@ -89,6 +89,14 @@ def test_one_more_descriptor_is_missed(name: str) -> None:
     assert missed(soaked(more(name, "descriptors", 3))) == [f"descriptors of the {name} when idle"]
 
 
+def test_a_connection_that_was_closed_once_at_an_idle_point_is_no_growth() -> None:
+    def change(sample: Sample) -> None:
+        if 600 < sample["t"] < 700:
+            sample["processes"][PARENT]["descriptors"] -= 1
+
+    assert missed(soaked(change)) == []
+
+
 def test_stuck_slots_slow_health_and_unexpected_replies_are_missed() -> None:
     def slow(sample: Sample) -> None:
         sample["health_s"] = 0.6
