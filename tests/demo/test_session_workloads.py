@@ -1,7 +1,8 @@
-"""Random conversations of more than a segment on the embedded model: each text is the cold one, greedy or sampled.
+"""Random conversations of more than a segment on the embedded model: KV and text are those of a cold run.
 
 Sessions are continued, edited, regenerated and asked side by side; idle slots are saved, restored and erased; the
 pool is too small for all, so that segments go to RAM and disk, where a second engine finds them. A seed repeats it.
+The KV of each prompt is compared row by row: two rows that changed places change few of the texts.
 """
 
 from __future__ import annotations
@@ -10,22 +11,30 @@ import asyncio
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from bench.demo.corpus import held_out
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.disk import DiskStore, SlotFiles
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.base.backend import Decoded, Run
 from llamaslot.base.commands import Sampling, SlotAction, Submit, TextPart, TokensPart
 from llamaslot.base.events import Accepted, Finished, Progress
+from llamaslot.base.kv_ops import Remove
 from llamaslot.kvcache.offload import disk_pacing
 from tests.conftest import LONG
 from tests.engine.harness import GREEDY, Harness, running
+from tests.kv_rows import Rows, rows_of
 from tests.noise import Noise
 
 SETTINGS = LlamaSettings(resolve_model("demo"), n_ctx=2400, n_slots=2, n_cache_seqs=2, n_threads=1)
+MAX_KV_DIFFERENCE = 0.02
+"""Norm of a difference by norm of a token's KV: rounding gives 0.0025, another token's KV 0.4 or more."""
 MAX_ID_DISTANCE = 3
 """Draws go through the ids in order: wrong KV gives a token this near in less than 1% of the cases."""
 N_ROUNDS = 20 if LONG else 1
@@ -47,6 +56,8 @@ class Talks:
         self.texts = [self._opening(i) for i in range(N_TALKS)]
         self.asked: list[tuple[tuple[int, ...], Sampling, list[int]]] = []
         """Token ids of each prompt, how the reply was sampled, and its tokens."""
+        self.prompt_rows: list[Rows] = []
+        """KV of each prompt longer than a segment when its last token was computed."""
         self.seen: Counter[str] = Counter()
 
     def _opening(self, i: int) -> str:
@@ -106,6 +117,47 @@ class Talks:
         self.seen["restored slots"] += getattr(restored, "n_tokens", 0) > SEGMENT
 
 
+def keep_prompt_rows(backend: LlamaBackend, kept: list[Rows]) -> None:
+    """Add the KV of each prompt longer than a segment to `kept` when its last token is computed."""
+    decode = backend.decode
+    ends: dict[int, int] = {}
+
+    def decode_and_keep(runs: Sequence[Run]) -> Decoded:
+        decoded = decode(runs)
+        for run in runs:
+            end = run.start + len(run.tokens)
+            is_reply = len(run.tokens) == 1 and ends.get(run.seq) == run.start
+            if run.output and not is_reply and end > SEGMENT:
+                kept.append(rows_of(backend, run.seq))
+            ends[run.seq] = end if run.output else -1
+        return decoded
+
+    backend.decode = decode_and_keep  # type: ignore[method-assign]
+
+
+def check_rows(talks: Talks) -> int:
+    """Compare the KV of prompts with that of the same prompts computed alone; returns how many there were."""
+    backend = LlamaBackend(SETTINGS)
+    cold: dict[tuple[int, ...], Rows] = {}
+    for ids, _, _ in talks.asked:
+        for start in range(0, len(ids), SEGMENT):
+            part = np.array(ids[start : start + SEGMENT], dtype=np.int32)
+            backend.decode([Run(0, start, part, False)])
+        cold[ids] = rows_of(backend, 0).astype(np.float32)
+        backend.change(Remove(0, 0))
+    backend.close()
+    for rows in talks.prompt_rows:
+        differences = [relative_difference(rows, each) for ids, each in cold.items() if len(ids) == len(rows)]
+        assert min(differences, default=math.inf) < MAX_KV_DIFFERENCE, differences
+    return len(talks.prompt_rows)
+
+
+def relative_difference(rows: Rows, cold: npt.NDArray[np.float32]) -> float:
+    """The largest difference of a token's KV, by its norm."""
+    distance = np.linalg.norm(rows - cold, axis=1)
+    return float((distance / np.linalg.norm(cold, axis=1)).max())
+
+
 def drawn(chance: random.Random) -> Sampling:
     """Sampling that gives the same tokens each time."""
     top_k = chance.choice((0, 40))
@@ -136,6 +188,7 @@ async def converse(talks: Talks, folder: Path) -> None:
         store.open(b"k" * 32, 2**30)
         backend = LlamaBackend(SETTINGS)
         assert backend.info.segment_size is not None
+        keep_prompt_rows(backend, talks.prompt_rows)
         storing = {
             "disk": store,
             "ram_bytes": 2**30,
@@ -183,6 +236,7 @@ def test_texts_of_sessions_are_the_cold_ones(
         talks = Talks(seed + n)
         asyncio.run(converse(talks, tmp_path / str(n)))
         seen += talks.seen
+        seen["compared KV"] += check_rows(talks)
         cold = asyncio.run(cold_tokens(talks))
         for (ids, sampling, warm), expected in zip(talks.asked, cold, strict=True):
             n_asked += 1
@@ -199,6 +253,7 @@ def test_texts_of_sessions_are_the_cold_ones(
     print(f"{n_asked} requests, {n_drawn} tokens, {n_differing} differing", seen)
     # Rounding moves a probability by about as much as a logit: by less than 1% here, and few draws are that close.
     assert n_differing <= 2 + 0.01 * n_drawn
+    assert seen["compared KV"] >= n_asked - seen["diverge"], seen
     assert seen["extend"], seen
     assert seen["loaded two segments"], seen
     assert seen["read"], seen
