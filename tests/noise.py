@@ -38,41 +38,44 @@ class Noise:
     def explains_draw(
         self, prompt: Sequence[int], reply: Sequence[int], sampling: Sampling, warm: int, cold: int
     ) -> bool:
-        """True if `warm` may stand for `cold` as the token sampled after `prompt` and `reply`."""
+        """True if `warm` may stand for `cold` as the token sampled after `prompt` and `reply`.
+
+        A draw goes through the tokens, by id or from the likeliest on, to the first at which the sum of
+        probabilities reaches a random number. Rounding moves this sum continuously, so the draw may stop anywhere
+        between `cold` and the token that it reaches if all logits move as far as they may: those up to `warm` in
+        one direction, the others in the other.
+        """
         if sampling.temperature == 0:
             return self.explains([*prompt, *reply], warm, cold)
         reference, noise = self._spread([*prompt, *reply])
-        shifted = []
-        # A draw takes the first token at which the sum of probabilities exceeds a number: in the order of the ids,
-        # or from the likeliest on, as the sampling says. Rounding moves that sum before and after a token.
-        for order in (np.arange(len(reference)), np.argsort(-reference)):
-            first, last = sorted(int(np.flatnonzero(order == token)[0]) for token in (warm, cold))
-            for end in range(first + 1, last + 1):
-                for shift in (-2 * noise, 2 * noise):
-                    logits = reference.copy()
-                    logits[order[:end]] += shift
-                    shifted.append(logits)
         self.n_explained += 1
-        return warm in self._draws(prompt, reply, sampling, shifted)
+        is_sorted = sampling.top_k > 0 or sampling.top_p < 1
+        order = np.argsort(-reference) if is_sorted else np.arange(len(reference))
+        places = np.argsort(order)
+        is_earlier = bool(places[warm] < places[cold])
+        farthest = reference.copy()
+        farthest[order[: places[warm] + is_earlier]] += 2 * noise if is_earlier else -2 * noise
+        drawn = self._draw(prompt, reply, sampling, farthest)
+        # Rounding also exchanges the places of tokens whose logits are as close together as that.
+        close = [warm, *np.flatnonzero(np.abs(reference - reference[warm]) <= 2 * noise)] if is_sorted else [warm]
+        return any(
+            places[drawn] <= places[token] if is_earlier else places[drawn] >= places[token] for token in close
+        )
 
-    def _draws(
-        self, prompt: Sequence[int], reply: Sequence[int], sampling: Sampling, ends: Sequence[np.ndarray]
-    ) -> set[int]:
-        """The tokens that are drawn from each of `ends` after the draws of the reply."""
+    def _draw(self, prompt: Sequence[int], reply: Sequence[int], sampling: Sampling, logits: np.ndarray) -> int:
+        """The token drawn from `logits` after the draws of the reply."""
         backend = LlamaBackend(self._settings)
         try:
             history = np.array(prompt, dtype=np.int32)
-            samplers = [backend.new_sampler(sampling, history) for _ in ends]
+            sampler = backend.new_sampler(sampling, history)
             for start in range(0, len(prompt), self._settings.n_ubatch):
                 part = history[start : start + self._settings.n_ubatch]
                 backend.decode([Run(0, start, part, start + len(part) == len(prompt))])
             for at, token in enumerate(reply, len(prompt)):
-                for sampler in samplers:
-                    backend.sample([(0, sampler)])
+                backend.sample([(0, sampler)])
                 backend.decode([Run(0, at, np.array([token], dtype=np.int32), True)])
-            drawn = {sampler.choose(logits) for sampler, logits in zip(samplers, ends, strict=True)}
-            for sampler in samplers:
-                sampler.close()
+            drawn = sampler.choose(logits)
+            sampler.close()
             return drawn
         finally:
             backend.close()
@@ -86,19 +89,31 @@ class Noise:
         shapes = [(7, 0), (whole, 33), (19, 20), (last_alone, 0), (last_alone, 40)]
         shapes += [(1, 0), (1, 40), (3, 60), (5, 9), (12, 1)]
         others = [self.logits(history, chunk, n_before) for chunk, n_before in shapes]
+        scattered = [(1, 1), (7, 7), (20, 40), (64, 128)]
+        others += [self.logits(history, chunk, n_before, is_scattered=True) for chunk, n_before in scattered]
         return reference, max(float(np.abs(reference - other).max()) for other in others)
 
-    def logits(self, history: Sequence[int], chunk: int, n_before: int) -> np.ndarray:
-        """Logits after `history`, decoded in chunks, the first behind `n_before` cells that then come free."""
+    def logits(self, history: Sequence[int], chunk: int, n_before: int, is_scattered: bool = False) -> np.ndarray:
+        """Logits after `history`, decoded in chunks, the first behind `n_before` cells that then come free.
+
+        If `is_scattered`, each chunk of the first half lies behind as many cells, which come free before the
+        second half: its chunks lie between those of the first. Attention adds up V in the order of the cells
+        (fact 9), so this may move logits several times as far as chunk sizes do.
+        """
         backend = LlamaBackend(self._settings)
         try:
-            n_before = min(n_before, backend.info.n_ctx - len(history), self._settings.n_ubatch)
-            if n_before:
-                backend.decode([Run(1, 0, np.full(n_before, 97, dtype=np.int32), False)])
+            n_free = backend.info.n_ctx - len(history)
+            n_taken = 0
             for at in range(0, len(history), chunk):
+                n_others = min(n_before, n_free - n_taken, self._settings.n_ubatch)
+                if n_others > 0 and (at == 0 or (is_scattered and at < len(history) // 2)):
+                    backend.decode([Run(1, n_taken, np.full(n_others, 97, dtype=np.int32), False)])
+                    n_taken += n_others
+                elif n_taken:
+                    backend.change(Remove(1, 0))
+                    n_taken = n_free
                 part = np.array(history[at : at + chunk], dtype=np.int32)
                 backend.decode([Run(0, at, part, at + chunk >= len(history))])
-                backend.change(Remove(1, 0))
             row = llama_cpp.llama_get_logits_ith(backend._context, -1)
             return np.ctypeslib.as_array(row, (backend.info.n_vocab,)).copy()
         finally:
