@@ -81,7 +81,10 @@ class Talks:
         accepted = engine.events[name][0]
         assert isinstance(accepted, Accepted)
         # With a BOS before it.
-        assert engine.backend.vocab.detokenize(accepted.prompt_tokens).endswith(self.texts[i].encode())
+        text = engine.backend.vocab.detokenize(accepted.prompt_tokens).decode(errors="replace")
+        assert text.endswith(self.texts[i]), (
+            "bytes of a reply that are no UTF-8 came back as replacement characters"
+        )
         self.asked.append((accepted.prompt_tokens, sampling, engine.tokens(name)))
         self._count(end.progress)
         self.seen["sampled"] += sampling.temperature > 0
