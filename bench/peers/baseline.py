@@ -95,6 +95,7 @@ def run(
     runner = Runner(Tokens(model), CommonSettings(model, N_SLOTS, threads, 0, tuple(server_flags)), scale, folder)
     results = asyncio.run(runner.measure(n_pairs, workloads, BothVersions((servers[0], servers[1]))))
     changes = [change for each in workloads if (change := compared(each.name, results))]
+    runner.failures |= without_figure(changes, results)
     console.print(table(changes, title))
     settings = {"model": title, "slots": N_SLOTS, "threads": threads, "pairs": n_pairs, "scale": scale}
     settings |= {"flags": " ".join(server_flags), "seed": runner.seed}
@@ -129,6 +130,15 @@ def compared(workload: str, results: Sequence[RunResult]) -> Change | None:
         n_pairs=len(pairs),
         more_is_better=metric.more_is_better,
     )
+
+
+def without_figure(changes: Sequence[Change], results: Sequence[RunResult]) -> dict[str, str]:
+    """The reason for each workload that was run but is not compared: it must not pass for one that is as fast."""
+    missing = dict.fromkeys(each.workload for each in results if each.workload not in {c.workload for c in changes})
+    return {
+        name: f"no pair has {metric_of(name).name} of both versions: runs failed, or streams came in a single read"
+        for name in missing
+    }
 
 
 def metric_of(workload: str) -> Metric:
