@@ -191,7 +191,7 @@ class CachePrefix(msgspec.Struct):
 
 
 class TenantStats(msgspec.Struct):
-    """An API key's KV now, and its requests since the start."""
+    """An API key's KV now, and how many of its requests ran since the start."""
 
     tenant: str
     """Digest of the key; `public` for what all share, empty for KV from before keys were tenants."""
@@ -200,6 +200,7 @@ class TenantStats(msgspec.Struct):
     disk_bytes: int
     """Files that are being written included."""
     requests: int
+    """Those that got a slot, each counted once though it was preempted; each of `n` choices is one."""
 
 
 class CacheState(CacheStats, kw_only=True):

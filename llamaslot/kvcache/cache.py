@@ -159,10 +159,10 @@ class KVCache:
 
     # --- a running request ---
 
-    def acquire(self, slots: Sequence[int], match: Match) -> Acquired:
+    def acquire(self, slots: Sequence[int], match: Match, *, is_new: bool = True) -> Acquired:
         """Give the resident part of a match to the best of `slots`, all idle, and pin it against eviction."""
         miss = _miss_reason(match, self._ghosts, self.settings.min_shared)
-        self._tiers.shares.use(tenant_of(match.namespace))
+        self._tiers.shares.use(tenant_of(match.namespace), is_new=is_new)
         slot, n_copied = self._pool.acquire(slots, match)
         self._tree.touch(self._sequences.end(slot), self._sequences.advance(), hits=1)
         self._tiers.touch(self._tree.match(match.namespace, match.tokens).segments)

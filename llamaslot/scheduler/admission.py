@@ -146,7 +146,7 @@ class Admission:
 
     def _start(self, request: Request, choices: Sequence[int], now: float) -> None:
         self.queue.remove(request)
-        request.admit(self._cache.acquire(choices, self.match(request)), now)
+        request.admit(self._cache.acquire(choices, self.match(request), is_new=request.slot < 0), now)
         self._slots[request.slot].request = request
         self._in_flight.add(request)
         self._shares.take_turn(request.submit.client)

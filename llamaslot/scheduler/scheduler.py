@@ -203,7 +203,7 @@ class Scheduler:
         for slot in self._invalidated:
             request = self.slots[slot].request
             if request is not None:
-                self.cache.acquire([slot], self.admission.match(request))
+                self.cache.acquire([slot], self.admission.match(request), is_new=False)
         self._invalidated.clear()
 
     def _load(self, running: Sequence[Request]) -> tuple[list[Request], bool]:

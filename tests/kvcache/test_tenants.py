@@ -253,3 +253,17 @@ def test_one_tenant_uses_what_others_leave() -> None:
     assert tenants
     found = {each.tenant: (each.cells, each.requests) for each in tenants}
     assert found == {tenant_name("key-a"): (10, 1), tenant_name("key-b"): (200, 5)}
+
+
+def test_a_preempted_request_counts_once() -> None:
+    driver = Driver(n_slots=2, n_ctx=256, n_ubatch=64)
+    older, younger = (
+        driver.submit(letter * 60, max_tokens=100, cache_salt=key_salt(key_secret(key), ""))
+        for letter, key in zip("ab", KEYS, strict=False)
+    )
+    driver.finish(older, younger)
+    assert driver.preempted == [younger]
+    assert driver.admitted == [older, younger, younger]
+    tenants = driver.cache.listing(driver.cache.stats(), 1, None).tenants
+    assert tenants
+    assert {each.tenant: each.requests for each in tenants} == {tenant_name(key): 1 for key in KEYS[:2]}

@@ -26,7 +26,7 @@ class TenantShares:
         self._now = 0.0
         self._last_used: dict[str, float] = {}
         self.n_requests: Counter[str] = Counter()
-        """Requests of each tenant."""
+        """Requests of each tenant that got a slot."""
 
     def tick(self, now: float) -> None:
         """Advance the clock."""
@@ -38,10 +38,10 @@ class TenantShares:
         """Record that a tenant's KV is used, so that it has a share."""
         self._last_used[tenant] = self._now
 
-    def use(self, tenant: str) -> None:
-        """Record that a tenant sent a request."""
+    def use(self, tenant: str, *, is_new: bool = True) -> None:
+        """Record that a tenant's request got a slot: a new one, or one that had a slot before."""
         self.keep_active(tenant)
-        self.n_requests[tenant] += 1
+        self.n_requests[tenant] += is_new
 
     def excess(
         self, used: Mapping[str, int], capacity: int, tenant: str | None = None, n: int = 0
