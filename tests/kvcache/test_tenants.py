@@ -215,17 +215,23 @@ def test_a_smaller_limit_is_kept_after_a_restart() -> None:
     later.check()
 
 
+def left_of_first(driver: Driver, mine: list[str], others: list[str], *, are_keys: bool) -> list[int]:
+    """Tokens that are cached of each of one user's prompts, after another user sent all of theirs."""
+    salts = [key_salt(key_secret(key), "") if are_keys else key for key in KEYS]
+    for prompt in mine:
+        driver.finish(driver.submit(prompt, cache_salt=salts[0]))
+    for prompt in others:
+        driver.finish(driver.submit(prompt, cache_salt=salts[1]))
+    namespace = salt_namespace(salts[0])
+    return [driver.cache.match(namespace, packed(as_tokens(each))).n_cached for each in mine]
+
+
 @pytest.mark.parametrize("are_keys", [True, False])
 def test_a_tenant_that_sends_many_prompts_leaves_the_idle_prefixes_of_another(are_keys: bool) -> None:
     """Without keys there is one tenant, whatever the salts, and the oldest prefixes go."""
     driver = Driver(n_slots=2, n_reserved=10, n_ctx=256, n_ubatch=64)
-    salts = [key_salt(key_secret(key), "") if are_keys else key for key in KEYS]
-    mine = [letter * 25 for letter in "abc"]
-    for prompt in mine:
-        driver.finish(driver.submit(prompt, cache_salt=salts[0]))
-    for i in range(40):
-        driver.finish(driver.submit(chr(128 + i) * 35, cache_salt=salts[1]))
-    cached = [driver.cache.match(salt_namespace(salts[0]), packed(as_tokens(each))).n_cached for each in mine]
+    others = [chr(128 + i) * 35 for i in range(40)]
+    cached = left_of_first(driver, [letter * 25 for letter in "abc"], others, are_keys=are_keys)
     assert cached == ([25, 25, 25] if are_keys else [0, 0, 0])
     assert driver.cache.cells.used > 200, "what is free is used"
 
@@ -233,15 +239,10 @@ def test_a_tenant_that_sends_many_prompts_leaves_the_idle_prefixes_of_another(ar
 @pytest.mark.parametrize("are_keys", [True, False])
 def test_a_tenant_that_uses_up_the_sequence_ids_leaves_those_of_another(are_keys: bool) -> None:
     driver = Driver(n_slots=2, n_reserved=5, n_ctx=8192, n_ubatch=128)
-    salts = [key_salt(key_secret(key), "") if are_keys else key for key in KEYS]
-    mine = [letter * 70 for letter in "ab"]
-    for prompt in mine:
-        driver.finish(driver.submit(prompt, cache_salt=salts[0]))
-    for i in range(12):
-        driver.finish(driver.submit(chr(128 + i) * 70, cache_salt=salts[1]))
-    assert driver.cache.stats().dropped_prefixes > 4
-    cached = [driver.cache.match(salt_namespace(salts[0]), packed(as_tokens(each))).n_cached for each in mine]
+    others = [chr(128 + i) * 70 for i in range(12)]
+    cached = left_of_first(driver, [letter * 70 for letter in "ab"], others, are_keys=are_keys)
     assert cached == ([70, 70] if are_keys else [0, 0])
+    assert driver.cache.stats().dropped_prefixes > 4
 
 
 def test_one_tenant_uses_what_others_leave() -> None:
