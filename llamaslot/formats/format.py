@@ -1,0 +1,144 @@
+"""A format: how the models of a family mark reasoning and calls."""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from llamaslot.formats.calls import Tool, ToolCall
+from llamaslot.formats.grammar import GrammarWriter, Thinking
+from llamaslot.formats.message import (
+    CallMarkers,
+    OutputParser,
+    ParserOptions,
+    ReadCalls,
+    ReasoningFormat,
+    ReasoningTags,
+    StreamParser,
+    TaggedMessage,
+)
+from llamaslot.formats.output import Output
+from llamaslot.formats.reader import Reader, Steps
+
+
+class Format(ABC):
+    """The format of one chat template.
+
+    `source` is the template's text and `special` the control tokens of the vocabulary with their ids: those that a
+    grammar names by id, in llguidance's tokenizer control tokens and user-defined ones such as `<name>`.
+    `reasoning` are the tags that the template mentions.
+
+    A call is reported whether or not there is a tool of that name, so that the client can tell the model; the
+    arguments of an unknown function are typed by their text. (llama-server's parser fails on such a call, and its
+    grammar prevents it.) Only where no marker begins a call, as in `llama3` and `generic`, the name must be one of
+    the tools', and else the text is content.
+    """
+
+    name: ClassVar[str]
+    markers: ClassVar[CallMarkers]
+
+    def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
+        self.source = source
+        self.special = special
+        self.reasoning = reasoning
+
+    @classmethod
+    @abstractmethod
+    def recognises(cls, source: str) -> bool:
+        """Return True if the template of this text belongs to the format."""
+
+    @abstractmethod
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
+        """Return the computation that reads calls."""
+
+    @abstractmethod
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """Return calls as the model writes them, for templates that leave a message's calls out."""
+
+    @abstractmethod
+    def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Return a grammar's expression for at least one call."""
+
+    @property
+    def preserved(self) -> tuple[str, ...]:
+        """Texts of control tokens that the parser needs in the output."""
+        markers = self.markers
+        tags = (self.reasoning.start, self.reasoning.end) if self.reasoning else ()
+        return tuple(dict.fromkeys((*markers.calls, *markers.left_over, *markers.ignored, *tags)))
+
+    def parser(
+        self,
+        tools: Sequence[Tool],
+        *,
+        reasoning_open: str = "",
+        reasoning_format: ReasoningFormat = "auto",
+        parse_tools: bool = True,
+        parallel: bool = True,
+    ) -> OutputParser:
+        """Return a parser for one message; `reasoning_open` is what `reasoning_open_at` returned for its prompt.
+
+        Without `parse_tools`, or without tools, calls are content. Unless they are `parallel`, only the first call
+        is reported.
+        """
+        options = ParserOptions(
+            {tool.name: tool for tool in tools},
+            reasoning_open,
+            reasoning_format,
+            parse_tools and bool(tools),
+            parallel,
+        )
+        reader = Reader()
+        output = Output(
+            trim=options.parse_tools or self.reasoning is not None,
+            reasoning_as_content=reasoning_format == "none",
+            parallel=parallel,
+        )
+        return StreamParser(reader, output, self.steps(reader, output, options))
+
+    def steps(self, reader: Reader, output: Output, options: ParserOptions) -> Steps[None]:
+        """Return the computation that reads a message."""
+        message = TaggedMessage(
+            reader,
+            output,
+            options,
+            tags=self.reasoning,
+            markers=self.markers,
+            read_calls=self.read_calls(reader, output, options.tools),
+        )
+        return message.steps()
+
+    def grammar(
+        self, tools: Sequence[Tool], *, name: str | None = None, parallel: bool = True, thinking: Thinking = "none"
+    ) -> str:
+        """Return a Lark grammar for llguidance that forces a call of one of the tools, or of the one called `name`.
+
+        It allows reasoning before the call as `thinking` says. Without `parallel` it allows one call. Raises
+        `ValueError` if there is no tool to call.
+        """
+        callable_tools = [tool for tool in tools if name is None or tool.name == name]
+        if not callable_tools:
+            raise ValueError(f"there is no tool {name!r}" if name else "there are no tools")
+        writer = GrammarWriter(self.special)
+        reasoning = self.reasoning_expression(writer, thinking)
+        calls = self.calls_expression(writer, callable_tools, parallel=parallel)
+        return writer.finished(f"{reasoning} {calls}" if reasoning else calls)
+
+    def reasoning_expression(self, writer: GrammarWriter, thinking: Thinking) -> str:
+        """Return a grammar's expression for reasoning before the calls; nothing if there is to be none."""
+        if self.reasoning is None or thinking == "none":
+            return ""
+        ended = f"{writer.text_until(self.reasoning.end)} /\\n{{0,2}}/"
+        return ended if thinking == "open" else f"({writer.text(self.reasoning.start)} {ended})?"
+
+    def new_id(self) -> str:
+        """Return a random id for a call."""
+        return f"call_{secrets.token_urlsafe(18).replace('-', 'a').replace('_', 'b')}"
+
+    def reasoning_open_at(self, prompt: str) -> str:
+        """Return the end of a prompt from the tag that opens reasoning; nothing if it does not end in one."""
+        stripped = prompt.rstrip()
+        if self.reasoning is None or not stripped.endswith(self.reasoning.start):
+            return ""
+        return prompt[len(stripped) - len(self.reasoning.start) :]

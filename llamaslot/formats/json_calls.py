@@ -1,0 +1,175 @@
+"""Reading calls that are written as JSON objects, such as `{"name": "f", "arguments": {...}}`.
+
+A call is certain once its name is known and its arguments begin; they are then copied as they arrive. Where the
+arguments come before the name they are kept back until the name is known.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container
+
+from llamaslot.formats.json_value import QUOTES, ValueCopier, read_string
+from llamaslot.formats.output import Output
+from llamaslot.formats.reader import Reader, Steps
+
+_ARGUMENT_KEYS = ("arguments", "parameters")
+_ID_KEYS = ("id", "tool_call_id", "call_id")
+_TEXT_KEYS = ("name", "function", "type", *_ID_KEYS)
+_WRAPPER_KEYS = ("function", "tool_call", "tool_calls")
+
+
+class JsonCalls:
+    """Reads calls from `reader` to `output`.
+
+    With `only`, an object is a call only if it has the name of one of these tools and no other fields than calls
+    have: needed where no marker tells calls from an answer in JSON. With `ids`, a pattern of valid ones, the id
+    comes behind the arguments, so that a call is reported once it is complete; other formats have no ids.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        output: Output,
+        *,
+        only: Container[str] | None = None,
+        ids: re.Pattern[str] | None = None,
+    ) -> None:
+        self._reader = reader
+        self._output = output
+        self._only = only
+        self._ids = ids
+
+    def read_all(self) -> Steps[bool]:
+        """Read one object or a list of them; False if the first is no call, and nothing was reported."""
+        if (yield from self._reader.accept("[")):
+            return (yield from self.read_items())
+        return (yield from self.read())
+
+    def read_items(self) -> Steps[bool]:
+        """Read a list behind its bracket; False if the first object is no call, and nothing was reported."""
+        n_calls = self._output.n_calls
+        while True:
+            yield from self._reader.whitespace()
+            mark = self._reader.mark()
+            is_call = yield from self.read()
+            rejected = self._reader.release(mark)
+            if not is_call:
+                if self._output.n_calls == n_calls:
+                    return False
+                self._output.content(rejected)
+                return True
+            yield from self._reader.whitespace()
+            if not (yield from self._reader.accept(",")):
+                yield from self._reader.accept("]")
+                return True
+
+    def read(self) -> Steps[bool]:
+        """Read one object; False if it is no call, and nothing was reported."""
+        return _Call(self._reader, self._output, self._only, self._ids).read()
+
+
+class _Call:
+    """The fields of one call that have been read."""
+
+    def __init__(
+        self, reader: Reader, output: Output, only: Container[str] | None, ids: re.Pattern[str] | None
+    ) -> None:
+        self._reader = reader
+        self._output = output
+        self._only = only
+        self._ids = ids
+        self._name: str | None = None
+        self._id: str | None = None
+        self._arguments: str | None = None
+        self._reported = False
+        self._n_calls_before = output.n_calls
+
+    def read(self) -> Steps[bool]:
+        closed = yield from self._object()
+        if not self._reported and self._name is not None and (closed or self._arguments is not None):
+            self._report()
+            self._output.arguments(self._arguments or "{}")
+        return self._output.n_calls > self._n_calls_before
+
+    def _report(self) -> None:
+        self._reported = True
+        valid = self._ids is not None and self._id is not None and self._ids.fullmatch(self._id)
+        self._output.call(self._name or "", self._id if valid else None)
+
+    def _object(self) -> Steps[bool]:
+        """Read the fields; True if the object was closed."""
+        if not (yield from self._reader.accept("{")):
+            return False
+        while True:
+            yield from self._reader.whitespace()
+            end = yield from self._reader.accept("}", ",")
+            if end == "}":
+                return True
+            if end:
+                continue
+            key = yield from read_string(self._reader)
+            yield from self._reader.whitespace()
+            if key is None or not (yield from self._reader.accept(":")):
+                return False
+            yield from self._reader.whitespace()
+            if not (yield from self._field(key)):
+                return False
+
+    def _field(self, key: str) -> Steps[bool]:
+        """Read the value of a field; False if this cannot be a call."""
+        quoted = yield from self._reader.looking_at(*QUOTES)
+        if key in _ARGUMENT_KEYS and self._arguments is None and not self._reported:
+            return (yield from self._read_arguments(quoted))
+        if quoted and key in _TEXT_KEYS:
+            text = yield from read_string(self._reader)
+            return text is not None and self._take_text(key, text)
+        if key in _WRAPPER_KEYS and self._name is None:
+            return (yield from self._wrapped())
+        if self._only is not None and key not in _ID_KEYS:
+            return False
+        return (yield from ValueCopier(self._reader, lambda _: None).copy())
+
+    def _take_text(self, key: str, text: str) -> bool:
+        """Keep the text of a field; False if this cannot be a call."""
+        if key in _ID_KEYS:
+            self._id = text
+        elif key == "type":
+            return text == "function" or self._only is None
+        elif self._name is None:
+            self._name = text
+            return self._only is None or text in self._only
+        return True
+
+    def _read_arguments(self, quoted: str) -> Steps[bool]:
+        if quoted:
+            text = yield from read_string(self._reader)
+            self._arguments = _as_object(text)
+            return self._arguments is not None
+        if (yield from self._reader.accept("null", "None")):
+            self._arguments = "{}"
+            return True
+        if (yield from self._reader.peek()) != "{":
+            return False
+        if self._name is not None and self._ids is None:
+            self._report()
+            return (yield from ValueCopier(self._reader, self._output.arguments).copy())
+        parts: list[str] = []
+        complete = yield from ValueCopier(self._reader, parts.append).copy()
+        self._arguments = "".join(parts) if complete else None
+        return complete
+
+    def _wrapped(self) -> Steps[bool]:
+        """Read the call, or the list of calls, that is the value of a field."""
+        if (yield from self._reader.peek()) == "[":
+            return (yield from JsonCalls(self._reader, self._output, only=self._only, ids=self._ids).read_all())
+        return (yield from self._object())
+
+
+def _as_object(text: str | None) -> str | None:
+    """Return `text` if it is a JSON object: some models write arguments as a string."""
+    try:
+        return text if text is not None and isinstance(json.loads(text), dict) else None
+    except (ValueError, RecursionError):
+        return None

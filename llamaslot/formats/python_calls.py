@@ -1,0 +1,141 @@
+"""Reading calls that are written as in Python: `[f(a="text", b=1), g()]`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from llamaslot.formats.calls import Tool, ToolCall
+from llamaslot.formats.fields import fields_of
+from llamaslot.formats.grammar import GrammarWriter, object_schema
+from llamaslot.formats.json_value import PYTHON_QUOTES, ValueCopier
+from llamaslot.formats.output import Output
+from llamaslot.formats.reader import Reader, Steps
+
+_NAME = re.compile(r"[\w.\-]+")
+_PARAMETER = re.compile(r"\w+")
+_LITERALS = {True: "True", False: "False", None: "None"}
+
+
+class PythonCalls:
+    """Reads calls from `reader` to `output`; with `known_only` only ones of the given tools are calls.
+
+    Arguments without a name are those of the tool's schema in its order.
+    """
+
+    def __init__(
+        self, reader: Reader, output: Output, tools: Mapping[str, Tool], *, known_only: bool = False
+    ) -> None:
+        self._reader = reader
+        self._output = output
+        self._tools = tools
+        self._known_only = known_only
+
+    def read_items(self) -> Steps[bool]:
+        """Read a list behind its bracket; False if the first item is no call, and nothing was reported."""
+        n_calls = self._output.n_calls
+        while True:
+            yield from self._reader.whitespace()
+            mark = self._reader.mark()
+            is_call = yield from self.read()
+            rejected = self._reader.release(mark)
+            if not is_call:
+                if self._output.n_calls == n_calls:
+                    return False
+                self._output.content(rejected)
+                return True
+            yield from self._reader.whitespace()
+            if not (yield from self._reader.accept(",")):
+                yield from self._reader.accept("]")
+                return True
+
+    def read(self) -> Steps[bool]:
+        """Read one call; False if it is none, and nothing was reported."""
+        name = yield from self._reader.all(_NAME)
+        if name.removesuffix(".call") in self._tools:
+            name = name.removesuffix(".call")  # as Llama calls built-in tools
+        if not name or (self._known_only and name not in self._tools):
+            return False
+        if not (yield from self._reader.accept("(")):
+            return False
+        self._output.call(name, None)
+        self._output.arguments("{")
+        if (yield from self._arguments(name)):
+            self._output.arguments("}")
+        return True
+
+    def _arguments(self, name: str) -> Steps[bool]:
+        """Copy the arguments as the fields of an object; False if the text ends inside them."""
+        tool = self._tools.get(name)
+        properties = tool.parameters.get("properties") if tool else None
+        names = list(properties) if isinstance(properties, Mapping) else []
+        n_arguments = 0
+        while True:
+            yield from self._reader.whitespace()
+            if (yield from self._reader.accept(",")):
+                continue
+            if (yield from self._reader.accept(")")):
+                return True
+            parameter = yield from self._parameter_name(names[n_arguments : n_arguments + 1])
+            yield from self._reader.whitespace()
+            if not (yield from self._reader.peek()):
+                return False
+            if parameter is None:
+                return True
+            field = json.dumps(parameter, ensure_ascii=False) + ": "
+            self._output.arguments((", " if n_arguments else "") + field)
+            n_arguments += 1
+            if not (yield from self._value()):
+                return False
+
+    def _parameter_name(self, by_position: Sequence[str]) -> Steps[str | None]:
+        """Read the name before a value; without one it is the name `by_position`. None if there is none either."""
+        if (yield from self._reader.looking_at(*PYTHON_QUOTES, "[", "{", "-")):
+            return next(iter(by_position), None)
+        name = yield from self._reader.all(_PARAMETER)
+        yield from self._reader.whitespace()
+        if (yield from self._reader.accept("=")):
+            return name or None
+        return None
+
+    def _value(self) -> Steps[bool]:
+        """Copy one value; False if the text ends inside it."""
+        parts = 0
+
+        def emit(text: str) -> None:
+            nonlocal parts
+            parts += 1
+            self._output.arguments(text)
+
+        complete = yield from ValueCopier(self._reader, emit, quotes=PYTHON_QUOTES).copy()
+        if complete and not parts:
+            self._output.arguments("null")
+        return complete
+
+
+def python_call(call: ToolCall) -> str:
+    """Return a call as in Python; what is inside lists and objects stays JSON."""
+    arguments = [f"{name}={_python_text(value)}" for name, value in fields_of(call.arguments).items()]
+    return f"{call.name}({', '.join(arguments)})"
+
+
+def python_call_expression(writer: GrammarWriter, tool: Tool) -> str:
+    """Return a grammar's expression for what `python_call` returns, required arguments before the others."""
+    schema = object_schema(tool)
+    properties = schema["properties"] if isinstance(schema["properties"], Mapping) else {}
+    names: Sequence[str] = schema.get("required") or ()
+    parts = {
+        name: writer.rule(writer.sequence(writer.text(f"{name}="), writer.python_value(each, schema)))
+        for name, each in properties.items()
+    }
+    required = [part for name, part in parts.items() if name in names]
+    optional = [part for name, part in parts.items() if name not in names]
+    arguments = writer.listed(required, optional, ", ")
+    return writer.rule(writer.sequence(writer.text(f"{tool.name}("), arguments, writer.text(")")))
+
+
+def _python_text(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return _LITERALS[value]
+    return json.dumps(value, ensure_ascii=False)

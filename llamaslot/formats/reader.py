@@ -1,0 +1,178 @@
+"""Reading text that arrives in pieces.
+
+A parser is written as if the whole text were there: a generator that calls the methods of `Reader` with
+`yield from`. They suspend it while the text that has arrived does not decide what comes next, so a decision depends
+on the text alone and never on how it was cut into pieces. Characters are read once, and no more than the possible
+beginning of a marker stays unread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterable
+from typing import TypeAlias, TypeVar
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator[None, None, T]
+"""A computation that yields when it needs more text."""
+
+Emit: TypeAlias = Callable[[str], object]
+
+_WHITESPACE = re.compile(r"\s+")
+
+
+class Markers:
+    """Texts to search for; where several begin at the same place the longest is found."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        longest_first = sorted({text for text in texts if text}, key=len, reverse=True)
+        self._longest = max(map(len, longest_first), default=0)
+        self._beginnings = {text[:end] for text in longest_first for end in range(1, len(text))}
+        alternatives = "|".join(map(re.escape, longest_first))
+        self.pattern = re.compile(alternatives or r"(?!)")
+
+    def possible(self, text: str, start: int) -> int:
+        """Return where the end of `text` may be the beginning of a marker; its length if it cannot be."""
+        for position in range(max(start, len(text) - self._longest + 1), len(text)):
+            if text[position:] in self._beginnings:
+                return position
+        return len(text)
+
+
+class Reader:
+    """The text that has arrived and is not read yet."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._ended = False
+        self._marks = 0
+        self._kept: list[str] = []
+
+    def feed(self, text: str) -> None:
+        """Append text."""
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def end(self) -> None:
+        """Declare that no more text comes."""
+        self._ended = True
+
+    def mark(self) -> int:
+        """Keep all text that is read from here on, until `release`; marks may be nested."""
+        self._marks += 1
+        return len(self._kept)
+
+    def release(self, mark: int) -> str:
+        """Return the text read since the mark, unless `unmark` was called."""
+        text = "".join(self._kept[mark:])
+        self._marks = max(self._marks - 1, 0)
+        if not self._marks:
+            self._kept.clear()
+        return text
+
+    def unmark(self) -> None:
+        """Remove all marks: what was read will not be needed again."""
+        self._marks = 0
+        self._kept.clear()
+
+    def peek(self) -> Steps[str]:
+        """Return the next character without reading it; nothing at the end."""
+        while self._at == len(self._text) and not self._ended:
+            yield
+        return self._text[self._at : self._at + 1]
+
+    def skip(self) -> str:
+        """Read one character, which `peek` has returned."""
+        return self._read(self._at + 1)
+
+    def run(self, pattern: re.Pattern[str]) -> str:
+        """Read what a repeated character class matches of the text that has arrived; more may come."""
+        match = pattern.match(self._text, self._at)
+        return self._read(match.end()) if match else ""
+
+    def all(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """Read as long as a repeated character class matches."""
+        found: list[str] = []
+        while True:
+            text = self.run(pattern)
+            found.append(text)
+            if self._at < len(self._text) or self._ended:
+                return "".join(found)
+            yield
+
+    def whitespace(self) -> Steps[str]:
+        """Read whitespace."""
+        return (yield from self.all(_WHITESPACE))
+
+    def looking_at(self, *texts: str) -> Steps[str]:
+        """Return the first of `texts` that comes next, without reading it; nothing if none does."""
+        while True:
+            undecided = False
+            for text in texts:
+                if self._text.startswith(text, self._at) and not undecided:
+                    return text
+                n_arrived = len(self._text) - self._at
+                if not self._ended and n_arrived < len(text) and text.startswith(self._text[self._at :]):
+                    undecided = True
+            if not undecided:
+                return ""
+            yield
+
+    def accept(self, *texts: str) -> Steps[str]:
+        """Read and return the first of `texts` that comes next; nothing if none does."""
+        found = yield from self.looking_at(*texts)
+        return self._read(self._at + len(found))
+
+    def until(self, markers: Markers, emit: Emit) -> Steps[str]:
+        """Read up to the first marker and through it, pass the text before it to `emit`, return the marker.
+
+        Returns nothing if the text ends without a marker.
+        """
+        while True:
+            found = markers.pattern.search(self._text, self._at)
+            end = len(self._text) if self._ended else markers.possible(self._text, self._at)
+            if found is not None and found.start() < end:
+                self._pass(found.start(), emit)
+                return self._read(found.end())
+            self._pass(end, emit)
+            if self._ended:
+                return ""
+            yield
+
+    def unread(self, text: str) -> None:
+        """Go back before `text`, which ends the marker that `until` has just returned; no mark may be set."""
+        self._at -= len(text)
+
+    def _pass(self, end: int, emit: Emit) -> None:
+        if end > self._at:
+            emit(self._read(end))
+
+    def _read(self, end: int) -> str:
+        text = self._text[self._at : end]
+        self._at = end
+        if self._marks:
+            self._kept.append(text)
+        return text
+
+
+class Machine:
+    """A reader with the computation that reads from it."""
+
+    def __init__(self, reader: Reader, steps: Steps[T]) -> None:
+        self._reader = reader
+        self._steps = steps
+        self._advance()
+
+    def feed(self, text: str) -> None:
+        """Append text and compute as far as it allows."""
+        self._reader.feed(text)
+        self._advance()
+
+    def end(self) -> None:
+        """End the text and the computation."""
+        self._reader.end()
+        self._advance()
+
+    def _advance(self) -> None:
+        next(self._steps, None)

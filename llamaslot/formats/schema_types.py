@@ -1,0 +1,93 @@
+"""The JSON types that a schema allows, to tell what the text of an argument stands for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
+_TYPES = (
+    (bool, "boolean"),
+    (int, "integer"),
+    (float, "number"),
+    (str, "string"),
+    (list, "array"),
+    (type(None), "null"),
+    (object, "object"),
+)
+_MAX_DEPTH = 16
+_PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
+
+
+def parameter_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
+    """Return the types of one parameter; all of them if the schema of the arguments does not say."""
+    properties = parameters.get("properties")
+    schema = properties.get(name) if isinstance(properties, Mapping) else None
+    return value_types(schema, parameters)
+
+
+def value_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """Return the types that `schema` allows; its references are resolved in `root`."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return ALL_TYPES
+    types = ALL_TYPES
+    if isinstance(reference := schema.get("$ref"), str):
+        types &= value_types(resolved(reference, root), root, depth + 1)
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        types &= {declared}
+    elif isinstance(declared, list):
+        types &= {each for each in declared if isinstance(each, str)}
+    if "const" in schema:
+        types &= {_type_of(schema["const"])}
+    if isinstance(schema.get("enum"), list):
+        types &= {_type_of(each) for each in schema["enum"]}
+    for key in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(key), list) and options:
+            types &= frozenset().union(*(value_types(each, root, depth + 1) for each in options))
+    if isinstance(parts := schema.get("allOf"), list):
+        for part in parts:
+            types &= value_types(part, root, depth + 1)
+    return types or ALL_TYPES
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """Return the JSON that an argument's text stands for.
+
+    A value that could be a string is one unless it is JSON of another type that is allowed. Text that is no JSON is
+    always a string.
+    """
+    stripped = text.strip()
+    stripped = _PYTHON_LITERALS.get(stripped, stripped)
+    try:
+        value = json.loads(stripped, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    if "string" not in types:
+        return stripped
+    kind = _type_of(value)
+    if kind != "string" and (kind in types or (kind == "integer" and "number" in types)):
+        return stripped
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _type_of(value: Any) -> str:
+    return next(name for kind, name in _TYPES if isinstance(value, kind))
+
+
+def resolved(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the part of `root` that a reference such as `#/$defs/item` names; None if there is none."""
+    if not reference.startswith("#"):
+        return None
+    node: Any = root
+    for part in reference[1:].split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(node, Mapping) or key not in node:
+            return None
+        node = node[key]
+    return node
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)
