@@ -1,0 +1,106 @@
+"""Calls of DeepSeek R1 and its distillates, and of DeepSeek V3.1."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from llamaslot.formats.calls import Tool, ToolCall
+from llamaslot.formats.fields import as_json
+from llamaslot.formats.format import Format
+from llamaslot.formats.grammar import GrammarWriter
+from llamaslot.formats.json_value import ValueCopier
+from llamaslot.formats.message import CallMarkers, ReadCalls
+from llamaslot.formats.output import Output
+from llamaslot.formats.reader import Reader, Steps
+
+SECTION_OPEN, SECTION_CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_OPEN, CALL_CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
+_NAME = re.compile(r"[\w.\-:/]+")
+
+
+class DeepSeek(Format):
+    """The name and the arguments with a separator between them, or as R1 writes them, in a block of code.
+
+    R1 has the word `function` before the separator and the name behind it, then `` ```json `` and the arguments.
+    Both are read whatever the template says.
+    """
+
+    name = "deepseek"
+    markers = CallMarkers(calls=(SECTION_OPEN, CALL_OPEN), left_over=(CALL_CLOSE, SECTION_CLOSE))
+
+    @classmethod
+    def recognises(cls, source: str) -> bool:
+        """Return True if the template mentions the begin of calls."""
+        return SECTION_OPEN in source
+
+    @property
+    def preserved(self) -> tuple[str, ...]:
+        """Texts of control tokens that the parser needs in the output."""
+        return (*super().preserved, SEPARATOR)
+
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
+        """Return the computation that reads calls."""
+
+        def read(marker: str) -> Steps[bool]:
+            if marker == SECTION_OPEN:
+                yield from reader.whitespace()
+                yield from reader.accept(CALL_OPEN)
+            return (yield from _read_call(reader, output))
+
+        return read
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """Return calls as the model writes them."""
+        rendered = [f"{CALL_OPEN}{self._before(call.name)}{as_json(call.arguments)}{self._after}" for call in calls]
+        return f"{SECTION_OPEN}{self._between.join(rendered)}{SECTION_CLOSE}"
+
+    def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Return a grammar's expression for at least one call."""
+        functions = [
+            writer.rule(writer.sequence(writer.text(self._before(tool.name)), writer.arguments(tool)))
+            for tool in tools
+        ]
+        call = writer.rule(
+            writer.sequence(writer.text(CALL_OPEN), writer.choice(functions), writer.text(self._after))
+        )
+        calls = writer.repeated(call, writer.text(self._between), parallel=parallel)
+        return writer.sequence(writer.text(SECTION_OPEN), calls, writer.text(SECTION_CLOSE))
+
+    @property
+    def _in_blocks(self) -> bool:
+        return "```json" in self.source
+
+    def _before(self, name: str) -> str:
+        return f"function{SEPARATOR}{name}\n```json\n" if self._in_blocks else f"{name}{SEPARATOR}"
+
+    @property
+    def _after(self) -> str:
+        return f"\n```{CALL_CLOSE}" if self._in_blocks else CALL_CLOSE
+
+    @property
+    def _between(self) -> str:
+        return "\n" if self._in_blocks else ""
+
+
+def _read_call(reader: Reader, output: Output) -> Steps[bool]:
+    yield from reader.whitespace()
+    name = yield from reader.all(_NAME)
+    if not name or not (yield from reader.accept(SEPARATOR)):
+        return False
+    yield from reader.whitespace()
+    if not (yield from reader.looking_at("{")):
+        name = yield from reader.all(_NAME)
+        yield from reader.whitespace()
+        yield from reader.accept("```json", "```")
+        yield from reader.whitespace()
+        if not name or not (yield from reader.looking_at("{")):
+            return False
+    output.call(name, None)
+    yield from ValueCopier(reader, output.arguments).copy()
+    yield from reader.whitespace()
+    yield from reader.accept("```")
+    yield from reader.whitespace()
+    yield from reader.accept(CALL_CLOSE)
+    return True

@@ -1,0 +1,112 @@
+"""The notation in which Gemma writes values: `{a:<|"|>text<|"|>,b:[1,true]}`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from llamaslot.formats.calls import Tool
+from llamaslot.formats.grammar import GrammarWriter, object_schema
+from llamaslot.formats.schema_types import ALL_TYPES, resolved, value_types
+
+_INTEGER = "/-?(0|[1-9][0-9]{0,17})/"
+_NUMBER = "/-?(0|[1-9][0-9]{0,17})(\\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?/"
+_DEFINITIONS = ("$defs", "definitions", "$schema", "$id")
+_KEYWORDS = (
+    *("type", "enum", "const", "properties", "required", "items", "anyOf", "oneOf", "$ref", "additionalProperties"),
+    *("pattern", "minLength", "maxLength", "title", "description", "default", "examples", "format", "nullable"),
+)
+_SCALARS = {"integer": _INTEGER, "number": _NUMBER, "boolean": '("true" | "false")', "null": '"null"'}
+
+
+class Notation:
+    """Expressions for values of a tool's schema; names that it does not declare are not allowed."""
+
+    def __init__(self, writer: GrammarWriter, tool: Tool, quote: str) -> None:
+        self._writer = writer
+        self._root = object_schema(tool)
+        self._quote = quote
+        self._references: dict[str, str] = {}
+        self._any = ""
+
+    def arguments(self) -> str:
+        """Return an expression for the arguments."""
+        return self._object({key: value for key, value in self._root.items() if key not in _DEFINITIONS})
+
+    def _value(self, schema: Any) -> str:
+        if not isinstance(schema, Mapping):
+            return self._any_value()
+        unknown = [key for key in schema if key not in _KEYWORDS]
+        if unknown:
+            raise ValueError(f"the keyword {unknown[0]!r} is not supported in arguments in Gemma's notation")
+        if "$ref" in schema:
+            return self._reference(schema["$ref"])
+        options = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(options, list) and options:
+            return self._writer.choice(self._writer.text(rendered(each, self._quote)) for each in options)
+        for key in ("anyOf", "oneOf"):
+            if schema.get(key):
+                return self._writer.choice(map(self._value, schema[key]))
+        types = value_types(schema, self._root)
+        if types == ALL_TYPES:
+            return self._any_value()
+        return self._writer.choice(self._of_type(kind, schema) for kind in sorted(types))
+
+    def _of_type(self, kind: str, schema: Mapping[str, Any]) -> str:
+        writer = self._writer
+        if kind == "object":
+            return self._object(schema)
+        if kind == "array":
+            item = writer.rule(self._value(schema.get("items")))
+            items = writer.repeated(item, writer.text(","), parallel=True)
+            return writer.rule(f"{writer.text('[')} ({items})? {writer.text(']')}")
+        if kind == "string":
+            return writer.sequence(writer.text(self._quote), writer.text_until(self._quote, schema))
+        return _SCALARS[kind]
+
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        properties = schema.get("properties")
+        if not properties:
+            return self._writer.text("{}")
+        names = schema.get("required") or ()
+        parts = {
+            name: self._writer.rule(self._writer.sequence(self._writer.text(f"{name}:"), self._value(each)))
+            for name, each in properties.items()
+        }
+        required = [part for name, part in parts.items() if name in names]
+        optional = [part for name, part in parts.items() if name not in names]
+        fields = self._writer.listed(required, optional, ",")
+        return self._writer.rule(self._writer.sequence(self._writer.text("{"), fields, self._writer.text("}")))
+
+    def _reference(self, reference: str) -> str:
+        if reference not in self._references:
+            name = self._references[reference] = self._writer.declare()
+            self._writer.define(name, self._value(resolved(reference, self._root)))
+        return self._references[reference]
+
+    def _any_value(self) -> str:
+        if not self._any:
+            writer = self._writer
+            self._any = writer.declare()
+            kinds = [self._of_type(kind, {}) for kind in ("string", "number", "boolean", "null")]
+            items = writer.repeated(self._any, writer.text(","), parallel=True)
+            field = f"/[A-Za-z_][A-Za-z0-9_]*/ {writer.text(':')} {self._any}"
+            fields = writer.repeated(field, writer.text(","), parallel=True)
+            kinds.append(f"{writer.text('[')} ({items})? {writer.text(']')}")
+            kinds.append(f"{writer.text('{')} ({fields})? {writer.text('}')}")
+            writer.define(self._any, " | ".join(kinds))
+        return self._any
+
+
+def rendered(value: object, quote: str) -> str:
+    """Return a value in the notation."""
+    match value:
+        case str():
+            return f"{quote}{value}{quote}"
+        case dict():
+            return "{" + ",".join(f"{name}:{rendered(each, quote)}" for name, each in value.items()) + "}"
+        case list():
+            return "[" + ",".join(rendered(each, quote) for each in value) + "]"
+        case _:
+            return json.dumps(value)

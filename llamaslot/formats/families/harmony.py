@@ -1,0 +1,174 @@
+"""Messages of gpt-oss, in channels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from llamaslot.formats.calls import Tool, ToolCall
+from llamaslot.formats.fields import as_json
+from llamaslot.formats.format import Format
+from llamaslot.formats.grammar import GrammarWriter, Thinking
+from llamaslot.formats.json_value import ValueCopier
+from llamaslot.formats.message import CallMarkers, ParserOptions, ReadCalls, ReasoningTags
+from llamaslot.formats.output import Output
+from llamaslot.formats.reader import Markers, Reader, Steps
+
+START, END, CALL, RETURN = "<|start|>", "<|end|>", "<|call|>", "<|return|>"
+CHANNEL, MESSAGE, CONSTRAIN = "<|channel|>", "<|message|>", "<|constrain|>"
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
+FINAL = f"{CHANNEL}final{MESSAGE}"
+_NAMESPACE = "functions."
+
+_HEADER_END = Markers([MESSAGE, START, END, CALL, RETURN])
+_BODY_END = Markers([START, END, CALL, RETURN])
+_HEADER_BEGINNINGS = (CHANNEL, CONSTRAIN, MESSAGE, START, "to=", "assistant")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+
+
+class Harmony(Format):
+    """`<|start|>assistant<|channel|>final<|message|>...<|end|>`, the first two of which end the prompt.
+
+    The channel `analysis` is reasoning, `final` and `commentary` are content. A message `to=functions.f` is a call;
+    the recipient stands before the channel or behind it. Messages to other recipients, such as built-in tools that
+    were not asked for, are left out.
+    """
+
+    name = "gpt-oss"
+    markers = CallMarkers()
+
+    def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
+        super().__init__(source, special, ReasoningTags(ANALYSIS, END))
+
+    @classmethod
+    def recognises(cls, source: str) -> bool:
+        """Return True if the template writes channels."""
+        return CHANNEL in source
+
+    @property
+    def preserved(self) -> tuple[str, ...]:
+        """Texts of control tokens that the parser needs in the output."""
+        return (CHANNEL, CONSTRAIN, MESSAGE, START, END, CALL, RETURN)
+
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
+        """Return the computation that reads a call's arguments up to the end of its message."""
+
+        def read(name: str) -> Steps[bool]:
+            yield from reader.whitespace()
+            if not (yield from reader.looking_at("{")):
+                return False
+            output.call(name, None)
+            yield from ValueCopier(reader, output.arguments).copy()
+            return True
+
+        return read
+
+    def steps(self, reader: Reader, output: Output, options: ParserOptions) -> Steps[None]:
+        """Return the computation that reads a message."""
+        output.on_call = reader.unmark
+        return _Messages(reader, output, options, self.read_calls(reader, output, options.tools)).steps()
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """Return the call as the model writes it behind `<|start|>assistant`; it makes one at a time."""
+        rendered = [
+            f" to={_NAMESPACE}{call.name}{CHANNEL}commentary json{MESSAGE}{as_json(call.arguments)}{CALL}"
+            for call in calls
+        ]
+        return f"{START}assistant".join(rendered)
+
+    def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Return a grammar's expression for one call: the generation ends with it."""
+        functions = [
+            writer.rule(writer.sequence(writer.text(f"{tool.name}{CHANNEL}commentary json{MESSAGE}"), arguments))
+            for tool, arguments in ((tool, writer.arguments(tool)) for tool in tools)
+        ]
+        return writer.sequence(writer.text(f" to={_NAMESPACE}"), writer.choice(functions))
+
+    def reasoning_expression(self, writer: GrammarWriter, thinking: Thinking) -> str:
+        """Return a grammar's expression for reasoning before the calls; nothing if there is to be none."""
+        if thinking == "none":
+            return ""
+        ended = writer.sequence(writer.text_until(END), writer.text(f"{START}assistant"))
+        return ended if thinking == "open" else f"({writer.sequence(writer.text(ANALYSIS), ended)})?"
+
+
+class _Messages:
+    """Reads the messages of one turn."""
+
+    def __init__(self, reader: Reader, output: Output, options: ParserOptions, read_call: ReadCalls) -> None:
+        self._reader = reader
+        self._output = output
+        self._options = options
+        self._read_call = read_call
+        self._in_content = False
+
+    def steps(self) -> Steps[None]:
+        """Read all messages."""
+        opened = self._options.reasoning_open
+        if opened:
+            self._output.begin_reasoning(opened, continued=opened.strip() != ANALYSIS)
+            yield from self._reasoning()
+        while (yield from self._reader.peek()):
+            yield from self._message()
+
+    def _message(self) -> Steps[None]:
+        whitespace = yield from self._reader.whitespace()
+        if not (yield from self._reader.looking_at(*_HEADER_BEGINNINGS)):
+            self._output.content(whitespace)
+            yield from self._content()
+            return
+        header: list[str] = []
+        ended = yield from self._reader.until(_HEADER_END, header.append)
+        text = "".join(header)
+        if ended == MESSAGE:
+            yield from self._body(text)
+        elif not ended:
+            self._output.content(whitespace + text)
+
+    def _body(self, header: str) -> Steps[None]:
+        """Read a message of this header."""
+        recipients = _RECIPIENT.findall(header)
+        channels = _CHANNEL.findall(header)
+        channel = channels[-1] if channels else "final"
+        recipient = recipients[-1] if recipients else "assistant"
+        name = recipient.removeprefix(_NAMESPACE)
+        if recipient != name or recipient in self._options.tools:
+            yield from self._call(name)
+        elif recipient != "assistant":
+            yield from self._reader.until(_BODY_END, _leave_out)
+        elif channel == "analysis":
+            self._output.begin_reasoning(ANALYSIS)
+            yield from self._reasoning()
+        else:
+            yield from self._content()
+
+    def _call(self, name: str) -> Steps[None]:
+        if not self._options.parse_tools:
+            yield from self._reader.until(_BODY_END, _leave_out)
+            return
+        mark = self._reader.mark()
+        is_call = yield from self._read_call(name)
+        rejected = self._reader.release(mark)
+        if is_call:
+            yield from self._reader.until(_BODY_END, _leave_out)
+        elif (yield from self._reader.looking_at(START, END, CALL, RETURN)):
+            self._output.call(name, None)
+            self._output.arguments("{}")
+        else:
+            self._output.content(rejected)
+            yield from self._content()
+
+    def _reasoning(self) -> Steps[None]:
+        yield from self._reader.until(_BODY_END, self._output.reasoning)
+        self._output.end_reasoning(END)
+
+    def _content(self) -> Steps[None]:
+        if self._in_content:
+            self._output.content("\n")
+        self._in_content = True
+        yield from self._reader.until(_BODY_END, self._output.content)
+
+
+def _leave_out(_: str) -> None:
+    pass

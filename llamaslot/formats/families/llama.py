@@ -1,0 +1,120 @@
+"""Calls of Llama 3 and 4, which no marker begins: JSON, or as in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from llamaslot.formats.calls import Tool, ToolCall
+from llamaslot.formats.families.hermes import json_call, json_call_expression
+from llamaslot.formats.format import Format
+from llamaslot.formats.grammar import GrammarWriter
+from llamaslot.formats.json_calls import JsonCalls
+from llamaslot.formats.message import CallMarkers, ReadCalls
+from llamaslot.formats.output import Output
+from llamaslot.formats.python_calls import PythonCalls, python_call, python_call_expression
+from llamaslot.formats.reader import Reader, Steps
+from llamaslot.formats.tagged_calls import QWEN_TAGS, TaggedCalls
+
+PYTHON_TAG = "<|python_tag|>"
+PYTHON_OPEN, PYTHON_CLOSE = "<|python_start|>", "<|python_end|>"
+
+
+class Llama3(Format):
+    """`{"name": "f", "parameters": {...}}` at the start of a line, or behind `<|python_tag|>`.
+
+    Since such JSON may be an answer, it is a call only if it has the name of a tool. Several calls have semicolons
+    or line breaks between them. Built-in tools are called by `<|python_tag|>f.call(a="text")`.
+    """
+
+    name = "llama3"
+    markers = CallMarkers(calls=(PYTHON_TAG, QWEN_TAGS.name_open), lines=("{", "["))
+
+    @classmethod
+    def recognises(cls, source: str) -> bool:
+        """Return True if the template asks for calls in JSON."""
+        return '{"name": function name, "parameters":' in source or (
+            PYTHON_TAG in source and "<|start_header_id|>" in source
+        )
+
+    @property
+    def preserved(self) -> tuple[str, ...]:
+        """Texts of control tokens that the parser needs in the output."""
+        return (PYTHON_TAG, *((self.reasoning.start, self.reasoning.end) if self.reasoning else ()))
+
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
+        """Return the computation that reads calls."""
+        return UnmarkedCalls(reader, output, tools).read
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """Return calls as the model writes them."""
+        return "; ".join(json_call(call, arguments="parameters") for call in calls)
+
+    def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Return a grammar's expression for one call: the templates refuse to render several."""
+        return writer.choice(json_call_expression(writer, tool, arguments="parameters") for tool in tools)
+
+
+class LlamaPython(Format):
+    """`[f(a="text", b=1), g()]` at the start of a line, or between `<|python_start|>` and `<|python_end|>`."""
+
+    name = "llama-pythonic"
+    markers = CallMarkers(calls=(PYTHON_OPEN,), lines=("[", "{"), left_over=(PYTHON_CLOSE,))
+
+    @classmethod
+    def recognises(cls, source: str) -> bool:
+        """Return True if the template asks for calls as in Python."""
+        return "[func_name1(params_name1=" in source or PYTHON_OPEN in source
+
+    def read_calls(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> ReadCalls:
+        """Return the computation that reads calls."""
+        return UnmarkedCalls(reader, output, tools).read
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """Return calls as the model writes them."""
+        return f"[{', '.join(map(python_call, calls))}]"
+
+    def calls_expression(self, writer: GrammarWriter, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Return a grammar's expression for at least one call."""
+        call = writer.rule(writer.choice(python_call_expression(writer, tool) for tool in tools))
+        calls = writer.repeated(call, writer.text(", "), parallel=parallel)
+        return writer.sequence(writer.text("["), calls, writer.text("]"))
+
+
+class UnmarkedCalls:
+    """Reads calls of known tools, in JSON or as in Python, whichever comes."""
+
+    def __init__(self, reader: Reader, output: Output, tools: Mapping[str, Tool]) -> None:
+        self._reader = reader
+        self._output = output
+        self._json = JsonCalls(reader, output, only=tools)
+        self._python = PythonCalls(reader, output, tools, known_only=True)
+        self._tagged = TaggedCalls(reader, output, tools, QWEN_TAGS, section_close="")
+
+    def read(self, marker: str) -> Steps[bool]:
+        """Read calls that begin with a bracket, or stand behind a marker, and what separates them."""
+        if marker == QWEN_TAGS.name_open:
+            return (yield from self._tagged.read(opened=True))
+        if marker not in ("{", "["):
+            yield from self._reader.whitespace()
+        if not (yield from self._one()):
+            return False
+        while True:
+            mark = self._reader.mark()
+            yield from self._reader.whitespace()
+            separator = yield from self._reader.accept(";", PYTHON_CLOSE)
+            yield from self._reader.whitespace()
+            is_call = separator == ";" and (yield from self._one())
+            rest = self._reader.release(mark)
+            if not is_call:
+                self._output.content("" if separator == PYTHON_CLOSE else rest)
+                return True
+
+    def _one(self) -> Steps[bool]:
+        if (yield from self._reader.looking_at("{")):
+            return (yield from self._json.read())
+        if not (yield from self._reader.accept("[")):
+            return (yield from self._python.read())
+        yield from self._reader.whitespace()
+        if (yield from self._reader.looking_at("{")):
+            return (yield from self._json.read_items())
+        return (yield from self._python.read_items())
