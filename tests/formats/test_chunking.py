@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tracemalloc
 from itertools import pairwise
 from types import FrameType
 
@@ -86,6 +87,20 @@ def test_work_is_linear_in_the_length_of_the_output(family: str) -> None:
         n = 800 // len(part)
         for start in ("", inside):
             assert n_calls(family, start + 2 * n * part) < 2.2 * n_calls(family, start + n * part) + 500
+
+
+@pytest.mark.parametrize("family", EXCERPTS)
+def test_text_that_was_passed_on_is_not_kept(family: str) -> None:
+    call = made(family).render([ToolCall("python", '{"code": "x"}', "abcdefgh1")])
+    for start in ("", call[: call.find("x")]):
+        parser = made(family).parser(TOOLS)
+        parser.push(start)
+        tracemalloc.start()
+        for _ in range(300):
+            parser.push("some text " * 100)
+        kept, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert kept < 50_000
 
 
 def n_calls(family: str, text: str) -> int:

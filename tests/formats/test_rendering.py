@@ -139,6 +139,7 @@ def test_grammars_accept_what_models_write_and_nothing_else(family: str, control
         ToolCall("nested", '{"points": [{}], "mode": "a b"}', "a1b2c3d4f"),
         ToolCall("nested", '{"points": [], "mode": "e"}', "a1b2c3d4g"),
         ToolCall("unknown", "{}", "a1b2c3d4h"),
+        ToolCall("no_arguments", '{"city": "Paris"}', "a1b2c3d4i"),
     ]
 
     def rendered(*calls: ToolCall) -> str:

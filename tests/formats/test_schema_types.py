@@ -1,0 +1,58 @@
+"""What the text of an argument stands for, by its schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from llamaslot.formats.schema_types import ALL_TYPES, json_of, value_types
+
+ROOT = {"$defs": {"name": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}, "a/b": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"type": ["integer", "null"]}, {"integer", "null"}),
+        ({"enum": ["a", 1, None]}, {"string", "integer", "null"}),
+        ({"const": [1]}, {"array"}),
+        ({"anyOf": [{"type": "string"}, {"type": "boolean"}]}, {"string", "boolean"}),
+        ({"oneOf": [{"const": 1.5}, {"const": {}}]}, {"number", "object"}),
+        ({"allOf": [{"type": ["string", "null"]}, {"enum": ["a"]}]}, {"string"}),
+        ({"$ref": "#/$defs/name"}, {"string"}),
+        ({"$ref": "#/$defs/a~1b"}, {"null"}),
+        ({"$ref": "#/$defs/missing"}, ALL_TYPES),
+        ({"$ref": "#/$defs/loop"}, ALL_TYPES),
+        ({"$ref": "other.json"}, ALL_TYPES),
+        ({"type": "string", "enum": [1]}, ALL_TYPES),
+        ({}, ALL_TYPES),
+        (True, ALL_TYPES),
+        (None, ALL_TYPES),
+    ],
+)
+def test_types_that_a_schema_allows(schema: Any, types: set[str]) -> None:
+    assert value_types(schema, ROOT) == types
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "value"),
+    [
+        (" 5 ", {"integer"}, 5),
+        ("[1]", {"integer"}, [1]),
+        ("five", {"integer"}, "five"),
+        ("True", {"boolean"}, True),
+        ("None", {"string", "null"}, None),
+        ("5", {"string", "number"}, 5),
+        ("5", {"string", "boolean"}, "5"),
+        ('"5"', {"string", "integer"}, '"5"'),
+        ("NaN", {"number"}, "NaN"),
+        ('{"a": 1', ALL_TYPES, '{"a": 1'),
+        ("[" * 100_000, ALL_TYPES, "[" * 100_000),
+        ("9" * 10_000, {"integer"}, "9" * 10_000),
+    ],
+)
+def test_text_is_read_as_the_type_that_is_allowed(text: str, types: set[str], value: Any) -> None:
+    assert json.loads(json_of(text, frozenset(types))) == value
