@@ -24,9 +24,10 @@ from llamaslot.app.logs import configure_logging
 from llamaslot.app.models import resolve_model
 from llamaslot.app.runtime.engine_config import llama_settings
 from llamaslot.backend.llama import LlamaBackend
-from llamaslot.base.commands import Generate, Sampling, Submit
+from llamaslot.base.commands import Generate, Submit
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import TERMINAL, Event, Finished, Output
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import packed
 from llamaslot.engine.engine import Engine

@@ -22,8 +22,8 @@ from llamaslot.app.flags import Parser, add_flags
 from llamaslot.app.runtime.engine_config import llama_settings
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Run, Status
-from llamaslot.base.commands import Sampling
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Copy, Remove
 from llamaslot.base.model import QUERY_BLOCK
 from llamaslot.scheduler.padding import Padding

@@ -18,7 +18,7 @@ import numpy as np
 
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import NO_TOKEN, Decoded, Run, Sampler, Status, check_runs
-from llamaslot.base.commands import Sampling
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import ModelInfo, SegmentSize
 from llamaslot.base.tokens import Tokens
 

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import msgspec
 
 from llamaslot.api.context import ApiSettings
-from llamaslot.base.commands import AnswerBody, ParseBody, RequestContext, Sampling, Submit, TextPart
+from llamaslot.base.commands import AnswerBody, ParseBody, RequestContext, Submit, TextPart
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import ModelInfo
 from llamaslot.prompts.prompt_jobs import TokenizePrompt
 from llamaslot.prompts.prompt_worker import PromptThread

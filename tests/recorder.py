@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from llamaslot.base.backend import Backend, Decoded, Run, Sampler, Status
-from llamaslot.base.commands import Sampling
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import (
     Copy,
     CopyStream,

@@ -6,7 +6,7 @@ import numpy as np
 
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.commands import Sampling
+from llamaslot.base.generation.sampling import Sampling
 from tests.noise import Noise
 
 SETTINGS = LlamaSettings(resolve_model("demo"), n_ctx=1024, n_slots=2, n_threads=1)

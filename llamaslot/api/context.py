@@ -7,8 +7,9 @@ from pathlib import PurePath
 import msgspec
 from aiohttp import web
 
-from llamaslot.base.commands import RequestLimits, Sampling
+from llamaslot.base.commands import RequestLimits
 from llamaslot.base.errors import ServerError, UnavailableError
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import key_secret
 from llamaslot.service.service import Service

@@ -34,7 +34,10 @@ NOT_SUPPORTED = {
     ),
     "not supported yet; send it with each request instead": (
         "--typical --typical-p --repeat-last-n --repeat-penalty --presence-penalty --frequency-penalty "
-        "--ignore-eos -l --logit-bias"
+        "--ignore-eos -l --logit-bias --samplers --sampler-seq --sampling-seq --top-nsigma --top-n-sigma "
+        "--xtc-probability --xtc-threshold --dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n "
+        "--dry-sequence-breaker --adaptive-target --adaptive-decay --dynatemp-range --dynatemp-exp --mirostat "
+        "--mirostat-lr --mirostat-ent"
     ),
     "not supported yet; redirect standard error instead": "--log-file --log-jsonl",
     "requests are always batched continuously; remove the flag": "-nocb --no-cont-batching",
@@ -50,10 +53,8 @@ NOT_SUPPORTED = {
         "--lazy-mode -dio --direct-io -dev --device --list-devices -ot --override-tensor -cmoe --cpu-moe -ncmoe "
         "--n-cpu-moe -sm --split-mode -ts --tensor-split -mg --main-gpu --check-tensors --override-kv --lora "
         "--lora-scaled --lora-init-without-apply --control-vector --control-vector-scaled "
-        "--control-vector-layer-range --samplers --sampler-seq --sampling-seq --top-nsigma --top-n-sigma "
-        "--xtc-probability --xtc-threshold --dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n "
-        "--dry-sequence-breaker --adaptive-target --adaptive-decay --dynatemp-range --dynatemp-exp --mirostat "
-        "--mirostat-lr --mirostat-ent --grammar --grammar-file -j --json-schema -jf --json-schema-file -bs "
+        "--control-vector-layer-range "
+        "--grammar --grammar-file -j --json-schema -jf --json-schema-file -bs "
         "--backend-sampling -lcs --lookup-cache-static -lcd --lookup-cache-dynamic -ctxcp --ctx-checkpoints "
         "--swa-checkpoints --kv-unified-per-slot -cms --checkpoint-min-step -r --reverse-prompt -sp --special "
         "--spm-infill --pooling -mm --mmproj -mmu --mmproj-url --mmproj-auto --mmproj-offload --no-mmproj-offload "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from llamaslot.base.commands import Sampling
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import IllegalCallError, Kv, Operation
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.tokens import Tokens

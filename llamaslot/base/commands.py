@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.turns import Sender
@@ -35,24 +36,6 @@ class TokensPart(msgspec.Struct, frozen=True, tag="tokens"):
 
 
 PromptPart: TypeAlias = TextPart | TokensPart
-
-
-class Sampling(msgspec.Struct, frozen=True):
-    """Sampling parameters, with llama-server's names and defaults."""
-
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    typical_p: float = 1.0
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64
-    """Tokens that the penalties look back on: 0 none, -1 the whole context."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
-    logit_bias: dict[int, float] = {}
-    ignore_eos: bool = False
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from llamaslot.base.commands import Sampling
+from llamaslot.base.generation.sampling import Sampling
 
 Miss: TypeAlias = Literal["", "cold", "salted", "diverged", "changed", "evicted", "off", "unsupported"]
 """Reason why no more of a prompt was cached when its request got a slot.

@@ -19,12 +19,26 @@ MAX_SESSION_ID_CHARS = 256
 MAX_FIELDS = 256
 """Fields that a reply can be reduced to: each is looked up for each completion, on the event loop."""
 
+MAX_BREAKERS = 16
+"""DRY's sequence breakers: each costs a search of the vocabulary, on the thread that computes."""
+MAX_BREAKER_CHARS = 256
+"""Characters of one of them. llama.cpp uses 40 bytes."""
+MAX_SAMPLERS = 32
+"""Samplers that a request may name."""
+
 Token: TypeAlias = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Count: TypeAlias = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
 Fraction: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 Bias: TypeAlias = Annotated[float, Meta(ge=-1e6, le=1e6)] | bool
+Factor: TypeAlias = Annotated[float, Meta(ge=0, le=100)]
 Parts: TypeAlias = list[str | Token]
+Breaker: TypeAlias = Annotated[str, Meta(max_length=MAX_BREAKER_CHARS)]
+Samplers: TypeAlias = (
+    Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=MAX_SAMPLERS)]
+    | Annotated[str, Meta(max_length=MAX_SAMPLERS)]
+)
+"""Names, or a string of llama-server's letters."""
 Salt: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 SessionId: TypeAlias = Annotated[str, Meta(max_length=MAX_SESSION_ID_CHARS)]
 
@@ -54,15 +68,32 @@ class Options(UnsupportedOptions, kw_only=True):
     max_tokens: Count | None = None
     stop: str | list[str] | None = None
 
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    temperature: Factor | None = None
+    dynatemp_range: Factor | None = None
+    dynatemp_exponent: Factor | None = None
     top_k: Count | None = None
     top_p: Fraction | None = None
     min_p: Fraction | None = None
+    top_n_sigma: Annotated[float, Meta(ge=-100, le=100)] | None = None
+    xtc_probability: Fraction | None = None
+    xtc_threshold: Fraction | None = None
     typical_p: Fraction | None = None
     repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     repeat_last_n: Count | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    dry_multiplier: Factor | None = None
+    dry_base: Factor | None = None
+    dry_allowed_length: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+    dry_penalty_last_n: Count | None = None
+    dry_sequence_breakers: Annotated[list[Breaker], Meta(min_length=1, max_length=MAX_BREAKERS)] | None = None
+    mirostat: Annotated[int, Meta(ge=0, le=2)] | None = None
+    mirostat_tau: Factor | None = None
+    mirostat_eta: Factor | None = None
+    adaptive_target: Annotated[float, Meta(ge=-1, le=1)] | None = None
+    adaptive_decay: Annotated[float, Meta(ge=0, le=0.99)] | None = None
+    min_keep: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+    samplers: Samplers | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     logit_bias: list[tuple[Token | str, Bias]] | dict[str, Bias] | None = None
     ignore_eos: bool | None = None

@@ -15,12 +15,12 @@ from llamaslot.base.commands import (
     PromptPart,
     RequestContext,
     RequestLimits,
-    Sampling,
     Submit,
     TextPart,
     TokensPart,
 )
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
+from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import PUBLIC_SALT, client_salt, key_salt
 from llamaslot.protocol.bodies import CompletionBody, Options, PromptObject
@@ -31,7 +31,9 @@ TokensOf: TypeAlias = Callable[[str], tuple[int, ...]]
 T = TypeVar("T")
 
 _IS_ID = re.compile(r"[0-9]{1,10}").fullmatch
-_SAME_FIELDS = {field.name for field in msgspec.structs.fields(Sampling)} - {"top_k", "seed", "logit_bias"}
+_SAME_FIELDS = {field.name for field in msgspec.structs.fields(Sampling)} - {
+    "top_k", "seed", "logit_bias", "dry_base", "dry_sequence_breakers", "samplers",
+}  # fmt: skip
 """Request fields with the name and type that `Sampling` has."""
 
 
@@ -157,6 +159,15 @@ def _sampling(options: Options, context: RequestContext, info: ModelInfo, tokens
     asked: dict[str, Any] = {name: value for name in _SAME_FIELDS if (value := getattr(options, name)) is not None}
     if options.top_k is not None:
         asked["top_k"] = max(options.top_k, 0)
+    if options.dry_base is not None and options.dry_base >= 1:
+        # As in llama-server, a smaller one stands for the default.
+        asked["dry_base"] = options.dry_base
+    if options.dry_sequence_breakers is not None:
+        asked["dry_sequence_breakers"] = tuple(options.dry_sequence_breakers)
+    if options.samplers is not None:
+        asked["samplers"] = named_samplers(options.samplers)
+        if INFILL in asked["samplers"]:
+            raise NotSupportedError(f"'samplers': the sampler '{INFILL}' is not supported yet", param="samplers")
     if options.logit_bias is not None:
         most = context.limits.max_logit_bias_entries
         asked["logit_bias"] = _logit_bias(options.logit_bias, most, info.n_vocab, tokens_of)

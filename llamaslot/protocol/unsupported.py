@@ -16,24 +16,6 @@ from llamaslot.base.errors import NotSupportedError
 if TYPE_CHECKING:
     from llamaslot.protocol.bodies import Options
 
-SAMPLERS = ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"]
-"""The samplers of this server in their order, under llama-server's names."""
-_UNSUPPORTED_SAMPLERS = ("dry", "top_n_sigma", "xtc", "adaptive_p")
-"""Samplers of llama-server that do nothing while their own fields below are off."""
-_SAMPLER_LETTERS = {
-    "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p",
-    "x": "xtc", "t": "temperature", "a": "adaptive_p",
-}  # fmt: skip
-
-
-def _keeps_order(samplers: Any) -> bool:
-    """Return True for our order, as llama-server's list of names or string of letters, and for an empty string."""
-    if isinstance(samplers, str):
-        samplers = [_SAMPLER_LETTERS.get(letter) for letter in samplers] or SAMPLERS
-    return (
-        isinstance(samplers, list) and [name for name in samplers if name not in _UNSUPPORTED_SAMPLERS] == SAMPLERS
-    )
-
 
 class RequestedFormat(msgspec.Struct):
     """OpenAI's `response_format`; only its type is read."""
@@ -68,16 +50,8 @@ class UnsupportedOptions(msgspec.Struct, kw_only=True):
     echo: Annotated[bool | None, _FALSY] = None
     suffix: Annotated[str | None, _FALSY] = None
     lora: Annotated[Any, _FALSY] = None
-    samplers: Annotated[Any, _off(_keeps_order)] = None
     modalities: Annotated[list[str] | None, _off(lambda value: value == ["text"])] = None
     web_search_options: Annotated[Any, _NEVER] = None
-    mirostat: Annotated[int | None, _FALSY] = None
-    dynatemp_range: Annotated[float | None, _FALSY] = None
-    dry_multiplier: Annotated[float | None, _FALSY] = None
-    xtc_probability: Annotated[float | None, _FALSY] = None
-    top_n_sigma: Annotated[float | None, _NOT_POSITIVE] = None
-    adaptive_target: Annotated[float | None, _off(lambda value: value < 0)] = None
-    min_keep: Annotated[int | None, _off(lambda value: value <= 1)] = None
     n_indent: Annotated[int | None, _FALSY] = None
     t_max_predict_ms: Annotated[int | None, _NOT_POSITIVE] = None
     return_progress: Annotated[bool | None, _FALSY] = None

@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from llamaslot.api.context import ApiSettings
-from llamaslot.base.commands import RequestContext, Sampling, TextPart
+from llamaslot.base.commands import RequestContext, TextPart
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.turns import Sender
 from llamaslot.protocol.bodies import CompletionBody
 from llamaslot.protocol.submission import submissions

@@ -10,7 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Backend, Run, Status
-from llamaslot.base.commands import Sampling
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Remove
 from tests.conftest import LONG
 from tests.kvcache.test_cache_machine import COUNTS, OFTEN, CacheMachine, Shape

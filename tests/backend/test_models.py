@@ -135,6 +135,11 @@ def test_sampling_that_the_file_recommends_is_read(tiny_model: Path, monkeypatch
         assert backend.info.sampling == {}
         monkeypatch.setattr(loading, "metadata", lambda _, key: values.get(key.rpartition(".")[2], ""))
         assert loading.sampling_defaults(backend._model) == {"temperature": 0.5, "top_k": 20, "repeat_last_n": -1}
+        values = {"xtc_probability": "1", "mirostat": "2", "mirostat_tau": "4.5"}
+        assert loading.sampling_defaults(backend._model) == {
+            "xtc_probability": 1.0, "mirostat": 2, "mirostat_tau": 4.5,
+        }  # fmt: skip
+        values = {"xtc_probability": "1.1", "mirostat": "3", "mirostat_tau": "inf", "mirostat_eta": "-1"}
         out_of_bounds = {"temp": "-1", "top_k": str(2**33), "top_p": "5", "min_p": "-0.1", "penalty_repeat": "0"}
         values |= out_of_bounds | {"penalty_last_n": "-2"}
         assert loading.sampling_defaults(backend._model) == {}

@@ -21,10 +21,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.backend.llama import sampler as llama_sampler
-from llamaslot.backend.llama.sampler import LlamaSampler, highest
+from llamaslot.backend.llama.sampling import candidates as llama_candidates
+from llamaslot.backend.llama.sampling.candidates import highest
+from llamaslot.backend.llama.sampling.dry import BreakerIndex
+from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.base.backend import NO_TOKEN, Run, Status
-from llamaslot.base.commands import Sampling
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import IllegalCallError
 from llamaslot.base.tokens import Tokens
 from tests.engine.harness import running
@@ -79,7 +81,7 @@ def loaded(tiny_model: Path) -> Iterator[Chooser]:
 @pytest.fixture(params=[64, 1], ids=["among all", "among few"])
 def chooser(loaded: Chooser, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Chooser:
     """With four tokens to choose from, of 64, 24, 9 and 3 percent."""
-    monkeypatch.setattr(llama_sampler, "_BLOCK", request.param)
+    monkeypatch.setattr(llama_candidates, "_BLOCK", request.param)
     loaded.write({BEST: 3.0, SECOND: 2.0, THIRD: 1.0, FOURTH: 0.0})
     return loaded
 
@@ -226,8 +228,8 @@ def test_repeat_last_n_is_how_far_back_the_penalties_look(chooser: Chooser) -> N
 @pytest.mark.parametrize("last_n", [-1, 2**31 - 1])
 def test_no_window_is_longer_than_the_context(chooser: Chooser, last_n: int) -> None:
     sampler = chooser.backend.new_sampler(changed(GREEDY, repeat_penalty=10.0, repeat_last_n=last_n), ids([]))
-    assert sampler._penalties is not None
-    assert len(sampler._penalties._window) == N_CTX
+    [penalties] = sampler._adjusters
+    assert len(penalties._window) == N_CTX
     sampler.close()
 
 
@@ -237,7 +239,9 @@ def test_penalties_take_in_a_long_prompt_within_5_ms() -> None:
     seconds = []
     for _ in range(5):
         started = time.perf_counter()
-        LlamaSampler(sampling, history=history, n_ctx=32_768, n_vocab=N_VOCAB, eog=EOG).close()
+        LlamaSampler(
+            sampling, history=history, n_ctx=32_768, n_vocab=N_VOCAB, eog=EOG, breakers=NO_BREAKERS
+        ).close()
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.005, "the history is taken in at once"
 
@@ -318,6 +322,18 @@ LOGITS = np.empty(N_VOCAB, dtype=np.float32)
 LOGITS[TOP] = np.linspace(12.0, -12.0, N_VOCAB)
 N_CTX_SAMPLED = 128
 
+
+class NoVocabulary:
+    """The vocabulary of `LOGITS`, of which nothing is known."""
+
+    n_tokens = N_VOCAB
+
+    def texts(self) -> list[bytes]:
+        return [b""] * N_VOCAB
+
+
+NO_BREAKERS = BreakerIndex(NoVocabulary())
+
 near_the_top = st.integers(0, 120).map(lambda place: int(TOP[place]))
 anywhere = st.integers(0, N_VOCAB - 1)
 tokens = st.one_of(near_the_top, anywhere, st.sampled_from(sorted(EOG)))
@@ -339,7 +355,9 @@ samplings = st.builds(
 
 
 def sampler_of(sampling: Sampling, history: Sequence[int]) -> LlamaSampler:
-    return LlamaSampler(sampling, history=ids(history), n_ctx=N_CTX_SAMPLED, n_vocab=N_VOCAB, eog=EOG)
+    return LlamaSampler(
+        sampling, history=ids(history), n_ctx=N_CTX_SAMPLED, n_vocab=N_VOCAB, eog=EOG, breakers=NO_BREAKERS
+    )
 
 
 class Reference:

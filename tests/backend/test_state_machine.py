@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Backend, Run, Status
-from llamaslot.base.commands import Sampling
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Copy, Free, IllegalCallError, Load, NotLoadedError, Operation, Remove, Save, Share
 from tests.conftest import LONG
 from tests.fake_backend import FakeBackend

@@ -32,7 +32,6 @@ from llamaslot.base.commands import (
     QueryBody,
     ReplyOptions,
     RequestContext,
-    Sampling,
     SlotAction,
     SlotActionDone,
     Submit,
@@ -42,6 +41,7 @@ from llamaslot.base.commands import (
 )
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import TERMINAL, Event, Generated, Progress, Reply
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import CachePrefix, CacheState, CacheStats, CellStats, DiskStats, EngineState, SlotState
 from llamaslot.base.text_records import TextRecord

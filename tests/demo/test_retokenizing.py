@@ -11,8 +11,9 @@ from collections import Counter
 from bench.demo.corpus import held_out
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.commands import Sampling, Submit, TextPart, TokensPart
+from llamaslot.base.commands import Submit, TextPart, TokensPart
 from llamaslot.base.events import Accepted, Finished
+from llamaslot.base.generation.sampling import Sampling
 from tests.conftest import LONG
 from tests.engine.harness import GREEDY, Harness, running
 from tests.noise import Noise

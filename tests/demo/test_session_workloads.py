@@ -23,8 +23,9 @@ from llamaslot.app.models import resolve_model
 from llamaslot.backend.disk import DiskStore, SlotFiles
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Decoded, Run
-from llamaslot.base.commands import Sampling, SlotAction, Submit, TextPart, TokensPart
+from llamaslot.base.commands import SlotAction, Submit, TextPart, TokensPart
 from llamaslot.base.events import Accepted, Finished, Progress
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Remove
 from llamaslot.kvcache.offload import disk_pacing
 from tests.conftest import LONG

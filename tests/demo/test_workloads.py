@@ -22,8 +22,9 @@ from llamaslot.app.models import resolve_model
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Decoded, Run
-from llamaslot.base.commands import Sampling, Submit, TextPart
+from llamaslot.base.commands import Submit, TextPart
 from llamaslot.base.events import Cancelled, Finished
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import StepCost
 from llamaslot.kvcache.offload import disk_pacing
 from llamaslot.scheduler import admission

@@ -11,8 +11,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from llamaslot.base.backend import Backend
-from llamaslot.base.commands import Cancel, Command, Query, QueryBody, Sampling, Submit, TextPart
+from llamaslot.base.commands import Cancel, Command, Query, QueryBody, Submit, TextPart
 from llamaslot.base.events import TERMINAL, Accepted, Event, Finished, Output, Reply, Stopped
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.engine_settings import EngineSettings
 from llamaslot.engine.model_worker import OnStep, Worker

@@ -10,8 +10,9 @@ import pytest
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.base.backend import NO_TOKEN, Decoded, Run, Sampler, Status
-from llamaslot.base.commands import ClearCache, InspectCache, Sampling, Submit, TextPart
+from llamaslot.base.commands import ClearCache, InspectCache, Submit, TextPart
 from llamaslot.base.events import Failed, Finished, Output
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.namespaces import PUBLIC_SALT, PUBLIC_TENANT, key_salt, key_secret
 from llamaslot.kvcache.offload import disk_pacing
 from tests.engine.harness import GREEDY, Harness, alone, running

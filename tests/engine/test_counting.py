@@ -10,8 +10,8 @@ import llama_cpp
 import pytest
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.commands import Sampling
 from llamaslot.base.events import Finished
+from llamaslot.base.generation.sampling import Sampling
 from tests.engine.harness import running
 
 

@@ -15,8 +15,9 @@ from structlog.testing import capture_logs
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.base.backend import Decoded, Run
-from llamaslot.base.commands import ClearCache, DropSession, InspectCache, Sampling
+from llamaslot.base.commands import ClearCache, DropSession, InspectCache
 from llamaslot.base.events import Failed, Finished, Output
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.stats import DiskStats
 from llamaslot.engine import disk_worker, engine

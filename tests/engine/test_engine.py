@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from llamaslot.base.backend import Decoded, Run, Status
-from llamaslot.base.commands import AnswerBody, Detokenize, InspectEngine, Sampling, Submit, TextPart, TokensPart
+from llamaslot.base.commands import AnswerBody, Detokenize, InspectEngine, Submit, TextPart, TokensPart
 from llamaslot.base.events import Accepted, Cancelled, Failed, Finished, Output
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.kvcache.radix_tree import RadixTree
 from tests.engine.harness import GREEDY, Harness, alone, running

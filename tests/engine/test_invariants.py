@@ -15,11 +15,11 @@ from llamaslot.base.commands import (
     InspectEngine,
     Query,
     QueryBody,
-    Sampling,
     Submit,
     TextPart,
 )
 from llamaslot.base.events import Event, Finished, Reply, Stopped
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.stats import CacheState
 from tests.engine.harness import LocalEngine
 from tests.fake_backend import FakeBackend

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from llamaslot.base.backend import Decoded, Run, Sampler
-from llamaslot.base.commands import Cancel, InspectEngine, Query, Sampling, Submit, TextPart
+from llamaslot.base.commands import Cancel, InspectEngine, Query, Submit, TextPart
 from llamaslot.base.events import TERMINAL, Cancelled, Event, Failed, Finished, Output, Reply, Stopped
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.scheduler.step import StepPlan
 from tests.engine.harness import GREEDY, LocalEngine, alone
 from tests.fake_backend import FakeBackend

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from llamaslot.backend.disk import DiskStore
-from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, Sampling, Submit, TextPart
+from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, Submit, TextPart
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Cancelled, Finished, Output, Progress
+from llamaslot.base.generation.sampling import Sampling
 from tests.engine.harness import Harness, running
 from tests.fake_backend import FakeBackend
 

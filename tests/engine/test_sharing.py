@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.commands import Sampling, Submit, TokensPart
+from llamaslot.base.commands import Submit, TokensPart
 from llamaslot.base.events import Cancelled, Finished
+from llamaslot.base.generation.sampling import Sampling
 from tests.engine.harness import Harness, running
 
 Prompt = tuple[int, ...]

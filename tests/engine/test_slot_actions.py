@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from llamaslot.backend.disk import SlotFiles
-from llamaslot.base.commands import ClearCache, Sampling, SlotAction, SlotActionDone
+from llamaslot.base.commands import ClearCache, SlotAction, SlotActionDone
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Event, Finished, Output, Progress, Reply
+from llamaslot.base.generation.sampling import Sampling
 from tests import conftest
 from tests.engine.harness import Harness, alone, running
 from tests.fake_backend import FakeBackend

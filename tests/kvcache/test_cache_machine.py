@@ -26,7 +26,8 @@ from hypothesis.stateful import (
 )
 
 from llamaslot.base.backend import Backend, Run, Sampler, Status
-from llamaslot.base.commands import Sampling, Submit
+from llamaslot.base.commands import Submit
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import CopyStream, Kv, Load, Remove, Save
 from llamaslot.base.model import SegmentSize, StepCost
 from llamaslot.base.namespaces import PUBLIC_SALT, key_salt, key_secret

@@ -18,12 +18,12 @@ from llamaslot.base.commands import (
     Generate,
     InspectCache,
     Query,
-    Sampling,
     Submit,
     TextPart,
     TokensPart,
 )
 from llamaslot.base.events import Accepted, Finished, Progress, Stopped
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
 from llamaslot.processes.channel import Channel

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from llamaslot.base.backend import Decoded, Run, Status
-from llamaslot.base.commands import Sampling, Submit
+from llamaslot.base.commands import Submit
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import packed
 from llamaslot.scheduler.request import Request, RequestState

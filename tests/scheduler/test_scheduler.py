@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from llamaslot.base.backend import Decoded, Run, Status
-from llamaslot.base.commands import Sampling, Submit
+from llamaslot.base.commands import Submit
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Remove
 from llamaslot.base.model import QUERY_BLOCK, StepCost
 from llamaslot.base.namespaces import salt_namespace

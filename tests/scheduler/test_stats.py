@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaslot.base.commands import CacheCleared, Sampling, Submit
+from llamaslot.base.commands import CacheCleared, Submit
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.stats import CacheState, CacheStats
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings

@@ -21,7 +21,6 @@ from llamaslot.base.commands import (
     Detokenized,
     InspectEngine,
     Query,
-    Sampling,
     Submit,
     TextPart,
 )
@@ -36,6 +35,7 @@ from llamaslot.base.errors import (
     UnavailableError,
 )
 from llamaslot.base.events import Event, Finished, Output, Progress, Reply, Stopped
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.stats import EngineState, SlotState
 from llamaslot.service.generations import Generations
 from llamaslot.service.metrics import Metrics

@@ -11,31 +11,16 @@ from aiohttp import web
 from llamaslot.api.completions.reply_bodies import pick, stats_of, timings
 from llamaslot.api.completions.response_format import ResponseFormat, complete
 from llamaslot.api.sse import event
-from llamaslot.base.commands import Detokenize, Detokenized, Sampling, Submit
+from llamaslot.base.commands import Detokenize, Detokenized, Submit
 from llamaslot.base.events import Finished, Output
-from llamaslot.protocol.unsupported import SAMPLERS
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.service.generations import Generation
 from llamaslot.service.service import Service
 
 _NEUTRAL: dict[str, Any] = {
-    "dynatemp_range": 0.0,
-    "dynatemp_exponent": 1.0,
-    "top_n_sigma": -1.0,
-    "xtc_probability": 0.0,
-    "xtc_threshold": 0.1,
-    "dry_multiplier": 0.0,
-    "dry_base": 1.75,
-    "dry_allowed_length": 2,
-    "dry_penalty_last_n": -1,
-    "mirostat": 0,
-    "mirostat_tau": 5.0,
-    "mirostat_eta": 0.1,
-    "adaptive_target": -1.0,
-    "adaptive_decay": 0.9,
     "n_keep": 0,
     "n_discard": 0,
     "n_probs": 0,
-    "min_keep": 0,
     "lora": [],
     "post_sampling_probs": False,
 }
@@ -124,14 +109,13 @@ class NativeFormat(ResponseFormat):
 def generation_settings(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
     """Return settings that reveal nothing of a request's text, under llama-server's names; seed -1 is 2**32 - 1."""
     settings = msgspec.structs.asdict(sampling)
-    del settings["logit_bias"]
+    del settings["logit_bias"], settings["dry_sequence_breakers"]
     return {
         **_NEUTRAL,
         **settings,
         "seed": sampling.seed % 2**32,
         "max_tokens": max_tokens,
         "n_predict": max_tokens,
-        "samplers": SAMPLERS,
     }
 
 
@@ -141,5 +125,5 @@ def _texts(submit: Submit) -> dict[str, Any]:
         "stop": submit.stop,
         "logit_bias": [{"token": token, "bias": bias} for token, bias in submit.sampling.logit_bias.items()],
         "grammar": "",
-        "dry_sequence_breakers": ["\n", ":", '"', "*"],
+        "dry_sequence_breakers": submit.sampling.dry_sequence_breakers,
     }

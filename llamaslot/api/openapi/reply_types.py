@@ -21,8 +21,8 @@ from llamaslot.api.completions.reply_bodies import (
     TextChoice,
     Timings,
 )
-from llamaslot.base.commands import Sampling
 from llamaslot.base.events import FinishReason
+from llamaslot.base.generation.sampling import Sampling
 
 
 class ChatReply(Envelope, kw_only=True):

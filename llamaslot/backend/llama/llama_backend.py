@@ -15,13 +15,15 @@ import psutil
 from llamaslot.backend.llama import kv_cost, library, loading, measurements, sizing, step_cost
 from llamaslot.backend.llama.llama_settings import LlamaSettings, sequences
 from llamaslot.backend.llama.measurements import Measurements
-from llamaslot.backend.llama.sampler import LlamaSampler, Logits
+from llamaslot.backend.llama.sampling.candidates import Logits
+from llamaslot.backend.llama.sampling.dry import BreakerIndex
+from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.backend.llama.segments import SegmentStore
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import Decoded, Run, Sampler, Status, check_runs
-from llamaslot.base.commands import Sampling
 from llamaslot.base.errors import ConfigError
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import ModelFile, ModelInfo, SegmentSize
 from llamaslot.base.tokens import Tokens
 
@@ -49,6 +51,7 @@ class LlamaBackend:
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._segments = SegmentStore(self._context)
         self.vocab = LlamaVocab(self._model)
+        self._breakers = BreakerIndex(self.vocab)
         self.n_seqs: int = llama_cpp.llama_n_seq_max(self._context)
         self.info = self._describe(settings, flash_attn, n_cache_seqs, size, files)
         self._batch = _Batch(self.info.n_ubatch)
@@ -134,6 +137,7 @@ class LlamaBackend:
             n_ctx=self.info.n_ctx_slot,
             n_vocab=self.vocab.n_tokens,
             eog=self.vocab.eog,
+            breakers=self._breakers,
         )
 
     def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:

@@ -42,10 +42,15 @@ _SAMPLING_KEYS: dict[str, tuple[str, type[int] | type[float], float, float]] = {
     "min_p": ("min_p", float, 0, 1),
     "penalty_last_n": ("repeat_last_n", int, -1, _INT32_MAX),
     "penalty_repeat": ("repeat_penalty", float, 0.01, 100),
+    "xtc_probability": ("xtc_probability", float, 0, 1),
+    "xtc_threshold": ("xtc_threshold", float, 0, 1),
+    "mirostat": ("mirostat", int, 0, 2),
+    "mirostat_tau": ("mirostat_tau", float, 0, 100),
+    "mirostat_eta": ("mirostat_eta", float, 0, 100),
 }
 """Fields of `Sampling` with their types and bounds, by the keys of a GGUF file after `general.sampling.`.
 
-Other keys (XTC, Mirostat) have no field.
+The order of the samplers (`sequence`) is not read.
 """
 
 

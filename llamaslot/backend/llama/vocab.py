@@ -38,6 +38,9 @@ _PART = 2**14
 _SEARCHED = 2**10
 """Characters from which a text is tokenized in parts, their length, and where a place to cut is looked for."""
 
+_MAX_TEXT_BYTES = 1024
+"""Room for the text of one token; few have more than 100."""
+
 
 class LlamaVocab:
     """The vocabulary of a loaded model; valid as long as the model is."""
@@ -118,6 +121,16 @@ class LlamaVocab:
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         """Return the text of `tokens` as bytes, control tokens written out."""
         return b"".join(self._piece(token, special=True) for token in tokens)
+
+    def texts(self) -> list[bytes]:
+        """Return the text of each token alone, written out, without a space that is put before texts."""
+        one, buffer = (ctypes.c_int32 * 1)(), ctypes.create_string_buffer(_MAX_TEXT_BYTES)
+        texts = []
+        for token in range(self.n_tokens):
+            one[0] = token
+            n = llama_cpp.llama_detokenize(self._vocab, one, 1, buffer, _MAX_TEXT_BYTES, False, True)
+            texts.append(ctypes.string_at(buffer, n) if n >= 0 else self._piece(token, special=True))
+        return texts
 
     def text(self, token: int) -> str:
         """Return the text of a token in the vocabulary; empty for an id below 0 (no such token)."""

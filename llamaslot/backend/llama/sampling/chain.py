@@ -1,0 +1,109 @@
+"""llama.cpp's samplers in the order that a request asks for, with those of our own in between."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import llama_cpp
+
+from llamaslot.backend.llama.sampling.candidates import Adjuster, Candidates
+from llamaslot.base.generation.sampling import Sampling
+
+_SEED_MASK = 0xFFFFFFFF
+_MIROSTAT_TOKENS = 100
+"""Most likely tokens by which Mirostat 1 estimates the distribution, as in llama-server."""
+
+
+def active_samplers(sampling: Sampling, adjusters: Mapping[str, Adjuster]) -> list[str]:
+    """Return the samplers that change anything, in their order; Mirostat comes after the temperature."""
+    if sampling.mirostat:
+        return ["temperature", f"mirostat_{sampling.mirostat}"]
+    is_off = {
+        "top_n_sigma": sampling.top_n_sigma <= 0,
+        "top_k": sampling.top_k <= 0,
+        "typ_p": sampling.typical_p >= 1,
+        "top_p": sampling.top_p >= 1,
+        "min_p": sampling.min_p <= 0,
+        "xtc": sampling.xtc_probability <= 0 or sampling.xtc_threshold > 0.5,
+    }  # fmt: skip
+    is_off |= {name: name not in adjusters for name in ("penalties", "dry")}
+    names = [name for name in sampling.samplers if name != "adaptive_p" and not is_off.get(name, False)]
+    return [*names, "adaptive_p" if "adaptive_p" in sampling.samplers else "dist"]
+
+
+def takes_the_best(sampling: Sampling, names: Sequence[str]) -> bool:
+    """Return True if samplers, the first of which gets all tokens, choose the one with the highest logit.
+
+    As with llama-server that is what a temperature of 0 does. But XTC before it may rule the best ones out, the
+    penalties and DRY after other samplers see fewer tokens, and a dynamic temperature is not 0.
+    """
+    if sampling.temperature > 0 or sampling.dynatemp_range > 0 or "temperature" not in names:
+        return False
+    return not {"xtc", "penalties", "dry"} & set(names[: names.index("temperature")])
+
+
+class Chain:
+    """Samplers by name, in this order; the last one chooses."""
+
+    def __init__(
+        self, sampling: Sampling, names: Sequence[str], adjusters: Mapping[str, Adjuster], n_vocab: int
+    ) -> None:
+        self._parts: list[Adjuster | Any] = []
+        """Our samplers, and chains of llama.cpp's that follow one another."""
+        self._chains: list[Any] = []
+        self._is_told = names[-1] == "adaptive_p"
+        for name in names:
+            if name in adjusters:
+                self._parts.append(adjusters[name])
+                continue
+            if not self._chains or self._parts[-1] is not self._chains[-1]:
+                chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+                self._chains.append(chain)
+                self._parts.append(chain)
+            llama_cpp.llama_sampler_chain_add(self._chains[-1], _link(name, sampling, n_vocab))
+
+    def choose(self, candidates: Candidates) -> int:
+        """Return the token that the last sampler chooses, -1 if it chooses none."""
+        for part in self._parts:
+            if any(part is chain for chain in self._chains):
+                llama_cpp.llama_sampler_apply(part, ctypes.byref(candidates.array))
+            else:
+                candidates.adjust(part)
+        selected = candidates.array.selected
+        return int(candidates.array.data[selected].id) if selected >= 0 else -1
+
+    def accept(self, token: int) -> None:
+        """Tell adaptive-p, which learns from it, that a token was taken."""
+        if self._is_told:
+            llama_cpp.llama_sampler_accept(self._chains[-1], token)
+
+    def close(self) -> None:
+        """Free llama.cpp's samplers."""
+        for chain in self._chains:
+            llama_cpp.llama_sampler_free(chain)
+
+
+def _link(name: str, sampling: Sampling, n_vocab: int) -> Any:
+    """Return a new sampler of llama.cpp."""
+    seed, min_keep = sampling.seed & _SEED_MASK, sampling.min_keep
+    # Mirostat has the plain temperature.
+    spread = 0.0 if sampling.mirostat else sampling.dynatemp_range
+    arguments: dict[str, tuple[str, tuple[Any, ...]]] = {
+        "top_n_sigma": ("top_n_sigma", (sampling.top_n_sigma,)),
+        "top_k": ("top_k", (sampling.top_k,)),
+        "typ_p": ("typical", (sampling.typical_p, min_keep)),
+        "top_p": ("top_p", (sampling.top_p, min_keep)),
+        "min_p": ("min_p", (sampling.min_p, min_keep)),
+        "xtc": ("xtc", (sampling.xtc_probability, sampling.xtc_threshold, min_keep, seed)),
+        "temperature": ("temp_ext", (sampling.temperature, spread, sampling.dynatemp_exponent)),
+        "mirostat_1": (
+            "mirostat", (n_vocab, seed, sampling.mirostat_tau, sampling.mirostat_eta, _MIROSTAT_TOKENS)
+        ),
+        "mirostat_2": ("mirostat_v2", (seed, sampling.mirostat_tau, sampling.mirostat_eta)),
+        "adaptive_p": ("adaptive_p", (sampling.adaptive_target, sampling.adaptive_decay, seed)),
+        "dist": ("dist", (seed,)),
+    }  # fmt: skip
+    constructor, values = arguments[name]
+    return getattr(llama_cpp, f"llama_sampler_init_{constructor}")(*values)

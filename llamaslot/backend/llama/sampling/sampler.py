@@ -1,0 +1,125 @@
+"""Choosing the next token: biases, penalties and DRY, then llama.cpp's samplers or, if greedy, the highest logit.
+
+A chain copies, scans and sorts as many candidates as it is given. If it keeps only the top k, it is given those
+alone: the same choice but between equal logits, and sooner where a vocabulary is large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import takewhile
+
+import numpy as np
+import numpy.typing as npt
+
+from llamaslot.backend.llama.sampling.candidates import Adjuster, Candidates, Logits, highest
+from llamaslot.backend.llama.sampling.chain import Chain, active_samplers, takes_the_best
+from llamaslot.backend.llama.sampling.dry import BreakerIndex, Dry
+from llamaslot.backend.llama.sampling.penalties import Penalties
+from llamaslot.base.backend import NO_TOKEN
+from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.kv_ops import IllegalCallError
+from llamaslot.base.tokens import Tokens
+
+_MAX_BIAS = 1e38
+"""A third of the largest float32."""
+
+
+class LlamaSampler:
+    """One request's sampler; `choose` is called once a token."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        history: Tokens,
+        n_ctx: int,
+        n_vocab: int,
+        eog: frozenset[int],
+        breakers: BreakerIndex,
+    ) -> None:
+        biases = {**sampling.logit_bias, **dict.fromkeys(eog if sampling.ignore_eos else (), -np.inf)}
+        self._biased = np.fromiter(biases, dtype=np.int64, count=len(biases))
+        # Bounded, so that a bias cannot make a logit infinite: that would count as a failure of the model.
+        bounded = (bias if bias == -np.inf else min(max(bias, -_MAX_BIAS), _MAX_BIAS) for bias in biases.values())
+        self._biases = np.fromiter(bounded, dtype=np.float32, count=len(biases))
+        adjusters = {
+            name: adjuster
+            for name, adjuster in (
+                ("penalties", Penalties.of(sampling, history=history, n_ctx=n_ctx, n_vocab=n_vocab)),
+                ("dry", Dry.of(sampling, history=history, n_ctx=n_ctx, index=breakers)),
+            )
+            if adjuster is not None and name in sampling.samplers and not sampling.mirostat
+        }
+        names = active_samplers(sampling, adjusters)
+        first = list(takewhile(adjusters.__contains__, names))
+        names = names[len(first) :]
+        self._adjusters: list[Adjuster] = list(adjusters.values())
+        self._first: list[Adjuster] = [adjusters[name] for name in first]
+        """Those that see all tokens."""
+        self._top_k = sampling.top_k if names[0] == "top_k" else 0
+        """How many tokens the chain keeps at once; 0 if it begins otherwise."""
+        self._chain = None if takes_the_best(sampling, names) else Chain(sampling, names, adjusters, n_vocab)
+        self._closed = False
+
+    def choose(self, logits: Logits) -> int:
+        """Return the next token; `NO_TOKEN` if a logit is NaN, or the highest one infinite.
+
+        `logits` change only meanwhile.
+        """
+        if self._closed:
+            raise IllegalCallError("sampling with a freed sampler")
+        with self._adjusted(logits):
+            token = self._choose(logits)
+        if token != NO_TOKEN:
+            for adjuster in self._adjusters:
+                adjuster.accept(token)
+            if self._chain is not None:
+                self._chain.accept(token)
+        return token
+
+    def close(self) -> None:
+        """Free the chain; further use is an error."""
+        if self._closed:
+            raise IllegalCallError("a sampler was closed twice")
+        self._closed = True
+        if self._chain is not None:
+            self._chain.close()
+
+    @contextmanager
+    def _adjusted(self, logits: Logits) -> Iterator[None]:
+        """Change logits by the biases and by the samplers before all others, meanwhile."""
+        changed: list[tuple[npt.NDArray[np.int64] | Tokens, Logits]] = []
+        try:
+            if len(self._biased):
+                changed.append((self._biased, logits[self._biased]))
+                logits[self._biased] += self._biases
+            for adjuster in self._first:
+                seen = adjuster.tokens
+                changed.append((seen, logits[seen]))
+                logits[seen] = adjuster.adjusted(logits[seen])
+            yield
+        finally:
+            for tokens, values in reversed(changed):
+                logits[tokens] = values
+
+    def _choose(self, logits: Logits) -> int:
+        best = highest(logits, self._top_k) if self._chain is not None and self._top_k > 0 else None
+        if best is not None:
+            return self._drawn(best, logits)
+        # numpy takes NaN for the highest.
+        token = int(logits.argmax())
+        if not np.isfinite(logits[token]):
+            return NO_TOKEN
+        return token if self._chain is None else self._drawn(np.arange(len(logits)), logits)
+
+    def _drawn(self, tokens: npt.NDArray[np.int64], logits: Logits) -> int:
+        assert self._chain is not None
+        values = logits[tokens]
+        if not np.isfinite(values.max()):
+            return NO_TOKEN
+        token = self._chain.choose(Candidates(tokens, values))
+        if token < 0:
+            raise IllegalCallError(f"llama.cpp chose none of {len(tokens)} tokens")
+        return token

@@ -1,0 +1,1 @@
+"""How tokens are sampled, and what is recorded about them."""
