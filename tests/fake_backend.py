@@ -124,6 +124,8 @@ class FakeBackend:
         """Saved segments whose cells are bad once loaded."""
         self.samplers: list[FakeSampler] = []
         self.n_decoded = 0
+        self.alphabet = b"abcdefghijklmnopqrstuvwxyz"
+        """Tokens that are generated."""
         self._eos_every = eos_every
         n_pools, size = (1, n_ctx) if unified else (self.n_seqs, n_ctx // n_slots)
         self._pools = [[Cell() for _ in range(size)] for _ in range(n_pools)]
@@ -289,7 +291,7 @@ class FakeBackend:
             row = _digest((row, sampler.sampling.seed, sampler.n_drawn))
         if row % self._eos_every == 0 and not sampler.sampling.ignore_eos:
             return EOS
-        return 97 + row // self._eos_every % 26
+        return self.alphabet[row // self._eos_every % len(self.alphabet)]
 
     def _logits(self, seq: int) -> int:
         return _digest(self.seen(seq))

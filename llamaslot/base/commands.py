@@ -49,6 +49,12 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     max_tokens: int = -1
     """Tokens to generate: -1 up to the end of the slot's context, 0 none (the prompt is evaluated)."""
     stop: tuple[str, ...] = ()
+    n_indent: int = 0
+    """Spaces and tabs that each line but the first must begin with, or the text ends before it."""
+    t_max_predict_ms: int = -1
+    """Time after the first token from which on the end of a line ends the text; not positive for none."""
+    return_progress: bool = False
+    """Send an `Output` with `prefill` before the first and after each step that computes the prompt."""
     cache_prompt: bool = True
     cache_salt: str = ""
     """Namespace: only requests with the same salt share KV."""
@@ -68,6 +74,11 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     Clients take turns in queues (`base/turns.py`).
     """
     n: int = 1
+
+    @property
+    def ends_by_text(self) -> bool:
+        """True if the generated text may end the generation."""
+        return bool(self.stop) or self.n_indent > 0 or self.t_max_predict_ms > 0
 
     def completions(self) -> list[Submit]:
         """Return a request for each completion, with its own id and the seeds that follow the first one's."""

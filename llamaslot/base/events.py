@@ -85,13 +85,28 @@ class Progress(msgspec.Struct, frozen=True):
     """
 
 
+class Prefill(msgspec.Struct, frozen=True):
+    """Progress of computing a prompt."""
+
+    n_cached: int
+    """Prompt tokens that need not be computed."""
+    n_processed: int
+    """Prompt tokens that are cached or computed."""
+    ms: float
+    """Since the request got its slot."""
+
+
 class Output(msgspec.Struct, frozen=True, tag="output"):
-    """Newly generated text, never a part of a character or of a stop string, and its tokens."""
+    """Newly generated text, never a part of a character or of a stop string, and its tokens.
+
+    With `prefill` it has none of them.
+    """
 
     request_id: str
     content: str
     tokens: tuple[int, ...]
     progress: Progress
+    prefill: Prefill | None = None
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

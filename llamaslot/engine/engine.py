@@ -29,7 +29,7 @@ from llamaslot.engine.disk_worker import Disk, DiskWorker
 from llamaslot.engine.engine_settings import EngineSettings, cache_settings
 from llamaslot.engine.memory_watch import MemoryWatch, ReadMemory
 from llamaslot.engine.model_worker import Worker, model_thread
-from llamaslot.engine.reply_stream import ReplyStream
+from llamaslot.engine.reply_stream import ReplyStream, prefill_events
 from llamaslot.engine.reports import Reports, Respond
 from llamaslot.engine.slot_actions import SlotActions
 from llamaslot.engine.step_watch import StepWatch
@@ -182,6 +182,8 @@ class Engine:
         if self.scheduler.admitted:
             self._outbox += [Started(each.id, each.n_matched, each.miss) for each in self.scheduler.admitted]
             self._flush()
+        self._outbox += prefill_events(plan, self._replies, self._clock())
+        self._flush()
         if not plan:
             if self._debug_invariants and not self._is_checked:
                 await self._check_invariants()
@@ -225,6 +227,9 @@ class Engine:
             _log.error("load.out_of_memory", sequences=len(result.incomplete))
         now = result.started + result.seconds
         outcomes = self.scheduler.commit(plan, result, now)
+        if result.decoded.status is Status.OK:
+            done = plan.without(result.incomplete)
+            self._outbox += prefill_events(done, self._replies, now, is_computed=True)
         if self._disk is not None:
             self._disk.start(plan.jobs)
         for outcome in outcomes:
@@ -293,7 +298,7 @@ class Engine:
         """Send the text of a sampled token; a stop string in it ends the request."""
         live = self._replies[sampled.request.id]
         text, reason = live.push(sampled)
-        if reason == "word" and sampled.reason is None:
+        if reason is not None and sampled.reason is None:
             self.scheduler.end(live.request, now)
         progress = live.request.progress(now, self._n_held(live.request))
         if reason is not None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from llamaslot.base.backend import Vocab
-from llamaslot.base.events import Finished, FinishReason, Output, Progress
+from llamaslot.base.events import Finished, FinishReason, Output, Prefill, Progress
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.scheduler import Sampled
+from llamaslot.scheduler.step import StepPlan
 from llamaslot.text.stream import TextStream
 
 
@@ -17,9 +20,10 @@ class ReplyStream:
         self.n_sent = 0
         """Characters that were sent."""
         self._vocab = vocab
-        self._text = TextStream(request.submit.stop)
+        self._text = TextStream(request.submit.stop, request.submit.n_indent)
         self._unsent: list[int] = []
         """Tokens whose text is held back: it may be a part of a character or of a stop string."""
+        self._prefill: Prefill | None = None
 
     def push(self, sampled: Sampled) -> tuple[str, FinishReason | None]:
         """Add a token; returns the text that can be sent, and why the reply ends here if it does."""
@@ -28,7 +32,25 @@ class ReplyStream:
             self._unsent.append(sampled.token)
             if sampled.reason != "eos":
                 text = self._text.push(self._vocab.piece(sampled.token))
-        return text, "word" if self._text.stopped is not None else sampled.reason
+        if self._text.stopped is not None:
+            return text, "word"
+        if self._text.is_cut or (sampled.reason is None and self._is_overdue(text)):
+            return text, "limit"
+        return text, sampled.reason
+
+    def _is_overdue(self, text: str) -> bool:
+        """Return True if new text has the end of a line after the time limit."""
+        limit = self.request.submit.t_max_predict_ms
+        return 0 < limit < self.request.predicted_ms and "\n" in text
+
+    def prefill(self, n_processed: int, progress: Progress) -> Output | None:
+        """Return an event for a prompt of which so many tokens are processed, None if it was reported before."""
+        last = self._prefill
+        if last is not None and n_processed <= last.n_processed:
+            return None
+        n_cached = n_processed if last is None else last.n_cached
+        self._prefill = Prefill(n_cached, n_processed, progress.prompt_ms)
+        return Output(self.request.id, "", (), progress, self._prefill)
 
     def output(self, text: str, progress: Progress) -> Output:
         """An event with new text and its tokens."""
@@ -49,3 +71,15 @@ class ReplyStream:
             stopping_word=self._text.stopped or "",
             truncated=truncated,
         )
+
+
+def prefill_events(
+    plan: StepPlan, replies: Mapping[str, ReplyStream], now: float, *, is_computed: bool = False
+) -> Iterator[Output]:
+    """Yield the progress of the prompts in a step, before and after it, for clients that want it."""
+    for request, run in ((each.request, each.run) for each in plan.work):
+        live = replies.get(request.id) if request.submit.return_progress else None
+        if live is not None and run.start < request.n_prompt:
+            n_processed = run.start + len(run.tokens) * is_computed
+            if event := live.prefill(n_processed, request.progress(now, n_processed)):
+                yield event

@@ -67,6 +67,9 @@ class Options(UnsupportedOptions, kw_only=True):
     max_completion_tokens: Count | None = None
     max_tokens: Count | None = None
     stop: str | list[str] | None = None
+    n_indent: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+    t_max_predict_ms: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
+    return_progress: bool | None = None
 
     temperature: Factor | None = None
     dynatemp_range: Factor | None = None

@@ -69,6 +69,9 @@ def submissions(
                 options.n_predict, options.max_completion_tokens, options.max_tokens, context.max_tokens
             ),
             stop=stop,
+            n_indent=_first(options.n_indent, 0),
+            t_max_predict_ms=_first(options.t_max_predict_ms, -1),
+            return_progress=bool(options.return_progress and options.stream),
             cache_prompt=_first(options.cache_prompt, options.cache_public or None, context.cache_prompt),
             cache_salt=salt,
             id_slot=id_slot,

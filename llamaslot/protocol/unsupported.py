@@ -29,7 +29,6 @@ def _off(is_off: Callable[[Any], bool]) -> msgspec.Meta:
 
 
 _FALSY = _off(lambda value: not value)
-_NOT_POSITIVE = _off(lambda value: value <= 0)
 _NO_CHOICE = _off(lambda value: value in ("none", "auto"))
 _NEVER = _off(lambda value: False)
 
@@ -52,9 +51,6 @@ class UnsupportedOptions(msgspec.Struct, kw_only=True):
     lora: Annotated[Any, _FALSY] = None
     modalities: Annotated[list[str] | None, _off(lambda value: value == ["text"])] = None
     web_search_options: Annotated[Any, _NEVER] = None
-    n_indent: Annotated[int | None, _FALSY] = None
-    t_max_predict_ms: Annotated[int | None, _NOT_POSITIVE] = None
-    return_progress: Annotated[bool | None, _FALSY] = None
 
 
 _OFF: dict[str, Callable[[Any], bool]] = {

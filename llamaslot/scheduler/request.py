@@ -231,12 +231,18 @@ class Request:
             return 0
         return max(0, min(self.n_reused, self.n_prompt - self.n_prompt_computed))
 
+    @property
+    def predicted_ms(self) -> float:
+        """Milliseconds from the first sampled token to the latest."""
+        if self._first_token is None or self._last_token is None:
+            return 0.0
+        return (self._last_token - self._first_token) * 1e3
+
     def progress(self, now: float, n_held: int = 0) -> Progress:
         """Counts and times that users see; `n_held` is what the slot holds."""
         admitted = self._admitted if self._admitted is not None else now
         computing = self._computing if self._computing is not None else now
         first = self._first_token if self._first_token is not None else now
-        last = self._last_token if self._last_token is not None else first
         return Progress(
             n_prompt=self.n_prompt,
             n_cached=self.n_cached,
@@ -244,7 +250,7 @@ class Request:
             n_generated=self.n_generated,
             queue_ms=(admitted - self._submitted) * 1e3,
             prompt_ms=max(0.0, first - admitted) * 1e3,
-            predicted_ms=(last - first) * 1e3,
+            predicted_ms=self.predicted_ms,
             load_ms=max(0.0, computing - admitted) * 1e3 if self.n_loaded else 0.0,
             n_held=n_held,
             slot=self.slot,

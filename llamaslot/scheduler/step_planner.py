@@ -157,13 +157,13 @@ class StepPlanner:
         """Count the further steps that need no plan: each computes what the one before sampled, and only the last
         may reach a limit. Evicts up to `MAX_CELLS_AHEAD` idle cells for them.
 
-        Stop strings are searched on the event loop, and a sampler that this step creates is known there only after
-        the commit: such requests go step by step.
+        What ends a text is searched on the event loop, and a sampler that this step creates is known there only
+        after the commit: such requests go step by step.
         """
         requests = [each.request for each in work]
         if not work or not all(each.run.output and len(each.run.tokens) == 1 for each in work):
             return 0
-        if any(request.sampler is None or request.submit.stop for request in requests):
+        if any(request.sampler is None or request.submit.ends_by_text for request in requests):
             return 0
         left = [self._n_ctx_slot - len(request.tokens) for request in requests]
         left += [n for request in requests if (n := request.n_remaining) is not None]

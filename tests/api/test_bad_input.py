@@ -153,9 +153,6 @@ async def test_a_wrong_prompt_is_refused_by_field(
         ("samplers", ["top_k", "infill"]),
         ("samplers", "ki"),
         ("modalities", ["text", "audio"]),
-        ("n_indent", 2),
-        ("t_max_predict_ms", 100),
-        ("return_progress", True),
     ],
 )
 async def test_an_unsupported_feature_is_refused_by_field(server: Any, path: str, field: str, value: Any) -> None:

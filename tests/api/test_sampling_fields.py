@@ -91,3 +91,41 @@ async def test_props_list_every_sampling_setting_and_can_be_sent_back(server: An
     shown = reply["generation_settings"]
     for name in set(params) - {"seed", "n_predict", "max_tokens"}:
         assert shown[name] == params[name], name
+
+
+@pytest.mark.parametrize(
+    ("field", "allowed", "refused"),
+    [("n_indent", [0, INT32_MAX], [-1, INT32_MAX + 1]), ("t_max_predict_ms", [-1, 0, 2**63 - 1], [-2, 2**63])],
+)
+async def test_limits_of_the_text_have_bounds(
+    server: Any, field: str, allowed: list[int], refused: list[int]
+) -> None:
+    for value in allowed:
+        await server.ok(NATIVE, {**HELLO, field: value})
+    for value in refused:
+        status, reply = await server.post(NATIVE, {**HELLO, field: value})
+        assert (status, reply["error"]["param"]) == (400, field), value
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", NATIVE])
+async def test_a_stream_reports_the_progress_of_its_prompt(server: Any, path: str) -> None:
+    text = "word " * 20
+    body = {"prompt": text, "messages": [{"role": "user", "content": text}], "max_tokens": 3, "ignore_eos": True}
+    body |= {"return_progress": True}
+    for n_warm in (0, 1):
+        events = [event for event in await server.stream(path, body) if event != "[DONE]"]
+        reports = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+        total = reports[0]["total"]
+        assert total > 100
+        assert {(report["total"], report["cache"]) for report in reports} == {(total, (total - 1) * n_warm)}
+        processed = [report["processed"] for report in reports]
+        assert processed[0] == reports[0]["cache"]
+        assert processed[-1] == total
+        assert processed == sorted(set(processed))
+        assert all(isinstance(report["time_ms"], int) for report in reports)
+    if path.endswith("chat/completions"):
+        roles = ["role" in event["choices"][0]["delta"] for event in events]
+        assert roles == [True] + [False] * (len(events) - 1)
+    plain = await server.stream(path, {**body, "return_progress": False})
+    assert not any("prompt_progress" in event for event in plain if event != "[DONE]")
+    assert "prompt_progress" not in await server.ok(path, body), "there is none without a stream"

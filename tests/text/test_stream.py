@@ -83,6 +83,40 @@ def test_each_push(stops: list[str], pieces: list[bytes], sent: list[str], stopp
     assert stream.stopped == stopped
 
 
+def indented(text: str, n: int) -> str:
+    """The text before a line, but for the first, that begins with fewer than `n` spaces and tabs; they are kept."""
+    first, *others = text.split("\n")
+    for i, line in enumerate(others, start=1):
+        blank = line[: len(line) - len(line.lstrip(" \t"))]
+        if len(blank) < n and (blank != line or i < len(others)):
+            return "\n".join([first, *others[: i - 1], blank])
+    return text
+
+
+@given(
+    pieces=st.lists(st.text("a \t\n", max_size=4).map(str.encode), max_size=20),
+    stops=st.lists(st.text("a \n", max_size=3), max_size=2),
+    n=st.integers(0, 4),
+)
+@example(pieces=[b"a\n", b"  ", b"a\n", b" ", b"a"], stops=[], n=2)
+@example(pieces=[b"a\n", b"aba"], stops=["b"], n=1)
+@example(pieces=[b"a\n", b"  \n", b"\n"], stops=["\n\n"], n=1)
+def test_the_text_ends_before_a_line_that_is_not_indented(pieces: list[bytes], stops: list[str], n: int) -> None:
+    stream = TextStream(stops, n)
+    parts = []
+    for piece in pieces:
+        parts.append(stream.push(piece))
+        if stream.is_cut or stream.stopped is not None:
+            break
+    text = "".join([*parts, stream.flush()])
+    unlimited, stopped = oracle(b"".join(pieces), stops)
+    limited = indented(unlimited, n) if n else unlimited
+    assert text == limited
+    assert stream.is_cut == (limited != unlimited)
+    assert stream.stopped == (None if stream.is_cut else stopped)
+    assert not (stream.is_cut or stopped) or stream.push(b"a\n  a") == ""
+
+
 def test_flush_gives_what_was_held_back_once() -> None:
     stream = TextStream(["STOP"])
 

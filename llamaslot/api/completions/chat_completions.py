@@ -15,6 +15,7 @@ from llamaslot.api.completions.reply_bodies import (
     Envelope,
     Message,
     OpenAIReason,
+    PromptProgress,
     stats_of,
     timings,
 )
@@ -52,7 +53,9 @@ class ChatFormat(OpenAIFormat):
             before, _, after = self._delta(index, Delta(content=_MARK)).partition(encode(_MARK))
             frame = self._frames[index] = (before, after)
             yield self._delta(index, Delta(role="assistant", content=None))
-        if output.content and self._options.timings_per_token:
+        if progress := PromptProgress.of(output):
+            yield self._delta(index, Delta(), prompt_progress=progress)
+        elif output.content and self._options.timings_per_token:
             yield self._delta(index, Delta(content=output.content), timings=timings([output.progress]))
         elif output.content:
             yield encode(output.content).join(frame)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from llamaslot.api.completions.reply_bodies import pick, stats_of, timings
+from llamaslot.api.completions.reply_bodies import PromptProgress, pick, stats_of, timings
 from llamaslot.api.completions.response_format import ResponseFormat, complete
 from llamaslot.api.sse import event
 from llamaslot.base.commands import Detokenize, Detokenized, Submit
@@ -50,7 +50,8 @@ class NativeFormat(ResponseFormat):
 
     def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
         """Yield new text and tokens, and everything else at the end."""
-        if output.content or output.tokens:
+        progress = PromptProgress.of(output)
+        if output.content or output.tokens or progress:
             part = {
                 "index": generation.index,
                 "content": output.content,
@@ -62,6 +63,8 @@ class NativeFormat(ResponseFormat):
             }
             if self._options.timings_per_token:
                 part["timings"] = timings([output.progress])
+            if progress:
+                part["prompt_progress"] = progress
             yield event(part)
         if isinstance(output, Finished):
             yield event(self._final(generation, content="", tokens=[]))

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from llamaslot import __version__
-from llamaslot.base.events import FinishReason, Progress
+from llamaslot.base.events import Finished, FinishReason, Output, Progress
 from llamaslot.base.prompt import SessionMatch
 from llamaslot.base.stats import Miss
 from llamaslot.service.generations import Generation
@@ -107,6 +107,23 @@ class TextChoice(msgspec.Struct):
     logprobs: None = None
 
 
+class PromptProgress(msgspec.Struct):
+    """llama-server's progress of computing a prompt."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
+
+    @classmethod
+    def of(cls, event: Output | Finished) -> PromptProgress | None:
+        """Return the progress that an event carries; None for all others."""
+        prefill = event.prefill if isinstance(event, Output) else None
+        if prefill is None:
+            return None
+        return cls(event.progress.n_prompt, prefill.n_cached, prefill.n_processed, int(prefill.ms))
+
+
 Choice: TypeAlias = ChatChoice | ChatChunkChoice | TextChoice
 ObjectName: TypeAlias = Literal["chat.completion", "chat.completion.chunk", "text_completion"]
 
@@ -123,6 +140,7 @@ class Envelope(msgspec.Struct):
     usage: Usage | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     cache: CacheUse | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
 
 
 def cache_use(progress: Progress) -> CacheUse:

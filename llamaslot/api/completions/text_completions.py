@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from aiohttp import web
 from msgspec import UNSET
 
-from llamaslot.api.completions.reply_bodies import REASONS, Envelope, TextChoice, stats_of, timings, usage
+from llamaslot.api.completions.reply_bodies import (
+    REASONS,
+    Envelope,
+    PromptProgress,
+    TextChoice,
+    stats_of,
+    timings,
+    usage,
+)
 from llamaslot.api.completions.response_format import OpenAIFormat, complete
 from llamaslot.base.events import Finished, Output
 from llamaslot.service.generations import Generation
@@ -30,6 +38,8 @@ class TextFormat(OpenAIFormat):
 
     def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
         """Yield text, then the finish reason."""
+        if progress := PromptProgress.of(output):
+            yield self._chunk([TextChoice(generation.index, "")], prompt_progress=progress)
         if output.content:
             shown = timings([output.progress]) if self._options.timings_per_token else UNSET
             yield self._chunk([TextChoice(generation.index, output.content)], timings=shown)

@@ -18,6 +18,7 @@ from llamaslot.api.completions.reply_bodies import (
     ChatChoice,
     ChatChunkChoice,
     Envelope,
+    PromptProgress,
     TextChoice,
     Timings,
 )
@@ -108,6 +109,7 @@ class NativeChunk(msgspec.Struct, forbid_unknown_fields=True):
     tokens_predicted: int
     tokens_evaluated: int
     timings: Timings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
 
 
 class Health(msgspec.Struct, forbid_unknown_fields=True):
