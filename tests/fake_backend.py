@@ -19,6 +19,7 @@ import numpy as np
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import NO_TOKEN, Decoded, Run, Sampler, Status, check_runs
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.model import ModelInfo, SegmentSize
 from llamaslot.base.tokens import Tokens
 
@@ -65,6 +66,7 @@ class FakeSampler:
     sampling: Sampling
     n_drawn: int = 0
     closed: bool = False
+    score: TokenScore | None = None
 
     def close(self) -> None:
         """Mark the sampler as freed; a bug if it is already."""
@@ -289,9 +291,11 @@ class FakeBackend:
         sampler.n_drawn += 1
         if sampler.sampling.temperature > 0:
             row = _digest((row, sampler.sampling.seed, sampler.n_drawn))
-        if row % self._eos_every == 0 and not sampler.sampling.ignore_eos:
-            return EOS
-        return self.alphabet[row // self._eos_every % len(self.alphabet)]
+        is_end = row % self._eos_every == 0 and not sampler.sampling.ignore_eos
+        token = EOS if is_end else self.alphabet[row // self._eos_every % len(self.alphabet)]
+        if sampler.sampling.n_probs >= 0:
+            sampler.score = score_of(row, token, sampler.sampling.n_probs)
+        return token
 
     def _logits(self, seq: int) -> int:
         return _digest(self.seen(seq))
@@ -305,6 +309,13 @@ class FakeBackend:
 
     def _pool(self, seq: int) -> int:
         return 0 if self.info.unified else seq
+
+
+def score_of(row: int, token: int, n_top: int) -> TokenScore:
+    """Probabilities of halves: that of the token is the highest."""
+    others = sorted(set(range(N_VOCAB)) - {token}, key=lambda other: _digest((row, other)))
+    top = [token, *others][:n_top]
+    return TokenScore(token, -1.0, top, [-1.0 - i for i in range(len(top))])
 
 
 def _digest(value: object) -> int:

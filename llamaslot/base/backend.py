@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.kv_ops import IllegalCallError, Kv, Operation
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.tokens import Tokens
@@ -71,6 +72,9 @@ class Decoded:
 
 class Sampler(Protocol):
     """Sampler state of one request."""
+
+    score: TokenScore | None
+    """Probability of the token that was sampled last, if the request asks for it."""
 
     def close(self) -> None:
         """Free it; further use is an error."""

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from llamaslot.base.errors import ErrorInfo
+from llamaslot.base.generation.token_probs import TokenProbs
 from llamaslot.base.prompt import SessionMatch
 from llamaslot.base.stats import Miss
 
@@ -107,6 +108,8 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
     tokens: tuple[int, ...]
     progress: Progress
     prefill: Prefill | None = None
+    probs: TokenProbs | None = None
+    """Those of `tokens`, if the request asks for them."""
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
@@ -122,6 +125,8 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """True if the end of the slot's context, not `max_tokens`, was the limit."""
     generated: Generated | None = None
     """None if the reply is not to be remembered."""
+    probs: TokenProbs | None = None
+    """As in `Output`."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

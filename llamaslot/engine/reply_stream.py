@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 
 from llamaslot.base.backend import Vocab
 from llamaslot.base.events import Finished, FinishReason, Output, Prefill, Progress
+from llamaslot.base.generation.token_probs import TokenProbs, TokenScore
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.scheduler import Sampled
 from llamaslot.scheduler.step import StepPlan
@@ -23,6 +25,10 @@ class ReplyStream:
         self._text = TextStream(request.submit.stop, request.submit.n_indent)
         self._unsent: list[int] = []
         """Tokens whose text is held back: it may be a part of a character or of a stop string."""
+        self._starts: list[int] = []
+        """For each of them the characters of the text before it."""
+        self._scores: list[TokenScore] = []
+        """Their probabilities, if they are asked for."""
         self._prefill: Prefill | None = None
 
     def push(self, sampled: Sampled) -> tuple[str, FinishReason | None]:
@@ -30,6 +36,9 @@ class ReplyStream:
         text = ""
         if sampled.token is not None:
             self._unsent.append(sampled.token)
+            self._starts.append(self._text.n_decoded)
+            if sampled.score is not None:
+                self._scores.append(sampled.score)
             if sampled.reason != "eos":
                 text = self._text.push(self._vocab.piece(sampled.token))
         if self._text.stopped is not None:
@@ -55,22 +64,35 @@ class ReplyStream:
     def output(self, text: str, progress: Progress) -> Output:
         """An event with new text and its tokens."""
         self.n_sent += len(text)
-        tokens, self._unsent = tuple(self._unsent), []
-        return Output(self.request.id, text, tokens, progress)
+        tokens, probs = self._take(self._n_within_text())
+        return Output(self.request.id, text, tokens, progress, probs=probs)
 
     def finished(self, text: str, reason: FinishReason, progress: Progress, *, truncated: bool) -> Finished:
         """The terminal event, with the text that was held back."""
         text += self._text.flush()
         self.n_sent += len(text)
+        is_cut = self._text.stopped is not None or self._text.is_cut
+        tokens, probs = self._take(self._n_within_text() if is_cut else len(self._unsent))
         return Finished(
             request_id=self.request.id,
             reason=reason,
             progress=progress,
             content=text,
-            tokens=tuple(self._unsent),
+            tokens=tokens,
             stopping_word=self._text.stopped or "",
             truncated=truncated,
+            probs=probs,
         )
+
+    def _n_within_text(self) -> int:
+        """Count the unsent tokens that begin before the end of the text that was sent."""
+        return bisect_left(self._starts, self.n_sent)
+
+    def _take(self, n: int) -> tuple[tuple[int, ...], TokenProbs | None]:
+        """Remove the first `n` unsent tokens, and return them with their probabilities."""
+        tokens, scores = tuple(self._unsent[:n]), self._scores[:n]
+        del self._unsent[:n], self._starts[:n], self._scores[:n]
+        return tokens, TokenProbs.of(scores, self._vocab.piece) if scores else None
 
 
 def prefill_events(

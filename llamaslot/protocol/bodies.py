@@ -23,6 +23,10 @@ MAX_BREAKERS = 16
 """DRY's sequence breakers: each costs a search of the vocabulary, on the thread that computes."""
 MAX_BREAKER_CHARS = 256
 """Characters of one of them. llama.cpp uses 40 bytes."""
+MAX_PROBS = 128
+"""Most likely tokens that are named for each token."""
+MAX_TOP_LOGPROBS = 20
+"""OpenAI's limit of them in a chat, and llama-server's default there."""
 MAX_SAMPLERS = 32
 """Samplers that a request may name."""
 
@@ -97,6 +101,10 @@ class Options(UnsupportedOptions, kw_only=True):
     adaptive_decay: Annotated[float, Meta(ge=0, le=0.99)] | None = None
     min_keep: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
     samplers: Samplers | None = None
+    logprobs: bool | Annotated[int, Meta(ge=0, le=MAX_PROBS)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    n_probs: Annotated[int, Meta(ge=0, le=MAX_PROBS)] | None = None
+    post_sampling_probs: bool | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     logit_bias: list[tuple[Token | str, Bias]] | dict[str, Bias] | None = None
     ignore_eos: bool | None = None

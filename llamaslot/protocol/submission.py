@@ -23,7 +23,7 @@ from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSuppor
 from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import PUBLIC_SALT, client_salt, key_salt
-from llamaslot.protocol.bodies import CompletionBody, Options, PromptObject
+from llamaslot.protocol.bodies import MAX_TOP_LOGPROBS, ChatBody, CompletionBody, Options, PromptObject
 
 Prompt: TypeAlias = tuple[PromptPart, ...]
 TokensOf: TypeAlias = Callable[[str], tuple[int, ...]]
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _IS_ID = re.compile(r"[0-9]{1,10}").fullmatch
 _SAME_FIELDS = {field.name for field in msgspec.structs.fields(Sampling)} - {
-    "top_k", "seed", "logit_bias", "dry_base", "dry_sequence_breakers", "samplers",
+    "top_k", "seed", "logit_bias", "dry_base", "dry_sequence_breakers", "samplers", "n_probs",
 }  # fmt: skip
 """Request fields with the name and type that `Sampling` has."""
 
@@ -174,9 +174,26 @@ def _sampling(options: Options, context: RequestContext, info: ModelInfo, tokens
     if options.logit_bias is not None:
         most = context.limits.max_logit_bias_entries
         asked["logit_bias"] = _logit_bias(options.logit_bias, most, info.n_vocab, tokens_of)
+    asked["n_probs"] = _n_probs(options)
     seed = _first(options.seed, context.sampling.seed)
     asked["seed"] = secrets.randbelow(N_SEEDS) if seed in (-1, N_SEEDS) else seed % N_SEEDS
     return msgspec.structs.replace(context.sampling, **asked)
+
+
+def _n_probs(options: Options) -> int:
+    """Return how many of the most likely tokens are wanted for each token, -1 for no probabilities."""
+    is_chat, logprobs = isinstance(options, ChatBody), options.logprobs
+    if options.top_logprobs is not None and not (is_chat and logprobs is True):
+        message = "goes with 'logprobs': true" if is_chat else "is for chats: here 'logprobs' is a number"
+        raise InvalidRequestError(f"'top_logprobs' {message}", param="top_logprobs")
+    if is_chat and logprobs is not None and not isinstance(logprobs, bool):
+        raise InvalidRequestError("'logprobs' must be true or false in a chat", param="logprobs")
+    if is_chat and logprobs:
+        return _first(options.top_logprobs, MAX_TOP_LOGPROBS)
+    if options.n_probs is not None:
+        return options.n_probs or -1
+    # llama-server takes true for 1. OpenAI's 0 asks for the chosen tokens alone.
+    return -1 if logprobs is None or logprobs is False else int(logprobs)
 
 
 def _logit_bias(

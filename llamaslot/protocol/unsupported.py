@@ -43,9 +43,6 @@ class UnsupportedOptions(msgspec.Struct, kw_only=True):
     response_format: Annotated[RequestedFormat | None, _off(lambda value: value.type == "text")] = None
     grammar: Annotated[Any, _FALSY] = None
     json_schema: Annotated[Any, _NEVER] = None  # even {} asks for JSON
-    logprobs: Annotated[bool | int | None, _FALSY] = None
-    top_logprobs: Annotated[int | None, _FALSY] = None
-    n_probs: Annotated[int | None, _FALSY] = None
     echo: Annotated[bool | None, _FALSY] = None
     suffix: Annotated[str | None, _FALSY] = None
     lora: Annotated[Any, _FALSY] = None

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from llamaslot.base.backend import NO_TOKEN, Status
 from llamaslot.base.events import FinishReason
+from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.kv_ops import Load
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import salt_namespace
@@ -50,6 +51,8 @@ class Sampled:
     """None if only the prompt was to be evaluated."""
     reason: FinishReason | None
     truncated: bool = False
+    score: TokenScore | None = None
+    """Probability of the token, if the request asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +241,7 @@ class Scheduler:
         tokens = {each: result.tokens[each.id] for each in work.samples}
         if NO_TOKEN in tokens.values():
             return self._fail_sampling(work, now)
-        return [self._take_token(each, token, now) for each, token in tokens.items()]
+        return [self._take_token(each, token, result.scores.get(each.id), now) for each, token in tokens.items()]
 
     def _fail_sampling(self, work: Work, now: float) -> list[Sampled | DecodeFailed]:
         """Drop the KV that gave invalid logits, and end the requests that were to sample from them.
@@ -262,7 +265,7 @@ class Scheduler:
         self.cache.drop(namespace, [tokens])
         return [DecodeFailed(each, "INVALID_LOGITS") for each in work.samples]
 
-    def _take_token(self, request: Request, token: int, now: float) -> Sampled:
+    def _take_token(self, request: Request, token: int, score: TokenScore | None, now: float) -> Sampled:
         if request.distrusted:
             # Without it the logits are valid. If the fault is further up, the next request to reuse that shows it.
             self.cache.drop(salt_namespace(request.submit.cache_salt), [request.distrusted], are_invalid=True)
@@ -278,7 +281,7 @@ class Scheduler:
             reason, truncated = "limit", True
         if reason:
             self.end(request, now)
-        return Sampled(request, token, reason, truncated)
+        return Sampled(request, token, reason, truncated, score)
 
     def _recover(self, plan: StepPlan, result: StepResult, now: float) -> list[Sampled | DecodeFailed]:
         """Handle a failed decode: keep what stayed applied, and find the request at fault by running each alone."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from llamaslot.base.backend import NO_TOKEN, Backend, Decoded, Run, Sampler, Status
+from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.kv_ops import (
     Copy,
     CopyStream,
@@ -97,6 +98,8 @@ class StepResult:
     """Segments that could not be saved for want of memory, and were not freed since."""
     incomplete: frozenset[int] = frozenset()
     """Sequences that do not hold what the plan says, for want of memory; nothing was computed in them."""
+    scores: dict[str, TokenScore] = field(default_factory=dict)
+    """Probabilities of the sampled tokens, per id of the requests that ask for them."""
 
 
 def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepResult:
@@ -108,6 +111,7 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
         return StepResult(Decoded(Status.OK, {}), {}, {}, {}, started, 0.0, unsaved, incomplete)
     decoded = _decode(plan, backend)
     tokens: dict[str, int] = {}
+    scores: dict[str, TokenScore] = {}
     made: dict[str, Sampler] = {}
     lengths: dict[int, int] = {}
     if decoded.status is Status.OK:
@@ -122,9 +126,15 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
                 names.append(request.id)
                 draws.append((work.run.seq, sampler))
         tokens = dict(zip(names, backend.sample(draws), strict=True))
+        scores = {
+            name: sampler.score
+            for name, (_, sampler) in zip(names, draws, strict=True)
+            if sampler.score is not None
+        }
     else:
         lengths = {work.run.seq: backend.seq_len(work.run.seq) for work in plan.work}
-    return StepResult(decoded, tokens, made, lengths, started, clock() - started, unsaved, incomplete)
+    seconds = clock() - started
+    return StepResult(decoded, tokens, made, lengths, started, seconds, unsaved, incomplete, scores)
 
 
 def _change(operations: Sequence[Operation], backend: Backend) -> tuple[frozenset[int], frozenset[int]]:

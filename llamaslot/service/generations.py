@@ -14,6 +14,7 @@ from typing import TypeAlias
 from llamaslot.base.commands import Submit
 from llamaslot.base.errors import ServerError
 from llamaslot.base.events import Accepted, Cancelled, Failed, Finished, Output
+from llamaslot.base.generation.token_probs import TokenProb
 
 RequestEvent: TypeAlias = Accepted | Output | Finished | Failed | Cancelled
 
@@ -27,9 +28,16 @@ class Generation:
         self.prompt_tokens: tuple[int, ...] = ()
         """The prompt's token ids, if `submit` asks for them."""
         self.tokens: list[int] = []
+        self.probs: list[TokenProb] = []
+        """Those of `tokens`, if the request asks for them."""
         self.finished: Finished | None = None
         self._texts: list[str] = []
         self._put = put
+
+    @property
+    def has_probs(self) -> bool:
+        """True if probabilities are asked for."""
+        return self.submit.sampling.n_probs >= 0
 
     @property
     def text(self) -> str:
@@ -50,6 +58,8 @@ class Generation:
         """Append an event's text and tokens."""
         self._texts.append(event.content)
         self.tokens.extend(event.tokens)
+        if event.probs is not None:
+            self.probs.extend(event.probs)
         if isinstance(event, Finished):
             self.finished = event
 

@@ -25,6 +25,8 @@ class TextStream:
         self._matchers = [_Matcher(stop) for stop in dict.fromkeys(stops) if stop]
         self._margin = _Margin(n_indent) if n_indent > 0 else None
         self._held = ""
+        self.n_decoded = 0
+        """Characters that all tokens so far decode to, sent or not."""
         self.stopped: str | None = None
         """The stop string that ended the text; `push` returns nothing from then on."""
         self.is_cut = False
@@ -32,7 +34,9 @@ class TextStream:
 
     def push(self, piece: bytes) -> str:
         """Add the bytes of a token and return the text that can be sent now; invalid UTF-8 becomes U+FFFD."""
-        return "" if self.is_cut else self._within_margin(self._release(self._decoder.decode(piece)))
+        text = self._decoder.decode(piece)
+        self.n_decoded += len(text)
+        return "" if self.is_cut else self._within_margin(self._release(text))
 
     def flush(self) -> str:
         """End the text: return everything held back, an incomplete character as U+FFFD."""

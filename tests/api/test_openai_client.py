@@ -54,6 +54,27 @@ async def test_chat_stream(client: openai.AsyncOpenAI) -> None:
     assert last.usage.completion_tokens == 6
 
 
+async def test_logprobs(client: openai.AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"model": "any", "max_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    chat = {**asked, "messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
+    reply = await client.chat.completions.create(**chat)
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert "".join(each.token for each in logprobs.content) == reply.choices[0].message.content
+    assert {len(each.top_logprobs) for each in logprobs.content} == {2}
+    streamed = []
+    async for chunk in await client.chat.completions.create(**chat, stream=True):
+        if (part := chunk.choices[0].logprobs) is not None:
+            streamed += part.content or []
+    assert streamed == logprobs.content
+    text = await client.completions.create(**asked, prompt="Once", logprobs=2)
+    legacy = text.choices[0].logprobs
+    assert legacy is not None
+    assert "".join(legacy.tokens or []) == text.choices[0].text
+    assert len(legacy.token_logprobs or []) == len(legacy.top_logprobs or []) == len(legacy.text_offset or []) == 6
+
+
 async def test_completions(client: openai.AsyncOpenAI) -> None:
     whole = await client.completions.create(model="any", prompt="Once", max_tokens=6, temperature=0)
     stream = await client.completions.create(model="any", prompt="Once", max_tokens=6, temperature=0, stream=True)
@@ -84,8 +105,8 @@ async def test_errors(server: Any, client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         await client.embeddings.create(model="any", input="x")
     with pytest.raises(openai.BadRequestError) as unbuilt:
-        await client.chat.completions.create(model="any", messages=MESSAGES, logprobs=True)
-    assert (unbuilt.value.param, unbuilt.value.type) == ("logprobs", "not_supported_error")
+        await client.chat.completions.create(model="any", messages=MESSAGES, modalities=["text", "audio"])
+    assert (unbuilt.value.param, unbuilt.value.type) == ("modalities", "not_supported_error")
     server.service.refuse(QueueFullError("too many", retry_after=1))
     with pytest.raises(openai.RateLimitError):
         await client.completions.create(model="any", prompt="x")

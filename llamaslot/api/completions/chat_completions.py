@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
+from llamaslot.api.completions.logprobs import ChatLogprobs
 from llamaslot.api.completions.reply_bodies import (
     REASONS,
     ChatChoice,
@@ -23,6 +25,7 @@ from llamaslot.api.completions.response_format import OpenAIFormat, complete
 from llamaslot.api.json_bodies import encode
 from llamaslot.base.commands import ReplyOptions
 from llamaslot.base.events import Finished, Output
+from llamaslot.base.generation.token_probs import TokenProb
 from llamaslot.service.generations import Generation
 
 _MARK = "\0"
@@ -55,8 +58,9 @@ class ChatFormat(OpenAIFormat):
             yield self._delta(index, Delta(role="assistant", content=None))
         if progress := PromptProgress.of(output):
             yield self._delta(index, Delta(), prompt_progress=progress)
-        elif output.content and self._options.timings_per_token:
-            yield self._delta(index, Delta(content=output.content), timings=timings([output.progress]))
+        elif generation.has_probs or self._options.timings_per_token:
+            if output.content or output.probs:
+                yield self._with_details(generation, output)
         elif output.content:
             yield encode(output.content).join(frame)
         if isinstance(output, Finished):
@@ -72,8 +76,23 @@ class ChatFormat(OpenAIFormat):
     def whole(self) -> Envelope:
         """Return one body with all choices."""
         return self._whole(
-            [ChatChoice(each.index, Message(each.text), REASONS[each.end.reason]) for each in self._generations]
+            [
+                ChatChoice(
+                    each.index, Message(each.text), REASONS[each.end.reason], self._logprobs(each, each.probs)
+                )
+                for each in self._generations
+            ]
         )
+
+    def _with_details(self, generation: Generation, output: Output | Finished) -> bytes:
+        """Return a chunk with new text, and with what the client wants to know about it."""
+        choice = ChatChunkChoice(generation.index, Delta(content=output.content))
+        choice.logprobs = self._logprobs(generation, output.probs or ())
+        shown = timings([output.progress]) if self._options.timings_per_token else UNSET
+        return self._chunk([choice], timings=shown)
 
     def _delta(self, index: int, delta: Delta, finish_reason: OpenAIReason | None = None, **stats: Any) -> bytes:
         return self._chunk([ChatChunkChoice(index, delta, finish_reason)], **stats)
+
+    def _logprobs(self, generation: Generation, rows: Iterable[TokenProb]) -> ChatLogprobs | UnsetType:
+        return self.writer(generation).chat(rows) if generation.has_probs else UNSET

@@ -20,9 +20,7 @@ from llamaslot.service.service import Service
 _NEUTRAL: dict[str, Any] = {
     "n_keep": 0,
     "n_discard": 0,
-    "n_probs": 0,
     "lora": [],
-    "post_sampling_probs": False,
 }
 """llama-server's settings for features that this server does not have: all are off."""
 
@@ -50,24 +48,35 @@ class NativeFormat(ResponseFormat):
 
     def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
         """Yield new text and tokens, and everything else at the end."""
-        progress = PromptProgress.of(output)
-        if output.content or output.tokens or progress:
-            part = {
-                "index": generation.index,
-                "content": output.content,
-                "tokens": output.tokens,
-                "stop": False,
-                "id_slot": output.progress.slot,
-                "tokens_predicted": output.progress.n_generated,
-                "tokens_evaluated": output.progress.n_prompt,
-            }
-            if self._options.timings_per_token:
-                part["timings"] = timings([output.progress])
-            if progress:
-                part["prompt_progress"] = progress
-            yield event(part)
+        if progress := PromptProgress.of(output):
+            yield event({**self._part(generation, output, "", ()), "prompt_progress": progress})
+        elif generation.has_probs and output.probs is not None:
+            # As with llama-server, each event has one token: the last one has the text.
+            rows = list(output.probs)
+            for i, row in enumerate(rows, start=1):
+                part = self._part(generation, output, output.content if i == len(rows) else "", [row.token])
+                yield event({**part, "completion_probabilities": self.writer(generation).native([row])})
+        elif output.content or output.tokens:
+            yield event(self._part(generation, output, output.content, output.tokens))
         if isinstance(output, Finished):
             yield event(self._final(generation, content="", tokens=[]))
+
+    def _part(
+        self, generation: Generation, output: Output | Finished, content: str, tokens: Sequence[int]
+    ) -> dict[str, Any]:
+        """Return an event with new text and tokens."""
+        part: dict[str, Any] = {
+            "index": generation.index,
+            "content": content,
+            "tokens": tokens,
+            "stop": False,
+            "id_slot": output.progress.slot,
+            "tokens_predicted": output.progress.n_generated,
+            "tokens_evaluated": output.progress.n_prompt,
+        }
+        if self._options.timings_per_token:
+            part["timings"] = timings([output.progress])
+        return part
 
     def closing(self) -> Iterator[bytes]:
         """Yield nothing: the last event says `stop`."""
@@ -106,6 +115,8 @@ class NativeFormat(ResponseFormat):
             "tokens_cached": end.progress.n_held,
             **stats,
         }
+        if generation.has_probs and not self._options.stream:
+            body["completion_probabilities"] = self.writer(generation).native(generation.probs)
         return pick(body, self._options.response_fields) if self._options.response_fields else body
 
 
@@ -116,6 +127,7 @@ def generation_settings(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
     return {
         **_NEUTRAL,
         **settings,
+        "n_probs": max(sampling.n_probs, 0),
         "seed": sampling.seed % 2**32,
         "max_tokens": max_tokens,
         "n_predict": max_tokens,

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from llamaslot import __version__
+from llamaslot.api.completions.logprobs import ChatLogprobs, TextLogprobs
 from llamaslot.base.events import Finished, FinishReason, Output, Progress
 from llamaslot.base.prompt import SessionMatch
 from llamaslot.base.stats import Miss
@@ -88,6 +89,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: Message
     finish_reason: OpenAIReason
+    logprobs: ChatLogprobs | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -96,6 +98,7 @@ class ChatChunkChoice(msgspec.Struct):
     index: int
     delta: Delta
     finish_reason: OpenAIReason | None = None
+    logprobs: ChatLogprobs | UnsetType = UNSET
 
 
 class TextChoice(msgspec.Struct):
@@ -104,7 +107,7 @@ class TextChoice(msgspec.Struct):
     index: int
     text: str
     finish_reason: OpenAIReason | None = None
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
 
 
 class PromptProgress(msgspec.Struct):

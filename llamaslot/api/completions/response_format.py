@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from aiohttp import web
 
+from llamaslot.api.completions.logprobs import ProbsWriter
 from llamaslot.api.completions.reply_bodies import Choice, Envelope, ObjectName, stats_of, usage
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings
 from llamaslot.api.json_bodies import BODY_READER, json_response
@@ -34,6 +35,14 @@ class ResponseFormat(ABC):
         self._model = model
         self._options = options
         self._generations = generations
+        self._writers: dict[int, ProbsWriter] = {}
+
+    def writer(self, generation: Generation) -> ProbsWriter:
+        """Return what writes the probabilities of a completion's tokens."""
+        writer = self._writers.get(generation.index)
+        if writer is None:
+            writer = self._writers[generation.index] = ProbsWriter(generation.submit)
+        return writer
 
     async def prepare(self, service: Service) -> None:  # noqa: B027 - most formats need nothing
         """Ask the engine for what the reply needs in addition to the completions."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from aiohttp import web
 from msgspec import UNSET
 
+from llamaslot.api.completions.logprobs import TextLogprobs
 from llamaslot.api.completions.reply_bodies import (
     REASONS,
     Envelope,
@@ -18,6 +19,7 @@ from llamaslot.api.completions.reply_bodies import (
 )
 from llamaslot.api.completions.response_format import OpenAIFormat, complete
 from llamaslot.base.events import Finished, Output
+from llamaslot.base.generation.token_probs import TokenProb
 from llamaslot.service.generations import Generation
 
 
@@ -40,9 +42,10 @@ class TextFormat(OpenAIFormat):
         """Yield text, then the finish reason."""
         if progress := PromptProgress.of(output):
             yield self._chunk([TextChoice(generation.index, "")], prompt_progress=progress)
-        if output.content:
+        if output.content or output.probs:
             shown = timings([output.progress]) if self._options.timings_per_token else UNSET
-            yield self._chunk([TextChoice(generation.index, output.content)], timings=shown)
+            logprobs = self._logprobs(generation, list(output.probs or ()))
+            yield self._chunk([TextChoice(generation.index, output.content, logprobs=logprobs)], timings=shown)
         if isinstance(output, Finished):
             self._n_ended += 1
             total = usage(self._generations) if self._n_ended == len(self._generations) else UNSET
@@ -52,5 +55,11 @@ class TextFormat(OpenAIFormat):
     def whole(self) -> Envelope:
         """Return one body with all choices."""
         return self._whole(
-            [TextChoice(each.index, each.text, REASONS[each.end.reason]) for each in self._generations]
+            [
+                TextChoice(each.index, each.text, REASONS[each.end.reason], self._logprobs(each, each.probs))
+                for each in self._generations
+            ]
         )
+
+    def _logprobs(self, generation: Generation, rows: Sequence[TokenProb]) -> TextLogprobs | None:
+        return self.writer(generation).text(rows) if generation.has_probs else None

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from llamaslot.api.completions.logprobs import Prob
 from llamaslot.api.completions.native_completion import generation_settings
 from llamaslot.api.completions.reply_bodies import (
     CacheUse,
@@ -96,6 +97,7 @@ class NativeReply(msgspec.Struct, forbid_unknown_fields=True):
     tokens_cached: int
     timings: Timings
     cache: CacheUse
+    completion_probabilities: list[Prob] | UnsetType = UNSET
 
 
 class NativeChunk(msgspec.Struct, forbid_unknown_fields=True):
@@ -110,6 +112,7 @@ class NativeChunk(msgspec.Struct, forbid_unknown_fields=True):
     tokens_evaluated: int
     timings: Timings | UnsetType = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
+    completion_probabilities: list[Prob] | UnsetType = UNSET
 
 
 class Health(msgspec.Struct, forbid_unknown_fields=True):

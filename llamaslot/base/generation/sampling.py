@@ -67,6 +67,10 @@ class Sampling(msgspec.Struct, frozen=True):
     seed: int = 0
     logit_bias: dict[int, float] = {}
     ignore_eos: bool = False
+    n_probs: int = -1
+    """Record the probability of each token, and of so many of the most likely ones; -1 for none at all."""
+    post_sampling_probs: bool = False
+    """Record probabilities after all samplers instead of the model's log-probabilities."""
 
 
 def named_samplers(asked: str | Iterable[str]) -> tuple[str, ...]:

@@ -17,8 +17,10 @@ from llamaslot.backend.llama.sampling.candidates import Adjuster, Candidates, Lo
 from llamaslot.backend.llama.sampling.chain import Chain, active_samplers, takes_the_best
 from llamaslot.backend.llama.sampling.dry import BreakerIndex, Dry
 from llamaslot.backend.llama.sampling.penalties import Penalties
+from llamaslot.backend.llama.sampling.probabilities import score_after_sampling, score_of
 from llamaslot.base.backend import NO_TOKEN
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.kv_ops import IllegalCallError
 from llamaslot.base.tokens import Tokens
 
@@ -61,6 +63,11 @@ class LlamaSampler:
         self._top_k = sampling.top_k if names[0] == "top_k" else 0
         """How many tokens the chain keeps at once; 0 if it begins otherwise."""
         self._chain = None if takes_the_best(sampling, names) else Chain(sampling, names, adjusters, n_vocab)
+        self._n_probs = sampling.n_probs
+        self._scores_draws = sampling.post_sampling_probs
+        self._drawn_from: Candidates | None = None
+        self.score: TokenScore | None = None
+        """Probability of the token that was chosen last, if the request asks for it."""
         self._closed = False
 
     def choose(self, logits: Logits) -> int:
@@ -77,6 +84,8 @@ class LlamaSampler:
                 adjuster.accept(token)
             if self._chain is not None:
                 self._chain.accept(token)
+            if self._n_probs >= 0:
+                self.score = self._scored(token, logits)
         return token
 
     def close(self) -> None:
@@ -86,6 +95,13 @@ class LlamaSampler:
         self._closed = True
         if self._chain is not None:
             self._chain.close()
+
+    def _scored(self, token: int, logits: Logits) -> TokenScore:
+        if not self._scores_draws:
+            return score_of(token, logits, self._n_probs)
+        score = score_after_sampling(token, self._drawn_from, self._n_probs)
+        self._drawn_from = None
+        return score
 
     @contextmanager
     def _adjusted(self, logits: Logits) -> Iterator[None]:
@@ -119,7 +135,10 @@ class LlamaSampler:
         values = logits[tokens]
         if not np.isfinite(values.max()):
             return NO_TOKEN
-        token = self._chain.choose(Candidates(tokens, values))
+        candidates = Candidates(tokens, values)
+        token = self._chain.choose(candidates)
+        if self._n_probs >= 0 and self._scores_draws:
+            self._drawn_from = candidates
         if token < 0:
             raise IllegalCallError(f"llama.cpp chose none of {len(tokens)} tokens")
         return token
