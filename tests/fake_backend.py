@@ -1,9 +1,10 @@
 """A backend without a model for tests, with the KV cells of llama.cpp.
 
 A cell holds a token, its position and the set of sequence ids that use it, as in llama.cpp (`seq_rm`, `seq_cp`).
-A generated token is a hash of the (position, token) pairs of its sequence, so wrong KV gives a wrong token. Tests
-choose which decodes fail. The state machine that tests the real backend (`tests/backend/test_state_machine.py`)
-tests this one too, so it cannot be bent to pass.
+A generated token is a hash of the (position, token) pairs of its sequence, so wrong KV gives a wrong token.
+Constraints are followed by the real matcher, on a vocabulary of bytes. Tests choose which decodes fail. The state
+machine that tests the real backend (`tests/backend/test_state_machine.py`) tests this one too, so it cannot be bent
+to pass.
 """
 
 from __future__ import annotations
@@ -12,12 +13,25 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
+from llguidance import LLTokenizer, TokenizerWrapper
 
+from llamaslot.backend.constraints.compiler import Compiled, ConstraintCompiler
+from llamaslot.backend.constraints.matcher import Matcher
 from llamaslot.base import kv_ops
-from llamaslot.base.backend import NO_TOKEN, Decoded, Run, Sampler, Status, check_runs
+from llamaslot.base.backend import (
+    CONSTRAINT_FAILED,
+    NO_TOKEN,
+    CompiledConstraint,
+    Decoded,
+    Run,
+    Sampler,
+    Status,
+    check_runs,
+)
+from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.model import ModelInfo, SegmentSize
@@ -67,6 +81,20 @@ class FakeSampler:
     n_drawn: int = 0
     closed: bool = False
     score: TokenScore | None = None
+    matcher: Matcher | None = None
+
+    @property
+    def failure(self) -> str:
+        """Reason for `CONSTRAINT_FAILED`."""
+        return self.matcher.failure if self.matcher is not None else ""
+
+    def advance(self, *, fast_forward: bool) -> tuple[int, ...]:
+        """Return the tokens that the constraint forces."""
+        if self.matcher is None:
+            return ()
+        forced = self.matcher.forced() if fast_forward else ()
+        self.matcher.begin_mask()
+        return forced
 
     def close(self) -> None:
         """Mark the sampler as freed; a bug if it is already."""
@@ -136,6 +164,7 @@ class FakeBackend:
         self.segments: dict[int, range] = {}
         """Token positions of each saved segment, by number."""
         self._states: dict[int, _Saved] = {}
+        self._constraints = ConstraintCompiler(byte_tokenizer, n_vocab=N_VOCAB, eog=(EOS,))
 
     def change(self, operation: kv_ops.Operation) -> None:
         """Carry out an operation on sequences."""
@@ -214,9 +243,16 @@ class FakeBackend:
                 self._rows[run.seq] = NO_TOKEN if is_bad else self._logits(run.seq)
         return Decoded(status, sent)
 
-    def new_sampler(self, sampling: Sampling, history: Tokens) -> FakeSampler:
+    def compile(self, constraint: Constraint) -> CompiledConstraint:
+        """Compile a constraint for bytes."""
+        return self._constraints.compile(constraint)
+
+    def new_sampler(
+        self, sampling: Sampling, history: Tokens, constraint: CompiledConstraint | None = None
+    ) -> FakeSampler:
         """Create a sampler, and keep it in `samplers`."""
-        sampler = FakeSampler(sampling)
+        assert isinstance(constraint, Compiled | None)
+        sampler = FakeSampler(sampling, matcher=constraint.matcher() if constraint is not None else None)
         self.samplers.append(sampler)
         return sampler
 
@@ -228,7 +264,8 @@ class FakeBackend:
         ]
 
     def close(self) -> None:
-        """Do nothing: there is no model to free."""
+        """End the threads that compute masks; there is no model to free."""
+        self._constraints.close()
 
     def seen(self, seq: int) -> list[tuple[int, int]]:
         """Return the (position, token) pairs of a sequence, in order."""
@@ -291,10 +328,26 @@ class FakeBackend:
         sampler.n_drawn += 1
         if sampler.sampling.temperature > 0:
             row = _digest((row, sampler.sampling.seed, sampler.n_drawn))
-        is_end = row % self._eos_every == 0 and not sampler.sampling.ignore_eos
-        token = EOS if is_end else self.alphabet[row // self._eos_every % len(self.alphabet)]
-        if sampler.sampling.n_probs >= 0:
+        if sampler.matcher is not None:
+            token = self._draw_allowed(row, sampler.matcher)
+        else:
+            is_end = row % self._eos_every == 0 and not sampler.sampling.ignore_eos
+            token = EOS if is_end else self.alphabet[row // self._eos_every % len(self.alphabet)]
+        if sampler.sampling.n_probs >= 0 and token >= 0:
             sampler.score = score_of(row, token, sampler.sampling.n_probs)
+        return token
+
+    def _draw_allowed(self, row: int, matcher: Matcher) -> int:
+        mask = matcher.mask()
+        if mask is None:
+            return CONSTRAINT_FAILED
+        # As a model does that was trained on text: mostly visible characters, and quotes that end.
+        allowed = mask.tokens if mask.is_allowed else np.setdiff1d(np.arange(N_VOCAB), mask.tokens)
+        plain = [token for token in allowed.tolist() if 32 <= token < 127 or token == EOS]
+        ends = [token for token in plain if token in (*b'"]}', EOS)]
+        chosen = ends if ends and row % 4 == 0 else plain or allowed.tolist()
+        token: int = chosen[row // 4 % len(chosen)]
+        matcher.accept(token)
         return token
 
     def _logits(self, seq: int) -> int:
@@ -316,6 +369,23 @@ def score_of(row: int, token: int, n_top: int) -> TokenScore:
     others = sorted(set(range(N_VOCAB)) - {token}, key=lambda other: _digest((row, other)))
     top = [token, *others][:n_top]
     return TokenScore(token, -1.0, top, [-1.0 - i for i in range(len(top))])
+
+
+class _ByteTokens:
+    """The vocabulary as llguidance takes it."""
+
+    tokens: ClassVar[list[bytes]] = [bytes([i]) for i in range(BOS)] + [b"\xff<s>", b"\xff</s>"]
+    bos_token_id = BOS
+    eos_token_id = EOS
+    special_token_ids: ClassVar[list[int]] = []
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+def byte_tokenizer() -> LLTokenizer:
+    """Return the tokenizer of this vocabulary."""
+    return LLTokenizer(TokenizerWrapper(_ByteTokens()), eos_token=[EOS])
 
 
 def _digest(value: object) -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from llamaslot.base.backend import Backend, Decoded, Run, Sampler, Status
+from llamaslot.base.backend import Backend, CompiledConstraint, Decoded, Run, Sampler, Status
+from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import (
     Copy,
@@ -253,8 +254,13 @@ class Recorder:
     def seq_range(self, seq: int) -> range:
         return self.inner.seq_range(seq)
 
-    def new_sampler(self, sampling: Sampling, history: Tokens) -> Sampler:
-        self.samplers.append(self.inner.new_sampler(sampling, history))
+    def compile(self, constraint: Constraint) -> CompiledConstraint:
+        return self.inner.compile(constraint)
+
+    def new_sampler(
+        self, sampling: Sampling, history: Tokens, constraint: CompiledConstraint | None = None
+    ) -> Sampler:
+        self.samplers.append(self.inner.new_sampler(sampling, history, constraint))
         return self.samplers[-1]
 
     def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
+from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.kv_ops import IllegalCallError, Kv, Operation
@@ -33,6 +34,10 @@ class Status(IntEnum):
 
 NO_TOKEN = -1
 """Returned by `sample` in place of a token if the logits contain NaN, or infinity as the highest."""
+
+
+CONSTRAINT_FAILED = -2
+"""Returned by `sample` in place of a token if the request's constraint cannot be followed any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +81,22 @@ class Sampler(Protocol):
     score: TokenScore | None
     """Probability of the token that was sampled last, if the request asks for it."""
 
+    @property
+    def failure(self) -> str:
+        """Reason for `CONSTRAINT_FAILED`; empty before."""
+
+    def advance(self, *, fast_forward: bool) -> tuple[int, ...]:
+        """Go on behind the token that was sampled last, before the next `decode`; empty without a constraint.
+
+        Returns the tokens that the constraint forces next, if `fast_forward`: they count as sampled.
+        """
+
     def close(self) -> None:
         """Free it; further use is an error."""
+
+
+class CompiledConstraint(Protocol):
+    """A constraint as `new_sampler` takes it, for any number of requests."""
 
 
 class Vocab(Protocol):
@@ -156,13 +175,21 @@ class Backend(Protocol):
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """Compute at most `info.n_ubatch` tokens, as one micro-batch; every run must continue its sequence."""
 
-    def new_sampler(self, sampling: Sampling, history: Tokens) -> Sampler:
-        """Create a sampler whose penalties count the tokens of `history`."""
+    def compile(self, constraint: Constraint) -> CompiledConstraint:
+        """Compile a constraint, on one thread at a time, which may be another one than that of all other calls.
+
+        Raises `InvalidRequestError` for an invalid one, `NotSupportedError` if the vocabulary takes none.
+        """
+
+    def new_sampler(
+        self, sampling: Sampling, history: Tokens, constraint: CompiledConstraint | None = None
+    ) -> Sampler:
+        """Create a sampler whose penalties count the tokens of `history`, for a reply that begins now."""
 
     def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
         """Sample a token for each sequence id and its sampler; the last `decode` had `output` for all of them.
 
-        `NO_TOKEN` for a sequence whose logits contain NaN, or infinity as the highest.
+        `NO_TOKEN` for a sequence whose logits contain NaN, or infinity as the highest, and `CONSTRAINT_FAILED`.
         """
 
     def close(self) -> None:

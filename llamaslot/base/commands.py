@@ -38,6 +38,18 @@ class TokensPart(msgspec.Struct, frozen=True, tag="tokens"):
 PromptPart: TypeAlias = TextPart | TokensPart
 
 
+class Constraint(msgspec.Struct, frozen=True):
+    """A grammar that the text of a reply must match, in one normal form whatever the client sent.
+
+    `text/grammars/` makes and checks it in the prompt worker, `backend/constraints/` follows it in the engine.
+    """
+
+    grammar: str
+    """llguidance's JSON form of a grammar."""
+    param: str
+    """The request field that it comes from, for errors."""
+
+
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """A request for `n` completions of one prompt, which is tokenized and computed once for all of them."""
 
@@ -55,6 +67,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Time after the first token from which on the end of a line ends the text; not positive for none."""
     return_progress: bool = False
     """Send an `Output` with `prefill` before the first and after each step that computes the prompt."""
+    constraint: Constraint | None = None
+    """The grammar that the reply must match."""
     cache_prompt: bool = True
     cache_salt: str = ""
     """Namespace: only requests with the same salt share KV."""

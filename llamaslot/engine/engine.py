@@ -21,10 +21,18 @@ import structlog
 from llamaslot.base import commands
 from llamaslot.base.backend import Backend, Status
 from llamaslot.base.commands import CacheCleared
-from llamaslot.base.errors import LlamaslotError, NotSupportedError, ServerError, UnavailableError, stopped_error
+from llamaslot.base.errors import (
+    InvalidRequestError,
+    LlamaslotError,
+    NotSupportedError,
+    ServerError,
+    UnavailableError,
+    stopped_error,
+)
 from llamaslot.base.events import Cancelled, EngineEvent, Failed, Generated, Reply, Started, Stopped
 from llamaslot.base.namespaces import PUBLIC_SALT
 from llamaslot.base.tokens import packed
+from llamaslot.engine.constraint_worker import ConstraintWorker
 from llamaslot.engine.disk_worker import Disk, DiskWorker
 from llamaslot.engine.engine_settings import EngineSettings, cache_settings
 from llamaslot.engine.memory_watch import MemoryWatch, ReadMemory
@@ -35,7 +43,7 @@ from llamaslot.engine.slot_actions import SlotActions
 from llamaslot.engine.step_watch import StepWatch
 from llamaslot.kvcache.offload.slot_snapshot import SnapshotStore
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState
-from llamaslot.scheduler.scheduler import DecodeFailed, Sampled, Scheduler
+from llamaslot.scheduler.scheduler import ConstraintFailed, DecodeFailed, Sampled, Scheduler
 from llamaslot.scheduler.step import StepPlan, StepResult
 
 _FLUSH_TIMEOUT_S = 5.0
@@ -86,6 +94,7 @@ class Engine:
         )
         self._watch = watch or StepWatch(0)
         self._worker = Worker(backend, thread or model_thread(), clock, self._needs_plan, self._watch)
+        self._constraints = ConstraintWorker(backend, self._post)
         self._disk: DiskWorker | None = None
         if disk is not None:
             too_large = self.scheduler.cache.ignored
@@ -165,7 +174,7 @@ class Engine:
             self._end_all()
             self._outbox.append(Stopped(reason))
             self._flush()
-            ends = [self._slot_actions.close()]
+            ends = [self._slot_actions.close(), self._constraints.close()]
             self._is_closed = True
             if self._disk is not None:
                 ends += self._disk.close()
@@ -233,10 +242,14 @@ class Engine:
         if self._disk is not None:
             self._disk.start(plan.jobs)
         for outcome in outcomes:
-            if isinstance(outcome, Sampled):
-                self._deliver(outcome, now)
-            else:
-                self._fail_decode(outcome)
+            match outcome:
+                case Sampled():
+                    self._deliver(outcome, now)
+                case DecodeFailed():
+                    self._fail_decode(outcome)
+                case ConstraintFailed(request, message):
+                    del self._replies[request.id]
+                    self._fail(request.id, InvalidRequestError(message), request)
         self._reports.count(plan, result)
         self._flush()
         if plan.work and result.decoded.status is Status.OK:
@@ -285,6 +298,13 @@ class Engine:
         self.scheduler.submit(request)
         self._replies[request.id] = ReplyStream(request, self._backend.vocab)
 
+        def failed(error: LlamaslotError) -> None:
+            self.scheduler.end(request, self._clock(), cancelled=True)
+            del self._replies[request.id]
+            self._fail(request.id, error, request)
+
+        self._constraints.prepare(request, failed)
+
     def _cancel(self, request_id: str) -> None:
         live = self._replies.pop(request_id, None)
         if live is None:
@@ -297,7 +317,8 @@ class Engine:
     def _deliver(self, sampled: Sampled, now: float) -> None:
         """Send the text of a sampled token; a stop string in it ends the request."""
         live = self._replies[sampled.request.id]
-        text, reason = live.push(sampled)
+        text, reason, n_unused = live.push(sampled)
+        live.request.drop_tokens(n_unused)
         if reason is not None and sampled.reason is None:
             self.scheduler.end(live.request, now)
         progress = live.request.progress(now, self._n_held(live.request))

@@ -31,21 +31,30 @@ class ReplyStream:
         """Their probabilities, if they are asked for."""
         self._prefill: Prefill | None = None
 
-    def push(self, sampled: Sampled) -> tuple[str, FinishReason | None]:
-        """Add a token; returns the text that can be sent, and why the reply ends here if it does."""
+    def push(self, sampled: Sampled) -> tuple[str, FinishReason | None, int]:
+        """Add a token, and one by one those forced behind it, up to a stop string.
+
+        Returns the text that can be sent, why the reply ends here if it does, and the number of forced tokens that
+        are left behind a stop string.
+        """
+        if sampled.token is None:
+            return "", sampled.reason, 0
         text = ""
-        if sampled.token is not None:
-            self._unsent.append(sampled.token)
+        if sampled.score is not None:
+            self._scores.append(sampled.score)
+        tokens = (sampled.token, *sampled.forced)
+        for n_left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
+            self._unsent.append(token)
             self._starts.append(self._text.n_decoded)
-            if sampled.score is not None:
-                self._scores.append(sampled.score)
-            if sampled.reason != "eos":
-                text = self._text.push(self._vocab.piece(sampled.token))
-        if self._text.stopped is not None:
-            return text, "word"
-        if self._text.is_cut or (sampled.reason is None and self._is_overdue(text)):
-            return text, "limit"
-        return text, sampled.reason
+            if n_left or sampled.reason != "eos":
+                text += self._text.push(self._vocab.piece(token))
+            if self._text.stopped is not None:
+                return text, "word", n_left
+            if self._text.is_cut:
+                return text, "limit", n_left
+        if sampled.reason is None and self._is_overdue(text):
+            return text, "limit", 0
+        return text, sampled.reason, 0
 
     def _is_overdue(self, text: str) -> bool:
         """Return True if new text has the end of a line after the time limit."""

@@ -99,6 +99,7 @@ class Admission:
             for other in self.queue
             if _are_siblings(request, other)
             and other.sampler is None
+            and other.is_ready
             and other.wants_tokens
             and len(other.tokens) == len(tokens)
             and np.array_equal(other.tokens.view(), tokens)
@@ -115,7 +116,7 @@ class Admission:
             for request in group:
                 is_fresh = not _is_due(request)
                 choices = _free_slots(request, free)
-                if not choices or (is_fresh and n_fresh >= MAX_CANDIDATES):
+                if not request.is_ready or not choices or (is_fresh and n_fresh >= MAX_CANDIDATES):
                     continue
                 if not self._waits_for_prefix(request, running, choices):
                     candidates.append(request)

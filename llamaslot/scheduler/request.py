@@ -11,7 +11,7 @@ from enum import Enum
 
 import numpy as np
 
-from llamaslot.base.backend import Sampler
+from llamaslot.base.backend import CompiledConstraint, Sampler
 from llamaslot.base.commands import Submit
 from llamaslot.base.events import Progress
 from llamaslot.base.namespaces import private_namespace, salt_namespace
@@ -78,6 +78,10 @@ class TokenBuffer:
         self._data[self._length] = token
         self._length += 1
 
+    def truncate(self, length: int) -> None:
+        """Remove the tokens from `length` on; views of them show what is added next."""
+        self._length = length
+
 
 class Request:
     """State of one request. Times are seconds on the caller's clock.
@@ -131,6 +135,10 @@ class Request:
         """Tokens of a prefix that it waited for while another request computed it; 0 if it never did."""
         self.n_overtaken = 0
         """Later requests that were admitted while this one could have been."""
+        self.constraint: CompiledConstraint | None = None
+        """The compiled `submit.constraint`; the request is not admitted before it is there."""
+        self.n_forced = 0
+        """Tokens that the constraint forced behind the last sampled one; they are computed with it."""
         self.sampler: Sampler | None = None
         self.slot = -1
         """The slot it runs in or ran in last, -1 before the first."""
@@ -191,14 +199,35 @@ class Request:
             self.n_loaded += loaded.n_loaded
             self.n_read += loaded.n_read
 
-    def add_token(self, token: int, now: float) -> None:
-        """Append a sampled token."""
+    def add_token(self, token: int, now: float, *, forced: bool = False) -> None:
+        """Append a token that was sampled, or `forced` behind one by the constraint."""
         self._mark_started(now)
         self.tokens.append(token)
         self.n_generated += 1
+        self.n_forced = self.n_forced + 1 if forced else 0
         self._last_token = now
         if self._first_token is None:
             self._first_token = now
+
+    def drop_tokens(self, n: int) -> None:
+        """Remove the last generated tokens, behind a stop string; they were not computed."""
+        self.tokens.truncate(len(self.tokens) - n)
+        self.n_generated -= n
+        self.n_forced -= n
+
+    @property
+    def is_ready(self) -> bool:
+        """True unless its constraint is being compiled."""
+        return self.submit.constraint is None or self.constraint is not None
+
+    @property
+    def fast_forwards(self) -> bool:
+        """True if forced tokens are appended without being sampled, which gives them no probability."""
+        return self.submit.constraint is not None and self.submit.sampling.n_probs < 0
+
+    def is_stream(self, n_pending: int) -> bool:
+        """True if it has only its last sampled token to compute, with those that were forced behind it."""
+        return self.n_generated > 0 and n_pending <= 1 + self.n_forced
 
     @property
     def has_started(self) -> bool:

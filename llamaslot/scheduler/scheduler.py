@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from llamaslot.base.backend import NO_TOKEN, Status
+from llamaslot.base.backend import CONSTRAINT_FAILED, NO_TOKEN, Status
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.kv_ops import Load
@@ -53,6 +54,8 @@ class Sampled:
     truncated: bool = False
     score: TokenScore | None = None
     """Probability of the token, if the request asks for it."""
+    forced: tuple[int, ...] = ()
+    """Tokens that the constraint forced behind `token`; a `reason` then is that of the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,18 @@ class DecodeFailed:
     """Name of the `Status`, or INVALID_LOGITS."""
     is_retried: bool = False
     """True if the request was not ended, but will be computed without cached KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConstraintFailed:
+    """A request was ended because its constraint could not be followed any more."""
+
+    request: Request
+    message: str
+
+
+Outcome: TypeAlias = Sampled | DecodeFailed | ConstraintFailed
+"""What a step brought a request."""
 
 
 class Scheduler:
@@ -143,9 +158,9 @@ class Scheduler:
         suspects = [request for request in running if request.id in self.suspects]
         self.admitted = self.admission.admit(running, now) if not suspects else []
         running = self.running
-        self.cache.has_streams = any(self._n_pending(request) == 1 for request in running)
+        self.cache.has_streams = any(request.is_stream(self._n_pending(request)) for request in running)
         ready, is_loading = self._load(running)
-        n_prefill = sum(n for request in ready if (n := self._n_pending(request)) > 1)
+        n_prefill = sum(n for request in ready if not request.is_stream(n := self._n_pending(request)) and n > 1)
         self.cache.offload_idle(n_prefill, lambda: map(self.admission.match, self.queue))
         planner = StepPlanner(
             self.n_ctx_slot,
@@ -170,7 +185,7 @@ class Scheduler:
             jobs=self.cache.take_jobs(),
         )
 
-    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Sampled | DecodeFailed]:
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Outcome]:
         """Change the state to what the backend did for `plan`."""
         for number in result.unsaved:
             self.cache.on_io(SaveFailed(number), now)
@@ -217,7 +232,8 @@ class Scheduler:
         ready = []
         is_loading = False
         for request in running:
-            if self._n_pending(request) > 1:
+            n_pending = self._n_pending(request)
+            if n_pending > 1 and not request.is_stream(n_pending):
                 loaded = self.cache.load(request.slot, request.prefix)
                 request.count_loaded(loaded)
                 is_loading |= loaded.status is LoadStatus.MORE
@@ -232,7 +248,7 @@ class Scheduler:
         request.handle(RequestEvent.PREEMPT, now)
         self.admission.enqueue(request)
 
-    def _advance(self, work: Work, result: StepResult, now: float) -> list[Sampled | DecodeFailed]:
+    def _advance(self, work: Work, result: StepResult, now: float) -> list[Outcome]:
         request = work.request
         self.cache.append(work.run.seq, work.run.tokens)
         if not request.wants_tokens and self.cache.length(work.run.seq) == request.n_prompt:
@@ -241,9 +257,23 @@ class Scheduler:
         tokens = {each: result.tokens[each.id] for each in work.samples}
         if NO_TOKEN in tokens.values():
             return self._fail_sampling(work, now)
-        return [self._take_token(each, token, result.scores.get(each.id), now) for each, token in tokens.items()]
+        return [
+            self._take_tokens(each, token, result, now)
+            if token != CONSTRAINT_FAILED
+            else self._fail_constraint(each, now)
+            for each, token in tokens.items()
+        ]
 
-    def _fail_sampling(self, work: Work, now: float) -> list[Sampled | DecodeFailed]:
+    def _fail_constraint(self, request: Request, now: float) -> ConstraintFailed:
+        assert request.sampler is not None
+        assert request.submit.constraint is not None
+        param, reason = request.submit.constraint.param, request.sampler.failure
+        self.end(request, now)
+        return ConstraintFailed(
+            request, f"'{param}' cannot be followed behind {request.n_generated} tokens: {reason}"
+        )
+
+    def _fail_sampling(self, work: Work, now: float) -> list[Outcome]:
         """Drop the KV that gave invalid logits, and end the requests that were to sample from them.
 
         `invalidate` empties the slot, `drop` removes what spare sequences, RAM and disk have of the path. Prefixes
@@ -265,25 +295,35 @@ class Scheduler:
         self.cache.drop(namespace, [tokens])
         return [DecodeFailed(each, "INVALID_LOGITS") for each in work.samples]
 
-    def _take_token(self, request: Request, token: int, score: TokenScore | None, now: float) -> Sampled:
+    def _take_tokens(self, request: Request, token: int, result: StepResult, now: float) -> Sampled:
+        """Give a request a sampled token, and those forced behind it as far as its limits allow."""
+        forced = result.forced.get(request.id, ())
         if request.distrusted:
             # Without it the logits are valid. If the fault is further up, the next request to reuse that shows it.
             self.cache.drop(salt_namespace(request.submit.cache_salt), [request.distrusted], are_invalid=True)
             request.distrusted = b""
         request.add_token(token, now)
-        reason: FinishReason | None = None
-        truncated = False
-        if token in self._eog:
-            reason = "eos"
-        elif request.n_remaining == 0:
-            reason = "limit"
-        elif len(request.tokens) >= self.n_ctx_slot:
-            reason, truncated = "limit", True
+        reason, truncated = self._end_reason(request, token)
+        n_taken = 0
+        while reason is None and n_taken < len(forced):
+            request.add_token(forced[n_taken], now, forced=True)
+            reason, truncated = self._end_reason(request, forced[n_taken])
+            n_taken += 1
         if reason:
             self.end(request, now)
-        return Sampled(request, token, reason, truncated, score)
+        score = result.scores.get(request.id)
+        return Sampled(request, token, reason, truncated, score, tuple(forced[:n_taken]))
 
-    def _recover(self, plan: StepPlan, result: StepResult, now: float) -> list[Sampled | DecodeFailed]:
+    def _end_reason(self, request: Request, token: int) -> tuple[FinishReason | None, bool]:
+        """Return why a request ends behind a token, if it does, and whether its context is full."""
+        if token in self._eog:
+            return "eos", False
+        if request.n_remaining == 0:
+            return "limit", False
+        is_full = len(request.tokens) >= self.n_ctx_slot
+        return ("limit" if is_full else None), is_full
+
+    def _recover(self, plan: StepPlan, result: StepResult, now: float) -> list[Outcome]:
         """Handle a failed decode: keep what stayed applied, and find the request at fault by running each alone."""
         for work in plan.work:
             run = work.run
@@ -328,7 +368,9 @@ class Scheduler:
             self._invalidate(request.slot)
 
     def _observe(self, plan: StepPlan, result: StepResult) -> None:
-        n_prefill = sum(len(w.run.tokens) for w in plan.work if len(w.run.tokens) > 1)
-        n_decoding = sum(1 for w in plan.work if len(w.run.tokens) == 1)
+        # Tokens that constraints forced cost what prompt tokens do.
+        lengths = [(len(w.run.tokens), w.request) for w in plan.work]
+        n_decoding = sum(1 for n, request in lengths if n == 1 or request.is_stream(n))
+        n_prefill = sum(n for n, _ in lengths) - n_decoding
         n_padding = len(plan.padding.tokens) if plan.padding and n_prefill else 0
         self.chunks.observe(n_prefill + n_padding, n_decoding, result.seconds)

@@ -10,12 +10,12 @@ decode), and the commits follow in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from llamaslot.base.backend import NO_TOKEN, Backend, Decoded, Run, Sampler, Status
+from llamaslot.base.backend import Backend, Decoded, Run, Sampler, Status
 from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.kv_ops import (
     Copy,
@@ -100,6 +100,8 @@ class StepResult:
     """Sequences that do not hold what the plan says, for want of memory; nothing was computed in them."""
     scores: dict[str, TokenScore] = field(default_factory=dict)
     """Probabilities of the sampled tokens, per id of the requests that ask for them."""
+    forced: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Tokens that constraints force behind the sampled ones, per request id; absent where there are none."""
 
 
 def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepResult:
@@ -113,6 +115,7 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
     tokens: dict[str, int] = {}
     scores: dict[str, TokenScore] = {}
     made: dict[str, Sampler] = {}
+    forced: dict[str, tuple[int, ...]] = {}
     lengths: dict[int, int] = {}
     if decoded.status is Status.OK:
         names: list[str] = []
@@ -121,20 +124,38 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
             for request in work.samples:
                 sampler = request.sampler
                 if sampler is None:
-                    sampler = backend.new_sampler(request.submit.sampling, request.tokens.view())
+                    sampler = backend.new_sampler(
+                        request.submit.sampling, request.tokens.view(), request.constraint
+                    )
                     made[request.id] = sampler
                 names.append(request.id)
                 draws.append((work.run.seq, sampler))
         tokens = dict(zip(names, backend.sample(draws), strict=True))
-        scores = {
-            name: sampler.score
-            for name, (_, sampler) in zip(names, draws, strict=True)
-            if sampler.score is not None
-        }
+        by_name = {name: sampler for name, (_, sampler) in zip(names, draws, strict=True)}
+        scores = {name: sampler.score for name, sampler in by_name.items() if sampler.score is not None}
+        forced = _advance(plan, tokens, by_name)
     else:
         lengths = {work.run.seq: backend.seq_len(work.run.seq) for work in plan.work}
     seconds = clock() - started
-    return StepResult(decoded, tokens, made, lengths, started, seconds, unsaved, incomplete, scores)
+    return StepResult(decoded, tokens, made, lengths, started, seconds, unsaved, incomplete, scores, forced)
+
+
+def _advance(
+    plan: StepPlan, tokens: Mapping[str, int], samplers: Mapping[str, Sampler]
+) -> dict[str, tuple[int, ...]]:
+    """Go on behind the sampled tokens; returns those that constraints force next.
+
+    The masks behind them are computed beside the next step. A token that ends a generation is accepted, so nothing
+    follows it.
+    """
+    forced = {}
+    for work in plan.work:
+        for request in work.samples:
+            if request.constraint is not None and tokens[request.id] >= 0:
+                more = samplers[request.id].advance(fast_forward=request.fast_forwards)
+                if more:
+                    forced[request.id] = more
+    return forced
 
 
 def _change(operations: Sequence[Operation], backend: Backend) -> tuple[frozenset[int], frozenset[int]]:
@@ -198,9 +219,9 @@ def _decode(plan: StepPlan, backend: Backend) -> Decoded:
 
 
 def next_decode_step(plan: StepPlan, result: StepResult, eog: frozenset[int]) -> StepPlan | None:
-    """The step that computes what this one sampled; None if it needs a plan."""
+    """The step that computes what this one sampled; None if it needs a plan, as forced tokens do."""
     tokens = result.tokens.values()
-    ends = NO_TOKEN in tokens or not eog.isdisjoint(tokens)
+    ends = min(tokens, default=0) < 0 or not eog.isdisjoint(tokens) or result.forced
     if plan.n_extra_steps == 0 or result.decoded.status is not Status.OK or ends or result.incomplete:
         return None
     work = []

@@ -5,7 +5,8 @@ and so on. Cells go to the first of them first.
 
 1. Where free cells do not suffice, idle ones are evicted, then the last request is preempted.
 2. Prompts get the token budget that streams leave: a quarter of it goes to the first prompt, so that it always
-   progresses; the rest to those with the fewest tokens left (shortest remaining first), to minimise TTFT.
+   progresses; the rest to those with the fewest tokens left (shortest remaining first), to minimise TTFT. Tokens
+   that a constraint forced behind a stream's last one count like those of a prompt, but not as the first one.
 3. While all requests decode, count the steps that need no decision, and free cells for some of them.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 from llamaslot.base.backend import Run
 from llamaslot.base.model import QUERY_BLOCK
@@ -63,13 +65,14 @@ class StepPlanner:
     def grant(self, requests: Sequence[Request]) -> list[Work]:
         """Work of this step for some of the running requests, in their order; it is ordered by sequence id."""
         pending = {r.id: len(r.tokens) - self._cache.length(r.slot) for r in requests}
-        n_decoding = sum(n == 1 for n in pending.values())
-        shares = self._shares(pending, self._chunks.limit(n_decoding))
+        streams = {r.id for r in requests if pending[r.id] == 1 or r.is_stream(pending[r.id])}
+        n_decoding = len(streams)
+        shares = self._shares(pending, streams, self._chunks.limit(n_decoding))
         if self._leaves_rest(pending, shares) and self._padding.gain_ms(
             self._spans(requests, shares), self._cache.cells.used
         ):
             # More tokens of these prompts take the place of padding.
-            shares = self._shares(pending, QUERY_BLOCK - n_decoding)
+            shares = self._shares(pending, streams, QUERY_BLOCK - n_decoding)
         self._is_chunked = self._leaves_rest(pending, shares)
         granted: list[Work] = []
         for request in requests:
@@ -93,16 +96,18 @@ class StepPlanner:
         return [(self._cache.length(request.slot), shares[request.id]) for request in requests]
 
     @staticmethod
-    def _shares(pending: dict[str, int], left: int) -> dict[str, int]:
-        """Tokens of each request in this step, by what it has left, in that order; `left` of them for prompts."""
-        prompts = {name: n for name, n in pending.items() if n > 1}
-        shares = {name: min(n, 1) for name, n in pending.items()} | dict.fromkeys(prompts, 0)
-        turns = [(name, left) for name in sorted(prompts, key=lambda name: prompts[name])]
-        if prompts:
-            first = next(iter(prompts))
+    def _shares(pending: dict[str, int], streams: AbstractSet[str], left: int) -> dict[str, int]:
+        """Tokens of each request in this step, by what it has left, in that order; one of each stream, and `left`
+        for prompts and for what constraints forced.
+        """
+        shares = {name: min(n, 1) if name in streams else 0 for name, n in pending.items()}
+        rests = {name: n - shares[name] for name, n in pending.items() if n > shares[name]}
+        turns = [(name, left) for name in sorted(rests, key=lambda name: rests[name])]
+        first = next((name for name in rests if name not in streams), None)
+        if first is not None:
             turns.insert(0, (first, math.ceil(left * FIRST_PROMPT_FRACTION)))
         for name, most in turns:
-            n = min(prompts[name] - shares[name], most, left)
+            n = min(pending[name] - shares[name], most, left)
             shares[name] += n
             left -= n
         return shares

@@ -13,7 +13,11 @@ SERVE = "llamaslot.cli.serve_command"
 @pytest.mark.parametrize(
     ("program", "unwanted", "commands"),
     [
-        (f"{SERVE}, llamaslot.app.composition, llamaslot.api.http_server", ("rich", "numpy"), [SERVE]),
+        (
+            f"{SERVE}, llamaslot.app.composition, llamaslot.api.http_server",
+            ("rich", "numpy", "llguidance"),
+            [SERVE],
+        ),
         ("llamaslot.app.runtime.engine_main", ("rich", "aiohttp"), []),
         ("llamaslot.app.runtime.prompt_main", ("rich", "aiohttp"), []),
     ],

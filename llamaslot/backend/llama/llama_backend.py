@@ -12,7 +12,9 @@ import msgspec
 import numpy as np
 import psutil
 
+from llamaslot.backend.constraints.compiler import Compiled, ConstraintCompiler
 from llamaslot.backend.llama import kv_cost, library, loading, measurements, sizing, step_cost
+from llamaslot.backend.llama.constraint_tokenizer import ConstraintTokenizer
 from llamaslot.backend.llama.llama_settings import LlamaSettings, sequences
 from llamaslot.backend.llama.measurements import Measurements
 from llamaslot.backend.llama.sampling.candidates import Logits
@@ -21,7 +23,8 @@ from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.backend.llama.segments import SegmentStore
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base import kv_ops
-from llamaslot.base.backend import Decoded, Run, Sampler, Status, check_runs
+from llamaslot.base.backend import CompiledConstraint, Decoded, Run, Sampler, Status, check_runs
+from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import ModelFile, ModelInfo, SegmentSize
@@ -52,6 +55,7 @@ class LlamaBackend:
         self._segments = SegmentStore(self._context)
         self.vocab = LlamaVocab(self._model)
         self._breakers = BreakerIndex(self.vocab)
+        self._constraints = _constraint_compiler(self.vocab)
         self.n_seqs: int = llama_cpp.llama_n_seq_max(self._context)
         self.info = self._describe(settings, flash_attn, n_cache_seqs, size, files)
         self._batch = _Batch(self.info.n_ubatch)
@@ -129,8 +133,16 @@ class LlamaBackend:
                 self._lengths[run.seq] += len(run.tokens)
         return Decoded(_status(code), self._batch.sent())
 
-    def new_sampler(self, sampling: Sampling, history: Tokens) -> LlamaSampler:
+    def compile(self, constraint: Constraint) -> CompiledConstraint:
+        """Compile a constraint for this vocabulary."""
+        return self._constraints.compile(constraint)
+
+    def new_sampler(
+        self, sampling: Sampling, history: Tokens, constraint: CompiledConstraint | None = None
+    ) -> LlamaSampler:
         """Create a sampler whose penalties count the tokens of `history`."""
+        if not isinstance(constraint, Compiled | None):
+            raise kv_ops.IllegalCallError("a foreign constraint")
         return LlamaSampler(
             sampling,
             history=history,
@@ -138,6 +150,7 @@ class LlamaBackend:
             n_vocab=self.vocab.n_tokens,
             eog=self.vocab.eog,
             breakers=self._breakers,
+            matcher=constraint.matcher() if constraint is not None else None,
         )
 
     def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
@@ -153,6 +166,7 @@ class LlamaBackend:
         """Free context and model; without effect if that is done already."""
         if not self._closed:
             self._closed = True
+            self._constraints.close()
             llama_cpp.llama_free(self._context)
             llama_cpp.llama_model_free(self._model)
 
@@ -296,6 +310,13 @@ class LlamaBackend:
     def _recorded_length(self, seq: int) -> int:
         self._check_seq(seq)
         return self._lengths[seq]
+
+
+def _constraint_compiler(vocab: LlamaVocab) -> ConstraintCompiler:
+    """Return the compiler, which makes llguidance's tokenizer when it is first needed."""
+    eog = tuple(sorted(vocab.eog, key=lambda token: (token != vocab.eos, token)))
+    tokenizer = ConstraintTokenizer(vocab)
+    return ConstraintCompiler(lambda: tokenizer.make(eog), n_vocab=vocab.n_tokens, eog=eog)
 
 
 class _Batch:

@@ -137,6 +137,15 @@ class LlamaVocab:
         return self._piece(token, special=True).decode(errors="replace") if token >= 0 else ""
 
     @property
+    def pointer(self) -> int:
+        """The vocabulary for functions that take llama.cpp's pointer."""
+        return self._vocab  # type: ignore[no-any-return]
+
+    def is_user_defined(self, token: int) -> bool:
+        """Return True for a token that was added to the vocabulary and is no control token."""
+        return bool(self._attributes(token) & llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED)
+
+    @property
     def bos(self) -> int:
         """The beginning-of-sequence token, or -1."""
         return int(llama_cpp.llama_vocab_bos(self._vocab))

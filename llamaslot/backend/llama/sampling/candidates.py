@@ -77,5 +77,12 @@ def highest(logits: Logits, n: int) -> npt.NDArray[np.int64] | None:
     if np.isnan(greatest).any() or np.isnan(logits[n_blocks * _BLOCK :]).any():
         return None
     bound = np.partition(greatest, n_blocks - n)[n_blocks - n]
+    if bound == -np.inf:
+        return possible(logits)
     found = np.flatnonzero(logits >= bound)
     return found if len(found) >= n else None
+
+
+def possible(logits: Logits) -> npt.NDArray[np.int64]:
+    """Return the ids of the tokens that are not ruled out, which may be few under a constraint."""
+    return np.flatnonzero(logits > -np.inf)

@@ -13,12 +13,13 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from llamaslot.backend.llama.sampling.candidates import Adjuster, Candidates, Logits, highest
+from llamaslot.backend.constraints.matcher import Matcher
+from llamaslot.backend.llama.sampling.candidates import Adjuster, Candidates, Logits, highest, possible
 from llamaslot.backend.llama.sampling.chain import Chain, active_samplers, takes_the_best
 from llamaslot.backend.llama.sampling.dry import BreakerIndex, Dry
 from llamaslot.backend.llama.sampling.penalties import Penalties
 from llamaslot.backend.llama.sampling.probabilities import score_after_sampling, score_of
-from llamaslot.base.backend import NO_TOKEN
+from llamaslot.base.backend import CONSTRAINT_FAILED, NO_TOKEN
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.kv_ops import IllegalCallError
@@ -40,6 +41,7 @@ class LlamaSampler:
         n_vocab: int,
         eog: frozenset[int],
         breakers: BreakerIndex,
+        matcher: Matcher | None = None,
     ) -> None:
         biases = {**sampling.logit_bias, **dict.fromkeys(eog if sampling.ignore_eos else (), -np.inf)}
         self._biased = np.fromiter(biases, dtype=np.int64, count=len(biases))
@@ -68,25 +70,40 @@ class LlamaSampler:
         self._drawn_from: Candidates | None = None
         self.score: TokenScore | None = None
         """Probability of the token that was chosen last, if the request asks for it."""
+        self._matcher = matcher
         self._closed = False
 
     def choose(self, logits: Logits) -> int:
-        """Return the next token; `NO_TOKEN` if a logit is NaN, or the highest one infinite.
+        """Return the next token; `NO_TOKEN` if a logit is NaN, or the highest one infinite; `CONSTRAINT_FAILED` if
+        the constraint allows none.
 
         `logits` change only meanwhile.
         """
         if self._closed:
             raise IllegalCallError("sampling with a freed sampler")
-        with self._adjusted(logits):
-            token = self._choose(logits)
-        if token != NO_TOKEN:
-            for adjuster in self._adjusters:
-                adjuster.accept(token)
-            if self._chain is not None:
-                self._chain.accept(token)
+        token = (
+            self._choose_adjusted(logits) if self._matcher is None else self._choose_allowed(logits, self._matcher)
+        )
+        if token >= 0:
+            self._accept(token)
             if self._n_probs >= 0:
                 self.score = self._scored(token, logits)
         return token
+
+    @property
+    def failure(self) -> str:
+        """Reason for `CONSTRAINT_FAILED`."""
+        return self._matcher.failure if self._matcher is not None else ""
+
+    def advance(self, *, fast_forward: bool) -> tuple[int, ...]:
+        """Return the tokens that the constraint forces next, if wanted, and begin to compute the next mask."""
+        if self._matcher is None:
+            return ()
+        forced = self._matcher.forced() if fast_forward else ()
+        for token in forced:
+            self._accept(token)
+        self._matcher.begin_mask()
+        return forced
 
     def close(self) -> None:
         """Free the chain; further use is an error."""
@@ -95,6 +112,13 @@ class LlamaSampler:
         self._closed = True
         if self._chain is not None:
             self._chain.close()
+
+    def _accept(self, token: int) -> None:
+        """Count a token of the reply, sampled or forced."""
+        for adjuster in self._adjusters:
+            adjuster.accept(token)
+        if self._chain is not None:
+            self._chain.accept(token)
 
     def _scored(self, token: int, logits: Logits) -> TokenScore:
         if not self._scores_draws:
@@ -120,6 +144,36 @@ class LlamaSampler:
             for tokens, values in reversed(changed):
                 logits[tokens] = values
 
+    def _choose_allowed(self, logits: Logits, matcher: Matcher) -> int:
+        """Choose among the tokens that the constraint allows, where biases and penalties only set preferences."""
+        # The mask must not hide that the model failed.
+        if not np.isfinite(logits[logits.argmax()]):
+            return NO_TOKEN
+        mask = matcher.mask()
+        if mask is None:
+            return CONSTRAINT_FAILED
+        if mask.is_allowed:
+            row = np.full_like(logits, -np.inf)
+            row[mask.tokens] = logits[mask.tokens]
+            token = self._choose_adjusted(row)
+            # All allowed tokens have a bias of -inf, such as the end of the text with `ignore_eos`.
+            token = int(mask.tokens[logits[mask.tokens].argmax()]) if token == NO_TOKEN else token
+        else:
+            values = logits[mask.tokens]
+            logits[mask.tokens] = -np.inf
+            try:
+                token = self._choose_adjusted(logits)
+                token = int(logits.argmax()) if token == NO_TOKEN else token
+            finally:
+                logits[mask.tokens] = values
+        matcher.accept(token)
+        return token
+
+    def _choose_adjusted(self, logits: Logits) -> int:
+        """Choose a token from logits with biases, penalties and DRY."""
+        with self._adjusted(logits):
+            return self._choose(logits)
+
     def _choose(self, logits: Logits) -> int:
         best = highest(logits, self._top_k) if self._chain is not None and self._top_k > 0 else None
         if best is not None:
@@ -128,12 +182,14 @@ class LlamaSampler:
         token = int(logits.argmax())
         if not np.isfinite(logits[token]):
             return NO_TOKEN
-        return token if self._chain is None else self._drawn(np.arange(len(logits)), logits)
+        if self._chain is None:
+            return token
+        return self._drawn(np.arange(len(logits)) if self._matcher is None else possible(logits), logits)
 
     def _drawn(self, tokens: npt.NDArray[np.int64], logits: Logits) -> int:
         assert self._chain is not None
         values = logits[tokens]
-        if not np.isfinite(values.max()):
+        if not len(values) or not np.isfinite(values.max()):
             return NO_TOKEN
         candidates = Candidates(tokens, values)
         token = self._chain.choose(candidates)

@@ -1,0 +1,1 @@
+"""Constraints in the engine: compiled grammars, and the masks of the tokens that they allow."""

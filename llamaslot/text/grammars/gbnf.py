@@ -1,0 +1,392 @@
+"""GBNF, llama.cpp's grammar format, as Lark for llguidance.
+
+llguidance has a converter of its own, which is not used: it fails on escapes such as `\\u00e9` and on token rules
+such as `<[12]>`, takes `.` to exclude newlines, and `&&`, `--` and `~~` in character classes for operators.
+
+llguidance splits text into lexemes, each as long as possible, so that in `name: /[a-z]*/ "a"` the letter would
+never come. GBNF has no lexemes. Therefore whatever has no recursion becomes a single terminal, in which such a
+sequence is exact. What is left: a part without recursion takes all text that it can before a recursive one begins.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from llamaslot.base.errors import InvalidRequestError
+
+TokenOf: TypeAlias = Callable[[str], int | None]
+"""Gives the id of the one token that a text is, None if it is no token or several."""
+
+_MAX_REPEAT = 2000
+"""Repetitions that may be required, as in llama.cpp; where more are allowed, any number is."""
+_MAX_DEPTH = 100
+"""Nested parentheses, and references of rules without recursion."""
+_LARK = re.compile(r"^\s*(?:%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_BLANKS = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
+_BLANKS_AND_LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
+_NEWLINE = re.compile(r"\r\n|\r|\n")
+_COUNT = re.compile(r"\{\s*(\d{1,9})\s*(,\s*(\d{1,9})?\s*)?\}")
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+_ESCAPES = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-"}
+_TOKEN_ID = re.compile(r"(!?)<\[(\d{1,9})\]>")
+_TOKEN_TEXT = re.compile(r"(!?)(<[^>\s]+>)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """Lark for a text, a character or a token."""
+
+    lark: str
+    is_token: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    name: str
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    items: tuple[_Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    options: tuple[_Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeat:
+    item: _Node
+    least: int
+    most: int | None
+
+
+_Node: TypeAlias = _Leaf | _Reference | _Sequence | _Choice | _Repeat
+
+
+def is_lark(text: str) -> bool:
+    """Return True for Lark: a line begins with `%llguidance`, as in llama.cpp, or with a rule `start:`."""
+    return _LARK.search(text) is not None
+
+
+def gbnf_to_lark(text: str, param: str, token_of: TokenOf) -> str:
+    """Return a GBNF grammar as Lark; raises `InvalidRequestError` with the line of what is wrong."""
+    rules = _Parser(text, param, token_of).rules()
+    if "root" not in rules:
+        raise InvalidRequestError(f"'{param}': there is no rule 'root'", param=param)
+    return _Writer(rules).lark()
+
+
+class _Parser:
+    """Recursive descent; `_at` is the position of the next character."""
+
+    def __init__(self, text: str, param: str, token_of: TokenOf) -> None:
+        self._text = text
+        self._param = param
+        self._token_of = token_of
+        self._at = 0
+        self._depth = 0
+
+    def rules(self) -> dict[str, _Node]:
+        """Parse the whole text."""
+        rules: dict[str, _Node] = {}
+        references: list[_Reference] = []
+        self._skip(_BLANKS_AND_LINES)
+        while self._at < len(self._text):
+            name = self._match(_NAME, "the name of a rule")[0]
+            self._skip(_BLANKS)
+            self._expect("::=")
+            self._skip(_BLANKS_AND_LINES)
+            if name in rules:
+                raise self._error(f"the rule '{name}' is defined twice")
+            rules[name] = self._choice(references, is_nested=False)
+            if self._at < len(self._text):
+                self._match(_NEWLINE, "the end of the line")
+            self._skip(_BLANKS_AND_LINES)
+        for each in references:
+            if each.name not in rules:
+                raise self._error(f"there is no rule '{each.name}'", each.at)
+        return rules
+
+    def _choice(self, references: list[_Reference], *, is_nested: bool) -> _Node:
+        options = [self._sequence(references, is_nested=is_nested)]
+        while self._next() == "|":
+            self._at += 1
+            self._skip(_BLANKS_AND_LINES)
+            options.append(self._sequence(references, is_nested=is_nested))
+        return options[0] if len(options) == 1 else _Choice(tuple(options))
+
+    def _sequence(self, references: list[_Reference], *, is_nested: bool) -> _Node:
+        items: list[_Node] = []
+        blanks = _BLANKS_AND_LINES if is_nested else _BLANKS
+        while (item := self._item(references)) is not None:
+            self._skip(blanks)
+            while (counts := self._counts()) is not None:
+                self._skip(blanks)
+                item = _Repeat(item, *counts)
+            items.append(item)
+        return items[0] if len(items) == 1 else _Sequence(tuple(items))
+
+    def _item(self, references: list[_Reference]) -> _Node | None:
+        char = self._next()
+        leaves = {'"': self._literal, "[": self._class, "<": self._token, "!": self._token, ".": self._any}
+        if char in leaves:
+            return leaves[char]()
+        if char == "(":
+            self._depth += 1
+            if self._depth > _MAX_DEPTH:
+                raise self._error("too many nested parentheses")
+            self._at += 1
+            self._skip(_BLANKS_AND_LINES)
+            found = self._choice(references, is_nested=True)
+            self._expect(")")
+            self._depth -= 1
+            return found
+        if name := _NAME.match(self._text, self._at):
+            reference = _Reference(name[0], self._at)
+            references.append(reference)
+            self._at = name.end()
+            return reference
+        return None
+
+    def _any(self) -> _Leaf:
+        self._at += 1
+        return _Leaf(r"/(?s:.)/")
+
+    def _literal(self) -> _Leaf:
+        self._at += 1
+        text = ""
+        while self._next() != '"':
+            text += self._char()
+        self._at += 1
+        return _Leaf(_quoted(text))
+
+    def _class(self) -> _Leaf:
+        self._at += 1
+        is_negated = self._next() == "^"
+        self._at += is_negated
+        ranges = ""
+        while self._next() != "]":
+            ranges += _hex(first := self._char())
+            if self._next() == "-" and self._text[self._at + 1 : self._at + 2] != "]":
+                self._at += 1
+                last = self._char()
+                if last < first:
+                    raise self._error("a range of characters ends before it begins")
+                ranges += f"-{_hex(last)}"
+        self._at += 1
+        if not ranges:
+            raise self._error("an empty class of characters")
+        return _Leaf(f"/[{'^' * is_negated}{ranges}]/")
+
+    def _char(self) -> str:
+        """Return the next character of a literal or class, with its escape resolved."""
+        char = self._next()
+        if not char:
+            raise self._error("the grammar ends within a text or a class of characters")
+        self._at += 1
+        if char != "\\":
+            return char
+        kind = self._next()
+        self._at += 1
+        if kind in _ESCAPES:
+            return _ESCAPES[kind]
+        digits = self._text[self._at : self._at + _HEX_DIGITS.get(kind, 0)]
+        self._at += len(digits)
+        code = int(digits, 16) if re.fullmatch(r"[0-9A-Fa-f]+", digits) else -1
+        is_character = 0 <= code <= 0x10FFFF and not 0xD800 <= code <= 0xDFFF
+        if not is_character or len(digits) != _HEX_DIGITS[kind]:
+            raise self._error(f"'\\{kind}{digits}' is no escape of a character")
+        return chr(code)
+
+    def _token(self) -> _Leaf:
+        if found := _TOKEN_ID.match(self._text, self._at):
+            token: int | None = int(found[2])
+        elif found := _TOKEN_TEXT.match(self._text, self._at):
+            token = self._token_of(found[2])
+        else:
+            raise self._error("a token is written <[id]> or <text>")
+        if token is None:
+            raise self._error(f"'{found[2]}' is not one token of this model's vocabulary")
+        self._at = found.end()
+        return _Leaf(f"<[{'^' * bool(found[1])}{token}]>", is_token=True)
+
+    def _counts(self) -> tuple[int, int | None] | None:
+        char = self._next()
+        simple: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+        if char in simple:
+            self._at += 1
+            return simple[char]
+        if char != "{":
+            return None
+        found = self._match(_COUNT, "a number of repetitions such as {2,5}")
+        least = int(found[1])
+        most = least if found[2] is None else int(found[3]) if found[3] else None
+        if least > _MAX_REPEAT:
+            raise self._error(f"more than {_MAX_REPEAT} repetitions")
+        if most is not None and most < least:
+            raise self._error("fewer repetitions are allowed than required")
+        return least, None if most is not None and most > _MAX_REPEAT else most
+
+    def _next(self) -> str:
+        return self._text[self._at : self._at + 1]
+
+    def _skip(self, blanks: re.Pattern[str]) -> None:
+        found = blanks.match(self._text, self._at)
+        self._at = found.end() if found else self._at
+
+    def _match(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
+        found = pattern.match(self._text, self._at)
+        if found is None:
+            raise self._error(f"expected {what}")
+        self._at = found.end()
+        return found
+
+    def _expect(self, text: str) -> None:
+        if not self._text.startswith(text, self._at):
+            raise self._error(f"expected {text}")
+        self._at += len(text)
+
+    def _error(self, message: str, at: int | None = None) -> InvalidRequestError:
+        at = self._at if at is None else at
+        line = self._text.count("\n", 0, at) + 1
+        near = self._text[max(0, at - 20) : at + 20]
+        return InvalidRequestError(
+            f"'{self._param}': {message} (line {line}, near {json.dumps(near)})", param=self._param
+        )
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Writes rules as Lark: terminals in capitals for what has neither recursion nor tokens."""
+
+    rules: dict[str, _Node]
+    regular: dict[str, bool] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    terminals: dict[str, str] = field(default_factory=dict)
+    """Names of terminals by their Lark, so that equal parts share one."""
+
+    def lark(self) -> str:
+        """Return the grammar."""
+        for name in self.rules:
+            self._find_regular(name)
+        for i, name in enumerate(self.rules):
+            self.names[name] = f"T{i}" if self.regular[name] else f"r{i}"
+        lines = ["%llguidance {}", f"start: {self.names['root']}"]
+        # Terminals first: writing rules adds further ones.
+        written = {name: self._write(node, is_terminal=self.regular[name]) for name, node in self.rules.items()}
+        lines += [f"{self.names[name]}: {lark}" for name, lark in written.items()]
+        lines += [f"{name}: {lark}" for lark, name in self.terminals.items()]
+        return "\n".join(lines) + "\n"
+
+    def _find_regular(self, start: str) -> None:
+        """Find out whether rules have recursion or tokens, by depth-first search without recursion of its own."""
+        stack = [start]
+        active: list[str] = []
+        while stack:
+            name = stack[-1]
+            if name in self.regular and name not in active:
+                stack.pop()
+                continue
+            if name not in active:
+                active.append(name)
+                self.regular[name] = True
+                stack += [each for each in self._references(name) if each not in self.regular]
+                # A rule that is being looked at refers to itself by way of this one.
+                if any(each in active for each in self._references(name)):
+                    self.regular[name] = False
+                continue
+            stack.pop()
+            active.remove(name)
+            is_regular = self.regular[name] and not self._has_tokens(self.rules[name])
+            self.regular[name] = is_regular and all(self.regular[each] for each in self._references(name))
+
+    def _references(self, name: str) -> list[str]:
+        return [each.name for each in _leaves(self.rules[name]) if isinstance(each, _Reference)]
+
+    def _has_tokens(self, node: _Node) -> bool:
+        return any(isinstance(each, _Leaf) and each.is_token for each in _leaves(node))
+
+    def _is_terminal(self, node: _Node) -> bool:
+        return all(
+            self.regular[each.name] if isinstance(each, _Reference) else not each.is_token for each in _leaves(node)
+        )
+
+    def _write(self, node: _Node, *, is_terminal: bool) -> str:
+        """Return the Lark of a node, in a terminal or in a rule, where parts without recursion get a terminal."""
+        if not is_terminal and not isinstance(node, _Reference) and self._is_terminal(node):
+            return self._terminal(node)
+        match node:
+            case _Leaf(lark):
+                return lark
+            case _Reference(name):
+                return self.names[name]
+            case _Sequence(items):
+                parts = [*items] if is_terminal else _joined(items, self._is_terminal)
+                return " ".join(self._group(each, is_terminal=is_terminal) for each in parts) or '""'
+            case _Choice(options):
+                return " | ".join(self._write(each, is_terminal=is_terminal) for each in options)
+            case _Repeat(item, least, most):
+                return self._group(item, is_terminal=is_terminal) + _suffix(least, most)
+
+    def _group(self, node: _Node, *, is_terminal: bool) -> str:
+        lark = self._write(node, is_terminal=is_terminal)
+        is_one = isinstance(node, _Leaf | _Reference) or (not is_terminal and self._is_terminal(node))
+        return lark if is_one else f"({lark})"
+
+    def _terminal(self, node: _Node) -> str:
+        lark = self._write(node, is_terminal=True)
+        return self.terminals.setdefault(lark, f"P{len(self.terminals)}")
+
+
+def _joined(items: Sequence[_Node], is_terminal: Callable[[_Node], bool]) -> list[_Node]:
+    """Return the items of a sequence with neighbours that are terminals as one."""
+    result: list[_Node] = []
+    run: list[_Node] = []
+    for item in [*items, None]:
+        if item is not None and is_terminal(item):
+            run.append(item)
+            continue
+        if run:
+            result.append(run[0] if len(run) == 1 else _Sequence(tuple(run)))
+            run = []
+        if item is not None:
+            result.append(item)
+    return result
+
+
+def _leaves(node: _Node) -> list[_Leaf | _Reference]:
+    """Return the texts, characters, tokens and references in a node."""
+    found: list[_Leaf | _Reference] = []
+    todo = [node]
+    while todo:
+        match todo.pop():
+            case _Sequence(children) | _Choice(children):
+                todo += children
+            case _Repeat(item):
+                todo.append(item)
+            case leaf:
+                found.append(leaf)
+    return found
+
+
+def _suffix(least: int, most: int | None) -> str:
+    if (least, most) == (0, None):
+        return "*"
+    return f"{{{least},{'' if most is None else most}}}"
+
+
+def _quoted(text: str) -> str:
+    """Return a text as a Lark string, which has the escapes of JSON."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _hex(char: str) -> str:
+    return f"\\x{{{ord(char):x}}}"

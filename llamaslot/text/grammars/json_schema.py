@@ -1,0 +1,193 @@
+"""JSON schemas as constraints.
+
+llguidance follows a schema, and refuses by name the keywords that it does not know. Done here:
+
+- Objects that list `properties` and say nothing of others get no others, as in llama-server and in XGrammar: a
+  model that never saw the schema might add them forever. Every answer is still valid. It is not done where it could
+  make a schema impossible (below `allOf`, beside other keywords), or an answer invalid (below `oneOf`, where it
+  would make alternatives look exclusive).
+- Keywords without effect that llguidance refuses are removed: `uniqueItems: false`, and formats that JSON Schema
+  does not define, such as OpenAPI's `int32`.
+- `multipleOf` is bounded: the time to compile it grows with its square.
+- What llguidance gets wrong is rewritten (`schema_fixes.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any, TypeAlias
+from urllib.parse import unquote
+
+import msgspec
+from llguidance import LLMatcher
+
+from llamaslot.base.commands import Constraint
+from llamaslot.base.errors import InvalidRequestError
+from llamaslot.text.grammars.schema_fixes import ecmascript_pattern, exact_bounds
+
+Schema: TypeAlias = dict[str, Any]
+
+MAX_MULTIPLE_OF = 10_000
+"""Sum of all `multipleOf`, each without its decimal point: 0.1 s of compiling, where 1,000,000 took 27 s."""
+WHITESPACE = r"( |\n[ \t]{0,20})?"
+"""Whitespace between JSON's tokens, as in llama-server: a model can indent, but not write blanks forever."""
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SINGLE = (
+    *("items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties"),
+    *("contains", "propertyNames", "not", "if", "then", "else"),
+)
+_IN_PLACE = ("allOf", "anyOf", "oneOf")
+"""Keywords whose schemas apply to the same value."""
+_KNOWN_FORMATS = frozenset(
+    """
+    date-time date time duration email idn-email hostname idn-hostname ipv4 ipv6 uri uri-reference iri iri-reference
+    uuid uri-template json-pointer relative-json-pointer regex
+    """.split()  # noqa: SIM905 - one name a line would take a page
+)
+"""Formats of JSON Schema; llguidance refuses those of them that it cannot follow."""
+_ANNOTATIONS = frozenset(
+    {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples"}
+    | {"deprecated", "readOnly", "writeOnly"}
+)
+_OBJECT = frozenset({"type", "properties", "required"})
+"""Keywords beside which an object can be closed."""
+
+
+def json_schema_constraint(schema: object, param: str, *, compact: bool = False) -> Constraint:
+    """Return the constraint of a schema, `compact` for JSON without whitespace; an empty one is for any object.
+
+    Raises `InvalidRequestError` for what is no schema or not supported; a `GrammarChecker` finds more.
+    """
+    if schema is True:
+        schema = {"type": ["object", "array", "string", "number", "boolean", "null"]}
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(f"'{param}' must be a JSON schema, an object", param=param)
+    try:
+        root: Schema = msgspec.json.decode(msgspec.json.encode(schema)) or {"type": "object"}
+        _check_multiples(root, param)
+        _prepare(root, param)
+        whitespace = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITESPACE}
+        options: Any = {"lenient": False, "coerce_one_of": False, **whitespace}
+        text = msgspec.json.encode(root).decode()
+        return Constraint(LLMatcher.grammar_from_json_schema(text, overrides=options), param)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"'{param}': {str(error) or 'nested too deeply'}", param=param) from error
+
+
+def _check_multiples(schema: Schema, param: str) -> None:
+    total = 0
+    for each in _subschemas(schema):
+        value = each.get("multipleOf")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number = Decimal(str(value))
+            total += int(abs(number.scaleb(max(0, -int(number.as_tuple().exponent)))))
+    if total > MAX_MULTIPLE_OF:
+        raise InvalidRequestError(
+            f"'{param}': JSON Schema's 'multipleOf' is supported up to {MAX_MULTIPLE_OF} (without the decimal "
+            "point, all of a schema together)",
+            param=param,
+        )
+
+
+def _prepare(root: Schema, param: str) -> None:
+    """Remove what has no effect, rewrite what llguidance gets wrong, and close objects."""
+    root.pop("x-guidance", None)
+    open_ = _open_schemas(root)
+    for each in _subschemas(root):
+        if each.get("uniqueItems") is False:
+            del each["uniqueItems"]
+        if isinstance(each.get("format"), str) and each["format"] not in _KNOWN_FORMATS:
+            del each["format"]
+        exact_bounds(each)
+        if isinstance(each.get("pattern"), str):
+            each["pattern"] = _pattern(each["pattern"], param)
+        if isinstance(each.get("patternProperties"), dict):
+            children = each["patternProperties"].items()
+            each["patternProperties"] = {_pattern(name, param): child for name, child in children}
+        properties, required = each.get("properties"), each.get("required", [])
+        if (
+            open_ is not None
+            and id(each) not in open_
+            and isinstance(properties, dict)
+            and each.keys() <= _OBJECT | _ANNOTATIONS
+            and isinstance(required, list)
+            and all(name in properties for name in required)
+        ):
+            each["additionalProperties"] = False
+
+
+def _pattern(pattern: str, param: str) -> str:
+    rewritten = ecmascript_pattern(pattern)
+    if rewritten is None:
+        message = f"'{param}': a class of characters in the pattern {pattern!r} is not supported"
+        raise InvalidRequestError(message, param=param)
+    return rewritten
+
+
+def _open_schemas(root: Schema) -> set[int] | None:
+    """Return the ids of the schemas that must not be closed; None if references make that unknown."""
+    found: set[int] = set()
+    todo: list[tuple[object, bool]] = []
+    """Schemas to be left open, with all below them if true, else with those that apply to the same value."""
+    for each in _subschemas(root):
+        todo += [(child, True) for child in _list(each.get("oneOf"))]
+        todo += [(child, False) for child in _list(each.get("allOf"))]
+        if not each.keys() - {"anyOf"} <= _ANNOTATIONS | {"type"}:
+            todo += [(child, False) for child in _list(each.get("anyOf"))]
+        if "$ref" in each:
+            target = _target(root, each["$ref"])
+            if target is None or "$dynamicRef" in each:
+                return None
+            if not each.keys() - {"$ref"} <= _ANNOTATIONS:
+                todo.append((target, False))
+    seen: set[tuple[int, bool]] = set()
+    while todo:
+        schema, is_deep = todo.pop()
+        if not isinstance(schema, dict) or (id(schema), is_deep) in seen:
+            continue
+        seen.add((id(schema), is_deep))
+        for each in _subschemas(schema) if is_deep else (schema,):
+            found.add(id(each))
+            if "$ref" in each:
+                todo.append((_target(root, each["$ref"]), is_deep))
+            todo += [(child, is_deep) for name in _IN_PLACE for child in _list(each.get(name))]
+    return found
+
+
+def _subschemas(root: object) -> Iterator[Schema]:
+    """Yield a schema and all in it, those that are objects; values such as a `const` are none."""
+    todo = [root]
+    while todo:
+        schema = todo.pop()
+        if not isinstance(schema, dict):
+            continue
+        yield schema
+        for name in _MAPS:
+            children = schema.get(name)
+            todo += children.values() if isinstance(children, dict) else ()
+        for name in _LISTS:
+            todo += _list(schema.get(name))
+        todo += [schema[name] for name in _SINGLE if name in schema]
+
+
+def _target(root: Schema, reference: object) -> object | None:
+    """Return what a reference within the schema points to, None for any other reference."""
+    if not isinstance(reference, str) or not reference.startswith("#") or reference[1:2] not in ("", "/"):
+        return None
+    found: object = root
+    for part in reference[1:].split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

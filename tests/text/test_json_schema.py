@@ -1,0 +1,217 @@
+"""JSON schemas as constraints: every text that one allows is valid by an independent validator."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from llguidance import LLMatcher
+
+from llamaslot.base.errors import InvalidRequestError
+from llamaslot.text.grammars.compiling import GrammarChecker, compile_grammar
+from llamaslot.text.grammars.json_schema import MAX_MULTIPLE_OF, json_schema_constraint
+from llamaslot.text.grammars.schema_fixes import ecmascript_pattern
+from tests.conftest import LONG
+from tests.fake_backend import byte_tokenizer
+from tests.json_schemas import SchemaMaker, random_text
+
+CHECKER = GrammarChecker(["<s>", "</s>"], 258)
+TOKENIZER = byte_tokenizer()
+
+
+def matcher_of(schema: Any, **options: bool) -> LLMatcher:
+    constraint = json_schema_constraint(schema, "json_schema", **options)
+    CHECKER.check(constraint)
+    return compile_grammar(constraint, TOKENIZER)
+
+
+def allows(schema: Any, text: str, **options: bool) -> bool:
+    matcher = matcher_of(schema, **options)
+    data = list(text.encode())
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+
+def refusal(schema: Any) -> str:
+    with pytest.raises(InvalidRequestError) as caught:
+        matcher_of(schema)
+    assert caught.value.param == "json_schema"
+    return caught.value.message
+
+
+@pytest.mark.parametrize("is_rough", [False, True])
+def test_every_allowed_text_is_valid_and_few_schemas_are_refused(is_rough: bool) -> None:
+    n_refused = n_endless = n_valid = 0
+    n_schemas = 1000 if LONG else 150
+    start = random.randrange(2**32)
+    for seed in range(start, start + n_schemas):
+        schema = SchemaMaker(seed, is_rough=is_rough).schema()
+        try:
+            matcher = matcher_of(schema)
+        except InvalidRequestError:
+            assert is_rough, (seed, schema)
+            n_refused += 1
+            continue
+        choice = random.Random(seed)
+        for _ in range(3):
+            text = random_text(matcher.deep_copy(), choice)
+            if text is None:
+                n_endless += 1
+                continue
+            errors = list(Draft202012Validator(schema).iter_errors(json.loads(text)))
+            assert not errors, (seed, text, schema, errors[0].message)
+            n_valid += 1
+    assert n_refused <= n_schemas / 3
+    assert n_endless <= 3 * n_schemas * (0.1 if is_rough else 0.01)
+    assert n_valid > n_schemas
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"not": {"type": "string"}}, "JSON Schema's 'not' is not supported"),
+        ({"if": {}, "then": {}}, "JSON Schema's 'if', 'then' is not supported"),
+        ({"type": "array", "uniqueItems": True}, "JSON Schema's 'uniqueItems' is not supported"),
+        ({"type": "object", "properties": {"a": {"type": "array", "contains": {}}}}, "'contains'"),
+        ({"type": "object", "propertyNames": {"maxLength": 3}}, "'propertyNames'"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "'dependentRequired'"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
+        ({"type": "string", "pattern": "^(?=a)"}, "look-ahead"),
+        ({"type": "string", "pattern": r"(a)\1"}, "backreferences"),
+        ({"type": "string", "format": "regex"}, "Unknown format: regex"),
+        ({"type": "object", "minProperties": 1, "properties": {"a": {}}}, "min/maxProperties"),
+        ({"$ref": "http://example.com/schema"}, "not present"),
+        ({"$ref": "#/$defs/missing"}, "does not exist"),
+        ({"$ref": "#"}, "no text can match"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "Unsatisfiable"),
+        ({"type": "integer", "multipleOf": MAX_MULTIPLE_OF + 1}, "'multipleOf'"),
+        ({"items": [{"multipleOf": 6000}, {"multipleOf": 0.6}, {"multipleOf": 6000}]}, "'multipleOf'"),
+        ({"type": "hiccup"}, "hiccup"),
+        ({"type": 123}, "type"),
+        (123, "must be a JSON schema"),
+        (False, "must be a JSON schema"),
+        ({"type": "string", "pattern": r"^[\x00-\x1f]$"}, "pattern"),
+        ({"x-guidance": {"lenient": True}, "not": {}}, "'not'"),
+        ({"items": {"x-guidance": {"lenient": True}, "not": {}}}, "'not'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(schema: Any, words: str) -> None:
+    assert words in refusal(schema)
+
+
+def test_deep_schemas_are_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(300):
+        deep = {"items": deep}
+    assert refusal(deep)
+
+
+def test_keywords_without_effect_are_removed() -> None:
+    assert allows({"type": "array", "uniqueItems": False}, "[1,1]")
+    assert allows({"type": "integer", "format": "int32"}, "1")
+    assert allows({"type": "string", "format": "password"}, '"x"')
+    # A property may have the name of a keyword.
+    assert not allows({"properties": {"format": {"const": 1}}, "required": ["format"], "type": "object"}, "{}")
+    assert allows({"const": {"format": "int32", "uniqueItems": False}}, '{"format":"int32","uniqueItems":false}')
+
+
+@pytest.mark.parametrize("schema", [True, {}])
+def test_an_empty_schema_is_for_any_object(schema: Any) -> None:
+    assert allows(schema, '{"a": [1, null]}')
+    assert allows(schema, "[]") == (schema is True)
+
+
+PERSON = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        PERSON,
+        {"$ref": "#/$defs/p", "$defs": {"p": PERSON}},
+        {"anyOf": [PERSON, {"type": "null"}]},
+        {**PERSON, "title": "p", "required": ["a"]},
+    ],
+)
+def test_objects_that_list_properties_have_no_others(schema: Any) -> None:
+    assert allows(schema, '{"a":1}')
+    assert not allows(schema, '{"a":1,"b":2}')
+    listed, said = '"properties": {"a"', '"additionalProperties": true, "properties": {"a"'
+    assert allows(json.loads(json.dumps(schema).replace(listed, said)), '{"a":1,"b":2}')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [PERSON, {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}]},
+        {"allOf": [{"$ref": "#/$defs/p"}, {"properties": {"b": {}}, "required": ["b"]}], "$defs": {"p": PERSON}},
+        {"$ref": "#/$defs/p", "required": ["b"], "$defs": {"p": {"anyOf": [PERSON]}}},
+        {**PERSON, "anyOf": [{"properties": {"b": {"type": "integer"}}, "required": ["b"]}]},
+        {**PERSON, "required": ["b"]},
+    ],
+)
+def test_objects_stay_open_where_another_keyword_needs_it(schema: Any) -> None:
+    assert allows(schema, '{"a":1,"b":2}') or allows(schema, '{"b":2,"a":1}')
+
+
+def test_alternatives_do_not_become_exclusive_by_being_closed() -> None:
+    # {"a": 1} matches both, so it is not valid, though it would match one of them if they had no other properties.
+    other = {"type": "object", "properties": {"b": {"type": "integer"}}}
+    assert "oneOf" in refusal({"oneOf": [PERSON, other]})
+    assert "oneOf" in refusal({"oneOf": [{"$ref": "#/$defs/p"}, other], "$defs": {"p": PERSON}})
+
+
+def test_bounds_are_not_rounded_outwards() -> None:
+    for sign in (1, -1):
+        for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+            bound = sign * 3.9000000000000004 if "M" in name or "min" in name else sign * 3.8999999999999995
+            schema = {"type": "number", name: bound}
+            for text in ("3.9", "-3.9", "3.90000000000001", "-3.90000000000001", "3.89999999999999"):
+                if allows(schema, text):
+                    assert not list(Draft202012Validator(schema).iter_errors(float(text))), (schema, text)
+
+
+@pytest.mark.parametrize("low", [0, 1, 14.0, -3])
+def test_exclusive_bounds_exclude_themselves(low: float) -> None:
+    above = {"type": "number", "exclusiveMinimum": low, "maximum": low + 0.5}
+    below = {"type": "number", "minimum": low - 0.5, "exclusiveMaximum": low}
+    for schema in (above, below, {"allOf": [above, {}]}):
+        for text in (f"{low:g}", f"{low:g}.0", f"{low:g}.00"):
+            assert not allows(schema, text), (schema, text)
+    assert allows(above, f"{low + 0.25:g}")
+    assert allows(below, f"{low - 0.25:g}")
+
+
+CLASSES = ('[^"]', r"[^\\]", r'[^"\\]', r'[^"\\\n]', '[^"a]', '(a|[^"])', r"[^\]]", ".", r"\d")
+
+
+@pytest.mark.parametrize(
+    ("chars", "in_python"),
+    [*zip(CLASSES, CLASSES, strict=True), ("[a&&b]", "[a&b]"), ("[[a]", r"[\[a]"), ("[~~-]", "[~-]")],
+)
+def test_patterns_allow_the_characters_that_they_do_in_ecmascript(chars: str, in_python: str) -> None:
+    matcher = matcher_of({"type": "string", "pattern": f"^{chars}$"})
+    for code in range(1, 127):
+        data = list(json.dumps(chr(code)).encode())
+        copy = matcher.deep_copy()
+        is_allowed = copy.try_consume_tokens(data) == len(data) and copy.is_accepting()
+        assert is_allowed == bool(re.fullmatch(in_python, chr(code))), (chars, chr(code))
+
+
+def test_patterns_that_cannot_be_rewritten_are_none() -> None:
+    assert ecmascript_pattern("[]a]") is None
+    assert ecmascript_pattern("[a--b]") is None
+    assert ecmascript_pattern(r"\p{Cc}") is None
+    assert ecmascript_pattern(r"a[^\x00]b") == r"a[^\x00\x00]b"
+    assert ecmascript_pattern(r"\[a&&b\]") == r"\[a&&b\]"
+
+
+def test_whitespace_is_bounded_and_can_be_left_out() -> None:
+    schema = {"type": "array", "items": {"const": 1}}
+    assert allows(schema, "[\n    1,\n    1\n]")
+    assert not allows(schema, "[  1]")
+    assert not allows(schema, "[ 1]", compact=True)
+    assert allows(schema, "[1,1]", compact=True)
