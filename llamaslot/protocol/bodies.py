@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from llamaslot.protocol.unsupported import UnsupportedOptions
+from llamaslot.protocol.structured_options import StructuredOptions
 
 INT32_MAX = 2**31 - 1
 MAX_SESSION_ID_CHARS = 256
@@ -60,7 +60,7 @@ class PromptObject(msgspec.Struct):
     multimodal_data: Any = None
 
 
-class Options(UnsupportedOptions, kw_only=True):
+class Options(StructuredOptions, kw_only=True):
     """Fields of every endpoint that generates."""
 
     stream: bool | None = None

@@ -24,7 +24,9 @@ from llamaslot.protocol import unsupported
 from llamaslot.protocol.bodies import ChatBody, CompletionBody, DetokenizeBody, Options, TokenizeBody
 from llamaslot.protocol.chat_prompt import rendered
 from llamaslot.protocol.decoding import decode
+from llamaslot.protocol.structured_output import ConstraintReader
 from llamaslot.protocol.submission import Prompt, checked, parse_prompt, prompts_of, submissions
+from llamaslot.text.grammars.compiling import GrammarChecker
 from llamaslot.text.template import ChatTemplate
 
 
@@ -51,6 +53,8 @@ class RequestReader:
         self._info = info
         self.template = template
         self._tokenizer = tokenizer
+        checker = GrammarChecker(info.control_tokens, info.n_vocab)
+        self._constraints = ConstraintReader(checker, self._token_of)
         self._answers: dict[str, Callable[[bytes], Any]] = {
             "apply_template": self._apply_template,
             "tokenize": self._tokens,
@@ -71,7 +75,8 @@ class RequestReader:
             prompts = prompts_of(body, self._info.n_vocab, job.context.limits.max_prompts)
         for prompt in prompts:
             self._check_size(prompt)
-        submits = submissions(body, prompts, job.context, self._info, self._tokens_of)
+        constraint = self._constraints.read(body)
+        submits = submissions(body, prompts, job.context, self._info, self._tokens_of, constraint=constraint)
         return ParsedBody(submits, _reply_options(body))
 
     def _check_size(self, prompt: Prompt) -> None:
@@ -89,6 +94,10 @@ class RequestReader:
 
     def _tokens_of(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.tokenize((TextPart(text, special=False),)))
+
+    def _token_of(self, text: str) -> int | None:
+        tokens = self._tokenizer.tokenize((TextPart(text),))
+        return tokens[0] if len(tokens) == 1 else None
 
     def _apply_template(self, raw: bytes) -> dict[str, str]:
         """Return the prompt that the template makes of a conversation and its tools."""

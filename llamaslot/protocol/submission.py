@@ -12,6 +12,7 @@ import msgspec
 
 from llamaslot.base.commands import (
     N_SEEDS,
+    Constraint,
     PromptPart,
     RequestContext,
     RequestLimits,
@@ -38,7 +39,13 @@ _SAME_FIELDS = {field.name for field in msgspec.structs.fields(Sampling)} - {
 
 
 def submissions(
-    options: Options, prompts: Sequence[Prompt], context: RequestContext, info: ModelInfo, tokens_of: TokensOf
+    options: Options,
+    prompts: Sequence[Prompt],
+    context: RequestContext,
+    info: ModelInfo,
+    tokens_of: TokensOf,
+    *,
+    constraint: Constraint | None = None,
 ) -> tuple[Submit, ...]:
     """Return one submission for each prompt, with `n` completions. Raises `InvalidRequestError`."""
     limits = context.limits
@@ -72,6 +79,7 @@ def submissions(
             n_indent=_first(options.n_indent, 0),
             t_max_predict_ms=_first(options.t_max_predict_ms, -1),
             return_progress=bool(options.return_progress and options.stream),
+            constraint=constraint,
             cache_prompt=_first(options.cache_prompt, options.cache_public or None, context.cache_prompt),
             cache_salt=salt,
             id_slot=id_slot,

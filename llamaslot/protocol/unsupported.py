@@ -7,7 +7,7 @@ off is accepted.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import msgspec
 
@@ -15,12 +15,6 @@ from llamaslot.base.errors import NotSupportedError
 
 if TYPE_CHECKING:
     from llamaslot.protocol.bodies import Options
-
-
-class RequestedFormat(msgspec.Struct):
-    """OpenAI's `response_format`; only its type is read."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
 
 
 def _off(is_off: Callable[[Any], bool]) -> msgspec.Meta:
@@ -40,9 +34,6 @@ class UnsupportedOptions(msgspec.Struct, kw_only=True):
     tool_choice: Annotated[Any, _NO_CHOICE] = None
     functions: Annotated[Any, _FALSY] = None
     function_call: Annotated[Any, _NO_CHOICE] = None
-    response_format: Annotated[RequestedFormat | None, _off(lambda value: value.type == "text")] = None
-    grammar: Annotated[Any, _FALSY] = None
-    json_schema: Annotated[Any, _NEVER] = None  # even {} asks for JSON
     echo: Annotated[bool | None, _FALSY] = None
     suffix: Annotated[str | None, _FALSY] = None
     lora: Annotated[Any, _FALSY] = None

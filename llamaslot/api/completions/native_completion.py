@@ -139,6 +139,6 @@ def _texts(submit: Submit) -> dict[str, Any]:
     return {
         "stop": submit.stop,
         "logit_bias": [{"token": token, "bias": bias} for token, bias in submit.sampling.logit_bias.items()],
-        "grammar": "",
+        "grammar": submit.constraint.grammar if submit.constraint is not None else "",
         "dry_sequence_breakers": submit.sampling.dry_sequence_breakers,
     }

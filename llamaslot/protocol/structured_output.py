@@ -1,0 +1,100 @@
+"""Structured output: the constraint that the fields of a request ask for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher
+
+from llamaslot.base.commands import Constraint
+from llamaslot.base.errors import InvalidRequestError
+from llamaslot.protocol.structured_options import StructuredOptions
+from llamaslot.text.grammars.compiling import GrammarChecker
+from llamaslot.text.grammars.gbnf import TokenOf, gbnf_to_lark, is_lark
+from llamaslot.text.grammars.json_schema import json_schema_constraint
+
+MAX_CONSTRAINT_CHARS = 2**17
+"""Characters of a grammar or schema: a text of that length which a schema prescribes takes 0.7 s to follow."""
+
+
+class ConstraintReader:
+    """Reads and checks constraints, on any thread."""
+
+    def __init__(self, checker: GrammarChecker, token_of: TokenOf) -> None:
+        self._checker = checker
+        self._token_of = token_of
+
+    def read(self, options: StructuredOptions) -> Constraint | None:
+        """Return the constraint that a request asks for; raises `InvalidRequestError` for what is not supported."""
+        asked = _asked(options)
+        if len(asked) > 1:
+            names = " and ".join(f"'{param}'" for param, _, _ in asked)
+            raise InvalidRequestError(f"{names} exclude each other", param=asked[1][0])
+        if not asked:
+            return None
+        ((param, kind, value),) = asked
+        whitespace = options.structured_outputs is not None and options.structured_outputs.disable_any_whitespace
+        constraint = self._constraint(param, kind, value, compact=bool(whitespace))
+        if len(constraint.grammar) > MAX_CONSTRAINT_CHARS:
+            raise _too_long(param)
+        self._checker.check(constraint)
+        return constraint
+
+    def _constraint(self, param: str, kind: str, value: Any, *, compact: bool) -> Constraint:
+        # Before it is converted, which takes long for a long text.
+        if isinstance(value, str) and len(value) > MAX_CONSTRAINT_CHARS:
+            raise _too_long(param)
+        match kind:
+            case "regex":
+                return Constraint(LLMatcher.grammar_from_regex(value), param)
+            case "choice":
+                options = " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
+                return Constraint(LLMatcher.grammar_from_lark(f"start: {options}"), param)
+            case "grammar":
+                lark = value if is_lark(value) else gbnf_to_lark(value, param, self._token_of)
+                return Constraint(LLMatcher.grammar_from_lark(lark), param)
+        if isinstance(value, str):
+            try:
+                value = msgspec.json.decode(value)
+            except msgspec.DecodeError as error:
+                raise InvalidRequestError(f"'{param}' is not valid JSON: {error}", param=param) from error
+        return json_schema_constraint(value, param, compact=compact)
+
+
+def _asked(options: StructuredOptions) -> list[tuple[str, str, Any]]:
+    """Return the field, the kind and the value of all constraints that are asked for."""
+    asked: list[tuple[str, str, Any]] = []
+    form = options.response_format
+    if form is not None and form.type == "json_schema":
+        schema = form.json_schema.schema if form.json_schema is not None else None
+        asked.append(("response_format.json_schema.schema", "json", {} if schema is None else schema))
+    elif (
+        form is not None and form.type == "json_object" and (form.schema is not None or options.json_schema is None)
+    ):
+        asked.append(("response_format.schema", "json", {} if form.schema is None else form.schema))
+    asked += [
+        (name, kind, value)
+        for name, kind, value in (
+            ("json_schema", "json", options.json_schema),
+            ("grammar", "grammar", options.grammar or None),
+            ("guided_json", "json", options.guided_json),
+            ("guided_regex", "regex", options.guided_regex),
+            ("guided_choice", "choice", options.guided_choice),
+            ("guided_grammar", "grammar", options.guided_grammar),
+        )
+        if value is not None
+    ]
+    if (more := options.structured_outputs) is not None:
+        asked += [
+            (f"structured_outputs.{kind}", kind, value)
+            for kind in ("json", "regex", "choice", "grammar")
+            if (value := getattr(more, kind)) is not None
+        ]
+        asked += [("structured_outputs.json_object", "json", {})] if more.json_object else []
+    return asked
+
+
+def _too_long(param: str) -> InvalidRequestError:
+    return InvalidRequestError(f"'{param}' is longer than {MAX_CONSTRAINT_CHARS} characters", param=param)
