@@ -33,7 +33,7 @@ from llamaslot.base.backend import (
 )
 from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.generation.token_probs import TokenScore
+from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.model import ModelInfo, SegmentSize
 from llamaslot.base.tokens import Tokens
 
@@ -134,6 +134,7 @@ class FakeBackend:
         reuse: bool = True,
         stream_copy_ms: float = 0.0,
         segment_size: SegmentSize | None = SEGMENT_SIZE,
+        n_scored: int = 8,
         eos_every: int = 40,
     ) -> None:
         self.n_seqs = n_seqs or n_slots + n_reserved + 2 * (unified and reuse)
@@ -145,7 +146,7 @@ class FakeBackend:
             n_ubatch=n_ubatch, unified=unified, flash_attn=True, cache_type_k="f16", cache_type_v="f16",
             device="none", reuse=reuse, reuse_reason="" if reuse else "turned off by the test", bos_token="<s>",
             eos_token="</s>", n_cache_seqs=n_reserved, stream_copy_ms=stream_copy_ms,
-            segment_size=segment_size if has_scratch else None,
+            segment_size=segment_size if has_scratch else None, n_scored=n_scored,
         )  # fmt: skip
         self.failures: deque[tuple[Status, int]] = deque()
         self.poison: set[int] = set()
@@ -160,6 +161,7 @@ class FakeBackend:
         n_pools, size = (1, n_ctx) if unified else (self.n_seqs, n_ctx // n_slots)
         self._pools = [[Cell() for _ in range(size)] for _ in range(n_pools)]
         self._rows: dict[int, int] = {}
+        self._targets: dict[int, Run] = {}
         self._copying: set[int] = set()
         self.segments: dict[int, range] = {}
         """Token positions of each saved segment, by number."""
@@ -228,11 +230,12 @@ class FakeBackend:
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """Place a batch in the pool, or fail as `failures` says."""
-        check_runs(runs, length_of=self.seq_len, n_ubatch=self.info.n_ubatch, n_vocab=N_VOCAB)
+        check_runs(runs, length_of=self.seq_len, info=self.info)
         self._copying.clear()
         sent = {run.seq: (run.start, len(run.tokens)) for run in runs}
         status, n_applied = self.failures.popleft() if self.failures else (Status.OK, len(runs))
         self._rows = {}
+        self._targets = {run.seq: run for run in runs if run.targets is not None}
         if status in (Status.NO_CELLS, Status.INVALID) or not self._fits(runs):
             return Decoded(status if status is not Status.OK else Status.NO_CELLS, sent)
         for run in runs[:n_applied]:
@@ -262,6 +265,18 @@ class FakeBackend:
             self._draw(self._rows[seq], sampler) if self._rows[seq] != NO_TOKEN else NO_TOKEN
             for seq, sampler in draws
         ]
+
+    def score(self, seq: int, n_top: int) -> list[TokenScore]:
+        """Score the targets of a sequence, each by the tokens up to it."""
+        run = self._targets[seq]
+        assert run.targets is not None
+        seen = self.seen(seq)
+        scores = []
+        for i, token in enumerate(run.targets.tolist()):
+            before = seen[: run.start + i + 1]
+            is_bad = any(position_token[1] in self.poison for position_token in before)
+            scores.append(TokenScore(token, NOT_SCORED) if is_bad else prompt_score(before, token, n_top))
+        return scores
 
     def close(self) -> None:
         """End the threads that compute masks; there is no model to free."""
@@ -369,6 +384,16 @@ def score_of(row: int, token: int, n_top: int) -> TokenScore:
     others = sorted(set(range(N_VOCAB)) - {token}, key=lambda other: _digest((row, other)))
     top = [token, *others][:n_top]
     return TokenScore(token, -1.0, top, [-1.0 - i for i in range(len(top))])
+
+
+def prompt_score(before: Sequence[tuple[int, int]], token: int, n_top: int) -> TokenScore:
+    """The score of a prompt's token after (position, token) pairs, and of the `n_top` most likely ones."""
+
+    def value(other: int) -> float:
+        return -(_digest((before, other)) % 1024) / 64
+
+    top = sorted(range(N_VOCAB), key=lambda other: (-value(other), other))[:n_top] if n_top else []
+    return TokenScore(token, value(token), top, [value(other) for other in top])
 
 
 class _ByteTokens:

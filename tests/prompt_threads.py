@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from llamaslot.api.context import ApiSettings
-from llamaslot.base.commands import AnswerBody, ParseBody, RequestContext, Submit, TextPart
+from llamaslot.base.commands import AnswerBody, BodyKind, ParseBody, RequestContext, Submit, TextPart
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import ModelInfo
 from llamaslot.prompts.prompt_jobs import TokenizePrompt
@@ -26,7 +26,7 @@ def tokenize(request_id: str, text: str = "hello", session_id: str = "", client:
     return TokenizePrompt(Submit(request_id, (TextPart(text),), session_id=session_id, client=client))
 
 
-def parse(kind: Literal["chat", "prompts"], body: dict[str, Any]) -> ParseBody:
+def parse(kind: BodyKind, body: dict[str, Any]) -> ParseBody:
     """Parse the body of a request for completions."""
     return ParseBody(kind, msgspec.json.encode(body), CONTEXT)
 

@@ -50,17 +50,28 @@ class Run:
     tokens: Tokens
     output: bool
     """True if the logits of the last token are needed."""
+    targets: Tokens | None = None
+    """The tokens that follow the first ones of `tokens`, if they are to be scored: their logits are needed too."""
 
 
-def check_runs(runs: Sequence[Run], *, length_of: Callable[[int], int], n_ubatch: int, n_vocab: int) -> None:
+def check_runs(runs: Sequence[Run], *, length_of: Callable[[int], int], info: ModelInfo) -> None:
     """Raise `IllegalCallError` for a batch that llama.cpp must not see; `length_of` refuses wrong sequence ids."""
+    n_vocab = info.n_vocab
     if not runs or len({run.seq for run in runs}) != len(runs):
         raise IllegalCallError("a batch needs runs of different sequences")
-    if sum(len(run.tokens) for run in runs) > n_ubatch:
+    if sum(len(run.tokens) for run in runs) > info.n_ubatch:
         raise IllegalCallError("more tokens than a micro-batch holds")
+    targets = [run.targets for run in runs if run.targets is not None]
+    if sum(map(len, targets)) > info.n_scored:
+        raise IllegalCallError("more tokens to score than there are rows of logits")
+    for each in targets:
+        if len(each) and (each.min() < 0 or each.max() >= n_vocab):
+            raise IllegalCallError("a token to score is outside of the vocabulary")
     for run in runs:
         if run.start != length_of(run.seq) or not len(run.tokens):
             raise IllegalCallError(f"a run at {run.start} does not continue sequence {run.seq}")
+        if run.targets is not None and len(run.targets) > len(run.tokens):
+            raise IllegalCallError("more tokens to score than are computed")
         least, most = (run.tokens.min(), run.tokens.max()) if len(run.tokens) > 1 else (run.tokens[0],) * 2
         if least < 0 or most >= n_vocab:
             raise IllegalCallError("a token outside of the vocabulary")
@@ -190,6 +201,12 @@ class Backend(Protocol):
         """Sample a token for each sequence id and its sampler; the last `decode` had `output` for all of them.
 
         `NO_TOKEN` for a sequence whose logits contain NaN, or infinity as the highest, and `CONSTRAINT_FAILED`.
+        """
+
+    def score(self, seq: int, n_top: int) -> list[TokenScore]:
+        """Return the log-probabilities of a sequence's `targets` in the last `decode`, each with `n_top` more.
+
+        They are NaN where the logits are not valid.
         """
 
     def close(self) -> None:

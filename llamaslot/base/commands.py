@@ -19,6 +19,7 @@ from llamaslot.base.turns import Sender
 N_SEEDS = 2**32 - 1
 """Seeds are 32 bits wide; the highest one means "random" to llama.cpp and is never passed on."""
 
+BodyKind: TypeAlias = Literal["chat", "text", "native"]
 SlotVerb: TypeAlias = Literal["save", "restore", "erase"]
 
 
@@ -88,6 +89,11 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     Clients take turns in queues (`base/turns.py`).
     """
     n: int = 1
+    prompt_probs: int = -1
+    """Score the prompt's tokens, each with so many of the most likely ones; -1 for not.
+
+    Such a prompt is computed in full, without the cache.
+    """
 
     @property
     def ends_by_text(self) -> bool:
@@ -176,11 +182,11 @@ class RequestContext(msgspec.Struct, frozen=True):
 
 
 class ParseBody(msgspec.Struct, frozen=True, tag="parse_body"):
-    """Read the body of a request for completions: of a conversation (`chat`) or of `prompts`; answered by
-    `ParsedBody`.
+    """Read the body of a request for completions: of a conversation, or of prompts in OpenAI's format (`text`) or
+    llama-server's; answered by `ParsedBody`.
     """
 
-    kind: Literal["chat", "prompts"]
+    kind: BodyKind
     body: bytes
     """JSON."""
     context: RequestContext
@@ -194,6 +200,8 @@ class ReplyOptions(msgspec.Struct, frozen=True):
     """The last event of a stream has the usage."""
     timings_per_token: bool = False
     return_tokens: bool = False
+    echo: bool = False
+    """Texts begin with their prompts."""
     response_fields: tuple[str, ...] = ()
     """Fields that llama-server's reply is reduced to; empty for all."""
     sse_ping_interval: int | None = None

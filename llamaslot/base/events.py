@@ -100,7 +100,7 @@ class Prefill(msgspec.Struct, frozen=True):
 class Output(msgspec.Struct, frozen=True, tag="output"):
     """Newly generated text, never a part of a character or of a stop string, and its tokens.
 
-    With `prefill` it has none of them.
+    With `prefill` or `prompt_probs` it has none of them.
     """
 
     request_id: str
@@ -110,6 +110,8 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
     prefill: Prefill | None = None
     probs: TokenProbs | None = None
     """Those of `tokens`, if the request asks for them."""
+    prompt_probs: TokenProbs | None = None
+    """Those of the next tokens of the prompt, if the request asks for them; all come before the first text."""
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

@@ -143,5 +143,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Everything but `kv_files` that KV depends on: KV saved under other facts must not be loaded."""
     kv_files: tuple[ModelFile, ...] = ()
     """The files of the weights, and of what computes with them."""
+    n_scored: int = 1
+    """Prompt tokens that a step may score, each with a row of logits; sampling has rows besides."""
     sizing: str = ""
     """Origin of the pool's size, for a person to read; empty where it was given."""

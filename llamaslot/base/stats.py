@@ -22,7 +22,7 @@ Miss: TypeAlias = Literal["", "cold", "salted", "diverged", "changed", "evicted"
     diverged     the cached tokens continue differently
     changed      the same, within the last reply of its session
     evicted      more of it was cached once
-    off          `cache_prompt` was false
+    off          `cache_prompt` was false, or the prompt is scored
     unsupported  the model's KV cannot be trimmed
 """
 

@@ -43,7 +43,7 @@ from llamaslot.engine.slot_actions import SlotActions
 from llamaslot.engine.step_watch import StepWatch
 from llamaslot.kvcache.offload.slot_snapshot import SnapshotStore
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState
-from llamaslot.scheduler.scheduler import ConstraintFailed, DecodeFailed, Sampled, Scheduler
+from llamaslot.scheduler.scheduler import ConstraintFailed, DecodeFailed, Sampled, Scheduler, Scored
 from llamaslot.scheduler.step import StepPlan, StepResult
 
 _FLUSH_TIMEOUT_S = 5.0
@@ -245,6 +245,8 @@ class Engine:
             match outcome:
                 case Sampled():
                     self._deliver(outcome, now)
+                case Scored(request, scores):
+                    self._outbox.append(self._replies[request.id].scored(scores, request.progress(now)))
                 case DecodeFailed():
                     self._fail_decode(outcome)
                 case ConstraintFailed(request, message):

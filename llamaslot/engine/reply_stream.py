@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from llamaslot.base.backend import Vocab
 from llamaslot.base.events import Finished, FinishReason, Output, Prefill, Progress
@@ -60,6 +60,11 @@ class ReplyStream:
         """Return True if new text has the end of a line after the time limit."""
         limit = self.request.submit.t_max_predict_ms
         return 0 < limit < self.request.predicted_ms and "\n" in text
+
+    def scored(self, scores: Sequence[TokenScore], progress: Progress) -> Output:
+        """An event with the scores of the next tokens of the prompt, whose control tokens are written out."""
+        probs = TokenProbs.of(scores, lambda token: self._vocab.detokenize([token]))
+        return Output(self.request.id, "", (), progress, prompt_probs=probs)
 
     def prefill(self, n_processed: int, progress: Progress) -> Output | None:
         """Return an event for a prompt of which so many tokens are processed, None if it was reported before."""

@@ -71,7 +71,7 @@ class RequestReader:
             prompts = [rendered(self.template, body)]
         else:
             body = decode(job.body, CompletionBody)
-            unsupported.refuse(body)
+            unsupported.refuse(body, but_for=("echo",) if job.kind == "text" else ())
             prompts = prompts_of(body, self._info.n_vocab, job.context.limits.max_prompts)
         for prompt in prompts:
             self._check_size(prompt)
@@ -130,6 +130,7 @@ def _reply_options(body: Options) -> ReplyOptions:
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         timings_per_token=bool(body.timings_per_token),
         return_tokens=bool(body.return_tokens),
+        echo=bool(body.echo),
         response_fields=tuple(fields or ()),
         sse_ping_interval=body.sse_ping_interval,
     )

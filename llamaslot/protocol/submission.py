@@ -64,6 +64,9 @@ def submissions(
     if options.cache_public and options.cache_prompt is False:
         raise InvalidRequestError("'cache_public' shares what 'cache_prompt': false drops", param="cache_public")
     sampling = _sampling(options, context, info, tokens_of)
+    prompt_probs = sampling.n_probs if options.echo else -1
+    if prompt_probs > MAX_TOP_LOGPROBS:
+        raise InvalidRequestError(f"'logprobs' must be at most {MAX_TOP_LOGPROBS} with 'echo'", param="logprobs")
     id_slot = _first(options.id_slot, -1)
     if id_slot >= info.n_slots:
         raise InvalidRequestError(f"'id_slot' must be below {info.n_slots}", param="id_slot")
@@ -83,11 +86,12 @@ def submissions(
             cache_prompt=_first(options.cache_prompt, options.cache_public or None, context.cache_prompt),
             cache_salt=salt,
             id_slot=id_slot,
-            return_tokens=context.return_tokens,
+            return_tokens=context.return_tokens or bool(options.echo),
             client_request_id=context.client_request_id,
             session_id=session_id if len(prompts) == 1 else "",
             client=context.sender.client(session_id),
             n=n,
+            prompt_probs=prompt_probs,
         )
         for i, prompt in enumerate(prompts)
     )

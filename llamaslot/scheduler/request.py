@@ -14,6 +14,7 @@ import numpy as np
 from llamaslot.base.backend import CompiledConstraint, Sampler
 from llamaslot.base.commands import Submit
 from llamaslot.base.events import Progress
+from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.namespaces import private_namespace, salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import Miss
@@ -89,18 +90,29 @@ class Request:
     `can_trim` tells whether this model's KV can be trimmed and continued; without that nothing is reused.
     """
 
+    _admitted: float | None = None
+    _computing: float | None = None
+    _first_token: float | None = None
+    _last_token: float | None = None
+
     def __init__(
         self, submit: Submit, prompt: TokenizedPrompt, *, arrival: int, now: float, can_trim: bool = True
     ) -> None:
         self.submit = submit
         self.prompt = prompt
         self.id = submit.request_id
-        self.is_private = not (submit.cache_prompt and can_trim)
+        self.wants_scores = submit.prompt_probs >= 0
+        self.n_scored = 0
+        """Prompt tokens whose scores were reported; 0 unless they are wanted.
+
+        Its KV is its own then, so a token that has KV was computed by this request, and what follows it was scored.
+        """
+        self.is_private = self.wants_scores or not (submit.cache_prompt and can_trim)
         """True if it neither uses nor feeds what other requests compute."""
         self.distrusted = b""
         """Packed tokens of a cached prefix with which its logits were invalid."""
         self.namespace = (
-            private_namespace(submit.group or self.id, submit.cache_salt)
+            private_namespace(self.id if self.wants_scores else submit.group or self.id, submit.cache_salt)
             if self.is_private
             else salt_namespace(submit.cache_salt)
         )
@@ -143,10 +155,6 @@ class Request:
         self.slot = -1
         """The slot it runs in or ran in last, -1 before the first."""
         self._submitted = now
-        self._admitted: float | None = None
-        self._computing: float | None = None
-        self._first_token: float | None = None
-        self._last_token: float | None = None
         self._was_preempted = False
         self._prefix = b""
 
@@ -246,6 +254,30 @@ class Request:
     def wants_tokens(self) -> bool:
         """True if tokens are wanted, False if only the prompt is to be evaluated."""
         return self.submit.max_tokens != 0
+
+    def targets(self, start: int, n: int) -> Tokens | None:
+        """Return the prompt's tokens that follow those at `[start, start + n)`, if they are still to be scored."""
+        end = min(start + n + 1, self.n_prompt)
+        if not self.wants_scores or end <= max(self.n_scored, start + 1):
+            return None
+        return self.tokens.view(start + 1, end)
+
+    def new_scores(self, start: int, scores: list[TokenScore]) -> list[TokenScore]:
+        """Return the scores that were not reported yet; the first of `scores` is that of the token after `start`.
+
+        The prompt's first token has none, and comes with the second one's.
+        """
+        if not self.n_scored:
+            scores = [TokenScore(int(self.tokens.view(0, 1)[0]), NOT_SCORED), *scores]
+        else:
+            scores = scores[self.n_scored - start - 1 :]
+        self.n_scored += len(scores)
+        return scores
+
+    @property
+    def is_scored(self) -> bool:
+        """True if nothing of the prompt is to be scored any more."""
+        return not self.wants_scores or self.n_scored == self.n_prompt
 
     @property
     def n_remaining(self) -> int | None:

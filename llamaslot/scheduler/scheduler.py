@@ -16,6 +16,7 @@ Rules that hold at every step:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -59,6 +60,14 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """Scores of the next tokens of a request's prompt."""
+
+    request: Request
+    scores: list[TokenScore]
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeFailed:
     """A request's decode failed even alone in its step, or its logits were NaN or infinite."""
 
@@ -77,8 +86,8 @@ class ConstraintFailed:
     message: str
 
 
-Outcome: TypeAlias = Sampled | DecodeFailed | ConstraintFailed
-"""What a step brought a request."""
+Outcome: TypeAlias = Sampled | Scored | DecodeFailed | ConstraintFailed
+"""A result of a step for one request."""
 
 
 class Scheduler:
@@ -96,6 +105,7 @@ class Scheduler:
         if info.n_ubatch < cache_settings.n_slots:
             raise ValueError("n_ubatch must be at least n_slots")
         self.n_ctx_slot = info.n_ctx_slot
+        self._n_scored = info.n_scored
         self._eog = eog
         self.chunks = ChunkSizer(n_ubatch=info.n_ubatch, gap_ms=cache_settings.gap_ms)
         self.cache = KVCache(
@@ -170,6 +180,7 @@ class Scheduler:
             by_share(running),
             preempt=lambda request: self._preempt(request, now),
             siblings=self.admission.siblings,
+            n_scored=self._n_scored,
         )
         work = planner.grant([request for request in suspects[:1] or by_share(running) if request in ready])
         padding = None if suspects else planner.pad(work)
@@ -203,7 +214,7 @@ class Scheduler:
             return self._recover(plan, result, now)
         self._observe(plan, result)
         self.suspects = [s for s in self.suspects if s not in requests]
-        return [sampled for work in plan.work for sampled in self._advance(work, result, now)]
+        return [outcome for work in plan.work for outcome in self._advance(work, result, now)]
 
     def cache_stats(self) -> CacheStats:
         """Statistics of the cache, and of what requests reused."""
@@ -251,18 +262,26 @@ class Scheduler:
     def _advance(self, work: Work, result: StepResult, now: float) -> list[Outcome]:
         request = work.request
         self.cache.append(work.run.seq, work.run.tokens)
+        scored: list[Outcome] = []
+        if not request.is_scored:
+            scores = result.prompt_scores.get(request.id, [])
+            if any(math.isnan(each.value) for each in scores):
+                return self._fail_sampling(work, now)
+            if scores := request.new_scores(work.run.start, scores):
+                scored.append(Scored(request, scores))
         if not request.wants_tokens and self.cache.length(work.run.seq) == request.n_prompt:
             self.end(request, now)
-            return [Sampled(request, None, "limit")]
+            return [*scored, Sampled(request, None, "limit")]
         tokens = {each: result.tokens[each.id] for each in work.samples}
         if NO_TOKEN in tokens.values():
-            return self._fail_sampling(work, now)
-        return [
+            return [*scored, *self._fail_sampling(work, now)]
+        taken = [
             self._take_tokens(each, token, result, now)
             if token != CONSTRAINT_FAILED
             else self._fail_constraint(each, now)
             for each, token in tokens.items()
         ]
+        return [*scored, *taken]
 
     def _fail_constraint(self, request: Request, now: float) -> ConstraintFailed:
         assert request.sampler is not None
@@ -290,10 +309,11 @@ class Scheduler:
             is_left = self.cache.match(namespace, reused).n_cached >= request.n_reused
             request.isolate(reused if is_left else b"")
             return [DecodeFailed(request, "INVALID_LOGITS", is_retried=True)]
-        for each in work.samples:
+        failed = work.samples or (request,)
+        for each in failed:
             self.end(each, now)
         self.cache.drop(namespace, [tokens])
-        return [DecodeFailed(each, "INVALID_LOGITS") for each in work.samples]
+        return [DecodeFailed(each, "INVALID_LOGITS") for each in failed]
 
     def _take_tokens(self, request: Request, token: int, result: StepResult, now: float) -> Sampled:
         """Give a request a sampled token, and those forced behind it as far as its limits allow."""
@@ -328,7 +348,8 @@ class Scheduler:
         for work in plan.work:
             run = work.run
             n_applied = result.lengths[run.seq] - run.start
-            if not 0 <= n_applied <= len(run.tokens):
+            # What was applied was not scored: a request that wants its prompt scored must compute it again.
+            if not 0 <= n_applied <= len(run.tokens) or (n_applied and not work.request.is_scored):
                 self._invalidate(run.seq)
                 continue
             self.cache.append(run.seq, run.tokens[:n_applied])

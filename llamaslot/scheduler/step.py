@@ -102,6 +102,8 @@ class StepResult:
     """Probabilities of the sampled tokens, per id of the requests that ask for them."""
     forced: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Tokens that constraints force behind the sampled ones, per request id; absent where there are none."""
+    prompt_scores: dict[str, list[TokenScore]] = field(default_factory=dict)
+    """Those of the prompts' tokens that were to be scored, per request id."""
 
 
 def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepResult:
@@ -116,6 +118,7 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
     scores: dict[str, TokenScore] = {}
     made: dict[str, Sampler] = {}
     forced: dict[str, tuple[int, ...]] = {}
+    prompt_scores: dict[str, list[TokenScore]] = {}
     lengths: dict[int, int] = {}
     if decoded.status is Status.OK:
         names: list[str] = []
@@ -134,10 +137,26 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
         by_name = {name: sampler for name, (_, sampler) in zip(names, draws, strict=True)}
         scores = {name: sampler.score for name, sampler in by_name.items() if sampler.score is not None}
         forced = _advance(plan, tokens, by_name)
+        for work in plan.work:
+            if work.run.targets is not None:
+                n_top = work.request.submit.prompt_probs
+                prompt_scores[work.request.id] = backend.score(work.run.seq, n_top)
     else:
         lengths = {work.run.seq: backend.seq_len(work.run.seq) for work in plan.work}
     seconds = clock() - started
-    return StepResult(decoded, tokens, made, lengths, started, seconds, unsaved, incomplete, scores, forced)
+    return StepResult(
+        decoded,
+        tokens,
+        made,
+        lengths,
+        started,
+        seconds,
+        unsaved,
+        incomplete,
+        scores=scores,
+        forced=forced,
+        prompt_scores=prompt_scores,
+    )
 
 
 def _advance(

@@ -46,6 +46,7 @@ class StepPlanner:
         *,
         preempt: Callable[[Request], None],
         siblings: Callable[[Request], Sequence[Request]],
+        n_scored: int,
     ) -> None:
         self._n_ctx_slot = n_ctx_slot
         self._cache = cache
@@ -54,6 +55,7 @@ class StepPlanner:
         self._running = running
         self._preempt = preempt
         self._siblings = siblings
+        self._n_scored = n_scored
         self._n_granted = 0
         self._n_padding = 0
         self._is_chunked = False
@@ -67,12 +69,13 @@ class StepPlanner:
         pending = {r.id: len(r.tokens) - self._cache.length(r.slot) for r in requests}
         streams = {r.id for r in requests if pending[r.id] == 1 or r.is_stream(pending[r.id])}
         n_decoding = len(streams)
-        shares = self._shares(pending, streams, self._chunks.limit(n_decoding))
+        wanted = self._within_logits(requests, pending)
+        shares = self._shares(wanted, streams, self._chunks.limit(n_decoding))
         if self._leaves_rest(pending, shares) and self._padding.gain_ms(
             self._spans(requests, shares), self._cache.cells.used
         ):
             # More tokens of these prompts take the place of padding.
-            shares = self._shares(pending, streams, QUERY_BLOCK - n_decoding)
+            shares = self._shares(wanted, streams, QUERY_BLOCK - n_decoding)
         self._is_chunked = self._leaves_rest(pending, shares)
         granted: list[Work] = []
         for request in requests:
@@ -85,6 +88,15 @@ class StepPlanner:
             self._n_granted += n
         granted.sort(key=lambda work: work.run.seq)
         return granted
+
+    def _within_logits(self, requests: Sequence[Request], pending: dict[str, int]) -> dict[str, int]:
+        """Return what is pending of each request, prompts to be scored cut to the rows of logits."""
+        wanted, left = dict(pending), self._n_scored
+        for request in requests:
+            if not request.is_scored:
+                wanted[request.id] = min(pending[request.id], left)
+                left -= wanted[request.id]
+        return wanted
 
     @staticmethod
     def _leaves_rest(pending: dict[str, int], shares: dict[str, int]) -> bool:
@@ -115,7 +127,7 @@ class StepPlanner:
     def _work(self, request: Request, n: int, *, is_last: bool) -> Work:
         start = self._cache.length(request.slot)
         output = is_last and request.wants_tokens
-        run = Run(request.slot, start, request.tokens.view(start, start + n), output)
+        run = Run(request.slot, start, request.tokens.view(start, start + n), output, request.targets(start, n))
         if not output or request.sampler is not None:
             return Work(request, run)
         siblings = tuple(other for other in self._siblings(request) if other.id not in self._served)

@@ -30,6 +30,8 @@ class Generation:
         self.tokens: list[int] = []
         self.probs: list[TokenProb] = []
         """Those of `tokens`, if the request asks for them."""
+        self.prompt_probs: list[TokenProb] = []
+        """Those of the prompt, if the request asks for them; complete before the first text."""
         self.finished: Finished | None = None
         self._texts: list[str] = []
         self._put = put
@@ -62,6 +64,8 @@ class Generation:
             self.probs.extend(event.probs)
         if isinstance(event, Finished):
             self.finished = event
+        elif event.prompt_probs is not None:
+            self.prompt_probs.extend(event.prompt_probs)
 
 
 Batch: TypeAlias = list[tuple[Generation, Output | Finished]]

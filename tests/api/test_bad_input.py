@@ -139,7 +139,6 @@ async def test_a_wrong_prompt_is_refused_by_field(
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("functions", [{}]),
-        ("echo", True),
         ("suffix", "the end"),
         ("best_of", 2),
         ("lora", [{"id": 0, "scale": 1}]),

@@ -22,6 +22,7 @@ from tests.fuzz.replies import check_reply
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "ignore_eos": True}
 TEXT = {"prompt": "Hello", "max_tokens": 3, "ignore_eos": True}
 FILE = {"filename": "a"}
+SCORED = {"logprobs": True, "n_probs": 2, "return_progress": True}
 ALL = {"n": 2, "stop": ["zz"], "logit_bias": [["a", False], [5, 1.5]], "timings_per_token": True}
 
 REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
@@ -39,9 +40,11 @@ REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
     ("POST", "/tokenize", {}, {"content": "aé", "with_pieces": True}),
     ("POST", "/detokenize", {}, {"tokens": [97, 98]}),
     ("POST", "/cache/clear", {}, None),
-    *[("POST", "/v1/chat/completions", {}, {**CHAT, **more}) for more in ({}, ALL, {"n": 0})],
-    *[("POST", "/v1/completions", {}, {**TEXT, **more}) for more in ({}, ALL, {"prompt": ["a", "b"]})],
-    *[("POST", "/completion", {}, {**TEXT, **more}) for more in ({}, ALL, {"return_tokens": True})],
+    *[("POST", "/v1/chat/completions", {}, {**CHAT, **more}) for more in ({}, ALL, SCORED, {"n": 0})],
+    *[("POST", "/v1/completions", {}, {**TEXT, **more}) for more in ({}, ALL, SCORED, {"prompt": ["a", "b"]})],
+    ("POST", "/v1/completions", {}, {**TEXT, "logprobs": 2, "echo": True}),
+    *[("POST", "/completion", {}, {**TEXT, **more}) for more in ({}, ALL, SCORED, {"return_tokens": True})],
+    ("POST", "/completion", {}, {**TEXT, **SCORED, "post_sampling_probs": True}),
     ("POST", "/completion", {}, {**TEXT, "response_fields": ["content", "generation_settings/seed"]}),
     ("POST", "/completion", {}, {**TEXT, **ALL, "response_fields": ["content"]}),
     *[("POST", "/slots/{id_slot}", {"id_slot": "0", "": f"?action={verb}"}, FILE) for verb in ("save", "restore")],

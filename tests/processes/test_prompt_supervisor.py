@@ -95,7 +95,7 @@ async def test_a_prompt_that_crashes_it_fails_and_those_around_it_do_not(start: 
 
 async def test_the_error_of_a_job_that_crashes_it_says_what_the_job_did(start: Start) -> None:
     worker = await start()
-    body = worker.call(parse("prompts", {"prompt": "x", "logit_bias": {"CRASH": 1}}))
+    body = worker.call(parse("native", {"prompt": "x", "logit_bias": {"CRASH": 1}}))
     text = worker.call(AnswerBody("tokenize", msgspec.json.encode({"content": "CRASH"})))
     await outcomes(body, text, worker.call(tokenize("a", "a")))
     assert str(body.exception()) == "reading the request body ended the prompt worker: SIGABRT"

@@ -129,7 +129,7 @@ async def test_a_refused_prompt_leaves_nothing(
 async def test_a_prompt_that_cannot_fit_is_refused_with_its_body(worker: PromptThread, prompt: object) -> None:
     """To pass its text on would hold up the server's event loop."""
     with pytest.raises(ContextSizeError, match="at least"):
-        await worker.call(parse("prompts", {"prompt": prompt}))
+        await worker.call(parse("native", {"prompt": prompt}))
 
 
 async def test_the_error_of_a_bug_says_what_the_job_did() -> None:
@@ -190,7 +190,7 @@ async def test_a_large_body_does_not_hold_up_prompts() -> None:
     vocab = GatedVocab()
     worker = prompt_thread(Tokenizer(vocab, 10**6, min_match=0.8))
     biased = {"prompt": " " * 2**20, "logit_bias": {"x" * 10_001: 1}}
-    large = worker.call(parse("prompts", biased))
+    large = worker.call(parse("native", biased))
     await asyncio.wait_for(worker.call(tokenize("a")), 5)
     assert not large.done()
     vocab.gate.set()

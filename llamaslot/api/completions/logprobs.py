@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 import msgspec
@@ -54,15 +55,15 @@ class TextLogprobs(msgspec.Struct):
 
 
 class ProbsWriter:
-    """Writes the probabilities of one choice's tokens, in order, after `n_before` characters of a prompt.
+    """Writes the probabilities of one choice's tokens, in order; those of its prompt, if any, come first.
 
     The texts of all tokens together are the choice's text: a character of several tokens is the last one's.
     """
 
-    def __init__(self, submit: Submit, n_before: int = 0) -> None:
+    def __init__(self, submit: Submit) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._are_sampled = submit.sampling.post_sampling_probs
-        self._n = n_before
+        self._n = 0
 
     def native(self, rows: Iterable[TokenProb]) -> list[Prob]:
         """Return the next tokens in llama-server's format, which has all fields of OpenAI's for chat."""
@@ -81,6 +82,23 @@ class ProbsWriter:
             top_logprobs=[_by_name([*row.top, row]) if row.value is not None else None for row in rows],
             text_offset=[offset for offset, _ in places],
             content=[self._prob(row, text) for row, (_, text) in zip(rows, places, strict=True)],
+        )
+
+    def prompt(self, rows: Sequence[TokenProb], text: str) -> TextLogprobs:
+        """Return the tokens of a prompt, and count its text, which all that follows comes after.
+
+        A tokenizer may have put BOS and a space before it, which the text does not have.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        ends = list(accumulate(len(decoder.decode(row.piece)) for row in rows))
+        n_added = max(ends[-1] - len(text), 0) if ends else 0
+        self._n = len(text)
+        return TextLogprobs(
+            tokens=[_name(row) for row in rows],
+            token_logprobs=[row.value for row in rows],
+            top_logprobs=[_by_name([*row.top, row]) if row.value is not None else None for row in rows],
+            text_offset=[max(end - n_added, 0) for end in [0, *ends[:-1]][: len(rows)]],
+            content=[],
         )
 
     def _next(self, row: TokenProb) -> tuple[int, str]:

@@ -27,7 +27,7 @@ _NEUTRAL: dict[str, Any] = {
 
 async def completion(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several."""
-    return await complete(request, "prompts", NativeFormat)
+    return await complete(request, "native", NativeFormat)
 
 
 class NativeFormat(ResponseFormat):

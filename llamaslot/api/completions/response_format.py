@@ -6,7 +6,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from aiohttp import web
 
@@ -17,7 +17,7 @@ from llamaslot.api.json_bodies import BODY_READER, json_response
 from llamaslot.api.keys import GRANTED, Access
 from llamaslot.api.middleware import UNIQUE_ID, caller_of
 from llamaslot.api.sse import DONE, EventStream, event
-from llamaslot.base.commands import ParseBody, ParsedBody, ReplyOptions, RequestContext, Submit
+from llamaslot.base.commands import BodyKind, ParseBody, ParsedBody, ReplyOptions, RequestContext, Submit
 from llamaslot.base.events import Finished, Output
 from llamaslot.service.generations import Generation, Generations
 from llamaslot.service.service import Service
@@ -86,7 +86,7 @@ class OpenAIFormat(ResponseFormat):
 
 
 async def complete(
-    request: web.Request, kind: Literal["chat", "prompts"], response_format: type[ResponseFormat]
+    request: web.Request, kind: BodyKind, response_format: type[ResponseFormat]
 ) -> web.StreamResponse:
     """Answer a request for completions of the prompts in its body."""
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
@@ -112,7 +112,7 @@ async def complete(
 
 
 async def _read(
-    request: web.Request, service: Service, kind: Literal["chat", "prompts"], context: RequestContext
+    request: web.Request, service: Service, kind: BodyKind, context: RequestContext
 ) -> tuple[Sequence[Submit], ReplyOptions]:
     """Have the body read; it is not kept while the reply is generated."""
     async with request.app[BODY_READER].body(request) as raw:

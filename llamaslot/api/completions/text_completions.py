@@ -18,14 +18,16 @@ from llamaslot.api.completions.reply_bodies import (
     usage,
 )
 from llamaslot.api.completions.response_format import OpenAIFormat, complete
+from llamaslot.base.commands import Detokenize, Detokenized, ReplyOptions, TextPart
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.token_probs import TokenProb
 from llamaslot.service.generations import Generation
+from llamaslot.service.service import Service
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several."""
-    return await complete(request, "prompts", TextFormat)
+    return await complete(request, "text", TextFormat)
 
 
 class TextFormat(OpenAIFormat):
@@ -37,9 +39,24 @@ class TextFormat(OpenAIFormat):
     id_prefix = "cmpl"
     object = chunk_object = "text_completion"
     _n_ended = 0
+    _prompts: Sequence[str] = ()
+    """By index, if they are wanted."""
+
+    def __init__(self, reply_id: str, model: str, options: ReplyOptions, generations: Sequence[Generation]) -> None:
+        super().__init__(reply_id, model, options, generations)
+        self._unsent: set[int] = set()
+        """Choices whose prompt is still to be streamed."""
+
+    async def prepare(self, service: Service) -> None:
+        """Decode the prompts that were given as tokens, if the reply repeats them."""
+        if self._options.echo:
+            self._prompts = [await _prompt_text(each, service) for each in self._generations]
+            self._unsent = set(range(len(self._prompts)))
 
     def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
-        """Yield text, then the finish reason."""
+        """Yield the prompt if it is wanted, then text, then the finish reason."""
+        if self._unsent and (output.content or output.probs or isinstance(output, Finished)):
+            yield from self._echo(generation)
         if progress := PromptProgress.of(output):
             yield self._chunk([TextChoice(generation.index, "")], prompt_progress=progress)
         if output.content or output.probs:
@@ -56,10 +73,42 @@ class TextFormat(OpenAIFormat):
         """Return one body with all choices."""
         return self._whole(
             [
-                TextChoice(each.index, each.text, REASONS[each.end.reason], self._logprobs(each, each.probs))
-                for each in self._generations
+                TextChoice(i, self._prompt(i) + each.text, REASONS[each.end.reason], self._all_logprobs(each))
+                for i, each in enumerate(self._generations)
             ]
         )
 
+    def _prompt(self, index: int) -> str:
+        return self._prompts[index] if self._prompts else ""
+
+    def _echo(self, generation: Generation) -> Iterator[bytes]:
+        """Yield the prompt of a choice, once."""
+        index = generation.index
+        if index in self._unsent:
+            self._unsent.remove(index)
+            yield self._chunk([TextChoice(index, self._prompts[index], logprobs=self._prompt_logprobs(generation))])
+
+    def _prompt_logprobs(self, generation: Generation) -> TextLogprobs | None:
+        if not (generation.has_probs and self._prompts):
+            return None
+        return self.writer(generation).prompt(generation.prompt_probs, self._prompts[generation.index])
+
+    def _all_logprobs(self, generation: Generation) -> TextLogprobs | None:
+        prompt = self._prompt_logprobs(generation)
+        generated = self._logprobs(generation, generation.probs)
+        if prompt is None or generated is None:
+            return generated
+        for name in TextLogprobs.__struct_fields__:
+            getattr(prompt, name).extend(getattr(generated, name))
+        return prompt
+
     def _logprobs(self, generation: Generation, rows: Sequence[TokenProb]) -> TextLogprobs | None:
         return self.writer(generation).text(rows) if generation.has_probs else None
+
+
+async def _prompt_text(generation: Generation, service: Service) -> str:
+    """Return a prompt as it was given; one with token ids as the model sees it."""
+    parts = generation.submit.prompt
+    if all(isinstance(part, TextPart) for part in parts):
+        return "".join(part.text for part in parts if isinstance(part, TextPart))
+    return (await service.ask(Detokenize(generation.prompt_tokens, generation.submit.client), Detokenized)).content

@@ -14,11 +14,13 @@ import psutil
 
 from llamaslot.backend.constraints.compiler import Compiled, ConstraintCompiler
 from llamaslot.backend.llama import kv_cost, library, loading, measurements, sizing, step_cost
+from llamaslot.backend.llama.batch import Batch
 from llamaslot.backend.llama.constraint_tokenizer import ConstraintTokenizer
 from llamaslot.backend.llama.llama_settings import LlamaSettings, sequences
 from llamaslot.backend.llama.measurements import Measurements
 from llamaslot.backend.llama.sampling.candidates import Logits
 from llamaslot.backend.llama.sampling.dry import BreakerIndex
+from llamaslot.backend.llama.sampling.probabilities import score_of
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.backend.llama.segments import SegmentStore
 from llamaslot.backend.llama.vocab import LlamaVocab
@@ -27,6 +29,7 @@ from llamaslot.base.backend import CompiledConstraint, Decoded, Run, Sampler, St
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.generation.token_probs import TokenScore
 from llamaslot.base.model import ModelFile, ModelInfo, SegmentSize
 from llamaslot.base.tokens import Tokens
 
@@ -58,9 +61,12 @@ class LlamaBackend:
         self._constraints = _constraint_compiler(self.vocab)
         self.n_seqs: int = llama_cpp.llama_n_seq_max(self._context)
         self.info = self._describe(settings, flash_attn, n_cache_seqs, size, files)
-        self._batch = _Batch(self.info.n_ubatch)
+        self._batch = Batch(self.info.n_ubatch)
         self._lengths = [0] * self.n_seqs
         self._rows: dict[int, int] = {}
+        """The batch row of each sequence's last token, if its logits were asked for."""
+        self._targets: dict[int, tuple[int, Tokens]] = {}
+        """By sequence the first batch row of what is to be scored, and those tokens."""
         self._copying: set[int] = set()
         """Sequences in copies that llama.cpp carries out with the next decode."""
         self._views: dict[int, Logits] = {}
@@ -124,9 +130,9 @@ class LlamaBackend:
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """Compute a batch."""
-        check_runs(runs, length_of=self._recorded_length, n_ubatch=self.info.n_ubatch, n_vocab=self.vocab.n_tokens)
+        check_runs(runs, length_of=self._recorded_length, info=self.info)
         self._copying.clear()
-        self._rows = self._batch.fill(runs)
+        self._rows, self._targets = self._batch.fill(runs)
         code = llama_cpp.llama_decode(self._context, self._batch.struct)
         if code == 0:
             for run in runs:
@@ -161,6 +167,13 @@ class LlamaBackend:
                 raise kv_ops.IllegalCallError(f"sequence {seq} has no logits or a foreign sampler")
             tokens.append(sampler.choose(self._logits(self._rows[seq])))
         return tokens
+
+    def score(self, seq: int, n_top: int) -> list[TokenScore]:
+        """Return the log-probabilities of a sequence's targets in the last `decode`."""
+        if seq not in self._targets:
+            raise kv_ops.IllegalCallError(f"sequence {seq} has nothing to score")
+        first, targets = self._targets[seq]
+        return [score_of(token, self._logits(first + i), n_top) for i, token in enumerate(targets.tolist())]
 
     def close(self) -> None:
         """Free context and model; without effect if that is done already."""
@@ -207,6 +220,7 @@ class LlamaBackend:
             n_cache_seqs=n_cache_seqs,
             n_batch=llama_cpp.llama_n_batch(context),
             n_ubatch=llama_cpp.llama_n_ubatch(context),
+            n_scored=loading.n_scored(model, llama_cpp.llama_n_ubatch(context)),
             unified=settings.unified,
             flash_attn=flash_attn,
             kv_facts=loading.kv_facts(model, context, settings, flash_attn=flash_attn),
@@ -242,7 +256,7 @@ class LlamaBackend:
     def _clear(self) -> None:
         llama_cpp.llama_memory_clear(self._memory, True)
         self._lengths = [0] * self.n_seqs
-        self._rows = {}
+        self._rows, self._targets = {}, {}
 
     def _measurements(self, settings: LlamaSettings) -> Measurements:
         """Return the start-up measurements: those that an earlier start kept, else measured now."""
@@ -317,58 +331,6 @@ def _constraint_compiler(vocab: LlamaVocab) -> ConstraintCompiler:
     eog = tuple(sorted(vocab.eog, key=lambda token: (token != vocab.eos, token)))
     tokenizer = ConstraintTokenizer(vocab)
     return ConstraintCompiler(lambda: tokenizer.make(eog), n_vocab=vocab.n_tokens, eog=eog)
-
-
-class _Batch:
-    """A `llama_batch` over numpy arrays that live as long as it does."""
-
-    def __init__(self, size: int) -> None:
-        self._tokens = np.zeros(size, dtype=np.int32)
-        self._positions = np.zeros(size, dtype=np.int32)
-        self._n_seq_id = np.ones(size, dtype=np.int32)
-        self._seqs = np.zeros(size, dtype=np.int32)
-        addresses = self._seqs.ctypes.data + self._seqs.itemsize * np.arange(size, dtype=np.uintp)
-        self._seq_pointers = addresses.astype(np.uintp)
-        self._output = np.zeros(size, dtype=np.int8)
-        self.struct = llama_cpp.llama_batch(
-            n_tokens=0,
-            token=_as(self._tokens, ctypes.c_int32),
-            embd=None,
-            pos=_as(self._positions, ctypes.c_int32),
-            n_seq_id=_as(self._n_seq_id, ctypes.c_int32),
-            seq_id=_as(self._seq_pointers, ctypes.POINTER(ctypes.c_int32)),
-            logits=_as(self._output, ctypes.c_int8),
-        )
-
-    def fill(self, runs: Sequence[Run]) -> dict[int, int]:
-        """Write the runs one after another; the row of each run's logits by sequence id."""
-        rows = {}
-        at = 0
-        for run in runs:
-            n = len(run.tokens)
-            self._tokens[at : at + n] = run.tokens
-            self._positions[at : at + n] = np.arange(run.start, run.start + n) if n > 1 else run.start
-            self._seqs[at : at + n] = run.seq
-            self._output[at : at + n] = 0
-            at += n
-            if run.output:
-                self._output[at - 1] = 1
-                rows[run.seq] = at - 1
-        self.struct.n_tokens = at
-        return rows
-
-    def sent(self) -> dict[int, tuple[int, int]]:
-        """First position and number of tokens per sequence id, counted in the arrays that llama.cpp was given."""
-        n = self.struct.n_tokens
-        sent: dict[int, tuple[int, int]] = {}
-        for seq, position in zip(self._seqs[:n].tolist(), self._positions[:n].tolist(), strict=True):
-            first, n_tokens = sent.get(seq, (position, 0))
-            sent[seq] = first, n_tokens + 1
-        return sent
-
-
-def _as(array: Any, kind: Any) -> Any:
-    return array.ctypes.data_as(ctypes.POINTER(kind))
 
 
 def _status(code: int) -> Status:

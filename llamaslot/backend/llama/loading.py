@@ -54,6 +54,10 @@ The order of the samplers (`sequence`) is not read.
 """
 
 
+_MAX_SCORED_BYTES = 32 * 2**20
+"""Logits for the prompt tokens that a step scores: 55 rows of 151,936. llama.cpp keeps memory that it has used."""
+
+
 class LoadingStopped(Exception):  # noqa: N818 - nothing went wrong
     """Loading was stopped on request."""
 
@@ -134,6 +138,7 @@ def make_context(
     Raises `ConfigError`.
     """
     params = context_params(settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads)
+    params.n_outputs_max += n_scored(model, settings.n_ubatch)
     with library.watched() as (lines, errors):
         context = llama_cpp.llama_init_from_model(model, params)
         if not context:
@@ -154,6 +159,12 @@ def make_context(
     return context, not disabled
 
 
+def n_scored(model: Any, n_ubatch: int) -> int:
+    """Return how many tokens of prompts a step may score, each of which takes a row of logits."""
+    n_vocab: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    return max(1, min(n_ubatch, _MAX_SCORED_BYTES // (4 * n_vocab)))
+
+
 def context_params(settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_threads: int) -> Any:
     """Return llama.cpp's parameters for a context of `n_seqs` sequences with `n_ctx` cells for the slots."""
     params = llama_cpp.llama_context_default_params()
@@ -161,7 +172,7 @@ def context_params(settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_thread
     params.n_batch = max(settings.n_batch, settings.n_ubatch)
     params.n_ubatch = settings.n_ubatch
     params.n_seq_max = n_seqs
-    # A step asks for at most one row of logits a slot, and llama.cpp wants room for one a sequence (fact 1).
+    # A step samples from at most one row of logits a slot, and llama.cpp wants room for one a sequence (fact 1).
     params.n_outputs_max = n_seqs
     params.n_threads = n_threads
     params.n_threads_batch = settings.n_threads_batch or n_threads

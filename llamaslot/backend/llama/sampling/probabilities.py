@@ -14,7 +14,9 @@ from llamaslot.base.generation.token_probs import FLOAT_MIN, TokenScore
 def score_of(token: int, logits: Logits, n_top: int) -> TokenScore:
     """Return the log-probability of a token by the softmax of the logits, and the `n_top` highest ones."""
     most = logits.max()
-    log_total = float(most) + math.log(np.exp(logits - most).sum(dtype=np.float64))
+    # Invalid logits give NaN.
+    with np.errstate(invalid="ignore"):
+        log_total = float(most) + math.log(np.exp(logits - most).sum(dtype=np.float64))
     top = _best(logits, n_top)
     values = [max(value - log_total, FLOAT_MIN) for value in logits[[token, *top]].tolist()]
     return TokenScore(token, values[0], top, values[1:])
