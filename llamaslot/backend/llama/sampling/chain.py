@@ -50,60 +50,59 @@ class Chain:
     def __init__(
         self, sampling: Sampling, names: Sequence[str], adjusters: Mapping[str, Adjuster], n_vocab: int
     ) -> None:
-        self._parts: list[Adjuster | Any] = []
-        """Our samplers, and chains of llama.cpp's that follow one another."""
-        self._chains: list[Any] = []
+        self._parts: list[tuple[Adjuster | None, Any]] = []
+        """Our samplers, and chains of llama.cpp's: one or the other."""
         self._is_told = names[-1] == "adaptive_p"
+        constructors = _constructors(sampling, n_vocab)
         for name in names:
             if name in adjusters:
-                self._parts.append(adjusters[name])
+                self._parts.append((adjusters[name], None))
                 continue
-            if not self._chains or self._parts[-1] is not self._chains[-1]:
+            if not self._parts or self._parts[-1][0] is not None:
                 chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
-                self._chains.append(chain)
-                self._parts.append(chain)
-            llama_cpp.llama_sampler_chain_add(self._chains[-1], _link(name, sampling, n_vocab))
+                self._parts.append((None, chain))
+            constructor, *arguments = constructors[name]
+            llama_cpp.llama_sampler_chain_add(self._parts[-1][1], constructor(*arguments))
 
     def choose(self, candidates: Candidates) -> int:
         """Return the token that the last sampler chooses, -1 if it chooses none."""
-        for part in self._parts:
-            if any(part is chain for chain in self._chains):
-                llama_cpp.llama_sampler_apply(part, ctypes.byref(candidates.array))
+        for adjuster, chain in self._parts:
+            if adjuster is None:
+                llama_cpp.llama_sampler_apply(chain, ctypes.byref(candidates.array))
             else:
-                candidates.adjust(part)
+                candidates.adjust(adjuster)
         selected = candidates.array.selected
         return int(candidates.array.data[selected].id) if selected >= 0 else -1
 
     def accept(self, token: int) -> None:
         """Tell adaptive-p, which learns from it, that a token was taken."""
         if self._is_told:
-            llama_cpp.llama_sampler_accept(self._chains[-1], token)
+            llama_cpp.llama_sampler_accept(self._parts[-1][1], token)
 
     def close(self) -> None:
         """Free llama.cpp's samplers."""
-        for chain in self._chains:
-            llama_cpp.llama_sampler_free(chain)
+        for adjuster, chain in self._parts:
+            if adjuster is None:
+                llama_cpp.llama_sampler_free(chain)
 
 
-def _link(name: str, sampling: Sampling, n_vocab: int) -> Any:
-    """Return a new sampler of llama.cpp."""
+def _constructors(sampling: Sampling, n_vocab: int) -> dict[str, tuple[Any, ...]]:
+    """Return for each sampler of llama.cpp the function that makes it, and its arguments."""
     seed, min_keep = sampling.seed & _SEED_MASK, sampling.min_keep
+    tau, eta = sampling.mirostat_tau, sampling.mirostat_eta
     # Mirostat has the plain temperature.
     spread = 0.0 if sampling.mirostat else sampling.dynatemp_range
-    arguments: dict[str, tuple[str, tuple[Any, ...]]] = {
-        "top_n_sigma": ("top_n_sigma", (sampling.top_n_sigma,)),
-        "top_k": ("top_k", (sampling.top_k,)),
-        "typ_p": ("typical", (sampling.typical_p, min_keep)),
-        "top_p": ("top_p", (sampling.top_p, min_keep)),
-        "min_p": ("min_p", (sampling.min_p, min_keep)),
-        "xtc": ("xtc", (sampling.xtc_probability, sampling.xtc_threshold, min_keep, seed)),
-        "temperature": ("temp_ext", (sampling.temperature, spread, sampling.dynatemp_exponent)),
-        "mirostat_1": (
-            "mirostat", (n_vocab, seed, sampling.mirostat_tau, sampling.mirostat_eta, _MIROSTAT_TOKENS)
-        ),
-        "mirostat_2": ("mirostat_v2", (seed, sampling.mirostat_tau, sampling.mirostat_eta)),
-        "adaptive_p": ("adaptive_p", (sampling.adaptive_target, sampling.adaptive_decay, seed)),
-        "dist": ("dist", (seed,)),
-    }  # fmt: skip
-    constructor, values = arguments[name]
-    return getattr(llama_cpp, f"llama_sampler_init_{constructor}")(*values)
+    lib = llama_cpp
+    return {
+        "top_n_sigma": (lib.llama_sampler_init_top_n_sigma, sampling.top_n_sigma),
+        "top_k": (lib.llama_sampler_init_top_k, sampling.top_k),
+        "typ_p": (lib.llama_sampler_init_typical, sampling.typical_p, min_keep),
+        "top_p": (lib.llama_sampler_init_top_p, sampling.top_p, min_keep),
+        "min_p": (lib.llama_sampler_init_min_p, sampling.min_p, min_keep),
+        "xtc": (lib.llama_sampler_init_xtc, sampling.xtc_probability, sampling.xtc_threshold, min_keep, seed),
+        "temperature": (lib.llama_sampler_init_temp_ext, sampling.temperature, spread, sampling.dynatemp_exponent),
+        "mirostat_1": (lib.llama_sampler_init_mirostat, n_vocab, seed, tau, eta, _MIROSTAT_TOKENS),
+        "mirostat_2": (lib.llama_sampler_init_mirostat_v2, seed, tau, eta),
+        "adaptive_p": (lib.llama_sampler_init_adaptive_p, sampling.adaptive_target, sampling.adaptive_decay, seed),
+        "dist": (lib.llama_sampler_init_dist, seed),
+    }

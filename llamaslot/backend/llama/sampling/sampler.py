@@ -6,9 +6,8 @@ alone: the same choice but between equal logits, and sooner where a vocabulary i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -127,22 +126,17 @@ class LlamaSampler:
         self._drawn_from = None
         return score
 
-    @contextmanager
-    def _adjusted(self, logits: Logits) -> Iterator[None]:
-        """Change logits by the biases and by the samplers before all others, meanwhile."""
-        changed: list[tuple[npt.NDArray[np.int64] | Tokens, Logits]] = []
-        try:
-            if len(self._biased):
-                changed.append((self._biased, logits[self._biased]))
-                logits[self._biased] += self._biases
-            for adjuster in self._first:
-                seen = adjuster.tokens
-                changed.append((seen, logits[seen]))
-                logits[seen] = adjuster.adjusted(logits[seen])
-            yield
-        finally:
-            for tokens, values in reversed(changed):
-                logits[tokens] = values
+    def _adjust(self, logits: Logits) -> list[tuple[npt.NDArray[Any], Logits]]:
+        """Change logits by the biases and by the samplers before all others; return what they were, by tokens."""
+        changed: list[tuple[npt.NDArray[Any], Logits]] = []
+        if len(self._biased):
+            changed.append((self._biased, logits[self._biased]))
+            logits[self._biased] += self._biases
+        for adjuster in self._first:
+            tokens = adjuster.tokens
+            changed.append((tokens, logits[tokens]))
+            logits[tokens] = adjuster.adjusted(logits[tokens])
+        return changed
 
     def _choose_allowed(self, logits: Logits, matcher: Matcher) -> int:
         """Choose among the tokens that the constraint allows, where biases and penalties only set preferences."""
@@ -171,8 +165,12 @@ class LlamaSampler:
 
     def _choose_adjusted(self, logits: Logits) -> int:
         """Choose a token from logits with biases, penalties and DRY."""
-        with self._adjusted(logits):
+        changed = self._adjust(logits)
+        try:
             return self._choose(logits)
+        finally:
+            for tokens, values in reversed(changed):
+                logits[tokens] = values
 
     def _choose(self, logits: Logits) -> int:
         best = highest(logits, self._top_k) if self._chain is not None and self._top_k > 0 else None
