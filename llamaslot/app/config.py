@@ -102,7 +102,7 @@ class Config:
         0, "MiB of --cache-disk-size that the prefixes of one API key may take, as --cache-ram-per-key"
     )
     slot_save_path: str = _llama("", "folder for what POST /slots/N?action=save writes; empty for none")
-    batch_size: Positive = _llama(2048, "logical batch size", "-b --batch-size", env="LLAMA_ARG_BATCH")
+    batch_size: Positive = _llama(2048, "limit of --ubatch-size", "-b --batch-size", env="LLAMA_ARG_BATCH")
     ubatch_size: Positive = _llama(
         512, "tokens that one step may compute", "-ub --ubatch-size", env="LLAMA_ARG_UBATCH"
     )

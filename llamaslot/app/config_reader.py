@@ -55,8 +55,8 @@ def _convert(option: Option, source: str, value: Any) -> Any:
 
 
 def _checked(config: Config) -> Config:
-    if config.ubatch_size < config.parallel:
-        raise ConfigError("--ubatch-size must be at least --parallel", param="--ubatch-size")
+    if min(config.ubatch_size, config.batch_size) < config.parallel:
+        raise ConfigError("--ubatch-size and --batch-size must be at least --parallel", param="--ubatch-size")
     if config.kv_mem_fraction == 0:
         raise ConfigError("--kv-mem-fraction must be greater than 0", param="--kv-mem-fraction")
     if config.cache_type_v not in ("f32", "f16", "bf16") and config.flash_attn == "off":

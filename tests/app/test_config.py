@@ -122,6 +122,7 @@ def test_flags(argv: list[str], name: str, value: object) -> None:
         ([], {"LLAMA_ARG_ENDPOINT_METRICS": "maybe"}, ["LLAMA_ARG_ENDPOINT_METRICS", "maybe"]),
         (["-ctv", "q9"], {}, ["--cache-type-v", "q9"]),
         (["-ub", "2", "-np", "4"], {}, ["--ubatch-size", "--parallel"]),
+        (["-b", "2", "-np", "4"], {}, ["--batch-size", "--parallel"]),
         (["-fa", "off", "-ctv", "q8_0"], {}, ["--cache-type-v", "flash attention"]),
         (["a.gguf", "b.gguf"], {}, ["b.gguf"]),
         (["a.gguf", "-m", "b.gguf"], {}, ["a.gguf", "b.gguf"]),

@@ -467,3 +467,8 @@ async def test_the_queue_of_a_server_is_as_long_as_configured(tmp_path: Path) ->
         assert (status, reply["error"]["type"]) == (429, "rate_limit_error")
         os.kill(os.getpid(), signal.SIGTERM)
         assert (await first)[0] == 503
+
+
+def test_a_small_batch_limits_the_tokens_of_a_step() -> None:
+    for argv, n_ubatch in (("-b 200", 200), ("-ub 300 -b 200", 200), ("-ub 100 -b 200", 100)):
+        assert llama_settings(configured(argv), MODEL).n_ubatch == n_ubatch

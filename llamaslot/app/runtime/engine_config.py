@@ -22,7 +22,7 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         n_cache_seqs=config.cache_seqs if config.cache_seqs >= 0 else None,
         n_cache_seqs_a_slot=2 if config.cache_ram else 4,
         n_batch=config.batch_size,
-        n_ubatch=config.ubatch_size,
+        n_ubatch=min(config.ubatch_size, config.batch_size),
         n_threads=max(config.threads, 0),
         n_threads_batch=max(config.threads_batch, 0),
         n_gpu_layers=config.gpu_layers if isinstance(config.gpu_layers, int) else -1,
