@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from bench import chat, decode, idle, processes, profile, retokenizing, scenarios, size, steps, tree
+from bench import chat, constrained, decode, idle, processes, profile, retokenizing, scenarios, size, steps, tree
 from bench.client import BenchmarkError
 from bench.peers import baseline, compare, published
 from bench.peers.servers import SERVERS
@@ -40,6 +40,13 @@ def parser() -> ArgumentParser:
     _common(decoding, run=_decode, repeats=(7, 2), of="measurements of each side", flags=("--pairs", "--repeats"))
     decoding.add_argument("--tokens", type=_positive, default=128, metavar="N", help="tokens of each answer")
     _threads(decoding)
+
+    constraining = commands.add_parser("constrained", help="decode rate with a JSON schema, and with forced tokens")
+    _common(constraining, run=_constrained, repeats=(7, 2), of="measurements of each kind")
+    constraining.add_argument(
+        "--tokens", type=_positive, default=256, metavar="N", help="tokens of each answer (default: 256)"
+    )
+    _threads(constraining)
 
     sharing = commands.add_parser("scenarios", help="six ways to share prompts, with and without the cache")
     _common(sharing, run=_scenarios, repeats=(3, 1), of="runs of each scenario")
@@ -164,6 +171,10 @@ def _chat(options: Namespace) -> None:
 
 def _decode(options: Namespace) -> None:
     decode.run(**_measured(options), pairs=options.repeats, tokens=options.tokens, threads=options.threads)
+
+
+def _constrained(options: Namespace) -> None:
+    constrained.run(**_measured(options), repeats=options.repeats, tokens=options.tokens, threads=options.threads)
 
 
 def _scenarios(options: Namespace) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from bench import chat, decode, idle, scenarios, tree
+from bench import chat, constrained, decode, idle, scenarios, tree
 from bench.__main__ import QUICK, main
 from bench.peers import baseline, compare
 
 BENCHMARKS = {
     "chat": chat,
     "baseline": baseline,
+    "constrained": constrained,
     "decode": decode,
     "idle": idle,
     "peers": compare,
@@ -44,7 +45,15 @@ def called(
 
 @pytest.mark.parametrize(
     ("name", "usual", "quick"),
-    [("chat", 5, 2), ("decode", 7, 2), ("idle", 7, 2), ("peers", None, 1), ("scenarios", 3, 1), ("tree", 9, 2)],
+    [
+        ("chat", 5, 2),
+        ("constrained", 7, 2),
+        ("decode", 7, 2),
+        ("idle", 7, 2),
+        ("peers", None, 1),
+        ("scenarios", 3, 1),
+        ("tree", 9, 2),
+    ],
 )
 def test_repeats_are_the_benchmarks_own_unless_told(
     name: str, usual: int, quick: int, monkeypatch: pytest.MonkeyPatch

@@ -209,6 +209,16 @@ def test_patterns_that_cannot_be_rewritten_are_none() -> None:
     assert ecmascript_pattern(r"\[a&&b\]") == r"\[a&&b\]"
 
 
+@pytest.mark.parametrize("schema", [{"type": "number"}, {"type": "number", "minimum": 0, "maximum": 1}])
+def test_numbers_have_a_last_digit(schema: Any) -> None:
+    assert allows(schema, "0.3333333333")
+    assert not allows(schema, "0.33333333333")
+    assert allows({"type": "integer"}, "-" + 18 * "9")
+    assert not allows({"type": "integer"}, 19 * "9")
+    assert allows({"type": "integer", "minimum": 0}, "7")
+    assert allows({"type": "number", "maximum": 1e-15, "minimum": 0}, "0.0000000000000001")
+
+
 def test_whitespace_is_bounded_and_can_be_left_out() -> None:
     schema = {"type": "array", "items": {"const": 1}}
     assert allows(schema, "[\n    1,\n    1\n]")

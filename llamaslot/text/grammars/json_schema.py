@@ -24,7 +24,7 @@ from llguidance import LLMatcher
 
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.text.grammars.schema_fixes import ecmascript_pattern, exact_bounds
+from llamaslot.text.grammars.schema_fixes import ecmascript_pattern, exact_bounds, limit_digits
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -102,6 +102,8 @@ def _prepare(root: Schema, param: str) -> None:
         if isinstance(each.get("format"), str) and each["format"] not in _KNOWN_FORMATS:
             del each["format"]
         exact_bounds(each)
+        if open_ is not None and id(each) not in open_:
+            limit_digits(each)
         if isinstance(each.get("pattern"), str):
             each["pattern"] = _pattern(each["pattern"], param)
         if isinstance(each.get("patternProperties"), dict):

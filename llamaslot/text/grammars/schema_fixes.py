@@ -1,4 +1,4 @@
-"""Keywords of JSON Schema that llguidance 1.9.1 gets wrong, rewritten so that every answer is valid.
+"""Keywords of JSON Schema that llguidance 1.9.1 gets wrong, rewritten so that every answer is valid and ends.
 
 Found by comparing it with a validator (`tests/text/test_json_schema.py` does that with generated schemas).
 """
@@ -9,6 +9,11 @@ import re
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
+MAX_NUMBER = 10**18 - 1
+"""Numbers without a bound of their own are at most this, and at least its negative."""
+_LAST_DIGIT = Decimal("1e-10")
+"""llguidance refuses 1e-12 as having too many digits."""
+_LIMITS_OF_ITS_OWN = frozenset({"multipleOf", "enum", "const"})
 _EXACT_DIGITS = 12
 _SMALLEST_STEP = Decimal("0.000001")
 _NAMES_CONTROL = re.compile(r"\\x00|\\x\{0+\}|\\u0000|\\u\{0+\}|\\0|\\[pP]\{?(?:gc=|General_Category=)?C|\x00")
@@ -41,6 +46,25 @@ def exact_bounds(schema: dict[str, Any]) -> None:
         if stated is None or (moved - stated) * sign > 0:
             schema[inclusive] = float(moved)
         del schema[exclusive]
+
+
+def limit_digits(schema: dict[str, Any]) -> None:
+    """Limit the digits of numbers, which a model could go on with forever, such as those of 1/3.
+
+    llguidance writes numbers with bounds without an exponent; so are those without bounds then.
+    """
+    kind = schema.get("type")
+    if kind not in ("integer", "number") or not _LIMITS_OF_ITS_OWN.isdisjoint(schema):
+        return
+    bounds = [_number(schema.get(name)) for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")]
+    if any(each is not None and (abs(each) > MAX_NUMBER or each % _LAST_DIGIT) for each in bounds):
+        return
+    if bounds[:2] == [None, None]:
+        schema["minimum"] = -MAX_NUMBER
+    if bounds[2:] == [None, None]:
+        schema["maximum"] = MAX_NUMBER
+    if kind == "number":
+        schema["multipleOf"] = float(_LAST_DIGIT)
 
 
 def ecmascript_pattern(pattern: str) -> str | None:
