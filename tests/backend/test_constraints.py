@@ -20,6 +20,7 @@ from llamaslot.backend.constraints import compiler as compiling
 from llamaslot.backend.constraints.compiler import ConstraintCompiler
 from llamaslot.backend.constraints.matcher import Matcher, TokenMask
 from llamaslot.backend.llama.constraint_tokenizer import ConstraintTokenizer
+from llamaslot.backend.llama.sampling.candidates import highest
 from llamaslot.backend.llama.sampling.dry import BreakerIndex
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.backend.llama.vocab import LlamaVocab
@@ -63,7 +64,7 @@ class Chooser:
     """A sampler with a constraint, given random logits."""
 
     def __init__(self, vocab: LlamaVocab, matcher: Matcher, draw: int, **sampling: Any) -> None:
-        self._logits = np.random.default_rng(draw)
+        self._draw = draw
         self._n = vocab.n_tokens
         settings = Sampling(**{"temperature": 0.0} | sampling)
         history = np.empty(0, dtype=np.int32)
@@ -77,8 +78,9 @@ class Chooser:
             matcher=matcher,
         )
 
-    def next(self) -> int:
-        logits = self._logits.standard_normal(self._n).astype(np.float32)
+    def next(self, position: int = 0) -> int:
+        """Sample a token from logits that depend on its position only."""
+        logits = np.random.default_rng((self._draw, position)).standard_normal(self._n).astype(np.float32)
         before = logits.copy()
         token = self.sampler.choose(logits)
         assert np.array_equal(logits, before), "logits that others sample from were changed"
@@ -94,7 +96,7 @@ def allowed(mask: TokenMask | None, n: int) -> set[int]:
 def generate(chooser: Chooser, vocab: LlamaVocab, *, fast_forward: bool, most: int = 400) -> list[int]:
     tokens: list[int] = []
     while len(tokens) < most and not vocab.eog.intersection(tokens):
-        tokens.append(chooser.next())
+        tokens.append(chooser.next(len(tokens)))
         assert tokens[-1] >= 0, chooser.sampler.failure
         if tokens[-1] not in vocab.eog:
             tokens += chooser.sampler.advance(fast_forward=fast_forward)
@@ -187,6 +189,31 @@ def test_biases_and_ignore_eos_give_way_to_the_constraint(vocab: LlamaVocab, com
     assert text_of([likes_b.next()], vocab) == "a"
 
 
+def test_penalties_count_forced_tokens(vocab: LlamaVocab, compiler: ConstraintCompiler) -> None:
+    # The same words are forced and chosen.
+    compiled = compiler.compile(
+        of_lark('start: (" name and colour: " /[0-9]/ " " /(name|colour|and|city)/ ";"){6}')
+    )
+    for seed in range(5):
+        forward, stepwise = (
+            generate(
+                Chooser(vocab, compiled.matcher(), seed, frequency_penalty=2.0, repeat_last_n=-1),
+                vocab,
+                fast_forward=fast_forward,
+            )
+            for fast_forward in (True, False)
+        )
+        assert forward[:-1] == stepwise[:-1]
+
+
+def test_few_allowed_tokens_are_the_only_candidates() -> None:
+    logits = np.full(20_000, -np.inf, dtype=np.float32)
+    logits[[7, 5000, 9999]] = 1.0
+    found = highest(logits, 40)
+    assert found is not None
+    assert found.tolist() == [7, 5000, 9999]
+
+
 def test_control_tokens_come_only_by_name(vocab: LlamaVocab, compiler: ConstraintCompiler) -> None:
     mask = compiler.compile(of_lark("start: /(?s:.)*/")).matcher().mask()
     controls = {t for t in range(vocab.n_tokens) if not vocab.piece(t)}
@@ -212,7 +239,7 @@ def test_a_constraint_that_becomes_too_complex_fails_with_a_reason(
     rules = "\n".join(f"x{i}: /a/ x{i}?" for i in range(12_000))
     matcher = compiler.compile(of_lark(f"start: {options}\n{rules}")).matcher()
     chooser = Chooser(vocab, matcher, 1)
-    tokens = [chooser.next() for _ in range(50)]
+    tokens = [chooser.next(i) for i in range(50)]
     assert CONSTRAINT_FAILED in tokens
     assert chooser.sampler.failure
     assert chooser.sampler.advance(fast_forward=True) == ()
@@ -249,7 +276,7 @@ def test_copies_of_a_compiled_grammar_are_independent(vocab: LlamaVocab, compile
     while any(not vocab.eog.intersection(tokens) for tokens in together):
         for chooser, tokens in zip(choosers, together, strict=True):
             if not vocab.eog.intersection(tokens):
-                tokens.append(chooser.next())
+                tokens.append(chooser.next(len(tokens)))
                 tokens.extend(chooser.sampler.advance(fast_forward=True))
     assert together == alone
 
@@ -309,7 +336,7 @@ def test_long_forced_texts_are_tokenized_in_parts(vocab: LlamaVocab) -> None:
 
     tokenizer = ConstraintTokenizer(Splitting())
     compiler = ConstraintCompiler(lambda: tokenizer.make(tuple(vocab.eog)), n_vocab=vocab.n_tokens, eog=[0])
-    text = "some é words " * 600
+    text = "é" * 3000 + "words, " * 300
     matcher = compiler.compile(json_schema_constraint({"const": text}, "json_schema")).matcher()
     (quote,) = allowed(matcher.mask(), vocab.n_tokens)
     matcher.accept(quote)

@@ -102,6 +102,12 @@ def test_what_is_not_supported_is_refused_by_name(schema: Any, words: str) -> No
     assert words in refusal(schema)
 
 
+def test_options_for_llguidance_in_a_schema_have_no_effect() -> None:
+    schema = {"x-guidance": {"key_separator": "="}, "type": "object", "properties": {"a": {"const": 1}}}
+    assert allows(schema, '{"a":1}')
+    assert not allows(schema, '{"a"=1}')
+
+
 def test_deep_schemas_are_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(300):
@@ -160,8 +166,21 @@ def test_objects_stay_open_where_another_keyword_needs_it(schema: Any) -> None:
 def test_alternatives_do_not_become_exclusive_by_being_closed() -> None:
     # {"a": 1} matches both, so it is not valid, though it would match one of them if they had no other properties.
     other = {"type": "object", "properties": {"b": {"type": "integer"}}}
-    assert "oneOf" in refusal({"oneOf": [PERSON, other]})
-    assert "oneOf" in refusal({"oneOf": [{"$ref": "#/$defs/p"}, other], "$defs": {"p": PERSON}})
+    person = {**PERSON, "required": ["a"]}
+    assert "oneOf" in refusal({"oneOf": [person, other]})
+    assert "oneOf" in refusal({"oneOf": [{"$ref": "#/$defs/p"}, other], "$defs": {"p": person}})
+    nested = ({"type": "object", "properties": {"x": each}, "required": ["x"]} for each in (person, other))
+    assert "oneOf" in refusal({"oneOf": list(nested)})
+
+
+def test_alternatives_with_a_discriminator_are_exclusive() -> None:
+    options = [
+        {"type": "object", "properties": {"kind": {"const": kind}, kind: {"type": "integer"}}, "required": ["kind"]}
+        for kind in ("cat", "dog")
+    ]
+    schema = {"oneOf": options, "discriminator": {"propertyName": "kind"}}
+    assert allows(schema, '{"kind":"cat","cat":1}')
+    assert not allows(schema, '{"kind":"bird"}')
 
 
 def test_bounds_are_not_rounded_outwards() -> None:
