@@ -14,9 +14,10 @@ from jsonschema import Draft202012Validator
 from bench import synthetic
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
-from llamaslot.base.commands import Constraint, Sampling, Submit, TextPart
+from llamaslot.base.commands import Constraint, Submit, TextPart
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.events import Finished, Output
+from llamaslot.base.generation.sampling import Sampling
 from llamaslot.scheduler.request import Request
 from llamaslot.text.grammars.compiling import GrammarChecker
 from llamaslot.text.grammars.json_schema import json_schema_constraint
