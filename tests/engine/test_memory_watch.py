@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.base.commands import InspectCache
-from llamaslot.base.events import Finished
+from llamaslot.base.events import Finished, Progress
 from llamaslot.base.stats import RamStats
 from llamaslot.engine import memory_watch
 from llamaslot.kvcache.offload import disk_pacing, ram_budget
@@ -142,6 +142,39 @@ async def test_segments_that_are_on_disk_leave_ram_first(tmp_path: Path) -> None
         await until(lambda: newest.state is SegmentState.DISK)
         memory.reading = MemoryReading(1200, 10_000)
         assert tiers.ram.n_tokens >= 2 * len(PROMPTS[1]), "others were evicted before it"
+    store.close()
+
+
+async def test_what_only_the_disk_has_is_not_cached_while_ram_may_hold_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments are read into RAM. While they cannot be, requests compute the prefix once and share it."""
+    monkeypatch.setattr(ram_budget, "CALM_S", 0.0)
+    memory = Memory()
+    store = DiskStore(tmp_path)
+    store.open(b"k" * 32, 10**7)
+    settings = {"disk": store, "ram_bytes": 10**5, "ram_is_fixed": False, "idle_cells": 0}
+    n = len(PROMPTS[0]) + 1  # with a BOS
+    async with running(backend(), debug_invariants=True, read_memory=memory.read, **settings) as engine:
+        cache = engine.engine.scheduler.cache
+
+        async def ask(name: str) -> Progress:
+            end = await engine.submit(name, PROMPTS[0], max_tokens=1)
+            assert isinstance(end, Finished)
+            return end.progress
+
+        assert (await ask("cold")).n_prompt_computed == n
+        await until(lambda: cache._tiers.disk.n_tokens == n and not cache._tiers.writer.writing)
+        memory.reading = CRITICAL
+        await until(lambda: cache._tiers.ram.capacity == 0)
+        await engine.submit("other", PROMPTS[1], max_tokens=1)
+        short = await asyncio.gather(ask("a"), ask("b"))
+        assert engine.text("a") == engine.text("b") == engine.text("cold")
+        assert sorted(each.n_prompt_computed for each in short) == [1, n], "computed twice"
+        assert [each.miss for each in short if each.n_prompt_computed == n] == ["evicted"]
+        memory.reading = AMPLE
+        await until(lambda: cache._tiers.ram.capacity == 10**5)
+        assert (await ask("ample")).n_read == n - 1
     store.close()
 
 

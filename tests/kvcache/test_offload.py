@@ -10,8 +10,9 @@ from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.offload.disk_io import SaveFailed
+from llamaslot.kvcache.offload.disk_io import SaveFailed, SegmentMeta, path_digest
 from llamaslot.kvcache.offload.offloader import Loaded, LoadStatus
+from llamaslot.kvcache.offload.ram_budget import CALM_S, MemoryReading
 from llamaslot.scheduler.step import StepPlan
 from tests.scheduler.test_scheduler import Driver, generated
 
@@ -384,3 +385,28 @@ def test_a_segment_that_a_plan_saves_is_loaded_by_the_next_one_only() -> None:
     assert cache.load(acquired.slot, packed(tokens)) == Loaded(LoadStatus.DONE, n_loaded=30)
     assert [type(each) for each in cache.take_operations()] == [Load]
     assert cache.length(acquired.slot) == 50
+
+
+def test_a_waiting_request_matches_what_only_the_disk_has_as_soon_as_ram_has_room_to_read_it() -> None:
+    tokens = packed(np.arange(50, dtype=np.int32))
+    settings = CacheSettings(
+        n_slots=2,
+        n_cells=256,
+        n_seqs=4,
+        min_shared=8,
+        gap_ms=100.0,
+        ram_bytes=100,
+        ram_is_fixed=False,
+        segment_size=SegmentSize(0, 1),
+        disk_bytes=10**6,
+    )
+    on_disk = [SegmentMeta(0, None, "", 0, tokens, 50, path_digest("", tokens))]
+    cache = KVCache(settings, on_disk=on_disk, first_number=1)
+    match = cache.match("", tokens)
+    assert match.n_cached == 50
+    for reading, n_cached in ((MemoryReading(0, 1000), 0), (MemoryReading(900, 1000), 50)):
+        for now in range(int(CALM_S) + 20):
+            cache.ram_budget.observe(reading, 0, now)
+            cache.tick(now)
+        match = cache.match("", tokens, match)
+        assert match.n_cached == n_cached

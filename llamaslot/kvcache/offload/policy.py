@@ -91,6 +91,8 @@ class OffloadPolicy:
                 if ram.n_bytes <= n_bytes:
                     break
                 self._tiers.transition(segment, SegmentEvent.EVICT_RAM)
+        # Lookups say what can be read from disk, which needs room in RAM.
+        self._tree.version += ram.capacity != max(n_bytes, ram.n_bytes)
         ram.capacity = max(n_bytes, ram.n_bytes)
 
     def offload_for_disk(self, now: float) -> None:

@@ -92,9 +92,12 @@ class SegmentTiers:
         """The parts that can be loaded now or once they are read, up to the first that cannot."""
         found: list[SegmentPart] = []
         for part in parts if self.now >= self.loads_again_at else ():
-            state = part.segment.state
-            if state is S.UNREADABLE or not (state.is_loadable or not self.is_unresponsive):
-                break
+            segment, ram = part.segment, self.ram
+            if not segment.state.is_loadable:
+                # What is only on disk is read into RAM: it has to fit once all else was evicted.
+                fits = segment.n_bytes <= ram.capacity and not exceeds_limit(ram, segment.tenant, segment.n_bytes)
+                if segment.state is S.UNREADABLE or self.is_unresponsive or not fits:
+                    break
             found.append(part)
         return found
 
