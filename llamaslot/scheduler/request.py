@@ -234,8 +234,11 @@ class Request:
         return self.submit.constraint is not None and self.submit.sampling.n_probs < 0
 
     def is_stream(self, n_pending: int) -> bool:
-        """True if it has only its last sampled token to compute, with those that were forced behind it."""
-        return self.n_generated > 0 and n_pending <= 1 + self.n_forced
+        """True if it has only one token to compute, or its last sampled one with those that were forced behind it.
+
+        A prompt that is cached whole has one too, and waits no longer than a stream.
+        """
+        return n_pending == 1 or (self.n_generated > 0 and n_pending <= 1 + self.n_forced)
 
     @property
     def has_started(self) -> bool:

@@ -391,7 +391,7 @@ class Scheduler:
     def _observe(self, plan: StepPlan, result: StepResult) -> None:
         # Tokens that constraints forced cost what prompt tokens do.
         lengths = [(len(w.run.tokens), w.request) for w in plan.work]
-        n_decoding = sum(1 for n, request in lengths if n == 1 or request.is_stream(n))
+        n_decoding = sum(1 for n, request in lengths if request.is_stream(n))
         n_prefill = sum(n for n, _ in lengths) - n_decoding
         n_padding = len(plan.padding.tokens) if plan.padding and n_prefill else 0
         self.chunks.observe(n_prefill + n_padding, n_decoding, result.seconds)

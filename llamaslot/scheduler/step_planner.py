@@ -67,7 +67,7 @@ class StepPlanner:
     def grant(self, requests: Sequence[Request]) -> list[Work]:
         """Work of this step for some of the running requests, in their order; it is ordered by sequence id."""
         pending = {r.id: len(r.tokens) - self._cache.length(r.slot) for r in requests}
-        streams = {r.id for r in requests if pending[r.id] == 1 or r.is_stream(pending[r.id])}
+        streams = {r.id for r in requests if r.is_stream(pending[r.id])}
         n_decoding = len(streams)
         wanted = self._within_logits(requests, pending)
         shares = self._shares(wanted, streams, self._chunks.limit(n_decoding))
