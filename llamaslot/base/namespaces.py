@@ -39,7 +39,10 @@ def key_salt(secret: str, salt: str) -> str:
 
 
 def tenant_name(api_key: str) -> str:
-    """Return the name by which the namespaces of an API key are known to administrators."""
+    """Return the name of an API key: of its turns as a client, and of its namespaces in `GET /cache`.
+
+    It does not disclose the key.
+    """
     key = api_key.encode("utf-8", "surrogateescape")
     return hashlib.blake2b(key, digest_size=6, person=b"llamaslot tenant").hexdigest()
 

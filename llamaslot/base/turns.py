@@ -11,6 +11,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from llamaslot.base.namespaces import tenant_name
+
 T = TypeVar("T")
 
 MAX_CLIENTS = 1024
@@ -23,13 +25,13 @@ class Sender(msgspec.Struct, frozen=True):
     """The sender of a request, by digests that do not disclose its key and address."""
 
     key: str = ""
-    """Empty if the server has no API keys: then clients may send whatever they like as a key."""
+    """The key's `tenant_name`; empty if the server has no API keys: clients may then send whatever they like."""
     address: str = ""
 
     @classmethod
     def of(cls, api_key: str | None, address: str) -> Sender:
         """Return the sender with this key (None for a server without keys) and address."""
-        return cls("" if api_key is None else _digest("key", api_key), _digest("address", address))
+        return cls("" if api_key is None else tenant_name(api_key), _digest("address", address))
 
     def client(self, session_id: str) -> str:
         """Return the client that a request of this session is of: the key, else the session, else the address."""
@@ -38,7 +40,7 @@ class Sender(msgspec.Struct, frozen=True):
         return _digest("session", session_id) if session_id else self.address
 
 
-def _digest(kind: Literal["key", "session", "address"], name: str) -> str:
+def _digest(kind: Literal["session", "address"], name: str) -> str:
     return hashlib.blake2b(f"{kind} {name}".encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 

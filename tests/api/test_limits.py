@@ -12,6 +12,7 @@ import pytest
 from llamaslot.api.context import ApiSettings
 from llamaslot.base.commands import RequestContext, TextPart
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.namespaces import tenant_name
 from llamaslot.base.turns import Sender
 from llamaslot.protocol.bodies import CompletionBody
 from llamaslot.protocol.submission import submissions
@@ -103,6 +104,7 @@ def test_the_key_tells_clients_apart_then_the_session_then_the_address() -> None
     with_key = Sender.of("key", "address")
     assert with_key.client("session") == Sender.of("key", "another").client("")
     assert with_key.client("session") != Sender.of("another", "address").client("session")
+    assert with_key.client("session") == tenant_name("key"), "it has the name that GET /cache shows"
     assert "key" not in with_key.client("session")
     without = Sender.of(None, "address")
     assert without.client("session") == Sender.of(None, "another").client("session")
