@@ -145,7 +145,7 @@ class EngineSupervisor:
         self._process.kill()
 
     def _has_started(self) -> None:
-        load = LoadEngine(self.config, is_restart=self._info is not None)
+        load = LoadEngine(self.config, needs_folders=self._info is None)
         self._process.send(Stop() if self._process.is_stopping else load)
 
     def _receive(self, message: FromEngine) -> None:

@@ -23,8 +23,8 @@ class LoadEngine(msgspec.Struct, frozen=True, tag="load_engine"):
 
     config: Any
     """`llamaslot.app.config.Config` as builtins: this layer does not know its type."""
-    is_restart: bool = False
-    """True if a server that runs gets another engine, which does without a disk that cannot be used."""
+    needs_folders: bool = True
+    """False after the first start: a running server goes on without folders that cannot be used."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
+import urllib.error
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,10 +218,32 @@ def test_an_engine_that_starts_again_without_its_folder_runs_without_it(tmp_path
         assert server.stop() == 0
 
 
+def test_an_engine_that_starts_again_without_disk_and_slot_folder_runs_without_them(
+    tmp_path: Path, disk: Path
+) -> None:
+    slots = tmp_path / "slots"
+    with serving(tmp_path, "--cache-disk", disk, "--slot-save-path", slots, *ARGS) as server:
+        texts = first_texts(server)
+        for folder in (disk, slots):
+            folder.rename(tmp_path / f"{folder.name}-elsewhere")
+            folder.touch()
+        engine_of(server).kill()
+        check_runs_without_disk(server, texts, "cannot be used")
+        assert [line["flag"] for line in server.log_lines("folder.unusable")] == [
+            "--cache-disk",
+            "--slot-save-path",
+        ]
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            server.post("/slots/0?action=save", {"filename": "a.bin"})
+        assert refused.value.code == 501
+        refused.value.close()
+        assert server.stop() == 0
+
+
 def check_runs_without_disk(server: Server, texts: Texts, reason: str) -> None:
     """The engine has started again and has no disk, which the log says."""
-    wait(lambda: bool(server.log_lines("disk.unusable")) and bool(server.log_lines("engine.restarted")))
-    assert reason in server.log_lines("disk.unusable")[-1]["reason"]
+    wait(lambda: bool(server.log_lines("folder.unusable")) and bool(server.log_lines("engine.restarted")))
+    assert reason in server.log_lines("folder.unusable")[-1]["reason"]
     assert server.get("/cache")["disk"]["total_bytes"] == 0
     for prompt, text in texts.items():
         assert ask(server, prompt) == text

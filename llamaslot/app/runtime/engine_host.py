@@ -38,12 +38,12 @@ _log = structlog.get_logger(__name__)
 class EngineHost:
     """Call `lock`, `load`, `start` and `close` in this order, the last one in any case.
 
-    Without `needs_disk`, a disk that cannot be used is logged, and the engine runs without it.
+    Without `needs_folders`, a folder that cannot be used is logged, and the engine runs without it.
     """
 
-    def __init__(self, config: Config, *, needs_disk: bool = True) -> None:
+    def __init__(self, config: Config, *, needs_folders: bool = True) -> None:
         self._config = config
-        self._needs_disk = needs_disk
+        self._needs_folders = needs_folders
         self._thread = model_thread()
         self._disk: DiskStore | None = None
         self._slot_folder: Path | None = None
@@ -61,9 +61,10 @@ class EngineHost:
 
     def lock(self) -> None:
         """Lock the folders against other servers; raises `ConfigError`."""
-        with self._disk_errors():
+        with self._optional_folders():
             self._disk = lock_disk(self._config)
-        self._slot_folder = slot_save_path(self._config)
+        with self._optional_folders():
+            self._slot_folder = slot_save_path(self._config)
 
     async def load(self, on_progress: OnProgress, backend: Backend | None = None) -> Loaded | None:
         """Load the model, or take a loaded backend, and open the disk; None if `on_progress` stopped that.
@@ -87,7 +88,7 @@ class EngineHost:
         if self._disk is not None:
             text = "reading the model for its checksum"
             disk, budgets = self._disk, self._budgets
-            with self._disk_errors():
+            with self._optional_folders():
                 disk_line = await asyncio.to_thread(
                     lambda: open_disk(disk, config, info, budgets, lambda fraction: on_progress(text, fraction))
                 )
@@ -97,14 +98,16 @@ class EngineHost:
         return Loaded(info, self._budgets.line, disk_line, records)
 
     @contextlib.contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        """Raise or log that the disk cannot be used."""
+    def _optional_folders(self) -> Iterator[None]:
+        """Log, rather than raise, that a folder cannot be used, unless the engine starts for the first time."""
         try:
             yield
         except ConfigError as error:
-            if self._needs_disk:
+            if self._needs_folders:
                 raise
-            _log.error("disk.unusable", reason=error.message, until="the engine is started again")
+            _log.error(
+                "folder.unusable", flag=error.param, reason=error.message, until="the engine is started again"
+            )
 
     def start(self, on_events: Callable[[list[EngineEvent]], None]) -> Engine:
         """Return an engine, which takes commands; the caller has it run."""

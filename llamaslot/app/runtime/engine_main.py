@@ -43,7 +43,7 @@ class EngineMain:
         """Serve the parent until it says stop, or the engine dies; then exit without waiting for threads."""
         await self._channel.connect(socket_of(self._fd))
         load = await self._load
-        host = EngineHost(configured(load.config), needs_disk=not load.is_restart)
+        host = EngineHost(configured(load.config), needs_folders=load.needs_folders)
         try:
             has_failed = await self._serve(host)
         except LlamaslotError as error:
