@@ -208,6 +208,34 @@ def test_a_corrupt_file_is_moved_aside(folder: Path) -> None:
     store.close()
 
 
+def test_missing_and_corrupt_files_are_logged_once_in_30_seconds(folder: Path) -> None:
+    now = [0.0]
+    store = DiskStore(folder, failures=FailureLog(lambda: now[0]))
+    store.open(KEY, CAPACITY)
+    write(store, *map(segment, range(12)))
+    for number in range(6):
+        file_of(folder, number).unlink()
+    for number in range(6, 12):
+        file_of(folder, number).write_bytes(b"!")
+    with capture_logs() as logs:
+        for number in (0, 1, 2, 3, 4, 6, 7, 8, 9, 10):
+            with pytest.raises(CorruptSegmentError):
+                store.read(number)
+        now[0] = 30.0
+        for number in (5, 11):
+            with pytest.raises(CorruptSegmentError):
+                store.read(number)
+    found = [(line["event"], line["segment"], line.get("not_logged_before")) for line in logs]
+    assert found == [
+        ("disk.file_missing", 0, None),
+        ("disk.corrupt_file", 6, None),
+        ("disk.file_missing", 5, 4),
+        ("disk.corrupt_file", 11, 4),
+    ]
+    assert logs[1]["moved_to"] == str(folder / "corrupt")
+    store.close()
+
+
 def test_two_files_that_changed_places_are_corrupt(folder: Path) -> None:
     store = opened(folder)
     write(store, segment(1), segment(2))

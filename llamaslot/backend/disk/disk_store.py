@@ -171,12 +171,12 @@ class DiskStore:
         try:
             return read_segment(path, self.key, *file)
         except CorruptFileError as error:
-            _log.warning("disk.corrupt_file", segment=number, error=str(error), moved_to=str(self._corrupt))
+            self._failures.add("disk.corrupt_file", error, segment=number, moved_to=str(self._corrupt))
             with contextlib.suppress(OSError):
                 self._move_aside(path)
             raise CorruptSegmentError(str(error)) from None
-        except FileNotFoundError:
-            _log.warning("disk.file_missing", segment=number)
+        except FileNotFoundError as error:
+            self._failures.add("disk.file_missing", error, segment=number)
             raise CorruptSegmentError("the file is gone") from None
         except (OSError, MemoryError) as error:
             self._failures.add("disk.read_failed", error, segment=number)
