@@ -84,11 +84,12 @@ def _memory(name: str, grown: float | None, limit: int | None, is_judged: bool) 
 def _descriptors(name: str, idle: Sequence[Sample]) -> Row:
     """Descriptors at idle points: medians of both halves, since a connection of a poll may be open."""
     counts = [sample["processes"][name]["descriptors"] for sample in idle if name in sample["processes"]]
-    shown = f"{counts[0]} to {counts[-1]}" if counts else "?"
+    title, limit = f"descriptors of the {name} when idle", "no growth"
+    if len(counts) < MIN_IDLE_POINTS:
+        return Row(title, "?", limit, None)
     half = len(counts) // 2
-    is_judged = len(counts) >= MIN_IDLE_POINTS
-    met = statistics.median(counts[half:]) <= statistics.median(counts[:half]) if is_judged else None
-    return Row(f"descriptors of the {name} when idle", shown, "no growth", met)
+    first, last = statistics.median(counts[:half]), statistics.median(counts[half:])
+    return Row(title, f"{first:g} to {last:g}", limit, last <= first)
 
 
 def _percentile(values: Sequence[float], share: float) -> float:

@@ -89,6 +89,19 @@ def test_one_more_descriptor_is_missed(name: str) -> None:
     assert missed(soaked(more(name, "descriptors", 3))) == [f"descriptors of the {name} when idle"]
 
 
+def test_the_figure_of_descriptors_shows_the_medians_that_are_judged() -> None:
+    def change(sample: Sample) -> None:
+        more(PARENT, "descriptors", 8)(sample)
+        if sample["t"] in (1800, 3600):
+            sample["processes"][PARENT]["descriptors"] = 90
+
+    samples = soaked(change)
+    row = next(row for row in verdict(samples, samples[::3], 3600, 0) if row.name.startswith("descriptors of"))
+    assert (row.figure, row.met) == ("25 to 26.5", False)
+    short = next(row for row in verdict(samples, samples[:3], 3600, 0) if row.name.startswith("descriptors of"))
+    assert (short.figure, short.met) == ("?", None)
+
+
 def test_a_connection_that_was_closed_once_at_an_idle_point_is_no_growth() -> None:
     def change(sample: Sample) -> None:
         if 600 < sample["t"] < 700:
