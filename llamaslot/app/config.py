@@ -123,7 +123,9 @@ class Config:
     cache_type_k: CacheType = _llama("f16", "element type of K in the pool", "-ctk --cache-type-k")
     cache_type_v: CacheType = _llama("f16", "element type of V in the pool", "-ctv --cache-type-v")
     cache_prompt: bool = _llama(True, "reuse KV unless a request says otherwise")
-    cache_salt_from_api_key: bool = _own(False, "requests share KV only with those of the same API key")
+    cache_salt_from_api_key: bool = _own(
+        False, "requests share KV only with those of the same API key, and with cache_public"
+    )
     cache_debug_text: bool = _own(
         False, "show the text of everybody's prefixes in /cache, to administrators (without API keys: to anyone)"
     )

@@ -35,13 +35,13 @@ class Match:
     n_matched: int
     """Leading tokens found in the tree, even where no KV is left of them."""
     parts: tuple[SegmentPart, ...]
-    """Segments that continue the resident part, without a gap; the last may be of the public namespace."""
+    """Segments that continue the resident part, without a gap; any of them may be of the public namespace."""
     n_cached: int
     """Tokens that need not be computed: resident ones, and those worth loading after them."""
     version: int
     """Version of the tree that was looked up; the match is stale once it has changed."""
     public: Match | None = None
-    """The public namespace's match of the same tokens, if its segments are among the last `parts`."""
+    """The public namespace's match of the same tokens, if any of `parts` is from there."""
 
     @property
     def n_idle(self) -> int:

@@ -1,8 +1,9 @@
 """Public prefix: KV that an administrator shares with all tenants on purpose.
 
 A request with `cache_public` runs in a namespace of its own, that of the tenant `public`. What it computes is saved
-to segments at once. The lookup of another tenant continues with these segments where its own prefix ends. `Load` is
-the only operation that crosses from one namespace to another, and only in this direction:
+to segments at once. The lookup of another tenant continues with these segments where its own prefix ends, and fills
+gaps between its own segments. `Load` is the only operation that crosses from one namespace to another, and only in
+this direction:
 
     public namespace       cells --Save--> segments in RAM <--> disk
                                                 |
