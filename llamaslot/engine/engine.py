@@ -362,7 +362,7 @@ class Engine:
         return self.scheduler.cache.length(request.slot) if request.slot >= 0 else 0
 
     def _clear_cache(self, _: commands.ClearCache, respond: Respond) -> None:
-        cleared = self.scheduler.cache.drop()
+        cleared = self.scheduler.cache.dropper.drop()
         _log.info("cache.cleared", **msgspec.structs.asdict(cleared))
         if self._disk is not None:
             self._disk.start(self.scheduler.cache.take_jobs())
@@ -370,7 +370,7 @@ class Engine:
         self._respond_when_written(respond, cleared)
 
     def _drop_paths(self, query: commands.DropPaths, respond: Respond) -> None:
-        dropped = self.scheduler.cache.drop(query.namespace, query.paths)
+        dropped = self.scheduler.cache.dropper.drop_paths(query.namespace, query.paths)
         _log.info("session.dropped", **msgspec.structs.asdict(dropped))
         if self._disk is not None:
             self._disk.start(self.scheduler.cache.take_jobs())

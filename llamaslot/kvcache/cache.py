@@ -21,10 +21,9 @@ from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from llamaslot.base.commands import CacheCleared
 from llamaslot.base.kv_ops import Operation
 from llamaslot.base.model import SegmentSize
-from llamaslot.base.namespaces import PUBLIC_NAMESPACE, is_private, reads_public, tenant_of
+from llamaslot.base.namespaces import is_private, tenant_of
 from llamaslot.base.stats import (
     CacheState,
     CacheStats,
@@ -37,7 +36,7 @@ from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.ghost_list import GhostList
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.offload.disk_io import IoEvent, Job, SegmentMeta
-from llamaslot.kvcache.offload.dropping import drop_path, drop_subtree
+from llamaslot.kvcache.offload.dropping import Dropper
 from llamaslot.kvcache.offload.offloader import Loaded, Offloader
 from llamaslot.kvcache.offload.policy import Deadlines, OffloadPolicy
 from llamaslot.kvcache.offload.public_prefix import PublicPrefix
@@ -116,6 +115,8 @@ class KVCache:
             self._pool = UnifiedPool(*parts, self._offloader)
         else:
             self._pool = PartitionedPool(*parts, prefill_seconds)
+        self.dropper = Dropper(self._tree, self._sequences, self._tiers, self._offloader)
+        """Deletes prefixes in all tiers."""
         self._snapshots = SlotSnapshots(self._tree, self._sequences, self._pool, self._offloader)
         self._ghosts = GhostList()
         self._n_cached_at: dict[int, int] = {}
@@ -143,7 +144,7 @@ class KVCache:
         """Return the longest cached prefix of `tokens`; that is `last` if nothing has changed since."""
         if last is not None and last.version == self._tree.version and len(last.tokens) == len(tokens):
             return last
-        match = self._public.extend(self._tree.match(namespace, tokens))
+        match = self._public.match(namespace, tokens)
         parts = self._offloader.worth_loading(match)
         return replace(match, n_cached=parts[-1].end) if parts else match
 
@@ -174,13 +175,13 @@ class KVCache:
 
     def load(self, seq: int, tokens: bytes) -> Loaded:
         """Extend a running sequence by what else is cached of `tokens`: copy it, then load it."""
-        match = self._tree.match(self._sequences.end(seq).namespace, tokens)
+        match = self._public.match(self._sequences.end(seq).namespace, tokens)
         n_copied = self._pool.copy_resident(seq, match)
         if n_copied:
             self._pool.deduplicate()
         limit = self.settings.max_tokens_in_gap(self.settings.load_us) if self.has_streams else None
         limit = None if limit is None else max(0, limit - self._n_loaded)
-        loaded = self._offloader.load(seq, self._public.extend(match), limit)
+        loaded = self._offloader.load(seq, match, limit)
         self._n_loaded += loaded.n_loaded
         self._counters.loaded_tokens += loaded.n_loaded
         return replace(loaded, n_copied=n_copied)
@@ -278,38 +279,7 @@ class KVCache:
         segment = self._tiers.on_io(event, now)
         return range(segment.start, segment.end) if segment is not None else None
 
-    # --- dropping, and slot files ---
-
-    def drop(
-        self, namespace: str | None = None, paths: Sequence[bytes] | None = None, *, are_invalid: bool = False
-    ) -> CacheCleared:
-        """Drop idle prefixes everywhere: of some paths, of a namespace, or all there are.
-
-        A path is dropped back to the last position at which another one continues, ends or runs. If it is not
-        trusted (`are_invalid`), its last node is dropped with all that continues it; the public one too if all of
-        the path can be loaded from there.
-        """
-        ram, disk = self._tiers.ram, self._tiers.disk
-        before = self._tree.n_tokens, ram.n_tokens, disk.n_tokens
-        if namespace is not None and paths is not None:
-            for tokens in paths:
-                match = self._tree.match(namespace, tokens)
-                if are_invalid:
-                    drop_subtree(match.matched_end, self._sequences, self._tiers)
-                    public = self._tree.match(PUBLIC_NAMESPACE, tokens)
-                    if reads_public(namespace) and public.n_matched * WIDTH == len(tokens):
-                        drop_subtree(public.matched_end, self._sequences, self._tiers)
-                else:
-                    drop_path(match, self._tree, self._sequences, self._tiers)
-        else:
-            nodes = self._tree.nodes(namespace)
-            self._tiers.drop(reversed(dict.fromkeys(node.segment for node in nodes if node.segment is not None)))
-            seqs = self._sequences.all if namespace is None else self._sequences.in_namespace(namespace)
-            for seq in seqs:
-                if namespace is not None or not self._tree.is_pinned(seq):
-                    self._sequences.clear(seq)
-        self._offloader.free_evicted()
-        return CacheCleared(before[0] - self._tree.n_tokens, before[1] - ram.n_tokens, before[2] - disk.n_tokens)
+    # --- slot files ---
 
     def save_slot(self, seq: int) -> SlotSave | None:
         """Record operations that save everything an idle slot holds; None if that is nothing.

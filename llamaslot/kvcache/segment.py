@@ -13,6 +13,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
+from llamaslot.base.namespaces import PUBLIC_TENANT
+
 if TYPE_CHECKING:
     from llamaslot.kvcache.node import Node
 
@@ -211,6 +213,11 @@ class Segment:
     def namespace(self) -> str:
         """The namespace of its tokens."""
         return self.nodes[0].namespace
+
+    @property
+    def is_public(self) -> bool:
+        """True if it counts to the tenant of the public namespace."""
+        return self.tenant == PUBLIC_TENANT
 
     @property
     def prefix(self) -> bytes:

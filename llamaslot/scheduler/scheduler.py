@@ -152,7 +152,7 @@ class Scheduler:
             self.admission.observe_length(request.n_generated)
         others = (*self.queue, *self.running)
         if request.is_private and all(other.namespace != request.namespace for other in others):
-            self.cache.drop(request.namespace)
+            self.cache.dropper.drop(request.namespace)
 
     def stop(self, now: float) -> None:
         """End all requests, and from now on plan only to have everything written to disk."""
@@ -305,14 +305,14 @@ class Scheduler:
         if request.n_reused and not request.n_generated and not request.is_private:
             reused = tokens[: request.n_reused * WIDTH]
             self._preempt(request, now)
-            self.cache.drop(namespace, [tokens])
+            self.cache.dropper.drop_paths(namespace, [tokens])
             is_left = self.cache.match(namespace, reused).n_cached >= request.n_reused
             request.isolate(reused if is_left else b"")
             return [DecodeFailed(request, "INVALID_LOGITS", is_retried=True)]
         failed = work.samples or (request,)
         for each in failed:
             self.end(each, now)
-        self.cache.drop(namespace, [tokens])
+        self.cache.dropper.drop_paths(namespace, [tokens])
         return [DecodeFailed(each, "INVALID_LOGITS") for each in failed]
 
     def _take_tokens(self, request: Request, token: int, result: StepResult, now: float) -> Sampled:
@@ -320,7 +320,7 @@ class Scheduler:
         forced = result.forced.get(request.id, ())
         if request.distrusted:
             # Without it the logits are valid. If the fault is further up, the next request to reuse that shows it.
-            self.cache.drop(salt_namespace(request.submit.cache_salt), [request.distrusted], are_invalid=True)
+            self.cache.dropper.invalidate_path(salt_namespace(request.submit.cache_salt), request.distrusted)
             request.distrusted = b""
         request.add_token(token, now)
         reason, truncated = self._end_reason(request, token)

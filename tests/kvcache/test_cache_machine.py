@@ -416,14 +416,14 @@ class CacheMachine(RuleBasedStateMachine):
         cache, asked = self.cache, self.asked[-1 - index % len(self.asked)]
         namespace, running = asked.request.namespace, list(self.running)
         if kind == "everything":
-            cache.drop()
+            cache.dropper.drop()
             assert cache._tree.n_tokens == cache._tree.n_pinned_tokens
             assert not len(self.tiers.ram) + len(self.tiers.disk)
         elif kind == "path":
             tokens = asked.tokens[: int(share * len(asked.tokens))]
             path = packed(np.array(tokens, dtype=np.int32))
             fork = cache._tree.match(namespace, path).last_fork()
-            cache.drop(namespace, [path])
+            cache.dropper.drop_paths(namespace, [path])
             left = cache._tree.match(namespace, path)
             assert left.n_resident <= fork
             # A segment that starts before the fork cannot be cut: it stays whole.
@@ -433,11 +433,11 @@ class CacheMachine(RuleBasedStateMachine):
             path = packed(np.array(tokens, dtype=np.int32))
             node = cache._tree.match(namespace, path).matched_end
             start, is_pinned = node.start, node.n_pins > 0
-            cache.drop(namespace, [path], are_invalid=True)
+            cache.dropper.invalidate_path(namespace, path)
             left = cache._tree.match(namespace, path)
             assert is_pinned or left.n_matched <= start
         elif all(other.request.namespace != namespace for other in running):
-            cache.drop(namespace)
+            cache.dropper.drop(namespace)
             assert not list(cache._tree.nodes(namespace))
         for other in running:
             assert cache._tree.is_pinned(other.slot) or other.slot in self.shaken
@@ -1068,7 +1068,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def n_segments(self, asked: Asked, start: int) -> int:
         """Segments that have tokens of a request from `start` on, without a gap."""
-        match = self.cache._public.extend(self.cache._tree.match(asked.request.namespace, asked.request.prefix))
+        match = self.cache._public.match(asked.request.namespace, asked.request.prefix)
         return sum(part.end > start for part in self.tiers.readable(match.parts))
 
     @property

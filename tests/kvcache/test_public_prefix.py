@@ -123,6 +123,28 @@ def test_a_longer_prefix_of_its_own_is_used_instead() -> None:
     assert shared.cache.stats().public_tokens == 0
 
 
+def test_what_a_public_request_loads_itself_is_not_counted_as_shared() -> None:
+    shared = driver()
+    ask(shared, SYSTEM, PUBLIC_SALT, max_tokens=0)
+    shared.step()
+    shared.cache.evict(shared.cache.cells.idle)
+    assert ask(shared, SYSTEM + "!", PUBLIC_SALT).n_loaded == N_SYSTEM
+    assert shared.cache.stats().public_tokens == 0
+
+
+def test_a_path_that_is_not_trusted_is_invalidated_where_it_was_loaded_from_too() -> None:
+    shared = driver()
+    ask(shared, SYSTEM, PUBLIC_SALT, max_tokens=0)
+    ask(shared, SYSTEM + "!", ANN, max_tokens=0)
+    shared.step()
+    path = packed(as_tokens(SYSTEM))
+    shared.cache.dropper.invalidate_path("", path)
+    shared.cache.dropper.invalidate_path(salt_namespace(ANN), packed(as_tokens(SYSTEM + "!")))
+    assert n_public(shared, SYSTEM) == N_SYSTEM, "these namespaces do not find it, or have more"
+    shared.cache.dropper.invalidate_path(salt_namespace(ANN), path)
+    assert n_public(shared, SYSTEM) < N_SYSTEM
+
+
 def test_requests_without_a_key_or_without_the_cache_do_not_find_it() -> None:
     shared = driver()
     ask(shared, SYSTEM, PUBLIC_SALT)
@@ -176,7 +198,7 @@ def test_what_was_published_again_is_found_again() -> None:
     shared = driver()
     ask(shared, SYSTEM, PUBLIC_SALT)
     shared.step()
-    shared.cache.drop(PUBLIC_NAMESPACE)
+    shared.cache.dropper.drop(PUBLIC_NAMESPACE)
     assert ask(shared, SYSTEM + "!", ANN).n_cached == 0
     ask(shared, SYSTEM, PUBLIC_SALT)
     assert ask(shared, SYSTEM + "!", BOB).n_cached == N_SYSTEM
@@ -193,7 +215,7 @@ def test_public_kv_counts_to_a_tenant_of_its_own_which_has_a_share_while_others_
         shared.backend.now = tick
         ask(shared, chr(33 + i) * 90, BOB, max_tokens=1)
         assert ask(shared, SYSTEM + chr(33 + i), ANN).n_cached == N_SYSTEM
-        shared.cache.drop(salt_namespace(ANN))
+        shared.cache.dropper.drop(salt_namespace(ANN))
     listed = shared.cache.listing(shared.cache.stats(), 1, None).tenants
     assert listed
     found = {each.tenant: (each.requests, each.ram_bytes) for each in listed}

@@ -1,43 +1,99 @@
-"""Dropping of prefixes in all tiers: of a path that is no longer wanted, or whose KV is not trusted."""
+"""Dropping of prefixes in all tiers: those that are no longer wanted, or whose KV is not trusted."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llamaslot.base.commands import CacheCleared
+from llamaslot.base.namespaces import PUBLIC_NAMESPACE, reads_public
+from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import SegmentEvent
 from llamaslot.kvcache.sequences import Sequences
 
 
-def drop_path(match: Match, tree: RadixTree, sequences: Sequences, tiers: SegmentTiers) -> None:
-    """Drop a path back to the last position at which another one continues, ends or runs."""
-    fork = match.last_fork()
-    if fork < match.n_resident:
-        for seq in list(match.resident_end.end_of):
-            sequences.truncate(seq, fork)
-            if sequences.in_use(seq) and sequences.is_covered(seq):
-                sequences.clear(seq)
-    # Truncating may have split and joined nodes.
-    segments = tree.match(match.namespace, match.tokens).segments
-    tiers.drop(segment for segment in reversed(segments) if segment.start >= fork)
+@dataclass(eq=False)
+class Dropper:
+    """Deletes prefixes from the pool, RAM and disk; what running requests use stays."""
 
+    _tree: RadixTree
+    _sequences: Sequences
+    _tiers: SegmentTiers
+    _offloader: Offloader
 
-def drop_subtree(node: Node, sequences: Sequences, tiers: SegmentTiers) -> None:
-    """Drop a node and all below it, unless a request runs there: that one finds out by its own logits."""
-    if node.is_root or node.n_pins:
-        return
-    segments = dict.fromkeys(each.segment for each in node.subtree() if each.segment is not None)
-    start = node.start
-    # A segment that begins above the node may have a child beside it, which cannot stay on disk without it.
-    beside = [child for each in segments for child in each.children if child not in segments]
-    for each in beside:
-        beside += [child for child in each.children if child not in beside]
-    for seq in list(node.holders()):
-        sequences.truncate(seq, start)
-        if sequences.in_use(seq) and sequences.is_covered(seq):
-            sequences.clear(seq)
-    for each in reversed(beside):
-        if each.state.uses_disk:
-            tiers.transition(each, SegmentEvent.EVICT_DISK)
-    tiers.drop(reversed(segments))
+    def drop(self, namespace: str | None = None) -> CacheCleared:
+        """Drop the prefixes of a namespace without running requests, or all that are idle."""
+        before = self._counts()
+        nodes = self._tree.nodes(namespace)
+        self._tiers.drop(reversed(dict.fromkeys(node.segment for node in nodes if node.segment is not None)))
+        if namespace is None:
+            seqs = [seq for seq in self._sequences.all if not self._tree.is_pinned(seq)]
+        else:
+            seqs = list(self._sequences.in_namespace(namespace))
+        for seq in seqs:
+            self._sequences.clear(seq)
+        return self._cleared(before)
+
+    def drop_paths(self, namespace: str, paths: Sequence[bytes]) -> CacheCleared:
+        """Drop paths, each back to the last position at which another one continues, ends or runs."""
+        before = self._counts()
+        for tokens in paths:
+            self._drop_path(self._tree.match(namespace, tokens))
+        return self._cleared(before)
+
+    def invalidate_path(self, namespace: str, tokens: bytes) -> None:
+        """Drop the last node of a path whose KV is not trusted, with all that continues it.
+
+        If the public namespace has all tokens of the path, the same is done there, since the KV may be from there.
+        """
+        self._drop_subtree(self._tree.match(namespace, tokens).matched_end)
+        if reads_public(namespace):
+            public = self._tree.match(PUBLIC_NAMESPACE, tokens)
+            if public.n_matched * WIDTH == len(tokens):
+                self._drop_subtree(public.matched_end)
+        self._offloader.free_evicted()
+
+    def _drop_path(self, match: Match) -> None:
+        fork = match.last_fork()
+        if fork < match.n_resident:
+            for seq in list(match.resident_end.end_of):
+                self._truncate(seq, fork)
+        # Truncating may have split and joined nodes.
+        segments = self._tree.match(match.namespace, match.tokens).segments
+        self._tiers.drop(segment for segment in reversed(segments) if segment.start >= fork)
+
+    def _drop_subtree(self, node: Node) -> None:
+        """Drop a node and all below it, unless a request runs there: that one finds out by its own logits."""
+        if node.is_root or node.n_pins:
+            return
+        segments = dict.fromkeys(each.segment for each in node.subtree() if each.segment is not None)
+        start = node.start
+        # A segment that begins above the node may have a child beside it, which cannot stay on disk without it.
+        beside = [child for each in segments for child in each.children if child not in segments]
+        for each in beside:
+            beside += [child for child in each.children if child not in beside]
+        for seq in list(node.holders()):
+            self._truncate(seq, start)
+        for each in reversed(beside):
+            if each.state.uses_disk:
+                self._tiers.transition(each, SegmentEvent.EVICT_DISK)
+        self._tiers.drop(reversed(segments))
+
+    def _truncate(self, seq: int, keep: int) -> None:
+        """Truncate a sequence; clear it if other sequences hold all that is left."""
+        self._sequences.truncate(seq, keep)
+        if self._sequences.in_use(seq) and self._sequences.is_covered(seq):
+            self._sequences.clear(seq)
+
+    def _counts(self) -> tuple[int, int, int]:
+        """Tokens in the tree, in RAM and on disk."""
+        return self._tree.n_tokens, self._tiers.ram.n_tokens, self._tiers.disk.n_tokens
+
+    def _cleared(self, before: tuple[int, int, int]) -> CacheCleared:
+        self._offloader.free_evicted()
+        return CacheCleared(*(earlier - now for earlier, now in zip(before, self._counts(), strict=True)))

@@ -189,7 +189,8 @@ class Offloader:
             self._sequences.operations.append(Load(segment.number, seq, start, part.end, self.scratch))
             self._tree.extend(seq, match.tokens[start * WIDTH : part.end * WIDTH])
             n_loaded += part.end - start
-            self._counters.public_tokens += (part.end - start) * (segment.namespace != match.namespace)
+            if match.public is not None and segment.is_public:
+                self._counters.public_tokens += part.end - start
             n_read += (part.end - start) * segment.is_fresh
             segment.is_fresh = False
         if status is LoadStatus.DONE:

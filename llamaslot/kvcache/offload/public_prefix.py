@@ -42,9 +42,10 @@ class PublicPrefix:
     _tiers: SegmentTiers
     _offloader: Offloader
 
-    def extend(self, own: Match) -> Match:
-        """Return a tenant's match; public segments continue it, and fill gaps between its own."""
-        if not reads_public(own.namespace):
+    def match(self, namespace: str, tokens: bytes) -> Match:
+        """Look up tokens; public segments continue a tenant's match, and fill gaps between its own segments."""
+        own = self._tree.match(namespace, tokens)
+        if not reads_public(namespace):
             return own
         public = self._tree.match(PUBLIC_NAMESPACE, own.tokens)
         if public.n_matched <= own.n_resident:
@@ -52,7 +53,7 @@ class PublicPrefix:
         parts: list[SegmentPart] = []
         is_public, end = False, own.n_resident
         while more := self._readable(own, end) or self._readable(public, end):
-            is_public |= more[0].segment.tenant == PUBLIC_TENANT
+            is_public |= more[0].segment.is_public
             parts += more
             end = more[-1].end
         return replace(own, parts=tuple(parts), public=public) if is_public else own
