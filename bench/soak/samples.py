@@ -62,7 +62,7 @@ class Observer:
             result |= {
                 "tier_bytes": cache["ram"]["used_bytes"],
                 "disk_bytes": cache["disk"]["used_bytes"],
-                "corrupt_files": cache["disk"]["bad_files"],
+                "corrupt_files": cache["disk"]["corrupt_files"],
                 "pinned_cells": cache["cells"]["pinned"],
                 "hit_rate": self._hit_rate(cache["prompt_tokens"]),
                 "busy_slots": sum(slot["is_processing"] for slot in slots),

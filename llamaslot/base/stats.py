@@ -63,7 +63,7 @@ class RamStats(TierStats):
 class DiskStats(TierStats):
     """Offloaded prefixes on disk."""
 
-    corrupt_files: int = msgspec.field(default=0, name="bad_files")
+    corrupt_files: int = 0
     """Files that did not match their checksum: moved aside, and their prefixes computed again."""
     written_bytes: int = 0
     """KV written since the engine started."""
@@ -149,7 +149,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     """Copied from one sequence to another."""
     evicted_tokens: int = 0
     """Evicted because cells were needed, without having been offloaded."""
-    offloaded_tokens: int = msgspec.field(default=0, name="stored_tokens")
+    offloaded_tokens: int = 0
     """Offloaded from the pool to RAM."""
     loaded_tokens: int = 0
     """Loaded from RAM into the pool."""
@@ -159,9 +159,9 @@ class CacheStats(msgspec.Struct, kw_only=True):
     """Written to disk."""
     read_tokens: int = 0
     """Read from disk."""
-    moved_prefixes: int = msgspec.field(default=0, name="moved_paths")
+    moved_prefixes: int = 0
     """Idle prefixes moved from a slot to a spare sequence."""
-    dropped_prefixes: int = msgspec.field(default=0, name="lost_paths")
+    dropped_prefixes: int = 0
     """Prefixes dropped for lack of sequence ids: `--cache-seqs` is too low for the load."""
     preemptions: int = 0
     """Times that a running request went back to the queue because cells were short."""

@@ -198,7 +198,7 @@ def test_killing_the_engine_under_load_loses_nothing_that_is_on_disk(tmp_path: P
             assert ["error" in event or event["stop"] for event in events].index(True) == len(events) - 1
         assert sum(status == 200 for status, _ in outcomes) > len(outcomes) // 4
         stats = server.get("/cache")
-        assert stats["disk"]["bad_files"] == 0
+        assert stats["disk"]["corrupt_files"] == 0
         assert len(server.log_lines("engine.restarted")) == n_kills
         assert not server.log_lines("engine.suspects")
         n_written = stats["disk"]["tokens"]

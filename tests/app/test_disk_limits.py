@@ -149,7 +149,7 @@ def test_files_that_may_not_grow(tmp_path: Path, disk: Path) -> None:
         flag.unlink()
         check_recovered(server, texts)
     with serving(tmp_path, "--cache-disk", disk, *ARGS) as server:
-        assert server.get("/cache")["disk"]["bad_files"] == 0
+        assert server.get("/cache")["disk"]["corrupt_files"] == 0
         for prompt, text in reversed(texts.items()):
             assert ask(server, prompt) == text
         assert server.get("/cache")["requests"]["from_disk"] > 0
