@@ -124,16 +124,19 @@ class EngineSupervisor:
         self._process.send(Stop())
 
     async def stop(self, seconds: float) -> str:
-        """End it in order, by force after `seconds`; return why a running one did not end in order.
+        """End the engine, by force after `seconds`; return the reason for exit status 1.
 
-        The text is empty if it did, and if an operator or the system has killed it: nothing else is to be stopped.
+        Empty if it ended in order, was not running, or was killed from outside.
         """
         was_running = self._state is _State.RUNNING
         end = await self._process.stop(Stop(), seconds)
         if end is None or not was_running or end.status == 0:
             return ""
         if end.was_killed:
-            return "the engine did not end in order, such as one that waits for a disk"
+            return (
+                f"the engine did not end within {seconds:g} s and was killed; a disk that does not respond is the "
+                "usual cause"
+            )
         if end.is_crash:
             return f"the engine did not end in order: {end.text}"
         _log.warning("engine.ended", reason=end.text, crashed=False)
