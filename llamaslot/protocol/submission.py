@@ -60,9 +60,8 @@ def submissions(
         options.cache_salt or "",
         is_public=bool(options.cache_public),
         is_admin=context.is_admin,
+        is_cached=options.cache_prompt is not False,
     )
-    if options.cache_public and options.cache_prompt is False:
-        raise InvalidRequestError("'cache_public' shares what 'cache_prompt': false drops", param="cache_public")
     sampling = _sampling(options, context, info, tokens_of)
     prompt_probs = sampling.n_probs if options.echo else -1
     if prompt_probs > MAX_TOP_LOGPROBS:
@@ -146,27 +145,31 @@ def checked(tokens: Iterable[int], n_vocab: int, param: str) -> tuple[int, ...]:
     return ids
 
 
-def request_salt(key_secret: str, own: str, *, is_public: bool, is_admin: bool) -> str:
+def request_salt(key_secret: str, own: str, *, is_public: bool, is_admin: bool, is_cached: bool = True) -> str:
     """Return the salt of a request's namespace, from its `own` salt and from its API key's, if that counts.
 
     The salt does not reveal the key. Raises `ForbiddenError` if a user's key asks for what `is_public`, and
-    `InvalidRequestError` where nothing is.
+    `InvalidRequestError` where nothing can be public, or the request excludes it (`own`, not `is_cached`).
     """
     if is_public:
-        return _public_salt(key_secret, own, is_admin=is_admin)
+        return _public_salt(key_secret, own, is_admin=is_admin, is_cached=is_cached)
     return key_salt(key_secret, own) if key_secret else client_salt(own)
 
 
-def _public_salt(key_secret: str, own: str, *, is_admin: bool) -> str:
+def _public_salt(key_secret: str, own: str, *, is_admin: bool, is_cached: bool) -> str:
     if not key_secret:
         message = (
-            "'cache_public' needs --cache-salt-from-api-key: else all that has no 'cache_salt' is shared anyway"
+            "'cache_public' needs --cache-salt-from-api-key; without it all requests without 'cache_salt' share "
+            "their KV"
         )
         raise InvalidRequestError(message, param="cache_public")
     if not is_admin:
         raise ForbiddenError("'cache_public' needs an administrator's API key", param="cache_public")
     if own:
-        raise InvalidRequestError("'cache_public' has no 'cache_salt': all keys share it", param="cache_public")
+        raise InvalidRequestError("'cache_public' cannot be combined with 'cache_salt'", param="cache_public")
+    if not is_cached:
+        message = "'cache_public' cannot be combined with 'cache_prompt': false"
+        raise InvalidRequestError(message, param="cache_public")
     return PUBLIC_SALT
 
 
