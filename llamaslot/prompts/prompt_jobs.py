@@ -134,7 +134,10 @@ def client_of(job: Job) -> str | None:
 
 _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
     TokenizePrompt: "tokenizing the prompt",
+    Locate: "finding where the prompt diverges",
     DropSession: "dropping the session",
+    ClearTexts: "dropping text anchors and sessions",
+    Restore: "restoring text anchors and sessions",
     Detokenize: "detokenizing the tokens",
     "text": "reading the request body",
     "native": "reading the request body",
