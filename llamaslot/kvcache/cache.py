@@ -168,7 +168,7 @@ class KVCache:
         self._tree.touch(self._sequences.end(slot), self._sequences.advance(), hits=1)
         self._tiers.touch(self._tree.match(match.namespace, match.tokens).segments)
         if match.public is not None:
-            self._public.use(match.tokens)
+            self._public.mark_used(match.tokens)
         self._pool.ensure_free_id()
         self._n_cached_at[slot] = match.n_cached
         return Acquired(slot, match.n_cached, self.length(slot), n_copied, miss)
@@ -191,7 +191,7 @@ class KVCache:
         self._pool.append(seq, packed(tokens))
         if len(tokens) > 1:
             self._sequences.clock += len(tokens)
-        self._public.offload(seq, has_ended=False)
+        self._public.save_if_public(seq, has_ended=False)
 
     def truncate(self, seq: int, keep: int) -> None:
         """Truncate a sequence to its first `keep` tokens."""
@@ -210,7 +210,7 @@ class KVCache:
             self._tree.release(seq)
         else:
             self._tree.unpin(seq, self._sequences.advance())
-            self._public.offload(seq, has_ended=True)
+            self._public.save_if_public(seq, has_ended=True)
         if not self.settings.can_trim:
             self._sequences.clear(seq)
 

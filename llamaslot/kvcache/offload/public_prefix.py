@@ -58,13 +58,13 @@ class PublicPrefix:
             end = more[-1].end
         return replace(own, parts=tuple(parts), public=public) if is_public else own
 
-    def use(self, tokens: bytes) -> None:
+    def mark_used(self, tokens: bytes) -> None:
         """Record that a tenant starts from public segments: they are evicted late, and keep their share."""
         self._tiers.touch(self._tree.match(PUBLIC_NAMESPACE, tokens).segments)
         self._tiers.shares.keep_active(PUBLIC_TENANT)
 
-    def offload(self, seq: int, *, has_ended: bool) -> None:
-        """Save what a public request has computed: full segments, and the rest once it has ended."""
+    def save_if_public(self, seq: int, *, has_ended: bool) -> None:
+        """Save the sequence to RAM if its request is public: full segments, and the rest once it has ended."""
         end = self._tree.end_node(seq)
         if end is not None and end.namespace == PUBLIC_NAMESPACE:
             self._offloader.offload_path(seq, with_partial=has_ended)
