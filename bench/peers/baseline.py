@@ -133,7 +133,7 @@ def compared(workload: str, results: Sequence[RunResult]) -> Change | None:
 
 
 def without_figure(changes: Sequence[Change], results: Sequence[RunResult]) -> dict[str, str]:
-    """The reason for each workload that was run but is not compared: it must not pass for one that is as fast."""
+    """Return why workloads that ran have no comparison: a missing one must not pass for 'no change'."""
     missing = dict.fromkeys(each.workload for each in results if each.workload not in {c.workload for c in changes})
     return {
         name: f"no pair has {metric_of(name).name} of both versions: runs failed, or streams came in a single read"

@@ -74,8 +74,9 @@ class Connections:
         self._logged_at = float("-inf")
 
     def add(self, connection: Abortable, handshake: Handshake | None = None) -> bool:
-        """Add a new connection, in place of its handshake or, if there are too many, of an idle one; False if none
-        is idle.
+        """Add a connection, replacing its handshake; if there are too many, close the one idle longest.
+
+        False if none is idle.
         """
         if handshake is not None:
             self.remove(handshake)
@@ -271,7 +272,7 @@ class Handshakes:
         self._make_connection = make_connection
         self._open: set[Handshake] = set()
         self._refused: set[Handshake] = set()
-        """Those that are no connections, since there are too many."""
+        """Handshakes beyond `--max-connections`: their clients get a 503 once they have ended."""
 
     def begin(self, handshake: Handshake) -> bool:
         """Count a new handshake as a connection; False if it must be aborted."""
@@ -329,7 +330,7 @@ class Handshake(asyncio.Protocol):
         plain.abort()
 
     def abort(self) -> None:
-        """End the handshake at once: it reads the end of the connection, and the transport closes the socket."""
+        """Shut the socket down: the handshake fails, and its transport closes the socket."""
         with contextlib.suppress(OSError):
             self._accepted.shutdown(socket.SHUT_RDWR)
 

@@ -101,24 +101,24 @@ class _Metadata:
         kind = self._number(_U32)
         limit = MAX_TEMPLATE_BYTES if key.startswith("tokenizer.chat_template") else MAX_STRING_BYTES
         if kind == _STRING:
-            self._pass_strings(1, key, limit)
+            self._skip_strings(1, key, limit)
         elif kind == _ARRAY:
             item = self._number(_U32)
             n_items = self._number(_U64)
             self._bound(n_items, MAX_TOKENS if key == _TOKENS_KEY else MAX_ARRAY_ITEMS, f"items in {key}")
             if item == _STRING and key == _TOKENS_KEY:
                 tokens: list[bytes] = []
-                self._pass_strings(n_items, key, limit, tokens)
+                self._skip_strings(n_items, key, limit, tokens)
                 self._check_tokens(tokens)
             elif item == _STRING:
-                self._pass_strings(n_items, key, limit)
+                self._skip_strings(n_items, key, limit)
             else:
                 self._skip(n_items * self._bytes_of(item, key))
         else:
             self._skip(self._bytes_of(kind, key))
 
-    def _pass_strings(self, count: int, key: str, limit: int, passed: list[bytes] | None = None) -> None:
-        """Pass strings, and append them to `passed`, if given."""
+    def _skip_strings(self, count: int, key: str, limit: int, kept: list[bytes] | None = None) -> None:
+        """Skip strings; append them to `kept`, if given."""
         # There are hundreds of thousands in a vocabulary.
         unpack, at, data = _U64.unpack_from, self._at, self._data
         for _ in range(count):
@@ -132,12 +132,12 @@ class _Metadata:
             at += 8 + n_bytes
             if at > len(data):
                 self._at = at - n_bytes
-                if passed is not None:
+                if kept is not None:
                     self._need(n_bytes)
                 self._skip(n_bytes)
                 at, data = self._at, self._data
-            if passed is not None:
-                passed.append(data[at - n_bytes : at])
+            if kept is not None:
+                kept.append(data[at - n_bytes : at])
         self._at = at
 
     def _check_tokens(self, tokens: list[bytes]) -> None:

@@ -13,11 +13,11 @@ import hmac
 
 _RESERVED = "\0"
 """Begins the salts that clients cannot choose."""
-_KEY = "\0key "
+_KEY = _RESERVED + "key "
 _PRIVATE = "request "
 PUBLIC_TENANT = "public"
 """Tenant of the public namespace; those of API keys are called by a digest."""
-PUBLIC_SALT = "\0public"
+PUBLIC_SALT = _RESERVED + "public"
 """Salt of the requests that compute what all tenants share."""
 
 
@@ -76,7 +76,7 @@ def tenant_of(namespace: str) -> str:
 
 
 def reads_public(namespace: str) -> bool:
-    """True if requests of a namespace also find what is public: those of an API key that share their KV at all."""
+    """True if lookups of a namespace continue in the public one: namespaces of API keys, except private ones."""
     return tenant_of(namespace) not in ("", PUBLIC_TENANT) and not is_private(namespace)
 
 

@@ -194,7 +194,8 @@ class TenantStats(msgspec.Struct):
     """An API key's KV now, and how many of its requests ran since the start."""
 
     tenant: str
-    """Digest of the key; `public` for what all share, empty for KV from before keys were tenants."""
+    """Digest of the key; `public` for what all share, empty for KV computed without
+    `--cache-salt-from-api-key`."""
     cells: int
     ram_bytes: int
     disk_bytes: int

@@ -34,7 +34,7 @@ class Sender(msgspec.Struct, frozen=True):
         return cls("" if api_key is None else tenant_name(api_key), _digest("address", address))
 
     def client(self, session_id: str) -> str:
-        """Return the client that a request of this session is of: the key, else the session, else the address."""
+        """Return the id by which a request takes turns: the key's, else the session's, else the address's."""
         if self.key:
             return self.key
         return _digest("session", session_id) if session_id else self.address

@@ -1,4 +1,4 @@
-"""Log of what failed on the disk: a line of each kind now and then, since a full disk fails each call."""
+"""Rate-limited log of disk failures: one line for each event in 30 seconds, since a full disk fails every call."""
 
 from __future__ import annotations
 
