@@ -261,7 +261,9 @@ class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):
 
 
 class DropPaths(msgspec.Struct, frozen=True, tag="drop_paths"):
-    """Drop a session's record from the disk, and KV that nothing else uses; answered by `CacheCleared`."""
+    """Drop a session's record from the disk, and KV that nothing else uses; answered by `CacheCleared`, or by
+    `NotFoundError` if there are no paths.
+    """
 
     namespace: str
     paths: tuple[bytes, ...]

@@ -29,7 +29,10 @@ class TextRecord(msgspec.Struct, frozen=True):
 
 
 class TextStore(Protocol):
-    """Records on disk; used by one thread at a time. When they exceed the limit, the oldest are deleted."""
+    """Records on disk; used by one thread at a time. When they exceed the limit, the oldest are deleted.
+
+    A delete that fails is tried again later.
+    """
 
     def records(self) -> Sequence[TextRecord]:
         """Return all records, the oldest of each kind first."""

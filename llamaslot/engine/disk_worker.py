@@ -38,6 +38,9 @@ class Disk(disk_io.SegmentDisk, Protocol):
     def texts(self) -> TextStore:
         """Text anchors and sessions; its methods are called on the thread that writes."""
 
+    def delete_again(self) -> bool:
+        """Delete what could not be deleted before; returns True if nothing of it is left."""
+
 
 class DiskWorker:
     """Carries out jobs of `cache`, whose segments in RAM `backend` has. `post` runs a callback between two steps.
@@ -97,17 +100,25 @@ class DiskWorker:
         """Delete all records."""
         self._submit(self._disk.texts.clear_texts)
 
-    def when_written(self, then: Callable[[bool], None]) -> None:
-        """Call `then` between two steps: with True once all changes of the disk that are queued by now are done, or
-        with False if they are not within `_WRITE_TIMEOUT_S`.
+    def when_written(self, then: Callable[[str], None]) -> None:
+        """Call `then` between two steps: with an empty text once all changes of the disk that are queued by now are
+        done, or with the reason why not all that is to be deleted is deleted within `_WRITE_TIMEOUT_S`.
         """
         loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._writer, lambda: None)
+        future = loop.run_in_executor(self._writer, self._disk.delete_again)
         timer = loop.call_later(_WRITE_TIMEOUT_S, future.cancel)
 
         def done(_: object) -> None:
             timer.cancel()
-            self._post(partial(then, not future.cancelled()))
+            reason = ""
+            if future.cancelled():
+                reason = "does not respond; its files are deleted once it does"
+            else:
+                if error := future.exception():
+                    _log.error("disk.job_failed", exc_info=error)
+                if error or not future.result():
+                    reason = "could not delete everything; ask again once it can"
+            self._post(partial(then, reason))
 
         future.add_done_callback(done)
 

@@ -24,6 +24,7 @@ from llamaslot.base.commands import CacheCleared
 from llamaslot.base.errors import (
     InvalidRequestError,
     LlamaslotError,
+    NotFoundError,
     NotSupportedError,
     ServerError,
     UnavailableError,
@@ -375,18 +376,20 @@ class Engine:
         if self._disk is not None:
             self._disk.start(self.scheduler.cache.take_jobs())
             self._disk.drop_session(query.session)
-        self._respond_when_written(respond, dropped)
+        # The disk may still have a session that is unknown here, if it could not delete it before.
+        self._respond_when_written(respond, dropped if query.paths else NotFoundError("there is no such session"))
 
-    def _respond_when_written(self, respond: Respond, answer: CacheCleared) -> None:
+    def _respond_when_written(self, respond: Respond, answer: CacheCleared | LlamaslotError) -> None:
         """Respond once the disk has carried out all jobs so far, or with an error if it does not."""
-        if self._disk is None:
-            respond(answer)
-            return
-        error = UnavailableError(
-            "done in the pool and in RAM, but the disk (--cache-disk) does not respond; its files are deleted once "
-            "it does"
-        )
-        self._disk.when_written(lambda ok: respond(answer if ok else error))
+
+        def then(reason: str) -> None:
+            message = f"done in the pool and in RAM, but the disk (--cache-disk) {reason}"
+            respond(UnavailableError(message) if reason else answer)
+
+        if self._disk is not None:
+            self._disk.when_written(then)
+        else:
+            then("")
 
 
 def _generated(live: ReplyStream) -> Generated | None:

@@ -10,7 +10,7 @@ from msgspec import convert
 
 from llamaslot.base import commands
 from llamaslot.base.commands import PromptQuery, Query, QueryBody
-from llamaslot.base.errors import LlamaslotError, NotFoundError, UnavailableError
+from llamaslot.base.errors import LlamaslotError, UnavailableError
 from llamaslot.base.events import Reply
 from llamaslot.base.stats import CacheState, EngineState
 from llamaslot.prompts.prompt_jobs import ClearTexts, DroppedSession
@@ -101,14 +101,9 @@ class Queries:
         )
 
     def _drop(self, query: Query, dropped: DroppedSession) -> None:
-        """Continue `DropSession` in the engine, which has the session's KV."""
-        if dropped.paths:
-            paths = commands.DropPaths(dropped.namespace, dropped.paths, dropped.digest)
-            self._pass_on(Query(query.request_id, paths))
-        else:
-            assert isinstance(query.body, commands.DropSession)
-            error = NotFoundError(f"there is no session {query.body.session_id!r}")
-            self._emit(Reply(query.request_id, error=error.info()))
+        """Continue `DropSession` in the engine, which has the session's KV, and the disk with its record."""
+        paths = commands.DropPaths(dropped.namespace, dropped.paths, dropped.digest)
+        self._pass_on(Query(query.request_id, paths))
 
     def _pass_on(self, query: Query) -> None:
         self._in_engine[query.request_id] = query.body

@@ -659,6 +659,52 @@ def test_only_its_user_can_read_what_is_stored(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
+def test_rows_that_could_not_be_deleted_are_deleted_with_the_next_ones(folder: Path) -> None:
+    store = opened(folder)
+    first, second, third = (segment(number) for number in (1, 2, 3))
+    write(store, first, second, third)
+    store._index.database._connection.execute("PRAGMA query_only = 1")
+    store.erase([1, 7])
+    assert not store.delete_again()
+    assert store.n_bytes == second.n_bytes + third.n_bytes, "the file is gone"
+    store._index.database._connection.execute("PRAGMA query_only = 0")
+    store.erase([2])
+    assert store.delete_again()
+    assert store.n_bytes == third.n_bytes
+    assert rows_of(folder) == [3]
+    store.close()
+
+
+def test_files_that_could_not_be_deleted_count_and_are_deleted_when_there_is_no_room(folder: Path) -> None:
+    store = opened(folder, OTHER)
+    other, first, second = segment(1), segment(2), segment(3)
+    write(store, other)
+    store.close()
+    store = opened(folder, capacity=2 * first.n_bytes)
+    write(store, first)
+    path = file_of(folder, 2)
+    path.unlink()
+    path.mkdir()  # which `unlink` refuses, also for root
+    with capture_logs() as logs:
+        store.erase([2])
+    assert [(each["event"], each["segment"]) for each in logs] == [("disk.erase_failed", 2)]
+    assert not store.delete_again()
+    assert store.n_bytes == other.n_bytes + first.n_bytes
+    assert rows_of(folder) == [1], "it does not come back"
+    path.rmdir()
+    write(store, second)
+    assert store.n_bytes == other.n_bytes + second.n_bytes
+    assert rows_of(folder) == [1, 3], "that of another model stays, as there is room"
+    assert store.delete_again()
+    store.close()
+
+
+def rows_of(folder: Path) -> list[int]:
+    """Numbers of the segments in the index."""
+    with contextlib.closing(sqlite3.connect(folder / "index.sqlite")) as database:
+        return [number for (number,) in database.execute("SELECT number FROM segments ORDER BY number")]
+
+
 # --- a process that ends at once ---
 
 WRITER = """
@@ -769,6 +815,28 @@ def test_the_oldest_sessions_beyond_the_limit_are_deleted(folder: Path, monkeypa
         store.texts.write(session(n).record(b"%d" % n))
     assert [name for name, *_ in facts(store)] == [b"2", b"3"]
     store.close()
+
+
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_texts_that_could_not_be_deleted_are_deleted_before_the_next_change(folder: Path, is_cleared: bool) -> None:
+    store = opened(folder)
+    store.texts.write(anchor(1).record())
+    for name, n in ((b"a", 1), (b"b", 2)):
+        store.texts.write(session(n).record(name))
+    store._index.database._connection.execute("PRAGMA query_only = 1")
+    store.texts.drop_session(b"a")
+    if is_cleared:
+        store.texts.clear_texts()
+    assert not store.delete_again()
+    store._index.database._connection.execute("PRAGMA query_only = 0")
+    store.texts.write(session(3).record(b"c"))
+    store.texts.write(session(4).record(b"a"))
+    assert store.delete_again()
+    store.close()
+    again = opened(folder)
+    assert [name for name, *_ in facts(again)] == [b"b"] * (not is_cleared) + [b"c", b"a"], "what came later stays"
+    assert len(again.texts.records()) == (2 if is_cleared else 4)
+    again.close()
 
 
 def test_missing_tables_of_texts_are_logged_now_and_then_and_nothing_else(folder: Path) -> None:

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from llamaslot.backend.disk import DiskStore
 from llamaslot.base.backend import Decoded, Run
-from llamaslot.base.commands import ClearCache, DropSession, InspectCache
+from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, InspectCache
 from llamaslot.base.events import Failed, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Kv
@@ -470,6 +470,31 @@ async def test_a_query_that_waits_for_a_hung_write_is_answered_with_an_error(
         assert "--cache-disk" in error.message
         end = await harness.submit("b", HEAD)
         assert end.progress.n_cached == 0, "what was in the pool and in RAM is cleared"
+
+
+@pytest.mark.parametrize("query", [ClearCache(), DropSession("talk")])
+async def test_a_query_is_answered_with_an_error_until_the_disk_can_delete(
+    tmp_path: Path, query: ClearCache | DropSession
+) -> None:
+    store = DiskStore(tmp_path)
+    store.open(KEY, 10**7)
+    connection = store._index.database._connection
+    async with running(backend(), disk=store, ram_bytes=10**6) as harness:
+        await harness.submit("a", HEAD, session_id="talk")
+        await written(harness)
+        assert store.texts.records()
+        connection.execute("PRAGMA query_only = 1")
+        error = await harness.ask(query)
+        assert error.type == "unavailable_error"
+        assert "could not delete" in error.message
+        assert (await harness.ask(query)).type == "unavailable_error"
+        connection.execute("PRAGMA query_only = 0")
+        answer = await harness.ask(query)
+        assert isinstance(answer, CacheCleared) or answer.type == "not_found_error"
+        assert not [each for each in store.texts.records() if each.kind == "session"]
+    store.close()
+    async with served(tmp_path) as harness:
+        assert (await harness.submit("a", HEAD)).progress.n_cached == 0
 
 
 async def test_a_hung_read_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,10 @@ class DiskStore:
         """Segments of the key; the reading thread only looks up single ones."""
         self._others: dict[int, _File] = {}
         """Segments of other keys, and ignored ones, the least recently used first."""
+        self._unerased: dict[int, int] = {}
+        """Numbers of segments that could not be deleted whole, with the KV bytes that are left: 0 if it is only the
+        row.
+        """
         private_folder(folder)
         for each in (self._segments, self._corrupt):
             each.mkdir(mode=0o700, exist_ok=True)
@@ -94,7 +98,7 @@ class DiskStore:
             os.close(self._lock)
             raise
         self.n_bytes = sum(row.meta.n_bytes for row in self._index.initial_rows)
-        """KV bytes of all segments."""
+        """KV bytes of all segments, those that could not be deleted included."""
         total_bytes, budget_used_bytes, written_at = self._index.writes()
         self.written = WriteTotals(total_bytes, budget_used_bytes, max(0.0, wall_clock() - written_at))
         """Bytes that earlier servers wrote, read from the index when it was opened."""
@@ -183,16 +187,34 @@ class DiskStore:
         return None
 
     def erase(self, numbers: Sequence[int]) -> None:
-        """Delete segments; some may never have been written."""
-        try:
-            self._index.remove(numbers)
-        except INDEX_ERRORS as error:
-            self._failures.add("disk.erase_failed", error)
+        """Delete segments, and those that could not be deleted before; some may never have been written."""
         for number in numbers:
             file = self._own.pop(number, None) or self._others.pop(number, None)
-            self.n_bytes -= file.n_bytes if file is not None else 0
-            with contextlib.suppress(OSError):
+            if file is not None:
+                self._unerased[number] = file.n_bytes
+        given = dict.fromkeys([*numbers, *self._unerased])
+        try:
+            self._index.remove(given)
+            has_rows = False
+        except INDEX_ERRORS as error:
+            self._failures.add("disk.erase_failed", error)
+            has_rows = True
+        for number in given:
+            try:
                 self._path(number).unlink(missing_ok=True)
+            except OSError as error:
+                self._failures.add("disk.erase_failed", error, segment=number)
+                continue
+            if number in self._unerased:
+                self.n_bytes -= self._unerased.pop(number)
+                if has_rows:
+                    self._unerased[number] = 0
+
+    def delete_again(self) -> bool:
+        """Delete what could not be deleted before; returns True if nothing of it is left."""
+        if self._unerased:
+            self.erase(())
+        return self.texts.delete_again() and not self._unerased
 
     def ignore(self, numbers: Sequence[int]) -> None:
         """Keep these segments only as long as there is room."""
@@ -213,6 +235,8 @@ class DiskStore:
 
     def _evict_others(self, n_bytes: int) -> None:
         """Delete segments of other keys until `n_bytes` more fit; the cache evicts those of its own."""
+        if self._unerased and self.n_bytes + n_bytes > self.capacity:
+            self.erase(())
         evicted = []
         n_over = self.n_bytes + n_bytes - self.capacity
         for number, file in self._others.items():

@@ -40,13 +40,18 @@ _encode = msgspec.msgpack.encode
 
 
 class TextTables:
-    """Text anchors and sessions of one key (`TextStore`), the latest written last. Failures are only logged."""
+    """Text anchors and sessions of one key (`TextStore`), the latest written last.
+
+    Failures are only logged; a delete that failed is carried out before the next change.
+    """
 
     def __init__(self, database: Database, key: bytes, failures: FailureLog) -> None:
         self._database = database
         self._key = key
         self._failures = failures
         self._n_written = 0
+        self._deletes: dict[tuple[str, tuple[bytes, ...]], None] = {}
+        """Statements, and their parameters, of deletes that are not done."""
 
     def records(self) -> list[TextRecord]:
         """Return the intact records, the oldest of each kind first."""
@@ -56,6 +61,7 @@ class TextTables:
         """Write a record, in place of an earlier one of that kind and digest."""
         row = [record.digest, record.parent, record.content]
         with self._use() as connection:
+            self._delete(connection)
             connection.execute(
                 f"REPLACE INTO {_TABLES[record.kind]} (key, digest, parent, content, checksum) "
                 "VALUES (?, ?, ?, ?, ?)",
@@ -67,14 +73,26 @@ class TextTables:
 
     def drop_session(self, digest: bytes) -> None:
         """Delete a session."""
-        with self._use() as connection:
-            connection.execute("DELETE FROM sessions WHERE (key, digest) = (?, ?)", (self._key, digest))
+        self._deletes["DELETE FROM sessions WHERE (key, digest) = (?, ?)", (self._key, digest)] = None
+        self.delete_again()
 
     def clear_texts(self) -> None:
         """Delete all anchors and sessions."""
-        with self._use() as connection:
-            connection.execute("DELETE FROM anchors WHERE key = ?", (self._key,))
-            connection.execute("DELETE FROM sessions WHERE key = ?", (self._key,))
+        tables = _TABLES.values()
+        self._deletes = {(f"DELETE FROM {table} WHERE key = ?", (self._key,)): None for table in tables}
+        self.delete_again()
+
+    def delete_again(self) -> bool:
+        """Delete what could not be deleted before; returns True if nothing of it is left."""
+        if self._deletes:
+            with self._use() as connection:
+                self._delete(connection)
+        return not self._deletes
+
+    def _delete(self, connection: sqlite3.Connection) -> None:
+        for statement, values in list(self._deletes):
+            connection.execute(statement, values)
+            del self._deletes[statement, values]
 
     def _records(self, kind: RecordKind) -> list[TextRecord]:
         found: list[TextRecord] = []

@@ -199,7 +199,7 @@ class SegmentDisk(Protocol):
         """
 
     def erase(self, numbers: Sequence[int]) -> None:
-        """Carry out `Erase`."""
+        """Carry out `Erase`, and again for segments for which it failed."""
 
     def mark_used(self, numbers: Sequence[int]) -> None:
         """Carry out `MarkUsed`."""
