@@ -82,7 +82,7 @@ class Engine:
         self._backend = backend
         self._on_events = on_events
         self._clock = clock
-        self._debug_invariants = settings.debug_invariants
+        self._settings = settings
         sizes = cache_settings(backend, settings, disk)
         disk = disk if sizes.writes else None
         on_disk = disk.take_segments() if disk is not None else ()
@@ -195,7 +195,7 @@ class Engine:
         self._outbox += prefill_events(plan, self._replies, self._clock())
         self._flush()
         if not plan:
-            if self._debug_invariants and not self._is_checked:
+            if self._settings.debug_invariants and not self._is_checked:
                 await self._check_invariants()
             if not self._inbox and not self._stopping:
                 await self._sleep(self.scheduler.deadlines.idle)
@@ -389,7 +389,7 @@ class Engine:
         if self._disk is not None:
             self._disk.when_written(then)
         else:
-            then("")
+            then("cannot be used: what it has stays there" if self._settings.lacks_disk else "")
 
 
 def _generated(live: ReplyStream) -> Generated | None:

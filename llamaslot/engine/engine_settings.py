@@ -29,6 +29,8 @@ class EngineSettings:
     """Quotas of each API key in the RAM and disk tiers; 0 for none."""
     disk_bytes_per_day: int = 0
     """Bytes that may be written to disk a day; 0 for any number."""
+    lacks_disk: bool = False
+    """A disk is configured but cannot be used: what it has cannot be deleted."""
     debug_invariants: bool = False
     """Compare the cache with the backend whenever nothing runs; a difference ends the engine."""
 

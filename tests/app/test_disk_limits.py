@@ -7,12 +7,15 @@ where the machine permits that.
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import subprocess
 import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -176,6 +179,19 @@ def test_a_full_file_system(tmp_path: Path, disk: Path) -> None:
         check_recovered(server, texts)
 
 
+def test_what_a_read_only_file_system_keeps_is_deleted_later(tmp_path: Path, disk: Path) -> None:
+    with serving_in_namespace(tmp_path, disk) as server:
+        first_texts(server)
+        segments = Path(f"/proc/{server.process.pid}/root{disk}/segments")
+        wait(lambda: remounted(server, disk / "segments", "bind,ro"))
+        assert "could not delete" in refusal(server, "POST", "/cache/clear")
+        assert list(segments.iterdir())
+        wait(lambda: remounted(server, disk / "segments", "bind,rw"))
+        assert server.post("/cache/clear", {})["cleared_disk_tokens"] == 0
+        assert not list(segments.iterdir())
+        assert server.stop() == 0
+
+
 def test_a_read_only_file_system(tmp_path: Path, disk: Path) -> None:
     with serving_in_namespace(tmp_path, disk) as server:
         texts = first_texts(server)
@@ -209,12 +225,16 @@ def test_an_engine_that_starts_again_without_its_folder_runs_without_it(tmp_path
         disk.touch()
         engine_of(server).kill()
         check_runs_without_disk(server, texts, "Not a directory")
+        assert "cannot be used" in refusal(server, "POST", "/cache/clear")
+        assert "cannot be used" in refusal(server, "DELETE", f"/sessions/{quote(LONG_PROMPTS[0][:20])}")
         disk.unlink()
         (tmp_path / "elsewhere").rename(disk)
         n_restarts = len(server.log_lines("engine.restarted"))
         engine_of(server).kill()
         wait(lambda: len(server.log_lines("engine.restarted")) > n_restarts)
         assert server.get("/cache")["disk"]["segments"] >= 4
+        assert server.post("/cache/clear", {})["cleared_disk_tokens"] > 0
+        assert not list((disk / "segments").iterdir())
         assert server.stop() == 0
 
 
@@ -238,6 +258,17 @@ def test_an_engine_that_starts_again_without_disk_and_slot_folder_runs_without_t
         assert refused.value.code == 501
         refused.value.close()
         assert server.stop() == 0
+
+
+def refusal(server: Server, method: str, path: str) -> str:
+    """The message of a 503."""
+    request = urllib.request.Request(server.url + path, method=method)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    with refused.value:
+        assert refused.value.code == 503
+        message: str = json.load(refused.value)["error"]["message"]
+    return message
 
 
 def check_runs_without_disk(server: Server, texts: Texts, reason: str) -> None:

@@ -38,7 +38,7 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
     )
 
 
-def engine_settings(config: Config, budgets: Budgets) -> EngineSettings:
+def engine_settings(config: Config, budgets: Budgets, *, lacks_disk: bool = False) -> EngineSettings:
     """Return the policies of the engine."""
     return EngineSettings(
         gap_ms=config.prefill_gap_ms,
@@ -49,5 +49,6 @@ def engine_settings(config: Config, budgets: Budgets) -> EngineSettings:
         disk_bytes_per_day=config.cache_disk_write_per_day * 2**20,
         ram_bytes_per_key=config.cache_ram_per_key * 2**20,
         disk_bytes_per_key=config.cache_disk_per_key * 2**20,
+        lacks_disk=lacks_disk,
         debug_invariants=config.debug_invariants,
     )

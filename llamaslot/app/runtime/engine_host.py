@@ -50,6 +50,8 @@ class EngineHost:
         self._backend: Backend | None = None
         self._budgets: Budgets
         self._has_disk_tier = False
+        self._lacks_disk = bool(config.cache_disk)
+        """True while the configured disk cannot be used."""
         self._engine: Engine | None = None
         self.watch = StepWatch(config.step_timeout)
 
@@ -92,6 +94,7 @@ class EngineHost:
                 disk_line = await asyncio.to_thread(
                     lambda: open_disk(disk, config, info, budgets, lambda fraction: on_progress(text, fraction))
                 )
+                self._lacks_disk = False
         self._has_disk_tier = bool(disk_line)
         records = tuple(self._disk.texts.records()) if self._disk is not None and disk_line else ()
         self.watch.expect(info.kv_cost.prefill_us if info.kv_cost is not None else 0.0)
@@ -119,7 +122,7 @@ class EngineHost:
         self._engine = Engine(
             backend,
             on_events,
-            engine_settings(self._config, self._budgets),
+            engine_settings(self._config, self._budgets, lacks_disk=self._lacks_disk),
             disk=self._disk if self._has_disk_tier else None,
             snapshots=snapshots,
             thread=self._thread,
