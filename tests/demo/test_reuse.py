@@ -16,7 +16,7 @@ import pytest
 
 from bench.demo.corpus import Dialogue, held_out
 from llamaslot.app.models import resolve_model
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, batch
 from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import Copy, Load, Operation
 from llamaslot.base.tokens import WIDTH
