@@ -94,6 +94,8 @@ class Request:
     _computing: float | None = None
     _first_token: float | None = None
     _last_token: float | None = None
+    n_public = 0
+    """Tokens loaded from public segments of another namespace, also after it was preempted."""
 
     def __init__(
         self, submit: Submit, prompt: TokenizedPrompt, *, arrival: int, now: float, can_trim: bool = True
@@ -201,6 +203,7 @@ class Request:
 
     def count_loaded(self, loaded: Loaded) -> None:
         """Count loaded tokens as reused, unless the request was preempted: it may have computed them itself."""
+        self.n_public += loaded.n_public
         if not self._was_preempted:
             self.n_reused += loaded.n_copied + loaded.n_loaded
             self.n_copied += loaded.n_copied

@@ -320,7 +320,9 @@ class Scheduler:
         forced = result.forced.get(request.id, ())
         if request.distrusted:
             # Without it the logits are valid. If the fault is further up, the next request to reuse that shows it.
-            self.cache.dropper.invalidate_path(salt_namespace(request.submit.cache_salt), request.distrusted)
+            self.cache.dropper.invalidate_path(
+                salt_namespace(request.submit.cache_salt), request.distrusted, with_public=request.n_public > 0
+            )
             request.distrusted = b""
         request.add_token(token, now)
         reason, truncated = self._end_reason(request, token)

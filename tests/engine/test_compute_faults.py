@@ -13,10 +13,10 @@ from llamaslot.base.backend import NO_TOKEN, Decoded, Run, Sampler, Status
 from llamaslot.base.commands import ClearCache, InspectCache, Submit, TextPart
 from llamaslot.base.events import Failed, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.namespaces import PUBLIC_SALT, PUBLIC_TENANT, key_salt, key_secret
+from llamaslot.base.namespaces import PUBLIC_SALT, PUBLIC_TENANT, key_salt, key_secret, salt_namespace
 from llamaslot.kvcache.offload import disk_pacing
 from tests.engine.harness import GREEDY, Harness, alone, running
-from tests.fake_backend import FakeBackend
+from tests.fake_backend import Cell, FakeBackend
 
 HEAD = "You are a helpful assistant. " * 4
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
@@ -94,6 +94,61 @@ async def test_bad_public_kv_is_dropped_once_a_tenant_finds_out() -> None:
             assert harness.text(f"r{i}") == await prompt_alone(HEAD + "2")
         state = await harness.ask(InspectCache(top=1, tenants=True))
         assert {each.tenant: each.ram_bytes for each in state.tenants}[PUBLIC_TENANT] == 0
+
+
+ANN, BOB = (key_salt(key_secret(key), "") for key in ("ann", "bob"))
+
+
+async def public_bytes(harness: Harness) -> int:
+    """Bytes of public KV in RAM."""
+    state = await harness.ask(InspectCache(top=1, tenants=True))
+    n_bytes: int = {each.tenant: each.ram_bytes for each in state.tenants}[PUBLIC_TENANT]
+    return n_bytes
+
+
+MORE = "1, and what only this tenant asks"
+
+
+@pytest.mark.parametrize(
+    ("place", "prompt"), [(50, HEAD + "2"), (len(HEAD) + 5, HEAD + MORE)], ids=["copy", "continuation"]
+)
+async def test_public_kv_stays_if_the_bad_kv_is_a_tenants_own(place: int, prompt: str) -> None:
+    backend = backend_with_spares()
+    async with running(backend, debug_invariants=True, ram_bytes=10**6) as harness:
+        await harness.submit("public", HEAD, cache_salt=PUBLIC_SALT, max_tokens=0)
+        n_bytes = await public_bytes(harness)
+        assert (await harness.submit("a1", HEAD + MORE, cache_salt=ANN)).progress.n_cached >= len(HEAD)
+        for cell in own_cells(harness, backend, ANN):
+            cell.is_bad = cell.position == place
+        assert sum(cell.is_bad for cell in backend._pools[0]) == 1
+        again = await harness.submit("a2", prompt, cache_salt=ANN)
+        assert again.progress.n_cached == 0
+        assert harness.text("a2") == await prompt_alone(prompt)
+        assert not any(cell.is_bad and cell.seqs for cell in backend._pools[0])
+        assert await public_bytes(harness) == n_bytes
+        assert (await harness.submit("b", HEAD + "3", cache_salt=BOB)).progress.n_cached >= len(HEAD)
+
+
+@pytest.mark.parametrize("salt", ["", "s"])
+async def test_a_client_without_a_key_whose_kv_is_bad_drops_nothing_public(salt: str) -> None:
+    backend = backend_with_spares()
+    async with running(backend, debug_invariants=True, ram_bytes=10**6) as harness:
+        await harness.submit("public", HEAD, cache_salt=PUBLIC_SALT, max_tokens=0)
+        n_bytes = await public_bytes(harness)
+        for name in "12":
+            await harness.submit(name, HEAD + name, cache_salt=salt)
+        for cell in own_cells(harness, backend, salt):
+            cell.is_bad = cell.position == 50
+        assert any(cell.is_bad for cell in backend._pools[0])
+        assert (await harness.submit("3", HEAD + "3", cache_salt=salt)).progress.n_cached == 0
+        assert await public_bytes(harness) == n_bytes
+        assert (await harness.submit("b", HEAD + "4", cache_salt=BOB)).progress.n_cached >= len(HEAD)
+
+
+def own_cells(harness: Harness, backend: FakeBackend, salt: str) -> list[Cell]:
+    """Cells of the sequences of a salt's namespace."""
+    own = set(harness.engine.scheduler.cache._sequences.in_namespace(salt_namespace(salt)))
+    return [cell for cell in backend._pools[0] if cell.seqs and cell.seqs <= own]
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -433,7 +433,7 @@ class CacheMachine(RuleBasedStateMachine):
             path = packed(np.array(tokens, dtype=np.int32))
             node = cache._tree.match(namespace, path).matched_end
             start, is_pinned = node.start, node.n_pins > 0
-            cache.dropper.invalidate_path(namespace, path)
+            cache.dropper.invalidate_path(namespace, path, with_public=asked.request.n_public > 0)
             left = cache._tree.match(namespace, path)
             assert is_pinned or left.n_matched <= start
         elif all(other.request.namespace != namespace for other in running):

@@ -138,10 +138,11 @@ def test_a_path_that_is_not_trusted_is_invalidated_where_it_was_loaded_from_too(
     ask(shared, SYSTEM + "!", ANN, max_tokens=0)
     shared.step()
     path = packed(as_tokens(SYSTEM))
-    shared.cache.dropper.invalidate_path("", path)
-    shared.cache.dropper.invalidate_path(salt_namespace(ANN), packed(as_tokens(SYSTEM + "!")))
-    assert n_public(shared, SYSTEM) == N_SYSTEM, "these namespaces do not find it, or have more"
-    shared.cache.dropper.invalidate_path(salt_namespace(ANN), path)
+    longer = packed(as_tokens(SYSTEM + "!"))
+    shared.cache.dropper.invalidate_path("", path, with_public=False)
+    shared.cache.dropper.invalidate_path(salt_namespace(ANN), longer, with_public=True)
+    assert n_public(shared, SYSTEM) == N_SYSTEM, "nothing was loaded from there, or the fault is further down"
+    shared.cache.dropper.invalidate_path(salt_namespace(ANN), path, with_public=True)
     assert n_public(shared, SYSTEM) < N_SYSTEM
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llamaslot.base.commands import CacheCleared
-from llamaslot.base.namespaces import PUBLIC_NAMESPACE, reads_public
+from llamaslot.base.namespaces import PUBLIC_NAMESPACE
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.node import Node
@@ -46,13 +46,14 @@ class Dropper:
             self._drop_path(self._tree.match(namespace, tokens))
         return self._cleared(before)
 
-    def invalidate_path(self, namespace: str, tokens: bytes) -> None:
+    def invalidate_path(self, namespace: str, tokens: bytes, *, with_public: bool) -> None:
         """Drop the last node of a path whose KV is not trusted, with all that continues it.
 
-        If the public namespace has all tokens of the path, the same is done there, since the KV may be from there.
+        The same is done in the public namespace if some of the KV was loaded from there (`with_public`) and it has
+        all tokens of the path.
         """
         self._drop_subtree(self._tree.match(namespace, tokens).matched_end)
-        if reads_public(namespace):
+        if with_public:
             public = self._tree.match(PUBLIC_NAMESPACE, tokens)
             if public.n_matched * WIDTH == len(tokens):
                 self._drop_subtree(public.matched_end)
