@@ -603,9 +603,9 @@ class CacheMachine(RuleBasedStateMachine):
         only = replace(plan, work=[])
         result = apply(only, self.backend, lambda: self.now)
         self.scheduler.commit(only, result, self.now)
-        self.just_saved = {
-            each for number in saved - {*result.unsaved} for each in self.backend.saved[number].prefixes
-        }
+        # One that could not be saved and is freed in the same plan is not among those that are reported.
+        found = [self.backend.saved[number] for number in saved - {*result.unsaved} if number in self.backend.saved]
+        self.just_saved = {prefix for each in found for prefix in each.prefixes}
         jobs = []
         for job in plan.jobs:
             if isinstance(job, Write) and job.meta.number in result.unsaved:
