@@ -7,7 +7,7 @@ own account of a request. Tokens are two letters, so that prefixes are shared, b
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 from unittest import mock
@@ -74,6 +74,8 @@ OFTEN = (
     *("saves", "written", "losses", "looked for what is cached", "dropped: path", "RAM reduced"),
 )
 """Events that must come up in any run, for else a check is vacuous."""
+SHARES = "lost of its share", "lost beyond its share"
+"""Events that must come up in a long run with two API keys."""
 SELDOM = (
     *("loads", "reads", "read", "not saved", "overtaken", "preempted", "restored", "streams copied", "RAM normal"),
     *("losses for RAM", "losses for cells", "slots saved", "slots restored", "padded steps"),
@@ -174,6 +176,11 @@ class CacheMachine(RuleBasedStateMachine):
     salts: ClassVar[tuple[str, str]] = "a", "b"
     public: ClassVar[str | None] = None
     """The namespace that the other one finds too; by the machine's own account of it."""
+    pools_per_key: ClassVar[float] = 0
+    """Limit of an API key in RAM and on disk, in pools; 0 for none."""
+
+    more_spare: ClassVar[int] = 0
+    """Sequence ids in addition to those that the rules say."""
 
     def new_backend(self, shape: Shape) -> Backend:
         raise NotImplementedError
@@ -226,7 +233,7 @@ class CacheMachine(RuleBasedStateMachine):
         name = self.layouts[layout % len(self.layouts)]
         n_ctx = int(low + share * (high - low)) // n_slots * n_slots
         n_ubatch = int(self.ubatches[0] + batch * (self.ubatches[1] - self.ubatches[0]))
-        n_spare = n_spare if name in ("shared", "copied partitions") else 0
+        n_spare = n_spare + self.more_spare if name in ("shared", "copied partitions") else 0
         ram = ram if name == "shared" else 0
         disk = disk if ram else 0
         shape = Shape(name, n_slots, n_spare, n_ctx, n_ubatch, idle_cells, offload_after, ram, disk, eos_every)
@@ -236,6 +243,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.n_ctx_slot = info.n_ctx_slot
         self.ram_bytes = self.size_of(int(ram * n_ctx))
         self.disk_bytes = self.size_of(int(disk * n_ctx))
+        self.bytes_per_key = self.size_of(int(self.pools_per_key * n_ctx))
         self.disk = FakeDisk()
         self.snapshots: list[tuple[SlotSnapshot, list[Offloaded]]] = []
         """Saved slots, with what the recorder knows of their parts."""
@@ -260,6 +268,8 @@ class CacheMachine(RuleBasedStateMachine):
                 ram_bytes=self.ram_bytes,
                 ram_is_fixed=False,
                 disk_bytes=self.disk_bytes,
+                ram_bytes_per_key=self.bytes_per_key,
+                disk_bytes_per_key=self.bytes_per_key,
                 segment_size=info.segment_size,
                 segment_tokens=self.largest,
                 load_us=load_us,
@@ -790,7 +800,7 @@ class CacheMachine(RuleBasedStateMachine):
         COUNTS["loads"] += sum(isinstance(each, Load) for each in plan.operations)
         COUNTS["saves"] += sum(isinstance(each, Save) for each in plan.operations)
         n_pinned = len(self.backend.prefixes(asked.slot for asked in self.running))
-        has_little = self.shape.ram < 10 or self.is_squeezed
+        has_little = self.has_little_ram or self.is_squeezed
         is_full = self.backend.info.n_ctx - n_pinned < self.largest or (self.shape.disk and has_little)
         for work in plan.work:
             asked = self.find(work.request)
@@ -818,7 +828,12 @@ class CacheMachine(RuleBasedStateMachine):
                 assert asked.n_start == 0 or asked.submit.group
             running = [other for other in self.running if other not in admitted]
             # A RAM that is too small may lose what was cached when they were admitted.
-            is_lossy = 0 < self.shape.ram < 10 or self.unreadable or 0 < self.shape.disk < 10 or self.was_short
+            is_lossy = (
+                (self.shape.ram and self.has_little_ram)
+                or self.unreadable
+                or 0 < self.shape.disk < 10
+                or self.was_short
+            )
             waits = self.waits(asked, asked.n_start, running)
             assert not waits or is_lossy, "computed side by side with its leader"
             for other in admitted[: admitted.index(asked)]:
@@ -932,7 +947,7 @@ class CacheMachine(RuleBasedStateMachine):
             most = min(self.ram_bytes - n_bytes, self.disk_bytes - n_written if self.shape.disk else self.ram_bytes)
             is_full = most < 2 * self.size_of(self.largest) or 0 < self.shape.disk < 10
             # A RAM of a pool or less has no room for the longest prefixes.
-            assert is_full or self.shape.ram < 10 or self.was_short, "lost while there is room in RAM"
+            assert is_full or self.has_little_ram or self.was_short, "lost while there is room in RAM"
             COUNTS["losses for RAM"] += 1
             return
         if self.shape.idle_cells is not None and len(self.idle) == self.shape.idle_cells:
@@ -1025,7 +1040,11 @@ class CacheMachine(RuleBasedStateMachine):
         assert not plan, "shutting down never ends"
         assert not [each for each in self.tiers.ram if each.state is SegmentState.DIRTY], "dirty after the end"
         n_free = self.disk_bytes - self.tiers.disk.n_bytes
-        if min(self.shape.ram, self.shape.disk) == 10 and n_free > 2 * self.size_of(self.largest):
+        if (
+            min(self.shape.ram, self.shape.disk) == 10
+            and not self.bytes_per_key
+            and n_free > 2 * self.size_of(self.largest)
+        ):
             written = {each for number in self.disk.kept for each in self.backend.saved[number].prefixes}
             assert self.backend.prefixes() <= written, "not written before the end"
             COUNTS["wrote everything at the end"] += 1
@@ -1046,6 +1065,11 @@ class CacheMachine(RuleBasedStateMachine):
     @property
     def running(self) -> list[Asked]:
         return [asked for asked in self.asked if asked.slot >= 0]
+
+    @property
+    def has_little_ram(self) -> bool:
+        """True if a tenant's RAM holds a pool or less."""
+        return self.shape.ram < 10 or bool(self.bytes_per_key)
 
     @property
     def offloaded(self) -> set[int]:
@@ -1089,6 +1113,10 @@ class Before:
         self.running = {asked: list(held[asked.slot].prefixes) for asked in machine.running}
         self.fresh = {asked for asked in machine.living if asked.slot < 0 and not asked.has_started}
         self.held = [(each.namespace, set(each.prefixes)) for each in held]
+        self.cells: dict[str, set[int]] = defaultdict(set)
+        """Prefixes in the pool, by namespace."""
+        for namespace, prefixes in self.held:
+            self.cells[namespace] |= prefixes
         offloaded = [*machine.backend.segments.values(), *map(machine.backend.saved.get, machine.disk.kept)]
         self.held += [(each.namespace, set(each.prefixes)) for each in offloaded]
 
@@ -1141,6 +1169,55 @@ class PublicMachine(FakeMachine):
     def teardown(self) -> None:
         super().teardown()
         COUNTS["public tokens"] += self.cache.stats().public_tokens if hasattr(self, "scheduler") else 0
+
+
+class TenantMachine(FakeMachine):
+    """The two namespaces are of two API keys: each keeps its share of the pool, and neither exceeds its limit."""
+
+    layouts = ("shared",)
+    salts = key_salt(key_secret("one"), ""), key_salt(key_secret("other"), "")
+    pools_per_key = 0.5
+    more_spare = 12
+
+    def check_losses(self, before: Before, plan: StepPlan) -> None:
+        super().check_losses(before, plan)
+        for tier in (self.backend.segments.values(), map(self.backend.saved.get, self.disk.kept)):
+            used = Counter[str]()
+            for each in tier:
+                used[each.namespace] += self.size_of(len(each.tokens))
+            for namespace in ("salt 0", "salt 1"):
+                assert used[namespace] <= self.bytes_per_key, "more than a key may have"
+                COUNTS["limited"] += used[namespace] > self.bytes_per_key - self.size_of(self.largest)
+        self.check_shares(before, plan)
+
+    def check_shares(self, before: Before, plan: StepPlan) -> None:
+        """While one key has idle cells beyond its share, the other one loses none of its own share."""
+        # Ids, ages and the budget of idle cells take cells too, by last use.
+        by_age = self.shape.idle_cells is not None or self.shape.offload_after is not None
+        n_empty = sum(not held.cells for held in self.backend.held)
+        if by_age or n_empty <= 2 or plan.preempted or self.is_recovering:
+            return
+        share = self.backend.info.n_ctx // 2
+        for namespace, other in (("salt 0", "salt 1"), ("salt 1", "salt 0")):
+            had, has = before.cells[namespace], self.in_pool(namespace)
+            if had - has and len(had) <= share:
+                COUNTS["lost of its share"] += 1
+                assert len(self.in_pool(other)) <= share or not self.in_pool(other) & self.idle, "a share was taken"
+            if len(had) > share and had - has:
+                COUNTS["lost beyond its share"] += 1
+
+    def in_pool(self, namespace: str) -> set[int]:
+        """Prefixes of a namespace in the pool."""
+        return {each for held in self.backend.held if held.namespace == namespace for each in held.prefixes}
+
+
+def test_the_cache_with_two_api_keys() -> None:
+    before = COUNTS.copy()
+    chosen = settings(max_examples=1000 if LONG else 40, stateful_step_count=100, deadline=None)
+    run_state_machine_as_test(TenantMachine, settings=chosen)
+    counts = COUNTS - before
+    missing = [event for event in ("limited", *OFTEN, *(SHARES if LONG else ())) if not counts[event]]
+    assert not missing, "no example came to these"
 
 
 def test_the_cache_with_a_public_namespace() -> None:
