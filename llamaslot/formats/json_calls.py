@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 from llamaslot.formats.json_value import QUOTES, ValueCopier, read_string
 from llamaslot.formats.output import Output
@@ -49,25 +49,30 @@ class JsonCalls:
 
     def read_items(self) -> Steps[bool]:
         """Read a list behind its bracket; False if the first object is no call, and nothing was reported."""
-        n_calls = self._output.n_calls
-        while True:
-            yield from self._reader.whitespace()
-            mark = self._reader.mark()
-            is_call = yield from self.read()
-            rejected = self._reader.release(mark)
-            if not is_call:
-                if self._output.n_calls == n_calls:
-                    return False
-                self._output.content(rejected)
-                return True
-            yield from self._reader.whitespace()
-            if not (yield from self._reader.accept(",")):
-                yield from self._reader.accept("]")
-                return True
+        return (yield from read_list(self._reader, self._output, self.read))
 
     def read(self) -> Steps[bool]:
         """Read one object; False if it is no call, and nothing was reported."""
         return _Call(self._reader, self._output, self._only, self._ids).read()
+
+
+def read_list(reader: Reader, output: Output, read_call: Callable[[], Steps[bool]]) -> Steps[bool]:
+    """Read calls between commas up to a bracket; False if the first item is no call, and nothing was reported."""
+    n_calls = output.n_calls
+    while True:
+        yield from reader.whitespace()
+        mark = reader.mark()
+        is_call = yield from read_call()
+        rejected = reader.release(mark)
+        if not is_call:
+            if output.n_calls == n_calls:
+                return False
+            output.content(rejected)
+            return True
+        yield from reader.whitespace()
+        if not (yield from reader.accept(",")):
+            yield from reader.accept("]")
+            return True
 
 
 class _Call:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from llamaslot.formats.calls import Tool, ToolCall
 from llamaslot.formats.fields import fields_of
 from llamaslot.formats.grammar import GrammarWriter, object_schema
+from llamaslot.formats.json_calls import read_list
 from llamaslot.formats.json_value import PYTHON_QUOTES, ValueCopier
 from llamaslot.formats.output import Output
 from llamaslot.formats.reader import Reader, Steps
@@ -34,21 +35,7 @@ class PythonCalls:
 
     def read_items(self) -> Steps[bool]:
         """Read a list behind its bracket; False if the first item is no call, and nothing was reported."""
-        n_calls = self._output.n_calls
-        while True:
-            yield from self._reader.whitespace()
-            mark = self._reader.mark()
-            is_call = yield from self.read()
-            rejected = self._reader.release(mark)
-            if not is_call:
-                if self._output.n_calls == n_calls:
-                    return False
-                self._output.content(rejected)
-                return True
-            yield from self._reader.whitespace()
-            if not (yield from self._reader.accept(",")):
-                yield from self._reader.accept("]")
-                return True
+        return (yield from read_list(self._reader, self._output, self.read))
 
     def read(self) -> Steps[bool]:
         """Read one call; False if it is none, and nothing was reported."""
