@@ -104,7 +104,7 @@ def test_text_that_was_passed_on_is_not_kept(family: str) -> None:
 
 
 def n_calls(family: str, text: str) -> int:
-    """How many Python functions parsing a text calls, in pieces of four characters."""
+    """Count the calls of Python functions while a text is parsed in pieces of four characters."""
     parser = made(family).parser(TOOLS)
     n = 0
 

@@ -1,4 +1,4 @@
-"""What the text of an argument stands for, by its schema."""
+"""Values of arguments that are written without quotes, by the type in their schema."""
 
 from __future__ import annotations
 

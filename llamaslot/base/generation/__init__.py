@@ -1,1 +1,1 @@
-"""How tokens are sampled, and what is recorded about them."""
+"""Sampling parameters of requests, and probabilities of sampled tokens."""

@@ -32,7 +32,7 @@ class Sampling(msgspec.Struct, frozen=True):
 
     temperature: float = 0.8
     dynatemp_range: float = 0.0
-    """How far the temperature follows the entropy, up and down; 0 for not at all."""
+    """Largest change of the temperature by the entropy, up and down; 0 for none."""
     dynatemp_exponent: float = 1.0
     top_k: int = 40
     top_p: float = 0.95

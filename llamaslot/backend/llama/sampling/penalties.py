@@ -28,7 +28,7 @@ class Penalties:
         self._tokens[: len(found)] = found
         self._counts = np.zeros(size, dtype=np.float32)
         self._counts[: len(found)] = counts[found]
-        """How often each of `_tokens` is in the window; both in any order, `_n_different` of them."""
+        """Occurrences of each of `_tokens` in the window; both in any order, `_n_different` of them."""
         self._places = {token: place for place, token in enumerate(found.tolist())}
         self._window = np.zeros(window, dtype=np.int32)
         """A ring buffer."""

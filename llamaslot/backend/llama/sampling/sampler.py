@@ -62,7 +62,7 @@ class LlamaSampler:
         self._first: list[Adjuster] = [adjusters[name] for name in first]
         """Those that see all tokens."""
         self._top_k = sampling.top_k if names[0] == "top_k" else 0
-        """How many tokens the chain keeps at once; 0 if it begins otherwise."""
+        """The k of a chain that begins with top-k; 0 if it begins otherwise."""
         self._chain = None if takes_the_best(sampling, names) else Chain(sampling, names, adjusters, n_vocab)
         self._n_probs = sampling.n_probs
         self._scores_draws = sampling.post_sampling_probs
