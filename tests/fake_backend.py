@@ -54,6 +54,7 @@ class FakeVocab:
     eog = frozenset({EOS})
     special_tokens = ("<s>", "</s>")
     cut_tokens = ("</s>",)
+    named_tokens: ClassVar = {"<s>": BOS, "</s>": EOS}
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
         """Return the UTF-8 bytes of `text` as tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from llamaslot.prompts.prompt_worker import PromptThread
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.request_reader import RequestReader
 from llamaslot.text.template import ChatTemplate
-from tests.fake_backend import FakeBackend
+from tests.fake_backend import FakeBackend, FakeVocab
 
 PLAIN_TEMPLATE = "{{ messages }}"
 CONTEXT = RequestContext("r", ApiSettings().request_limits(10), Sampling())
@@ -37,9 +38,13 @@ def long_query(text: str = "") -> AnswerBody:
 
 
 def prompt_thread(
-    tokenizer: Tokenizer, info: ModelInfo | None = None, template: str = PLAIN_TEMPLATE
+    tokenizer: Tokenizer,
+    info: ModelInfo | None = None,
+    template: str = PLAIN_TEMPLATE,
+    grammars: Sequence[str] = (),
 ) -> PromptThread:
-    """A prompt worker in this process, by default for the fake model."""
+    """A prompt worker in this process, by default for the fake model; `grammars` as of `--grammar-file`."""
     info = info or FakeBackend().info
     parsed = ChatTemplate(template, bos_token=info.bos_token, eos_token=info.eos_token)
-    return PromptThread(tokenizer, RequestReader(info, parsed, tokenizer))
+    named = {f"grammar {i}": grammar for i, grammar in enumerate(grammars)}
+    return PromptThread(tokenizer, RequestReader(info, parsed, tokenizer, FakeVocab.named_tokens, named))

@@ -10,6 +10,7 @@ from aiohttp import web
 from llamaslot.base.commands import RequestLimits
 from llamaslot.base.errors import ServerError, UnavailableError
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.generation.tools import ReasoningFormat
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import key_secret
 from llamaslot.service.service import Service
@@ -60,6 +61,10 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     n_predict: int = -1
     cache_prompt: bool = True
+    reasoning: bool = True
+    """Let the model reason before it answers, if its chat template leaves the choice."""
+    reasoning_format: ReasoningFormat = "auto"
+    """Place of the reasoning in chat replies."""
     sampling: dict[str, int | float] = {}
     """Fields of `Sampling` that flags set; they win over those that the model file recommends."""
 

@@ -64,6 +64,7 @@ async def props(request: web.Request) -> web.Response:
             "endpoint_props": False,
             "endpoint_metrics": settings.metrics,
             "chat_template": service.chat_template,
+            "chat_format": service.output_format.name,
             "bos_token": info.bos_token,
             "eos_token": info.eos_token,
             "build_info": FINGERPRINT,

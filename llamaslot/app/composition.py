@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import structlog
 
 from llamaslot.app.config import Config
+from llamaslot.app.config_reader import listed
 from llamaslot.app.models import resolve_model
 from llamaslot.app.runtime.runtime import InProcessRuntime, MultiProcessRuntime, OnProgress, Runtime
 from llamaslot.app.template_config import read_template
@@ -74,7 +75,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
 
         app = http.create_app(http_config.api_settings(config))
         tls = tls_context(config, time.monotonic)
-        listener = await http.serve(app, http_config.listed(config.host), config.port, tls=tls)
+        listener = await http.serve(app, listed(config.host), config.port, tls=tls)
         listeners.append(listener)
         loaded = await _load(runtime, stop, on_progress)
         if loaded is None:

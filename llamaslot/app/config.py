@@ -142,6 +142,21 @@ class Config:
     top_k: CountOrMinusOne | None = _llama(None, f"{_OWN_ELSE} 40; 0 for off")
     top_p: Fraction | None = _llama(None, f"{_OWN_ELSE} 0.95; 1 for off")
     min_p: Fraction | None = _llama(None, f"{_OWN_ELSE} 0.05; 0 for off")
+    grammar_file: str = _llama(
+        "",
+        "file with a grammar (GBNF or Lark) for requests that bring none; given several times, or comma-separated: "
+        "the k-th request takes the k-th file, and later ones none",
+        env="LLAMASLOT_GRAMMAR_FILE",
+    )
+    reasoning: Literal["on", "off", "auto"] = _llama(
+        "auto",
+        "off: the model is not to reason before it answers, if its chat template leaves the choice",
+        "-rea --reasoning",
+        words=_TRISTATE,
+    )
+    reasoning_format: Literal["none", "deepseek", "auto"] = _llama(
+        "auto", "place of the reasoning in chat replies; none: in the content, else in reasoning_content"
+    )
     chat_template: str = _llama("", "name of a built-in template, or Jinja source")
     chat_template_file: str = _llama("", "file with a Jinja template")
     jinja: bool = _llama(

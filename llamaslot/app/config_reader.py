@@ -42,6 +42,11 @@ def read_config(flags: argparse.Namespace, environ: Mapping[str, str]) -> Config
     return _checked(Config(**values))
 
 
+def listed(text: str) -> list[str]:
+    """Return the items of a comma-separated list."""
+    return [each for each in map(str.strip, text.split(",")) if each]
+
+
 def _convert(option: Option, source: str, value: Any) -> Any:
     if isinstance(value, str) and value.lower() in option.words:
         return option.words[value.lower()]

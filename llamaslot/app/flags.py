@@ -54,7 +54,7 @@ NOT_SUPPORTED = {
         "--n-cpu-moe -sm --split-mode -ts --tensor-split -mg --main-gpu --check-tensors --override-kv --lora "
         "--lora-scaled --lora-init-without-apply --control-vector --control-vector-scaled "
         "--control-vector-layer-range "
-        "--grammar --grammar-file -j --json-schema -jf --json-schema-file -bs "
+        "--grammar -j --json-schema -jf --json-schema-file -bs "
         "--backend-sampling -lcs --lookup-cache-static -lcd --lookup-cache-dynamic -ctxcp --ctx-checkpoints "
         "--swa-checkpoints --kv-unified-per-slot -cms --checkpoint-min-step -r --reverse-prompt -sp --special "
         "--spm-infill --pooling -mm --mmproj -mmu --mmproj-url --mmproj-auto --mmproj-offload --no-mmproj-offload "
@@ -62,7 +62,7 @@ NOT_SUPPORTED = {
         "--rerank --reranking --reuse-port --cors-methods --cors-headers --cors-credentials --no-cors-credentials "
         "--api-prefix --tools --mcp-servers-config --mcp-servers-json -ag --agent "
         "--chat-template-kwargs --props --models-dir --models-preset --models-max --models-autoload "
-        "--no-models-autoload --reasoning-format -rea --reasoning --reasoning-effort --reasoning-budget "
+        "--no-models-autoload --reasoning-effort --reasoning-budget "
         "--reasoning-budget-message --reasoning-preserve --no-reasoning-preserve --prefill-assistant "
         "--no-prefill-assistant --skip-chat-parsing --no-skip-chat-parsing -td --threads-draft -tbd "
         "--threads-batch-draft --draft --draft-n --draft-max --draft-min --draft-n-min --draft-p-min -md "
@@ -72,6 +72,8 @@ NOT_SUPPORTED = {
     ),
 }
 """Flags of llama-server that are refused, by the reason."""
+
+_REPEATABLE = ("grammar_file",)
 
 
 class Parser(argparse.ArgumentParser):
@@ -116,7 +118,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             negative.append(f"--no-{option.flag[2:]}")
             parser.add_argument(*option.flags, *negative, dest=option.name, action=_Switch, help=text)
         else:
-            parser.add_argument(*option.flags, dest=option.name, metavar=_metavar(option), help=text)
+            action = _Joined if option.name in _REPEATABLE else "store"
+            parser.add_argument(*option.flags, dest=option.name, metavar=_metavar(option), help=text, action=action)
     for n_values, flags in WITHOUT_EFFECT.items():
         parser.add_argument(*flags.split(), dest="ignored", nargs=n_values, action=_Ignored, help=argparse.SUPPRESS)
     for reason, flags in NOT_SUPPORTED.items():
@@ -131,6 +134,14 @@ class _Switch(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, not (option_string or "").startswith(("--no-", "-no-")))
+
+
+class _Joined(argparse.Action):
+    """A flag that may be given several times; its values are joined by commas."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        earlier = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, f"{earlier},{values}" if earlier else values)
 
 
 class _Ignored(argparse.Action):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from llamaslot.api.context import ApiSettings
 from llamaslot.api.middleware import host_name, is_loopback
 from llamaslot.app.config import Config
+from llamaslot.app.config_reader import listed
 from llamaslot.base.errors import ConfigError
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -48,6 +49,8 @@ def api_settings(config: Config) -> ApiSettings:
         cache_debug_text=config.cache_debug_text,
         cache_salt_from_api_key=config.cache_salt_from_api_key,
         n_predict=config.n_predict,
+        reasoning=config.reasoning != "off",
+        reasoning_format=config.reasoning_format,
         cache_prompt=config.cache_prompt,
         sampling={name: value for name in _SAMPLING if (value := getattr(config, name)) is not None},
     )
@@ -60,11 +63,6 @@ def max_queue_per_client(config: Config) -> int:
     # Without keys, all programs of a machine may be one client.
     has_keys = bool(config.api_key or config.api_key_file)
     return max(1, config.max_queue // 2) if has_keys and config.max_queue else 0
-
-
-def listed(text: str) -> list[str]:
-    """Return the items of a comma-separated list."""
-    return [each for each in map(str.strip, text.split(",")) if each]
 
 
 def _check_host_needs_key(config: Config, *, has_keys: bool) -> None:

@@ -17,11 +17,12 @@ def read_template(config: Config) -> tuple[str, str]:
     """
     pattern(config.drop_volatile)
     if config.chat_template_file:
-        return _read(config.chat_template_file, "--chat-template-file"), "--chat-template-file"
+        return read_text(config.chat_template_file, "--chat-template-file"), "--chat-template-file"
     return (resolve(config.chat_template), "--chat-template") if config.chat_template else ("", "")
 
 
-def _read(path: str, flag: str) -> str:
+def read_text(path: str, flag: str) -> str:
+    """Return the text of a file that a flag names; raises `ConfigError`."""
     try:
         return Path(path).read_text()
     except OSError as error:

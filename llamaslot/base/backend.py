@@ -6,7 +6,7 @@ calls on which llama.cpp would abort the process. Positions count tokens from 0;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -136,6 +136,10 @@ class Vocab(Protocol):
     @property
     def cut_tokens(self) -> tuple[str, ...]:
         """Texts of control tokens that do not strip the text before them, those that end a generation first."""
+
+    @property
+    def named_tokens(self) -> Mapping[str, int]:
+        """Ids by text of the tokens that a grammar allows by id only: control tokens, and added tags (`<name>`)."""
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
         """Token ids of `text`; `add_special` adds BOS/EOS where the model wants them.

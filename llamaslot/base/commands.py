@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.generation.tools import MessageForm, ReasoningFormat
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.turns import Sender
@@ -70,6 +71,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Send an `Output` with `prefill` before the first and after each step that computes the prompt."""
     constraint: Constraint | None = None
     """The grammar that the reply must match."""
+    written_out: tuple[int, ...] = ()
+    """Control tokens whose text is a part of the reply's, for the parser of its format."""
     cache_prompt: bool = True
     cache_salt: str = ""
     """Namespace: only requests with the same salt share KV."""
@@ -179,6 +182,10 @@ class RequestContext(msgspec.Struct, frozen=True):
     """`key_secret` of the API key where each key has namespaces of its own; empty where not."""
     is_admin: bool = False
     """True if the API key is an administrator's, who may share KV with all keys."""
+    reasoning: bool = True
+    """Default of `enable_thinking`, with which chat templates let the model reason or not."""
+    reasoning_format: ReasoningFormat = "auto"
+    """Default of the field."""
 
 
 class ParseBody(msgspec.Struct, frozen=True, tag="parse_body"):
@@ -204,6 +211,8 @@ class ReplyOptions(msgspec.Struct, frozen=True):
     """Texts begin with their prompts."""
     response_fields: tuple[str, ...] = ()
     """Fields that llama-server's reply is reduced to; empty for all."""
+    message: MessageForm = MessageForm()
+    """The form of a chat's reply."""
     sse_ping_interval: int | None = None
 
 

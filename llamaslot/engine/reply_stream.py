@@ -47,7 +47,7 @@ class ReplyStream:
             self._unsent.append(token)
             self._starts.append(self._text.n_decoded)
             if n_left or sampled.reason != "eos":
-                text += self._text.push(self._vocab.piece(token))
+                text += self._text.push(self._bytes_of(token))
             if self._text.stopped is not None:
                 return text, "word", n_left
             if self._text.is_cut:
@@ -55,6 +55,12 @@ class ReplyStream:
         if sampled.reason is None and self._is_overdue(text):
             return text, "limit", 0
         return text, sampled.reason, 0
+
+    def _bytes_of(self, token: int) -> bytes:
+        """Return what the client gets of a token."""
+        if token in self.request.submit.written_out:
+            return self._vocab.detokenize([token])
+        return self._vocab.piece(token)
 
     def _is_overdue(self, text: str) -> bool:
         """Return True if new text has the end of a line after the time limit."""

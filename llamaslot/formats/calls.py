@@ -1,18 +1,8 @@
-"""Tools, tool calls, and what a parser returns for each piece of output."""
+"""Tool calls, and what a parser returns for each piece of output."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
-
-    name: str
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from llamaslot.formats.calls import Tool, ToolCall
+from llamaslot.base.generation.tools import MessageForm, Tool
+from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.grammar import GrammarWriter, Thinking
 from llamaslot.formats.message import (
     CallMarkers,
     OutputParser,
     ParserOptions,
     ReadCalls,
-    ReasoningFormat,
     ReasoningTags,
     StreamParser,
     TaggedMessage,
@@ -38,6 +38,8 @@ class Format(ABC):
 
     name: ClassVar[str]
     markers: ClassVar[CallMarkers]
+    calls_are_json: ClassVar[bool] = False
+    """True if a call is JSON without a marker, which a grammar cannot tell from content in JSON."""
 
     def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
         self.source = source
@@ -62,38 +64,35 @@ class Format(ABC):
         """Return a grammar's expression for at least one call."""
 
     @property
+    def calls_stand_alone(self) -> bool:
+        """True if a grammar cannot tell where calls begin behind a text."""
+        return bool(self.markers.lines)
+
+    @property
     def preserved(self) -> tuple[str, ...]:
         """Texts of control tokens that the parser needs in the output."""
         markers = self.markers
         tags = (self.reasoning.start, self.reasoning.end) if self.reasoning else ()
         return tuple(dict.fromkeys((*markers.calls, *markers.left_over, *markers.ignored, *tags)))
 
-    def parser(
-        self,
-        tools: Sequence[Tool],
-        *,
-        reasoning_open: str = "",
-        reasoning_format: ReasoningFormat = "auto",
-        parse_tools: bool = True,
-        parallel: bool = True,
-    ) -> OutputParser:
-        """Return a parser for one message; `reasoning_open` is what `reasoning_open_at` returned for its prompt.
+    def parser(self, form: MessageForm) -> OutputParser:
+        """Return a parser for one message.
 
         Without `parse_tools`, or without tools, calls are content. Unless they are `parallel`, only the first call
-        is reported.
+        is reported. `reasoning_open` is what `reasoning_open_at` returned for the prompt.
         """
         options = ParserOptions(
-            {tool.name: tool for tool in tools},
-            reasoning_open,
-            reasoning_format,
-            parse_tools and bool(tools),
-            parallel,
+            {tool.name: tool for tool in form.tools},
+            form.reasoning_open,
+            form.reasoning_format,
+            form.parse_tools and bool(form.tools),
+            form.parallel,
         )
         reader = Reader()
         output = Output(
             trim=options.parse_tools or self.reasoning is not None,
-            reasoning_as_content=reasoning_format == "none",
-            parallel=parallel,
+            reasoning_as_content=options.reasoning_format == "none",
+            parallel=options.parallel,
         )
         return StreamParser(reader, output, self.steps(reader, output, options))
 
@@ -109,21 +108,40 @@ class Format(ABC):
         )
         return message.steps()
 
-    def grammar(
-        self, tools: Sequence[Tool], *, name: str | None = None, parallel: bool = True, thinking: Thinking = "none"
-    ) -> str:
-        """Return a Lark grammar for llguidance that forces a call of one of the tools, or of the one called `name`.
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool = True, thinking: Thinking = "none") -> str:
+        """Return a Lark grammar for llguidance that forces a call of one of the tools, of which there must be one.
 
-        It allows reasoning before the call as `thinking` says. Without `parallel` it allows one call. Raises
-        `ValueError` if there is no tool to call.
+        It allows reasoning before the call as `thinking` says. Without `parallel` it allows one call.
         """
-        callable_tools = [tool for tool in tools if name is None or tool.name == name]
-        if not callable_tools:
-            raise ValueError(f"there is no tool {name!r}" if name else "there are no tools")
         writer = GrammarWriter(self.special)
         reasoning = self.reasoning_expression(writer, thinking)
-        calls = self.calls_expression(writer, callable_tools, parallel=parallel)
-        return writer.finished(f"{reasoning} {calls}" if reasoning else calls)
+        return writer.finished(writer.sequence(reasoning, self.calls_expression(writer, tools, parallel=parallel)))
+
+    def reply_grammar(self, tools: Sequence[Tool], *, parallel: bool, thinking: Thinking, content: str = "") -> str:
+        """Return a Lark grammar for a reply of content, of calls, or of content and then calls.
+
+        All calls are calls of the tools. The content is any text in which no call begins, or what another grammar
+        called `content` says; calls then stand alone, and with `calls_are_json` there are none.
+        """
+        writer = GrammarWriter(self.special)
+        reasoning = self.reasoning_expression(writer, thinking)
+        calls = self.calls_expression(writer, tools, parallel=parallel) if tools else ""
+        if content:
+            calls = "" if self.calls_are_json else calls
+            told = self.content_expression(writer, f"@{content}")
+            return writer.finished(writer.sequence(reasoning, writer.choice([calls, told]) if calls else told))
+        text = self.content_expression(writer, writer.text_without(self.markers.calls, self.markers.lines))
+        if self.calls_stand_alone:
+            return writer.finished(writer.sequence(reasoning, writer.choice([calls, text])))
+        return writer.finished(writer.sequence(reasoning, text, f"({calls})?"))
+
+    def plain_grammar(self, content: str) -> str:
+        """Return the `reply_grammar` of nothing but `content`."""
+        return GrammarWriter(self.special).finished(f"@{content}")
+
+    def content_expression(self, writer: GrammarWriter, content: str) -> str:
+        """Return the expression of content with what stands around it."""
+        return content
 
     def reasoning_expression(self, writer: GrammarWriter, thinking: Thinking) -> str:
         """Return a grammar's expression for reasoning before the calls; nothing if there is to be none."""

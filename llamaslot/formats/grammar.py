@@ -10,14 +10,20 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from llamaslot.formats.calls import Tool
+from llamaslot.base.generation.tools import Tool
 from llamaslot.formats.schema_types import value_types
 
 Thinking: TypeAlias = Literal["none", "optional", "open"]
 """Reasoning before the forced call: none, or the model may open it, or the prompt has opened it."""
 
 _ANY_STRING: Mapping[str, Any] = {}
-_JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON_LAYOUT = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": False,
+    "lenient": False,
+}
 """Arguments are laid out as `tojson` in chat templates lays them out, so that they render to the same tokens."""
 
 _UNESCAPED_SLASH = re.compile(r"(?<!\\)/")
@@ -73,6 +79,26 @@ class GrammarWriter:
     def arguments(self, tool: Tool) -> str:
         """Return an expression for the JSON object with a tool's arguments."""
         return self.json(object_schema(tool))
+
+    def text_without(self, markers: Sequence[str], beginnings: Sequence[str] = ()) -> str:
+        """Return an expression for a text, possibly empty, that has no marker in it and none of the beginnings.
+
+        It is cut before each character that begins a marker, since a terminal ends where it cannot go on: one for
+        the whole text would swallow the beginning of a marker.
+        """
+        firsts = "".join(sorted({re.escape(marker[0]) for marker in markers}))
+        number = len(self._rules)
+        text, other, head = f"TEXT_{number}", f"OTHER_{number}", f"HEAD_{number}"
+        pieces = text
+        self._rules.append(f"{text}: /[^{firsts}]+/" if firsts else f"{text}: /(?s:.+)/")
+        if firsts:
+            excluded = "|".join(_regex(marker) for marker in markers)
+            self._rules.append(f"{other}: /[{firsts}][^{firsts}]*/ & ~/({excluded})(?s:.*)/")
+            pieces = f"({text} | {other})"
+        if not beginnings:
+            return self.rule(f"{pieces}*")
+        self._rules.append(f"{head}: /\\s*[^\\s{firsts}{re.escape(''.join(beginnings))}]/")
+        return self.rule(f"({f'({head} | {other})' if firsts else head} {pieces}*)?")
 
     def text_until(self, end: str, schema: Mapping[str, Any] = _ANY_STRING) -> str:
         """Return an expression for a text, of a string's schema, up to `end` and through it."""
@@ -148,6 +174,11 @@ def tagged_arguments(writer: GrammarWriter, tool: Tool, before: str, between: st
         part = writer.rule(writer.sequence(writer.text(before + name + between), value))
         parts.append(part if name in required else f"{part}?")
     return " ".join(parts)
+
+
+def _regex(text: str) -> str:
+    """Return a regular expression for a text."""
+    return _UNESCAPED_SLASH.sub(_SLASH, re.escape(text))
 
 
 def _pattern(schema: Mapping[str, Any]) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-from llamaslot.formats.calls import Delta, Tool
+from llamaslot.base.generation.tools import ReasoningFormat, Tool
+from llamaslot.formats.calls import Delta
 from llamaslot.formats.output import Output
 from llamaslot.formats.reader import Emit, Machine, Markers, Reader, Steps
-
-ReasoningFormat: TypeAlias = Literal["none", "deepseek", "auto"]
 
 
 class OutputParser(Protocol):

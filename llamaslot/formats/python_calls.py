@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from llamaslot.formats.calls import Tool, ToolCall
+from llamaslot.base.generation.tools import Tool
+from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.fields import fields_of
 from llamaslot.formats.grammar import GrammarWriter, object_schema
 from llamaslot.formats.json_calls import read_list

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llamaslot.formats.calls import Tool
+from llamaslot.base.generation.tools import Tool
 from llamaslot.formats.json_value import ValueCopier
 from llamaslot.formats.output import Output
 from llamaslot.formats.reader import Emit, Machine, Markers, Reader, Steps

@@ -19,7 +19,7 @@ never give tokens to a text.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -148,7 +148,7 @@ class Tokenizer:
         """Remember the tokens of a reply, of which `n_sent` characters were sent; return the new records."""
         if context.text is None and not context.submit.session_id:
             return ()
-        reply, ids = self._sent(generated.tolist(), n_sent)
+        reply, ids = self._sent(generated.tolist(), n_sent, context.submit.written_out)
         anchor = self._add_anchor(context, reply, ids) if ids else None
         records = (anchor.record(),) if anchor is not None else ()
         return (*records, self._put_session(context, generated, ids)) if context.submit.session_id else records
@@ -288,14 +288,17 @@ class Tokenizer:
         self.sessions.put(digest, session)
         return session.record(digest)
 
-    def _sent(self, generated: list[int], n_sent: int) -> tuple[str, list[int]]:
+    def _sent(self, generated: list[int], n_sent: int, written_out: Container[int]) -> tuple[str, list[int]]:
         """Return the text of a reply that was sent, and its tokens.
 
         Both are empty where a token of the reply gives no text, and where the sending ended within a token.
         """
         if generated and generated[-1] in self._vocab.eog:
             generated.pop()
-        pieces = [self._vocab.piece(token) for token in generated]
+        pieces = [
+            self._vocab.detokenize([token]) if token in written_out else self._vocab.piece(token)
+            for token in generated
+        ]
         if not all(pieces):
             return "", []
         text = b"".join(pieces).decode(errors="replace")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from llamaslot.base.generation.tools import ReasoningFormat
 from llamaslot.protocol.structured_options import StructuredOptions
 
 INT32_MAX = 2**31 - 1
@@ -128,7 +129,13 @@ class ChatBody(Options, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    reasoning_format: ReasoningFormat | None = None
+    reasoning_budget_tokens: Count | None = None
+    thinking_budget_tokens: Count | None = None
 
 
 class CompletionBody(Options, kw_only=True):

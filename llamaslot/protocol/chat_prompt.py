@@ -1,29 +1,106 @@
-"""From the body of a chat request to its prompt."""
+"""From the body of a chat request to its prompt, its constraint and the form of its reply."""
 
 from __future__ import annotations
 
-from llamaslot.base.commands import TextPart
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llamaslot.base.commands import Constraint, RequestContext, TextPart
 from llamaslot.base.errors import InvalidRequestError
+from llamaslot.base.generation.tools import MessageForm
+from llamaslot.formats.grammar import Thinking
+from llamaslot.formats.recognition import format_of
 from llamaslot.protocol.bodies import ChatBody
+from llamaslot.protocol.reply_constraint import ReplyConstraints
+from llamaslot.protocol.structured_output import ConstraintReader
+from llamaslot.protocol.tool_messages import with_text_of_tools
+from llamaslot.protocol.tools import ToolUse, read_tools
 from llamaslot.text.template import ChatTemplate
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
 
-def rendered(template: ChatTemplate, body: ChatBody) -> tuple[TextPart, ...]:
-    """Return the conversation as prompt parts; raises `InvalidRequestError` if it cannot be rendered."""
-    for i, message in enumerate(body.messages):
-        role = message.get("role")
-        if not isinstance(role, str) or role not in _ROLES:
-            raise InvalidRequestError(
-                f"'messages[{i}].role' must be one of {', '.join(sorted(_ROLES))}", param=f"messages[{i}].role"
-            )
-    kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort == "none":
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as a prompt, with what its reply must match and how it is parsed."""
+
+    parts: tuple[TextPart, ...]
+    constraint: Constraint | None
+    is_own: bool
+    """True if the request says what its content must match; otherwise only its tools do."""
+    form: MessageForm
+
+
+class ChatReader:
+    """Reads chat bodies for a template and a vocabulary with these named tokens, on any thread."""
+
+    def __init__(
+        self, template: ChatTemplate, constraints: ConstraintReader, named_tokens: Mapping[str, int]
+    ) -> None:
+        self.template = template
+        self._constraints = constraints
+        self._format = format_of(template.source, named_tokens)
+        self._replies = ReplyConstraints(self._format, constraints)
+        self.written_out = tuple(
+            sorted(named_tokens[text] for text in self._format.preserved if text in named_tokens)
+        )
+        """Tokens that a reply's parser needs to see."""
+
+    def read(self, body: ChatBody, context: RequestContext) -> ChatPrompt:
+        """Read a chat request; raises `InvalidRequestError` if it is invalid or cannot be rendered."""
+        use = read_tools(body)
+        kwargs = _template_kwargs(body, context)
+        parts = self._rendered(body, use, kwargs)
+        opened = self._reasoning_open(body, "".join(part.text for part in parts))
+        form = MessageForm(
+            tools=use.tools,
+            parse_tools=use.mode != "none",
+            parallel=use.parallel,
+            reasoning_open=opened,
+            reasoning_format=body.reasoning_format or context.reasoning_format,
+        )
+        thinking: Thinking = "open" if opened else "optional" if kwargs.get("enable_thinking", True) else "none"
+        if self._format.reasoning is None:
+            thinking = "none"
+        own = self._constraints.read(body)
+        return ChatPrompt(parts, self._replies.constraint(own, use, thinking), own is not None, form)
+
+    def render(self, body: ChatBody, context: RequestContext | None = None) -> tuple[TextPart, ...]:
+        """Return the conversation as prompt parts; raises `InvalidRequestError` if it cannot be rendered."""
+        return self._rendered(body, read_tools(body), _template_kwargs(body, context))
+
+    def _rendered(self, body: ChatBody, use: ToolUse, kwargs: Mapping[str, Any]) -> tuple[TextPart, ...]:
+        for i, message in enumerate(body.messages):
+            role = message.get("role")
+            if not isinstance(role, str) or role not in _ROLES:
+                raise InvalidRequestError(
+                    f"'messages[{i}].role' must be one of {', '.join(sorted(_ROLES))}", param=f"messages[{i}].role"
+                )
+        wants_reply = _wants_reply(body)
+        messages = with_text_of_tools(self.template, self._format, body.messages, use.definitions)
+        tools = use.definitions if self.template.takes_tools else ()
+        return self.template.render(messages, tools=tools, add_generation_prompt=wants_reply, kwargs=kwargs)
+
+    def _reasoning_open(self, body: ChatBody, prompt: str) -> str:
+        """Return the end of the prompt from the tag that opens the reply's reasoning; nothing if it opens none."""
+        tags = self._format.reasoning
+        if tags is not None and body.messages[-1].get("role") == "assistant":
+            start = prompt.rfind(tags.start)
+            return prompt[start:] if start > prompt.rfind(tags.end) else ""
+        return self._format.reasoning_open_at(prompt)
+
+
+def _template_kwargs(body: ChatBody, context: RequestContext | None) -> dict[str, Any]:
+    """Return the template's variables that a request sets, on top of the server's."""
+    kwargs: dict[str, Any] = {}
+    if context is not None and not context.reasoning:
+        kwargs["enable_thinking"] = False
+    if 0 in {body.reasoning_budget_tokens, body.thinking_budget_tokens} or body.reasoning_effort == "none":
         kwargs["enable_thinking"] = False
     elif body.reasoning_effort:
         kwargs["reasoning_effort"] = body.reasoning_effort
-    return template.render(body.messages, tools=body.tools, add_generation_prompt=_wants_reply(body), kwargs=kwargs)
+    return kwargs | (body.chat_template_kwargs or {})
 
 
 def _wants_reply(body: ChatBody) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
@@ -15,6 +16,7 @@ from llamaslot.base.commands import (
     ParseBody,
     ParsedBody,
     ReplyOptions,
+    RequestContext,
     TextPart,
     TokensPart,
 )
@@ -22,8 +24,9 @@ from llamaslot.base.errors import ContextSizeError
 from llamaslot.base.model import ModelInfo
 from llamaslot.protocol import unsupported
 from llamaslot.protocol.bodies import ChatBody, CompletionBody, DetokenizeBody, Options, TokenizeBody
-from llamaslot.protocol.chat_prompt import rendered
+from llamaslot.protocol.chat_prompt import ChatReader
 from llamaslot.protocol.decoding import decode
+from llamaslot.protocol.default_grammars import DefaultGrammars
 from llamaslot.protocol.structured_output import ConstraintReader
 from llamaslot.protocol.submission import Prompt, checked, parse_prompt, prompts_of, submissions
 from llamaslot.text.grammars.compiling import GrammarChecker
@@ -47,14 +50,26 @@ class BodyTokenizer(Protocol):
 
 
 class RequestReader:
-    """Reads bodies for a model with this chat template, on any thread."""
+    """Reads bodies for a model with this chat template, on any thread.
 
-    def __init__(self, info: ModelInfo, template: ChatTemplate, tokenizer: BodyTokenizer) -> None:
+    `grammars` are those of `--grammar-file`, by the names of their files; a wrong one raises `InvalidRequestError`.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        template: ChatTemplate,
+        tokenizer: BodyTokenizer,
+        named_tokens: Mapping[str, int] = MappingProxyType({}),
+        grammars: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._info = info
         self.template = template
         self._tokenizer = tokenizer
         checker = GrammarChecker(info.control_tokens, info.n_vocab)
         self._constraints = ConstraintReader(checker, self._token_of)
+        self._chats = ChatReader(template, self._constraints, named_tokens)
+        self._defaults = DefaultGrammars([self._constraints.grammar(*each) for each in grammars.items()])
         self._answers: dict[str, Callable[[bytes], Any]] = {
             "apply_template": self._apply_template,
             "tokenize": self._tokens,
@@ -63,21 +78,27 @@ class RequestReader:
 
     def read(self, job: ParseBody) -> ParsedBody:
         """Read the body of a request for completions; raises `InvalidRequestError`."""
-        body: ChatBody | CompletionBody
-        prompts: list[Prompt]
         if job.kind == "chat":
-            body = decode(job.body, ChatBody)
-            unsupported.refuse(body)
-            prompts = [rendered(self.template, body)]
-        else:
-            body = decode(job.body, CompletionBody)
-            unsupported.refuse(body, but_for=("echo",) if job.kind == "text" else ())
-            prompts = prompts_of(body, self._info.n_vocab, job.context.limits.max_prompts)
+            return self._chat(decode(job.body, ChatBody), job.context)
+        body = decode(job.body, CompletionBody)
+        unsupported.refuse(body, but_for=("echo",) if job.kind == "text" else ())
+        prompts = prompts_of(body, self._info.n_vocab, job.context.limits.max_prompts)
         for prompt in prompts:
             self._check_size(prompt)
-        constraint = self._constraints.read(body)
+        default = self._defaults.next()
+        constraint = self._constraints.read(body) or default
         submits = submissions(body, prompts, job.context, self._info, self._tokens_of, constraint=constraint)
         return ParsedBody(submits, _reply_options(body))
+
+    def _chat(self, body: ChatBody, context: RequestContext) -> ParsedBody:
+        unsupported.refuse(body)
+        chat = self._chats.read(body, context)
+        self._check_size(chat.parts)
+        default = self._defaults.next()
+        constraint = chat.constraint if chat.is_own or default is None else default
+        (submit,) = submissions(body, [chat.parts], context, self._info, self._tokens_of, constraint=constraint)
+        submit = msgspec.structs.replace(submit, written_out=self._chats.written_out)
+        return ParsedBody((submit,), msgspec.structs.replace(_reply_options(body), message=chat.form))
 
     def _check_size(self, prompt: Prompt) -> None:
         """Refuse what cannot fit: millions of ids or texts, or a text of many MiB, would hold up the server's event
@@ -102,8 +123,8 @@ class RequestReader:
     def _apply_template(self, raw: bytes) -> dict[str, str]:
         """Return the prompt that the template makes of a conversation and its tools."""
         body = decode(raw, ChatBody)
-        unsupported.refuse(body, but_for=("tools", "tool_choice"))
-        return {"prompt": "".join(part.text for part in rendered(self.template, body))}
+        unsupported.refuse(body)
+        return {"prompt": "".join(part.text for part in self._chats.render(body))}
 
     def _tokens(self, raw: bytes) -> dict[str, Any]:
         """Return the token ids of a text or of texts and ids, with the text of each token if asked for."""

@@ -37,10 +37,20 @@ class ConstraintReader:
         ((param, kind, value),) = asked
         whitespace = options.structured_outputs is not None and options.structured_outputs.disable_any_whitespace
         constraint = self._constraint(param, kind, value, compact=bool(whitespace))
-        if len(constraint.grammar) > MAX_CONSTRAINT_CHARS:
-            raise _too_long(param)
-        self._checker.check(constraint)
+        self.check(constraint)
         return constraint
+
+    def grammar(self, name: str, text: str) -> Constraint:
+        """Return the constraint of a grammar, GBNF or Lark; `name` stands for it in `InvalidRequestError`s."""
+        constraint = self._constraint(name, "grammar", text, compact=False)
+        self.check(constraint)
+        return constraint
+
+    def check(self, constraint: Constraint) -> None:
+        """Raise `InvalidRequestError` for a grammar that is too long, invalid or not supported."""
+        if len(constraint.grammar) > MAX_CONSTRAINT_CHARS:
+            raise _too_long(constraint.param)
+        self._checker.check(constraint)
 
     def _constraint(self, param: str, kind: str, value: Any, *, compact: bool) -> Constraint:
         # Before it is converted, which takes long for a long text.

@@ -30,8 +30,6 @@ _NEVER = _off(lambda value: False)
 class UnsupportedOptions(msgspec.Struct, kw_only=True):
     """Fields known to llama-server or OpenAI and not offered here, each with the values that are accepted."""
 
-    tools: Annotated[list[dict[str, Any]] | None, _FALSY] = None
-    tool_choice: Annotated[Any, _NO_CHOICE] = None
     functions: Annotated[Any, _FALSY] = None
     function_call: Annotated[Any, _NO_CHOICE] = None
     echo: Annotated[bool | None, _FALSY] = None

@@ -47,6 +47,7 @@ from llamaslot.base.events import (
 )
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.stats import EngineState
+from llamaslot.formats.recognition import format_of
 from llamaslot.service.generations import Generation, Generations
 from llamaslot.service.metrics import Metrics, per_second
 
@@ -89,6 +90,8 @@ class Service:
         self.info = info
         self.chat_template = chat_template
         """Jinja source of the template in use."""
+        self.output_format = format_of(chat_template, {})
+        """The format in which models write that use the template, to parse their output."""
         self.max_queue = max_queue
         self.max_in_flight = info.n_slots + max_queue
         """Completions that may run and wait together."""

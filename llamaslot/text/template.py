@@ -203,6 +203,20 @@ class ChatTemplate:
         parameters = {"type": "object", "properties": properties}
         tool = {"type": "function", "function": {"name": "f", "description": "?", "parameters": parameters}}
         self._takes_arguments = text in self._attempt([self._shaped(m) for m in conversation], tools=[tool])
+        self._probe_tools(conversation, tool)
+
+    def _probe_tools(self, conversation: Conversation, tool: Message) -> None:
+        """Find out whether the template writes tools, calls and results."""
+        question, asked, _, _, _ = conversation
+        named = {**tool, "function": {**tool["function"], "name": "a_tool_to_be_found"}}
+        self.takes_tools = "a_tool_to_be_found" in self._attempt([self._shaped(question)], tools=[named])
+        function = {"name": "a_call_to_be_found", "arguments": {} if self._takes_arguments else "{}"}
+        call = {"type": "function", "id": "call00001", "function": function}
+        result = {"role": "tool", "content": "a result to be found", "tool_call_id": "call00001", "name": "f"}
+        calling: Conversation = [question, {**asked, "tool_calls": [call]}, result]
+        prompt = self._attempt([self._shaped(message) for message in calling], tools=[tool])
+        self.takes_calls = "a_call_to_be_found" in prompt
+        self.takes_results = "a result to be found" in prompt
 
     def _attempt(self, conversation: Conversation, tools: Sequence[Message] = ()) -> str:
         """Return the prompt, or nothing if the template refuses the conversation."""

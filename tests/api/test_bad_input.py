@@ -64,7 +64,6 @@ SAMPLING = [
     ("logit_bias", {"1000000000": 1}),
     ("logit_bias", {"65": True}),
     ("logit_bias", {"65": "x"}),
-    ("tools", 5),
     ("response_format", {"type": "sound"}),
 ]
 
@@ -136,8 +135,6 @@ async def test_a_wrong_prompt_is_refused_by_field(
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
         ("functions", [{}]),
         ("suffix", "the end"),
         ("best_of", 2),

@@ -58,7 +58,8 @@ class LocalEngine:
         )
         if "disk" in files:
             tokenizer.restore(files["disk"].texts.records())
-        self.prompts = prompt_thread(tokenizer, info, settings.pop("template", PLAIN_TEMPLATE))
+        template, grammars = settings.pop("template", PLAIN_TEMPLATE), settings.pop("grammars", ())
+        self.prompts = prompt_thread(tokenizer, info, template, grammars)
         clock = {"clock": files["clock"]} if "clock" in files else {}
         self.dispatcher = Dispatcher(info, self.prompts, on_events, **clock)
         self.engine = Engine(

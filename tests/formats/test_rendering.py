@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamaslot.formats.calls import Tool, ToolCall
+from llamaslot.base.generation.tools import MessageForm, Tool
+from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import Thinking
 from llamaslot.formats.recognition import format_of
@@ -47,7 +48,7 @@ def values(calls: list[ToolCall]) -> list[tuple[str, Any]]:
 def test_rendered_calls_are_parsed_as_the_same_calls(family: str) -> None:
     format_ = made(family)
     for calls in ([each] for each in CALLS) if family in ONE_AT_A_TIME else (*([each] for each in CALLS), CALLS):
-        message = fed(format_.parser(TOOLS), [format_.render(calls)])
+        message = fed(format_.parser(MessageForm(tuple(TOOLS))), [format_.render(calls)])
         assert (message.content, message.reasoning, values(message.calls)) == ("", "", values(calls))
 
 
@@ -58,7 +59,7 @@ def test_any_argument_survives(family: str, text: str, number: int, flag: bool) 
     calls = [ToolCall("edit", json.dumps(arguments)), ToolCall("get_weather", json.dumps({"days": number}))]
     format_ = made(family)
     for call in calls:
-        message = fed(format_.parser(TOOLS), [format_.render([call])])
+        message = fed(format_.parser(MessageForm(tuple(TOOLS))), [format_.render([call])])
         assert values(message.calls) == values([call])
 
 
@@ -71,14 +72,6 @@ def test_ids_are_random_and_in_the_form_of_the_family() -> None:
 
 def test_arguments_that_are_no_json_are_rendered_as_they_are() -> None:
     assert '"arguments": {"a": ' in made("hermes").render([ToolCall("f", '{"a": ')])
-
-
-@pytest.mark.parametrize("family", EXCERPTS)
-def test_a_grammar_needs_a_tool_to_call(family: str) -> None:
-    with pytest.raises(ValueError, match="there is no tool 'f'"):
-        made(family).grammar(TOOLS, name="f")
-    with pytest.raises(ValueError, match="there are no tools"):
-        made(family).grammar([])
 
 
 def test_what_gemmas_notation_cannot_enforce_is_refused_by_name() -> None:
@@ -149,11 +142,50 @@ def test_grammars_accept_what_models_write_and_nothing_else(family: str, control
     assert not any(matcher.accepts(format_.grammar(tools), rendered(call)) for call in wrong)
     assert not matcher.accepts(format_.grammar(tools), "Hello")
     assert not matcher.accepts(format_.grammar(tools), "")
-    one = format_.grammar(tools, name="nested", parallel=False)
+    one = format_.grammar([NESTED], parallel=False)
     assert [matcher.accepts(one, rendered(call)) for call in calls] == [False, False, True]
     several = rendered(*calls)
     assert matcher.accepts(format_.grammar(tools), several) == (family not in ONE_AT_A_TIME)
     assert not matcher.accepts(format_.grammar(tools, parallel=False), several)
+
+
+@pytest.mark.parametrize("control_tokens", [True, False], ids=["control tokens", "plain text"])
+@pytest.mark.parametrize("family", EXCERPTS)
+def test_grammars_of_replies_allow_text_and_correct_calls(family: str, control_tokens: bool) -> None:
+    matcher = Matcher(EXCERPTS[family], control_tokens)
+    format_ = matcher.format
+    before = "<|channel|>final<|message|>" if family == "gpt-oss" else ""
+    call = format_.render([ToolCall("get_weather", '{"city": "Paris"}', "a1b2c3d4e")]).removesuffix("<|call|>")
+    wrong = format_.render([ToolCall("get_weather", '{"days": 3}', "a1b2c3d4e")]).removesuffix("<|call|>")
+    grammar = format_.reply_grammar(TOOLS, parallel=False, thinking="none")
+    for text in ("", "Hello, world", "a < b, <tool, [x] and {y}\n"):
+        assert matcher.accepts(grammar, before + text)
+        if not format_.calls_stand_alone:
+            assert matcher.accepts(grammar, text + call)
+            assert not matcher.accepts(grammar, text + wrong)
+            assert not matcher.accepts(grammar, text + call + call)
+    assert matcher.accepts(grammar, call)
+    assert not matcher.accepts(grammar, wrong)
+
+
+@pytest.mark.parametrize("control_tokens", [True, False], ids=["control tokens", "plain text"])
+@pytest.mark.parametrize("family", EXCERPTS)
+def test_grammars_of_replies_allow_content_of_another_grammar_or_calls(family: str, control_tokens: bool) -> None:
+    matcher = Matcher(EXCERPTS[family], control_tokens)
+    format_ = matcher.format
+    before = "<|channel|>final<|message|>" if family == "gpt-oss" else ""
+    call = format_.render([ToolCall("get_weather", '{"city": "Paris"}', "a1b2c3d4e")]).removesuffix("<|call|>")
+    schema = {"properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+
+    def grammar(tools: list[Tool]) -> str:
+        top = format_.reply_grammar(tools, parallel=False, thinking="none", content="body")
+        return json.dumps({"grammars": [{"lark_grammar": top}, {"name": "body", "json_schema": schema}]})
+
+    for tools in ([], TOOLS):
+        assert matcher.accepts(grammar(tools), before + '{"answer": 3}')
+        assert not matcher.accepts(grammar(tools), before + '{"answer": "3"}')
+        assert not matcher.accepts(grammar(tools), before + "Hello")
+        assert matcher.accepts(grammar(tools), call) == (bool(tools) and not format_.calls_are_json)
 
 
 @pytest.mark.parametrize("control_tokens", [True, False], ids=["control tokens", "plain text"])

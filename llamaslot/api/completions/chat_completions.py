@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
+from llamaslot.api.completions.chat_message import ChatMessage
 from llamaslot.api.completions.logprobs import ChatLogprobs
 from llamaslot.api.completions.reply_bodies import (
     REASONS,
+    Call,
     ChatChoice,
     ChatChunkChoice,
     Delta,
@@ -21,14 +23,15 @@ from llamaslot.api.completions.reply_bodies import (
     stats_of,
     timings,
 )
-from llamaslot.api.completions.response_format import OpenAIFormat, complete
+from llamaslot.api.completions.response_format import OpenAIFormat, ReplyContext, complete
 from llamaslot.api.json_bodies import encode
-from llamaslot.base.commands import ReplyOptions
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.token_probs import TokenProb
+from llamaslot.formats.calls import Delta as ParsedDelta
 from llamaslot.service.generations import Generation
 
 _MARK = "\0"
+_NOTHING = ParsedDelta()
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -43,29 +46,34 @@ class ChatFormat(OpenAIFormat):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, reply_id: str, model: str, options: ReplyOptions, generations: Sequence[Generation]) -> None:
-        super().__init__(reply_id, model, options, generations)
+    def __init__(self, reply: ReplyContext, generations: Sequence[Generation]) -> None:
+        super().__init__(reply, generations)
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """Bytes before and after the text in the chunks of a choice, by index: encoding them once saves time."""
+        self._messages: dict[int, ChatMessage] = {}
 
     def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
-        """Yield the role once, then text, then the finish reason."""
+        """Yield the role once, then text, reasoning and calls, then the finish reason."""
         index = generation.index
         frame = self._frames.get(index)
         if frame is None:
             before, _, after = self._delta(index, Delta(content=_MARK)).partition(encode(_MARK))
             frame = self._frames[index] = (before, after)
+            self._messages[index] = self._message()
             yield self._delta(index, Delta(role="assistant", content=None))
+        added = self._messages[index].add(output)
         if progress := PromptProgress.of(output):
             yield self._delta(index, Delta(), prompt_progress=progress)
         elif generation.has_probs or self._options.timings_per_token:
-            if output.content or output.probs:
-                yield self._with_details(generation, output)
-        elif output.content:
-            yield encode(output.content).join(frame)
+            if output.content or output.probs or added != _NOTHING:
+                yield self._with_details(generation, output, _delta_of(added))
+        elif added.content and not (added.reasoning or added.tool_calls):
+            yield encode(added.content).join(frame)
+        elif added != _NOTHING:
+            yield self._delta(index, _delta_of(added))
         if isinstance(output, Finished):
             shown = {} if self._options.include_usage else stats_of([output.progress])
-            yield self._delta(index, Delta(), REASONS[output.reason], **shown)
+            yield self._delta(index, Delta(), _reason(output, self._messages[index]), **shown)
 
     def closing(self) -> Iterator[bytes]:
         """Yield the usage, if it was asked for, and the end mark."""
@@ -75,18 +83,22 @@ class ChatFormat(OpenAIFormat):
 
     def whole(self) -> Envelope:
         """Return one body with all choices."""
-        return self._whole(
-            [
-                ChatChoice(
-                    each.index, Message(each.text), REASONS[each.end.reason], self._logprobs(each, each.probs)
-                )
-                for each in self._generations
-            ]
+        return self._whole([self._choice(each) for each in self._generations])
+
+    def _choice(self, generation: Generation) -> ChatChoice:
+        message = self._message()
+        message.add(structs.replace(generation.end, content=generation.text))
+        reason = _reason(generation.end, message)
+        return ChatChoice(
+            generation.index, _whole_message(message), reason, self._logprobs(generation, generation.probs)
         )
 
-    def _with_details(self, generation: Generation, output: Output | Finished) -> bytes:
+    def _message(self) -> ChatMessage:
+        return ChatMessage(self._reply.output_format, self._options.message)
+
+    def _with_details(self, generation: Generation, output: Output | Finished, delta: Delta) -> bytes:
         """Return a chunk with new text, and with what the client wants to know about it."""
-        choice = ChatChunkChoice(generation.index, Delta(content=output.content))
+        choice = ChatChunkChoice(generation.index, delta)
         choice.logprobs = self._logprobs(generation, output.probs or ())
         shown = timings([output.progress]) if self._options.timings_per_token else UNSET
         return self._chunk([choice], timings=shown)
@@ -96,3 +108,25 @@ class ChatFormat(OpenAIFormat):
 
     def _logprobs(self, generation: Generation, rows: Iterable[TokenProb]) -> ChatLogprobs | UnsetType:
         return self.writer(generation).chat(rows) if generation.has_probs else UNSET
+
+
+def _delta_of(added: ParsedDelta) -> Delta:
+    return Delta(
+        content=added.content or UNSET,
+        reasoning_content=added.reasoning or UNSET,
+        tool_calls=[Call.part_of(part) for part in added.tool_calls] or UNSET,
+    )
+
+
+def _whole_message(message: ChatMessage) -> Message:
+    calls = [Call.of(call) for call in message.calls]
+    content = message.content
+    return Message(
+        content=None if calls and not content else content,
+        reasoning_content=message.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
+
+
+def _reason(end: Finished, message: ChatMessage) -> OpenAIReason:
+    return "tool_calls" if message.has_calls and end.reason != "limit" else REASONS[end.reason]

@@ -98,7 +98,7 @@ class NativeFormat(ResponseFormat):
             "tokens": tokens,
             "id_slot": end.progress.slot,
             "stop": True,
-            "model": self._model,
+            "model": self._reply.model,
             "tokens_predicted": end.progress.n_generated,
             "tokens_evaluated": end.progress.n_prompt,
             "generation_settings": {

@@ -13,12 +13,13 @@ from llamaslot.api.completions.logprobs import ChatLogprobs, TextLogprobs
 from llamaslot.base.events import Finished, FinishReason, Output, Progress
 from llamaslot.base.prompt import SessionMatch
 from llamaslot.base.stats import Miss
+from llamaslot.formats.calls import ToolCall, ToolCallDelta
 from llamaslot.service.generations import Generation
 
 FINGERPRINT = f"b{__version__}-llamaslot"
 """Clients of llama-server expect a build number that starts with `b`."""
 
-OpenAIReason: TypeAlias = Literal["stop", "length"]
+OpenAIReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 REASONS: dict[FinishReason, OpenAIReason] = {"eos": "stop", "word": "stop", "limit": "length"}
 
 
@@ -69,11 +70,43 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptDetails
 
 
-class Message(msgspec.Struct):
-    """A whole chat message."""
+class Function(msgspec.Struct):
+    """The function of a tool call, or of a part of one."""
 
-    content: str
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    """JSON."""
+
+
+class Call(msgspec.Struct, kw_only=True):
+    """A tool call, or in a chunk a part of one: the first part has the id, the type and the name."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: Function
+
+    @classmethod
+    def of(cls, call: ToolCall) -> Call:
+        """Return a whole call."""
+        return cls(id=call.id or "", type="function", function=Function(call.name, call.arguments))
+
+    @classmethod
+    def part_of(cls, part: ToolCallDelta) -> Call:
+        """Return a part of a call."""
+        if part.name is None:
+            return cls(index=part.index, function=Function(arguments=part.arguments))
+        function = Function(part.name, part.arguments)
+        return cls(index=part.index, id=part.id or "", type="function", function=function)
+
+
+class Message(msgspec.Struct):
+    """A whole chat message; its content is null if it has nothing but calls."""
+
+    content: str | None
     role: str = "assistant"
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[Call] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct):
@@ -81,6 +114,8 @@ class Delta(msgspec.Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[Call] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):

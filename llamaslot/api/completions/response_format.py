@@ -6,6 +6,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from aiohttp import web
@@ -19,8 +20,23 @@ from llamaslot.api.middleware import UNIQUE_ID, caller_of
 from llamaslot.api.sse import DONE, EventStream, event
 from llamaslot.base.commands import BodyKind, ParseBody, ParsedBody, ReplyOptions, RequestContext, Submit
 from llamaslot.base.events import Finished, Output
+from llamaslot.formats.format import Format
 from llamaslot.service.generations import Generation, Generations
 from llamaslot.service.service import Service
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyContext:
+    """What a reply contains or depends on, beside the completions."""
+
+    id: str
+    model: str
+    """Name of the model."""
+    options: ReplyOptions
+    output_format: Format
+    """The format in which the model writes chat messages."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Seconds since 1970."""
 
 
 class ResponseFormat(ABC):
@@ -30,10 +46,9 @@ class ResponseFormat(ABC):
     returns_prompt: ClassVar[bool] = False
     """True if the reply contains the prompt."""
 
-    def __init__(self, reply_id: str, model: str, options: ReplyOptions, generations: Sequence[Generation]) -> None:
-        self._reply_id = reply_id
-        self._model = model
-        self._options = options
+    def __init__(self, reply: ReplyContext, generations: Sequence[Generation]) -> None:
+        self._reply = reply
+        self._options = reply.options
         self._generations = generations
         self._writers: dict[int, ProbsWriter] = {}
 
@@ -66,19 +81,17 @@ class OpenAIFormat(ResponseFormat):
     object: ClassVar[ObjectName]
     chunk_object: ClassVar[ObjectName]
 
-    def __init__(self, reply_id: str, model: str, options: ReplyOptions, generations: Sequence[Generation]) -> None:
-        super().__init__(reply_id, model, options, generations)
-        self._created = int(time.time())
-
     def closing(self) -> Iterable[bytes]:
         """Yield the end mark."""
         yield DONE
 
     def _whole(self, choices: Sequence[Choice]) -> Envelope:
-        return Envelope(self._reply_id, self.object, self._created, self._model, choices, **self._totals())
+        reply = self._reply
+        return Envelope(reply.id, self.object, reply.created, reply.model, choices, **self._totals())
 
     def _chunk(self, choices: Sequence[Choice], **stats: Any) -> bytes:
-        return event(Envelope(self._reply_id, self.chunk_object, self._created, self._model, choices, **stats))
+        reply = self._reply
+        return event(Envelope(reply.id, self.chunk_object, reply.created, reply.model, choices, **stats))
 
     def _totals(self) -> dict[str, Any]:
         """Return the usage of all finished completions, and their stats."""
@@ -99,7 +112,8 @@ async def complete(
     except TimeoutError:
         raise service.deadline_error() from None
     async with service.generate(submits, deadline) as generations:
-        reply = response_format(reply_id, settings.model_names(service.info)[0], options, generations.all)
+        model = settings.model_names(service.info)[0]
+        reply = response_format(ReplyContext(reply_id, model, options, service.output_format), generations.all)
         await reply.prepare(service)
         if options.stream:
             interval = options.sse_ping_interval
@@ -136,6 +150,8 @@ def _context(
         sender=caller.sender,
         key_secret=settings.key_secret(caller.api_key),
         is_admin=request[GRANTED] is Access.ADMIN,
+        reasoning=settings.reasoning,
+        reasoning_format=settings.reasoning_format,
     )
 
 

@@ -17,8 +17,8 @@ from llamaslot.api.completions.reply_bodies import (
     timings,
     usage,
 )
-from llamaslot.api.completions.response_format import OpenAIFormat, complete
-from llamaslot.base.commands import Detokenize, Detokenized, ReplyOptions, TextPart
+from llamaslot.api.completions.response_format import OpenAIFormat, ReplyContext, complete
+from llamaslot.base.commands import Detokenize, Detokenized, TextPart
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.token_probs import TokenProb
 from llamaslot.service.generations import Generation
@@ -42,8 +42,8 @@ class TextFormat(OpenAIFormat):
     _prompts: Sequence[str] = ()
     """By index, if they are wanted."""
 
-    def __init__(self, reply_id: str, model: str, options: ReplyOptions, generations: Sequence[Generation]) -> None:
-        super().__init__(reply_id, model, options, generations)
+    def __init__(self, reply: ReplyContext, generations: Sequence[Generation]) -> None:
+        super().__init__(reply, generations)
         self._unsent: set[int] = set()
         """Choices whose prompt is still to be streamed."""
 

@@ -183,6 +183,8 @@ class Props(msgspec.Struct, forbid_unknown_fields=True):
     endpoint_props: bool
     endpoint_metrics: bool
     chat_template: str
+    chat_format: str
+    """Name of the form in which the model writes reasoning and tool calls."""
     bos_token: str
     eos_token: str
     build_info: str

@@ -7,8 +7,10 @@ import re
 import structlog
 
 from llamaslot.app.config import Config
+from llamaslot.app.config_reader import listed
+from llamaslot.app.template_config import read_text
 from llamaslot.base.backend import Vocab
-from llamaslot.base.errors import ConfigError
+from llamaslot.base.errors import ConfigError, InvalidRequestError
 from llamaslot.base.model import ModelInfo
 from llamaslot.processes.messages import SetModel
 from llamaslot.prompts.prompt_worker import PromptThread
@@ -38,7 +40,16 @@ def prompt_worker(config: Config, vocab: Vocab, model: SetModel) -> PromptThread
         min_match=config.session_min_match,
         template=info.chat_template,
     )
-    return PromptThread(tokenizer, RequestReader(info, template, tokenizer))
+    try:
+        reader = RequestReader(info, template, tokenizer, vocab.named_tokens, _grammars(config.grammar_file))
+    except InvalidRequestError as error:
+        raise ConfigError(f"--grammar-file: {error.message}", param="--grammar-file") from None
+    return PromptThread(tokenizer, reader)
+
+
+def _grammars(files: str) -> dict[str, str]:
+    """Return the grammars in comma-separated files, by file. Raises `ConfigError`."""
+    return {file: read_text(file, "--grammar-file") for file in listed(files)}
 
 
 def chat_template(

@@ -50,10 +50,9 @@ class ConstraintTokenizer:
 def _token_bytes(vocab: LlamaVocab, token: int) -> bytes:
     """Return what a client gets of a token, or the name of one of which it gets nothing."""
     text = vocab.piece(token)
-    is_tag = text.startswith(b"<") and text.endswith(b">") and vocab.is_user_defined(token)
-    if text and not is_tag:
+    name = vocab.detokenize([token])
+    if text and vocab.named_tokens.get(name.decode(errors="replace")) != token:
         return text
-    name = text or vocab.detokenize([token])
     return _SPECIAL_PREFIX + name if name else b""
 
 

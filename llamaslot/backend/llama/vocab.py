@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
@@ -58,6 +59,7 @@ class LlamaVocab:
         unknown = llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
         unknowns = [t for t in range(self.n_tokens) if self._attributes(t) & unknown]
         plain = [t for t in controls if not self._attributes(t) & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP]
+        self._controls = frozenset(controls)
         self.control_tokens = self._texts(controls)
         self.special_tokens = self._texts({*controls, *unknowns})
         self.cut_tokens = self._texts(sorted(plain, key=lambda token: token not in self.eog))
@@ -141,8 +143,17 @@ class LlamaVocab:
         """The vocabulary for functions that take llama.cpp's pointer."""
         return self._vocab  # type: ignore[no-any-return]
 
-    def is_user_defined(self, token: int) -> bool:
-        """Return True for a token that was added to the vocabulary and is no control token."""
+    @cached_property
+    def named_tokens(self) -> dict[str, int]:
+        """Ids by text of the tokens that a grammar allows by id only: control tokens, and added tags (`<name>`)."""
+        added = (token for token in range(self.n_tokens) if self._is_user_defined(token))
+        return {
+            text: token
+            for token in (*added, *self._controls)
+            if (text := self.text(token)) and (token in self._controls or is_tag(text))
+        }
+
+    def _is_user_defined(self, token: int) -> bool:
         return bool(self._attributes(token) & llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED)
 
     @property
@@ -171,6 +182,11 @@ class LlamaVocab:
             if n >= 0:
                 return buffer.raw[:n]
             size = -n
+
+
+def is_tag(text: str) -> bool:
+    """Return True for the text of an added token such as `<name>`."""
+    return text.startswith("<") and text.endswith(">")
 
 
 def _pointer(array: Tokens) -> ctypes._Pointer[ctypes.c_int32]:

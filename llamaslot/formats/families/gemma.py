@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from llamaslot.formats.calls import Tool, ToolCall
+from llamaslot.base.generation.tools import Tool
+from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.families.gemma_notation import Notation, rendered
 from llamaslot.formats.fields import fields_of
 from llamaslot.formats.format import Format

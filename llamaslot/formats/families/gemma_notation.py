@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from llamaslot.formats.calls import Tool
+from llamaslot.base.generation.tools import Tool
 from llamaslot.formats.grammar import GrammarWriter, object_schema
 from llamaslot.formats.schema_types import ALL_TYPES, resolved, value_types
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from llamaslot.formats.calls import Tool, ToolCall
+from llamaslot.base.generation.tools import Tool
+from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.families.hermes import CLOSE, OPEN, ToolCallTag, json_call, json_call_expression
 from llamaslot.formats.families.llama import UnmarkedCalls
 from llamaslot.formats.format import Format
@@ -22,6 +23,7 @@ class Generic(Format):
     """
 
     name = "generic"
+    calls_are_json = True
     markers = CallMarkers(calls=(OPEN,), lines=("{", "["), left_over=(CLOSE,))
 
     @classmethod

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from llamaslot.formats.calls import Tool, ToolCall
+from llamaslot.base.generation.tools import Tool
+from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.fields import as_json
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import GrammarWriter, Thinking
@@ -84,6 +85,15 @@ class Harmony(Format):
             for tool, arguments in ((tool, writer.arguments(tool)) for tool in tools)
         ]
         return writer.sequence(writer.text(f" to={_NAMESPACE}"), writer.choice(functions))
+
+    @property
+    def calls_stand_alone(self) -> bool:
+        """True: the content has a channel of its own."""
+        return True
+
+    def content_expression(self, writer: GrammarWriter, content: str) -> str:
+        """Return the expression of a message in the final channel."""
+        return writer.sequence(writer.text(FINAL), content)
 
     def reasoning_expression(self, writer: GrammarWriter, thinking: Thinking) -> str:
         """Return a grammar's expression for reasoning before the calls; nothing if there is to be none."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from llamaslot.formats.calls import Tool, ToolCall
+from llamaslot.base.generation.tools import Tool
+from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.families.hermes import json_call, json_call_expression
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import GrammarWriter
@@ -27,6 +28,7 @@ class Llama3(Format):
     """
 
     name = "llama3"
+    calls_are_json = True
     markers = CallMarkers(calls=(PYTHON_TAG, QWEN_TAGS.name_open), lines=("{", "["))
 
     @classmethod

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from llamaslot.formats.calls import Tool, ToolCall
+from llamaslot.base.generation.tools import Tool
+from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.fields import fields_of, value_text
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import GrammarWriter, tagged_arguments

@@ -61,6 +61,18 @@ def json_schema_constraint(schema: object, param: str, *, compact: bool = False)
 
     Raises `InvalidRequestError` for what is no schema or not supported; a `GrammarChecker` finds more.
     """
+    root = prepared_schema(schema, param)
+    try:
+        whitespace = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITESPACE}
+        options: Any = {"lenient": False, "coerce_one_of": False, **whitespace}
+        text = msgspec.json.encode(root).decode()
+        return Constraint(LLMatcher.grammar_from_json_schema(text, overrides=options), param)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"'{param}': {str(error) or 'nested too deeply'}", param=param) from error
+
+
+def prepared_schema(schema: object, param: str) -> Schema:
+    """Return a copy of a schema that llguidance follows correctly; raises `InvalidRequestError`."""
     if schema is True:
         schema = {"type": ["object", "array", "string", "number", "boolean", "null"]}
     if not isinstance(schema, dict):
@@ -69,12 +81,9 @@ def json_schema_constraint(schema: object, param: str, *, compact: bool = False)
         root: Schema = msgspec.json.decode(msgspec.json.encode(schema)) or {"type": "object"}
         _check_multiples(root, param)
         _prepare(root, param)
-        whitespace = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITESPACE}
-        options: Any = {"lenient": False, "coerce_one_of": False, **whitespace}
-        text = msgspec.json.encode(root).decode()
-        return Constraint(LLMatcher.grammar_from_json_schema(text, overrides=options), param)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"'{param}': {str(error) or 'nested too deeply'}", param=param) from error
+    return root
 
 
 def _check_multiples(schema: Schema, param: str) -> None:

@@ -1,0 +1,31 @@
+"""Tools of a chat request, and the form of its reply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+ReasoningFormat: TypeAlias = Literal["none", "deepseek", "auto"]
+"""Place of the reasoning in a reply: in its content with the model's tags (`none`), else in a field of its own."""
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    parameters: Mapping[str, Any] = msgspec.field(default_factory=dict)
+
+
+class MessageForm(msgspec.Struct, frozen=True):
+    """Form of an assistant's message as a client wants it: the inputs of its parser (`llamaslot.formats`)."""
+
+    tools: tuple[Tool, ...] = ()
+    parse_tools: bool = True
+    """False leaves calls in the content."""
+    parallel: bool = True
+    """Report all calls, not only the first."""
+    reasoning_open: str = ""
+    """The end of the prompt from the tag that opens reasoning; empty if it opens none."""
+    reasoning_format: ReasoningFormat = "auto"

@@ -1,0 +1,99 @@
+"""The constraint of a chat reply: calls of tools that must be correct, and content of a form of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from llamaslot.base.commands import Constraint
+from llamaslot.base.errors import InvalidRequestError
+from llamaslot.base.generation.tools import Tool
+from llamaslot.formats.format import Format
+from llamaslot.formats.grammar import Thinking
+from llamaslot.protocol.structured_output import ConstraintReader
+from llamaslot.protocol.tools import ToolUse
+from llamaslot.text.grammars.json_schema import prepared_schema
+
+RAW_GRAMMAR = "grammar"
+"""The field whose grammar matches all that the model generates, as in llama-server, reasoning included."""
+_CONTENT = "content"
+"""Name of the grammar of the content beside that of the reply around it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyConstraints:
+    """Makes the constraints of replies in a format."""
+
+    format: Format
+    constraints: ConstraintReader
+
+    def constraint(self, own: Constraint | None, use: ToolUse, thinking: Thinking) -> Constraint | None:
+        """Return what a reply must match; `own` is what the request says of its content.
+
+        Raises `InvalidRequestError` for tools whose schemas cannot be followed but must be.
+        """
+        if own is not None and own.param == RAW_GRAMMAR:
+            if use.mode != "none":
+                raise InvalidRequestError(f"'{own.param}' cannot be combined with 'tools'", param=own.param)
+            return own
+        if use.mode == "required":
+            tools = _prepared(use.tools)
+            return self._checked(lambda: self.format.grammar(tools, parallel=use.parallel, thinking=thinking))
+        if own is not None:
+            return self._around(own, use, thinking)
+        if use.mode == "auto" and use.strict:
+            tools = _by_strictness(use)
+            return self._checked(lambda: self.format.reply_grammar(tools, parallel=use.parallel, thinking=thinking))
+        return None
+
+    def _around(self, own: Constraint, use: ToolUse, thinking: Thinking) -> Constraint:
+        """Return a constraint for reasoning, and then content of a form of its own, or calls."""
+        tools = _by_strictness(use) if use.mode == "auto" else []
+        top = self.format.reply_grammar(tools, parallel=use.parallel, thinking=thinking, content=_CONTENT)
+        if top == self.format.plain_grammar(_CONTENT):
+            return own
+        content, *others = _grammars(own.grammar)
+        grammars = [{"lark_grammar": top}, {**content, "name": _CONTENT}, *others]
+        constraint = Constraint(msgspec.json.encode({"grammars": grammars}).decode(), own.param)
+        self.constraints.check(constraint)
+        return constraint
+
+    def _checked(self, grammar: Callable[[], str]) -> Constraint:
+        try:
+            constraint = Constraint(grammar(), "tools")
+        except ValueError as error:
+            raise InvalidRequestError(f"'tools': {error}", param="tools") from error
+        self.constraints.check(constraint)
+        return constraint
+
+
+def _by_strictness(use: ToolUse) -> list[Tool]:
+    """Return the tools with the schemas that their calls must follow; those that are not strict allow any value."""
+    strict = _prepared([tool for tool in use.tools if tool.name in use.strict])
+    return [*strict, *(_loose(tool) for tool in use.tools if tool.name not in use.strict)]
+
+
+def _prepared(tools: Sequence[Tool]) -> list[Tool]:
+    """Return tools with the schemas that llguidance follows; raises `InvalidRequestError`."""
+    return [
+        Tool(tool.name, prepared_schema({"type": "object", **tool.parameters}, f"tools.{tool.name}.parameters"))
+        for tool in tools
+    ]
+
+
+def _loose(tool: Tool) -> Tool:
+    """Return a tool whose arguments have the declared names, and any value."""
+    properties = tool.parameters.get("properties")
+    names = properties if isinstance(properties, dict) else {}
+    return Tool(tool.name, {"type": "object", "properties": {name: {} for name in names}})
+
+
+def _grammars(grammar: str) -> list[dict[str, Any]]:
+    """Return the parts of a grammar in llguidance's JSON form; one that is text is in Lark's."""
+    if not grammar.startswith("{"):
+        return [{"lark_grammar": grammar}]
+    parts: list[dict[str, Any]] = msgspec.json.decode(grammar)["grammars"]
+    return parts
