@@ -10,7 +10,8 @@ from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.offload.disk_io import SaveFailed, SegmentMeta, path_digest
+from llamaslot.kvcache.offload.disk_io import SaveFailed, SegmentMeta, Write, Written, path_digest
+from llamaslot.kvcache.offload.disk_pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
 from llamaslot.kvcache.offload.offloader import Loaded, LoadStatus
 from llamaslot.kvcache.offload.ram_budget import CALM_S, MemoryReading
 from llamaslot.scheduler.step import StepPlan
@@ -332,6 +333,51 @@ def test_offloading_ahead_ends_where_ram_holds_less_than_the_pool() -> None:
         if not shared.step():
             return
     raise AssertionError("it never ends")
+
+
+@pytest.mark.parametrize("shortage", ["before it is saved", "after it was saved", "while it is saved"])
+def test_what_lacked_memory_while_the_server_was_idle_is_saved_when_it_stops(shortage: str) -> None:
+    shared = driver(ram_is_fixed=False)
+    shared.run("a" * 40)
+    if shortage == "before it is saved":
+        set_free_memory(shared, 0)
+    (*saves,) = saved(shared.step())
+    assert bool(saves) == (shortage != "before it is saved")
+    if shortage == "after it was saved":
+        set_free_memory(shared, 0)
+    elif shortage == "while it is saved":
+        shared.cache.on_io(SaveFailed(saves[0].segment), shared.backend.now)
+    for _ in range(3):
+        assert not saved(shared.step())
+    assert not list(shared.cache._tiers.ram)
+    set_free_memory(shared, 10**9)
+    shared.backend.now += RETRY_DELAY_S
+    shared.scheduler.stop(shared.backend.now)
+    (save,) = saved(shared.step())
+    assert (save.start, save.end) == (0, 40)
+    assert not shared.step(), "it never ends"
+
+
+def test_what_had_no_room_beside_a_segment_that_is_being_written_is_saved_after_it() -> None:
+    size = driver().backend.info.segment_size
+    shared = driver(ram_bytes=size.of(60), disk_bytes=10**6)
+    for letter, n_tokens in (("a", 7), ("b", 50)):
+        shared.run(letter * n_tokens)
+        shared.step()
+        shared.backend.now += PARTIAL_DELAY_S
+        shared.step()
+    assert shared.cache._tiers.ram.n_tokens == 7
+    shared.scheduler.stop(shared.backend.now)
+    assert not saved(shared.step())
+    (write,) = [job for plan in shared.plans for job in plan.jobs if isinstance(job, Write)]
+    shared.cache.on_io(Written(write.meta.number, ok=True), shared.backend.now)
+    (save,) = saved(shared.step())
+    assert save.end == 50
+
+
+def set_free_memory(shared: Driver, free: int) -> None:
+    for now in range(int(CALM_S) + 40):
+        shared.cache.ram_budget.observe(MemoryReading(free, 10**9), shared.cache._tiers.ram.n_bytes, now)
 
 
 def test_private_prefixes_are_not_offloaded() -> None:

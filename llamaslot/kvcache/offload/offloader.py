@@ -130,9 +130,9 @@ class Offloader:
                 continue
             n_done += self.offload_path(seq, max_tokens - n_done, with_partial=not runs)
             if n_done >= max_tokens:
-                self._n_offloaded_ahead += n_done
-                return n_done
-        self._n_offloaded_ahead = n_all
+                break
+        # What found no room in RAM does not count: it is tried again.
+        self._n_offloaded_ahead += n_done
         return n_done
 
     def offload_path(self, seq: int, max_tokens: int | None = None, *, with_partial: bool) -> int:

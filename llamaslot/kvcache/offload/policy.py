@@ -51,6 +51,7 @@ class OffloadPolicy:
     """True if anything ran since idle prefixes were last offloaded ahead."""
     _idle_work_at: float | None = None
     """Time to offload idle prefixes ahead; None if there is nothing to do."""
+    _is_flushing: bool = False
 
     def slows_prefill(self, n_prefill: int) -> bool:
         """True if some idle prefix should be offloaded before `n_prefill` prompt tokens are computed."""
@@ -120,6 +121,10 @@ class OffloadPolicy:
 
     def flush(self, now: float) -> None:
         """Offload and write everything at once: the server is shutting down."""
+        if not self._is_flushing:
+            # What was offloaded ahead may have left RAM since, or there was no memory to save it.
+            self._sequences.advance()
+        self._is_flushing = True
         self._was_busy, self._idle_work_at = False, now
         self._tiers.writer.flush()
 
