@@ -1075,7 +1075,9 @@ class CacheMachine(RuleBasedStateMachine):
     def offloaded(self) -> set[int]:
         """Prefixes whose last token is offloaded, and can be loaded by and by."""
         on_disk = [self.backend.saved[number] for number in self.disk.kept - self.unreadable]
-        return {prefix for each in (*self.backend.segments.values(), *on_disk) for prefix in each.prefixes}
+        # While RAM is too small to read a segment into it, the segment counts as evicted.
+        readable = [each for each in on_disk if self.size_of(len(each.tokens)) <= self.tiers.ram.capacity]
+        return {prefix for each in (*self.backend.segments.values(), *readable) for prefix in each.prefixes}
 
     def n_cached(self, asked: Asked) -> int:
         """Tokens of a request that need not be computed."""
