@@ -8,6 +8,8 @@ own account of a request. Tokens are two letters, so that prefixes are shared, b
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 from unittest import mock
@@ -33,8 +35,9 @@ from llamaslot.base.model import SegmentSize, StepCost
 from llamaslot.base.namespaces import PUBLIC_SALT, key_salt, key_secret
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import packed, unpacked
-from llamaslot.kvcache.cache import KVCache
+from llamaslot.kvcache.cache import Acquired, KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.offload import disk_pacing, ram_budget
 from llamaslot.kvcache.offload.disk_io import (
     Corrupt,
@@ -251,7 +254,9 @@ class CacheMachine(RuleBasedStateMachine):
         """The bytes of the files."""
         self.unreadable: set[int] = set()
         self.just_saved: set[int] = set()
-        """Prefixes that the last plan saved."""
+        """Segments that the last plan saved."""
+        self.queued_saves: dict[int, set[int]] = {}
+        """By slot, those of them that were to be saved already when the slot was acquired."""
         self.is_short = self.was_short = False
         """True while there is no memory to save in, and true if there ever was none, or little."""
         self.memory_read_at = 0.0
@@ -281,6 +286,7 @@ class CacheMachine(RuleBasedStateMachine):
             ),
             eog=self.backend.vocab.eog,
         )
+        self.acquire_slot, self.cache.acquire = self.cache.acquire, self.acquire
         self.is_sound = True
         self.asked: list[Asked] = []
         self.now = 0.0
@@ -288,6 +294,13 @@ class CacheMachine(RuleBasedStateMachine):
         """Slots whose sequence the last step, which failed, may have left in any state."""
         self.is_recovering = False
         """True if the last step failed, so that the next plan may evict what it likes."""
+
+    def acquire(self, slots: Sequence[int], match: Match, **fields: bool) -> Acquired:
+        """Acquire a slot for the cache's user, and record what is to be saved by then: the match has it."""
+        queued = {each.segment for each in self.cache._sequences.operations if isinstance(each, Save)}
+        acquired = self.acquire_slot(slots, match, **fields)
+        self.queued_saves[acquired.slot] = queued
+        return acquired
 
     # --- requests ---
 
@@ -588,7 +601,7 @@ class CacheMachine(RuleBasedStateMachine):
             COUNTS["streams copied"] += isinstance(each, CopyStream)
         self.carry_out(plan)
         for asked in admitted:
-            asked.n_start = self.n_cached(asked)
+            asked.n_start = self.n_cached(asked, self.queued_saves[asked.slot])
             asked.expected_prefixes = self.backend.named(asked.namespace, asked.tokens)
         self.check_agreement()
         self.check_running(before, plan)
@@ -614,8 +627,7 @@ class CacheMachine(RuleBasedStateMachine):
         result = apply(only, self.backend, lambda: self.now)
         self.scheduler.commit(only, result, self.now)
         # One that could not be saved and is freed in the same plan is not among those that are reported.
-        found = [self.backend.saved[number] for number in saved - {*result.unsaved} if number in self.backend.saved]
-        self.just_saved = {prefix for each in found for prefix in each.prefixes}
+        self.just_saved = {number for number in saved - {*result.unsaved} if number in self.backend.saved}
         jobs = []
         for job in plan.jobs:
             if isinstance(job, Write) and job.meta.number in result.unsaved:
@@ -1079,8 +1091,8 @@ class CacheMachine(RuleBasedStateMachine):
         readable = [each for each in on_disk if self.size_of(len(each.tokens)) <= self.tiers.ram.capacity]
         return {prefix for each in (*self.backend.segments.values(), *readable) for prefix in each.prefixes}
 
-    def n_cached(self, asked: Asked) -> int:
-        """Tokens of a request that need not be computed."""
+    def n_cached(self, asked: Asked, queued_saves: AbstractSet[int] = frozenset()) -> int:
+        """Tokens of a request that need not be computed, by a lookup that saw these of the plan's saves."""
         prefixes = self.backend.named(asked.namespace, asked.tokens)[:-1]
         n = max(common(prefixes, held.prefixes) for held in self.backend.held)
         offloaded = self.offloaded
@@ -1088,7 +1100,9 @@ class CacheMachine(RuleBasedStateMachine):
         if self.public is not None and not asked.is_private:
             public = self.backend.named(self.public, asked.tokens)[:-1]
             # What was in the pool only when the plan looked it up could not be loaded from there.
-            offloaded = offloaded - self.just_saved | set(prefixes) & offloaded
+            unseen = [self.backend.saved[number] for number in self.just_saved - queued_saves]
+            new = {prefix for each in unseen for prefix in each.prefixes}
+            offloaded = offloaded - new | set(prefixes) & offloaded
         is_cached = [not offloaded.isdisjoint(each) for each in zip(prefixes, public, strict=True)]
         return next((i for i in range(n, len(prefixes)) if not is_cached[i]), len(prefixes))
 
