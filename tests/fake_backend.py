@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 import numpy as np
@@ -36,6 +36,7 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
 from llamaslot.base.model import ModelInfo, SegmentSize
 from llamaslot.base.tokens import Tokens
+from tests.fake_pool import CellPool
 
 _Saved: TypeAlias = list[tuple[int, int]]
 """Tokens and their positions, in the order of their cells."""
@@ -104,17 +105,6 @@ class FakeSampler:
         self.closed = True
 
 
-@dataclass(slots=True)
-class Cell:
-    """One cell of the pool; free if no sequence uses it."""
-
-    token: int = -1
-    position: int = -1
-    seqs: set[int] = field(default_factory=set)
-    is_bad: bool = False
-    """True if whatever attends to it has no valid logits."""
-
-
 class FakeBackend:
     """`Backend` of a hash function.
 
@@ -160,7 +150,7 @@ class FakeBackend:
         """Tokens that are generated."""
         self._eos_every = eos_every
         n_pools, size = (1, n_ctx) if unified else (self.n_seqs, n_ctx // n_slots)
-        self._pools = [[Cell() for _ in range(size)] for _ in range(n_pools)]
+        self.pools = [CellPool(size) for _ in range(n_pools)]
         self._rows: dict[int, int] = {}
         self._targets: dict[int, Run] = {}
         self._copying: set[int] = set()
@@ -177,23 +167,24 @@ class FakeBackend:
             case kv_ops.Remove(seq, keep):
                 if not self.info.reuse and 0 < keep < self.seq_len(seq):
                     raise kv_ops.IllegalCallError("this model's sequences can only be cleared whole")
-                self._remove(seq, keep, self.seq_len(seq))
+                self._pool(seq).remove(seq, keep, self.seq_len(seq))
             case kv_ops.Share(src, dst, start, end):
-                self._remove(dst, start, end)
-                self._copy(src, dst, start, end)
+                self._pool(dst).remove(dst, start, end)
+                self._pool(dst).copy(src, dst, start, end)
             case kv_ops.Copy(src, dst, start, end):
-                self._copy(src, dst, start, end)
+                self._pool(dst).copy(src, dst, start, end)
             case kv_ops.CopyStream(src, dst, keep):
                 self._copy_stream(src, dst, keep)
             case kv_ops.Save(segment, src, start, end):
                 self.segments[segment] = range(start, end)
-                self._states[segment] = self._saved(src, start, end)
-                if any(cell.is_bad and start <= cell.position < end for cell in self._cells_of(src)):
+                cells = self._pool(src).of(src, start, end)
+                self._states[segment] = [(cell.token, cell.position) for cell in cells]
+                if any(cell.is_bad for cell in cells):
                     self.bad_segments.add(segment)
             case kv_ops.Load(segment, dst, start, end, scratch):
                 self._place(scratch, self._states[segment], is_bad=segment in self.bad_segments)
-                self._copy(scratch, dst, start, end)
-                self._remove(scratch, 0, self.seq_len(scratch))
+                self._pool(dst).copy(scratch, dst, start, end)
+                self._pool(scratch).remove(scratch, 0, self.seq_len(scratch))
             case kv_ops.Free(segment):
                 del self.segments[segment], self._states[segment]
                 self.bad_segments.discard(segment)
@@ -220,14 +211,14 @@ class FakeBackend:
     def seq_len(self, seq: int) -> int:
         """Return the number of tokens of a sequence."""
         kv_ops.check_seq(seq, self.n_seqs)
-        cells = self._pools[self._pool(seq)]
-        return max((cell.position + 1 for cell in cells if seq in cell.seqs), default=0)
+        seen = self.seen(seq)
+        return seen[-1][0] + 1 if seen else 0
 
     def seq_range(self, seq: int) -> range:
         """Return the positions that a sequence holds, from the lowest to the highest."""
         kv_ops.check_seq(seq, self.n_seqs)
-        positions = [position for position, _ in self.seen(seq)]
-        return range(positions[0], positions[-1] + 1) if positions else range(0)
+        seen = self.seen(seq)
+        return range(seen[0][0], seen[-1][0] + 1) if seen else range(0)
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """Place a batch in the pool, or fail as `failures` says."""
@@ -243,7 +234,7 @@ class FakeBackend:
             self._place(run.seq, [(token, run.start + i) for i, token in enumerate(run.tokens.tolist())])
             self.n_decoded += len(run.tokens)
             if status is Status.OK and run.output:
-                is_bad = any(cell.is_bad or cell.token in self.poison for cell in self._cells_of(run.seq))
+                is_bad = self._pool(run.seq).is_bad(run.seq, self.poison)
                 self._rows[run.seq] = NO_TOKEN if is_bad else self._logits(run.seq)
         return Decoded(status, sent)
 
@@ -285,18 +276,18 @@ class FakeBackend:
 
     def seen(self, seq: int) -> list[tuple[int, int]]:
         """Return the (position, token) pairs of a sequence, in order."""
-        return sorted((cell.position, cell.token) for cell in self._cells_of(seq))
+        return self._pool(seq).seen(seq)
 
     def damage(self, position: int) -> None:
         """Make what all sequences hold at a position bad, as an overflow or faulty memory would."""
-        for pool in self._pools:
-            for cell in pool:
+        for pool in self.pools:
+            for cell in pool.cells:
                 cell.is_bad |= bool(cell.seqs) and cell.position == position
 
     @property
     def cells_used(self) -> int:
         """Number of cells that any sequence uses."""
-        return sum(bool(cell.seqs) for pool in self._pools for cell in pool)
+        return sum(pool.n_used for pool in self.pools)
 
     @property
     def n_segment_bytes(self) -> int:
@@ -304,39 +295,18 @@ class FakeBackend:
         size = self.info.segment_size
         return sum(size.of(len(saved)) for saved in self.segments.values()) if size is not None else 0
 
-    def _remove(self, seq: int, start: int, end: int) -> None:
-        for cell in self._pools[self._pool(seq)]:
-            if start <= cell.position < end:
-                cell.seqs.discard(seq)
-
-    def _copy(self, src: int, dst: int, start: int, end: int) -> None:
-        for cell in self._pools[self._pool(src)]:
-            if src in cell.seqs and start <= cell.position < end:
-                cell.seqs.add(dst)
-
-    def _saved(self, seq: int, start: int, end: int) -> _Saved:
-        """Tokens in the order of their cells, not of their positions: so llama.cpp saves and loads them."""
-        cells = self._pools[0]
-        return [(c.token, c.position) for c in cells if seq in c.seqs and start <= c.position < end]
-
-    def _cells_of(self, seq: int) -> list[Cell]:
-        return [cell for cell in self._pools[self._pool(seq)] if seq in cell.seqs]
-
     def _place(self, seq: int, saved: _Saved, *, is_bad: bool = False) -> None:
         """Place tokens of a sequence in the lowest free cells."""
-        free = [cell for cell in self._pools[self._pool(seq)] if not cell.seqs]
-        if len(free) < len(saved):
-            raise kv_ops.IllegalCallError(f"{len(saved)} tokens cannot be placed in {len(free)} cells")
-        for cell, (token, position) in zip(free, saved, strict=False):
-            cell.token, cell.position, cell.seqs, cell.is_bad = token, position, {seq}, is_bad
+        pool = self._pool(seq)
+        if pool.n_free < len(saved):
+            raise kv_ops.IllegalCallError(f"{len(saved)} tokens cannot be placed in {pool.n_free} cells")
+        pool.place(seq, saved, is_bad=is_bad)
 
     def _copy_stream(self, src: int, dst: int, keep: int) -> None:
         if self.info.unified or not self.info.reuse or self._copying & {src, dst}:
             raise kv_ops.IllegalCallError(f"the stream of {src} cannot be copied to that of {dst} now")
         self._copying |= {src, dst}
-        for old, new in zip(self._pools[src], self._pools[dst], strict=True):
-            kept = src in old.seqs and old.position < keep
-            new.token, new.position, new.seqs = old.token, old.position, {dst} if kept else set()
+        self.pools[dst].take_over(self.pools[src], src, dst, keep)
 
     def _draw(self, row: int, sampler: Sampler) -> int:
         if not isinstance(sampler, FakeSampler) or sampler.closed:
@@ -370,14 +340,13 @@ class FakeBackend:
         return _digest(self.seen(seq))
 
     def _fits(self, runs: Sequence[Run]) -> bool:
-        wanted = [0] * len(self._pools)
+        wanted = [0] * len(self.pools)
         for run in runs:
-            wanted[self._pool(run.seq)] += len(run.tokens)
-        free = [sum(not cell.seqs for cell in pool) for pool in self._pools]
-        return all(w <= f for w, f in zip(wanted, free, strict=True))
+            wanted[0 if self.info.unified else run.seq] += len(run.tokens)
+        return all(n <= pool.n_free for n, pool in zip(wanted, self.pools, strict=True))
 
-    def _pool(self, seq: int) -> int:
-        return 0 if self.info.unified else seq
+    def _pool(self, seq: int) -> CellPool:
+        return self.pools[0 if self.info.unified else seq]
 
 
 def score_of(row: int, token: int, n_top: int) -> TokenScore:

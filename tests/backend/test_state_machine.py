@@ -226,6 +226,8 @@ class SequencesMachine(RuleBasedStateMachine):
             assert self.backend.seq_len(seq) == len(held)
         if isinstance(self.backend, FakeBackend):
             assert self.backend.cells_used == self.cells_used
+            for pool in self.backend.pools:
+                pool.check()
             for seq, held in self.oracle.items():
                 assert self.backend.seen(seq) == [(i, token) for i, (_, token) in enumerate(held)]
             stored = {number: range(start, len(history)) for number, (start, history) in self.segments.items()}

@@ -16,7 +16,8 @@ from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.namespaces import PUBLIC_SALT, PUBLIC_TENANT, key_salt, key_secret, salt_namespace
 from llamaslot.kvcache.offload import disk_pacing
 from tests.engine.harness import GREEDY, Harness, alone, running
-from tests.fake_backend import Cell, FakeBackend
+from tests.fake_backend import FakeBackend
+from tests.fake_pool import Cell
 
 HEAD = "You are a helpful assistant. " * 4
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
@@ -48,7 +49,7 @@ async def test_a_request_that_reused_bad_kv_is_computed_anew_and_the_bad_kv_is_d
         # The cause may have been in what only it reused, or further up: each request drops one node more.
         assert (await finished(harness, "again", HEAD + "e and more")).progress.n_cached == 0
         assert (await finished(harness, "good", HEAD + "f and more")).progress.n_cached >= len(HEAD)
-        assert not any(cell.is_bad and cell.seqs for cell in backend._pools[0])
+        assert not any(cell.is_bad and cell.seqs for cell in backend.pools[0].cells)
         await harness.ask(ClearCache())
     assert harness.stopped is not None
     assert not harness.stopped.reason
@@ -120,11 +121,11 @@ async def test_public_kv_stays_if_the_bad_kv_is_a_tenants_own(place: int, prompt
         assert (await harness.submit("a1", HEAD + MORE, cache_salt=ANN)).progress.n_cached >= len(HEAD)
         for cell in own_cells(harness, backend, ANN):
             cell.is_bad = cell.position == place
-        assert sum(cell.is_bad for cell in backend._pools[0]) == 1
+        assert sum(cell.is_bad for cell in backend.pools[0].cells) == 1
         again = await harness.submit("a2", prompt, cache_salt=ANN)
         assert again.progress.n_cached == 0
         assert harness.text("a2") == await prompt_alone(prompt)
-        assert not any(cell.is_bad and cell.seqs for cell in backend._pools[0])
+        assert not any(cell.is_bad and cell.seqs for cell in backend.pools[0].cells)
         assert await public_bytes(harness) == n_bytes
         assert (await harness.submit("b", HEAD + "3", cache_salt=BOB)).progress.n_cached >= len(HEAD)
 
@@ -139,7 +140,7 @@ async def test_a_client_without_a_key_whose_kv_is_bad_drops_nothing_public(salt:
             await harness.submit(name, HEAD + name, cache_salt=salt)
         for cell in own_cells(harness, backend, salt):
             cell.is_bad = cell.position == 50
-        assert any(cell.is_bad for cell in backend._pools[0])
+        assert any(cell.is_bad for cell in backend.pools[0].cells)
         assert (await harness.submit("3", HEAD + "3", cache_salt=salt)).progress.n_cached == 0
         assert await public_bytes(harness) == n_bytes
         assert (await harness.submit("b", HEAD + "4", cache_salt=BOB)).progress.n_cached >= len(HEAD)
@@ -148,7 +149,7 @@ async def test_a_client_without_a_key_whose_kv_is_bad_drops_nothing_public(salt:
 def own_cells(harness: Harness, backend: FakeBackend, salt: str) -> list[Cell]:
     """Cells of the sequences of a salt's namespace."""
     own = set(harness.engine.scheduler.cache._sequences.in_namespace(salt_namespace(salt)))
-    return [cell for cell in backend._pools[0] if cell.seqs and cell.seqs <= own]
+    return [cell for cell in backend.pools[0].cells if cell.seqs and cell.seqs <= own]
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -68,12 +68,13 @@ class Counted:
     @property
     def n_distinct(self) -> int:
         """Nodes of the plain trie of all prompts, and one more for each prompt that was cached whole."""
-        trie: set[Prompt] = set()
+        trie: dict[tuple[int, int], int] = {}
         whole = 0
         for prompt in self.prompts.values():
-            prefixes = {prompt[:n] for n in range(1, len(prompt) + 1)}
-            whole += prefixes <= trie
-            trie |= prefixes
+            n_before, node = len(trie), 0
+            for token in prompt:
+                node = trie.setdefault((node, token), len(trie) + 1)
+            whole += len(trie) == n_before
         return len(trie) + whole
 
 
