@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 
 import llama_cpp
 import numpy as np
@@ -23,17 +25,15 @@ class Noise:
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a prompt."""
-        backend = LlamaBackend(self._settings)
-        try:
+        with self._opened() as backend:
             return backend.vocab.tokenize(text, add_special=True, parse_special=True).tolist()
-        finally:
-            backend.close()
 
     def explains(self, history: Sequence[int], warm: int, cold: int) -> bool:
         """True if `warm` may stand for `cold` as the greedy token after `history`."""
-        reference, noise = self._spread(history)
         self.n_explained += 1
-        return bool(abs(reference[warm] - reference[cold]) <= 2 * noise)
+        with self._opened() as backend:
+            spread = self._spread(backend, history)
+            return any(abs(reference[warm] - reference[cold]) <= 2 * noise for reference, noise in spread)
 
     def explains_draw(
         self, prompt: Sequence[int], reply: Sequence[int], sampling: Sampling, warm: int, cold: int
@@ -47,74 +47,101 @@ class Noise:
         """
         if sampling.temperature == 0:
             return self.explains([*prompt, *reply], warm, cold)
-        reference, noise = self._spread([*prompt, *reply])
         self.n_explained += 1
         is_sorted = sampling.top_k > 0 or sampling.top_p < 1
-        order = np.argsort(-reference) if is_sorted else np.arange(len(reference))
-        places = np.argsort(order)
-        is_earlier = bool(places[warm] < places[cold])
-        farthest = reference.copy()
-        farthest[order[: places[warm] + is_earlier]] += 2 * noise if is_earlier else -2 * noise
-        drawn = self._draw(prompt, reply, sampling, farthest)
-        # Rounding also exchanges the places of tokens whose logits are as close together as that.
-        close = [warm, *np.flatnonzero(np.abs(reference - reference[warm]) <= 2 * noise)] if is_sorted else [warm]
-        return any(
-            places[drawn] <= places[token] if is_earlier else places[drawn] >= places[token] for token in close
-        )
 
-    def _draw(self, prompt: Sequence[int], reply: Sequence[int], sampling: Sampling, logits: np.ndarray) -> int:
-        """The token drawn from `logits` after the draws of the reply."""
+        def is_reached(reference: np.ndarray, noise: float) -> bool:
+            order = np.argsort(-reference) if is_sorted else np.arange(len(reference))
+            places = np.argsort(order)
+            is_earlier = bool(places[warm] < places[cold])
+            farthest = reference.copy()
+            farthest[order[: places[warm] + is_earlier]] += 2 * noise if is_earlier else -2 * noise
+            drawn = self._draw(backend, prompt, reply, sampling, farthest)
+            # Rounding also exchanges the places of tokens whose logits are as close together as that.
+            near = np.flatnonzero(np.abs(reference - reference[warm]) <= 2 * noise) if is_sorted else ()
+            return any(
+                places[drawn] <= places[token] if is_earlier else places[drawn] >= places[token]
+                for token in (warm, *near)
+            )
+
+        with self._opened() as backend:
+            # A draw is as much work as logits: one after a few of them, which mostly suffices, and one after all.
+            spread = self._spread(backend, [*prompt, *reply])
+            first = list(islice(spread, 4))[-1]
+            return is_reached(*first) or is_reached(*list(spread)[-1])
+
+    @contextmanager
+    def _opened(self) -> Iterator[LlamaBackend]:
         backend = LlamaBackend(self._settings)
         try:
-            history = np.array(prompt, dtype=np.int32)
-            sampler = backend.new_sampler(sampling, history)
-            for start in range(0, len(prompt), self._settings.n_ubatch):
-                part = history[start : start + self._settings.n_ubatch]
-                backend.decode([Run(0, start, part, start + len(part) == len(prompt))])
-            for at, token in enumerate(reply, len(prompt)):
-                backend.sample([(0, sampler)])
-                backend.decode([Run(0, at, np.array([token], dtype=np.int32), True)])
-            drawn = sampler.choose(logits)
-            sampler.close()
-            return drawn
+            yield backend
         finally:
             backend.close()
 
-    def _spread(self, history: Sequence[int]) -> tuple[np.ndarray, float]:
-        """Logits after `history`, and the distance that rounding moves them."""
+    def _draw(
+        self,
+        backend: LlamaBackend,
+        prompt: Sequence[int],
+        reply: Sequence[int],
+        sampling: Sampling,
+        logits: np.ndarray,
+    ) -> int:
+        """The token drawn from `logits` after the draws of the reply."""
+        backend._clear()
+        history = np.array(prompt, dtype=np.int32)
+        sampler = backend.new_sampler(sampling, history)
+        # Each draw of the reply takes a random number.
+        for start in range(0, len(prompt) if reply else 0, self._settings.n_ubatch):
+            part = history[start : start + self._settings.n_ubatch]
+            backend.decode([Run(0, start, part, start + len(part) == len(prompt))])
+        for at, token in enumerate(reply, len(prompt)):
+            backend.sample([(0, sampler)])
+            backend.decode([Run(0, at, np.array([token], dtype=np.int32), True)])
+        drawn = sampler.choose(logits)
+        sampler.close()
+        return drawn
+
+    def _spread(self, backend: LlamaBackend, history: Sequence[int]) -> Iterator[tuple[np.ndarray, float]]:
+        """Logits after `history`, and the distance that rounding moves them, which grows with what was computed."""
         whole = self._settings.n_ubatch
-        reference = self.logits(history, whole, 0)
+        reference = self._logits(backend, history, whole, 0)
         # A token alone in its batch goes through other kernels, and cells out of order are added up in another one.
         last_alone = next(n for n in range(whole, 0, -1) if n == 1 or len(history) % n == 1)
-        shapes = [(7, 0), (whole, 33), (19, 20), (last_alone, 0), (last_alone, 40)]
-        shapes += [(1, 0), (1, 40), (3, 60), (5, 9), (12, 1)]
-        others = [self.logits(history, chunk, n_before) for chunk, n_before in shapes]
-        scattered = [(1, 1), (7, 7), (20, 40), (64, 128)]
-        others += [self.logits(history, chunk, n_before, is_scattered=True) for chunk, n_before in scattered]
-        return reference, max(float(np.abs(reference - other).max()) for other in others)
+        shapes = [(last_alone, 0, False), (7, 0, False), (20, 40, True), (1, 40, False), (whole, 33, False)]
+        shapes += [(7, 7, True), (64, 128, True), (1, 1, True), (19, 20, False), (last_alone, 40, False)]
+        shapes += [(1, 0, False), (3, 60, False), (5, 9, False), (12, 1, False)]
+        noise = 0.0
+        for shape in shapes:
+            other = self._logits(backend, history, *shape)
+            noise = max(noise, float(np.abs(reference - other).max()))
+            yield reference, noise
 
-    def logits(self, history: Sequence[int], chunk: int, n_before: int, is_scattered: bool = False) -> np.ndarray:
-        """Logits after `history`, decoded in chunks, the first behind `n_before` cells that then come free.
+    def logits(self, history: Sequence[int], chunk: int, n_before: int) -> np.ndarray:
+        """Logits after `history`, decoded in chunks, the first behind `n_before` cells that then come free."""
+        with self._opened() as backend:
+            return self._logits(backend, history, chunk, n_before)
+
+    def _logits(
+        self, backend: LlamaBackend, history: Sequence[int], chunk: int, n_before: int, is_scattered: bool = False
+    ) -> np.ndarray:
+        """The same in an empty pool.
 
         If `is_scattered`, each chunk of the first half lies behind as many cells, which come free before the
         second half: its chunks lie between those of the first. Attention adds up V in the order of the cells
         (fact 9), so this may move logits several times as far as chunk sizes do.
         """
-        backend = LlamaBackend(self._settings)
-        try:
-            n_free = backend.info.n_ctx - len(history)
-            n_taken = 0
-            for at in range(0, len(history), chunk):
-                n_others = min(n_before, n_free - n_taken, self._settings.n_ubatch)
-                if n_others > 0 and (at == 0 or (is_scattered and at < len(history) // 2)):
-                    backend.decode([Run(1, n_taken, np.full(n_others, 97, dtype=np.int32), False)])
-                    n_taken += n_others
-                elif n_taken:
-                    backend.change(Remove(1, 0))
-                    n_taken = n_free
-                part = np.array(history[at : at + chunk], dtype=np.int32)
-                backend.decode([Run(0, at, part, at + chunk >= len(history))])
-            row = llama_cpp.llama_get_logits_ith(backend._context, -1)
-            return np.ctypeslib.as_array(row, (backend.info.n_vocab,)).copy()
-        finally:
-            backend.close()
+        backend._clear()
+        n_free = backend.info.n_ctx - len(history)
+        n_taken = 0
+        for at in range(0, len(history), chunk):
+            n_others = min(n_before, n_free - n_taken, self._settings.n_ubatch)
+            if n_others > 0 and (at == 0 or (is_scattered and at < len(history) // 2)):
+                backend.decode([Run(1, n_taken, np.full(n_others, 97, dtype=np.int32), False)])
+                n_taken += n_others
+            elif n_taken:
+                backend.change(Remove(1, 0))
+                n_taken = n_free
+            part = np.array(history[at : at + chunk], dtype=np.int32)
+            backend.decode([Run(0, at, part, at + chunk >= len(history))])
+        row = llama_cpp.llama_get_logits_ith(backend._context, -1)
+        return np.ctypeslib.as_array(row, (backend.info.n_vocab,)).copy()
