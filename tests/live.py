@@ -19,6 +19,13 @@ from tests.forked import ForkedProcess
 
 _TIMEOUT_S = 120
 """A server that does not answer fails the test instead of holding it up."""
+WRITE_SOON = """
+import sys
+if "llamaslot.app.runtime.prompt_main" not in sys.orig_argv:
+    from llamaslot.kvcache.offload import disk_pacing
+    disk_pacing.PARTIAL_DELAY_S = 0.1
+"""
+"""Fault for servers whose test waits until the end of a prompt is on disk, which otherwise takes 2 s."""
 
 
 class Server:

@@ -121,7 +121,7 @@ async def test_a_connection_without_a_whole_request_is_closed_after_a_while(star
 
 async def test_a_stream_may_last_longer_than_an_idle_connection(start: Start) -> None:
     server = await start(keep_alive_timeout=0.05, backend=FakeBackend(n_ctx=4000))
-    events = await server.stream("/completion", {"prompt": "x", "n_predict": 3000, "ignore_eos": True})
+    events = await server.stream("/completion", {"prompt": "x", "n_predict": 500, "ignore_eos": True})
     assert events[-1]["stop"]
 
 

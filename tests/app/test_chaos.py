@@ -53,7 +53,7 @@ from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaSettings
 from tests.app.test_crashes import STORY, engine_of, is_healthy, n_running, outcome, wait
 from tests.conftest import LONG
-from tests.live import Server, serving
+from tests.live import WRITE_SOON, Server, serving
 from tests.noise import Noise
 
 SEED = int(os.environ.get("LLAMASLOT_CHAOS_SEED") or random.SystemRandom().randrange(2**32))
@@ -235,7 +235,8 @@ def test_faults_at_once_leave_no_stuck_slot_and_change_no_text(tmp_path: Path) -
     disk = tmp_path / "disk"
     args = ("-np", "2", "--cache-disk", disk, "--cache-ram", "8", "--debug-invariants", "-c", "4096")
     must_end = threading.Event()
-    with serving(tmp_path, *args, fault=FAULT.format(seed=SEED, flag=str(tmp_path / "faults"))) as server:
+    fault = FAULT.format(seed=SEED, flag=str(tmp_path / "faults"))
+    with serving(tmp_path, *args, fault=WRITE_SOON + fault) as server:
         expected = [server.post("/completion", {"prompt": prompt, **REPLY})["tokens"] for prompt in PROMPTS]
         wait(lambda: server.get("/cache")["disk"]["tokens"] > 400, seconds=40)
         (tmp_path / "faults").touch()
@@ -307,6 +308,9 @@ class Datetime(datetime.datetime):
     def now(cls, tz=None):
         return cls.fromtimestamp(time.time(), tz)
 datetime.datetime = Datetime
+if "llamaslot.api.file_changes" in sys.modules:
+    # Of API keys, which the server reads again.
+    sys.modules["llamaslot.api.file_changes"]._INTERVAL_S = 0.1
 if "llamaslot.app.runtime.engine_main" in sys.orig_argv:
     from llamaslot.kvcache.offload import disk_pacing
     disk_pacing.PARTIAL_DELAY_S = 0.1
@@ -356,7 +360,8 @@ def test_a_wall_clock_that_jumps_by_a_day_ends_nothing_and_gives_no_budget(tmp_p
                     assert reply.status == 200
             if n == 0:
                 wait(lambda: cache_of(server, "key-0")["disk"]["written_bytes"] > 2**20)
-            time.sleep(0.5)
+            # Writes are due after a tenth of a second.
+            time.sleep(0.3)
             written.append(cache_of(server, "key-0")["disk"]["written_bytes"])
             keys.write_text("".join(f"key-{i} admin\n" for i in range(n + 2)))
             wait(lambda n=n: is_known(f"key-{n + 1}"))

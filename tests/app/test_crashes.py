@@ -21,14 +21,13 @@ import pytest
 
 from llamaslot.app.models import resolve_model
 from tests.conftest import LONG
-from tests.live import Server, serving
+from tests.live import WRITE_SOON, Server, serving
 
 ABORT, HANG, RAISE = 7, 8, 9
 """Tokens at which the engine aborts, hangs, and fails with a Python error."""
 FAULT = f"""
-import os, time
-from llamaslot.engine import model_worker
-_apply = model_worker.apply
+import os, sys, time
+_apply = None
 def apply(plan, *others):
     tokens = {{token for work in plan.work for token in work.run.tokens.tolist()}}
     if {ABORT} in tokens:
@@ -38,7 +37,9 @@ def apply(plan, *others):
     if {RAISE} in tokens:
         raise RuntimeError("a bug")
     return _apply(plan, *others)
-model_worker.apply = apply
+if "llamaslot.app.runtime.engine_main" in sys.orig_argv:
+    from llamaslot.engine import model_worker
+    _apply, model_worker.apply = model_worker.apply, apply
 """
 STORY = "Once upon a time there was a cat who lived in a house by the sea. "
 ENDLESS = {
@@ -169,7 +170,7 @@ def test_killing_the_engine_under_load_loses_nothing_that_is_on_disk(tmp_path: P
     prompts = [f"Story {i}. {STORY * 12}" for i in range(4)]
     outcomes: list[tuple[int, Any]] = []
     with (
-        serving(tmp_path, "--cache-disk", disk, "--cache-disk-write-per-day", "0") as server,
+        serving(tmp_path, "--cache-disk", disk, "--cache-disk-write-per-day", "0", fault=WRITE_SOON) as server,
         concurrent.futures.ThreadPoolExecutor(8) as pool,
     ):
         expected = [server.post("/completion", {"prompt": p, "n_predict": 8, "temperature": 0}) for p in prompts]
@@ -272,7 +273,8 @@ def test_a_model_file_that_is_gone_is_waited_for_and_a_changed_one_is_not_served
     ("fault", "line"),
     [
         (
-            "import os\nfrom llamaslot.backend.llama import LlamaVocab\nLlamaVocab.load = lambda _: os.abort()",
+            "import os\nfrom llamaslot.backend.llama import LlamaVocab\nLlamaVocab.load = lambda _: os.abort()\n"
+            "from llamaslot.processes import prompt_supervisor\nprompt_supervisor._PAUSE_S = 0.1",
             "SIGABRT",
         ),
         pytest.param(

@@ -20,7 +20,7 @@ from urllib.parse import quote
 import pytest
 
 from tests.app.test_crashes import STORY, engine_of, is_healthy, outcome, wait
-from tests.live import Server, serving
+from tests.live import WRITE_SOON, Server, serving
 
 LIMIT = 200 * 1024
 """Bytes that a file may have: less than the KV of a long prompt, and soon than the index's write-ahead log."""
@@ -219,7 +219,7 @@ def test_an_engine_that_starts_again_on_a_read_only_file_system_runs_without_it(
 
 
 def test_an_engine_that_starts_again_without_its_folder_runs_without_it(tmp_path: Path, disk: Path) -> None:
-    with serving(tmp_path, "--cache-disk", disk, *ARGS) as server:
+    with serving(tmp_path, "--cache-disk", disk, *ARGS, fault=WRITE_SOON) as server:
         texts = first_texts(server)
         disk.rename(tmp_path / "elsewhere")
         disk.touch()
@@ -242,7 +242,7 @@ def test_an_engine_that_starts_again_without_disk_and_slot_folder_runs_without_t
     tmp_path: Path, disk: Path
 ) -> None:
     slots = tmp_path / "slots"
-    with serving(tmp_path, "--cache-disk", disk, "--slot-save-path", slots, *ARGS) as server:
+    with serving(tmp_path, "--cache-disk", disk, "--slot-save-path", slots, *ARGS, fault=WRITE_SOON) as server:
         texts = first_texts(server)
         for folder in (disk, slots):
             folder.rename(tmp_path / f"{folder.name}-elsewhere")

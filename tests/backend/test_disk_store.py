@@ -152,7 +152,8 @@ def test_no_changed_file_is_taken_for_what_was_written(tmp_path: Path) -> None:
         return data[:a] + data[b : b + 1] + data[a + 1 : b] + data[a : a + 1] + data[b + 1 :]
 
     n_refused = 0
-    for i in range(10_000):
+    n_changed = 10_000 if LONG else 2000
+    for i in range(n_changed):
         changed = list(kinds.values())[i % len(kinds)]()
         if changed == good:
             continue
@@ -160,7 +161,7 @@ def test_no_changed_file_is_taken_for_what_was_written(tmp_path: Path) -> None:
         with pytest.raises(CorruptFileError):
             read_segment(path, KEY, len(state), PATH, digest)
         n_refused += 1
-    assert n_refused > 9900
+    assert n_refused > 0.99 * n_changed
 
 
 # --- the folder ---

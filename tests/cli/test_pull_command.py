@@ -20,6 +20,7 @@ REPO = "somebody/Some-GGUF"
 FILE = "some-Q8_0.gguf"
 NAME = f"{REPO}:{FILE}"
 CONTENT = random.Random(7).randbytes(300_000)
+SHORT_PAUSE = "from llamaslot.app import hub\nhub._PAUSE_S = 0.05\n"
 FULL_DISK = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))"
 
 
@@ -66,7 +67,7 @@ class Puller:
             **environment,
         }
         args = ("pull", *([name] if name else ()))
-        return Command(*args, folder=self.cache.parent, environ=variables, fault=fault)
+        return Command(*args, folder=self.cache.parent, environ=variables, fault=SHORT_PAUSE + fault)
 
     async def pull(self, name: str | None = NAME, *, fault: str = "", **environment: str) -> Ended:
         return await finish(self.start(name, fault=fault, **environment))

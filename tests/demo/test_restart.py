@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import LONG
-from tests.live import Server, serving
+from tests.live import WRITE_SOON, Server, serving
 
 FILLER = "We met at the market and talked about the weather, the river and the long road home. "
 SYSTEM = {"role": "system", "content": "You are a friendly assistant. " + FILLER * 12}
@@ -64,8 +64,9 @@ def test_killed_in_the_middle_of_traffic_and_known_again(tmp_path: Path, cold: A
     folder = tmp_path / "cache"
     chance = random.Random(1)
     histories: list[list[dict[str, str]]] = []
+    flags = ("--cache-disk", folder, "-np", "2", "--debug-invariants")
     for cycle in range(200 if LONG else 3):
-        with serving(tmp_path, "--cache-disk", folder, "-np", "2", "--debug-invariants") as server:
+        with serving(tmp_path, *flags, fault=WRITE_SOON) as server:
             disk = server.get("/cache")["disk"]
             if histories:
                 assert disk["tokens"] > 0, "it is forgotten"
@@ -110,7 +111,7 @@ def test_a_server_told_to_end_leaves_everything_on_disk(tmp_path: Path, cold: An
 def test_files_of_another_kind_of_kv_are_left_alone(tmp_path: Path, cold: Any) -> None:
     folder = tmp_path / "cache"
     question = [SYSTEM, {"role": "user", "content": OPENERS[0]}]
-    with serving(tmp_path, "--cache-disk", folder, "--in-process") as server:
+    with serving(tmp_path, "--cache-disk", folder, "--in-process", fault=WRITE_SOON) as server:
         text, _ = ask(server, question)
         wait_until_written(server, 100)
         server.stop(signal.SIGKILL)
@@ -125,7 +126,7 @@ def test_files_of_another_kind_of_kv_are_left_alone(tmp_path: Path, cold: Any) -
 def test_damaged_files_are_computed_again(tmp_path: Path, cold: Any) -> None:
     folder = tmp_path / "cache"
     question = [SYSTEM, {"role": "user", "content": OPENERS[1]}]
-    with serving(tmp_path, "--cache-disk", folder, "--in-process") as server:
+    with serving(tmp_path, "--cache-disk", folder, "--in-process", fault=WRITE_SOON) as server:
         ask(server, question)
         wait_until_written(server, 100)
         server.stop(signal.SIGKILL)

@@ -59,6 +59,7 @@ Start = Callable[..., Awaitable[PromptSupervisor]]
 @pytest.fixture
 async def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     inject(FAULT, tmp_path, monkeypatch)
+    monkeypatch.setattr(prompt_supervisor, "_PAUSE_S", 0.1)
     started: list[PromptSupervisor] = []
 
     async def begin(limit: float = 30.0, model: Path | None = None, template: str = "") -> PromptSupervisor:
