@@ -11,7 +11,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -115,14 +115,14 @@ class Found:
 @cache
 def names() -> list[Found]:
     """Every name that a Python source defines, but for the names of tests, which are sentences."""
-    return [found for path in _python_files() for found in _names(path) if not found.text.startswith("test ")]
+    return [found for path in _python_files() for found in _found(path)[0] if not found.text.startswith("test ")]
 
 
 @cache
 def prose() -> list[Found]:
     """Docstrings, comments, names of tests, the package's strings, and documents, line by line."""
-    found = [each for path in _python_files() for each in _prose(path)]
-    found += [each for path in _python_files() for each in _names(path) if each.text.startswith("test ")]
+    found = [each for path in _python_files() for each in _found(path)[1]]
+    found += [each for path in _python_files() for each in _found(path)[0] if each.text.startswith("test ")]
     for pattern in DOCUMENTS:
         for path in sorted(ROOT.glob(pattern)):
             lines = path.read_text(encoding="utf-8").lower().splitlines()
@@ -133,16 +133,25 @@ def prose() -> list[Found]:
     return found
 
 
+@cache
+def _joined(texts: Callable[[], list[Found]]) -> str:
+    """All texts, line by line."""
+    return "\n".join(each.text for each in texts())
+
+
 def occurrences(word: Word) -> list[Found]:
     """Where a word is used as a name or term."""
     found = []
     if word.names:
         pattern = re.compile(rf"(?<![a-z])(?:{word.names})(?![a-z])")
-        found += [each for each in names() if each.path.startswith(word.within) and pattern.search(each.text)]
+        # Most words are nowhere, which one search tells.
+        if pattern.search(_joined(names)):
+            found += [each for each in names() if each.path.startswith(word.within) and pattern.search(each.text)]
     if word.prose:
         pattern = re.compile(rf"(?<![a-z])(?:{word.prose})(?![a-z])")
         documents = tuple(folder for folder in word.within) if word.within not in (SOURCES, PACKAGE) else ("",)
-        found += [each for each in prose() if each.path.startswith(documents) and pattern.search(each.text)]
+        if pattern.search(_joined(prose)):
+            found += [each for each in prose() if each.path.startswith(documents) and pattern.search(each.text)]
     return found
 
 
@@ -176,34 +185,24 @@ def _relative(path: Path) -> str:
 
 
 @cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _names(path: Path) -> Iterator[Found]:
-    where = _relative(path)
-    yield Found(where, 1, words(path.stem))
-    for node in ast.walk(_tree(path)):
+def _found(path: Path) -> tuple[list[Found], list[Found]]:
+    """The names that a file defines, and its prose."""
+    where, source = _relative(path), path.read_text(encoding="utf-8")
+    in_package = where.startswith(PACKAGE)
+    names, prose = [Found(where, 1, words(path.stem))], []
+    for node in ast.walk(ast.parse(source)):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                yield Found(where, node.lineno, words(name))
+                names.append(Found(where, node.lineno, words(name)))
             case ast.arg(arg=name):
-                yield Found(where, node.lineno, words(name))
+                names.append(Found(where, node.lineno, words(name)))
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
-                yield Found(where, node.lineno, words(name))
-
-
-def _prose(path: Path) -> Iterator[Found]:
-    where = _relative(path)
-    in_package = where.startswith(PACKAGE)
-    for node in ast.walk(_tree(path)):
-        texts: list[ast.expr] = [node.value] if isinstance(node, ast.Expr) else []
-        if in_package and isinstance(node, ast.Constant):
-            texts = [node]
-        for text in texts:
-            if isinstance(text, ast.Constant) and isinstance(text.value, str):
-                for i, line in enumerate(text.value.lower().splitlines()):
-                    yield Found(where, text.lineno + i, line)
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+                names.append(Found(where, node.lineno, words(name)))
+        text = node if in_package else node.value if isinstance(node, ast.Expr) else None
+        if isinstance(text, ast.Constant) and isinstance(text.value, str):
+            lines = text.value.lower().splitlines()
+            prose += [Found(where, text.lineno + i, line) for i, line in enumerate(lines)]
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            yield Found(where, token.start[0], token.string.lower())
+            prose.append(Found(where, token.start[0], token.string.lower()))
+    return names, prose
