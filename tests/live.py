@@ -84,13 +84,15 @@ def serving(
 ) -> Iterator[Server]:
     """A server with these arguments, ended by its process id.
 
-    What it measures at start is kept for other tests, and not in the user's own folder. `fault` is Python source
+    What it measures at start is kept for other tests, those of other test processes too, and not in the user's own
+    folder. `fault` is Python source
     that each of the server's processes runs first, to inject a fault. With `--in-process`, a test that is not about
     processes starts its server in half a second; without `is_forked` it starts as a user starts it, by a command
     after `prefix`, if there is one, which must leave it the process id.
     """
     log = folder / "server.log"
-    own = {"XDG_CACHE_HOME": str(folder.parent / "cache"), **(environ or {})}
+    run = folder.parent.parent if "PYTEST_XDIST_WORKER" in os.environ else folder.parent
+    own = {"XDG_CACHE_HOME": str(run / "cache"), **(environ or {})}
     if fault:
         # Python imports a module of this name at its start.
         (folder / "fault").mkdir(exist_ok=True)

@@ -280,7 +280,8 @@ def test_faults_at_once_leave_no_stuck_slot_and_change_no_text(tmp_path: Path) -
 def test_a_model_file_that_is_truncated_while_it_is_mapped_ends_the_engine_only(tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
     shutil.copy(resolve_model("demo"), model)
-    with serving(tmp_path, "-m", model) as server:
+    # Of a pool this small, nothing is measured at start.
+    with serving(tmp_path, "-m", model, "-c", "2048") as server:
         os.truncate(model, 4096)
         status, reply, _ = outcome(server, {"prompt": STORY, "n_predict": 2})
         assert (status, "the engine ended" in reply["error"]["message"]) == (503, True)

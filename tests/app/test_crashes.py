@@ -254,7 +254,8 @@ def test_the_children_end_with_the_parent_and_leave_no_lock(tmp_path: Path) -> N
 def test_a_model_file_that_is_gone_is_waited_for_and_a_changed_one_is_not_served(tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
     shutil.copy(resolve_model("demo"), model)
-    with serving(tmp_path, "-m", model, is_forked=False) as server:
+    # Of a pool this small, nothing is measured at start.
+    with serving(tmp_path, "-m", model, "-c", "2048", is_forked=False) as server:
         model.rename(tmp_path / "elsewhere")
         engine_of(server).kill()
         wait(lambda: len(server.log_lines("engine.ended")) >= 2)

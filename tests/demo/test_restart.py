@@ -110,15 +110,17 @@ def test_a_server_told_to_end_leaves_everything_on_disk(tmp_path: Path, cold: An
 
 def test_files_of_another_kind_of_kv_are_left_alone(tmp_path: Path, cold: Any) -> None:
     folder = tmp_path / "cache"
+    # Of a pool this small, nothing is measured at start.
+    flags = ("--cache-disk", folder, "--in-process", "-c", "2048")
     question = [SYSTEM, {"role": "user", "content": OPENERS[0]}]
-    with serving(tmp_path, "--cache-disk", folder, "--in-process", fault=WRITE_SOON) as server:
+    with serving(tmp_path, *flags, fault=WRITE_SOON) as server:
         text, _ = ask(server, question)
         wait_until_written(server, 100)
         server.stop(signal.SIGKILL)
-    with serving(tmp_path, "--cache-disk", folder, "--in-process", "-ctk", "q8_0", "-ctv", "q8_0") as server:
+    with serving(tmp_path, *flags, "-ctk", "q8_0", "-ctv", "q8_0") as server:
         assert server.get("/cache")["disk"]["tokens"] == 0
         assert ask(server, question)[1]["cache_n"] == 0
-    with serving(tmp_path, "--cache-disk", folder, "--in-process") as server:
+    with serving(tmp_path, *flags) as server:
         again, timings = ask(server, question)
         assert (again, timings["prompt_n"]) == (text, 1)
 
