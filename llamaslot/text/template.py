@@ -12,17 +12,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
 
 from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import ConfigError, InvalidRequestError
 from llamaslot.text.control_tokens import ControlTokens, Placeholders, restored
 from llamaslot.text.conversation import Conversation, Message, clean_message, clean_tool, joined
+from llamaslot.text.jinja_sandbox import ChatSandbox, copied
 from llamaslot.text.volatile import without
 
 MAX_CHARACTERS = 2**26
@@ -63,7 +62,9 @@ class ChatTemplate:
         self._volatile = volatile
         try:
             self._template = _ENVIRONMENT.from_string(source)
-            self._control = ControlTokens(control_tokens if mark_control_tokens else (), _ENVIRONMENT.parse(source))
+            tree = _ENVIRONMENT.parse(source)
+            self._control = ControlTokens(control_tokens if mark_control_tokens else (), tree)
+            self._reads_functions = "functions" in find_undeclared_variables(tree)
         except TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is wrong in line {error.lineno}: {error.message}") from error
         except Exception as error:
@@ -135,19 +136,7 @@ class ChatTemplate:
         return prompt
 
     def _rendered(self, inputs: _Inputs, placeholders: Placeholders | None = None) -> str:
-        variables = {
-            "enable_thinking": True,
-            "date_string": inputs.now.strftime("%d %b %Y"),
-            "datetime": inputs.now.strftime("%b %d %Y"),
-            **inputs.kwargs,
-            **self._tokens,
-            "strftime_now": inputs.now.strftime,
-            "messages": inputs.messages,
-            "add_generation_prompt": inputs.add_generation_prompt,
-        }
-        # Templates ask whether `tools` is defined.
-        if inputs.tools:
-            variables["tools"] = inputs.tools
+        variables = self._variables(inputs)
         try:
             text = self._joined(self._template.generate(variables))
         except TemplateError as error:
@@ -157,6 +146,29 @@ class ChatTemplate:
         except Exception as error:
             raise _RefusedError(f"the chat template fails on the messages: {_described(error)}") from error
         return text[self._kept(restored(text, placeholders or {}))]
+
+    def _variables(self, inputs: _Inputs) -> dict[str, Any]:
+        """Return the variables of a template, in copies that it may change."""
+        try:
+            variables = {
+                "enable_thinking": True,
+                "date_string": inputs.now.strftime("%d %b %Y"),
+                "datetime": inputs.now.strftime("%b %d %Y"),
+                **copied(inputs.kwargs),
+                **self._tokens,
+                "strftime_now": inputs.now.strftime,
+                "messages": copied(inputs.messages),
+                "add_generation_prompt": inputs.add_generation_prompt,
+            }
+            # Templates ask whether `tools` is defined.
+            if inputs.tools:
+                variables["tools"] = copied(inputs.tools)
+            if self._reads_functions:
+                functions = [tool["function"] for tool in inputs.tools]
+                variables.setdefault("functions", json.dumps(functions, ensure_ascii=False, indent=4))
+        except RecursionError as error:
+            raise _RefusedError("the messages or tools are nested too deep") from error
+        return variables
 
     def _joined(self, pieces: Iterator[str]) -> str:
         """Join the pieces that a template writes; raises `_RefusedError` once they are too many characters."""
@@ -218,6 +230,12 @@ class ChatTemplate:
         self.takes_calls = "a_call_to_be_found" in prompt
         self.takes_results = "a result to be found" in prompt
 
+        conversation = [*conversation[:2], {**conversation[2], "content": text}]
+        as_result = self._attempt([self._shaped(m) for m in conversation], tools=[tool])
+        conversation[2]["role"] = "user"
+        as_question = self._attempt([self._shaped(m) for m in conversation], tools=[tool])
+        self._takes_results = text in as_result or text not in as_question
+
     def _attempt(self, conversation: Conversation, tools: Sequence[Message] = ()) -> str:
         """Return the prompt, or nothing if the template refuses the conversation."""
         try:
@@ -234,6 +252,8 @@ class ChatTemplate:
                 _parse_arguments(message)
         if conversation and conversation[0]["role"] == "system" and not self._takes_system:
             conversation = _without_system(conversation)
+        if not self._takes_results:
+            conversation = _results_from_user(conversation)
         return [self._shaped(message) for message in conversation]
 
     def _shaped(self, message: Message) -> Message:
@@ -297,6 +317,29 @@ def _without_system(conversation: Conversation) -> Conversation:
     return [{**rest[0], "content": content}, *rest[1:]]
 
 
+def _results_from_user(conversation: Conversation) -> Conversation:
+    """Make the results of tools messages of the user, in the JSON that llama.cpp once wrote for such templates.
+
+    Results of one turn become one message, because in such templates roles often have to alternate.
+    """
+    adapted: Conversation = []
+    follows_result = False
+    for message in conversation:
+        is_result = message["role"] == "tool"
+        if is_result:
+            result = {"tool": message.get("name"), "content": joined(message["content"], "\n")}
+            result = {key: value for key, value in result.items() if value is not None}
+            text = json.dumps({"tool_response": result}, ensure_ascii=False, indent=2)
+            if follows_result:
+                adapted[-1]["content"] += "\n" + text
+            else:
+                adapted.append({"role": "user", "content": text})
+        else:
+            adapted.append(message)
+        follows_result = is_result
+    return adapted
+
+
 def _parse_arguments(message: Message) -> None:
     """Parse the arguments of tool calls, which clients send as JSON text."""
     for call in message.get("tool_calls", ()):
@@ -314,40 +357,4 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _raise_exception(message: object) -> NoReturn:
-    raise TemplateError(str(message))
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}`, which marks replies for training and is ignored here."""
-
-    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _GenerationTag],
-    )
-    environment.globals["raise_exception"] = _raise_exception
-    environment.filters["tojson"] = _to_json
-    environment.filters["safe"] = str  # Jinja's own would make everything added to it be HTML-escaped
-    return environment
-
-
-_ENVIRONMENT = _environment()
+_ENVIRONMENT = ChatSandbox()

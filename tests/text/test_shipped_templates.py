@@ -1,4 +1,8 @@
-"""Chat templates with the constructs that models ship: ours, and those of LLAMASLOT_FIXTURES/templates/*.jinja."""
+"""Chat templates with the constructs that models ship: ours, and those of LLAMASLOT_FIXTURES/templates/*.jinja.
+
+LLAMASLOT_TEMPLATES names a further folder, such as llama.cpp's models/templates, whose templates only have to
+render the turns of a tool.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ from tests.text.rendering import rendered
 FOLDERS = [Path(__file__).parent / "templates"]
 if "LLAMASLOT_FIXTURES" in os.environ:
     FOLDERS.append(Path(os.environ["LLAMASLOT_FIXTURES"], "templates"))
+FURTHER = os.environ.get("LLAMASLOT_TEMPLATES")
+FURTHER_FILES = sorted(Path(FURTHER).glob("*.jinja")) if FURTHER else []
 FILES = [file for folder in FOLDERS for file in sorted(folder.glob("*.jinja"))]
 
 SYSTEM = {"role": "system", "content": "Answer in rhymes."}
@@ -49,12 +55,32 @@ TOOL_TURNS = [
     {"role": "tool", "tool_call_id": "abcd12345", "name": "weather_in", "content": "Heavy snow"},
 ]
 
-REFUSES_TOOLS = {"two_roles", "google-gemma-2-2b-it"}
-"""Templates without a role for the results of tools."""
-NO_TOOLS = {"HuggingFaceTB-SmolLM3-3B", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B"}
-"""Templates that do not describe tools (SmolLM3's reads them from variables of other names)."""
-NO_CALLS = {"HuggingFaceTB-SmolLM3-3B", "LFM2-8B-A1B"}
+NO_RESULTS = {"two_roles", "google-gemma-2-2b-it", "llama-cpp-rwkv-world", "microsoft-Phi-3.5-mini-instruct"}
+"""Templates without a role for the results of tools, which become messages of the user."""
+NO_TOOLS = {
+    *NO_RESULTS,
+    "HuggingFaceTB-SmolLM3-3B",
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
+    "deepseek-ai-DeepSeek-V3.1",
+}
+"""Templates that do not describe tools."""
+NO_CALLS = {
+    *NO_RESULTS,
+    "HuggingFaceTB-SmolLM3-3B",
+    "LFM2-8B-A1B",
+    "LFM2.5-Instruct",
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
+    "ibm-granite-granite-3.3-2B-Instruct",
+}
 """Templates that do not show the model the calls that it made."""
+ONE_CALL = {
+    "dated_headers",
+    "meta-llama-Llama-3.1-8B-Instruct",
+    "meta-llama-Llama-3.2-3B-Instruct",
+    "meta-llama-Llama-3.3-70B-Instruct",
+}
+"""Templates that refuse two calls in one turn."""
 NO_GENERATION_PROMPT = {
     "instruction_pairs",
     "Mistral-Small-3.2-24B-Instruct-2506",
@@ -117,18 +143,36 @@ def test_a_begun_reply_ends_the_prompt(named: tuple[str, ChatTemplate]) -> None:
 
 
 def test_tools_calls_and_results(named: tuple[str, ChatTemplate]) -> None:
-    name, template = named
-    if name in REFUSES_TOOLS:
-        with pytest.raises(InvalidRequestError, match="the chat template refuses the messages: "):
-            rendered(template, [SYSTEM, *TOOL_TURNS], tools=TOOLS)
-        return
+    check_tool_turns(*named)
 
-    prompt = rendered(template, [SYSTEM, *TOOL_TURNS], tools=TOOLS)
 
-    assert ("The weather in a city." in prompt) == (name not in NO_TOOLS)
-    assert ("Tromsø" in prompt) == (name not in NO_CALLS)
-    assert "Heavy snow" in prompt
-    assert '\\"city' not in prompt
+@pytest.mark.parametrize("file", FURTHER_FILES, ids=lambda file: file.stem)
+def test_tools_calls_and_results_in_further_templates(file: Path) -> None:
+    check_tool_turns(file.stem, ChatTemplate(file.read_text(), bos_token="<bos>", eos_token="<eos>"))
+
+
+def check_tool_turns(name: str, template: ChatTemplate) -> None:
+    """A loop of two tool steps, the second with two calls, and the turn after it."""
+    further = [CALL | {"id": f"abcd1234{i}"} for i in (6, 7)]
+    both = [{**TOOL_TURNS[2], "tool_call_id": call["id"], "content": f"Snow {call['id']}"} for call in further]
+    loop = [SYSTEM, *TOOL_TURNS]
+    for call, result in zip(further, both, strict=True) if name in ONE_CALL else ():
+        loop += [{"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    if name not in ONE_CALL:
+        loop += [{"role": "assistant", "content": None, "tool_calls": further}, *both]
+    after = [{"role": "assistant", "content": "Take a coat."}, {"role": "user", "content": "Are you sure?"}]
+    for turns in (loop[:4], loop, [*loop, *after]):
+        prompt = rendered(template, turns, tools=TOOLS)
+
+        assert SYSTEM["content"] in prompt or (name in MOVES_THE_SYSTEM_MESSAGE and turns[-1]["role"] == "tool")
+        assert "Do I need an umbrella?" in prompt
+        assert ("The weather in a city." in prompt) == (name not in NO_TOOLS)
+        assert (re.search(r"Troms(ø|\\u00f8)", prompt) is not None) == (name not in NO_CALLS)
+        assert '\\"city' not in prompt
+        results = [turn["content"] for turn in turns if turn["role"] == "tool"]
+        places = [prompt.index(result) for result in results]
+        assert places == sorted(places)
+        assert ("Are you sure?" in prompt) == (turns[-1]["role"] == "user")
 
 
 @pytest.mark.parametrize("system", [[], [SYSTEM]], ids=["plain", "system"])

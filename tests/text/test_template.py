@@ -38,7 +38,13 @@ TOOLS = """\
 USER = {"role": "user", "content": "hi"}
 PARTS = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "ill"}]
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": "é"}'}}
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}},
+}
+
+
+FUNCTION = {"name": "add", "description": "", "parameters": TOOL["function"]["parameters"]}
 
 
 def template(source: str, **options: Any) -> ChatTemplate:
@@ -276,6 +282,36 @@ class TestLanguage:
     def test_renders(self, source: str, prompt: str) -> None:
         assert rendered(template(source, now=lambda: datetime(2025, 3, 9)), [USER]) == prompt
 
+    @pytest.mark.parametrize(
+        ("source", "prompt"),
+        [
+            ("{% set l = [1] %}{% set _ = l.append(2) %}{{ l }} {{ l.pop(0) }} {{ l }}", "[1, 2] 1 [2]"),
+            ("{% set d = {} %}{% set _ = d.update({'a': 1}) %}{{ d }}", "{'a': 1}"),
+            ("{% set _ = messages.append({'role': 'x'}) %}{{ messages | map(attribute='role') | join }}", "userx"),
+            ("{% set _ = messages[0].pop('content') %}{{ messages }}", "[{'role': 'user'}]"),
+            ("{% set _ = tools[0].clear() %}{{ tools }}", "[{}]"),
+            ("{% set _ = own.list.insert(0, 3) %}{{ own.list }}", "[3, 1]"),
+            ("{{ messages | map(attribute='role') | tojson }}", '["user"]'),
+            ("{{ {'b': 1}.items() | tojson }} {{ {'b': 1}.keys() | tojson }}", '[["b", 1]] ["b"]'),
+            (
+                "{{ {'b': 1, 'a': 'é'} | tojson(ensure_ascii=True, sort_keys=True, separators=(',', ':')) }}",
+                '{"a":"\\u00e9","b":1}',
+            ),
+            ("{{ 'a' + none_such + 'b' }}{{ none_such + 'c' }}{{ messages[7].content.x['y'] }}", "abc"),
+            ("{{ functions }}", json.dumps([FUNCTION], indent=4)),
+        ],
+    )
+    def test_renders_what_llama_server_renders_and_changes_only_copies(self, source: str, prompt: str) -> None:
+        kwargs = {"own": {"list": [1]}}
+        before = json.dumps([USER, TOOL, kwargs])
+
+        for _ in range(2):
+            assert render(source, USER, tools=[TOOL], kwargs=kwargs) == prompt
+        assert json.dumps([USER, TOOL, kwargs]) == before
+
+    def test_functions_of_the_caller_come_first(self) -> None:
+        assert render("{{ functions }}", USER, tools=[TOOL], kwargs={"functions": "mine"}) == "mine"
+
     def test_further_variables(self) -> None:
         source = "{{ enable_thinking }} {{ date_string }} {{ messages | length }} {{ own }}"
         kwargs = {"enable_thinking": False, "date_string": "today", "messages": [], "own": 3}
@@ -306,7 +342,8 @@ class TestFailing:
         ("source", "said"),
         [
             ("{{ raise_exception('only cats') }}", "the chat template refuses the messages: only cats"),
-            ("{{ messages[7].content.x }}", "the chat template refuses the messages: "),
+            ("{% for m in 1 + none_such %}{% endfor %}", "the chat template refuses the messages: 'none_such' is"),
+            ("{{ [].none_such() }}", "the chat template refuses the messages: 'list object' has no attribute"),
             ("{{ 1 / 0 }}", "the chat template fails on the messages: ZeroDivisionError: "),
             ("{{ messages[0].content + 1 }}", "the chat template fails on the messages: TypeError: "),
             (
@@ -336,8 +373,11 @@ class TestFailing:
             "{{ cycler.__init__.__globals__.os.system('id') }}",
             "{% include '/etc/hostname' %}",
             "{% import 'os' as os %}{{ os }}",
-            "{{ messages.append(1) }}",
-            "{{ messages[0].update({'role': 'x'}) }}",
+            "{{ ''.__class__.none_such }}",
+            "{{ ''.__class__['none_such'] }}",
+            "{{ 'text' + ''.__class__ }}",
+            "{{ ''.__class__ + 'text' }}",
+            "{{ [].__class__.append }}",
             "{{ range(999999999) | list }}",
         ],
     )
@@ -352,3 +392,18 @@ def test_a_prompt_without_end_is_refused() -> None:
     assert template.render([{"role": "user", "content": "x" * 50}])[0].text == "x" * 50 + "!" * 50
     with pytest.raises(InvalidRequestError, match="more than 100 characters"):
         template.render([{"role": "user", "content": "x" * 51}])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set l = [1] %}{% for x in l %}{% set _ = l.append(x) %}{% endfor %}",
+        "{% set l = [1] %}{% for x in range(99) %}{% set _ = l.extend(l) %}{% endfor %}",
+        "{% set l = [[]] %}{% for x in l %}{% set _ = l.insert(0, x) if x else l.extend([x] * 4096) %}{% endfor %}",
+        "{% set d = {} %}{% for a in range(9999) %}{% for b in range(9999) %}{% set _ = d.update({(a, b): 1}) %}"
+        "{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_list_or_dict_without_end_is_refused(source: str) -> None:
+    with pytest.raises(InvalidRequestError, match="has more than 1048576 items"):
+        render(source, USER)
