@@ -46,5 +46,5 @@ def prompt_thread(
     """A prompt worker in this process, by default for the fake model; `grammars` as of `--grammar-file`."""
     info = info or FakeBackend().info
     parsed = ChatTemplate(template, bos_token=info.bos_token, eos_token=info.eos_token)
-    named = {f"grammar {i}": grammar for i, grammar in enumerate(grammars)}
+    named = [(f"grammar {i}", grammar) for i, grammar in enumerate(grammars)]
     return PromptThread(tokenizer, RequestReader(info, parsed, tokenizer, FakeVocab.named_tokens, named))

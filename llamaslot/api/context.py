@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import PurePath
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -65,12 +66,12 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Let the model reason before it answers, if its chat template leaves the choice."""
     reasoning_format: ReasoningFormat = "auto"
     """Place of the reasoning in chat replies."""
-    sampling: dict[str, int | float] = {}
+    sampling: dict[str, Any] = {}
     """Fields of `Sampling` that flags set; they win over those that the model file recommends."""
 
     def default_sampling(self, info: ModelInfo) -> Sampling:
         """Return how a request that says nothing is sampled; a `seed` of -1 stands for a new one each time."""
-        return Sampling(**{"seed": -1, **info.sampling, **self.sampling})  # type: ignore[arg-type]
+        return Sampling(**{"seed": -1, **info.sampling, **self.sampling})
 
     def request_limits(self, max_prompts: int) -> RequestLimits:
         """Return what one request may ask for."""

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from llamaslot.api.completions.native_completion import generation_settings
 from llamaslot.api.completions.reply_bodies import FINGERPRINT
-from llamaslot.api.context import READINESS, SETTINGS
+from llamaslot.api.context import READINESS, SETTINGS, ApiSettings
 from llamaslot.api.json_bodies import json_response
 from llamaslot.base.errors import NotFoundError, NotSupportedError
 
@@ -53,6 +53,7 @@ async def props(request: web.Request) -> web.Response:
                 "n_ctx": info.n_ctx_slot,
                 "params": {
                     **generation_settings(settings.default_sampling(info), settings.n_predict),
+                    **_texts_of_flags(settings),
                     "stream": False,
                 },
             },
@@ -84,6 +85,20 @@ async def metrics(request: web.Request) -> web.Response:
             "Process-Start-Time-Unix": str(_started()),
         },
     )
+
+
+def _texts_of_flags(settings: ApiSettings) -> dict[str, Any]:
+    """Return the defaults that `/slots` hides in requests, if flags set them, in the form that requests take.
+
+    No request can ask for no sequence breakers, as with llama-server.
+    """
+    names = settings.sampling.keys() & {"logit_bias", "dry_sequence_breakers"}
+    shown = {name: settings.sampling[name] for name in names if settings.sampling[name]}
+    if "logit_bias" in shown:
+        shown["logit_bias"] = [
+            [token, False if bias == float("-inf") else bias] for token, bias in shown["logit_bias"].items()
+        ]
+    return shown
 
 
 def _model(request: web.Request) -> dict[str, Any]:

@@ -67,6 +67,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         from llamaslot.api import http_server as http  # noqa: PLC0415
         from llamaslot.api.context import READINESS  # noqa: PLC0415
         from llamaslot.app import http_config  # noqa: PLC0415
+        from llamaslot.app.sampling_config import check_vocabulary  # noqa: PLC0415
         from llamaslot.app.start_lines import announce  # noqa: PLC0415
         from llamaslot.app.tls import tls_context  # noqa: PLC0415
         from llamaslot.service.dispatcher import Dispatcher  # noqa: PLC0415
@@ -81,6 +82,7 @@ async def serve(config: Config, *, backend: Backend | None = None) -> int:
         if loaded is None:
             _log.info("server.stopped")
             return 0
+        check_vocabulary(config, loaded.info)
         metrics = Metrics()
         service = Service(
             loaded.info,

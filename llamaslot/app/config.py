@@ -21,6 +21,8 @@ Count = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Positive = Annotated[int, Meta(ge=1, le=INT32_MAX)]
 CountOrMinusOne = Annotated[int, Meta(ge=-1, le=INT32_MAX)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+Factor = Annotated[float, Meta(ge=0, le=100)]
+Penalty = Annotated[float, Meta(ge=-100, le=100)]
 
 _SWITCH = dict.fromkeys(("on", "enabled", "true", "1"), True) | dict.fromkeys(
     ("off", "disabled", "false", "0"), False
@@ -51,7 +53,8 @@ def _llama(
 _own = partial(_llama, env="LLAMASLOT_{}")
 """An option that llama-server does not have."""
 
-_OWN_ELSE = "default for requests; if unset, the model file's, else"
+_ELSE = "default for requests; if unset,"
+_OWN_ELSE = f"{_ELSE} the model file's, else"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,15 +139,51 @@ class Config:
     seed: Annotated[int, Meta(ge=-1, le=2**32 - 1)] = _llama(
         -1, "default seed; -1 for another each time", "-s --seed"
     )
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = _llama(
-        None, f"{_OWN_ELSE} 0.8; 0 for greedy", "--temp --temperature"
-    )
+    temperature: Factor | None = _llama(None, f"{_OWN_ELSE} 0.8; 0 for greedy", "--temp --temperature")
     top_k: CountOrMinusOne | None = _llama(None, f"{_OWN_ELSE} 40; 0 for off")
     top_p: Fraction | None = _llama(None, f"{_OWN_ELSE} 0.95; 1 for off")
     min_p: Fraction | None = _llama(None, f"{_OWN_ELSE} 0.05; 0 for off")
-    grammar_file: str = _llama(
-        "",
-        "file with a grammar (GBNF or Lark) for requests that bring none; given several times, or comma-separated: "
+    top_n_sigma: Annotated[float, Meta(ge=-100, le=100)] | None = _llama(
+        None, f"{_ELSE} -1; off if not positive", "--top-nsigma --top-n-sigma"
+    )
+    xtc_probability: Fraction | None = _llama(None, f"{_OWN_ELSE} 0, which is off")
+    xtc_threshold: Fraction | None = _llama(None, f"{_OWN_ELSE} 0.1; above 0.5 for off")
+    typical_p: Fraction | None = _llama(None, f"{_ELSE} 1, which is off", "--typical --typical-p")
+    repeat_last_n: CountOrMinusOne | None = _llama(
+        None, f"{_OWN_ELSE} 64; tokens that penalties look back on: 0 for none, -1 for the whole context"
+    )
+    repeat_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = _llama(None, f"{_OWN_ELSE} 1, which is off")
+    presence_penalty: Penalty | None = _llama(None, f"{_ELSE} 0")
+    frequency_penalty: Penalty | None = _llama(None, f"{_ELSE} 0")
+    dry_multiplier: Factor | None = _llama(None, f"{_ELSE} 0, which is off")
+    dry_base: Factor | None = _llama(None, f"{_ELSE} 1.75, also if it is below 1")
+    dry_allowed_length: Count | None = _llama(None, f"{_ELSE} 2")
+    dry_penalty_last_n: CountOrMinusOne | None = _llama(
+        None, f"{_ELSE} 64; tokens that DRY looks back on: 0 for none, -1 for the whole context"
+    )
+    dry_sequence_breaker: tuple[str, ...] = _llama(
+        (), "default for requests: a text that ends repetitions, in place of those of DRY; may be repeated; or none"
+    )
+    dynatemp_range: Factor | None = _llama(None, f"{_ELSE} 0; how far the temperature follows the entropy")
+    dynatemp_exponent: Factor | None = _llama(None, f"{_ELSE} 1", "--dynatemp-exp")
+    mirostat: Annotated[int, Meta(ge=0, le=2)] | None = _llama(
+        None, f"{_OWN_ELSE} 0, which is off; 1 or 2 for that version, in place of all samplers but the temperature"
+    )
+    mirostat_tau: Factor | None = _llama(None, f"{_OWN_ELSE} 5", "--mirostat-ent")
+    mirostat_eta: Factor | None = _llama(None, f"{_OWN_ELSE} 0.1", "--mirostat-lr")
+    adaptive_target: Annotated[float, Meta(ge=-1, le=1)] | None = _llama(None, f"{_ELSE} -1, which is off")
+    adaptive_decay: Annotated[float, Meta(ge=0, le=0.99)] | None = _llama(None, f"{_ELSE} 0.9")
+    samplers: str = _llama("", "default for requests: samplers in their order, separated by semicolons")
+    sampler_seq: str = _llama("", "the same as letters, such as kpmt", "--sampler-seq --sampling-seq")
+    ignore_eos: bool = _llama(False, "default for requests: generate on after the end of the text")
+    logit_bias: tuple[str, ...] = _llama(
+        (),
+        "default for requests: a token id and its bias, such as 15043+1 or 2-inf; may be repeated",
+        "-l --logit-bias",
+    )
+    grammar_file: tuple[str, ...] = _llama(
+        (),
+        "file with a grammar (GBNF or Lark) for requests that bring none; given several times: "
         "the k-th request takes the k-th file, and later ones none",
         env="LLAMASLOT_GRAMMAR_FILE",
     )
@@ -281,9 +320,14 @@ class Option:
         return self.types[0] is bool
 
     @property
+    def is_list(self) -> bool:
+        """True for an option that may be repeated."""
+        return get_origin(self.kind) is tuple
+
+    @property
     def types(self) -> tuple[Any, ...]:
         """The types of its values; several if both words and numbers are allowed."""
-        is_one = get_origin(self.kind) in (None, Literal, Annotated)
+        is_one = get_origin(self.kind) in (None, Literal, Annotated, tuple)
         kinds = (self.kind,) if is_one else get_args(self.kind)
         return tuple(get_args(each)[0] if get_origin(each) is Annotated else each for each in kinds)
 

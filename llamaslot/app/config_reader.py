@@ -50,6 +50,8 @@ def listed(text: str) -> list[str]:
 def _convert(option: Option, source: str, value: Any) -> Any:
     if isinstance(value, str) and value.lower() in option.words:
         return option.words[value.lower()]
+    if option.is_list and isinstance(value, str):
+        value = [value]
     try:
         return msgspec.convert(value, option.kind, strict=False)
     except msgspec.ValidationError as error:

@@ -32,13 +32,6 @@ NOT_SUPPORTED = {
     "not supported yet; download with `llamaslot pull OWNER/REPO:FILE.gguf` and give that name as --model": (
         "-hf -hfr --hf-repo -hff --hf-file -hft --hf-token -mu --model-url -dr --docker-repo"
     ),
-    "not supported yet; send it with each request instead": (
-        "--typical --typical-p --repeat-last-n --repeat-penalty --presence-penalty --frequency-penalty "
-        "--ignore-eos -l --logit-bias --samplers --sampler-seq --sampling-seq --top-nsigma --top-n-sigma "
-        "--xtc-probability --xtc-threshold --dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n "
-        "--dry-sequence-breaker --adaptive-target --adaptive-decay --dynatemp-range --dynatemp-exp --mirostat "
-        "--mirostat-lr --mirostat-ent"
-    ),
     "not supported yet; redirect standard error instead": "--log-file --log-jsonl",
     "requests are always batched continuously; remove the flag": "-nocb --no-cont-batching",
     "there is no web page here": (
@@ -72,8 +65,6 @@ NOT_SUPPORTED = {
     ),
 }
 """Flags of llama-server that are refused, by the reason."""
-
-_REPEATABLE = ("grammar_file",)
 
 
 class Parser(argparse.ArgumentParser):
@@ -118,8 +109,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             negative.append(f"--no-{option.flag[2:]}")
             parser.add_argument(*option.flags, *negative, dest=option.name, action=_Switch, help=text)
         else:
-            action = _Joined if option.name in _REPEATABLE else "store"
-            parser.add_argument(*option.flags, dest=option.name, metavar=_metavar(option), help=text, action=action)
+            action = "append" if option.is_list else "store"
+            parser.add_argument(*option.flags, dest=option.name, action=action, metavar=_metavar(option), help=text)
     for n_values, flags in WITHOUT_EFFECT.items():
         parser.add_argument(*flags.split(), dest="ignored", nargs=n_values, action=_Ignored, help=argparse.SUPPRESS)
     for reason, flags in NOT_SUPPORTED.items():
@@ -134,14 +125,6 @@ class _Switch(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, not (option_string or "").startswith(("--no-", "-no-")))
-
-
-class _Joined(argparse.Action):
-    """A flag that may be given several times; its values are joined by commas."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        earlier = getattr(namespace, self.dest, None)
-        setattr(namespace, self.dest, f"{earlier},{values}" if earlier else values)
 
 
 class _Ignored(argparse.Action):
@@ -167,4 +150,4 @@ def _metavar(option: Option) -> str:
 def _shown(default: Any) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
-    return str(default) if default not in ("", None) else "none"
+    return str(default) if default not in ("", None, ()) else "none"

@@ -6,10 +6,8 @@ from llamaslot.api.context import ApiSettings
 from llamaslot.api.middleware import host_name, is_loopback
 from llamaslot.app.config import Config
 from llamaslot.app.config_reader import listed
+from llamaslot.app.sampling_config import sampling_defaults
 from llamaslot.base.errors import ConfigError
-
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
-"""Options that are fields of `Sampling` too."""
 
 
 def api_settings(config: Config) -> ApiSettings:
@@ -52,7 +50,7 @@ def api_settings(config: Config) -> ApiSettings:
         reasoning=config.reasoning != "off",
         reasoning_format=config.reasoning_format,
         cache_prompt=config.cache_prompt,
-        sampling={name: value for name in _SAMPLING if (value := getattr(config, name)) is not None},
+        sampling=sampling_defaults(config),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -52,7 +52,7 @@ class BodyTokenizer(Protocol):
 class RequestReader:
     """Reads bodies for a model with this chat template, on any thread.
 
-    `grammars` are those of `--grammar-file`, by the names of their files; a wrong one raises `InvalidRequestError`.
+    `grammars` are the files of `--grammar-file` and their texts; a wrong one raises `InvalidRequestError`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RequestReader:
         template: ChatTemplate,
         tokenizer: BodyTokenizer,
         named_tokens: Mapping[str, int] = MappingProxyType({}),
-        grammars: Mapping[str, str] = MappingProxyType({}),
+        grammars: Iterable[tuple[str, str]] = (),
     ) -> None:
         self._info = info
         self.template = template
@@ -69,7 +69,7 @@ class RequestReader:
         checker = GrammarChecker(info.control_tokens, info.n_vocab)
         self._constraints = ConstraintReader(checker, self._token_of)
         self._chats = ChatReader(template, self._constraints, named_tokens)
-        self._defaults = DefaultGrammars([self._constraints.grammar(*each) for each in grammars.items()])
+        self._defaults = DefaultGrammars([self._constraints.grammar(*each) for each in grammars])
         self._answers: dict[str, Callable[[bytes], Any]] = {
             "apply_template": self._apply_template,
             "tokenize": self._tokens,

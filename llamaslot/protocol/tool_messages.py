@@ -1,4 +1,4 @@
-"""Tools, calls and results as text, for chat templates that leave them out."""
+"""Tools and calls as text, for chat templates that leave them out."""
 
 from __future__ import annotations
 
@@ -29,16 +29,12 @@ def with_text_of_tools(
     """
     adds_tools = bool(tools) and not template.takes_tools
     has_calls = any(isinstance(each, Mapping) and each.get("tool_calls") for each in messages)
-    has_results = any(isinstance(each, Mapping) and each.get("role") == "tool" for each in messages)
     adds_calls = has_calls and not template.takes_calls
-    adds_results = has_results and not template.takes_results
-    if not (adds_tools or adds_calls or adds_results):
+    if not (adds_tools or adds_calls):
         return messages
     conversation = [clean_message(message, index) for index, message in enumerate(messages)]
     if adds_calls:
         conversation = [_with_calls(message, format_) for message in conversation]
-    if adds_results:
-        conversation = _with_results(conversation)
     return _with_tools(conversation, format_, tools) if adds_tools else conversation
 
 
@@ -54,26 +50,6 @@ def _with_calls(message: Message, format_: Format) -> Message:
     )
     text = joined(message["content"], "\n")
     return {**message, "content": f"{text}\n{rendered}" if text else rendered}
-
-
-def _with_results(conversation: Conversation) -> Conversation:
-    """Return results as messages of the user, one for those that follow each other."""
-    result: Conversation = []
-    follows = False
-    for message in conversation:
-        is_result = message["role"] == "tool"
-        if not is_result:
-            result.append(message)
-        else:
-            named = {key: message[key] for key in ("name", "tool_call_id") if key in message}
-            content = joined(message["content"], "\n")
-            text = json.dumps({"tool_response": {**named, "content": content}}, ensure_ascii=False)
-            if follows:
-                result[-1]["content"] += "\n" + text
-            else:
-                result.append({"role": "user", "content": text})
-        follows = is_result
-    return result
 
 
 def _with_tools(conversation: Conversation, format_: Format, tools: Sequence[Mapping[str, Any]]) -> Conversation:

@@ -218,18 +218,15 @@ class ChatTemplate:
         self._probe_tools(conversation, tool)
 
     def _probe_tools(self, conversation: Conversation, tool: Message) -> None:
-        """Find out whether the template writes tools, calls and results."""
-        question, asked, _, _, _ = conversation
+        """Find out whether the template writes tools, calls, and results of them."""
+        question, asked, result, _, _ = conversation
         named = {**tool, "function": {**tool["function"], "name": "a_tool_to_be_found"}}
         self.takes_tools = "a_tool_to_be_found" in self._attempt([self._shaped(question)], tools=[named])
         function = {"name": "a_call_to_be_found", "arguments": {} if self._takes_arguments else "{}"}
         call = {"type": "function", "id": "call00001", "function": function}
-        result = {"role": "tool", "content": "a result to be found", "tool_call_id": "call00001", "name": "f"}
         calling: Conversation = [question, {**asked, "tool_calls": [call]}, result]
-        prompt = self._attempt([self._shaped(message) for message in calling], tools=[tool])
-        self.takes_calls = "a_call_to_be_found" in prompt
-        self.takes_results = "a result to be found" in prompt
-
+        self.takes_calls = "a_call_to_be_found" in self._attempt(list(map(self._shaped, calling)), tools=[tool])
+        text = "a result to be found"
         conversation = [*conversation[:2], {**conversation[2], "content": text}]
         as_result = self._attempt([self._shaped(m) for m in conversation], tools=[tool])
         conversation[2]["role"] = "user"

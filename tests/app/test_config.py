@@ -82,6 +82,8 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path:
         (["--seed", "42"], "seed", 42),
         ([], "temperature", None),
         (["--temp", "0.8"], "temperature", 0.8),
+        (["-l", "5+1", "--logit-bias", "6-1"], "logit_bias", ("5+1", "6-1")),
+        ([], "logit_bias", ()),
         (["--no-mmap"], "mmap", False),
         (["--mlock"], "mlock", True),
         (["--swa-full"], "swa_full", True),
@@ -127,6 +129,8 @@ def test_flags(argv: list[str], name: str, value: object) -> None:
         (["a.gguf", "b.gguf"], {}, ["b.gguf"]),
         (["a.gguf", "-m", "b.gguf"], {}, ["a.gguf", "b.gguf"]),
         (["--temp", "nan"], {}, ["--temp"]),
+        (["--repeat-penalty", "0"], {}, ["--repeat-penalty", "0.01"]),
+        (["--mirostat", "3"], {}, ["--mirostat", "2"]),
         ([], {"LLAMA_ARG_CTX_SIZE": "many"}, ["LLAMA_ARG_CTX_SIZE", "many"]),
         ([], {"LLAMASLOT_CONFIG": "/nowhere.toml"}, ["/nowhere.toml"]),
     ],
@@ -137,6 +141,16 @@ def test_wrong_values_are_named(argv: list[str], environ: dict[str, str], words:
     assert "\n" not in caught.value.message
     for word in words:
         assert word in caught.value.message
+
+
+def test_sampling_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(
+        'logit-bias = ["5+1", "6-1"]\ndry_sequence_breaker = "x"\nrepeat-penalty = 1.5\nignore-eos = true'
+    )
+    config = read(["--config", str(file), "--repeat-penalty", "1.25"])
+    assert (config.logit_bias, config.dry_sequence_breaker) == (("5+1", "6-1"), ("x",))
+    assert (config.repeat_penalty, config.ignore_eos) == (1.25, True)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +187,11 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, words: list[str]) -> N
         ({"LLAMASLOT_CACHE_DEBUG_TEXT": "off"}, "cache_debug_text", False),
         ({"LLAMASLOT_DEBUG_INVARIANTS": "true"}, "debug_invariants", True),
         ({"LLAMASLOT_KV_MEM_FRACTION": "0.25"}, "kv_mem_fraction", 0.25),
+        ({"LLAMA_ARG_TEMPERATURE": "0.5"}, "temperature", 0.5),
+        ({"LLAMA_ARG_REPEAT_PENALTY": "1.5"}, "repeat_penalty", 1.5),
+        ({"LLAMA_ARG_PRESENCE_PENALTY": "0.5"}, "presence_penalty", 0.5),
+        ({"LLAMA_ARG_FREQUENCY_PENALTY": "0.5"}, "frequency_penalty", 0.5),
+        ({"LLAMA_ARG_LOGIT_BIAS": "5+1"}, "logit_bias", ("5+1",)),
     ],
 )
 def test_the_environment(environ: dict[str, str], name: str, value: object) -> None:
@@ -185,7 +204,7 @@ def test_the_environment(environ: dict[str, str], name: str, value: object) -> N
         ("-ts 1,1", ["-ts is a flag of llama-server", "not supported yet"]),
         ("-hf ggml-org/x", ["-hf is a flag of llama-server", "llamaslot pull"]),
         ("--lora=adapter.gguf", ["--lora is a flag of llama-server", "not supported yet"]),
-        ("--repeat-penalty 1.1", ["--repeat-penalty is a flag of llama-server", "with each request"]),
+        ("--log-file x", ["--log-file is a flag of llama-server", "redirect standard error"]),
         ("-nocb", ["-nocb is a flag of llama-server", "remove the flag"]),
         ("-tz 4", ["there is no flag -tz"]),
         ("-t4", ["there is no flag -t4", "did you mean -t"]),

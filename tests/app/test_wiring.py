@@ -25,6 +25,7 @@ from llamaslot.app.config_reader import read_config
 from llamaslot.app.flags import Parser, add_flags
 from llamaslot.app.http_config import api_settings, max_queue_per_client
 from llamaslot.app.runtime.engine_config import engine_settings, llama_settings
+from llamaslot.app.sampling_config import check_vocabulary
 from llamaslot.app.template_config import read_template
 from llamaslot.backend.llama import LlamaSettings
 from llamaslot.base.backend import Decoded, Run, Sampler
@@ -111,6 +112,31 @@ SAMPLING: dict[str, tuple[str, object]] = {
     "--top-p 0.5": ("top_p", 0.5),
     "--min-p 0.125": ("min_p", 0.125),
     "-s 99": ("seed", 99),
+    "--top-nsigma 1.5": ("top_n_sigma", 1.5),
+    "--xtc-probability 0.25": ("xtc_probability", 0.25),
+    "--xtc-threshold 0.25": ("xtc_threshold", 0.25),
+    "--typical 0.5": ("typical_p", 0.5),
+    "--repeat-last-n -1": ("repeat_last_n", -1),
+    "--repeat-penalty 1.25": ("repeat_penalty", 1.25),
+    "--presence-penalty -0.5": ("presence_penalty", -0.5),
+    "--frequency-penalty 0.5": ("frequency_penalty", 0.5),
+    "--dry-multiplier 0.75": ("dry_multiplier", 0.75),
+    "--dry-base 2": ("dry_base", 2.0),
+    "--dry-allowed-length 3": ("dry_allowed_length", 3),
+    "--dry-penalty-last-n 17": ("dry_penalty_last_n", 17),
+    "--dry-sequence-breaker x --dry-sequence-breaker \\n": ("dry_sequence_breakers", ("x", "\n")),
+    "--dry-sequence-breaker x --dry-sequence-breaker none": ("dry_sequence_breakers", ()),
+    "--dynatemp-range 0.5": ("dynatemp_range", 0.5),
+    "--dynatemp-exp 2": ("dynatemp_exponent", 2.0),
+    "--mirostat 2": ("mirostat", 2),
+    "--mirostat-ent 4": ("mirostat_tau", 4.0),
+    "--mirostat-lr 0.25": ("mirostat_eta", 0.25),
+    "--adaptive-target 0.5": ("adaptive_target", 0.5),
+    "--adaptive-decay 0.5": ("adaptive_decay", 0.5),
+    "--samplers top_k;temp;adaptive-p": ("samplers", ("top_k", "temperature", "adaptive_p")),
+    "--sampler-seq kpt": ("samplers", ("top_k", "top_p", "temperature")),
+    "--ignore-eos": ("ignore_eos", True),
+    "--logit-bias 5+1.5 -l 6-inf -l 7-2": ("logit_bias", {5: 1.5, 6: float("-inf"), 7: -2.0}),
 }
 
 
@@ -183,6 +209,74 @@ def test_a_flag_beats_the_model_file_beats_llama_servers_default() -> None:
     assert (default.temperature, default.top_k, default.min_p, default.seed) == (0.25, 7, 0.05, -1)
     given = api_settings(configured("--temp 0.8 --seed 5")).default_sampling(info)
     assert (given.temperature, given.top_k, given.seed) == (0.8, 7, 5), "0.8 is llama-server's default too"
+
+
+def test_a_dry_base_below_1_is_the_default() -> None:
+    assert "dry_base" not in api_settings(configured("--dry-base 0.5")).sampling
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--samplers top_k;bottom_k", "--samplers: there is no sampler 'bottom_k' here"),
+        ("--samplers top_k;infill", "--samplers: there is no sampler 'infill' here"),
+        ("--sampler-seq kz", "--sampler-seq: there is no sampler 'z' here"),
+        ("--samplers top_k --sampler-seq k", "exclude each other"),
+        ("--logit-bias 5", "--logit-bias: '5' is not a token id and its bias"),
+        ("--logit-bias 5+inf", "--logit-bias: '5.inf' is not a token id and its bias"),
+        ("--logit-bias 5+2000000", "--logit-bias: '5.2000000' is not"),
+        ("--dry-sequence-breaker x " * 17, "--dry-sequence-breaker: at most 16"),
+    ],
+)
+def test_wrong_sampling_flags_are_named(argv: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        api_settings(configured(argv))
+
+
+def test_a_biased_token_that_the_model_does_not_have_is_named() -> None:
+    info = FakeBackend().info
+    check_vocabulary(configured(f"--logit-bias {info.n_vocab - 1}+1"), info)
+    with pytest.raises(ConfigError, match=f"--logit-bias names token {info.n_vocab}"):
+        check_vocabulary(configured(f"--logit-bias {info.n_vocab}+1"), info)
+
+
+async def test_requests_override_the_sampling_of_flags_which_props_show(tmp_path: Path) -> None:
+    options = {
+        "repeat_penalty": 1.25,
+        "samplers": "temperature;dry",
+        "ignore_eos": True,
+        "logit_bias": ("5+1.5", "6-inf"),
+        "dry_sequence_breaker": ("x",),
+    }
+    shown = {
+        "repeat_penalty": 1.25,
+        "samplers": ["temperature", "dry"],
+        "ignore_eos": True,
+        "dry_sequence_breakers": ["x"],
+    }
+    other = {
+        "repeat_penalty": 1.0,
+        "samplers": ["top_k"],
+        "ignore_eos": False,
+        "logit_bias": [[7, 2.0]],
+        "dry_sequence_breakers": ["y"],
+    }
+    async with serving(tmp_path, FakeBackend(), **options) as server:
+
+        async def used(fields: dict[str, Any]) -> dict[str, Any]:
+            body = {"prompt": "abc", "n_predict": 1, "logit_bias": None, **fields}
+            async with server.session.post(f"{server.url}/completion", json=body) as reply:
+                assert reply.status == 200, await reply.text()
+                settings = (await reply.json())["generation_settings"]
+                return {name: settings[name] for name in other}
+
+        async with server.session.get(f"{server.url}/props") as reply:
+            params = (await reply.json())["default_generation_settings"]["params"]
+        biases = [{"token": 5, "bias": 1.5}, {"token": 6, "bias": None}]
+        assert {name: params[name] for name in other} == {**shown, "logit_bias": [[5, 1.5], [6, False]]}
+        assert await used({}) == {**shown, "logit_bias": biases}
+        assert await used(params) == {**shown, "logit_bias": biases}
+        assert await used(other) == {**other, "logit_bias": [{"token": 7, "bias": 2.0}]}
 
 
 @pytest.mark.parametrize(

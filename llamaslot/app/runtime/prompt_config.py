@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import structlog
 
 from llamaslot.app.config import Config
-from llamaslot.app.config_reader import listed
 from llamaslot.app.template_config import read_text
 from llamaslot.base.backend import Vocab
 from llamaslot.base.errors import ConfigError, InvalidRequestError
@@ -47,9 +47,9 @@ def prompt_worker(config: Config, vocab: Vocab, model: SetModel) -> PromptThread
     return PromptThread(tokenizer, reader)
 
 
-def _grammars(files: str) -> dict[str, str]:
-    """Return the grammars in comma-separated files, by file. Raises `ConfigError`."""
-    return {file: read_text(file, "--grammar-file") for file in listed(files)}
+def _grammars(files: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the names and texts of files with grammars. Raises `ConfigError`."""
+    return [(file, read_text(file, "--grammar-file")) for file in files]
 
 
 def chat_template(
