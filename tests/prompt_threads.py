@@ -22,9 +22,9 @@ PLAIN_TEMPLATE = "{{ messages }}"
 CONTEXT = RequestContext("r", ApiSettings().request_limits(10), Sampling())
 
 
-def tokenize(request_id: str, text: str = "hello", session_id: str = "", client: str = "") -> TokenizePrompt:
+def tokenize(request_id: str, text: str = "hello", **fields: str) -> TokenizePrompt:
     """Tokenize the prompt of a request."""
-    return TokenizePrompt(Submit(request_id, (TextPart(text),), session_id=session_id, client=client))
+    return TokenizePrompt(Submit(request_id, (TextPart(text),), **fields))  # type: ignore[arg-type]
 
 
 def parse(kind: BodyKind, body: dict[str, Any]) -> ParseBody:

@@ -33,6 +33,10 @@ KEYS = web.AppKey("KEYS", ApiKeys)
 ACCESS = web.AppKey("ACCESS", dict[Any, Access])
 """Required access by handler; a handler that is missing requires an administrator's key."""
 
+_SESSION_OF_AGENT_HEADER, _AGENT_HEADER = "X-Claude-Code-Session-Id", "X-Claude-Code-Agent-Id"
+SESSION_HEADERS = ("X-Session-ID", _SESSION_OF_AGENT_HEADER, "Session-Id", "session_id", "X-Opencode-Session")
+"""Headers that name a session: ours, and those of Claude Code, Codex and opencode. The first one counts."""
+
 _log = structlog.get_logger(__name__)
 _MAX_SHOWN = 100
 """Characters of a header in an error message."""
@@ -51,20 +55,28 @@ class Caller(NamedTuple):
     """The client's `X-Request-Id`; empty without a valid one."""
     api_key: str
     session_id: str
-    """The client's `X-Session-ID`; empty without one."""
+    """The first of `SESSION_HEADERS` that the request has; empty without one."""
     sender: Sender
 
 
 def caller_of(request: web.Request) -> Caller:
-    """Return who sent a request; raises `InvalidRequestError` for an `X-Session-ID` that is too long."""
-    session_id = valid_unicode(request.headers.get("X-Session-ID", ""))
-    if len(session_id) > MAX_SESSION_ID_CHARS:
-        raise InvalidRequestError(
-            f"X-Session-ID is limited to {MAX_SESSION_ID_CHARS} characters", param="X-Session-ID"
-        )
+    """Return who sent a request; raises `InvalidRequestError` for the id of a session that is too long."""
+    session_id = _session_in(request)
     api_key = given_key(request)
     sender = Sender.of(api_key if request.app[KEYS] else None, request.remote or "")
     return Caller(request[CLIENT_REQUEST_ID], api_key, session_id, sender)
+
+
+def _session_in(request: web.Request) -> str:
+    """Return the session in the headers; a sub-agent of Claude Code has a session of its own."""
+    name = next((name for name in SESSION_HEADERS if request.headers.get(name)), "")
+    session_id = valid_unicode(request.headers.get(name, ""))
+    agent = request.headers.get(_AGENT_HEADER) if name == _SESSION_OF_AGENT_HEADER else None
+    if agent:
+        session_id = f"{session_id}/{valid_unicode(agent)}"
+    if len(session_id) > MAX_SESSION_ID_CHARS:
+        raise InvalidRequestError(f"{name} is limited to {MAX_SESSION_ID_CHARS} characters", param=name)
+    return session_id
 
 
 def valid_unicode(text: str) -> str:

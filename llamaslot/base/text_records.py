@@ -20,7 +20,7 @@ class TextRecord(msgspec.Struct, frozen=True):
     """Identifies it among the records of its kind."""
     content: bytes
     parent: bytes = b""
-    """Digest of the anchor that an anchor continues; empty for none."""
+    """Digest of the anchor that an anchor continues, or of the session that a branch belongs to; empty for none."""
 
     @property
     def n_bytes(self) -> int:
@@ -41,7 +41,7 @@ class TextStore(Protocol):
         """Write a record, in place of an earlier one of that kind and digest."""
 
     def drop_session(self, digest: bytes) -> None:
-        """Delete a session."""
+        """Delete a session and its branches."""
 
     def clear_texts(self) -> None:
         """Delete all records."""

@@ -315,10 +315,12 @@ class PromptSupervisor(PromptWorker):
                 for record in records:
                     self._records[record.kind].put(record.digest, record)
             case DropSession(), DroppedSession():
-                self._records["session"].drop(result.digest)
+                sessions = self._records["session"]
+                for each in [each for each in sessions.values() if result.digest in (each.digest, each.parent)]:
+                    sessions.drop(each.digest)
             case ClearTexts(), _:
-                for each in self._records.values():
-                    each.clear()
+                for kept in self._records.values():
+                    kept.clear()
 
     def _ended(self, end: Exit) -> float | None:
         """Find the job that ended the process; return the seconds until the next start."""

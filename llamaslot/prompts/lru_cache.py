@@ -41,6 +41,10 @@ class LruCache(Generic[V]):
         """Return all values, the least recently used first."""
         return self._values.values()
 
+    def items(self) -> Iterable[tuple[bytes, V]]:
+        """Return all digests with their values, the least recently used first."""
+        return self._values.items()
+
     def get(self, digest: bytes) -> V | None:
         """Return a value and make it the most recently used one."""
         value = self._values.get(digest)

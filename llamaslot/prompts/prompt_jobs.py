@@ -205,5 +205,8 @@ class PromptJobs:
     def _drop_session(self, job: DropSession) -> DroppedSession:
         namespace = salt_namespace(job.cache_salt)
         digest = session_digest(namespace, job.session_id)
-        session = self.tokenizer.sessions.drop(digest)
-        return DroppedSession(namespace, digest, tuple(session.paths) if session is not None else ())
+        sessions = self.tokenizer.sessions
+        branches = [(each, branch) for each, branch in sessions.items() if digest in (each, branch.parent)]
+        for each, _ in branches:
+            sessions.drop(each)
+        return DroppedSession(namespace, digest, tuple(path for _, branch in branches for path in branch.paths))

@@ -2,6 +2,10 @@
 
 The next prompt of the conversation is compared with it first, by text (`prompts/session_matching.py`). A session
 only gives token ids; whether their KV is cached is for the prefix cache to say.
+
+Agents send the requests of sub-agents and of titles under the name of the main conversation. Conversations that
+begin with other tools, another system prompt or another question are branches: each is a `Session` of its own,
+whose `parent` is the digest of the name.
 """
 
 from __future__ import annotations
@@ -50,6 +54,8 @@ class Session:
     """Earlier token sequences of the session that branch off this one, the oldest first: how many tokens each
     shares with it, and its other tokens, packed. Dropping the session drops their KV too.
     """
+    parent: bytes = b""
+    """Digest of the session that it is a branch of; empty if it is none."""
     detokenized: DetokenizedText | None = field(default=None, compare=False)
     """Text of `text_tokens`, once it was needed."""
 
@@ -57,12 +63,13 @@ class Session:
     def of(cls, record: TextRecord) -> Session:
         """Return the session of a record; raises `msgspec.MsgspecError`."""
         tokens, n_added, n_prompt, n_text, is_text, branches = _decode(record.content)
-        return cls(unpacked(tokens), n_added, n_prompt, n_text, is_text, branches)
+        return cls(unpacked(tokens), n_added, n_prompt, n_text, is_text, branches, record.parent)
 
     def record(self, digest: bytes) -> TextRecord:
         """Return it as a record."""
         counts = self.n_added, self.n_prompt, self.n_text
-        return TextRecord("session", digest, _encode((packed(self.tokens), *counts, self.is_text, self.branches)))
+        content = _encode((packed(self.tokens), *counts, self.is_text, self.branches))
+        return TextRecord("session", digest, content, self.parent)
 
     def continuing(self, earlier: Session) -> Session:
         """Return the same with the branches of the session that it replaces, and that one if it is a branch."""
@@ -101,8 +108,10 @@ class Session:
         return _TOKEN_BYTES * len(self.tokens) + sum(len(rest) for _, rest in self.branches) + OVERHEAD
 
 
-def session_digest(namespace: str, session_id: str) -> bytes:
-    """Return the 16 bytes by which a session is known, here and on disk; they do not disclose its id."""
-    digest = hashlib.blake2b(namespace.encode(), digest_size=16)
+def session_digest(namespace: str, session_id: str, branch: str = "") -> bytes:
+    """Return the 16 bytes by which a session or branch is known, here and on disk; they do not disclose its id."""
+    digest = hashlib.blake2b(namespace.encode(), digest_size=16, person=b"branch" if branch else b"")
     digest.update(b"\0" + session_id.encode(errors="surrogatepass"))
+    if branch:
+        digest.update(b"\0" + branch.encode())
     return digest.digest()

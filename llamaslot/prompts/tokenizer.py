@@ -211,7 +211,7 @@ class Tokenizer:
 
     def _from_session(self, submit: Submit, text: PromptText | None) -> ReplyContext:
         """Keep the tokens of the prompt's session as far as their text is the prompt's."""
-        session = self.sessions.get(session_digest(salt_namespace(submit.cache_salt), submit.session_id))
+        session = self.sessions.get(_session_digest(submit))
         if session is None:
             return _with(self._from_anchor(submit, text), session_match="new")
         is_comparable = session.is_text and np.array_equal(self._added_tokens(submit), session.added_tokens)
@@ -272,11 +272,13 @@ class Tokenizer:
     def _put_session(self, context: ReplyContext, generated: Tokens, sent: list[int]) -> TextRecord:
         """Replace the session by the prompt and its reply."""
         submit, text, tokens = context.submit, context.text, context.prompt.tokens
-        digest = session_digest(salt_namespace(submit.cache_salt), submit.session_id)
+        digest = _session_digest(submit)
         n_added, n_prompt = len(self._added_tokens(submit)), len(tokens)
         session = Session(
             np.concatenate([tokens, generated]), n_added, n_prompt, n_prompt + len(sent), is_text=False
         )
+        if submit.session_branch:
+            session.parent = session_digest(salt_namespace(submit.cache_salt), submit.session_id)
         if text is not None:
             prompt = detokenize_with_markers(self._vocab, tokens[n_added:].tolist())
             session.is_text = prompt.text == text.data
@@ -327,6 +329,10 @@ class Tokenizer:
         wrong = next((token for token in ids if not 0 <= token < n_tokens), None)
         if wrong is not None:
             raise InvalidRequestError(f"{param} names token {wrong}; the vocabulary has {n_tokens}", param=param)
+
+
+def _session_digest(submit: Submit) -> bytes:
+    return session_digest(salt_namespace(submit.cache_salt), submit.session_id, submit.session_branch)
 
 
 def _with(context: ReplyContext, **changes: object) -> ReplyContext:

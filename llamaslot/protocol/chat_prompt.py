@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
+
+import msgspec
 
 from llamaslot.base.commands import Constraint, RequestContext, TextPart
 from llamaslot.base.errors import InvalidRequestError
@@ -101,6 +105,17 @@ def _template_kwargs(body: ChatBody, context: RequestContext | None) -> dict[str
     elif body.reasoning_effort:
         kwargs["reasoning_effort"] = body.reasoning_effort
     return kwargs | (body.chat_template_kwargs or {})
+
+
+def conversation_branch(template: ChatTemplate, body: ChatBody) -> str:
+    """Return a digest of what a conversation begins with: its tools, and its messages up to the user's first one.
+
+    Later turns begin with the same, and other conversations of the session with something else.
+    """
+    opening = list(takewhile(lambda message: message["role"] != "assistant", body.messages))
+    first = next((i for i, message in enumerate(opening) if message["role"] == "user"), len(opening))
+    start = template.without_volatile(opening[: first + 1])
+    return hashlib.blake2b(msgspec.json.encode((body.tools, start), order="sorted"), digest_size=16).hexdigest()
 
 
 def _wants_reply(body: ChatBody) -> bool:

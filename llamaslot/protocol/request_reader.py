@@ -24,7 +24,7 @@ from llamaslot.base.errors import ContextSizeError
 from llamaslot.base.model import ModelInfo
 from llamaslot.protocol import unsupported
 from llamaslot.protocol.bodies import ChatBody, CompletionBody, DetokenizeBody, Options, TokenizeBody
-from llamaslot.protocol.chat_prompt import ChatReader
+from llamaslot.protocol.chat_prompt import ChatReader, conversation_branch
 from llamaslot.protocol.decoding import decode
 from llamaslot.protocol.default_grammars import DefaultGrammars
 from llamaslot.protocol.structured_output import ConstraintReader
@@ -97,7 +97,9 @@ class RequestReader:
         default = self._defaults.next()
         constraint = chat.constraint if chat.is_own or default is None else default
         (submit,) = submissions(body, [chat.parts], context, self._info, self._tokens_of, constraint=constraint)
-        submit = msgspec.structs.replace(submit, written_out=self._chats.written_out)
+        submit = msgspec.structs.replace(
+            submit, written_out=self._chats.written_out, session_branch=conversation_branch(self.template, body)
+        )
         return ParsedBody((submit,), msgspec.structs.replace(_reply_options(body), message=chat.form))
 
     def _check_size(self, prompt: Prompt) -> None:

@@ -111,6 +111,11 @@ class ChatTemplate:
             raise InvalidRequestError("the messages or tools are nested too deep", param="messages") from error
         return (TextPart(prompt),)
 
+    def without_volatile(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """Return checked messages as `render` takes them, without what changes with every request."""
+        kept = [dict(message) for message in messages]
+        return kept if self._volatile is None else without(self._volatile, kept)
+
     def _parts(self, inputs: _Inputs, prompt: str) -> tuple[TextPart, ...]:
         placeholders = self._control.placeholders(self.source, inputs.messages, inputs.tools, inputs.kwargs)
         others = inputs.tools, inputs.kwargs

@@ -1,4 +1,4 @@
-"""Sessions over HTTP: three ways to name them, their fields in replies, and dropping them."""
+"""Sessions over HTTP: the ways to name them, their fields in replies, branches, and dropping them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,17 @@ async def outcome(server: Any, headers: dict[str, str] | None = None, **fields: 
         ({}, {"prompt_cache_key": "mine"}),
         ({"X-Session-ID": "other"}, {"session_id": "mine"}),
         ({"X-Session-ID": "mine"}, {"prompt_cache_key": "other"}),
+        ({"x-claude-code-session-id": "mine"}, {"prompt_cache_key": "other"}),
+        ({"x-claude-code-session-id": "mine", "x-claude-code-agent-id": ""}, {}),
+        ({"session-id": "mine"}, {"prompt_cache_key": "other"}),
+        ({"session_id": "mine"}, {}),
+        ({"x-opencode-session": "mine"}, {}),
+        ({"x-opencode-session": "other", "X-Session-ID": "mine", "session-id": "other"}, {}),
+        ({"X-Session-ID": "", "session-id": "mine"}, {}),
+        ({"X-Session-ID": "mine", "x-claude-code-agent-id": "a"}, {}),
     ],
 )
-async def test_a_session_can_be_named_in_three_ways(
+async def test_a_session_can_be_named_in_several_ways(
     server: Any, headers: dict[str, str], fields: dict[str, Any]
 ) -> None:
     assert await outcome(server, headers, **fields) == "new"
@@ -59,6 +67,12 @@ async def test_a_request_without_a_name_has_no_session(
     ("headers", "fields", "param"),
     [
         ({"X-Session-ID": "x" * 257}, {}, "X-Session-ID"),
+        ({"X-Opencode-Session": "x" * 257}, {}, "X-Opencode-Session"),
+        (
+            {"x-claude-code-session-id": "x" * 200, "x-claude-code-agent-id": "x" * 56},
+            {},
+            "X-Claude-Code-Session-Id",
+        ),
         ({}, {"session_id": "x" * 257}, "session_id"),
         ({}, {"session_id": 5}, "session_id"),
         ({}, {"prompt_cache_key": ["x"]}, "prompt_cache_key"),
@@ -101,6 +115,72 @@ async def test_a_session_is_deleted_once(server: Any) -> None:
     assert reply == {"id": "mine/of 1", "deleted": True, "dropped_ram_tokens": 0, "dropped_disk_tokens": 0}
     async with server.session.delete(server.url + "/sessions/mine/of%201") as response:
         assert (response.status, (await response.json())["error"]["type"]) == (404, "not_found_error")
+
+
+async def test_a_sub_agent_of_claude_code_has_a_session_of_its_own(server: Any) -> None:
+    main = {"x-claude-code-session-id": "mine"}
+    agent = main | {"x-claude-code-agent-id": "a1"}
+    assert [await outcome(server, headers) for headers in (main, agent, main, agent)] == [
+        "new",
+        "new",
+        "tokens",
+        "tokens",
+    ]
+    assert await outcome(server, session_id="mine/a1") == "tokens"
+
+
+MAIN = [
+    {"role": "system", "content": "You are a coding agent who answers at length. " * 8},
+    {"role": "user", "content": "What does this function do? " * 8},
+]
+TITLE = [{"role": "system", "content": "Name the conversation in three words."}, MAIN[1]]
+SUB_AGENT = [MAIN[0], {"role": "user", "content": "Find all callers of this function. " * 4}]
+
+
+async def chat(server: Any, messages: list[dict[str, str]], name: str = "mine") -> tuple[str, dict[str, Any]]:
+    """The reply, and where the prompt's tokens came from."""
+    fields = {"messages": messages, "max_tokens": 8, "ignore_eos": True, "temperature": 0, "session_id": name}
+    reply = await server.ok(CHAT, fields)
+    return reply["choices"][0]["message"]["content"], reply["cache"]
+
+
+@pytest.mark.parametrize("others", [[TITLE], [SUB_AGENT], [TITLE, SUB_AGENT, TITLE]])
+async def test_requests_of_others_between_two_turns_cost_the_conversation_nothing(
+    start: Any, others: list[list[dict[str, str]]]
+) -> None:
+    """In the one slot, the pool keeps the conversation's KV in a spare sequence, and the session its tokens."""
+    server = await start(backend=FakeBackend(n_ctx=4096, n_slots=1, n_reserved=6))
+    text, first = await chat(server, MAIN)
+    assert first["session_match"] == "new"
+    for messages in others:
+        _, other = await chat(server, messages)
+        assert other["session_match"] == ("tokens" if other["computed"] == 1 else "new")
+    turn = [*MAIN, {"role": "assistant", "content": text}, {"role": "user", "content": "And then?"}]
+    text, second = await chat(server, turn)
+    assert second["session_match"] == "extend"
+    assert second["cells"] >= first["computed"] + 7, "the prompt and the reply but its last token"
+    assert second["miss"] is None
+    for messages in others:
+        _, again = await chat(server, messages)
+        assert again["computed"] == 1
+    _, third = await chat(server, [*turn, {"role": "assistant", "content": text}, {"role": "user", "content": "?"}])
+    assert third["session_match"] == "extend"
+
+
+async def test_a_session_is_deleted_with_the_kv_of_its_branches(server: Any) -> None:
+    for messages in (MAIN, TITLE, SUB_AGENT):
+        await chat(server, messages)
+    _, cache = await server.get("/cache")
+    assert cache["sessions"]["known"] == 3
+    async with server.session.delete(server.url + "/sessions/mine") as response:
+        assert response.status == 200
+    _, cache = await server.get("/cache")
+    assert cache["sessions"]["known"] == 0
+    for messages in (MAIN, TITLE, SUB_AGENT):
+        _, again = await chat(server, messages)
+        assert again["session_match"] == "new"
+        await server.session.delete(server.url + "/sessions/mine")
+        assert again["cells"] < 16, "the template's head at most"
 
 
 async def test_a_session_belongs_to_its_namespace(start: Any) -> None:

@@ -756,6 +756,12 @@ def session(n: int) -> Session:
     return Session(np.arange(n, n + 3, dtype=np.int32), 1, 2, 3, n % 2 == 0, ((n, b"abcd"),))
 
 
+def branch(n: int, parent: bytes) -> Session:
+    each = session(n)
+    each.parent = parent
+    return each
+
+
 def facts(store: DiskStore) -> list[tuple[object, ...]]:
     found = [(each.digest, Session.of(each)) for each in store.texts.records() if each.kind == "session"]
     return [
@@ -781,6 +787,11 @@ def test_sessions_are_read_again_and_only_for_their_key(folder: Path) -> None:
     ]
     again.texts.drop_session(b"b")
     assert [name for name, *_ in facts(again)] == [b"a"]
+    for name, parent in ((b"d", b"c"), (b"c", b""), (b"e", b"a")):
+        again.texts.write(branch(5, parent).record(name))
+    assert [Session.of(each).parent for each in again.texts.records()] == [b"", b"c", b"", b"a"]
+    again.texts.drop_session(b"c")
+    assert [name for name, *_ in facts(again)] == [b"a", b"e"], "the branches of a session are deleted with it"
     again.texts.clear_texts()
     assert facts(again) == []
     again.close()

@@ -123,9 +123,17 @@ async def test_a_prompt_that_takes_too_long_fails_by_the_flags_name(start: Start
 
 
 async def test_what_was_remembered_survives_its_crash(start: Start) -> None:
-    worker = await start()
-    tokenized = await worker.call(tokenize("a", "Once upon", session_id="mine"))
-    again = tokenize("b", "Once upon a time", session_id="mine")
+    await check_remembered(await start(), branch="")
+
+
+async def test_what_was_remembered_of_a_branch_survives_its_crash(start: Start) -> None:
+    await check_remembered(await start(), branch="title")
+
+
+async def check_remembered(worker: PromptSupervisor, branch: str) -> None:
+    mine = {"session_id": "mine", "session_branch": branch}
+    tokenized = await worker.call(tokenize("a", "Once upon", **mine))
+    again = tokenize("b", "Once upon a time", **mine)
     reply = (await worker.call(tokenize("c", "Once upon a time"))).packed_tokens[len(tokenized.packed_tokens) :]
     await worker.call(Remember("a", reply, len(" a time")))
     await worker.call(tokenize("open", "another", session_id="open"))

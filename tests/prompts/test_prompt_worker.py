@@ -213,6 +213,20 @@ async def test_a_dropped_session_gives_its_tokens_once(worker: PromptThread) -> 
     assert [each.paths for each in found] == [(prompt.packed_tokens + BROKEN,), ()]
 
 
+async def test_a_session_is_dropped_with_its_branches(worker: PromptThread) -> None:
+    texts = {"": "a", "title": "b", "agent": "c"}
+    for branch, text in texts.items():
+        await worker.call(tokenize(text, text, session_id="mine", session_branch=branch))
+        await worker.call(Remember(text, BROKEN, 2))
+    await worker.call(tokenize("d", session_id="other", session_branch="title"))
+    await worker.call(Remember("d", BROKEN, 2))
+    assert worker.stats[1].known == 4
+    dropped = await worker.call(DropSession("mine"))
+    assert isinstance(dropped, DroppedSession)
+    assert len(dropped.paths) == 3
+    assert worker.stats[1].known == 1
+
+
 async def test_long_queries_do_not_hold_up_prompts_and_are_limited() -> None:
     vocab = GatedVocab()
     worker = prompt_thread(Tokenizer(vocab, 100, min_match=0.8))

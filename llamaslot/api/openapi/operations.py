@@ -10,6 +10,7 @@ import msgspec
 from llamaslot.api import cache_endpoints, server_endpoints, slot_endpoints, token_endpoints
 from llamaslot.api.completions import chat_completions, native_completion, text_completions
 from llamaslot.api.http_errors import Handler
+from llamaslot.api.middleware import SESSION_HEADERS
 from llamaslot.api.openapi import reply_types
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.stats import CacheState
@@ -44,7 +45,10 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """The reply's."""
 
 
-_SESSION = (Parameter("X-Session-ID", "header", {"type": "string", "maxLength": bodies.MAX_SESSION_ID_CHARS}),)
+_SESSION = tuple(
+    Parameter(name, "header", {"type": "string", "maxLength": bodies.MAX_SESSION_ID_CHARS})
+    for name in SESSION_HEADERS
+)
 _ACTION = Parameter("action", "query", {"enum": ["save", "restore", "erase"]}, required=True)
 _TOP = Parameter("top", "query", {"type": "integer", "minimum": 1, "maximum": cache_endpoints.MAX_TOP})
 

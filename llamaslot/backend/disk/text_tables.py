@@ -72,8 +72,9 @@ class TextTables:
                 _trim(connection)
 
     def drop_session(self, digest: bytes) -> None:
-        """Delete a session."""
-        self._deletes["DELETE FROM sessions WHERE (key, digest) = (?, ?)", (self._key, digest)] = None
+        """Delete a session and its branches."""
+        statement = "DELETE FROM sessions WHERE key = ? AND (digest = ? OR parent = ?)"
+        self._deletes[statement, (self._key, digest, digest)] = None
         self.delete_again()
 
     def clear_texts(self) -> None:
