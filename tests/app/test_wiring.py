@@ -104,6 +104,9 @@ API: dict[str, tuple[str, object]] = {
     "-n 11": ("n_predict", 11),
     "--no-cache-prompt": ("cache_prompt", False),
     "--cache-debug-text": ("cache_debug_text", True),
+    "--reasoning off": ("reasoning", False),
+    "-rea 0": ("reasoning", False),
+    "--reasoning-format none": ("reasoning_format", "none"),
 }
 
 SAMPLING: dict[str, tuple[str, object]] = {
@@ -142,7 +145,7 @@ SAMPLING: dict[str, tuple[str, object]] = {
 
 ELSEWHERE = {
     *("cache_disk", "cache_disk_size", "cache_disk_write_per_day", "cache_ram_per_key", "cache_disk_per_key"),
-    *("model", "port", "chat_template", "chat_template_file"),
+    *("model", "port", "chat_template", "chat_template_file", "grammar_file"),
     *(
         "max_queue",
         "max_queue_per_client",
