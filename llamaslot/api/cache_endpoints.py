@@ -1,4 +1,4 @@
-"""`GET /cache`: statistics and prefixes; `POST /cache/clear` and `DELETE /sessions/{id}`: drop prefixes.
+"""The prefix cache: `GET /cache`, `POST /cache/probe`, `POST /cache/clear`, `DELETE /sessions/{id}`.
 
 Prefixes are other users' prompts: neither text nor token ids nor the salt of their namespace is shown, unless the
 server was started with --cache-debug-text, and then only the text, for administrators. Where keys are tenants, only
@@ -7,17 +7,19 @@ administrators see other prefixes at all.
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 from aiohttp import web
 
+from llamaslot.api.completions.response_format import read_submits
 from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.api.json_bodies import json_response, read
 from llamaslot.api.keys import GRANTED, Access
-from llamaslot.api.middleware import given_key, valid_unicode
-from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, InspectCache
+from llamaslot.api.middleware import UNIQUE_ID, given_key, valid_unicode
+from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, InspectCache, ProbeCache
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
-from llamaslot.base.stats import CacheState
+from llamaslot.base.stats import CacheProbe, CacheState
 from llamaslot.protocol.bodies import SessionBody
 from llamaslot.protocol.submission import request_salt
 from llamaslot.service.service import Service
@@ -40,6 +42,18 @@ async def cache(request: web.Request) -> web.Response:
         # Even lengths and hits tell what other keys send.
         state.prefixes = ()
     return json_response(state)
+
+
+async def probe(request: web.Request) -> web.Response:
+    """Return what is cached of the prompt of a chat or a text completion, which is not run."""
+    service = request.app[READINESS].check()
+    deadline = service.deadline()
+    (submit,), _ = await read_submits(request, "probe", f"probe-{request[UNIQUE_ID]}", deadline)
+    try:
+        async with asyncio.timeout_at(deadline):
+            return json_response(await service.ask(ProbeCache(submit), CacheProbe))
+    except TimeoutError:
+        raise service.deadline_error() from None
 
 
 async def clear(request: web.Request) -> web.Response:

@@ -49,6 +49,7 @@ ROUTES = (
     ("POST", "/completions", native_completion.completion, Access.USER),
     ("POST", "/apply-template", token_endpoints.apply_template, Access.USER),
     ("POST", "/cache/clear", cache_endpoints.clear, Access.ADMIN),
+    ("POST", "/cache/probe", cache_endpoints.probe, Access.USER),
     ("POST", "/slots/{id_slot}", slot_endpoints.act, Access.ADMIN),
     ("POST", "/tokenize", token_endpoints.tokenize, Access.USER),
     ("POST", "/detokenize", token_endpoints.detokenize, Access.USER),

@@ -20,7 +20,7 @@ from llamaslot.base.turns import Sender
 N_SEEDS = 2**32 - 1
 """Seeds are 32 bits wide; the highest one means "random" to llama.cpp and is never passed on."""
 
-BodyKind: TypeAlias = Literal["chat", "text", "native"]
+BodyKind: TypeAlias = Literal["chat", "text", "native", "probe"]
 SlotVerb: TypeAlias = Literal["save", "restore", "erase"]
 
 
@@ -191,8 +191,8 @@ class RequestContext(msgspec.Struct, frozen=True):
 
 
 class ParseBody(msgspec.Struct, frozen=True, tag="parse_body"):
-    """Read the body of a request for completions: of a conversation, or of prompts in OpenAI's format (`text`) or
-    llama-server's; answered by `ParsedBody`.
+    """Read the body of a request for completions: of a conversation, of prompts in OpenAI's format (`text`) or
+    llama-server's, or of either to probe the cache; answered by `ParsedBody`.
     """
 
     kind: BodyKind
@@ -264,6 +264,20 @@ class InspectCache(msgspec.Struct, frozen=True, tag="inspect_cache"):
     """List the tenants."""
 
 
+class ProbeCache(msgspec.Struct, frozen=True, tag="probe_cache"):
+    """Ask what is cached of the prompt of a request, which is not run; answered by `CacheProbe`."""
+
+    submit: Submit
+
+
+class ProbePrompt(msgspec.Struct, frozen=True, tag="probe_prompt"):
+    """The same for a tokenized prompt; answered by `CacheProbe`."""
+
+    submit: Submit
+    """Without its prompt."""
+    prompt: TokenizedPrompt
+
+
 class DropSession(msgspec.Struct, frozen=True, tag="drop_session"):
     """Drop a session, and the KV that only it uses; answered by `CacheCleared`, or `NotFoundError`."""
 
@@ -323,8 +337,8 @@ class CacheCleared(msgspec.Struct, frozen=True):
     cleared_disk_tokens: int = 0
 
 
-EngineQuery: TypeAlias = InspectEngine | InspectCache | DropPaths | SlotAction | ClearCache
-QueryBody: TypeAlias = PromptQuery | DropSession | EngineQuery
+EngineQuery: TypeAlias = InspectEngine | InspectCache | ProbePrompt | DropPaths | SlotAction | ClearCache
+QueryBody: TypeAlias = PromptQuery | ProbeCache | DropSession | EngineQuery
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.prompt import SessionMatch
 
 Miss: TypeAlias = Literal["", "cold", "salted", "diverged", "changed", "evicted", "off", "unsupported"]
 """Reason why no more of a prompt was cached when its request got a slot.
@@ -25,6 +26,30 @@ Miss: TypeAlias = Literal["", "cold", "salted", "diverged", "changed", "evicted"
     off          `cache_prompt` was false, or the prompt is scored
     unsupported  the model's KV cannot be trimmed
 """
+
+
+class CacheProbe(msgspec.Struct):
+    """What is cached of a prompt, without running it; the reply to `POST /cache/probe` as JSON."""
+
+    prompt_tokens: int
+    cells: int
+    """Tokens whose KV is in the pool."""
+    ram: int
+    """Tokens after those that would be loaded from RAM."""
+    disk: int
+    """Tokens after those that would be read from disk."""
+    computed: int
+    """Tokens that would be computed: at least the last one."""
+    matched: int
+    """Leading tokens that are known, even where their KV is gone or not worth loading."""
+    miss: Miss | None
+    """Reason why no more is cached; null if all is."""
+    diverged_at: int | None = None
+    """Character of the prompt, as `/apply-template` returns it, where it departs from the cached tokens."""
+    session_match: SessionMatch | None = None
+    """Result of comparing it with its session; null without one."""
+    approximate_tokens: int = 0
+    """Tokens taken from the session although tokenizing the text alone gives others."""
 
 
 class CellStats(msgspec.Struct):

@@ -39,7 +39,7 @@ from llamaslot.engine.engine_settings import EngineSettings, cache_settings
 from llamaslot.engine.memory_watch import MemoryWatch, ReadMemory
 from llamaslot.engine.model_worker import Worker, model_thread
 from llamaslot.engine.reply_stream import ReplyStream, prefill_events
-from llamaslot.engine.reports import Reports, Respond
+from llamaslot.engine.reports import REPORTED, Reports, Respond
 from llamaslot.engine.slot_actions import SlotActions
 from llamaslot.engine.step_watch import StepWatch
 from llamaslot.kvcache.offload.slot_snapshot import SnapshotStore
@@ -107,12 +107,9 @@ class Engine:
         self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
         self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {
             commands.DropPaths: self._between_steps(self._drop_paths),
-            commands.InspectEngine: self._between_steps(lambda _, respond: respond(self._reports.engine_state())),
-            commands.InspectCache: self._between_steps(
-                lambda query, respond: respond(self._reports.cache_state(query))
-            ),
             commands.SlotAction: self._between_steps(self._slot_actions.handle),
             commands.ClearCache: self._between_steps(self._clear_cache),
+            **dict.fromkeys(REPORTED, self._between_steps(self._reports.respond)),
         }
         self._replies: dict[str, ReplyStream] = {}
         """Requests that have not had their terminal event."""

@@ -8,15 +8,19 @@ from typing import TypeAlias
 import msgspec
 
 from llamaslot.base.backend import Vocab
-from llamaslot.base.commands import InspectCache
+from llamaslot.base.commands import InspectCache, InspectEngine, ProbePrompt
 from llamaslot.base.errors import LlamaslotError
-from llamaslot.base.stats import CacheState, EngineState, SlotState
+from llamaslot.base.namespaces import salt_namespace
+from llamaslot.base.stats import CacheProbe, CacheState, EngineState, SlotState
 from llamaslot.scheduler.request import Slot
 from llamaslot.scheduler.scheduler import Scheduler
 from llamaslot.scheduler.step import StepPlan, StepResult
 
 Respond: TypeAlias = Callable[[msgspec.Struct | LlamaslotError], None]
 """Sends the reply to one query; called exactly once unless the engine stops before."""
+
+REPORTED = (InspectEngine, InspectCache, ProbePrompt)
+"""Queries that `Reports` answers."""
 
 
 class Reports:
@@ -36,6 +40,16 @@ class Reports:
             self._n_busy_slots += len(plan.work)
             self._n_decoded += sum(n for _, n in result.decoded.sent.values())
 
+    def respond(self, query: InspectEngine | InspectCache | ProbePrompt, respond: Respond) -> None:
+        """Answer a query."""
+        match query:
+            case InspectEngine():
+                respond(self.engine_state())
+            case InspectCache():
+                respond(self.cache_state(query))
+            case ProbePrompt():
+                respond(self.probe(query))
+
     def engine_state(self) -> EngineState:
         """Return the state of slots, queue and cache."""
         scheduler = self._scheduler
@@ -53,6 +67,21 @@ class Reports:
         detokenize = self._vocab.detokenize if query.text else None
         listing = self._scheduler.cache.listing(self._scheduler.cache_stats(), query.top, detokenize)
         return listing if query.tenants else msgspec.structs.replace(listing, tenants=msgspec.UNSET)
+
+    def probe(self, query: ProbePrompt) -> CacheProbe:
+        """Return what is cached of a prompt."""
+        submit, prompt = query.submit, query.prompt
+        n_tokens = prompt.n_tokens
+        if not submit.cache_prompt:
+            return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, "off")
+        if not self._scheduler.cache.settings.can_trim:
+            return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, "unsupported")
+        found = self._scheduler.cache.probe(salt_namespace(submit.cache_salt), prompt.packed_tokens)
+        if found.miss == "diverged" and prompt.is_reply_edited:
+            found.miss = "changed"
+        found.session_match = prompt.session_match or None
+        found.approximate_tokens = prompt.n_approximate
+        return found
 
     def _slot_state(self, slot: Slot) -> SlotState:
         n_ctx, n_held = self._scheduler.n_ctx_slot, self._scheduler.cache.length(slot.id)

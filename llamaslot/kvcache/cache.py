@@ -25,6 +25,7 @@ from llamaslot.base.kv_ops import Operation
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import is_private, tenant_of
 from llamaslot.base.stats import (
+    CacheProbe,
     CacheState,
     CacheStats,
     CellStats,
@@ -147,6 +148,27 @@ class KVCache:
         match = self._public.match(namespace, tokens)
         parts = self._offloader.worth_loading(match)
         return replace(match, n_cached=parts[-1].end) if parts else match
+
+    def probe(self, namespace: str, tokens: bytes) -> CacheProbe:
+        """Return where the KV of a prompt's tokens is, as a request that came now would find it."""
+        prefix = tokens[:-WIDTH]
+        match = self.match(namespace, prefix)
+        in_ram = on_disk = 0
+        for part in self._offloader.worth_loading(match):
+            if part.segment.state.is_loadable:
+                in_ram += part.end - part.start
+            else:
+                on_disk += part.end - part.start
+        n_tokens = len(tokens) // WIDTH
+        return CacheProbe(
+            prompt_tokens=n_tokens,
+            cells=match.n_resident,
+            ram=in_ram,
+            disk=on_disk,
+            computed=n_tokens - match.n_cached,
+            matched=match.n_matched,
+            miss=_miss_reason(match, self._ghosts, self.settings.min_shared) or None,
+        )
 
     def touch(self, matches: Iterable[Match]) -> None:
         """Record that prefixes are wanted now, so that they are evicted late."""

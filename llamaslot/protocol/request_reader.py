@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from llamaslot.base.commands import (
     AnswerBody,
@@ -20,7 +21,7 @@ from llamaslot.base.commands import (
     TextPart,
     TokensPart,
 )
-from llamaslot.base.errors import ContextSizeError
+from llamaslot.base.errors import ContextSizeError, InvalidRequestError
 from llamaslot.base.model import ModelInfo
 from llamaslot.protocol import unsupported
 from llamaslot.protocol.bodies import ChatBody, CompletionBody, DetokenizeBody, Options, TokenizeBody
@@ -31,6 +32,12 @@ from llamaslot.protocol.structured_output import ConstraintReader
 from llamaslot.protocol.submission import Prompt, checked, parse_prompt, prompts_of, submissions
 from llamaslot.text.grammars.compiling import GrammarChecker
 from llamaslot.text.template import ChatTemplate
+
+
+class _Kind(msgspec.Struct):
+    """The field that tells a chat from a text completion."""
+
+    messages: msgspec.Raw | UnsetType = UNSET
 
 
 class BodyTokenizer(Protocol):
@@ -78,6 +85,8 @@ class RequestReader:
 
     def read(self, job: ParseBody) -> ParsedBody:
         """Read the body of a request for completions; raises `InvalidRequestError`."""
+        if job.kind == "probe":
+            return self._probe(job)
         if job.kind == "chat":
             return self._chat(decode(job.body, ChatBody), job.context)
         body = decode(job.body, CompletionBody)
@@ -89,6 +98,14 @@ class RequestReader:
         constraint = self._constraints.read(body) or default
         submits = submissions(body, prompts, job.context, self._info, self._tokens_of, constraint=constraint)
         return ParsedBody(submits, _reply_options(body))
+
+    def _probe(self, job: ParseBody) -> ParsedBody:
+        """Read a chat or, without messages, a body with one prompt."""
+        has_messages = decode(job.body, _Kind).messages is not UNSET
+        parsed = self.read(msgspec.structs.replace(job, kind="chat" if has_messages else "text"))
+        if len(parsed.submits) > 1:
+            raise InvalidRequestError("'prompt' must be one prompt to probe the cache", param="prompt")
+        return parsed
 
     def _chat(self, body: ChatBody, context: RequestContext) -> ParsedBody:
         unsupported.refuse(body)

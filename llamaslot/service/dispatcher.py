@@ -122,7 +122,8 @@ class Dispatcher:
                     self._end_all(self._refusal)
                     self._outbox.append(event)
                 case Reply():
-                    self._outbox.append(self._queries.replied(event))
+                    if (reply := self._queries.replied(event)) is not None:
+                        self._outbox.append(reply)
                 case _:
                     self._pass_on(event)
         self._flush()

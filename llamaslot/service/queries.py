@@ -6,14 +6,21 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from msgspec import convert
+from msgspec import convert, structs
 
 from llamaslot.base import commands
 from llamaslot.base.commands import PromptQuery, Query, QueryBody
 from llamaslot.base.errors import LlamaslotError, UnavailableError
 from llamaslot.base.events import Reply
-from llamaslot.base.stats import CacheState, EngineState
-from llamaslot.prompts.prompt_jobs import ClearTexts, DroppedSession
+from llamaslot.base.stats import CacheProbe, CacheState, EngineState
+from llamaslot.prompts.prompt_jobs import (
+    ClearTexts,
+    DroppedSession,
+    Locate,
+    Located,
+    Release,
+    TokenizePrompt,
+)
 from llamaslot.prompts.prompt_worker import PromptWorker, on_result
 
 
@@ -53,6 +60,14 @@ class Queries:
         match body:
             case commands.DropSession():
                 on_result(self._prompts.call(body), lambda dropped: self._drop(query, dropped), failed)
+            case commands.ProbeCache(submit):
+                on_result(
+                    self._prompts.call(TokenizePrompt(submit)),
+                    lambda tokenized: self._pass_on(
+                        Query(request_id, commands.ProbePrompt(structs.replace(submit, prompt=()), tokenized))
+                    ),
+                    failed,
+                )
             case commands.ClearCache():
                 # First the texts: what is being remembered now is dropped too.
                 on_result(self._prompts.call(ClearTexts()), lambda _: self._pass_on(query), failed)
@@ -72,9 +87,12 @@ class Queries:
         for request_id in list(self._prompt_queries):
             self.cancel(request_id)
 
-    def replied(self, reply: Reply) -> Reply:
-        """Take the engine's reply; return it with the counts of what the prompt worker remembers."""
+    def replied(self, reply: Reply) -> Reply | None:
+        """Take the engine's reply; return it with what the prompt worker adds, None if that comes later."""
         body = self._in_engine.pop(reply.request_id, None)
+        if isinstance(body, commands.ProbePrompt) and reply.error is None:
+            self._locate(reply.request_id, body, convert(reply.body, CacheProbe))
+            return None
         if reply.error is not None:
             return reply
         # From another process the body arrives as builtins.
@@ -87,6 +105,19 @@ class Queries:
             listing.anchors, listing.sessions = self._prompts.stats
             return Reply(reply.request_id, listing)
         return reply
+
+    def _locate(self, request_id: str, query: commands.ProbePrompt, probe: CacheProbe) -> None:
+        """Reply with the character at which a prompt departs from what is cached."""
+        job = Locate(query.submit.request_id, probe.prompt_tokens - probe.computed)
+        has_diverged = probe.miss in {"diverged", "changed"}
+
+        def located(place: Located) -> None:
+            if has_diverged and place.n_characters >= 0:
+                probe.diverged_at = place.n_characters
+            self._emit(Reply(request_id, probe))
+
+        on_result(self._prompts.call(job), located, lambda error: self._emit(Reply(request_id, error=error.info())))
+        on_result(self._prompts.call(Release(query.submit.request_id)), _ignore, _ignore)
 
     def _answer(self, request_id: str, body: PromptQuery) -> None:
         def respond(reply: Reply) -> None:
@@ -113,8 +144,14 @@ class Queries:
             self._refuse(query.request_id)
 
     def _refuse(self, request_id: str) -> None:
-        del self._in_engine[request_id]
+        body = self._in_engine.pop(request_id)
+        if isinstance(body, commands.ProbePrompt):
+            on_result(self._prompts.call(Release(body.submit.request_id)), _ignore, _ignore)
         self._emit(Reply(request_id, error=restarting_error().info()))
+
+
+def _ignore(_: object) -> None:
+    """Leave a result or an error aside."""
 
 
 def restarting_error() -> UnavailableError:

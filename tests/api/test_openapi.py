@@ -40,6 +40,7 @@ REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
     ("POST", "/tokenize", {}, {"content": "aé", "with_pieces": True}),
     ("POST", "/detokenize", {}, {"tokens": [97, 98]}),
     ("POST", "/cache/clear", {}, None),
+    *[("POST", "/cache/probe", {}, body) for body in (CHAT, TEXT, {**TEXT, "prompt": ["a", "b"]})],
     *[("POST", "/v1/chat/completions", {}, {**CHAT, **more}) for more in ({}, ALL, SCORED, {"n": 0})],
     *[("POST", "/v1/completions", {}, {**TEXT, **more}) for more in ({}, ALL, SCORED, {"prompt": ["a", "b"]})],
     ("POST", "/v1/completions", {}, {**TEXT, "logprobs": 2, "echo": True}),
@@ -107,7 +108,9 @@ async def test_replies_are_what_is_described(start: Any, tmp_path: Path) -> None
         for name, value in variables.items():
             path = path.replace(f"{{{name}}}", value) if name else path + value
         takes_stream = body is not None and ("messages" in body or "prompt" in body)
-        for stream in (False, True) if takes_stream and "template" not in path else (None,):
+        for stream in (
+            (False, True) if takes_stream and path not in {"/apply-template", "/cache/probe"} else (None,)
+        ):
             sent = {**body, "session_id": "mine", "stream": stream} if stream is not None else body
             async with server.session.request(method, server.url + path, json=sent) as response:
                 reply = await _checked(method, pattern, response, "response_fields" in (body or ()))

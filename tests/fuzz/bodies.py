@@ -36,7 +36,12 @@ _TOOL: dict[str, Any] = {
     "function": {"name": "f", "description": "?", "parameters": {"type": "object", "properties": {"a": {}}}},
 }
 VALID: dict[str, list[dict[str, Any]]] = {
-    "/v1/chat/completions": [_CHAT, {"messages": [{"role": "user", "content": STORY}], **_SAMPLED}],
+    "/v1/chat/completions": [
+        _CHAT,
+        {"messages": [{"role": "user", "content": STORY}], **_SAMPLED},
+        {"messages": _CHAT["messages"][:2], "tools": [_TOOL], "tool_choice": "required", "max_tokens": 8,
+         "parallel_tool_calls": False, "reasoning_format": "none", "reasoning_effort": "low"},
+    ],
     "/apply-template": [_CHAT, {"messages": _CHAT["messages"][:2], "tools": [_TOOL]}],
     "/v1/completions": [
         {"prompt": STORY, **_SAMPLED, "logit_bias": {"5": -3, "cat": False}},
@@ -57,6 +62,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
     "/slots/{id_slot}": [{"filename": "a.bin"}],
     "/sessions/{session_id:.+}": [{"cache_salt": "x"}],
     "/cache/clear": [{}],
+    "/cache/probe": [{"prompt": "Hello"}, {"messages": [{"role": "user", "content": "Hello"}]}],
 }  # fmt: skip
 """Valid bodies by the path in the route table, one path for each handler."""
 _EDGES: list[Any] = [

@@ -104,13 +104,10 @@ async def complete(
     """Answer a request for completions of the prompts in its body."""
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
     reply_id = f"{response_format.id_prefix}-{request[UNIQUE_ID]}"
-    context = _context(request, service, settings, reply_id, returns_prompt=response_format.returns_prompt)
     deadline = service.deadline()
-    try:
-        async with asyncio.timeout_at(deadline):
-            submits, options = await _read(request, service, kind, context)
-    except TimeoutError:
-        raise service.deadline_error() from None
+    submits, options = await read_submits(
+        request, kind, reply_id, deadline, returns_prompt=response_format.returns_prompt
+    )
     async with service.generate(submits, deadline) as generations:
         model = settings.model_names(service.info)[0]
         reply = response_format(ReplyContext(reply_id, model, options, service.output_format), generations.all)
@@ -125,12 +122,17 @@ async def complete(
         return json_response(reply.whole())
 
 
-async def _read(
-    request: web.Request, service: Service, kind: BodyKind, context: RequestContext
+async def read_submits(
+    request: web.Request, kind: BodyKind, request_id: str, deadline: float | None, *, returns_prompt: bool = False
 ) -> tuple[Sequence[Submit], ReplyOptions]:
-    """Have the body read; it is not kept while the reply is generated."""
-    async with request.app[BODY_READER].body(request) as raw:
-        body = await service.ask(ParseBody(kind, raw, context), ParsedBody)
+    """Have the body of a request read by its deadline; it is not kept while the reply is generated."""
+    service, settings = request.app[READINESS].check(), request.app[SETTINGS]
+    context = _context(request, service, settings, request_id, returns_prompt=returns_prompt)
+    try:
+        async with asyncio.timeout_at(deadline), request.app[BODY_READER].body(request) as raw:
+            body = await service.ask(ParseBody(kind, raw, context), ParsedBody)
+    except TimeoutError:
+        raise service.deadline_error() from None
     return body.submits, body.options
 
 

@@ -13,7 +13,7 @@ from llamaslot.api.http_errors import Handler
 from llamaslot.api.middleware import SESSION_HEADERS
 from llamaslot.api.openapi import reply_types
 from llamaslot.base.commands import CacheCleared
-from llamaslot.base.stats import CacheState
+from llamaslot.base.stats import CacheProbe, CacheState
 from llamaslot.protocol import bodies
 
 JSON: Final = "application/json"
@@ -69,6 +69,9 @@ OPERATIONS: dict[Handler, Operation] = {
         parameters=(_ACTION,),
     ),
     cache_endpoints.cache: Operation(reply=CacheState, parameters=(_TOP,)),
+    cache_endpoints.probe: Operation(
+        body=bodies.ChatBody, other_bodies=(bodies.CompletionBody,), reply=CacheProbe, parameters=_SESSION
+    ),
     cache_endpoints.clear: Operation(reply=CacheCleared),
     cache_endpoints.drop_session: Operation(
         body=bodies.SessionBody, body_required=False, reply=reply_types.SessionDropped

@@ -1,0 +1,76 @@
+"""`POST /cache/probe`: it says what a request then finds, and runs nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.fake_backend import FakeBackend
+
+CHAT = "/v1/chat/completions"
+LONG = "Tell me all that you know about the history of the city. " * 6
+MESSAGES = [{"role": "system", "content": LONG}, {"role": "user", "content": "Begin."}]
+
+
+async def agree(server: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The probe of a body, which must be what the request itself reports."""
+    probe = await server.ok("/cache/probe", body)
+    reply = await server.ok(path, {**body, "max_tokens": 2})
+    cache = reply["cache"]
+    for name in ("cells", "ram", "disk", "computed", "miss", "diverged_at", "session_match", "approximate_tokens"):
+        assert probe[name] == cache[name], name
+    usage = reply["usage"]
+    assert (
+        probe["prompt_tokens"]
+        == usage["prompt_tokens"]
+        == sum(probe[each] for each in ("cells", "ram", "disk", "computed"))
+    )
+    return probe
+
+
+async def test_a_probe_says_what_the_request_then_finds(start: Any) -> None:
+    server = await start(backend=FakeBackend(n_ctx=4096, n_slots=1))
+    assert (await agree(server, CHAT, {"messages": MESSAGES}))["miss"] == "cold"
+    assert (await agree(server, CHAT, {"messages": MESSAGES}))["computed"] == 1
+    other = [MESSAGES[0], {"role": "user", "content": "Never mind."}]
+    assert (await agree(server, CHAT, {"messages": other}))["miss"] == "diverged"
+    assert (await agree(server, "/v1/completions", {"prompt": LONG}))["miss"] in {"cold", "diverged"}
+    assert (await agree(server, CHAT, {"messages": MESSAGES, "cache_prompt": False}))["miss"] == "off"
+    assert (await agree(server, CHAT, {"messages": MESSAGES, "cache_salt": "s"}))["miss"] == "salted"
+    session = {"messages": MESSAGES, "session_id": "mine"}
+    assert (await agree(server, CHAT, session))["session_match"] == "new"
+    assert (await agree(server, CHAT, session))["session_match"] in {"exact", "tokens"}
+
+
+async def test_a_probe_runs_nothing_and_keeps_nothing(start: Any) -> None:
+    backend = FakeBackend(n_ctx=4096)
+    server = await start(backend=backend)
+    for _ in range(3):
+        assert (await server.ok("/cache/probe", {"messages": MESSAGES}))["computed"] > 300
+    assert (await server.idle()).n_decode_calls == 0
+    assert server.local.prompts.n_contexts == 0
+    _, cache = await server.get("/cache")
+    assert cache["cells"]["used"] == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"prompt": "a", "session_id": 5}, "session_id"),
+    ],
+    ids=str,
+)
+async def test_wrong_bodies_are_refused_by_field(server: Any, body: dict[str, Any], param: str) -> None:
+    status, reply = await server.post("/cache/probe", body)
+    assert (status, reply["error"]["param"]) == (400, param)
+    assert server.local.prompts.n_contexts == 0
+
+
+async def test_a_prompt_that_is_too_long_is_refused(server: Any) -> None:
+    status, reply = await server.post("/cache/probe", {"prompt": "x" * 100_000})
+    assert (status, reply["error"]["type"]) == (400, "exceed_context_size_error")
