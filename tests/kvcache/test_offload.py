@@ -335,6 +335,17 @@ def test_offloading_ahead_ends_where_ram_holds_less_than_the_pool() -> None:
     raise AssertionError("it never ends")
 
 
+def test_offloading_ahead_saves_a_path_that_continues_a_partial_segment_to_its_end() -> None:
+    shared = driver(segment_tokens=8)
+    shared.run("a" * 22, id_slot=0)
+    shared.run("a" * 22 + "b" * 31, id_slot=1)
+    assert shared.held(shared.admitted[0]) == 22
+    while shared.step():
+        pass
+    segments = shared.match("a" * 22 + "b" * 31).segments
+    assert [each.end for each in segments] == [8, 16, 24, 32, 40, 48, 53]
+
+
 @pytest.mark.parametrize("shortage", ["before it is saved", "after it was saved", "while it is saved"])
 def test_what_lacked_memory_while_the_server_was_idle_is_saved_when_it_stops(shortage: str) -> None:
     shared = driver(ram_is_fixed=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from llamaslot.base.kv_ops import Free, Load, Save
@@ -64,9 +64,9 @@ class Offloader:
     _counters: CacheStats
     _n_free: Callable[[], int]
     _ahead_at: int = -1
-    _n_offloaded_ahead: int = 0
-    """Tokens offloaded ahead since the clock stood at `_ahead_at`: ends the walk where RAM is smaller than the
-    pool.
+    _offloaded_ahead: set[tuple[int, int, int]] = field(default_factory=set)
+    """Ranges that were offloaded ahead, by sequence, since the clock stood at `_ahead_at`: each is offloaded once,
+    so that it ends where RAM is smaller than the pool.
     """
 
     # --- to segments ---
@@ -119,32 +119,31 @@ class Offloader:
         range, which still grows: it would be replaced again and again.
         """
         if self._ahead_at != self._sequences.clock:
-            self._ahead_at, self._n_offloaded_ahead = self._sequences.clock, 0
+            self._ahead_at, self._offloaded_ahead = self._sequences.clock, set()
         tree = self._tree
-        n_all = tree.n_tokens if with_running else tree.n_idle_tokens
         n_done = 0
-        for seq in self._sequences.all if self._n_offloaded_ahead < n_all else ():
+        for seq in self._sequences.all:
             node = tree.end_node(seq)
             runs = tree.is_pinned(seq)
             if node is None or (runs and (not with_running or is_private(node.namespace))):
                 continue
-            n_done += self.offload_path(seq, max_tokens - n_done, with_partial=not runs)
+            ranges = self._missing_of_path(seq, with_partial=not runs)
+            if not self._offloaded_ahead.isdisjoint((seq, *each) for each in ranges):
+                continue
+            done = self._offload(seq, ranges, node.end, max_tokens - n_done)
+            self._offloaded_ahead.update((seq, *each) for each in done)
+            n_done += _n_tokens(done)
             if n_done >= max_tokens:
                 break
-        # What found no room in RAM does not count: it is tried again.
-        self._n_offloaded_ahead += n_done
         return n_done
 
-    def offload_path(self, seq: int, max_tokens: int | None = None, *, with_partial: bool) -> int:
-        """Save about `max_tokens` of a sequence at most, or all, that no segment covers; they stay resident.
+    def offload_path(self, seq: int, *, with_partial: bool) -> None:
+        """Save what no segment covers of a sequence; it stays resident.
 
-        Returns how many. `with_partial` includes the last range if it is less than a segment.
+        `with_partial` includes the last range if it is less than a segment.
         """
-        end = self._sequences.end(seq)
-        ranges = _missing(end, 0, end.end, self._tiers.max_tokens)
-        if not with_partial:
-            ranges = [(start, stop) for start, stop in ranges if stop - start == self._tiers.max_tokens]
-        return self._offload(seq, ranges, end.end, max_tokens)
+        ranges = self._missing_of_path(seq, with_partial=with_partial)
+        self._offload(seq, ranges, self._sequences.end(seq).end)
 
     def tenants_beyond_ids(self) -> set[str]:
         """Tenants that have more than their share of the sequence ids."""
@@ -242,26 +241,40 @@ class Offloader:
             each for each in _missing(node, min(start, node.start), end, self._tiers.max_tokens) if each[1] > start
         ]
 
-    def _offload(self, seq: int, ranges: Sequence[tuple[int, int]], end: int, max_tokens: int | None = None) -> int:
-        """Offload ranges of a sequence, if RAM has room for its whole path up to `end`; returns about how many
-        tokens.
+    def _missing_of_path(self, seq: int, *, with_partial: bool) -> list[tuple[int, int]]:
+        """Ranges of the whole path of a sequence that no segment covers."""
+        end = self._sequences.end(seq)
+        ranges = _missing(end, 0, end.end, self._tiers.max_tokens)
+        if not with_partial:
+            ranges = [(start, stop) for start, stop in ranges if stop - start == self._tiers.max_tokens]
+        return ranges
+
+    def _offload(
+        self, seq: int, ranges: Sequence[tuple[int, int]], end: int, max_tokens: int | None = None
+    ) -> Sequence[tuple[int, int]]:
+        """Offload ranges of a sequence, about `max_tokens`, if RAM has room for its whole path up to `end`; returns
+        those that were.
 
         The node is looked up for each range, for adding a segment may split and join nodes.
         """
-        n_done = 0
         if not ranges:
-            return 0
+            return ()
         node = self._node_at(seq, end)
         if not self._tiers.fits(node, _missing(node, 0, end, self._tiers.max_tokens)):
-            return 0
+            return ()
+        done: list[tuple[int, int]] = []
         for start, stop in ranges:
-            if max_tokens is not None and n_done >= max_tokens:
+            if max_tokens is not None and _n_tokens(done) >= max_tokens:
                 break
             segment = self._tiers.add(self._node_at(seq, end), start, stop)
             self.free_evicted()
             self._sequences.operations.append(Save(segment.number, seq, start, stop, self.scratch))
-            n_done += stop - start
-        return n_done
+            done.append((start, stop))
+        return done
+
+
+def _n_tokens(ranges: Sequence[tuple[int, int]]) -> int:
+    return sum(end - start for start, end in ranges)
 
 
 def _missing(node: Node, start: int, end: int, max_tokens: int) -> list[tuple[int, int]]:
