@@ -278,6 +278,10 @@ class FakeBackend:
         """Return the (position, token) pairs of a sequence, in order."""
         return self._pool(seq).seen(seq)
 
+    def contents(self) -> list[list[tuple[int, int]]]:
+        """Return what `seen` does, of all sequences at once."""
+        return [self.seen(seq) for seq in range(self.n_seqs)]
+
     def damage(self, position: int) -> None:
         """Make what all sequences hold at a position bad, as an overflow or faulty memory would."""
         for pool in self.pools:

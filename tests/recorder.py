@@ -86,6 +86,8 @@ class Recorder:
         """Segments for which there is no memory."""
         self.has_lost = False
         """True once cells were lost without being removed, so that the cells of the others are unknown."""
+        self.n_calls = 0
+        """Calls that may have changed what the backend holds."""
         self.samplers: list[Sampler] = []
         self.segments: dict[int, Offloaded] = {}
         """Segments in memory, by number."""
@@ -103,35 +105,39 @@ class Recorder:
     @property
     def cells(self) -> set[int]:
         """Cells that any sequence sees."""
-        return {cell for held in self.held for cell in held.cells}
+        return set().union(*(held.cells for held in self.held))
 
     def prefixes(self, seqs: Iterable[int] | None = None) -> set[int]:
         """The prefixes that these sequences hold, all of them by default."""
-        return {each for seq in (range(self.n_seqs) if seqs is None else seqs) for each in self.held[seq].prefixes}
+        return set().union(*(self.held[seq].prefixes for seq in (range(self.n_seqs) if seqs is None else seqs)))
 
-    def named(self, namespace: str, tokens: Iterable[int]) -> list[int]:
-        """The numbers of all prefixes of some tokens."""
-        last: str | int = namespace
-        found = []
+    def named(self, namespace: str, tokens: Iterable[int], before: Sequence[int] = ()) -> list[int]:
+        """The numbers of all prefixes of some tokens, which continue those that are named `before`."""
+        last: str | int = before[-1] if before else namespace
+        found = [*before]
         for token in tokens:
             last = self._prefixes.setdefault((last, token), len(self._prefixes))
             found.append(last)
         return found
 
-    def check(self) -> None:
-        """Verify that the backend holds what was recorded."""
+    def check(self) -> list[range]:
+        """Verify that the backend holds what was recorded; returns the positions that each sequence holds."""
+        n_cells = len(self.cells)
+        if self.info.unified:
+            assert n_cells <= self.info.n_ctx
+        if isinstance(self.inner, FakeBackend):
+            assert self.inner.cells_used == n_cells
+            for seq, (held, seen) in enumerate(zip(self.held, self.inner.contents(), strict=True)):
+                assert seen == list(enumerate(held.tokens)), seq
+            return [range(len(held)) for held in self.held]
         for seq, held in enumerate(self.held):
             assert self.inner.seq_len(seq) == len(held), seq
-            if isinstance(self.inner, FakeBackend):
-                assert self.inner.seen(seq) == list(enumerate(held.tokens)), seq
-        if self.info.unified:
-            assert len(self.cells) <= self.info.n_ctx
-        if isinstance(self.inner, FakeBackend):
-            assert self.inner.cells_used == len(self.cells)
+        return [*map(self.inner.seq_range, range(self.n_seqs))]
 
     # --- the backend ---
 
     def change(self, operation: Operation) -> None:
+        self.n_calls += 1
         if isinstance(operation, Save) and operation.segment in self.refused:
             raise NotSavedError(operation.segment)
         try:
@@ -199,6 +205,7 @@ class Recorder:
         assert len(self.cells) + n_dropped <= self.info.n_ctx, f"{load} of more than there was room for"
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
+        self.n_calls += 1
         failure, self.failure = self.failure, None
         if self._is_copying:
             # A decode that is not made would leave the copy unmade: the next one fails.
@@ -229,7 +236,7 @@ class Recorder:
             assert held.namespace == namespace or not held.cells, f"sequence {run.seq} goes on in another namespace"
             held.namespace = namespace
             held.tokens += tokens
-            held.prefixes = self.named(namespace, held.tokens)
+            held.prefixes = self.named(namespace, tokens, held.prefixes)
             self._take_cells(held)
 
     def _take_cells(self, held: Held) -> None:
@@ -242,6 +249,7 @@ class Recorder:
         return self.inner.kv_of(segment)
 
     def put(self, segment: int, start: int, end: int, state: Kv) -> None:
+        self.n_calls += 1
         place = self._place_of(segment)
         assert segment not in place
         self.inner.put(segment, start, end, state)

@@ -7,6 +7,7 @@ own account of a request. Tokens are two letters, so that prefixes are shared, b
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -38,6 +39,7 @@ from llamaslot.base.tokens import packed, unpacked
 from llamaslot.kvcache.cache import Acquired, KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.offload import disk_pacing, ram_budget
 from llamaslot.kvcache.offload.disk_io import (
     Corrupt,
@@ -135,6 +137,8 @@ class Asked:
     has_ended: bool = False
     n_computed: int = 0
     """Positions of the prompt sent to the backend."""
+    prefixes: list[int] = field(default_factory=list)
+    """The prefixes of its tokens so far, as far as they were asked for."""
     n_overtaken: int = 0
     has_waited: bool = False
     """True if it ever had a leader to wait for."""
@@ -161,7 +165,9 @@ class TinyFake(FakeBackend):
 
 
 def common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    """Number of prefixes that two paths have in common: where two of them are the same, so are all before."""
+    n = min(len(a), len(b))
+    return n if n and a[n - 1] == b[n - 1] else bisect_left(range(n), True, key=lambda i: a[i] != b[i])
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -292,6 +298,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.shaken: set[int] = set()
         """Slots whose sequence the last step, which failed, may have left in any state."""
+        self.was_pending = False
+        """True if the last step left operations for the next plan."""
+        self.compared: tuple[int, int, list[tuple[Asked, int]]] | None = None
+        """State in which `check_agreement` last compared everything: calls, version of the tree, requests."""
         self.is_recovering = False
         """True if the last step failed, so that the next plan may evict what it likes."""
 
@@ -532,7 +542,8 @@ class CacheMachine(RuleBasedStateMachine):
                 done.append((after, self.apply(after)))
             for each in done if is_late else done[n_extra:]:
                 self.commit(*each)
-            if not self.cache._sequences.operations:
+            self.was_pending = bool(self.cache._sequences.operations)
+            if not self.was_pending:
                 self.check_agreement()
         self.is_sound = True
 
@@ -600,10 +611,13 @@ class CacheMachine(RuleBasedStateMachine):
         for each in plan.operations:
             COUNTS["streams copied"] += isinstance(each, CopyStream)
         self.carry_out(plan)
+        self.offloaded = self.find_offloaded()
         for asked in admitted:
             asked.n_start = self.n_cached(asked, self.queued_saves[asked.slot])
-            asked.expected_prefixes = self.backend.named(asked.namespace, asked.tokens)
-        self.check_agreement()
+            asked.expected_prefixes = [*self.prefixes(asked)]
+        # A step is compared once, after its decode, unless a later operation was pending then.
+        if not plan.work or self.was_pending:
+            self.check_agreement()
         self.check_running(before, plan)
         self.check_restored(plan)
         self.check_loaded(plan)
@@ -727,10 +741,17 @@ class CacheMachine(RuleBasedStateMachine):
     # --- invariants ---
 
     def check_agreement(self) -> None:
-        """With no operation pending, the cache says what was recorded, and so does the backend."""
+        """With no operation pending, the cache says what was recorded, and so does the backend.
+
+        Nothing is compared again before anything has happened to the backend, the tree or a request.
+        """
         cache, backend = self.cache, self.backend
-        backend.check()
-        cache.check(backend.seq_range)
+        state = backend.n_calls, cache._tree.version, [(asked, asked.slot) for asked in self.living]
+        if state == self.compared:
+            return
+        self.compared = state
+        ranges = backend.check()
+        cache.check(ranges.__getitem__)
         if self.shape.shares:
             in_ram = {segment.number for segment in self.tiers.ram if segment.state.is_loadable}
             assert in_ram == backend.segments.keys()
@@ -761,8 +782,11 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.cells.idle == len(everything - pinned)
         held_by = {seq: set(held.prefixes) for seq, held in enumerate(backend.held) if held.cells}
         namespaces = {asked.request.namespace: asked.namespace for asked in self.asked}
+        named: dict[Node | None, list[int]] = {}
         for node in tree.nodes():
-            prefixes = backend.named(namespaces[node.namespace], unpacked(node.prefix()).tolist())
+            tokens = unpacked(bytes(node.run)).tolist()
+            prefixes = backend.named(namespaces[node.namespace], tokens, named.get(node.parent, ()))
+            named[node] = prefixes
             holders = set(node.holders())
             assert holders == {seq for seq, prefixes_of in held_by.items() if prefixes[-1] in prefixes_of}
             assert node.n_pins == sum(prefixes[-1] in held_by.get(seq, ()) for seq in running), "a reference count"
@@ -794,15 +818,15 @@ class CacheMachine(RuleBasedStateMachine):
             assert len(self.backend.cells) + n_granted <= self.backend.info.n_ctx
 
         if self.shape.shares:
-            for seq in range(self.shape.n_slots, self.backend.n_seqs):
-                others = self.backend.prefixes(other for other in range(self.backend.n_seqs) if other != seq)
-                assert not held[seq].cells or held[seq].prefixes[-1] not in others, "an id for a covered path"
+            n_holders = Counter(prefix for each in held for prefix in each.prefixes)
+            for spare in held[self.shape.n_slots :]:
+                assert not spare.cells or n_holders[spare.prefixes[-1]] == 1, "an id for a covered path"
 
     def check_restored(self, plan: StepPlan) -> None:
         """A running request whose sequence had to be cleared starts again from all that is cached."""
         for asked in self.running:
             if self.shape.shares and asked.slot in self.shaken and Remove(asked.slot, 0) in plan.operations:
-                prefixes = self.backend.named(asked.namespace, asked.tokens)[:-1]
+                prefixes = self.prefixes(asked)[:-1]
                 n_cached = max(common(prefixes, held.prefixes) for held in self.backend.held)
                 assert len(self.backend.held[asked.slot]) == n_cached, "not restored"
                 COUNTS["restored"] += 1
@@ -827,7 +851,7 @@ class CacheMachine(RuleBasedStateMachine):
         """An admitted request holds all that is cached of its prompt, or is about to, and waited for its leader."""
         loading = {each.dst for each in plan.operations if isinstance(each, Load)}
         for asked in admitted:
-            wanted = self.backend.named(asked.namespace, asked.tokens)[:-1]
+            wanted = self.prefixes(asked)[:-1]
             prefixes = self.backend.held[asked.slot].prefixes
             assert prefixes == wanted[: len(prefixes)], "not its own prefix"
             assert len(prefixes) <= asked.n_start
@@ -857,7 +881,7 @@ class CacheMachine(RuleBasedStateMachine):
         """True if one of these computes something that a request should wait for, beyond `n_cached`."""
         if not self.shape.shares:
             return False
-        wanted = self.backend.named(asked.namespace, asked.tokens)[:-1]
+        wanted = self.prefixes(asked)[:-1]
         for leader in running:
             if leader.namespace != asked.namespace:
                 continue
@@ -878,7 +902,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(asked.request.arrival < oldest for asked in self.running), "not the youngest"
         assert self.running, "the oldest was preempted"
         assert not set(gone) & set(admitted)
-        left = {each for asked in gone for each in self.backend.named(asked.namespace, asked.tokens)}
+        left = {each for asked in gone for each in self.prefixes(asked)}
         assert not self.shape.shares or self.idle <= left, "preempted with idle cells left"
 
     def check_waiting(self, before: Before, plan: StepPlan, admitted: list[Asked]) -> None:
@@ -1083,8 +1107,12 @@ class CacheMachine(RuleBasedStateMachine):
         """True if a tenant's RAM holds a pool or less."""
         return self.shape.ram < 10 or bool(self.bytes_per_key)
 
-    @property
-    def offloaded(self) -> set[int]:
+    def prefixes(self, asked: Asked) -> list[int]:
+        """The prefixes of a request's tokens."""
+        asked.prefixes = self.backend.named(asked.namespace, asked.tokens[len(asked.prefixes) :], asked.prefixes)
+        return asked.prefixes
+
+    def find_offloaded(self) -> set[int]:
         """Prefixes whose last token is offloaded, and can be loaded by and by."""
         on_disk = [self.backend.saved[number] for number in self.disk.kept - self.unreadable]
         # While RAM is too small to read a segment into it, the segment counts as evicted.
@@ -1093,7 +1121,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def n_cached(self, asked: Asked, queued_saves: AbstractSet[int] = frozenset()) -> int:
         """Tokens of a request that need not be computed, by a lookup that saw these of the plan's saves."""
-        prefixes = self.backend.named(asked.namespace, asked.tokens)[:-1]
+        prefixes = self.prefixes(asked)[:-1]
         n = max(common(prefixes, held.prefixes) for held in self.backend.held)
         offloaded = self.offloaded
         public = prefixes
