@@ -48,7 +48,7 @@ UNITS = [
 """Texts whose repetition one match can take in, on one vocabulary or another."""
 
 TOKENIZE = f"""
-UNITS = {UNITS if LONG else UNITS[::3] + UNITS[-4:]}
+UNITS = {UNITS if LONG else list(dict.fromkeys(UNITS[::3] + UNITS[-4:]))}
 import sys, threading
 import llama_cpp
 from llamaslot.backend.llama import library
