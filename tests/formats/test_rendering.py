@@ -108,9 +108,13 @@ class Matcher:
         self.tokens = Bytes(sorted(set(format_of(source, {}).preserved)) if control_tokens else [])
         self.tokenizer = self.llguidance.LLTokenizer(self.llguidance.TokenizerWrapper(self.tokens))
         self.format: Format = format_of(source, self.tokens.ids)
+        self._compiled: dict[str, Any] = {}
+        """The matcher of each grammar at its start, which takes longer to make than a text to match."""
 
     def accepts(self, grammar: str, text: str) -> bool:
-        matcher = self.llguidance.LLMatcher(self.tokenizer, grammar)
+        if grammar not in self._compiled:
+            self._compiled[grammar] = self.llguidance.LLMatcher(self.tokenizer, grammar)
+        matcher = self._compiled[grammar].deep_copy()
         assert not matcher.is_error(), matcher.get_error()
         ids = self.tokens.tokenized(text)
         return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 
 import llama_cpp
 import pytest
@@ -29,6 +30,12 @@ def llama_cpp_prompt(name: str, messages: list[dict[str, str]], *, add_generatio
     return buffer.raw[:length].decode()
 
 
+@cache
+def compiled(name: str) -> ChatTemplate:
+    """The template, compiled once for all examples."""
+    return ChatTemplate(resolve(name), bos_token="<s>", eos_token="</s>")
+
+
 @st.composite
 def conversations(draw: st.DrawFn) -> list[dict[str, str]]:
     """With or without a system message, ending with the user or the assistant."""
@@ -43,7 +50,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, str]]:
 @example(messages=[{"role": "user", "content": " <b>{{ bos_token }}\n"}])
 @example(messages=[{"role": "system", "content": " be\nkind "}, {"role": "user", "content": "\nhi "}])
 def test_the_prompt_is_llama_cpps(name: str, messages: list[dict[str, str]]) -> None:
-    template = ChatTemplate(resolve(name), bos_token="<s>", eos_token="</s>")
+    template = compiled(name)
     for add_generation_prompt in {False, messages[-1]["role"] == "user"}:
         prompt = rendered(template, messages, add_generation_prompt=add_generation_prompt)
 
