@@ -46,9 +46,11 @@ UNITS = [
     "!\x1c",
 ]
 """Texts whose repetition one match can take in, on one vocabulary or another."""
+DEEPEST = ["a", "\n", "é", "\u0301\x1c", "!\x1c"]
+"""Those that overflow half of the stack on one of `BY_REGEX`; the others need less than a third of it."""
 
 TOKENIZE = f"""
-UNITS = {UNITS if LONG else list(dict.fromkeys(UNITS[::3] + UNITS[-4:]))}
+UNITS = {UNITS if LONG else DEEPEST}
 import sys, threading
 import llama_cpp
 from llamaslot.backend.llama import library
