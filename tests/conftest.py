@@ -16,23 +16,24 @@ LONG = os.environ.get("LLAMASLOT_TESTS") == "long"
 
 ROOT = Path(__file__).resolve().parent
 SLOWEST = (
-    "app/test_crashes.py",
-    "app/test_chaos.py",
-    "app/test_disk_limits.py",
-    "demo/test_reuse.py",
-    "demo/test_restart.py",
-    "demo/test_workloads.py",
-    "backend/test_splitters.py",
-    "processes/test_prompt_supervisor.py",
-    "cli/test_pull_command.py",
-    "app/test_serve.py",
-    "engine/test_sharing.py",
-    "engine/test_slot_actions.py",
     "kvcache/test_cache_machine.py",
-    "backend/test_disk_store.py",
+    "app/test_crashes.py",
+    "processes/test_prompt_supervisor.py",
+    "demo/test_workloads.py",
+    "demo/test_reuse.py",
+    "app/test_disk_limits.py",
+    "app/test_chaos.py",
     "engine/test_disk_worker.py",
+    "backend/test_splitters.py",
+    "demo/test_session_workloads.py",
+    "demo/test_restart.py",
+    "engine/test_slot_actions.py",
+    "app/test_serve.py",
+    "backend/test_disk_store.py",
+    "engine/test_no_memory.py",
+    "cli/test_pull_command.py",
+    "engine/test_sharing.py",
     "bench/test_compare.py",
-    "demo/test_first_contact.py",
 )
 
 settings.register_profile(
