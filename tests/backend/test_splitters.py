@@ -47,7 +47,7 @@ UNITS = [
 ]
 """Texts whose repetition one match can take in, on one vocabulary or another."""
 DEEPEST = ["a", "\n", "é", "\u0301\x1c", "!\x1c"]
-"""Those that overflow half of the stack on one of `BY_REGEX`; the others need less than a third of it."""
+"""Those that nest deepest on one of `BY_REGEX`: the others need less of the stack there, or as much as `a`."""
 
 TOKENIZE = f"""
 UNITS = {UNITS if LONG else DEEPEST}
