@@ -90,13 +90,15 @@ class FakeSampler:
         """Reason for `CONSTRAINT_FAILED`."""
         return self.matcher.failure if self.matcher is not None else ""
 
-    def advance(self, *, fast_forward: bool) -> tuple[int, ...]:
-        """Return the tokens that the constraint forces."""
+    def advance(self, *, forced: tuple[int, ...], fast_forward: bool) -> tuple[int, ...]:
+        """Return the tokens that the constraint forces behind `forced` ones."""
         if self.matcher is None:
             return ()
-        forced = self.matcher.forced() if fast_forward else ()
+        for token in forced:
+            self.matcher.accept(token)
+        more = self.matcher.forced() if fast_forward else ()
         self.matcher.begin_mask()
-        return forced
+        return more
 
     def close(self) -> None:
         """Mark the sampler as freed; a bug if it is already."""

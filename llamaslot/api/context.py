@@ -64,6 +64,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_prompt: bool = True
     reasoning: bool = True
     """Let the model reason before it answers, if its chat template leaves the choice."""
+    reasoning_budget: int = -1
+    """Tokens that the model may reason; -1 for no limit."""
     reasoning_format: ReasoningFormat = "auto"
     """Place of the reasoning in chat replies."""
     sampling: dict[str, Any] = {}

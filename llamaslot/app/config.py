@@ -193,8 +193,15 @@ class Config:
         "-rea --reasoning",
         words=_TRISTATE,
     )
+    reasoning_budget: CountOrMinusOne = _llama(
+        -1,
+        "default for requests: tokens that the model may reason; 0 for off, -1 for no limit",
+        env="LLAMA_ARG_THINK_BUDGET",
+    )
     reasoning_format: Literal["none", "deepseek", "auto"] = _llama(
-        "auto", "place of the reasoning in chat replies; none: in the content, else in reasoning_content"
+        "auto",
+        "place of the reasoning in chat replies; none: in the content, else in reasoning_content",
+        env="LLAMA_ARG_THINK",
     )
     chat_template: str = _llama("", "name of a built-in template, or Jinja source")
     chat_template_file: str = _llama("", "file with a Jinja template")

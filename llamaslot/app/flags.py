@@ -55,7 +55,7 @@ NOT_SUPPORTED = {
         "--rerank --reranking --reuse-port --cors-methods --cors-headers --cors-credentials --no-cors-credentials "
         "--api-prefix --tools --mcp-servers-config --mcp-servers-json -ag --agent "
         "--chat-template-kwargs --props --models-dir --models-preset --models-max --models-autoload "
-        "--no-models-autoload --reasoning-effort --reasoning-budget "
+        "--no-models-autoload --reasoning-effort "
         "--reasoning-budget-message --reasoning-preserve --no-reasoning-preserve --prefill-assistant "
         "--no-prefill-assistant --skip-chat-parsing --no-skip-chat-parsing -td --threads-draft -tbd "
         "--threads-batch-draft --draft --draft-n --draft-max --draft-min --draft-n-min --draft-p-min -md "

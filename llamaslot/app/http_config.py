@@ -49,6 +49,7 @@ def api_settings(config: Config) -> ApiSettings:
         n_predict=config.n_predict,
         reasoning=config.reasoning != "off",
         reasoning_format=config.reasoning_format,
+        reasoning_budget=config.reasoning_budget,
         cache_prompt=config.cache_prompt,
         sampling=sampling_defaults(config),
     )

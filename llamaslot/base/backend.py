@@ -96,10 +96,11 @@ class Sampler(Protocol):
     def failure(self) -> str:
         """Reason for `CONSTRAINT_FAILED`; empty before."""
 
-    def advance(self, *, fast_forward: bool) -> tuple[int, ...]:
-        """Go on behind the token that was sampled last, before the next `decode`; empty without a constraint.
+    def advance(self, *, forced: tuple[int, ...], fast_forward: bool) -> tuple[int, ...]:
+        """Go on behind the token that was sampled last, before the next `decode`.
 
-        Returns the tokens that the constraint forces next, if `fast_forward`: they count as sampled.
+        `forced` tokens follow it; a constraint must allow them. Returns the tokens that the constraint forces
+        behind them, if `fast_forward`. All of these count as sampled.
         """
 
     def close(self) -> None:

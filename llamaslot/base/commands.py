@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.generation.tools import MessageForm, ReasoningFormat
+from llamaslot.base.generation.tools import MessageForm, ReasoningBudget, ReasoningFormat
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.turns import Sender
@@ -71,6 +71,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Send an `Output` with `prefill` before the first and after each step that computes the prompt."""
     constraint: Constraint | None = None
     """The grammar that the reply must match."""
+    reasoning_budget: ReasoningBudget | None = None
+    """The limit of reasoning, if there is one."""
     written_out: tuple[int, ...] = ()
     """Control tokens whose text is a part of the reply's, for the parser of its format."""
     cache_prompt: bool = True
@@ -188,6 +190,8 @@ class RequestContext(msgspec.Struct, frozen=True):
     """Default of `enable_thinking`, with which chat templates let the model reason or not."""
     reasoning_format: ReasoningFormat = "auto"
     """Default of the field."""
+    reasoning_budget: int = -1
+    """Default number of tokens that a model may reason; -1 for no limit."""
 
 
 class ParseBody(msgspec.Struct, frozen=True, tag="parse_body"):

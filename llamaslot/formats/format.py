@@ -154,6 +154,11 @@ class Format(ABC):
         """Return a random id for a call."""
         return f"call_{secrets.token_urlsafe(18).replace('-', 'a').replace('_', 'b')}"
 
+    @property
+    def text_after_reasoning(self) -> str:
+        """Text between the end tag and what follows, where reasoning is cut by force."""
+        return ""
+
     def reasoning_open_at(self, prompt: str) -> str:
         """Return the end of a prompt from the tag that opens reasoning; nothing if it does not end in one."""
         stripped = prompt.rstrip()

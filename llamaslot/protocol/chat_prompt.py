@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -12,7 +12,7 @@ import msgspec
 
 from llamaslot.base.commands import Constraint, RequestContext, TextPart
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.base.generation.tools import MessageForm
+from llamaslot.base.generation.tools import MessageForm, ReasoningBudget
 from llamaslot.formats.grammar import Thinking
 from llamaslot.formats.recognition import format_of
 from llamaslot.protocol.bodies import ChatBody
@@ -31,19 +31,28 @@ class ChatPrompt:
 
     parts: tuple[TextPart, ...]
     constraint: Constraint | None
+    reasoning_budget: ReasoningBudget | None
     is_own: bool
     """True if the request says what its content must match; otherwise only its tools do."""
     form: MessageForm
 
 
 class ChatReader:
-    """Reads chat bodies for a template and a vocabulary with these named tokens, on any thread."""
+    """Reads chat bodies for a template and a vocabulary with these named tokens, on any thread.
+
+    `tokens_of` tokenizes texts with control tokens.
+    """
 
     def __init__(
-        self, template: ChatTemplate, constraints: ConstraintReader, named_tokens: Mapping[str, int]
+        self,
+        template: ChatTemplate,
+        constraints: ConstraintReader,
+        named_tokens: Mapping[str, int],
+        tokens_of: Callable[[str], tuple[int, ...]],
     ) -> None:
         self.template = template
         self._constraints = constraints
+        self._tokens_of = tokens_of
         self._format = format_of(template.source, named_tokens)
         self._replies = ReplyConstraints(self._format, constraints)
         self.written_out = tuple(
@@ -68,7 +77,22 @@ class ChatReader:
         if self._format.reasoning is None:
             thinking = "none"
         own = self._constraints.read(body)
-        return ChatPrompt(parts, self._replies.constraint(own, use, thinking), own is not None, form)
+        constraint = self._replies.constraint(own, use, thinking)
+        budget = self._budget(body, context, is_open=bool(opened)) if thinking != "none" else None
+        return ChatPrompt(parts, constraint, budget, own is not None, form)
+
+    def _budget(self, body: ChatBody, context: RequestContext, *, is_open: bool) -> ReasoningBudget | None:
+        """Return the limit of reasoning that a request or, without it, the server asks for."""
+        tags, n_tokens = self._format.reasoning, _budget_tokens(body)
+        if body.logprobs and n_tokens > 0:
+            message = "'reasoning_budget_tokens' cannot be combined with 'logprobs': forced tokens have none"
+            raise InvalidRequestError(message, param="reasoning_budget_tokens")
+        if n_tokens < 0 and not body.logprobs:
+            n_tokens = context.reasoning_budget
+        if tags is None or n_tokens < 0 or body.logprobs:
+            return None
+        start, end, after = map(self._tokens_of, (tags.start, tags.end, self._format.text_after_reasoning))
+        return ReasoningBudget(n_tokens, start, end, after, is_open)
 
     def render(self, body: ChatBody, context: RequestContext | None = None) -> tuple[TextPart, ...]:
         """Return the conversation as prompt parts; raises `InvalidRequestError` if it cannot be rendered."""
@@ -100,7 +124,9 @@ def _template_kwargs(body: ChatBody, context: RequestContext | None) -> dict[str
     kwargs: dict[str, Any] = {}
     if context is not None and not context.reasoning:
         kwargs["enable_thinking"] = False
-    if 0 in {body.reasoning_budget_tokens, body.thinking_budget_tokens} or body.reasoning_effort == "none":
+    n_tokens = _budget_tokens(body)
+    is_off = n_tokens == 0 or (n_tokens < 0 and context is not None and context.reasoning_budget == 0)
+    if is_off or body.reasoning_effort == "none":
         kwargs["enable_thinking"] = False
     elif body.reasoning_effort:
         kwargs["reasoning_effort"] = body.reasoning_effort
@@ -116,6 +142,12 @@ def conversation_branch(template: ChatTemplate, body: ChatBody) -> str:
     first = next((i for i, message in enumerate(opening) if message["role"] == "user"), len(opening))
     start = template.without_volatile(opening[: first + 1])
     return hashlib.blake2b(msgspec.json.encode((body.tools, start), order="sorted"), digest_size=16).hexdigest()
+
+
+def _budget_tokens(body: ChatBody) -> int:
+    """Return the tokens that a request lets the model reason, -1 if it does not say."""
+    given = (body.reasoning_budget_tokens, body.thinking_budget_tokens)
+    return next((n for n in given if n is not None), -1)
 
 
 def _wants_reply(body: ChatBody) -> bool:

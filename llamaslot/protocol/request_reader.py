@@ -75,7 +75,7 @@ class RequestReader:
         self._tokenizer = tokenizer
         checker = GrammarChecker(info.control_tokens, info.n_vocab)
         self._constraints = ConstraintReader(checker, self._token_of)
-        self._chats = ChatReader(template, self._constraints, named_tokens)
+        self._chats = ChatReader(template, self._constraints, named_tokens, self._tag_tokens)
         self._defaults = DefaultGrammars([self._constraints.grammar(*each) for each in grammars])
         self._answers: dict[str, Callable[[bytes], Any]] = {
             "apply_template": self._apply_template,
@@ -115,7 +115,10 @@ class RequestReader:
         constraint = chat.constraint if chat.is_own or default is None else default
         (submit,) = submissions(body, [chat.parts], context, self._info, self._tokens_of, constraint=constraint)
         submit = msgspec.structs.replace(
-            submit, written_out=self._chats.written_out, session_branch=conversation_branch(self.template, body)
+            submit,
+            reasoning_budget=chat.reasoning_budget,
+            written_out=self._chats.written_out,
+            session_branch=conversation_branch(self.template, body),
         )
         return ParsedBody((submit,), msgspec.structs.replace(_reply_options(body), message=chat.form))
 
@@ -134,6 +137,9 @@ class RequestReader:
 
     def _tokens_of(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.tokenize((TextPart(text, special=False),)))
+
+    def _tag_tokens(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.tokenize((TextPart(text),)))
 
     def _token_of(self, text: str) -> int | None:
         tokens = self._tokenizer.tokenize((TextPart(text),))

@@ -22,6 +22,7 @@ from llamaslot.base.tokens import WIDTH, Tokens, packed
 from llamaslot.kvcache.cache import Acquired
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.offload.offloader import Loaded
+from llamaslot.scheduler.reasoning_limit import ReasoningLimit
 
 
 class IllegalEventError(AssertionError):
@@ -97,6 +98,8 @@ class Request:
     n_public = 0
     """Tokens loaded from public segments of another namespace, also after it was preempted."""
 
+    _was_preempted = False
+
     def __init__(
         self, submit: Submit, prompt: TokenizedPrompt, *, arrival: int, now: float, can_trim: bool = True
     ) -> None:
@@ -151,13 +154,13 @@ class Request:
         """Later requests that were admitted while this one could have been."""
         self.constraint: CompiledConstraint | None = None
         """The compiled `submit.constraint`; the request is not admitted before it is there."""
+        self.reasoning_limit = ReasoningLimit.of(submit.reasoning_budget)
         self.n_forced = 0
-        """Tokens that the constraint forced behind the last sampled one; they are computed with it."""
+        """Tokens that were forced behind the last sampled one; they are computed with it."""
         self.sampler: Sampler | None = None
         self.slot = -1
         """The slot it runs in or ran in last, -1 before the first."""
         self._submitted = now
-        self._was_preempted = False
         self._prefix = b""
 
     def handle(self, event: RequestEvent, now: float) -> None:
@@ -211,7 +214,7 @@ class Request:
             self.n_read += loaded.n_read
 
     def add_token(self, token: int, now: float, *, forced: bool = False) -> None:
-        """Append a token that was sampled, or `forced` behind one by the constraint."""
+        """Append a token that was sampled, or `forced` behind one."""
         self._mark_started(now)
         self.tokens.append(token)
         self.n_generated += 1

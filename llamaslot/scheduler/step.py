@@ -101,7 +101,7 @@ class StepResult:
     scores: dict[str, TokenScore] = field(default_factory=dict)
     """Probabilities of the sampled tokens, per id of the requests that ask for them."""
     forced: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Tokens that constraints force behind the sampled ones, per request id; absent where there are none."""
+    """Tokens that are forced behind the sampled ones, per request id; absent where there are none."""
     prompt_scores: dict[str, list[TokenScore]] = field(default_factory=dict)
     """Those of the prompts' tokens that were to be scored, per request id."""
 
@@ -162,7 +162,7 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
 def _advance(
     plan: StepPlan, tokens: Mapping[str, int], samplers: Mapping[str, Sampler]
 ) -> dict[str, tuple[int, ...]]:
-    """Go on behind the sampled tokens; returns those that constraints force next.
+    """Go on behind the sampled tokens; returns those that constraints and limits of reasoning force next.
 
     The masks behind them are computed beside the next step. A token that ends a generation is accepted, so nothing
     follows it.
@@ -170,10 +170,17 @@ def _advance(
     forced = {}
     for work in plan.work:
         for request in work.samples:
-            if request.constraint is not None and tokens[request.id] >= 0:
-                more = samplers[request.id].advance(fast_forward=request.fast_forwards)
-                if more:
-                    forced[request.id] = more
+            token, limit = tokens[request.id], request.reasoning_limit
+            if token < 0:
+                continue
+            more = limit.add((token,)) if limit is not None else ()
+            if more or request.constraint is not None:
+                by_constraint = samplers[request.id].advance(forced=more, fast_forward=request.fast_forwards)
+                more += by_constraint
+                if limit is not None:
+                    limit.add(by_constraint)
+            if more:
+                forced[request.id] = more
     return forced
 
 

@@ -221,6 +221,26 @@ async def test_reasoning_that_the_prompt_opens(start: Any) -> None:
     assert plain(joined(await server.stream(CHAT, asked))[0]) == plain(whole)
 
 
+async def test_reasoning_has_a_budget(start: Any) -> None:
+    opened = template("hermes-thinking").replace("assistant: {% if 0 %}", "assistant: <think>\n{% if 0 %}")
+    server = await start(backend=FakeBackend(n_ctx=4096), template=opened, reasoning_budget=20)
+    body = {"messages": QUESTION, "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+    for n, fields in ((20, {}), (7, {"reasoning_budget_tokens": 7}), (5, {"thinking_budget_tokens": 5})):
+        whole = (await server.ok(CHAT, {**body, **fields, "reasoning_format": "none"}))["choices"][0]["message"]
+        reasoning, end, content = whole["content"].removeprefix("<think>\n").partition("</think>")
+        assert end
+        assert len(reasoning.encode(errors="replace")) >= n
+        assert content
+        parsed = (await server.ok(CHAT, {**body, **fields}))["choices"][0]["message"]
+        assert parsed["reasoning_content"] == reasoning.strip()
+        assert plain(joined(await server.stream(CHAT, {**body, **fields}))[0]) == plain(parsed)
+    called = {**body, **BODY, "tools": [NOW], "tool_choice": "required", "parallel_tool_calls": False}
+    message = (await server.ok(CHAT, called))["choices"][0]["message"]
+    assert plain(message)["tool_calls"] == [("now", "{}")]
+    status, reply = await server.post(CHAT, {**body, "reasoning_budget_tokens": 9, "logprobs": True})
+    assert (status, reply["error"]["param"]) == (400, "reasoning_budget_tokens")
+
+
 async def test_a_schema_comes_behind_the_reasoning_that_the_prompt_opens(start: Any) -> None:
     opened = template("hermes-thinking").replace("assistant: {% if 0 %}", "assistant: <think>\n{% if 0 %}")
     server = await start(backend=FakeBackend(n_ctx=4096), template=opened)

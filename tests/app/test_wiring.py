@@ -106,6 +106,7 @@ API: dict[str, tuple[str, object]] = {
     "--cache-debug-text": ("cache_debug_text", True),
     "--reasoning off": ("reasoning", False),
     "-rea 0": ("reasoning", False),
+    "--reasoning-budget 9": ("reasoning_budget", 9),
     "--reasoning-format none": ("reasoning_format", "none"),
 }
 

@@ -154,6 +154,7 @@ def _context(
         is_admin=request[GRANTED] is Access.ADMIN,
         reasoning=settings.reasoning,
         reasoning_format=settings.reasoning_format,
+        reasoning_budget=settings.reasoning_budget,
     )
 
 

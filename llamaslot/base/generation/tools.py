@@ -18,6 +18,18 @@ class Tool(msgspec.Struct, frozen=True):
     parameters: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 
+class ReasoningBudget(msgspec.Struct, frozen=True):
+    """Tokens that a model may reason, and the token ids of the tags around reasoning."""
+
+    n_tokens: int
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    after: tuple[int, ...] = ()
+    """Tokens that are forced behind the end tag."""
+    is_open: bool = False
+    """True if the prompt ends within reasoning."""
+
+
 class MessageForm(msgspec.Struct, frozen=True):
     """Form of an assistant's message as a client wants it: the inputs of its parser (`llamaslot.formats`)."""
 

@@ -91,6 +91,11 @@ class Harmony(Format):
         """True: the content has a channel of its own."""
         return True
 
+    @property
+    def text_after_reasoning(self) -> str:
+        """The beginning of the next message."""
+        return f"{START}assistant"
+
     def content_expression(self, writer: GrammarWriter, content: str) -> str:
         """Return the expression of a message in the final channel."""
         return writer.sequence(writer.text(FINAL), content)

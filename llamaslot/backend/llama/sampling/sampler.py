@@ -94,15 +94,21 @@ class LlamaSampler:
         """Reason for `CONSTRAINT_FAILED`."""
         return self._matcher.failure if self._matcher is not None else ""
 
-    def advance(self, *, fast_forward: bool) -> tuple[int, ...]:
-        """Return the tokens that the constraint forces next, if wanted, and begin to compute the next mask."""
-        if self._matcher is None:
-            return ()
-        forced = self._matcher.forced() if fast_forward else ()
+    def advance(self, *, forced: tuple[int, ...], fast_forward: bool) -> tuple[int, ...]:
+        """Go on behind `forced` tokens; return those that the constraint forces next, if wanted, and begin to
+        compute the next mask.
+        """
         for token in forced:
             self._accept(token)
+        if self._matcher is None:
+            return ()
+        for token in forced:
+            self._matcher.accept(token)
+        more = self._matcher.forced() if fast_forward else ()
+        for token in more:
+            self._accept(token)
         self._matcher.begin_mask()
-        return forced
+        return more
 
     def close(self) -> None:
         """Free the chain; further use is an error."""
