@@ -1,4 +1,4 @@
-"""Settings for all tests: how long property tests run, and a seed that rotates and is printed."""
+"""Settings for all tests: how long property tests run, and by which seed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from bench import synthetic
 
@@ -36,27 +37,42 @@ SLOWEST = (
     "bench/test_compare.py",
 )
 
-settings.register_profile(
-    "llamaslot",
-    max_examples=400 if LONG else 20,
-    stateful_step_count=50,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
-settings.load_profile("llamaslot")
+for profile, is_fixed in (("fixed", True), ("random", False)):
+    settings.register_profile(
+        profile,
+        max_examples=400 if LONG else 20,
+        stateful_step_count=50,
+        deadline=None,
+        derandomize=is_fixed,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    )
+
+
+def new_seed() -> int:
+    """Seed for a random test: another one each time in the long form, always the same in the short form."""
+    return random.SystemRandom().randrange(2**32) if LONG else 1000
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Give hypothesis another seed each run, unless one was asked for; let models compute on one thread.
+    """Choose the seed and the profile of hypothesis; let models compute on one thread.
+
+    The short form runs the same examples each time, so that no change fails by chance. The long form explores, as
+    does a run with a seed that was asked for. Workers have the options of the process that started them.
 
     Models of tests are tiny: a second thread mostly waits for the first, and keeps a core from the tests beside it.
     """
     # Read by OpenMP when llama.cpp is loaded, here and in the servers that tests start.
     os.environ.setdefault("OMP_THREAD_LIMIT", "1")
-    if config.getoption("--hypothesis-seed") is None:
-        config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
+    options = config.option
+    if options.hypothesis_profile is None:
+        options.hypothesis_profile = "random" if LONG or options.hypothesis_seed is not None else "fixed"
+    if options.hypothesis_seed is None:
+        options.hypothesis_seed = str(new_seed())
+    if options.hypothesis_profile == "fixed":
+        # Hypothesis also draws constants of whatever module was imported before, which depends on the tests beside.
+        providers._get_local_constants = providers.Constants
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,9 +82,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Print the seed by which a failing run can be repeated."""
-    length = "long" if LONG else "short"
-    return f"property tests: {length}, --hypothesis-seed={config.option.hypothesis_seed}"
+    """Print which examples run, and the seed by which a failing run can be repeated."""
+    length, profile = "long" if LONG else "short", config.option.hypothesis_profile
+    return f"property tests: {length}, {profile} examples, --hypothesis-seed={config.option.hypothesis_seed}"
 
 
 @pytest.fixture(scope="session")

@@ -52,11 +52,11 @@ import pytest
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaSettings
 from tests.app.test_crashes import STORY, engine_of, is_healthy, n_running, outcome, wait
-from tests.conftest import LONG
+from tests.conftest import LONG, new_seed
 from tests.live import WRITE_SOON, Server, serving
 from tests.noise import Noise
 
-SEED = int(os.environ.get("LLAMASLOT_CHAOS_SEED") or random.SystemRandom().randrange(2**32))
+SEED = int(os.environ.get("LLAMASLOT_CHAOS_SEED") or new_seed())
 SECONDS = float(os.environ.get("LLAMASLOT_CHAOS_SECONDS", "120")) if LONG else 3.0
 N_CLIENTS = 6
 PROMPTS = [f"{i}. {STORY * (1 + 5 * (i % 3))}" for i in range(6)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.errors import ServerError
-from tests.conftest import LONG
+from tests.conftest import LONG, new_seed
 from tests.fake_backend import FakeBackend
 from tests.fuzz.bodies import STORY, VALID, BodyFuzzer, Request
 from tests.fuzz.client import send_all
@@ -31,7 +30,7 @@ async def test_no_body_brings_a_500_or_a_hang(start: Any, tmp_path: Path) -> Non
     store = SlotFiles(tmp_path, lambda: bytes(32), backend.info.segment_size, backend.info.n_ctx_slot)
     server = await start(backend=backend, n_predict=4, engine={"snapshots": store})
     before = (await server.ok("/completion", REFERENCE))["content"]
-    seed = random.SystemRandom().randrange(2**32)
+    seed = new_seed()
     print(f"seed {seed}")
     statuses = await send_all(server.session, server.url, BodyFuzzer(seed).requests(N_FAKE), at_once=4)
     assert statuses.total() == N_FAKE
@@ -66,7 +65,7 @@ def test_no_body_crashes_a_process_or_changes_a_reply(tmp_path: Path) -> None:
     (tmp_path / "slots").mkdir()
     with serving(tmp_path, *flags, "--slot-save-path", tmp_path / "slots") as server:
         pid, before = server.process.pid, server.post("/completion", REFERENCE)["content"]
-        seed = random.SystemRandom().randrange(2**32)
+        seed = new_seed()
         print(f"seed {seed}")
         statuses = asyncio.run(_fuzz(server, seed, before))
         print(f"statuses {dict(statuses)}")

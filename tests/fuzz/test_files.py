@@ -18,7 +18,7 @@ from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.offload.slot_snapshot import InvalidSnapshotError, SlotSnapshot, SnapshotPart
-from tests.conftest import LONG
+from tests.conftest import LONG, new_seed
 from tests.fuzz.mutations import damaged
 
 N = 10_000 if LONG else 200
@@ -28,7 +28,7 @@ SIZE = SegmentSize(16, 10)
 
 @pytest.fixture
 def chance() -> random.Random:
-    seed = random.SystemRandom().randrange(2**32)
+    seed = new_seed()
     print(f"seed {seed}")
     return random.Random(seed)
 

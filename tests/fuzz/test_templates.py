@@ -13,7 +13,7 @@ import llamaslot.text
 from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import ConfigError, InvalidRequestError
 from llamaslot.text.template import ChatTemplate
-from tests.conftest import LONG
+from tests.conftest import LONG, new_seed
 
 N = 10_000 if LONG else 50
 FOLDERS = (Path(llamaslot.text.__file__).parent / "templates", Path(__file__).parent.parent / "text" / "templates")
@@ -127,7 +127,7 @@ def rendered(source: str) -> list[str]:
 
 
 def test_a_mutated_template_is_refused_or_renders() -> None:
-    seed = random.SystemRandom().randrange(2**32)
+    seed = new_seed()
     print(f"seed {seed}")
     chance = random.Random(seed)
     n_rendered = 0
