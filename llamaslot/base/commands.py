@@ -215,6 +215,10 @@ class ReplyOptions(msgspec.Struct, frozen=True):
     return_tokens: bool = False
     echo: bool = False
     """Texts begin with their prompts."""
+    n_best: int = 0
+    """Completions of each prompt that are in the reply, the most likely ones; 0 for all."""
+    hides_logprobs: bool = False
+    """The probabilities are there to find the best completions only."""
     response_fields: tuple[str, ...] = ()
     """Fields that llama-server's reply is reduced to; empty for all."""
     message: MessageForm = MessageForm()

@@ -119,7 +119,7 @@ class Options(StructuredOptions, kw_only=True):
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
     sse_ping_interval: Count | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
 
 
 class ChatBody(Options, kw_only=True):

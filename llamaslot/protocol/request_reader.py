@@ -18,6 +18,7 @@ from llamaslot.base.commands import (
     ParsedBody,
     ReplyOptions,
     RequestContext,
+    Submit,
     TextPart,
     TokensPart,
 )
@@ -29,7 +30,15 @@ from llamaslot.protocol.chat_prompt import ChatReader, conversation_branch
 from llamaslot.protocol.decoding import decode
 from llamaslot.protocol.default_grammars import DefaultGrammars
 from llamaslot.protocol.structured_output import ConstraintReader
-from llamaslot.protocol.submission import Prompt, checked, parse_prompt, prompts_of, submissions
+from llamaslot.protocol.submission import (
+    Prompt,
+    checked,
+    n_choices,
+    parse_prompt,
+    prompts_of,
+    submissions,
+    wants_probs,
+)
 from llamaslot.text.grammars.compiling import GrammarChecker
 from llamaslot.text.template import ChatTemplate
 
@@ -90,14 +99,14 @@ class RequestReader:
         if job.kind == "chat":
             return self._chat(decode(job.body, ChatBody), job.context)
         body = decode(job.body, CompletionBody)
-        unsupported.refuse(body, but_for=("echo",) if job.kind == "text" else ())
+        unsupported.refuse(body, but_for=("echo", "best_of") if job.kind == "text" else ())
         prompts = prompts_of(body, self._info.n_vocab, job.context.limits.max_prompts)
         for prompt in prompts:
             self._check_size(prompt)
         default = self._defaults.next()
         constraint = self._constraints.read(body) or default
         submits = submissions(body, prompts, job.context, self._info, self._tokens_of, constraint=constraint)
-        return ParsedBody(submits, _reply_options(body))
+        return ParsedBody(submits, _reply_options(body, submits))
 
     def _probe(self, job: ParseBody) -> ParsedBody:
         """Read a chat or, without messages, a body with one prompt."""
@@ -120,7 +129,7 @@ class RequestReader:
             written_out=self._chats.written_out,
             session_branch=conversation_branch(self.template, body),
         )
-        return ParsedBody((submit,), msgspec.structs.replace(_reply_options(body), message=chat.form))
+        return ParsedBody((submit,), msgspec.structs.replace(_reply_options(body, (submit,)), message=chat.form))
 
     def _check_size(self, prompt: Prompt) -> None:
         """Refuse what cannot fit: millions of ids or texts, or a text of many MiB, would hold up the server's event
@@ -169,7 +178,8 @@ class RequestReader:
         return {"content": self._tokenizer.detokenize(Detokenize(tokens)).content}
 
 
-def _reply_options(body: Options) -> ReplyOptions:
+def _reply_options(body: Options, submits: tuple[Submit, ...]) -> ReplyOptions:
+    n = n_choices(body)
     fields = body.response_fields if isinstance(body, CompletionBody) else None
     return ReplyOptions(
         stream=bool(body.stream),
@@ -177,6 +187,8 @@ def _reply_options(body: Options) -> ReplyOptions:
         timings_per_token=bool(body.timings_per_token),
         return_tokens=bool(body.return_tokens),
         echo=bool(body.echo),
+        n_best=n if submits[0].n > n else 0,
+        hides_logprobs=submits[0].sampling.n_probs >= 0 and not wants_probs(body),
         response_fields=tuple(fields or ()),
         sse_ping_interval=body.sse_ping_interval,
     )

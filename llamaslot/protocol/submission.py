@@ -49,10 +49,11 @@ def submissions(
 ) -> tuple[Submit, ...]:
     """Return one submission for each prompt, with `n` completions. Raises `InvalidRequestError`."""
     limits = context.limits
-    n = _first(options.n_cmpl, options.n, 1)
+    n = _n_computed(options)
     if n * len(prompts) > limits.max_choices:
         message = f"{n * len(prompts)} completions were asked for; the server takes {limits.max_choices} at once"
-        raise InvalidRequestError(f"{message} (--max-choices)", param="n" if n > 1 else "prompt")
+        param = "best_of" if n > n_choices(options) else "n" if n > 1 else "prompt"
+        raise InvalidRequestError(f"{message} (--max-choices)", param=param)
     stop = _stop(options, limits)
     session_id = options.session_id or context.session_id or options.prompt_cache_key or ""
     salt = request_salt(
@@ -63,7 +64,7 @@ def submissions(
         is_cached=options.cache_prompt is not False,
     )
     sampling = _sampling(options, context, info, tokens_of)
-    prompt_probs = sampling.n_probs if options.echo else -1
+    prompt_probs = sampling.n_probs if options.echo and wants_probs(options) else -1
     if prompt_probs > MAX_TOP_LOGPROBS:
         raise InvalidRequestError(f"'logprobs' must be at most {MAX_TOP_LOGPROBS} with 'echo'", param="logprobs")
     id_slot = _first(options.id_slot, -1)
@@ -189,10 +190,34 @@ def _sampling(options: Options, context: RequestContext, info: ModelInfo, tokens
     if options.logit_bias is not None:
         most = context.limits.max_logit_bias_entries
         asked["logit_bias"] = _logit_bias(options.logit_bias, most, info.n_vocab, tokens_of)
-    asked["n_probs"] = _n_probs(options)
+    # To find the best completions, the chosen tokens' probabilities are wanted.
+    asked["n_probs"] = max(_n_probs(options), -1 if _n_computed(options) == n_choices(options) else 0)
     seed = _first(options.seed, context.sampling.seed)
     asked["seed"] = secrets.randbelow(N_SEEDS) if seed in (-1, N_SEEDS) else seed % N_SEEDS
     return msgspec.structs.replace(context.sampling, **asked)
+
+
+def n_choices(options: Options) -> int:
+    """Return how many completions of each prompt the reply has."""
+    return _first(options.n_cmpl, options.n, 1)
+
+
+def _n_computed(options: Options) -> int:
+    """Return how many completions of each prompt are computed; raises `InvalidRequestError` for `best_of`."""
+    n, best_of = n_choices(options), options.best_of
+    if best_of is None or not isinstance(options, CompletionBody) or best_of == n:
+        return n
+    # vLLM's clients send 0 for none.
+    if best_of and best_of < n:
+        raise InvalidRequestError(f"'best_of' must be at least 'n', which is {n}", param="best_of")
+    if best_of and options.stream:
+        raise InvalidRequestError("'best_of' above 'n' cannot be streamed", param="best_of")
+    return best_of or n
+
+
+def wants_probs(options: Options) -> bool:
+    """Return True if the reply shows probabilities."""
+    return _n_probs(options) >= 0
 
 
 def _n_probs(options: Options) -> int:

@@ -52,5 +52,5 @@ def refuse(options: Options, *, but_for: Container[str] = ()) -> None:
         value = getattr(options, name)
         if value is not None and name not in but_for and not is_off(value):
             raise NotSupportedError(f"'{name}' asks for something that is not supported yet", param=name)
-    if options.best_of is not None and options.best_of > (options.n or 1):
-        raise NotSupportedError("'best_of' above 'n' is not supported yet", param="best_of")
+    if "best_of" not in but_for and options.best_of is not None and options.best_of > (options.n or 1):
+        raise NotSupportedError("'best_of' above 'n' is for /v1/completions only", param="best_of")

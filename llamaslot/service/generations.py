@@ -7,6 +7,7 @@ and a refusal of the last of several completions.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TypeAlias
@@ -14,7 +15,7 @@ from typing import TypeAlias
 from llamaslot.base.commands import Submit
 from llamaslot.base.errors import ServerError
 from llamaslot.base.events import Accepted, Cancelled, Failed, Finished, Output
-from llamaslot.base.generation.token_probs import TokenProb
+from llamaslot.base.generation.token_probs import FLOAT_MIN, TokenProb
 
 RequestEvent: TypeAlias = Accepted | Output | Finished | Failed | Cancelled
 
@@ -40,6 +41,14 @@ class Generation:
     def has_probs(self) -> bool:
         """True if probabilities are asked for."""
         return self.submit.sampling.n_probs >= 0
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log-probability of its tokens, if they have some; that of no tokens is less than any."""
+        values = [prob.value for prob in self.probs if prob.value is not None]
+        if self.submit.sampling.post_sampling_probs:
+            values = [math.log(value) if value > 0 else FLOAT_MIN for value in values]
+        return math.fsum(values) / len(values) if values else -math.inf
 
     @property
     def text(self) -> str:

@@ -131,13 +131,17 @@ async def test_a_wrong_prompt_is_refused_by_field(
     await expect(server, path, {"prompt": prompt}, kind, param)
 
 
+@pytest.mark.parametrize("path", [CHAT, NATIVE])
+async def test_best_of_is_for_openais_completions(server: Any, path: str) -> None:
+    await expect(server, path, {**HELLO, "prompt": "Hello", "best_of": 2}, UNBUILT, "best_of")
+
+
 @pytest.mark.parametrize("path", [CHAT, TEXT, NATIVE])
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("functions", [{}]),
         ("suffix", "the end"),
-        ("best_of", 2),
         ("lora", [{"id": 0, "scale": 1}]),
         ("samplers", ["top_k", "infill"]),
         ("samplers", "ki"),

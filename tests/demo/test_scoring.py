@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -57,6 +58,20 @@ def test_a_reply_has_the_scores_that_its_text_has_as_a_prompt(demo: Server) -> N
     echoed = demo.post(TEXT, {"prompt": [ids + reply["tokens"]], "max_tokens": 0, "logprobs": 0, "echo": True})
     values = echoed["choices"][0]["logprobs"]["token_logprobs"]
     assert values[len(ids) :] == pytest.approx([row["logprob"] for row in rows], abs=0.05)
+
+
+def test_the_best_are_the_most_likely_per_token(demo: Server) -> None:
+    context = demo.post("/apply-template", {"messages": CHAT})["prompt"]
+    drawn = {"temperature": 2, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 3}
+    asked = {"prompt": context, **drawn, "max_tokens": 30, "logprobs": 0}
+    candidates = demo.post(TEXT, {**asked, "n": 8})["choices"]
+    ranked = sorted(candidates, key=lambda choice: -mean(choice["logprobs"]["token_logprobs"]))
+    assert len({choice["text"] for choice in ranked}) > 3
+    assert ranked[0]["text"] != candidates[0]["text"], "another seed is needed"
+    best = demo.post(TEXT, {**asked, "best_of": 8, "n": 5})["choices"]
+    assert [choice["text"] for choice in best] == [choice["text"] for choice in ranked[:5]]
+    without = demo.post(TEXT, {**asked, "best_of": 8, "logprobs": None})["choices"]
+    assert [(choice["text"], choice["logprobs"]) for choice in without] == [(ranked[0]["text"], None)]
 
 
 SAMPLINGS: list[dict[str, Any]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import msgspec
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from llamaslot.base.commands import Cancel, Submit
 from llamaslot.base.errors import ErrorInfo, InvalidRequestError, ServerError
 from llamaslot.base.events import Accepted, Cancelled, Failed, Finished, Output, Progress
+from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.generation.token_probs import FLOAT_MIN, TokenProb
 from llamaslot.service.generations import Generation, Generations
 from tests.service.test_service import Wire, submit
 
@@ -113,3 +116,16 @@ async def test_the_refusal_of_one_completion_cancels_the_others() -> None:
     with pytest.raises(InvalidRequestError):
         await entering
     assert wire.sent[2:] == [Cancel(first)]
+
+
+def test_the_mean_log_probability_of_a_completion() -> None:
+    def mean(*values: float, is_sampled: bool = False) -> float:
+        sampling = Sampling(n_probs=0, post_sampling_probs=is_sampled)
+        generation = Generation(0, msgspec.structs.replace(submit(), sampling=sampling), lambda *_: None)
+        generation.probs = [TokenProb(1, b"a", value) for value in values]
+        return generation.mean_logprob
+
+    assert mean(-1, -2, -6) == -3
+    assert mean(0.5, 0.125, is_sampled=True) == pytest.approx(math.log(0.25))
+    assert mean(0.0, is_sampled=True) == FLOAT_MIN
+    assert mean() == -math.inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from aiohttp import web
 from msgspec import UNSET
@@ -70,13 +71,23 @@ class TextFormat(OpenAIFormat):
             yield self._chunk([end], usage=total, **stats_of([output.progress]))
 
     def whole(self) -> Envelope:
-        """Return one body with all choices."""
+        """Return one body with all choices, or with the best ones."""
         return self._whole(
             [
-                TextChoice(i, self._prompt(i) + each.text, REASONS[each.end.reason], self._all_logprobs(each))
-                for i, each in enumerate(self._generations)
+                TextChoice(
+                    i, self._prompt(each.index) + each.text, REASONS[each.end.reason], self._all_logprobs(each)
+                )
+                for i, each in enumerate(self._best())
             ]
         )
+
+    def _best(self) -> Iterator[Generation]:
+        """Yield the completions of each prompt that are most likely per token; all of them if all are wanted."""
+        for _, group in groupby(self._generations, lambda each: each.submit.group or each.submit.request_id):
+            if self._options.n_best:
+                yield from sorted(group, key=lambda each: -each.mean_logprob)[: self._options.n_best]
+            else:
+                yield from group
 
     def _prompt(self, index: int) -> str:
         return self._prompts[index] if self._prompts else ""
@@ -89,7 +100,7 @@ class TextFormat(OpenAIFormat):
             yield self._chunk([TextChoice(index, self._prompts[index], logprobs=self._prompt_logprobs(generation))])
 
     def _prompt_logprobs(self, generation: Generation) -> TextLogprobs | None:
-        if not (generation.has_probs and self._prompts):
+        if not (self._shows_probs(generation) and self._prompts):
             return None
         return self.writer(generation).prompt(generation.prompt_probs, self._prompts[generation.index])
 
@@ -103,7 +114,10 @@ class TextFormat(OpenAIFormat):
         return prompt
 
     def _logprobs(self, generation: Generation, rows: Sequence[TokenProb]) -> TextLogprobs | None:
-        return self.writer(generation).text(rows) if generation.has_probs else None
+        return self.writer(generation).text(rows) if self._shows_probs(generation) else None
+
+    def _shows_probs(self, generation: Generation) -> bool:
+        return generation.has_probs and not self._options.hides_logprobs
 
 
 async def _prompt_text(generation: Generation, service: Service) -> str:
