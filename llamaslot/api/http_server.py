@@ -47,6 +47,7 @@ ROUTES = (
     ("POST", "/v1/completions", text_completions.completions, Access.USER),
     ("POST", "/completion", native_completion.completion, Access.USER),
     ("POST", "/completions", native_completion.completion, Access.USER),
+    ("POST", "/infill", native_completion.infill, Access.USER),
     ("POST", "/apply-template", token_endpoints.apply_template, Access.USER),
     ("POST", "/cache/clear", cache_endpoints.clear, Access.ADMIN),
     ("POST", "/cache/probe", cache_endpoints.probe, Access.USER),

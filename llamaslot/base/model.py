@@ -66,6 +66,18 @@ class SegmentSize(msgspec.Struct, frozen=True):
         return self.fixed + n_tokens * self.per_token
 
 
+class FimTokens(msgspec.Struct, frozen=True):
+    """Token ids of fill-in-the-middle prompts; -1 for those that the vocabulary does not have."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    repository: int = -1
+    file_separator: int = -1
+    bos: int = -1
+    """The BOS, where the tokenizer puts one before a prompt."""
+
+
 class ModelFile(msgspec.Struct, frozen=True):
     """A file that KV depends on, in the version that was loaded."""
 
@@ -125,6 +137,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     eos_token: str = ""
     control_tokens: tuple[str, ...] = ()
     """The texts of the vocabulary's control tokens."""
+    fim: FimTokens | None = None
+    """None for a vocabulary that cannot mark prefix, suffix and middle."""
     adds_bos: bool = False
     """True if the tokenizer puts BOS before a prompt."""
     adds_eos: bool = False

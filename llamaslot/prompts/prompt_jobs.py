@@ -141,6 +141,7 @@ _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
     Detokenize: "detokenizing the tokens",
     "text": "reading the request body",
     "native": "reading the request body",
+    "infill": "reading the request body",
     "chat": "reading the request body and rendering its messages",
     "apply_template": "rendering the messages",
     "tokenize": "tokenizing the text",

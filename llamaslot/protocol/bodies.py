@@ -145,6 +145,23 @@ class CompletionBody(Options, kw_only=True):
     response_fields: Annotated[list[str], Meta(max_length=MAX_FIELDS)] | None = None
 
 
+class FileExtract(msgspec.Struct):
+    """A part of another file, in `POST /infill`."""
+
+    text: str
+    filename: str | None = None
+
+
+class InfillBody(Options, kw_only=True):
+    """`POST /infill`: what comes between a prefix and a suffix, and begins with `prompt`."""
+
+    input_prefix: str | Parts
+    input_suffix: str | Parts
+    input_extra: list[FileExtract] | None = None
+    prompt: str | None = None
+    response_fields: Annotated[list[str], Meta(max_length=MAX_FIELDS)] | None = None
+
+
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """`POST /tokenize`."""
 

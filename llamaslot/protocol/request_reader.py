@@ -25,10 +25,18 @@ from llamaslot.base.commands import (
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
 from llamaslot.base.model import ModelInfo
 from llamaslot.protocol import unsupported
-from llamaslot.protocol.bodies import ChatBody, CompletionBody, DetokenizeBody, Options, TokenizeBody
+from llamaslot.protocol.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    InfillBody,
+    Options,
+    TokenizeBody,
+)
 from llamaslot.protocol.chat_prompt import ChatReader, conversation_branch
 from llamaslot.protocol.decoding import decode
 from llamaslot.protocol.default_grammars import DefaultGrammars
+from llamaslot.protocol.infill import InfillPrompts
 from llamaslot.protocol.structured_output import ConstraintReader
 from llamaslot.protocol.submission import (
     Prompt,
@@ -86,6 +94,7 @@ class RequestReader:
         self._constraints = ConstraintReader(checker, self._token_of)
         self._chats = ChatReader(template, self._constraints, named_tokens, self._tag_tokens)
         self._defaults = DefaultGrammars([self._constraints.grammar(*each) for each in grammars])
+        self._infill = InfillPrompts(info, tokenizer.tokenize)
         self._answers: dict[str, Callable[[bytes], Any]] = {
             "apply_template": self._apply_template,
             "tokenize": self._tokens,
@@ -94,13 +103,23 @@ class RequestReader:
 
     def read(self, job: ParseBody) -> ParsedBody:
         """Read the body of a request for completions; raises `InvalidRequestError`."""
+        body: CompletionBody | InfillBody
         if job.kind == "probe":
             return self._probe(job)
         if job.kind == "chat":
             return self._chat(decode(job.body, ChatBody), job.context)
-        body = decode(job.body, CompletionBody)
-        unsupported.refuse(body, but_for=("echo", "best_of") if job.kind == "text" else ())
-        prompts = prompts_of(body, self._info.n_vocab, job.context.limits.max_prompts)
+        if job.kind == "infill":
+            body = decode(job.body, InfillBody)
+            unsupported.refuse(body)
+            prompts = [self._infill.of_parts(body, job.context)]
+        else:
+            body = decode(job.body, CompletionBody)
+            unsupported.refuse(body, but_for=("echo", "best_of", "suffix") if job.kind == "text" else ())
+            prompts = prompts_of(body, self._info.n_vocab, job.context.limits.max_prompts)
+            if body.suffix:
+                for prompt in prompts:
+                    self._check_size(prompt)
+                prompts = [self._infill.of_suffix(prompt, body, job.context) for prompt in prompts]
         for prompt in prompts:
             self._check_size(prompt)
         default = self._defaults.next()
@@ -180,7 +199,7 @@ class RequestReader:
 
 def _reply_options(body: Options, submits: tuple[Submit, ...]) -> ReplyOptions:
     n = n_choices(body)
-    fields = body.response_fields if isinstance(body, CompletionBody) else None
+    fields = body.response_fields if isinstance(body, CompletionBody | InfillBody) else None
     return ReplyOptions(
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),

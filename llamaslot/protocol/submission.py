@@ -75,9 +75,7 @@ def submissions(
             request_id=f"{context.request_id}-{i}" if len(prompts) > 1 else context.request_id,
             prompt=prompt,
             sampling=sampling,
-            max_tokens=_first(
-                options.n_predict, options.max_completion_tokens, options.max_tokens, context.max_tokens
-            ),
+            max_tokens=max_tokens_of(options, context),
             stop=stop,
             n_indent=_first(options.n_indent, 0),
             t_max_predict_ms=_first(options.t_max_predict_ms, -1),
@@ -95,6 +93,11 @@ def submissions(
         )
         for i, prompt in enumerate(prompts)
     )
+
+
+def max_tokens_of(options: Options, context: RequestContext) -> int:
+    """Return how many tokens are to be generated, -1 for no limit."""
+    return _first(options.n_predict, options.max_completion_tokens, options.max_tokens, context.max_tokens)
 
 
 def prompts_of(body: CompletionBody, n_vocab: int, max_prompts: int) -> list[Prompt]:

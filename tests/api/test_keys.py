@@ -32,6 +32,7 @@ ROUTES = {
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/completions"),
         ("POST", "/completion"),
+        ("POST", "/infill"),
         ("POST", "/completions"),
         ("POST", "/apply-template"),
         ("POST", "/tokenize"),

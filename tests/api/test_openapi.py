@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from llamaslot.api.context import ApiSettings
@@ -16,11 +17,13 @@ from llamaslot.api.keys import Access
 from llamaslot.api.openapi.document import document
 from llamaslot.api.openapi.operations import OPERATIONS
 from llamaslot.backend.disk import SlotFiles
+from llamaslot.base.model import FimTokens
 from tests.fake_backend import FakeBackend
 from tests.fuzz.replies import check_reply
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "ignore_eos": True}
 TEXT = {"prompt": "Hello", "max_tokens": 3, "ignore_eos": True}
+INFILL = {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "c"}], **TEXT}
 FILE = {"filename": "a"}
 SCORED = {"logprobs": True, "n_probs": 2, "return_progress": True}
 ALL = {"n": 2, "stop": ["zz"], "logit_bias": [["a", False], [5, 1.5]], "timings_per_token": True}
@@ -48,6 +51,8 @@ REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
     ("POST", "/completion", {}, {**TEXT, **SCORED, "post_sampling_probs": True}),
     ("POST", "/completion", {}, {**TEXT, "response_fields": ["content", "generation_settings/seed"]}),
     ("POST", "/completion", {}, {**TEXT, **ALL, "response_fields": ["content"]}),
+    *[("POST", "/infill", {}, {**INFILL, **more}) for more in ({}, ALL, SCORED, {"response_fields": ["content"]})],
+    ("POST", "/infill", {}, {"prompt": "x"}),
     *[("POST", "/slots/{id_slot}", {"id_slot": "0", "": f"?action={verb}"}, FILE) for verb in ("save", "restore")],
     ("POST", "/slots/{id_slot}", {"id_slot": "0", "": "?action=erase"}, None),
     ("POST", "/slots/{id_slot}", {"id_slot": "0"}, None),
@@ -99,6 +104,7 @@ def test_every_reference_leads_to_a_schema_and_every_schema_is_used() -> None:
 
 async def test_replies_are_what_is_described(start: Any, tmp_path: Path) -> None:
     backend = FakeBackend(n_ctx=1024)
+    backend.info = msgspec.structs.replace(backend.info, fim=FimTokens(1, 2, 3))
     assert backend.info.segment_size is not None
     store = SlotFiles(tmp_path, lambda: bytes(32), backend.info.segment_size, backend.info.n_ctx_slot)
     server = await start(backend=backend, metrics=True, alias="fake", engine={"snapshots": store})

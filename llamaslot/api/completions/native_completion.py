@@ -10,8 +10,10 @@ from aiohttp import web
 
 from llamaslot.api.completions.reply_bodies import PromptProgress, pick, stats_of, timings
 from llamaslot.api.completions.response_format import ResponseFormat, complete
+from llamaslot.api.context import READINESS
 from llamaslot.api.sse import event
 from llamaslot.base.commands import Detokenize, Detokenized, Submit
+from llamaslot.base.errors import NotSupportedError
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.service.generations import Generation
@@ -28,6 +30,13 @@ _NEUTRAL: dict[str, Any] = {
 async def completion(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several."""
     return await complete(request, "native", NativeFormat)
+
+
+async def infill(request: web.Request) -> web.StreamResponse:
+    """Complete the middle between a prefix and a suffix."""
+    if request.app[READINESS].check().info.fim is None:
+        raise NotSupportedError("this model cannot infill: its vocabulary has no fill-in-the-middle tokens")
+    return await complete(request, "infill", NativeFormat)
 
 
 class NativeFormat(ResponseFormat):

@@ -91,6 +91,14 @@ OPERATIONS: dict[Handler, Operation] = {
         other_chunks=(reply_types.NativeReply, reply_types.PickedFields),
         parameters=_SESSION,
     ),
+    native_completion.infill: Operation(
+        body=bodies.InfillBody,
+        reply=reply_types.NativeReply,
+        other_replies=(list[reply_types.NativeReply], reply_types.PickedFields, list[reply_types.PickedFields]),
+        chunk=reply_types.NativeChunk,
+        other_chunks=(reply_types.NativeReply, reply_types.PickedFields),
+        parameters=_SESSION,
+    ),
     token_endpoints.tokenize: Operation(body=bodies.TokenizeBody, reply=reply_types.TokenizeReply),
     token_endpoints.detokenize: Operation(body=bodies.DetokenizeBody, reply=reply_types.DetokenizeReply),
 }

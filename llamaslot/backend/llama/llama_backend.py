@@ -236,6 +236,7 @@ class LlamaBackend:
             sampling=loading.sampling_defaults(model),
             bos_token=vocab.text(vocab.bos),
             eos_token=vocab.text(vocab.eos),
+            fim=vocab.fim,
             adds_bos=vocab.adds_bos,
             adds_eos=vocab.adds_eos,
             control_tokens=vocab.control_tokens,

@@ -14,6 +14,7 @@ import numpy as np
 from llamaslot.backend.llama.loading import load_vocab, metadata
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.kv_ops import IllegalCallError
+from llamaslot.base.model import FimTokens
 from llamaslot.base.tokens import Tokens
 
 _SPLITTERS_WITHOUT_REGEX = frozenset(
@@ -165,6 +166,19 @@ class LlamaVocab:
     def eos(self) -> int:
         """The end-of-sequence token, or -1."""
         return int(llama_cpp.llama_vocab_eos(self._vocab))
+
+    @property
+    def fim(self) -> FimTokens | None:
+        """The tokens of fill-in-the-middle prompts; None if one of the three that are needed is missing."""
+        found = FimTokens(
+            prefix=llama_cpp.llama_vocab_fim_pre(self._vocab),
+            suffix=llama_cpp.llama_vocab_fim_suf(self._vocab),
+            middle=llama_cpp.llama_vocab_fim_mid(self._vocab),
+            repository=llama_cpp.llama_vocab_fim_rep(self._vocab),
+            file_separator=llama_cpp.llama_vocab_fim_sep(self._vocab),
+            bos=self.bos if self.adds_bos else -1,
+        )
+        return found if min(found.prefix, found.suffix, found.middle) >= 0 else None
 
     def _texts(self, tokens: Iterable[int]) -> tuple[str, ...]:
         return tuple(text for token in tokens if (text := self.text(token)))
