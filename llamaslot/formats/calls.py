@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +37,21 @@ class Delta:
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    parts: tuple[Delta, ...] = field(default=(), compare=False, repr=False)
+    """Content, reasoning and calls one after the other, as the model wrote them; empty if there is only one."""
+
+    @classmethod
+    def of(cls, deltas: Iterable[Delta]) -> Delta:
+        """Return one delta for several that follow each other."""
+        parts = tuple(part for delta in deltas for part in delta.parts or (delta,) if part != _NOTHING)
+        if len(parts) < 2:
+            return parts[0] if parts else _NOTHING
+        return cls(
+            "".join(part.content for part in parts),
+            "".join(part.reasoning for part in parts),
+            tuple(call for part in parts for call in part.tool_calls),
+            parts,
+        )
+
+
+_NOTHING = Delta()

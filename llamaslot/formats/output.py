@@ -7,8 +7,25 @@ that ends the text so far is kept back until it is known what follows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
 
 from llamaslot.formats.calls import Delta, ToolCallDelta
+
+
+@dataclass(slots=True)
+class _Part:
+    """Content, reasoning or calls without any of the others in between."""
+
+    kind: Literal["content", "reasoning", "calls"]
+    texts: list[str] = field(default_factory=list)
+    calls: list[ToolCallDelta] = field(default_factory=list)
+
+    def delta(self) -> Delta:
+        text = "".join(self.texts)
+        if self.kind == "content":
+            return Delta(text)
+        return Delta(reasoning=text) if self.kind == "reasoning" else Delta(tool_calls=tuple(self.calls))
 
 
 class Output:
@@ -25,28 +42,25 @@ class Output:
         self._trims = trim
         self._as_content = reasoning_as_content
         self._parallel = parallel
-        self._content: list[str] = []
+        self._parts: list[_Part] = []
         self._whitespace: list[str] = []
-        self._reasoning: list[str] = []
         self._reasoning_whitespace: list[str] = []
         self._reasoning_began = False
         self._reasoning_gap = ""
         self._at_section_start = False
-        self._calls: list[ToolCallDelta] = []
         self._arguments: list[str] = []
 
     def content(self, text: str) -> None:
         """Add text of the answer."""
         if not self._trims:
-            self._content.append(text)
+            self._add_content(text)
             return
         body = text.rstrip()
         if body:
             if self._at_section_start:
                 self._whitespace.clear()
                 body = body.lstrip()
-            self._content += self._whitespace
-            self._content.append(body)
+            self._add_content(*self._whitespace, body)
             self._whitespace.clear()
             self._at_section_start = False
         if text[-1:].isspace():
@@ -55,15 +69,14 @@ class Output:
     def reasoning(self, text: str) -> None:
         """Add text of the reasoning."""
         if self._as_content:
-            self._content.append(text)
+            self._add_content(text)
             return
         body = text.rstrip()
         if body:
-            if self._reasoning_began:
-                self._reasoning += self._reasoning_whitespace
-            else:
-                body = self._reasoning_gap + body.lstrip()
-            self._reasoning.append(body)
+            whitespace = self._reasoning_whitespace
+            if not self._reasoning_began:
+                whitespace, body = [self._reasoning_gap], body.lstrip()
+            self._part("reasoning").texts += [*whitespace, body]
             self._reasoning_whitespace.clear()
             self._reasoning_began = True
         if text[-1:].isspace():
@@ -72,7 +85,7 @@ class Output:
     def begin_reasoning(self, marker: str, *, continued: bool = False) -> None:
         """Begin a section of reasoning, which the prompt may have `continued`; whitespace before it is left out."""
         if self._as_content:
-            self._content += [*self._whitespace, marker]
+            self._add_content(*self._whitespace, marker)
         else:
             self._reasoning_gap = "\n" if self._reasoning_began else ""
             self._reasoning_began = continued
@@ -81,7 +94,7 @@ class Output:
     def end_reasoning(self, marker: str) -> None:
         """End a section of reasoning, and leave out whitespace after it."""
         if self._as_content:
-            self._content.append(marker)
+            self._add_content(marker)
         else:
             self._reasoning_whitespace.clear()
             self._at_section_start = True
@@ -94,7 +107,7 @@ class Output:
         self._at_section_start = True
         self.n_calls += 1
         if self._shows_call:
-            self._calls.append(ToolCallDelta(self.n_calls - 1, name, call_id or None))
+            self._part("calls").calls.append(ToolCallDelta(self.n_calls - 1, name, call_id or None))
 
     def arguments(self, text: str) -> None:
         """Add to the arguments of the call that began last."""
@@ -104,17 +117,25 @@ class Output:
     def finish(self) -> None:
         """End the message: whitespace at the end of its content belongs to it."""
         if self._whitespace and not self._at_section_start:
-            self._content += self._whitespace
+            self._add_content(*self._whitespace)
         self._whitespace.clear()
 
     def take(self) -> Delta:
         """Return what was added since the last time."""
         self._end_arguments()
-        delta = Delta("".join(self._content), "".join(self._reasoning), tuple(self._calls))
-        self._content.clear()
-        self._reasoning.clear()
-        self._calls.clear()
+        delta = Delta.of(part.delta() for part in self._parts)
+        self._parts.clear()
         return delta
+
+    def _part(self, kind: Literal["content", "reasoning", "calls"]) -> _Part:
+        """Return the last part if it is of this kind, else a new one."""
+        if not self._parts or self._parts[-1].kind != kind:
+            self._parts.append(_Part(kind))
+        return self._parts[-1]
+
+    def _add_content(self, *texts: str) -> None:
+        self._end_arguments()
+        self._part("content").texts += texts
 
     @property
     def _shows_call(self) -> bool:
@@ -126,5 +147,6 @@ class Output:
         if not text:
             return
         index = self.n_calls - 1 if self._parallel else 0
-        last = self._calls.pop() if self._calls and self._calls[-1].index == index else ToolCallDelta(index)
-        self._calls.append(ToolCallDelta(index, last.name, last.id, last.arguments + text))
+        calls = self._part("calls").calls
+        last = calls.pop() if calls and calls[-1].index == index else ToolCallDelta(index)
+        calls.append(ToolCallDelta(index, last.name, last.id, last.arguments + text))

@@ -69,8 +69,12 @@ class Message:
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
+    parts: list[tuple[str, str]] = field(default_factory=list)
+    """Content, reasoning and the arguments of each call, one after the other."""
 
     def add(self, delta: Delta) -> None:
+        for each in delta.parts or (delta,):
+            self._add_part(each)
         self.content += delta.content
         self.reasoning += delta.reasoning
         for part in delta.tool_calls:
@@ -81,6 +85,18 @@ class Message:
                 assert part.id is None
                 call = self.calls[part.index]
                 self.calls[part.index] = ToolCall(call.name, call.arguments + part.arguments, call.id)
+
+    def _add_part(self, delta: Delta) -> None:
+        assert sum(map(bool, (delta.content, delta.reasoning, delta.tool_calls))) <= 1, "a part has one kind"
+        texts = [("content", delta.content)] if delta.content else []
+        texts += [("reasoning", delta.reasoning)] if delta.reasoning else []
+        texts += [(f"call {call.index}", call.arguments) for call in delta.tool_calls]
+        for kind, text in texts:
+            if self.parts and self.parts[-1][0] == kind:
+                earlier = self.parts.pop()[1]
+                self.parts.append((kind, earlier + text))
+            else:
+                self.parts.append((kind, text))
 
 
 def fed(parser: OutputParser, pieces: Sequence[str]) -> Message:

@@ -31,9 +31,9 @@ class ChatMessage:
         else:
             delta = self._parser.push(event.content)
             if isinstance(event, Finished):
-                delta = _joined(delta, self._parser.finish())
+                delta = Delta.of([delta, self._parser.finish()])
             if delta.tool_calls:
-                delta = replace(delta, tool_calls=tuple(map(self._named, delta.tool_calls)))
+                delta = Delta.of(map(self._with_ids, delta.parts or (delta,)))
         self._content.append(delta.content)
         self._reasoning.append(delta.reasoning)
         for call in delta.tool_calls:
@@ -65,15 +65,10 @@ class ChatMessage:
         """True once there is a call."""
         return bool(self._calls)
 
-    def _named(self, call: ToolCallDelta) -> ToolCallDelta:
+    def _with_ids(self, part: Delta) -> Delta:
+        return replace(part, tool_calls=tuple(map(self._with_id, part.tool_calls)))
+
+    def _with_id(self, call: ToolCallDelta) -> ToolCallDelta:
         if call.name is None or call.id is not None:
             return call
         return replace(call, id=self._format.new_id())
-
-
-def _joined(first: Delta, second: Delta) -> Delta:
-    return Delta(
-        first.content + second.content,
-        first.reasoning + second.reasoning,
-        (*first.tool_calls, *second.tool_calls),
-    )
