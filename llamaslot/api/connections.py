@@ -21,8 +21,8 @@ import structlog
 from aiohttp import web
 
 from llamaslot.api import http_errors
+from llamaslot.api.context import shown_id
 from llamaslot.api.http_errors import Handler
-from llamaslot.api.middleware import shown_id
 from llamaslot.base.errors import InvalidRequestError, UnavailableError
 
 _OTHER_DESCRIPTORS = 128

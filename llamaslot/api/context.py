@@ -1,4 +1,4 @@
-"""The state that handlers share: settings, and the service once the model is loaded."""
+"""The state that handlers share: settings, the service once the model is loaded, and the ids of requests."""
 
 from __future__ import annotations
 
@@ -118,5 +118,14 @@ class Readiness:
         return self._service
 
 
+def shown_id(request: web.BaseRequest) -> str:
+    """Return the id for the reply's `X-Request-Id` and for the log; empty before it has one."""
+    return (request[CLIENT_REQUEST_ID] or request[UNIQUE_ID]) if UNIQUE_ID in request else ""
+
+
 READINESS = web.AppKey("READINESS", Readiness)
 SETTINGS = web.AppKey("SETTINGS", ApiSettings)
+UNIQUE_ID = web.RequestKey("UNIQUE_ID", str)
+"""The server's id of a request; the ids of completions and replies derive from it."""
+CLIENT_REQUEST_ID = web.RequestKey("CLIENT_REQUEST_ID", str)
+"""The client's `X-Request-Id`; empty without a valid one."""

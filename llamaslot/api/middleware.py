@@ -17,17 +17,12 @@ from uuid import uuid4
 import structlog
 from aiohttp import web
 
-from llamaslot.api.context import READINESS, SETTINGS
+from llamaslot.api.context import CLIENT_REQUEST_ID, READINESS, SETTINGS, UNIQUE_ID, shown_id
 from llamaslot.api.http_errors import Handler
 from llamaslot.api.keys import GRANTED, Access, ApiKeys
 from llamaslot.base.errors import AuthenticationError, ForbiddenError, InvalidRequestError
 from llamaslot.base.turns import Sender
 from llamaslot.protocol.bodies import MAX_SESSION_ID_CHARS
-
-UNIQUE_ID = web.RequestKey("UNIQUE_ID", str)
-"""The server's id of a request; the ids of completions and replies derive from it."""
-CLIENT_REQUEST_ID = web.RequestKey("CLIENT_REQUEST_ID", str)
-"""The client's `X-Request-Id`; empty without a valid one."""
 
 KEYS = web.AppKey("KEYS", ApiKeys)
 ACCESS = web.AppKey("ACCESS", dict[Any, Access])
@@ -93,11 +88,6 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
     with structlog.contextvars.bound_contextvars(http_request_id=shown_id(request)):
         _log.debug("request.arrived", path=request.path, unique_id=request[UNIQUE_ID])
         return await handler(request)
-
-
-def shown_id(request: web.Request) -> str:
-    """Return the id for the reply's `X-Request-Id` and for the log; empty before it has one."""
-    return (request[CLIENT_REQUEST_ID] or request[UNIQUE_ID]) if UNIQUE_ID in request else ""
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -13,10 +13,10 @@ from aiohttp import web
 
 from llamaslot.api.completions.logprobs import ProbsWriter
 from llamaslot.api.completions.reply_bodies import Choice, Envelope, ObjectName, stats_of, usage
-from llamaslot.api.context import READINESS, SETTINGS, ApiSettings
+from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID, ApiSettings
 from llamaslot.api.json_bodies import BODY_READER, json_response
 from llamaslot.api.keys import GRANTED, Access
-from llamaslot.api.middleware import UNIQUE_ID, caller_of
+from llamaslot.api.middleware import caller_of
 from llamaslot.api.sse import DONE, EventStream, event
 from llamaslot.base.commands import BodyKind, ParseBody, ParsedBody, ReplyOptions, RequestContext, Submit
 from llamaslot.base.events import Finished, Output
