@@ -20,7 +20,7 @@ class ToolCallDelta:
     """The next part of the call number `index`.
 
     The first delta of a call has its name. It has its id as well if the output contains one that is valid;
-    otherwise the caller makes one, with `Format.new_id`. All `arguments` of a call together are the text of one
+    otherwise the caller makes one, with `Format.call_id`. All `arguments` of a call together are the text of one
     JSON object, or the beginning of one if the generation ended inside it.
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -152,7 +154,12 @@ class Format(ABC):
 
     def new_id(self) -> str:
         """Return a random id for a call."""
-        return f"call_{secrets.token_urlsafe(18).replace('-', 'a').replace('_', 'b')}"
+        return self.call_id(secrets.token_hex(16), 0)
+
+    def call_id(self, completion_id: str, index: int) -> str:
+        """Return the id of a completion's call, always the same one; completions have random ids."""
+        digest = hashlib.blake2b(f"{completion_id} {index}".encode(), digest_size=18).digest()
+        return f"call_{base64.b64encode(digest, altchars=b'ab').decode()}"
 
     @property
     def text_after_reasoning(self) -> str:

@@ -59,7 +59,7 @@ class ChatFormat(OpenAIFormat):
         if frame is None:
             before, _, after = self._delta(index, Delta(content=_MARK)).partition(encode(_MARK))
             frame = self._frames[index] = (before, after)
-            self._messages[index] = self._message()
+            self._messages[index] = self._message(generation)
             yield self._delta(index, Delta(role="assistant", content=None))
         added = self._messages[index].add(output)
         if progress := PromptProgress.of(output):
@@ -86,15 +86,15 @@ class ChatFormat(OpenAIFormat):
         return self._whole([self._choice(each) for each in self._generations])
 
     def _choice(self, generation: Generation) -> ChatChoice:
-        message = self._message()
+        message = self._message(generation)
         message.add(structs.replace(generation.end, content=generation.text))
         reason = _reason(generation.end, message)
         return ChatChoice(
             generation.index, _whole_message(message), reason, self._logprobs(generation, generation.probs)
         )
 
-    def _message(self) -> ChatMessage:
-        return ChatMessage(self._reply.output_format, self._options.message)
+    def _message(self, generation: Generation) -> ChatMessage:
+        return ChatMessage(self._reply.output_format, self._options.message, generation.submit.request_id)
 
     def _with_details(self, generation: Generation, output: Output | Finished, delta: Delta) -> bytes:
         """Return a chunk with new text, and with what the client wants to know about it."""

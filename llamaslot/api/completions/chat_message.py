@@ -2,73 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from llamaslot.base.events import Finished, Output
-from llamaslot.base.generation.tools import MessageForm
-from llamaslot.formats.calls import Delta, ToolCall, ToolCallDelta
-from llamaslot.formats.format import Format
+from llamaslot.formats.calls import Delta
+from llamaslot.formats.parsed_message import ParsedMessage
 
 
-class ChatMessage:
+class ChatMessage(ParsedMessage):
     """Content, reasoning and tool calls of one completion, added event by event."""
-
-    def __init__(self, format_: Format, form: MessageForm) -> None:
-        self._format = format_
-        # Text in which nothing is to be found need not be searched.
-        is_plain = (
-            format_.reasoning is None and not (form.parse_tools and form.tools) and not format_.markers.ignored
-        )
-        self._parser = None if is_plain else format_.parser(form)
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[list[ToolCallDelta]] = []
 
     def add(self, event: Output | Finished) -> Delta:
         """Add the text of an event; return what it adds to the message, in which each call has an id."""
-        if self._parser is None:
-            delta = Delta(event.content)
-        else:
-            delta = self._parser.push(event.content)
-            if isinstance(event, Finished):
-                delta = Delta.of([delta, self._parser.finish()])
-            if delta.tool_calls:
-                delta = Delta.of(map(self._with_ids, delta.parts or (delta,)))
-        self._content.append(delta.content)
-        self._reasoning.append(delta.reasoning)
-        for call in delta.tool_calls:
-            if call.index == len(self._calls):
-                self._calls.append([])
-            self._calls[call.index].append(call)
-        return delta
-
-    @property
-    def content(self) -> str:
-        """All content so far."""
-        return "".join(self._content)
-
-    @property
-    def reasoning(self) -> str:
-        """All reasoning so far."""
-        return "".join(self._reasoning)
-
-    @property
-    def calls(self) -> list[ToolCall]:
-        """All calls so far."""
-        return [
-            ToolCall(parts[0].name or "", "".join(part.arguments for part in parts), parts[0].id)
-            for parts in self._calls
-        ]
-
-    @property
-    def has_calls(self) -> bool:
-        """True once there is a call."""
-        return bool(self._calls)
-
-    def _with_ids(self, part: Delta) -> Delta:
-        return replace(part, tool_calls=tuple(map(self._with_id, part.tool_calls)))
-
-    def _with_id(self, call: ToolCallDelta) -> ToolCallDelta:
-        if call.name is None or call.id is not None:
-            return call
-        return replace(call, id=self._format.new_id())
+        return self.push(event.content, is_last=isinstance(event, Finished))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-import secrets
 import string
 from collections.abc import Mapping, Sequence
 
@@ -110,9 +110,10 @@ class Mistral(Format):
         call = writer.rule(writer.sequence(writer.text(OPEN), writer.choice(functions)))
         return writer.repeated(call, "", parallel=parallel)
 
-    def new_id(self) -> str:
-        """Return a random id of nine letters or digits: the templates refuse others."""
-        return "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
+    def call_id(self, completion_id: str, index: int) -> str:
+        """Return an id of nine letters or digits: the templates refuse others."""
+        digest = hashlib.blake2b(f"{completion_id} {index}".encode(), digest_size=9).digest()
+        return "".join(_ID_LETTERS[byte % len(_ID_LETTERS)] for byte in digest)
 
     @property
     def _named(self) -> bool:

@@ -1,0 +1,78 @@
+"""An assistant's message as its client receives it: parsed from generated text, with an id for each call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llamaslot.base.generation.tools import MessageForm
+from llamaslot.formats.calls import Delta, ToolCall, ToolCallDelta
+from llamaslot.formats.format import Format
+
+
+class ParsedMessage:
+    """Content, reasoning and tool calls of one completion, added text by text.
+
+    Calls without an id of their own get one that depends on `completion_id` and their number: the prompt worker
+    parses the whole text again to remember the message, and finds the ids that the client received.
+    """
+
+    def __init__(self, format_: Format, form: MessageForm, completion_id: str) -> None:
+        self._format = format_
+        self._completion_id = completion_id
+        # Text in which nothing is to be found need not be searched.
+        is_plain = (
+            format_.reasoning is None and not (form.parse_tools and form.tools) and not format_.markers.ignored
+        )
+        self._parser = None if is_plain else format_.parser(form)
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[list[ToolCallDelta]] = []
+
+    def push(self, text: str, *, is_last: bool) -> Delta:
+        """Add text; return what it adds to the message, in which each call has an id."""
+        if self._parser is None:
+            delta = Delta(text)
+        else:
+            delta = self._parser.push(text)
+            if is_last:
+                delta = Delta.of([delta, self._parser.finish()])
+            if delta.tool_calls:
+                delta = Delta.of(map(self._with_ids, delta.parts or (delta,)))
+        self._content.append(delta.content)
+        self._reasoning.append(delta.reasoning)
+        for call in delta.tool_calls:
+            if call.index == len(self._calls):
+                self._calls.append([])
+            self._calls[call.index].append(call)
+        return delta
+
+    @property
+    def content(self) -> str:
+        """All content so far."""
+        return "".join(self._content)
+
+    @property
+    def reasoning(self) -> str:
+        """All reasoning so far."""
+        return "".join(self._reasoning)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """All calls so far."""
+        return [
+            ToolCall(parts[0].name or "", "".join(part.arguments for part in parts), parts[0].id)
+            for parts in self._calls
+        ]
+
+    @property
+    def has_calls(self) -> bool:
+        """True once there is a call."""
+        return bool(self._calls)
+
+    def _with_ids(self, part: Delta) -> Delta:
+        return replace(part, tool_calls=tuple(map(self._with_id, part.tool_calls)))
+
+    def _with_id(self, call: ToolCallDelta) -> ToolCallDelta:
+        if call.name is None or call.id is not None:
+            return call
+        return replace(call, id=self._format.call_id(self._completion_id, call.index))
