@@ -13,10 +13,10 @@ import re
 from aiohttp import web
 
 from llamaslot.api.completions.response_format import read_submits
-from llamaslot.api.context import READINESS, SETTINGS
+from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID
 from llamaslot.api.json_bodies import json_response, read
 from llamaslot.api.keys import GRANTED, Access
-from llamaslot.api.middleware import UNIQUE_ID, given_key, valid_unicode
+from llamaslot.api.middleware import given_key, valid_unicode
 from llamaslot.base.commands import CacheCleared, ClearCache, DropSession, InspectCache, ProbeCache
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
 from llamaslot.base.stats import CacheProbe, CacheState

@@ -35,6 +35,7 @@ ROUTES = {
         ("POST", "/infill"),
         ("POST", "/completions"),
         ("POST", "/apply-template"),
+        ("POST", "/cache/probe"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
         ("DELETE", "/sessions/{session_id}"),

@@ -28,6 +28,8 @@ from llamaslot.base.commands import (
     JsonReply,
     ParseBody,
     ParsedBody,
+    ProbeCache,
+    ProbePrompt,
     Query,
     QueryBody,
     ReplyOptions,
@@ -92,6 +94,8 @@ QUERIES = [
     InspectEngine(),
     InspectCache(5, text=True),
     DropSession("mine", "salt"),
+    ProbeCache(Submit("p", (TextPart("a"),), sampling=SAMPLING)),
+    ProbePrompt(Submit("p", (), sampling=SAMPLING), TokenizedPrompt(b"\1\0\0\0", session_match="new")),
     SlotAction(1, "restore", "a.bin"),
     ClearCache(),
 ]
