@@ -49,7 +49,12 @@ jobs = st.builds(
     pause=st.integers(0, 30),
     patience=st.none() | st.integers(0, 60),
 )
-failures = st.lists(st.tuples(st.integers(0, 60), st.sampled_from(list(Status)[1:]), st.integers(0, 3)), max_size=6)
+failures = st.lists(
+    st.tuples(st.integers(0, 60), st.sampled_from(list(Status)[1:]), st.integers(0, 3)), max_size=6
+).filter(lambda faults: sum(status is Status.FATAL for _, status, _ in faults) < 3)
+"""Turns of the event loop before each, its status, and the runs that are applied. An engine that fails to compute
+three requests in a row ends.
+"""
 
 
 @functools.cache
