@@ -1257,7 +1257,7 @@ class TenantMachine(FakeMachine):
 
 def test_the_cache_with_two_api_keys() -> None:
     before = COUNTS.copy()
-    chosen = settings(max_examples=1000 if LONG else 40, stateful_step_count=100, deadline=None)
+    chosen = settings(max_examples=1000 if LONG else 30, stateful_step_count=100, deadline=None)
     run_state_machine_as_test(TenantMachine, settings=chosen)
     counts = COUNTS - before
     missing = [event for event in ("limited", *OFTEN, *(SHARES if LONG else ())) if not counts[event]]
@@ -1266,7 +1266,7 @@ def test_the_cache_with_two_api_keys() -> None:
 
 def test_the_cache_with_a_public_namespace() -> None:
     before = COUNTS.copy()
-    chosen = settings(max_examples=1000 if LONG else 40, stateful_step_count=100, deadline=None)
+    chosen = settings(max_examples=1000 if LONG else 30, stateful_step_count=100, deadline=None)
     run_state_machine_as_test(PublicMachine, settings=chosen)
     assert (COUNTS - before)["public tokens"], "no example loaded what is public"
 
