@@ -1,0 +1,1 @@
+"""Anthropic's request bodies, and their conversion to chats."""

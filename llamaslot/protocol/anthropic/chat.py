@@ -1,0 +1,143 @@
+"""Anthropic's request bodies as chat bodies, which take the path of `/v1/chat/completions` from there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from llamaslot.base.errors import InvalidRequestError, LlamaslotError, NotSupportedError
+from llamaslot.protocol.anthropic.blocks import object_of, text_of
+from llamaslot.protocol.anthropic.bodies import CountTokensBody, ThinkingConfig, ToolChoice
+from llamaslot.protocol.anthropic.messages import Message, conversation_of
+from llamaslot.protocol.bodies import ChatBody, Options
+from llamaslot.protocol.structured_options import JsonSchemaFormat, ResponseFormat
+
+_SHARED = tuple(field.name for field in msgspec.structs.fields(Options))
+"""Fields that mean the same in a chat body."""
+_CHOICES = ("n", "n_cmpl")
+_EXTRAS = ("logprobs", "top_logprobs", "n_probs", "return_tokens", "timings_per_token", "return_progress")
+"""Fields that ask for what Anthropic's replies have no place for."""
+_NOT_SUPPORTED = ("container", "mcp_servers", "thread", "compaction")
+_EFFORTS = {"xhigh": "high", "max": "high"}
+"""Efforts that chat templates do not know."""
+_WORDS = {
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "'response_format'": "'output_config.format'",
+    "function.parameters": "input_schema",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+"""Fields of chat bodies that errors may name, with Anthropic's names."""
+
+
+def chat_of(body: CountTokensBody) -> ChatBody:
+    """Return a body as a chat body; raises `InvalidRequestError` and `NotSupportedError`."""
+    _check(body)
+    shared = {name: getattr(body, name) for name in _SHARED}
+    if body.stop_sequences is not None:
+        shared["stop"] = body.stop_sequences
+    output_format = (body.output_config and body.output_config.format) or body.output_format
+    if output_format is not None:
+        shared["response_format"] = ResponseFormat("json_schema", JsonSchemaFormat(schema=output_format.schema))
+    effort = body.output_config and body.output_config.effort
+    conversation = conversation_of(body.system, body.messages)
+    _clear_thinking(body, conversation)
+    return ChatBody(
+        **shared,
+        messages=conversation,
+        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())] or None,
+        tool_choice=_choice(body.tool_choice),
+        parallel_tool_calls=None if body.tool_choice is None else not body.tool_choice.disable_parallel_tool_use,
+        reasoning_effort=_EFFORTS.get(effort, effort) if effort else None,
+        reasoning_format=body.reasoning_format,
+        thinking_budget_tokens=body.thinking.budget_tokens if body.thinking is not None else None,
+        chat_template_kwargs={**_thinking_kwargs(body.thinking), **(body.chat_template_kwargs or {})} or None,
+    )
+
+
+def in_words_of_anthropic(error: LlamaslotError) -> LlamaslotError:
+    """Return an error of the chat body in terms of the body that it was made of."""
+    message, param = error.message, error.param
+    for chat, own in _WORDS.items():
+        message = message.replace(chat, own)
+        param = param.replace(chat.strip("'"), own.strip("'")) if param else param
+    return error if message == error.message else type(error)(message, param=param)
+
+
+def _check(body: CountTokensBody) -> None:
+    asked = [name for name in _CHOICES if (getattr(body, name) or 1) > 1]
+    asked += [name for name in _EXTRAS if getattr(body, name) is not None and getattr(body, name) is not False]
+    if asked:
+        raise NotSupportedError(f"'{asked[0]}' has no place in Anthropic's replies", param=asked[0])
+    for name in _NOT_SUPPORTED:
+        if getattr(body, name):
+            raise NotSupportedError(f"'{name}' asks for something that is not supported", param=name)
+    if body.output_config is not None and body.output_config.task_budget is not None:
+        raise NotSupportedError("'output_config.task_budget' is not supported", param="output_config.task_budget")
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> Message:
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        raise NotSupportedError(
+            f"'{where}.type' is {kind!r}: the server has no tools of its own, only 'custom' ones are taken",
+            param=f"{where}.type",
+        )
+    if tool.get("defer_loading"):
+        message = f"'{where}.defer_loading' is not supported: all tools are in the prompt"
+        raise NotSupportedError(message, param=f"{where}.defer_loading")
+    function: Message = {
+        "name": text_of(tool, "name", where),
+        "description": text_of(tool, "description", where) if tool.get("description") is not None else "",
+        "parameters": dict(object_of(tool, "input_schema", where)),
+    }
+    if tool.get("input_examples"):
+        function["parameters"]["examples"] = tool["input_examples"]
+    if tool.get("strict") is True:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: ToolChoice | None) -> Any:
+    if choice is None or choice.type in ("auto", "none"):
+        return choice and choice.type
+    if choice.type == "any":
+        return "required"
+    if choice.name is None:
+        raise InvalidRequestError("'tool_choice.name' is required", param="tool_choice.name")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _thinking_kwargs(thinking: ThinkingConfig | None) -> dict[str, Any]:
+    """Return the template's variable that turns thinking on or off; the server's default holds if none is set."""
+    if thinking is None:
+        return {}
+    if thinking.type == "enabled" and thinking.budget_tokens is None:
+        raise InvalidRequestError("'thinking.budget_tokens' is required", param="thinking.budget_tokens")
+    return {"enable_thinking": thinking.type != "disabled"}
+
+
+def _clear_thinking(body: CountTokensBody, conversation: Sequence[Message]) -> None:
+    """Remove reasoning from all but the last turns, as `context_management` demands; refuse other edits."""
+    edits = body.context_management.edits if body.context_management is not None else None
+    for i, edit in enumerate(edits or ()):
+        where = f"context_management.edits[{i}]"
+        if edit.get("type") != "clear_thinking_20251015":
+            raise NotSupportedError(f"'{where}.type' is {edit.get('type')!r}: not supported", param=f"{where}.type")
+        keep = edit.get("keep", {"type": "thinking_turns", "value": 1})
+        kind = keep.get("type") if isinstance(keep, Mapping) else keep
+        n_kept = keep.get("value") if isinstance(keep, Mapping) and kind == "thinking_turns" else None
+        if kind == "all":
+            continue
+        if not isinstance(n_kept, int) or n_kept < 1:
+            raise InvalidRequestError(f"'{where}.keep' must be 'all' or a number of turns", param=f"{where}.keep")
+        n_turns, in_turn = 0, False
+        for message in reversed(conversation):
+            if message["role"] == "user":
+                in_turn = False
+            elif message["role"] == "assistant":
+                n_turns += not in_turn
+                in_turn = True
+                if n_turns > n_kept:
+                    message.pop("reasoning_content", None)

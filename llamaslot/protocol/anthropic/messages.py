@@ -1,0 +1,149 @@
+"""Anthropic's system prompt and messages as a conversation in OpenAI's form.
+
+Results of tools become messages of their own, in their order among the texts of their message. Messages of one role
+that follow each other are one turn, as Anthropic defines it; many chat templates refuse them otherwise. Text blocks
+stay parts of a message, except in replies of the assistant: the server splits those around calls, and joining them
+gives what was generated.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from llamaslot.base.errors import InvalidRequestError
+from llamaslot.protocol.anthropic.blocks import content_blocks, object_of, text_of, unsupported_block
+
+Message: TypeAlias = dict[str, Any]
+Blocks: TypeAlias = list[tuple[str, Mapping[str, Any], str]]
+
+_BILLING_STAMP = re.compile(r"(x-anthropic-billing-header:.*?cch=)[^;]{5}(?=;)", re.DOTALL)
+"""A number in the header of Claude Code's system prompts that differs in each request."""
+
+
+def conversation_of(system: str | Sequence[Any] | None, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return the messages; raises `InvalidRequestError` for what is not in Anthropic's form, and
+    `NotSupportedError` for blocks that are not text, tool use or thinking.
+    """
+    conversation: list[Message] = []
+    if system is not None:
+        _add(conversation, "system", [_without_stamp(part) for part in _texts(content_blocks(system, "system"))])
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        role = message.get("role")
+        blocks = content_blocks(message.get("content"), f"{where}.content")
+        match role:
+            case "user":
+                _add_user(conversation, blocks)
+            case "assistant":
+                _add_assistant(conversation, blocks)
+            case "system":
+                _add(conversation, "system", _texts(blocks))
+            case _:
+                raise InvalidRequestError(
+                    f"'{where}.role' must be one of user, assistant, system", param=f"{where}.role"
+                )
+    if all(message["role"] == "system" for message in conversation):
+        # llama-server answers it; most chat templates want a message of the user.
+        conversation.append({"role": "user", "content": ""})
+    return conversation
+
+
+def _add_user(conversation: list[Message], blocks: Blocks) -> None:
+    texts: list[str] = []
+    for kind, block, where in blocks:
+        if kind != "tool_result":
+            texts += _texts([(kind, block, where)])
+            continue
+        if texts:
+            _add(conversation, "user", texts)
+            texts = []
+        call_id = text_of(block, "tool_use_id", where)
+        conversation.append({"role": "tool", "tool_call_id": call_id, "content": _result(block, where)})
+    if texts or not blocks:
+        _add(conversation, "user", texts)
+
+
+def _result(block: Mapping[str, Any], where: str) -> str | list[Message]:
+    content = block.get("content")
+    texts = [] if content is None else _texts(content_blocks(content, f"{where}.content"))
+    if not any(texts):
+        return "The tool failed." if block.get("is_error") is True else ""
+    return _content(texts)
+
+
+def _add_assistant(conversation: list[Message], blocks: Blocks) -> None:
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[Message] = []
+    for kind, block, where in blocks:
+        match kind:
+            case "text":
+                texts.append(text_of(block, "text", where))
+            case "thinking":
+                reasoning.append(text_of(block, "thinking", where))
+            case "redacted_thinking":
+                pass  # Nobody but Anthropic can read it.
+            case "tool_use":
+                calls.append(_call(block, where))
+            case _:
+                raise unsupported_block(kind, where)
+    turn: Message = {"role": "assistant", "content": "".join(texts)}
+    if any(reasoning):
+        turn["reasoning_content"] = "".join(reasoning)
+    if calls:
+        turn["tool_calls"] = calls
+    if any((*texts, *reasoning, calls)):
+        _add_turn(conversation, turn)
+
+
+def _add_turn(conversation: list[Message], turn: Message) -> None:
+    if not conversation or conversation[-1]["role"] != "assistant":
+        conversation.append(turn)
+        return
+    last = conversation[-1]
+    for key, between in (("content", "\n"), ("reasoning_content", "\n"), ("tool_calls", None)):
+        if last.get(key) and turn.get(key):
+            last[key] += turn[key] if between is None else between + turn[key]
+        elif turn.get(key):
+            last[key] = turn[key]
+
+
+def _call(block: Mapping[str, Any], where: str) -> Message:
+    arguments = json.dumps(object_of(block, "input", where), ensure_ascii=False)
+    return {
+        "id": text_of(block, "id", where),
+        "type": "function",
+        "function": {"name": text_of(block, "name", where), "arguments": arguments},
+    }
+
+
+def _add(conversation: list[Message], role: str, texts: Sequence[str]) -> None:
+    """Add texts to the last message, or as another one if that is of another role."""
+    if conversation and conversation[-1]["role"] == role:
+        last = conversation[-1]
+        earlier = [last["content"]] if isinstance(last["content"], str) else [p["text"] for p in last["content"]]
+        last["content"] = _content([*earlier, *texts])
+    else:
+        conversation.append({"role": role, "content": _content(texts)})
+
+
+def _content(texts: Sequence[str]) -> str | list[Message]:
+    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
+
+
+def _texts(blocks: Blocks) -> list[str]:
+    for kind, _, where in blocks:
+        if kind != "text":
+            raise unsupported_block(kind, where)
+    return [text_of(block, "text", where) for _, block, where in blocks]
+
+
+def _without_stamp(text: str) -> str:
+    """Return a text with the number of a billing header overwritten, as llama-server does.
+
+    It would end every match with the cache at the first line of the prompt.
+    """
+    return _BILLING_STAMP.sub(r"\1fffff", text, count=1) if _BILLING_STAMP.match(text) else text
