@@ -233,7 +233,7 @@ class Connection(web.RequestHandler):
         """Send a reply to its end."""
         if isinstance(resp, web.HTTPException):
             # aiohttp refuses an unknown `Expect` before it calls any middleware.
-            resp = http_errors.response(http_errors.translated(request, resp))
+            resp = http_errors.response(http_errors.translated(request, resp), request)
         try:
             return await super().finish_response(request, resp, *args)
         finally:
@@ -253,10 +253,11 @@ class Connection(web.RequestHandler):
         if status < 500:
             reason = (message or "").strip().partition("\n")[0].rstrip(":")
             _log.debug("request.malformed", reason=reason)
-            reply = http_errors.response(InvalidRequestError(f"the request is not valid HTTP: {reason}"))
+            malformed = InvalidRequestError(f"the request is not valid HTTP: {reason}")
+            reply = http_errors.response(malformed, request)
         else:
             error = exc if isinstance(exc, Exception) else RuntimeError(message)
-            reply = http_errors.response(http_errors.described(error))
+            reply = http_errors.response(http_errors.described(error), request)
         reply.force_close()
         return reply
 

@@ -1,6 +1,7 @@
 """Errors as HTTP: a status for each type of error, one body for all of them.
 
-Every error becomes a body `{"error": {...}}`. Unexpected exceptions go to the log and never into a body.
+Every error becomes a body `{"error": {...}}`, at the paths of Anthropic's API in Anthropic's form. Unexpected
+exceptions go to the log and never into a body.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from llamaslot.api.anthropic.errors import anthropic_error, is_anthropic
+from llamaslot.api.context import shown_id
 from llamaslot.base import errors
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -81,15 +84,23 @@ def status(error: errors.LlamaslotError) -> int:
     return _STATUS.get(error.type, 500)
 
 
-def body(error: errors.LlamaslotError) -> bytes:
-    """Return the error as JSON."""
+def body(error: errors.LlamaslotError, request: web.BaseRequest | None = None) -> bytes:
+    """Return the error as JSON, in the form of the API to which the request belongs."""
+    if request is not None and is_anthropic(request.path):
+        return _encoder.encode(anthropic_error(error, shown_id(request)))
     detail = ErrorDetail(status(error), error.message, error.type, error.param)
     if isinstance(error, errors.ContextSizeError):
         detail.n_prompt_tokens, detail.n_ctx = error.n_prompt_tokens, error.n_ctx
     return _encoder.encode(ErrorBody(detail))
 
 
-def response(error: errors.LlamaslotError) -> web.Response:
+def event(error: errors.LlamaslotError, request: web.BaseRequest) -> bytes:
+    """Return the error as the last event of a stream."""
+    name = b"event: error\n" if is_anthropic(request.path) else b""
+    return name + b"data: " + body(error, request) + b"\n\n"
+
+
+def response(error: errors.LlamaslotError, request: web.BaseRequest) -> web.Response:
     """Return the error as a reply, with the headers of its status."""
     headers = {}
     if error.retry_after:
@@ -103,7 +114,8 @@ def response(error: errors.LlamaslotError) -> web.Response:
         headers["Allow"] = ", ".join(sorted(error.allowed))
     elif isinstance(error, errors.UnsupportedMediaTypeError):
         headers["Accept-Encoding"] = "identity"
-    return web.Response(status=status(error), body=body(error), content_type="application/json", headers=headers)
+    data = body(error, request)
+    return web.Response(status=status(error), body=data, content_type="application/json", headers=headers)
 
 
 def described(error: Exception) -> errors.LlamaslotError:
@@ -120,11 +132,11 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     try:
         return await handler(request)
     except web.HTTPException as error:
-        return response(translated(request, error))
+        return response(translated(request, error), request)
     except ConnectionError:
         raise  # The client is gone: a reply cannot be delivered.
     except Exception as error:
-        return response(described(error))
+        return response(described(error), request)
 
 
 def translated(request: web.BaseRequest, error: web.HTTPException) -> errors.LlamaslotError:

@@ -17,6 +17,7 @@ from uuid import uuid4
 import structlog
 from aiohttp import web
 
+from llamaslot.api.anthropic.errors import is_anthropic
 from llamaslot.api.context import CLIENT_REQUEST_ID, READINESS, SETTINGS, UNIQUE_ID, shown_id
 from llamaslot.api.http_errors import Handler
 from llamaslot.api.keys import GRANTED, Access, ApiKeys
@@ -96,7 +97,9 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     if response.status >= 400 and "Expect" in request.headers and not request.content.is_eof():
         # The body that was announced will not be read: what follows must not be taken for it.
         response.force_close()
-    response.headers["X-Request-Id"] = shown_id(request) if UNIQUE_ID in request else uuid4().hex
+    request_id = response.headers["X-Request-Id"] = shown_id(request) or uuid4().hex
+    if is_anthropic(request.path):
+        response.headers["Request-Id"] = request_id
     origin = request.headers.get("Origin")
     if origin is None:
         return

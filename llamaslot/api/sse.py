@@ -18,7 +18,7 @@ from llamaslot.api.connections import Connection
 from llamaslot.api.json_bodies import encode
 
 DONE = b"data: [DONE]\n\n"
-_PING = b": ping\n\n"
+PING = b": ping\n\n"
 T = TypeVar("T")
 
 
@@ -28,15 +28,16 @@ def event(body: Any) -> bytes:
 
 
 class EventStream:
-    """The writing side of one stream; `ping_interval` is in seconds, 0 or less for no pings.
+    """The writing side of one stream; `ping_interval` is in seconds, 0 or less for no `ping`s.
 
     What a slow client has not read yet stays in the connection's buffer. With more than `max_buffer` bytes in it
     the connection is closed.
     """
 
-    def __init__(self, request: web.Request, ping_interval: int, max_buffer: int) -> None:
+    def __init__(self, request: web.Request, ping_interval: int, max_buffer: int, ping: bytes = PING) -> None:
         self._request = request
         self._max_buffer = max_buffer
+        self._ping = ping
         self._ping_interval = ping_interval if ping_interval > 0 else None
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
@@ -86,10 +87,10 @@ class EventStream:
 
     async def fail(self, error: Exception) -> None:
         """Send an error event and end the reply, without `[DONE]`."""
-        await self.close([b"data: " + http_errors.body(http_errors.described(error)) + b"\n\n"])
+        await self.close([http_errors.event(http_errors.described(error), self._request)])
 
     async def wait(self, source: Callable[[], Awaitable[T]]) -> T:
-        """Wait for `source`, which must lose nothing when cancelled, with a comment at each interval of silence."""
+        """Wait for `source`, which must lose nothing when cancelled, with a ping at each interval of silence."""
         while True:
             try:
                 async with asyncio.timeout_at(self._next_ping()) as silence:
@@ -98,7 +99,7 @@ class EventStream:
                 if not silence.expired():
                     raise
                 if (due := self._next_ping()) is not None and due <= self._loop.time():
-                    await self.send([_PING])
+                    await self.send([self._ping])
 
     def _next_ping(self) -> float | None:
         return None if self._ping_interval is None else self._sent_at + self._ping_interval
