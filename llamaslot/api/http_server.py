@@ -13,6 +13,7 @@ from functools import partial
 from aiohttp import web
 
 from llamaslot.api import cache_endpoints, server_endpoints, slot_endpoints, token_endpoints
+from llamaslot.api.anthropic import messages
 from llamaslot.api.body_reader import BodyReader, accept_expect
 from llamaslot.api.completions import chat_completions, native_completion, text_completions
 from llamaslot.api.connections import (
@@ -45,6 +46,8 @@ ROUTES = (
     ("POST", "/chat/completions", chat_completions.chat_completions, Access.USER),
     ("POST", "/v1/chat/completions", chat_completions.chat_completions, Access.USER),
     ("POST", "/v1/completions", text_completions.completions, Access.USER),
+    ("POST", "/v1/messages", messages.messages, Access.USER),
+    ("POST", "/v1/messages/count_tokens", messages.count_tokens, Access.USER),
     ("POST", "/completion", native_completion.completion, Access.USER),
     ("POST", "/completions", native_completion.completion, Access.USER),
     ("POST", "/infill", native_completion.infill, Access.USER),

@@ -20,7 +20,7 @@ from llamaslot.base.turns import Sender
 N_SEEDS = 2**32 - 1
 """Seeds are 32 bits wide; the highest one means "random" to llama.cpp and is never passed on."""
 
-BodyKind: TypeAlias = Literal["chat", "text", "native", "infill", "probe"]
+BodyKind: TypeAlias = Literal["chat", "text", "native", "infill", "probe", "messages", "count_messages"]
 SlotVerb: TypeAlias = Literal["save", "restore", "erase"]
 
 
@@ -195,8 +195,9 @@ class RequestContext(msgspec.Struct, frozen=True):
 
 
 class ParseBody(msgspec.Struct, frozen=True, tag="parse_body"):
-    """Read the body of a request for completions: of a conversation, of prompts in OpenAI's format (`text`) or
-    llama-server's, or of either to probe the cache; answered by `ParsedBody`.
+    """Read the body of a request for completions: of a conversation in OpenAI's format (`chat`) or Anthropic's
+    (`messages`), of prompts in OpenAI's (`text`) or llama-server's, or of a prompt alone to probe the cache or to
+    count its tokens; answered by `ParsedBody`.
     """
 
     kind: BodyKind
@@ -223,6 +224,8 @@ class ReplyOptions(msgspec.Struct, frozen=True):
     """Fields that llama-server's reply is reduced to; empty for all."""
     message: MessageForm = MessageForm()
     """The form of a chat's reply."""
+    omit_reasoning: bool = False
+    """The text of the reasoning is left out of the reply."""
     sse_ping_interval: int | None = None
 
 
@@ -276,6 +279,18 @@ class ProbeCache(msgspec.Struct, frozen=True, tag="probe_cache"):
     """Ask what is cached of the prompt of a request, which is not run; answered by `CacheProbe`."""
 
     submit: Submit
+
+
+class CountTokens(msgspec.Struct, frozen=True, tag="count_tokens"):
+    """Count the tokens of the prompt of a request, which is not run; answered by `CountedTokens`."""
+
+    submit: Submit
+
+
+class CountedTokens(msgspec.Struct, frozen=True):
+    """Tokens of a prompt."""
+
+    n_tokens: int
 
 
 class ProbePrompt(msgspec.Struct, frozen=True, tag="probe_prompt"):
@@ -346,7 +361,7 @@ class CacheCleared(msgspec.Struct, frozen=True):
 
 
 EngineQuery: TypeAlias = InspectEngine | InspectCache | ProbePrompt | DropPaths | SlotAction | ClearCache
-QueryBody: TypeAlias = PromptQuery | ProbeCache | DropSession | EngineQuery
+QueryBody: TypeAlias = PromptQuery | ProbeCache | CountTokens | DropSession | EngineQuery
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):

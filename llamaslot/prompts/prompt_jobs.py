@@ -143,6 +143,8 @@ _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
     "native": "reading the request body",
     "infill": "reading the request body",
     "chat": "reading the request body and rendering its messages",
+    "messages": "reading the request body and rendering its messages",
+    "count_messages": "reading the request body and rendering its messages",
     "apply_template": "rendering the messages",
     "tokenize": "tokenizing the text",
     "detokenize": "detokenizing the tokens",

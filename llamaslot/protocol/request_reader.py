@@ -22,9 +22,11 @@ from llamaslot.base.commands import (
     TextPart,
     TokensPart,
 )
-from llamaslot.base.errors import ContextSizeError, InvalidRequestError
+from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError
 from llamaslot.base.model import ModelInfo
 from llamaslot.protocol import unsupported
+from llamaslot.protocol.anthropic.bodies import CountTokensBody, MessagesBody
+from llamaslot.protocol.anthropic.chat import chat_of, in_words_of_anthropic
 from llamaslot.protocol.bodies import (
     ChatBody,
     CompletionBody,
@@ -108,6 +110,8 @@ class RequestReader:
             return self._probe(job)
         if job.kind == "chat":
             return self._chat(decode(job.body, ChatBody), job.context)
+        if job.kind in ("messages", "count_messages"):
+            return self._messages(job)
         if job.kind == "infill":
             body = decode(job.body, InfillBody)
             unsupported.refuse(body)
@@ -135,11 +139,23 @@ class RequestReader:
             raise InvalidRequestError("'prompt' must be one prompt to probe the cache", param="prompt")
         return parsed
 
-    def _chat(self, body: ChatBody, context: RequestContext) -> ParsedBody:
+    def _messages(self, job: ParseBody) -> ParsedBody:
+        """Read a body in Anthropic's form."""
+        is_run = job.kind == "messages"
+        body = decode(job.body, MessagesBody if is_run else CountTokensBody)
+        try:
+            parsed = self._chat(chat_of(body), job.context, is_run=is_run)
+        except LlamaslotError as error:
+            raise in_words_of_anthropic(error) from error
+        omits = body.thinking is not None and body.thinking.display == "omitted"
+        options = msgspec.structs.replace(parsed.options, omit_reasoning=omits)
+        return msgspec.structs.replace(parsed, options=options)
+
+    def _chat(self, body: ChatBody, context: RequestContext, *, is_run: bool = True) -> ParsedBody:
         unsupported.refuse(body)
         chat = self._chats.read(body, context)
         self._check_size(chat.parts)
-        default = self._defaults.next()
+        default = self._defaults.next() if is_run else None
         constraint = chat.constraint if chat.is_own or default is None else default
         (submit,) = submissions(body, [chat.parts], context, self._info, self._tokens_of, constraint=constraint)
         submit = msgspec.structs.replace(

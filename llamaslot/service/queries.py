@@ -12,6 +12,7 @@ from llamaslot.base import commands
 from llamaslot.base.commands import PromptQuery, Query, QueryBody
 from llamaslot.base.errors import LlamaslotError, UnavailableError
 from llamaslot.base.events import Reply
+from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import CacheProbe, CacheState, EngineState
 from llamaslot.prompts.prompt_jobs import (
     ClearTexts,
@@ -68,6 +69,12 @@ class Queries:
                     ),
                     failed,
                 )
+            case commands.CountTokens(submit):
+                on_result(
+                    self._prompts.call(TokenizePrompt(submit)),
+                    lambda tokenized: self._counted(request_id, submit, tokenized),
+                    failed,
+                )
             case commands.ClearCache():
                 # First the texts: what is being remembered now is dropped too.
                 on_result(self._prompts.call(ClearTexts()), lambda _: self._pass_on(query), failed)
@@ -118,6 +125,10 @@ class Queries:
 
         on_result(self._prompts.call(job), located, lambda error: self._emit(Reply(request_id, error=error.info())))
         on_result(self._prompts.call(Release(query.submit.request_id)), _ignore, _ignore)
+
+    def _counted(self, request_id: str, submit: commands.Submit, tokenized: TokenizedPrompt) -> None:
+        self._emit(Reply(request_id, commands.CountedTokens(tokenized.n_tokens)))
+        on_result(self._prompts.call(Release(submit.request_id)), _ignore, _ignore)
 
     def _answer(self, request_id: str, body: PromptQuery) -> None:
         def respond(reply: Reply) -> None:

@@ -19,7 +19,7 @@ from llamaslot.api.openapi.operations import OPERATIONS
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.model import FimTokens
 from tests.fake_backend import FakeBackend
-from tests.fuzz.replies import check_reply
+from tests.fuzz.replies import check_reply, operation_of
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "ignore_eos": True}
 TEXT = {"prompt": "Hello", "max_tokens": 3, "ignore_eos": True}
@@ -47,6 +47,8 @@ REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
     *[("POST", "/v1/chat/completions", {}, {**CHAT, **more}) for more in ({}, ALL, SCORED, {"n": 0})],
     *[("POST", "/v1/completions", {}, {**TEXT, **more}) for more in ({}, ALL, SCORED, {"prompt": ["a", "b"]})],
     ("POST", "/v1/completions", {}, {**TEXT, "logprobs": 2, "echo": True}),
+    *[("POST", "/v1/messages", {}, {**CHAT, **more}) for more in ({}, {"n": 2}, {"stop_sequences": ["e"]})],
+    ("POST", "/v1/messages/count_tokens", {}, CHAT),
     *[("POST", "/completion", {}, {**TEXT, **more}) for more in ({}, ALL, SCORED, {"return_tokens": True})],
     ("POST", "/completion", {}, {**TEXT, **SCORED, "post_sampling_probs": True}),
     ("POST", "/completion", {}, {**TEXT, "response_fields": ["content", "generation_settings/seed"]}),
@@ -113,10 +115,8 @@ async def test_replies_are_what_is_described(start: Any, tmp_path: Path) -> None
         path = pattern
         for name, value in variables.items():
             path = path.replace(f"{{{name}}}", value) if name else path + value
-        takes_stream = body is not None and ("messages" in body or "prompt" in body)
-        for stream in (
-            (False, True) if takes_stream and path not in {"/apply-template", "/cache/probe"} else (None,)
-        ):
+        takes_stream = operation_of(method, pattern).chunk is not None
+        for stream in (False, True) if takes_stream else (None,):
             sent = {**body, "session_id": "mine", "stream": stream} if stream is not None else body
             async with server.session.request(method, server.url + path, json=sent) as response:
                 reply = await _checked(method, pattern, response, "response_fields" in (body or ()))

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from llamaslot.api.http_errors import ErrorBody
+from llamaslot.api.http_errors import ErrorDetail
 from llamaslot.api.http_server import ROUTES
 from llamaslot.api.openapi.document import openapi
 from llamaslot.api.openapi.operations import OPERATIONS, Operation
@@ -30,11 +30,11 @@ def check_reply(method: str, path: str, status: int, content_type: str, raw: byt
     try:
         if status != 200:
             assert content_type == "application/json", content_type
-            error = msgspec.json.decode(raw, type=ErrorBody).error
-            assert error.code == status, raw
+            error = msgspec.json.decode(raw, type=operation.error).error
+            assert not isinstance(error, ErrorDetail) or error.code == status, raw
             return error
         if content_type == "text/event-stream":
-            return _events(raw, _without_picked(operation.chunk, operation.other_chunks, picked))
+            return _events(raw, _without_picked(operation.chunk, operation.other_chunks, picked), operation.error)
         assert content_type == operation.content_type, content_type
         if operation.content_type != "application/json":
             return raw.decode()
@@ -43,19 +43,24 @@ def check_reply(method: str, path: str, status: int, content_type: str, raw: byt
         raise AssertionError(f"{method} {path}: {error}: {raw[:500]!r}") from error
 
 
-def _events(raw: bytes, types: Sequence[Any]) -> list[Any]:
-    """The events of a stream; its last one may be an error. Comment lines keep connections open."""
+def _events(raw: bytes, types: Sequence[Any], error: Any) -> list[Any]:
+    """The events of a stream; its last one may be an error. Comment lines keep connections open.
+
+    An event that has a name has it in its data as well.
+    """
     events: list[Any] = []
     *lines, rest = [line for line in raw.split(b"\n\n") if not line.startswith(b":")]
     assert rest == b"", rest
     for line in lines:
-        assert line.startswith(b"data: "), line
-        data = line.removeprefix(b"data: ")
-        assert not events or not isinstance(events[-1], ErrorBody), "nothing follows an error"
+        name, _, text = line.rpartition(b"\n")
+        assert text.startswith(b"data: "), line
+        data = text.removeprefix(b"data: ")
+        assert not name or name == b"event: " + msgspec.json.decode(data)["type"].encode(), line
+        assert not events or not isinstance(events[-1], error), "nothing follows an error"
         if data == b"[DONE]":
             events.append("[DONE]")
         else:
-            events.append(_decoded(data, [*types, ErrorBody]))
+            events.append(_decoded(data, [*types, error]))
     return events
 
 

@@ -42,7 +42,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 class ChatFormat(OpenAIFormat):
     """OpenAI's chat completions."""
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 

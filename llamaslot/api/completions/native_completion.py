@@ -42,7 +42,7 @@ async def infill(request: web.Request) -> web.StreamResponse:
 class NativeFormat(ResponseFormat):
     """llama-server's replies."""
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     returns_prompt = True
     _prompts: Sequence[str] = ()
 

@@ -17,7 +17,7 @@ from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID, ApiSettings
 from llamaslot.api.json_bodies import BODY_READER, json_response
 from llamaslot.api.keys import GRANTED, Access
 from llamaslot.api.middleware import caller_of
-from llamaslot.api.sse import DONE, EventStream, event
+from llamaslot.api.sse import DONE, PING, EventStream, event
 from llamaslot.base.commands import BodyKind, ParseBody, ParsedBody, ReplyOptions, RequestContext, Submit
 from llamaslot.base.events import Finished, Output
 from llamaslot.formats.format import Format
@@ -43,6 +43,8 @@ class ResponseFormat(ABC):
     """The reply of one endpoint to one request, made from the completions in `generations`."""
 
     id_prefix: ClassVar[str]
+    ping: ClassVar[bytes] = PING
+    """An event of a stream that means nothing, and keeps its connection open."""
     returns_prompt: ClassVar[bool] = False
     """True if the reply contains the prompt."""
 
@@ -103,7 +105,7 @@ async def complete(
 ) -> web.StreamResponse:
     """Answer a request for completions of the prompts in its body."""
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
-    reply_id = f"{response_format.id_prefix}-{request[UNIQUE_ID]}"
+    reply_id = response_format.id_prefix + request[UNIQUE_ID]
     deadline = service.deadline()
     submits, options = await read_submits(
         request, kind, reply_id, deadline, returns_prompt=response_format.returns_prompt
@@ -115,7 +117,7 @@ async def complete(
         if options.stream:
             interval = options.sse_ping_interval
             interval = settings.sse_ping_interval if interval is None else interval
-            stream = EventStream(request, interval, settings.max_stream_buffer_bytes)
+            stream = EventStream(request, interval, settings.max_stream_buffer_bytes, reply.ping)
             return await _stream(stream, generations, reply)
         while await generations.next_batch():
             pass

@@ -37,7 +37,7 @@ class TextFormat(OpenAIFormat):
     Clients of llama-server expect a choice in every chunk: the usage comes with the last choice's end.
     """
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     object = chunk_object = "text_completion"
     _n_ended = 0
     _prompts: Sequence[str] = ()

@@ -55,10 +55,8 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     """Return the OpenAPI document of these routes, whose types are in `OPERATIONS`."""
     operations = {handler: _OWN if handler is openapi else OPERATIONS[handler] for _, _, handler, _ in routes}
     types = list(dict.fromkeys(each for operation in operations.values() for each in _types(operation)))
-    schemas, components = msgspec.json.schema_components(
-        [*types, ErrorBody], ref_template="#/components/schemas/{name}"
-    )
-    schema_of = dict(zip(types, schemas, strict=False))
+    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    schema_of = dict(zip(types, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for method, pattern, handler, access in routes:
         path = _IS_VARIABLE.sub(r"{\1}", pattern)
@@ -71,8 +69,8 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
             "responses": _responses(operations[handler], schema_of),
         }
     error = {
-        "description": "An error; its status is its `code` (docs/api.md lists them).",
-        "content": {JSON: {"schema": schemas[-1]}},
+        "description": "An error (docs/api.md lists them).",
+        "content": {JSON: {"schema": schema_of[ErrorBody]}},
     }
     return {
         "openapi": "3.1.0",
@@ -87,7 +85,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def _types(operation: Operation) -> Iterable[Any]:
-    types = (*_bodies(operation), *_replies(operation), *_chunks(operation))
+    types = (*_bodies(operation), *_replies(operation), *_chunks(operation), operation.error)
     return (each for each in types if each is not None)
 
 
@@ -142,8 +140,14 @@ def _responses(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any
         content["text/event-stream"] = {"x-itemSchema": _any_of(_chunks(operation), schema_of)}
     return {
         "200": {"description": "Success", "content": content},
-        "default": {"$ref": f"#/components/responses/{_ERROR}"},
+        "default": _error(operation, schema_of),
     }
+
+
+def _error(operation: Operation, schema_of: dict[Any, Any]) -> dict[str, Any]:
+    if operation.error is ErrorBody:
+        return {"$ref": f"#/components/responses/{_ERROR}"}
+    return {"description": "An error.", "content": {JSON: {"schema": schema_of[operation.error]}}}
 
 
 def _any_of(types: Sequence[Any], schema_of: dict[Any, Any]) -> Any:

@@ -8,13 +8,16 @@ from typing import Any, Final
 import msgspec
 
 from llamaslot.api import cache_endpoints, server_endpoints, slot_endpoints, token_endpoints
+from llamaslot.api.anthropic import messages, reply_bodies
+from llamaslot.api.anthropic.errors import AnthropicError
 from llamaslot.api.completions import chat_completions, native_completion, text_completions
-from llamaslot.api.http_errors import Handler
+from llamaslot.api.http_errors import ErrorBody, Handler
 from llamaslot.api.middleware import SESSION_HEADERS
 from llamaslot.api.openapi import reply_types
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.stats import CacheProbe, CacheState
 from llamaslot.protocol import bodies
+from llamaslot.protocol.anthropic.bodies import CountTokensBody, MessagesBody
 
 JSON: Final = "application/json"
 _STRING = {"type": "string"}
@@ -43,6 +46,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     parameters: tuple[Parameter, ...] = ()
     content_type: str = JSON
     """The reply's."""
+    error: Any = ErrorBody
 
 
 _SESSION = tuple(
@@ -78,6 +82,16 @@ OPERATIONS: dict[Handler, Operation] = {
     ),
     chat_completions.chat_completions: Operation(
         body=bodies.ChatBody, reply=reply_types.ChatReply, chunk=reply_types.ChatChunk, parameters=_SESSION
+    ),
+    messages.messages: Operation(
+        body=MessagesBody,
+        reply=reply_bodies.AnthropicMessage,
+        chunk=reply_bodies.Event,
+        error=AnthropicError,
+        parameters=_SESSION,
+    ),
+    messages.count_tokens: Operation(
+        body=CountTokensBody, reply=reply_bodies.TokenCount, error=AnthropicError, parameters=_SESSION
     ),
     token_endpoints.apply_template: Operation(body=bodies.ChatBody, reply=reply_types.TemplateReply),
     text_completions.completions: Operation(

@@ -1,0 +1,100 @@
+"""`POST /v1/messages`: chat completions in Anthropic's format."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from aiohttp import web
+from msgspec import structs
+
+from llamaslot.api.anthropic.blocks import BlockEvents, blocks_of
+from llamaslot.api.anthropic.reply_bodies import (
+    AnthropicMessage,
+    AnthropicUsage,
+    MessageDelta,
+    MessageStart,
+    MessageStop,
+    Ping,
+    Stop,
+    StopReason,
+    TokenCount,
+    event,
+)
+from llamaslot.api.completions.chat_message import ChatMessage
+from llamaslot.api.completions.response_format import ReplyContext, ResponseFormat, complete, read_submits
+from llamaslot.api.context import READINESS, UNIQUE_ID
+from llamaslot.api.json_bodies import json_response
+from llamaslot.base.commands import CountedTokens, CountTokens
+from llamaslot.base.events import Finished, Output
+from llamaslot.service.generations import Generation
+
+
+async def messages(request: web.Request) -> web.StreamResponse:
+    """Complete a conversation in Anthropic's format."""
+    return await complete(request, "messages", MessagesFormat)
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """Count the tokens of the prompt that a conversation in Anthropic's format has, and generate nothing."""
+    service = request.app[READINESS].check()
+    deadline = service.deadline()
+    (submit,), _ = await read_submits(request, "count_messages", f"count-{request[UNIQUE_ID]}", deadline)
+    try:
+        async with asyncio.timeout_at(deadline):
+            counted = await service.ask(CountTokens(submit), CountedTokens)
+    except TimeoutError:
+        raise service.deadline_error() from None
+    return json_response(TokenCount(counted.n_tokens))
+
+
+class MessagesFormat(ResponseFormat):
+    """Anthropic's messages. There is one completion."""
+
+    id_prefix = "msg_"
+    ping = event(Ping())
+
+    def __init__(self, reply: ReplyContext, generations: Sequence[Generation]) -> None:
+        super().__init__(reply, generations)
+        self._message = ChatMessage(reply.output_format, self._options.message, generations[0].submit.request_id)
+        self._blocks = BlockEvents(omit_thinking=self._options.omit_reasoning)
+        self._is_started = False
+
+    def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
+        """Yield the beginning of the message with the first event, then blocks, then the stop reason."""
+        if not self._is_started:
+            self._is_started = True
+            yield event(MessageStart(self._empty(AnthropicUsage.of(output.progress))))
+        for each in self._blocks.add(self._message.add(output)):
+            yield event(each)
+        if isinstance(output, Finished):
+            for each in self._blocks.close():
+                yield event(each)
+            yield event(MessageDelta(self._stop(output), AnthropicUsage.of(output.progress)))
+
+    def closing(self) -> Iterator[bytes]:
+        """Yield the last event."""
+        yield event(MessageStop())
+
+    def whole(self) -> AnthropicMessage:
+        """Return the whole message."""
+        (generation,) = self._generations
+        end = generation.end
+        added = self._message.add(structs.replace(end, content=generation.text))
+        content = blocks_of([*self._blocks.add(added), *self._blocks.close()])
+        message = self._empty(AnthropicUsage.of(end.progress))
+        stop = self._stop(end)
+        message.content = content
+        message.stop_reason, message.stop_sequence = stop.stop_reason, stop.stop_sequence
+        return message
+
+    def _empty(self, usage: AnthropicUsage) -> AnthropicMessage:
+        return AnthropicMessage(id=self._reply.id, model=self._reply.model, content=[], usage=usage)
+
+    def _stop(self, end: Finished) -> Stop:
+        reason: StopReason = "tool_use" if self._message.has_calls else "end_turn"
+        if end.reason == "limit":
+            reason = "max_tokens"
+        elif end.stopping_word:
+            return Stop("stop_sequence", end.stopping_word)
+        return Stop(reason)
