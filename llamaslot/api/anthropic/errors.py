@@ -21,6 +21,8 @@ AnthropicErrorType = Literal[
     "api_error",
     "overloaded_error",
 ]
+THREAD = "thread"
+"""The field that asks the server to keep a conversation."""
 _TYPES: dict[str, AnthropicErrorType] = {
     "authentication_error": "authentication_error",
     "permission_error": "permission_error",
@@ -34,11 +36,18 @@ _TYPES: dict[str, AnthropicErrorType] = {
 """By our own types; all others are `invalid_request_error`."""
 
 
+class AnthropicErrorCode(msgspec.Struct):
+    """A code by which clients recognise an error that they can avoid."""
+
+    error_code: str
+
+
 class AnthropicErrorDetail(msgspec.Struct):
     """Type and message of an error."""
 
     type: AnthropicErrorType
     message: str
+    details: AnthropicErrorCode | msgspec.UnsetType = msgspec.UNSET
 
 
 class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
@@ -59,6 +68,8 @@ def anthropic_error(error: LlamaslotError, request_id: str) -> AnthropicError:
     if isinstance(error, ContextSizeError):
         # Anthropic's words: Claude Code compacts the conversation when it reads them.
         message = f"prompt is too long: {error.n_prompt_tokens} tokens > {error.n_ctx} maximum"
-    return AnthropicError(
-        AnthropicErrorDetail(_TYPES.get(error.type, "invalid_request_error"), message), request_id
-    )
+    detail = AnthropicErrorDetail(_TYPES.get(error.type, "invalid_request_error"), message)
+    if error.param == THREAD:
+        # Anthropic's client then sends the whole conversation, without the field.
+        detail.details = AnthropicErrorCode("thread_unsupported_request")
+    return AnthropicError(detail, request_id)
