@@ -85,7 +85,7 @@ def _add_assistant(conversation: list[Message], blocks: Blocks) -> None:
             case "thinking":
                 reasoning.append(text_of(block, "thinking", where))
             case "redacted_thinking":
-                pass  # Nobody but Anthropic can read it.
+                pass  # Only Anthropic can read it.
             case "tool_use":
                 calls.append(_call(block, where))
             case _:
