@@ -130,10 +130,26 @@ def test_messages_of_one_role_are_one_turn() -> None:
         {"role": "tool", "tool_call_id": "2", "content": "two"},
         {"role": "user", "content": text("c", "d")},
     ]
+
+
+def test_instructions_within_the_conversation_are_texts_of_the_user() -> None:
     system = {"role": "system", "content": "Be brief."}
-    assert chat([system, HI, system], system="You are.").messages == [
-        {"role": "system", "content": text("You are.", "Be brief.")}, HI, system,
-    ]  # fmt: skip
+    reminder = "<system-reminder>\nBe brief.\n</system-reminder>"
+    messages = [
+        system,
+        HI,
+        system,
+        assistant(use("1")),
+        user(result("1")),
+        {**system, "content": text("Be brief.")},
+    ]
+    assert chat(messages, system="You are.").messages == [
+        {"role": "system", "content": text("You are.", "Be brief.")},
+        {"role": "user", "content": text("Hi", reminder)},
+        {"role": "assistant", "content": "", "tool_calls": [call("1", "{}")]},
+        {"role": "tool", "tool_call_id": "1", "content": ""},
+        {"role": "user", "content": reminder},
+    ]
 
 
 @pytest.mark.parametrize("messages", [[], [assistant({"type": "redacted_thinking", "data": "x"})], [assistant()]])
