@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import shlex
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
@@ -22,6 +23,7 @@ from bench.peers.servers import SERVERS
 from bench.peers.workloads import FEW, MANY
 from bench.report import default_threads, model_file, notes
 from bench.soak import run as soak
+from bench.suite import run as suite
 from bench.synthetic import SHAPES
 
 QUICK = ("llama-server -kvu", "llamaslot")
@@ -107,6 +109,7 @@ def _add_parts(commands: Any) -> None:
     growing = commands.add_parser("tree", help="time of the radix tree's own operations")
     _common(growing, run=_tree, repeats=(9, 2), of="trees to build", shape=None)
 
+    _add_suite(commands.add_parser("llama-suite", help="llama-server's own tests against llamaslot"))
     _add_soak(commands.add_parser("soak", help="hours of mixed requests: does memory grow?"))
 
     sizing = commands.add_parser("size", help="code lines and modules of the package, and its size limits")
@@ -234,6 +237,31 @@ def _tree(options: Namespace) -> None:
 
 def _soak(options: Namespace) -> int:
     return soak.run(minutes=options.minutes, faults=options.faults, folder=options.out, seed=options.seed)
+
+
+def _add_suite(command: ArgumentParser) -> None:
+    command.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(suite.FILES)} (default: all)")
+    names = [suite.OWN, suite.PEER]
+    text = "run only this one (default: both)"
+    command.add_argument("--on", choices=names, metavar="SERVER", help=f"{' or '.join(names)}: {text}")
+    text = "let any text pass for the words of a trained model; counts and formats are still compared"
+    command.add_argument("--any-words", action="store_true", help=text)
+    text = 'more options for pytest, such as --pytest="-k logprobs" (slow tests run with "-m slow")'
+    command.add_argument("--pytest", default="", metavar="OPTIONS", help=text)
+    command.add_argument("--out", type=Path, default=Path("bench/results"), metavar="DIR", help="where results go")
+    command.set_defaults(run=_suite)
+
+
+def _suite(options: Namespace) -> int:
+    servers = [options.on] if options.on else [suite.OWN, suite.PEER]
+    more = ["-m", "not slow", *shlex.split(options.pytest)]
+    return suite.run(
+        servers=servers,
+        files=options.files or suite.FILES,
+        options=more,
+        any_words=options.any_words,
+        out=options.out,
+    )
 
 
 def _add_soak(command: ArgumentParser) -> None:

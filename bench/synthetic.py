@@ -24,9 +24,10 @@ import math
 import os
 import string
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,6 +37,8 @@ import numpy.typing as npt
 import platformdirs
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from bench import sentencepiece
 
 RECIPE = 1
 """Counted up whenever the same shape would get other bytes, so that files in caches are not mistaken."""
@@ -85,6 +88,9 @@ SHAPES = {
 }
 
 
+SENTENCEPIECE = {"tiny-sentencepiece": Shape("llama", sentencepiece.SIZE, 3, 128, 256, 2, 1, 64, 16_384)}
+"""Shapes with the vocabulary of `bench.sentencepiece` and without a chat template."""
+
 BORROWING = {"tiny-qwen2": Shape("llama", 151_936, 3, 128, 256, 2, 1, 64, 4096)}
 """Shapes that get the tokenizer of another file."""
 
@@ -115,23 +121,26 @@ class Drawn:
 
 
 Tensors: TypeAlias = dict[str, "Drawn | npt.NDArray[np.float32]"]
+AddTokenizer: TypeAlias = Callable[[gguf.GGUFWriter], None]
 
 
 def ensure(shape: str, *, folder: Path | None = None, vocabulary: Path | None = None) -> Path:
-    """The GGUF file of a shape in `SHAPES`, written to `folder` (default: the user's cache) unless it is there.
+    """The GGUF file of a shape, written to `folder` (default: the user's cache) unless it is there.
 
-    One in `BORROWING` gets its tokenizer from the GGUF `vocabulary`, which has as many tokens as the shape.
+    The shape is one of `SHAPES` or `SENTENCEPIECE`. One in `BORROWING` gets its tokenizer from the GGUF
+    `vocabulary`, which has as many tokens as the shape.
     """
     folder = folder or platformdirs.user_cache_path("llamaslot") / "models"
-    dimensions = SHAPES[shape] if vocabulary is None else BORROWING[shape]
+    dimensions = (SHAPES | SENTENCEPIECE)[shape] if vocabulary is None else BORROWING[shape]
     mark = hashlib.sha256(repr((RECIPE, astuple(dimensions))).encode()).hexdigest()[:12]
     path = folder / f"{shape}-{mark}.gguf"
-    tensors = _tensors(dimensions)
+    tokenizer = _tokenizer(shape, vocabulary)
+    tensors = _tensors(dimensions, sentencepiece.N_QUIET if shape in SENTENCEPIECE else len(quiet_tokens()))
     if not _complete(path, mark, tensors):
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / f".{path.name}.{os.getpid()}"
         try:
-            _write(unfinished, f"{shape} {mark}", dimensions, tensors, vocabulary)
+            _write(unfinished, f"{shape} {mark}", dimensions, tensors, tokenizer)
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -163,7 +172,7 @@ def _role_pieces() -> list[str]:
 
 def parameters(shape: str) -> int:
     """Number of weights of a shape, the tied embedding counted once."""
-    return sum(t.rows * t.columns if isinstance(t, Drawn) else t.size for t in _tensors(SHAPES[shape]).values())
+    return sum(t.rows * t.columns if isinstance(t, Drawn) else t.size for t in _tensors(SHAPES[shape], 0).values())
 
 
 def _byte_characters() -> Iterator[str]:
@@ -186,14 +195,11 @@ def _n_bytes(tensors: Tensors) -> int:
     return sum(t.n_bytes if isinstance(t, Drawn) else t.nbytes for t in tensors.values())
 
 
-def _write(path: Path, title: str, shape: Shape, tensors: Tensors, vocabulary: Path | None) -> None:
+def _write(path: Path, title: str, shape: Shape, tensors: Tensors, tokenizer: AddTokenizer) -> None:
     name, _ = title.split()
     writer = gguf.GGUFWriter(path, shape.arch)
     _add_metadata(writer, title, shape)
-    if vocabulary is None:
-        _add_tokenizer(writer, shape.vocab)
-    else:
-        _copy_tokenizer(writer, vocabulary)
+    tokenizer(writer)
     for tensor_name, tensor in tensors.items():
         if isinstance(tensor, Drawn):
             writer.add_tensor_info(
@@ -271,7 +277,15 @@ def _add_metadata(writer: gguf.GGUFWriter, title: str, shape: Shape) -> None:
         writer.add_ssm_time_step_rank(SSM_TIME_RANK)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
+def _tokenizer(shape: str, vocabulary: Path | None) -> AddTokenizer:
+    if vocabulary is not None:
+        return partial(_copy_tokenizer, vocabulary)
+    if shape in SENTENCEPIECE:
+        return _add_sentencepiece
+    return partial(_add_tokenizer, SHAPES[shape].vocab)
+
+
+def _add_tokenizer(size: int, writer: gguf.GGUFWriter) -> None:
     tokens, merges = vocabulary(size)
     control = {tokens.index(special) for special in SPECIALS}
     writer.add_tokenizer_model("gpt2")
@@ -288,7 +302,21 @@ def _add_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def _copy_tokenizer(writer: gguf.GGUFWriter, vocabulary: Path) -> None:
+def _add_sentencepiece(writer: gguf.GGUFWriter) -> None:
+    pieces = sentencepiece.pieces()
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([piece.text for piece in pieces])
+    writer.add_token_scores([piece.score for piece in pieces])
+    writer.add_token_types([piece.kind for piece in pieces])
+    unknown, start, end = range(len(sentencepiece.SPECIALS))
+    writer.add_unk_token_id(unknown)
+    writer.add_bos_token_id(start)
+    writer.add_eos_token_id(end)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(False)
+
+
+def _copy_tokenizer(vocabulary: Path, writer: gguf.GGUFWriter) -> None:
     """Everything that a file says of its tokenizer, and this module's chat template."""
     for key, field in gguf.GGUFReader(vocabulary).fields.items():
         if key.startswith("tokenizer.") and key != "tokenizer.chat_template":
@@ -297,12 +325,12 @@ def _copy_tokenizer(writer: gguf.GGUFWriter, vocabulary: Path) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def _tensors(shape: Shape) -> Tensors:
+def _tensors(shape: Shape, n_quiet: int) -> Tensors:
     """Every tensor of a model, in the order of the file."""
     output_norm = "token_embd_norm" if shape.arch == "lfm2" else "output_norm"
     embedding_std = LOGIT_STD / math.sqrt(shape.width)
     tensors: Tensors = {
-        "token_embd.weight": Drawn(shape.vocab, shape.width, embedding_std, len(quiet_tokens())),
+        "token_embd.weight": Drawn(shape.vocab, shape.width, embedding_std, n_quiet),
         f"{output_norm}.weight": _norm(shape.width),
     }
     for index in range(shape.layers):

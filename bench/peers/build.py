@@ -63,7 +63,7 @@ def llama_server() -> Path:
 
 def vocabulary(name: str) -> Path:
     """A GGUF from llama.cpp's source with a vocabulary and no weights."""
-    return _source() / "models" / f"ggml-vocab-{name}.gguf"
+    return llama_cpp_source() / "models" / f"ggml-vocab-{name}.gguf"
 
 
 def _check_same(binary: Path) -> None:
@@ -89,7 +89,7 @@ def _built(
     folders = library_folders()
     binary = _cache() / f"{name}-{_key(folders)}"
     if not binary.is_file():
-        source = _source()
+        source = llama_cpp_source()
         with tempfile.TemporaryDirectory(dir=_cache()) as work:
             files = sorted(file for pattern in patterns for file in source.glob(pattern))
             files += [_no_ui(source, Path(work))] if has_ui else []
@@ -127,7 +127,7 @@ def _cache() -> Path:
     return folder
 
 
-def _source() -> Path:
+def llama_cpp_source() -> Path:
     """The folder of llama.cpp's source, as it came with the installed llama-cpp-python."""
     release = version(PACKAGE)
     source = _cache() / f"llama.cpp-{release}"

@@ -1,0 +1,60 @@
+"""A small SentencePiece vocabulary in the manner of Llama 2's.
+
+Three special tokens, a token for each byte, the printable ASCII characters, and pieces of English words. As in a
+trained vocabulary, every piece is made by merging two shorter ones, and the score falls with the id. The pieces are
+chosen so that the prompts of llama-server's tests have as many tokens as with the model that these tests download.
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+
+import gguf
+
+SIZE = 512
+SPECIALS = ("<unk>", "<s>", "</s>")
+N_QUIET = len(SPECIALS) + 256
+"""The special tokens and the bytes, which come first."""
+SPACE = "\u2581"
+WORDS = (
+    "the", "to", "and", "he", "was", "in", "is", "it", "of", "so", "she", "you", "we", "they", "said",
+    "little", "He", "one", "day", "mom", "with", "there", "very", "wanted", "happy",
+)  # fmt: skip
+PAIRS = (
+    "th", "he", "in", "er", "an", "re", "on", "at", "en", "nd", "ti", "es", "or", "te", "of", "ed", "ch", "it",
+    "al", "ar", "st", "to", "nt", "ng", "se", "ha", "as", "ou", "io", "le", "ve", "co", "me", "de", "ly", "ri",
+    "ro", "ic", "ne", "ea", "ra", "ce", "li", "im", "ll", "be", "ma", "ck", "om", "ur", "us", "ay", "ee", "oo",
+    "ow", "sh", "ai", "sa",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Piece:
+    """An entry of the vocabulary."""
+
+    text: str
+    score: float
+    kind: gguf.TokenType
+
+
+def pieces() -> list[Piece]:
+    """The vocabulary: `SIZE` pieces in the order of their ids."""
+    unknown, *control = SPECIALS
+    result = [Piece(unknown, 0.0, gguf.TokenType.UNKNOWN)]
+    result += [Piece(text, 0.0, gguf.TokenType.CONTROL) for text in control]
+    result += [Piece(f"<0x{byte:02X}>", 0.0, gguf.TokenType.BYTE) for byte in range(256)]
+    merged = list(dict.fromkeys([*PAIRS, *_beginnings()]))
+    n_free = SIZE - len(result) - len(_characters())
+    texts = [*merged[:n_free], *_characters()]
+    return result + [Piece(text, float(-rank), gguf.TokenType.NORMAL) for rank, text in enumerate(texts)]
+
+
+def _characters() -> list[str]:
+    return [SPACE, *(chr(code) for code in range(33, 127))]
+
+
+def _beginnings() -> list[str]:
+    """Beginnings of words: a space and a letter, then those of `WORDS` up to the whole word."""
+    letters = [SPACE + letter for letter in string.ascii_lowercase + string.ascii_uppercase]
+    return letters + [SPACE + word[:end] for word in WORDS for end in range(2, len(word) + 1)]

@@ -1,0 +1,74 @@
+"""Pytest plugin for llama-server's test suite: results as JSON lines, and no downloads.
+
+The suite's session fixture starts every preset once to download its model; there is nothing to download here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from bench.suite.start import FLAGS
+
+RESULTS = "LLAMASLOT_SUITE_RESULTS"
+"""Environment variable with the file that gets a JSON line for each test."""
+IS_OWN = "LLAMASLOT_SUITE_IS_OWN"
+"""Environment variable that is set if the server is llamaslot."""
+ANY_WORDS = "LLAMASLOT_SUITE_ANY_WORDS"
+"""Environment variable that is set if any text passes for a trained model's words."""
+DIVIDED = (
+    "test_server_props",
+    "test_server_slots",
+    "test_context_size_exceeded",
+    "test_context_size_exceeded_stream",
+)
+"""Tests that presume llama-server's default with `--parallel`: each slot has its part of the context."""
+
+CONSTRAINED = (
+    "test_completion_with_response_format",
+    "test_completion_with_json_schema",
+    "test_completion_with_grammar",
+)
+"""Tests that compare an answer with what a grammar allows, not with a trained model's words."""
+
+# `utils.py` imports it for downloads only, and it is not among this project's packages.
+sys.modules.setdefault("wget", ModuleType("wget"))
+
+
+_test = ""
+
+
+def pytest_sessionstart() -> None:
+    """Take the presets' downloads out of the session fixture, and let any text pass if that is asked for."""
+    utils = sys.modules["utils"]
+    utils.ServerPreset.load_all = staticmethod(lambda: None)
+    match = utils.match_regex
+    if os.environ.get(ANY_WORDS):
+        utils.match_regex = lambda regex, text: _test not in CONSTRAINED or match(regex, text)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Any:
+    """Add the flags that a test presumes while it runs."""
+    global _test  # noqa: PLW0603 -- pytest has one test at a time, and the suite's functions do not get it
+    _test = getattr(item, "originalname", item.name)
+    os.environ[FLAGS] = "--no-kv-unified" if _test in DIVIDED and os.environ.get(IS_OWN) else ""
+    return (yield)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Append the result of a test, and the line that says why it failed."""
+    if report.when != "call" and report.outcome == "passed":
+        return
+    message = ""
+    if report.outcome == "failed":
+        crash = getattr(report.longrepr, "reprcrash", None)
+        message = crash.message if crash else str(report.longrepr)
+    line = {"test": report.nodeid, "outcome": report.outcome, "message": message, "seconds": report.duration}
+    with open(os.environ[RESULTS], "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")

@@ -1,0 +1,124 @@
+"""llama-server's own test suite: how it starts llamaslot, the model that it gets, and what its results mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench import synthetic
+from bench.peers import build
+from bench.suite import exceptions, run, start
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.llama.vocab import LlamaVocab
+
+UTILS = """
+import os, subprocess, wget
+class ServerPreset:
+    @staticmethod
+    def load_all():
+        raise AssertionError("downloads")
+def match_regex(regex, text):
+    return regex == text
+def started():
+    program = os.environ["LLAMA_SERVER_BIN_PATH"]
+    return subprocess.run([program, "--hf-repo", "a", "--slots"], capture_output=True, text=True).stdout
+"""
+CONFTEST = """
+import pytest
+from utils import *
+@pytest.fixture(scope="session", autouse=True)
+def load_server_presets():
+    ServerPreset.load_all()
+"""
+TESTS = """
+from utils import *
+def test_words():
+    assert match_regex("once upon a time", "x y z")
+def test_completion_with_grammar():
+    assert match_regex("aaa", "bbb"), "constrained"
+def test_server_props():
+    assert "--no-kv-unified" in started()
+def test_other():
+    assert "--no-kv-unified" not in started()
+    assert "--model" in started() and "--hf-repo" not in started() and "--slots" in started()
+"""
+
+
+@pytest.fixture
+def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A suite of the same structure, on a server that prints its flags and ends."""
+    folder = tmp_path / "tools" / "server" / "tests"
+    (folder / "unit").mkdir(parents=True)
+    for name, text in (("utils.py", UTILS), ("conftest.py", CONFTEST), ("unit/test_it.py", TESTS)):
+        (folder / name).write_text(text)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    monkeypatch.setattr(build, "llama_cpp_source", lambda: tmp_path)
+    monkeypatch.setattr(run, "llamaslot", lambda: ["echo"])
+    monkeypatch.setattr(build, "llama_server", lambda: Path("/bin/echo"))
+    return folder
+
+
+def test_the_suite_runs_with_a_local_model_and_the_flags_that_its_tests_presume(
+    suite: Path, tmp_path: Path
+) -> None:
+    status = run.run(servers=[run.OWN], files=["it"], options=[], any_words=True, out=tmp_path)
+    results = json.loads((tmp_path / "llama-suite" / "results.json").read_text())[run.OWN]
+    outcomes = {each["test"].rpartition("::")[2]: each["outcome"] for each in results}
+    assert outcomes == {
+        "test_words": "passed",
+        "test_completion_with_grammar": "failed",
+        "test_server_props": "passed",
+        "test_other": "passed",
+    }
+    assert status == 1
+
+
+@pytest.mark.usefixtures("suite")
+def test_only_what_llama_server_passes_and_no_exception_names_is_unexpected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run.run(servers=[run.OWN, run.PEER], files=["it"], options=[], any_words=False, out=tmp_path)
+    assert status == 0, "llama-server fails both as well"
+    assert capsys.readouterr().out.count("[llama-server fails it too]") == 2
+    monkeypatch.setattr(exceptions, "EXCEPTIONS", (("test_words|with_grammar", "a reason"),))
+    assert run.run(servers=[run.OWN], files=["it"], options=[], any_words=False, out=tmp_path) == 0
+    assert capsys.readouterr().out.count("[a reason]") == 2
+
+
+def test_what_chooses_no_model_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(start.SERVER, json.dumps(["llamaslot", "serve"]))
+    monkeypatch.setenv(start.MODEL, "random.gguf")
+    monkeypatch.setenv(start.FLAGS, "--no-kv-unified")
+    flags = ["--port", "1", "--hf-repo", "a/b", "--hf-file", "c.gguf", "--batch-size", "32", "--embedding"]
+    kept = ["--port", "1", "--batch-size", "32", "--embedding", "--no-kv-unified"]
+    assert start.command(flags) == ["llamaslot", "serve", "--model", "random.gguf", *kept]
+    assert start.command(["--port", "1"]) == ["llamaslot", "serve", "--port", "1", "--no-kv-unified"], "no model"
+
+
+@pytest.fixture(scope="module")
+def vocab(tmp_path_factory: pytest.TempPathFactory) -> LlamaVocab:
+    model = synthetic.ensure("tiny-sentencepiece", folder=tmp_path_factory.mktemp("models"))
+    return LlamaBackend(LlamaSettings(model, n_ctx=256, n_slots=1, n_threads=1)).vocab
+
+
+@pytest.mark.parametrize(
+    ("text", "n_tokens"),
+    [
+        ("I believe the meaning of life is", 18),
+        ("Write a joke about AI from a very long prompt which will not be truncated", 46),
+        (" Hello 1" * 41, 41 * 5 + 2),
+        (
+            "<|im_start|>system\nTest<|im_end|>\n<|im_start|>user\n1 2 3 4 5 6<|im_end|>\n<|im_start|>assistant\n",
+            77,
+        ),
+    ],
+)
+def test_prompts_of_the_suite_have_as_many_tokens_as_it_expects(
+    vocab: LlamaVocab, text: str, n_tokens: int
+) -> None:
+    tokens = vocab.tokenize(text, add_special=True, parse_special=True).tolist()
+    assert len(tokens) == n_tokens
+    assert vocab.detokenize(tokens[1:]).decode().removeprefix(" ") == text
