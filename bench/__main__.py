@@ -18,13 +18,14 @@ import structlog
 
 from bench import chat, constrained, decode, idle, processes, profile, retokenizing, scenarios, size, steps, tree
 from bench.client import BenchmarkError
-from bench.peers import baseline, compare, published
+from bench.peers import baseline, compare, parity, published
 from bench.peers.servers import SERVERS
 from bench.peers.workloads import FEW, MANY
 from bench.report import default_threads, model_file, notes
 from bench.soak import run as soak
 from bench.suite import run as suite
 from bench.synthetic import SHAPES
+from llamaslot.app.models import resolve_model
 
 QUICK = ("llama-server -kvu", "llamaslot")
 """Servers of a quick look."""
@@ -74,6 +75,8 @@ def parser() -> ArgumentParser:
     text = "compare with llamaslot of this checkout instead, in pairs"
     comparing.add_argument("--baseline", type=Path, metavar="FOLDER", help=text)
     _threads(comparing)
+
+    _add_parity(commands.add_parser("parity", help="60 greedy requests to llama-server and llamaslot"))
 
     publishing = commands.add_parser("publish", help="the published comparison: one run with a fixed plan")
     publishing.add_argument("--render", action="store_true", help="only write the tables of the raw data again")
@@ -201,6 +204,25 @@ def _peers(options: Namespace) -> None:
     else:
         against = options.against or (QUICK if options.quick else ())
         compare.run(**common, against=against, time_limit_s=options.time_limit)
+
+
+def _add_parity(command: ArgumentParser) -> None:
+    command.add_argument("--model", default="demo", metavar="FILE", help="GGUF file (default: the embedded model)")
+    command.add_argument("--server", default="", metavar="FLAGS", help="more flags for both servers")
+    command.add_argument("--out", type=Path, default=Path("bench/results"), metavar="DIR", help="where results go")
+    _threads(command)
+    command.set_defaults(run=_parity)
+
+
+def _parity(options: Namespace) -> int:
+    options.out.mkdir(parents=True, exist_ok=True)
+    return parity.run(
+        model=resolve_model(options.model),
+        title=options.model,
+        threads=options.threads,
+        folder=options.out,
+        server_flags=options.server.split(),
+    )
 
 
 def _publish(options: Namespace) -> None:
