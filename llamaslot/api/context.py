@@ -46,6 +46,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a stream that wait for a client to read them."""
     alias: str = ""
     """The model's names in replies, comma-separated; empty means its file's name."""
+    tags: str = ""
+    """What `/models` shows as tags, comma-separated."""
     cors_origins: tuple[str, ...] = ("localhost",)
     """Origins of pages that may use the server; `*` is any, `localhost` any port of this machine."""
     allowed_hosts: tuple[str, ...] = ("localhost",)
@@ -91,8 +93,15 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def model_names(self, info: ModelInfo) -> list[str]:
         """Return all names of the model in alphabetical order, as llama-server does; the first one is its id."""
-        aliases = {alias.strip() for alias in self.alias.split(",")} - {""}
-        return sorted(aliases) or [PurePath(info.path).name]
+        return _sorted_names(self.alias) or [PurePath(info.path).name]
+
+    def model_tags(self) -> list[str]:
+        """Return the tags of the model in alphabetical order, as llama-server does."""
+        return _sorted_names(self.tags)
+
+
+def _sorted_names(text: str) -> list[str]:
+    return sorted({name.strip() for name in text.split(",")} - {""})
 
 
 class Readiness:

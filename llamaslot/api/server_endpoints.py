@@ -104,11 +104,12 @@ def _texts_of_flags(settings: ApiSettings) -> dict[str, Any]:
 def _model(request: web.Request) -> dict[str, Any]:
     """Return the model in OpenAI's format with llama-server's `meta`."""
     info = request.app[READINESS].check().info
-    names = request.app[SETTINGS].model_names(info)
+    settings = request.app[SETTINGS]
+    names = settings.model_names(info)
     return {
         "id": names[0],
         "aliases": names,
-        "tags": [],
+        "tags": settings.model_tags(),
         "object": "model",
         "created": _started(),
         "owned_by": "llamaslot",

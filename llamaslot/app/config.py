@@ -65,6 +65,7 @@ class Config:
     host: str = _llama("127.0.0.1", "addresses to listen on, comma-separated")
     port: Annotated[int, Meta(ge=0, le=65535)] = _llama(8080, "port to listen on; 0 for a free one")
     alias: str = _llama("", "the model's name in replies", "-a --alias")
+    tags: str = _llama("", "what the model is good for, comma-separated: shown beside its name")
     ctx_size: Count = _llama(0, "cells of the KV pool; 0 for what fits in memory", "-c --ctx-size")
     kv_mem_fraction: Fraction = _own(0.85, "fraction of memory that a KV pool without --ctx-size may fill")
     parallel: Annotated[int, Meta(ge=1, le=256)] = _llama(

@@ -17,7 +17,7 @@ from llamaslot.base.errors import ConfigError
 WITHOUT_EFFECT = {
     0: "-cb --cont-batching --no-context-shift --perf --no-perf --warmup --no-warmup --no-ui --no-webui --offline "
     "--no-mmproj --no-mmproj-auto --log-disable --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps "
-    "-e --escape --no-escape --repack --op-offload -kvo --kv-offload",
+    "-e --escape --no-escape --repack --op-offload -kvo --kv-offload -bs --backend-sampling",
     1: "-lv --verbosity --log-verbosity --log-colors -to --timeout --threads-http -dt --defrag-thold -fit --fit "
     "-fitt --fit-target -fitc --fit-ctx",
 }
@@ -47,11 +47,11 @@ NOT_SUPPORTED = {
         "--n-cpu-moe -sm --split-mode -ts --tensor-split -mg --main-gpu --check-tensors --override-kv --lora "
         "--lora-scaled --lora-init-without-apply --control-vector --control-vector-scaled "
         "--control-vector-layer-range "
-        "--grammar -j --json-schema -jf --json-schema-file -bs "
-        "--backend-sampling -lcs --lookup-cache-static -lcd --lookup-cache-dynamic -ctxcp --ctx-checkpoints "
+        "--grammar -j --json-schema -jf --json-schema-file "
+        "-lcs --lookup-cache-static -lcd --lookup-cache-dynamic -ctxcp --ctx-checkpoints "
         "--swa-checkpoints --kv-unified-per-slot -cms --checkpoint-min-step -r --reverse-prompt -sp --special "
         "--spm-infill --pooling -mm --mmproj -mmu --mmproj-url --mmproj-auto --mmproj-offload --no-mmproj-offload "
-        "--image-min-tokens --image-max-tokens --media-path --tags --embd-normalize --embedding --embeddings "
+        "--image-min-tokens --image-max-tokens --media-path --embd-normalize --embedding --embeddings "
         "--rerank --reranking --reuse-port --cors-methods --cors-headers --cors-credentials --no-cors-credentials "
         "--api-prefix --tools --mcp-servers-config --mcp-servers-json -ag --agent "
         "--chat-template-kwargs --props --models-dir --models-preset --models-max --models-autoload "
@@ -75,8 +75,8 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
     def parse(self, args: Sequence[str]) -> argparse.Namespace:
-        """Parse, naming the nearest flag for one that does not exist."""
-        parsed, unknown = self.parse_known_args(args)
+        """Parse, naming the nearest flag for one that does not exist; as in llama-server, `_` is `-` in flags."""
+        parsed, unknown = self.parse_known_args([_with_dashes(arg) for arg in args])
         if unknown:
             raise ConfigError(self._explain(unknown[0], getattr(parsed, "parser", self)))
         return parsed
@@ -93,6 +93,13 @@ class Parser(argparse.ArgumentParser):
         nearest = difflib.get_close_matches(flag, known, n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         return f"there is no {'flag' if flag.startswith('-') else 'argument'} {flag}{hint}"
+
+
+def _with_dashes(arg: str) -> str:
+    if not arg.startswith("--"):
+        return arg
+    flag, equals, value = arg.partition("=")
+    return flag.replace("_", "-") + equals + value
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

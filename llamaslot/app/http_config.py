@@ -39,6 +39,7 @@ def api_settings(config: Config) -> ApiSettings:
         write_timeout=config.write_timeout,
         max_stream_buffer_bytes=config.max_stream_buffer_kb * 2**10,
         alias=config.alias,
+        tags=config.tags,
         cors_origins=tuple(listed(config.cors_origins)),
         allowed_hosts=_allowed_hosts(config),
         sse_ping_interval=config.sse_ping_interval,

@@ -35,6 +35,11 @@ async def test_a_model_with_several_names(start: Any) -> None:
     assert (status, reply["error"]["type"]) == (404, "not_found_error")
 
 
+async def test_tags(start: Any) -> None:
+    server = await start(tags="small, chat,,small")
+    assert (await server.get("/v1/models"))[1]["data"][0]["tags"] == ["chat", "small"]
+
+
 async def test_props(start: Any) -> None:
     server = await start(n_predict=64)
     _, props = await server.get("/props")
