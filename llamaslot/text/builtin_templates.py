@@ -25,9 +25,10 @@ def resolve(name_or_source: str) -> str:
 
     Raises `ConfigError` that lists the known names, the most similar first.
     """
-    if "{%" in name_or_source or "{{" in name_or_source:
-        return name_or_source
     name = name_or_source.strip() or "chatml"
+    # No name has a space; a template may consist of plain text.
+    if "{%" in name or "{{" in name or len(name.split()) > 1:
+        return name_or_source
     names = builtin_names()
     if name not in names:
         known = sorted(names, key=lambda known: -SequenceMatcher(None, known, name.lower()).ratio())

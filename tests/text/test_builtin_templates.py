@@ -61,7 +61,9 @@ def test_nothing_means_chatml() -> None:
     assert resolve("") == resolve("chatml") != ""
 
 
-@pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{%- for m in messages %}x{% endfor %}"])
+@pytest.mark.parametrize(
+    "source", ["{{ messages[0].content }}", "{%- for m in messages %}x{% endfor %}", "plain text"]
+)
 def test_a_jinja_source_stays_as_it_is(source: str) -> None:
     assert resolve(source) is source
 
