@@ -6,7 +6,7 @@ from typing import Literal
 
 from aiohttp import web
 
-from llamaslot.api.context import READINESS
+from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.api.json_bodies import BODY_READER
 from llamaslot.api.middleware import caller_of
 from llamaslot.base.commands import AnswerBody, JsonReply
@@ -30,9 +30,10 @@ async def detokenize(request: web.Request) -> web.Response:
 async def _answered(
     request: web.Request, kind: Literal["apply_template", "tokenize", "detokenize"]
 ) -> web.Response:
-    service = request.app[READINESS].check()
+    service, settings = request.app[READINESS].check(), request.app[SETTINGS]
     async with request.app[BODY_READER].body(request) as raw:
         caller = caller_of(request)
         client = caller.sender.client(caller.session_id)
-        reply = await service.ask(AnswerBody(kind, raw, client), JsonReply)
+        job = AnswerBody(kind, raw, client, settings.reasoning, settings.reasoning_budget)
+        reply = await service.ask(job, JsonReply)
     return web.Response(body=reply.data, content_type="application/json")

@@ -243,6 +243,9 @@ class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):
     body: bytes
     """JSON."""
     client: str = ""
+    reasoning: bool = True
+    reasoning_budget: int = -1
+    """Defaults, as in `RequestContext`."""
 
     @property
     def size(self) -> int:

@@ -63,7 +63,7 @@ class ChatReader:
     def read(self, body: ChatBody, context: RequestContext) -> ChatPrompt:
         """Read a chat request; raises `InvalidRequestError` if it is invalid or cannot be rendered."""
         use = read_tools(body)
-        kwargs = _template_kwargs(body, context)
+        kwargs = _template_kwargs(body, reasoning=context.reasoning, budget=context.reasoning_budget)
         parts = self._rendered(body, use, kwargs)
         opened = self._reasoning_open(body, "".join(part.text for part in parts))
         form = MessageForm(
@@ -94,9 +94,12 @@ class ChatReader:
         start, end, after = map(self._tokens_of, (tags.start, tags.end, self._format.text_after_reasoning))
         return ReasoningBudget(n_tokens, start, end, after, is_open)
 
-    def render(self, body: ChatBody, context: RequestContext | None = None) -> tuple[TextPart, ...]:
-        """Return the conversation as prompt parts; raises `InvalidRequestError` if it cannot be rendered."""
-        return self._rendered(body, read_tools(body), _template_kwargs(body, context))
+    def render(self, body: ChatBody, *, reasoning: bool = True, budget: int = -1) -> tuple[TextPart, ...]:
+        """Return the conversation as prompt parts; raises `InvalidRequestError` if it cannot be rendered.
+
+        `reasoning` and `budget` are the server's defaults.
+        """
+        return self._rendered(body, read_tools(body), _template_kwargs(body, reasoning=reasoning, budget=budget))
 
     def _rendered(self, body: ChatBody, use: ToolUse, kwargs: Mapping[str, Any]) -> tuple[TextPart, ...]:
         for i, message in enumerate(body.messages):
@@ -119,13 +122,13 @@ class ChatReader:
         return self._format.reasoning_open_at(prompt)
 
 
-def _template_kwargs(body: ChatBody, context: RequestContext | None) -> dict[str, Any]:
+def _template_kwargs(body: ChatBody, *, reasoning: bool, budget: int) -> dict[str, Any]:
     """Return the template's variables that a request sets, on top of the server's."""
     kwargs: dict[str, Any] = {}
-    if context is not None and not context.reasoning:
+    if not reasoning:
         kwargs["enable_thinking"] = False
     n_tokens = _budget_tokens(body)
-    is_off = n_tokens == 0 or (n_tokens < 0 and context is not None and context.reasoning_budget == 0)
+    is_off = n_tokens == 0 or (n_tokens < 0 and budget == 0)
     if is_off or body.reasoning_effort == "none":
         kwargs["enable_thinking"] = False
     elif body.reasoning_effort:

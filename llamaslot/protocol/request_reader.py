@@ -97,7 +97,7 @@ class RequestReader:
         self._chats = ChatReader(template, self._constraints, named_tokens, self._tag_tokens)
         self._defaults = DefaultGrammars([self._constraints.grammar(*each) for each in grammars])
         self._infill = InfillPrompts(info, tokenizer.tokenize)
-        self._answers: dict[str, Callable[[bytes], Any]] = {
+        self._answers: dict[str, Callable[[AnswerBody], Any]] = {
             "apply_template": self._apply_template,
             "tokenize": self._tokens,
             "detokenize": self._text,
@@ -177,7 +177,7 @@ class RequestReader:
 
     def answer(self, job: AnswerBody) -> JsonReply:
         """Answer a body; raises `InvalidRequestError`."""
-        return JsonReply(msgspec.json.encode(self._answers[job.kind](job.body)))
+        return JsonReply(msgspec.json.encode(self._answers[job.kind](job)))
 
     def _tokens_of(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.tokenize((TextPart(text, special=False),)))
@@ -189,15 +189,16 @@ class RequestReader:
         tokens = self._tokenizer.tokenize((TextPart(text),))
         return tokens[0] if len(tokens) == 1 else None
 
-    def _apply_template(self, raw: bytes) -> dict[str, str]:
+    def _apply_template(self, job: AnswerBody) -> dict[str, str]:
         """Return the prompt that the template makes of a conversation and its tools."""
-        body = decode(raw, ChatBody)
+        body = decode(job.body, ChatBody)
         unsupported.refuse(body)
-        return {"prompt": "".join(part.text for part in self._chats.render(body))}
+        parts = self._chats.render(body, reasoning=job.reasoning, budget=job.reasoning_budget)
+        return {"prompt": "".join(part.text for part in parts)}
 
-    def _tokens(self, raw: bytes) -> dict[str, Any]:
+    def _tokens(self, job: AnswerBody) -> dict[str, Any]:
         """Return the token ids of a text or of texts and ids, with the text of each token if asked for."""
-        body = decode(raw, TokenizeBody)
+        body = decode(job.body, TokenizeBody)
         if body.content is None or body.content == []:
             return {"tokens": []}
         special = body.parse_special is not False
@@ -207,9 +208,9 @@ class RequestReader:
             return {"tokens": tokens}
         return {"tokens": [{"id": token, "piece": _piece(self._tokenizer.piece(token))} for token in tokens]}
 
-    def _text(self, raw: bytes) -> dict[str, str]:
+    def _text(self, job: AnswerBody) -> dict[str, str]:
         """Return the text of token ids."""
-        tokens = checked(decode(raw, DetokenizeBody).tokens or (), self._info.n_vocab, "tokens")
+        tokens = checked(decode(job.body, DetokenizeBody).tokens or (), self._info.n_vocab, "tokens")
         return {"content": self._tokenizer.detokenize(Detokenize(tokens)).content}
 
 

@@ -215,6 +215,13 @@ async def test_apply_template_shows_tools(start: Any) -> None:
     assert (status, reply["error"]["param"]) == (400, "tools[0].function")
 
 
+async def test_apply_template_takes_the_servers_default_of_reasoning(start: Any) -> None:
+    for settings in ({"reasoning": False}, {"reasoning_budget": 0}):
+        server = await start(template="{{ enable_thinking }}", **settings)
+        for fields, shown in (({}, "False"), ({"chat_template_kwargs": {"enable_thinking": True}}, "True")):
+            assert await server.ok("/apply-template", {"messages": MESSAGES, **fields}) == {"prompt": shown}
+
+
 async def test_template_variables(start: Any) -> None:
     server = await start(template="{{ mood }} {{ reasoning_effort }} {{ enable_thinking }}")
 
