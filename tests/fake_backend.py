@@ -138,7 +138,7 @@ class FakeBackend:
             n_ctx_slot=n_ctx if unified else n_ctx // n_slots, n_slots=n_slots, n_batch=n_ubatch,
             n_ubatch=n_ubatch, unified=unified, flash_attn=True, cache_type_k="f16", cache_type_v="f16",
             device="none", reuse=reuse, reuse_reason="" if reuse else "turned off by the test", bos_token="<s>",
-            eos_token="</s>", n_cache_seqs=n_reserved, stream_copy_ms=stream_copy_ms,
+            eos_token="</s>", eog=(EOS,), n_cache_seqs=n_reserved, stream_copy_ms=stream_copy_ms,
             segment_size=segment_size if has_scratch else None, n_scored=n_scored,
         )  # fmt: skip
         self.failures: deque[tuple[Status, int]] = deque()

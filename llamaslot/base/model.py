@@ -135,6 +135,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Fields of `Sampling` for which the model file recommends a value."""
     bos_token: str = ""
     eos_token: str = ""
+    eog: tuple[int, ...] = ()
+    """Ids of the tokens that end a text, in ascending order."""
     control_tokens: tuple[str, ...] = ()
     """The texts of the vocabulary's control tokens."""
     fim: FimTokens | None = None

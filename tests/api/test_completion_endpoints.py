@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_backend import FakeBackend
+from tests.fake_backend import EOS, FakeBackend
 
 GREEDY = {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True, "max_tokens": 8}
 
@@ -95,7 +95,7 @@ async def test_whole_numbers_may_be_written_as_fractions(server: Any) -> None:
     assert (reply["tokens_predicted"], reply["id_slot"], reply["prompt"]) == (2, 2, "<s>abc")
     settings = reply["generation_settings"]
     assert [repr(settings[name]) for name in ("top_k", "seed", "n_predict")] == ["40", "3", "2"]
-    assert settings["logit_bias"] == [{"token": 65, "bias": 2.5}, {"token": 66, "bias": None}]
+    assert settings["logit_bias"][:2] == [{"token": 65, "bias": 2.5}, {"token": 66, "bias": None}]
     whole = await server.ok("/v1/completions", {**GREEDY, "max_tokens": 3.0})
     assert whole["usage"]["completion_tokens"] == 3
 
@@ -151,9 +151,15 @@ async def test_response_fields(server: Any) -> None:
     ],
 )
 async def test_both_forms_of_logit_bias(server: Any, bias: Any, expected: dict[int, float | None]) -> None:
-    reply = await server.ok("/completion", {**GREEDY, "logit_bias": bias})
+    reply = await server.ok("/completion", {**GREEDY, "ignore_eos": False, "logit_bias": bias})
     shown = reply["generation_settings"]["logit_bias"]
     assert {entry["token"]: entry["bias"] for entry in shown} == expected
+
+
+async def test_ignored_ends_are_shown_as_biases(server: Any) -> None:
+    reply = await server.ok("/completion", {**GREEDY, "ignore_eos": True, "logit_bias": {"65": 1}})
+    shown = reply["generation_settings"]["logit_bias"]
+    assert shown == [{"token": 65, "bias": 1}, {"token": EOS, "bias": None}]
 
 
 async def test_a_slot_can_be_chosen(server: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -45,9 +46,11 @@ class NativeFormat(ResponseFormat):
     id_prefix = "cmpl-"
     returns_prompt = True
     _prompts: Sequence[str] = ()
+    _eog: Sequence[int] = ()
 
     async def prepare(self, service: Service) -> None:
         """Decode the prompts, so that the reply shows them as the model saw them."""
+        self._eog = service.info.eog
         texts: dict[tuple[int, ...], str] = {}
         for each in self._generations:
             if each.prompt_tokens not in texts:
@@ -112,7 +115,7 @@ class NativeFormat(ResponseFormat):
             "tokens_evaluated": end.progress.n_prompt,
             "generation_settings": {
                 **generation_settings(submit.sampling, submit.max_tokens),
-                **_texts(submit),
+                **self._texts(submit),
                 "stream": self._options.stream,
                 "timings_per_token": self._options.timings_per_token,
             },
@@ -128,6 +131,20 @@ class NativeFormat(ResponseFormat):
             body["completion_probabilities"] = self.writer(generation).native(generation.probs)
         return pick(body, self._options.response_fields) if self._options.response_fields else body
 
+    def _texts(self, submit: Submit) -> dict[str, Any]:
+        """Return the settings that only the request's own client sees; a bias of -inf is null.
+
+        With `ignore_eos`, the tokens that end a text are shown with such a bias, as in llama-server.
+        """
+        ends = self._eog if submit.sampling.ignore_eos else ()
+        biases = {**submit.sampling.logit_bias, **dict.fromkeys(ends, -math.inf)}
+        return {
+            "stop": submit.stop,
+            "logit_bias": [{"token": token, "bias": bias} for token, bias in biases.items()],
+            "grammar": submit.constraint.grammar if submit.constraint is not None else "",
+            "dry_sequence_breakers": submit.sampling.dry_sequence_breakers,
+        }
+
 
 def generation_settings(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
     """Return settings that reveal nothing of a request's text, under llama-server's names; seed -1 is 2**32 - 1."""
@@ -140,14 +157,4 @@ def generation_settings(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
         "seed": sampling.seed % 2**32,
         "max_tokens": max_tokens,
         "n_predict": max_tokens,
-    }
-
-
-def _texts(submit: Submit) -> dict[str, Any]:
-    """Return the settings that only the request's own client sees; a bias of -inf is null."""
-    return {
-        "stop": submit.stop,
-        "logit_bias": [{"token": token, "bias": bias} for token, bias in submit.sampling.logit_bias.items()],
-        "grammar": submit.constraint.grammar if submit.constraint is not None else "",
-        "dry_sequence_breakers": submit.sampling.dry_sequence_breakers,
     }

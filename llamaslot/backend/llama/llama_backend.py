@@ -240,6 +240,7 @@ class LlamaBackend:
             adds_bos=vocab.adds_bos,
             adds_eos=vocab.adds_eos,
             control_tokens=vocab.control_tokens,
+            eog=tuple(sorted(vocab.eog)),
         )
 
     def _warm_up(self) -> None:
