@@ -53,6 +53,14 @@ _COUNTERS = (
     ("llamaslot_preemptions", "Times that a running request went back to the queue.", "cache.preemptions"),
 )
 """Name, text and path of fields of `EngineState` that only grow."""
+_SPECULATION = (
+    ("llamacpp:spec_decode_num_draft_tokens", "Tokens drafted; none, as nothing is speculated."),
+    ("llamacpp:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."),
+    ("llamacpp:spec_decode_num_drafts", "Drafts that were verified."),
+)
+"""Counters of llama-server that stay 0 here."""
+_COUNTER_WITHOUT_SUFFIX = "llamacpp:n_tokens_max"
+"""A counter of llama-server's whose name has no `_total`; the client library gives every counter that suffix."""
 _GAUGES = (
     ("llamacpp:requests_deferred", "Requests that wait for a slot.", "n_queued"),
     ("llamaslot_prefix_cache_hit_rate", "Matched tokens / prompt tokens so far.", "cache.prompt_tokens.hit_rate"),
@@ -131,7 +139,8 @@ class Metrics(Collector):
     def exposition(self, state: EngineState) -> bytes:
         """Return all metrics in Prometheus' text format, with the engine's state as of now."""
         self._state = state
-        return generate_latest(self._registry)
+        text, name = generate_latest(self._registry), _COUNTER_WITHOUT_SUFFIX
+        return text.replace(f"# TYPE {name} gauge\n".encode(), f"# TYPE {name} counter\n".encode())
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that are read from the engine's state and from the sums over ended requests."""
@@ -140,12 +149,14 @@ class Metrics(Collector):
             yield CounterMetricFamily(name, text, totals[field] / 1e3 if field.endswith("_ms") else totals[field])
         for name, text, path in _COUNTERS:
             yield CounterMetricFamily(name, text, attrgetter(path)(state))
+        for name, text in _SPECULATION:
+            yield CounterMetricFamily(name, text, 0)
         for name, text, path in _GAUGES:
             yield GaugeMetricFamily(name, text, attrgetter(path)(state))
         sequences = state.cache.sequences
         n_busy = sum(bool(slot.request_id) for slot in state.slots)
         for name, text, value in (
-            ("llamacpp:n_tokens_max", "Most tokens that a slot has held.", self._max_held),
+            (_COUNTER_WITHOUT_SUFFIX, "Most tokens that a slot has held.", self._max_held),
             (
                 "llamacpp:prompt_tokens_seconds",
                 "Mean prompt tokens per second.",

@@ -144,6 +144,15 @@ async def test_counters_are_named_as_prometheus_recommends() -> None:
     assert not [name for name, each in families.items() if each.type != "counter" and name.endswith("_total")]
 
 
+async def test_what_llama_server_counts_is_of_the_type_counter() -> None:
+    async with running(FakeBackend()) as service:
+        text = (await service.exposition()).decode()
+    assert "# TYPE llamacpp:n_tokens_max counter\nllamacpp:n_tokens_max 0.0\n" in text
+    for each in ("draft_tokens", "accepted_tokens", "drafts"):
+        name = f"llamacpp:spec_decode_num_{each}_total"
+        assert f"# TYPE {name} counter\n{name} 0.0\n" in text
+
+
 async def test_metrics_after_known_requests() -> None:
     backend = FakeBackend(n_slots=2)
     async with running(backend) as service:
@@ -158,7 +167,8 @@ async def test_metrics_after_known_requests() -> None:
         "llamacpp:prompt_tokens_cached_total": 23,
         "llamacpp:tokens_predicted_total": 4 + 6,
         "llamacpp:n_decode_total": 4 + 6,
-        "llamacpp:n_tokens_max": 35,
+        # The parser gives a counter the suffix that its name should have.
+        "llamacpp:n_tokens_max_total": 35,
         "llamacpp:requests_processing": 0,
         "llamacpp:requests_deferred": 0,
         "llamacpp:n_busy_slots_per_decode": 1,
