@@ -114,9 +114,14 @@ async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse foreign hosts and origins; answer CORS preflights; refuse other requests until the model is loaded, or
     without a key that opens the endpoint.
     """
-    _check_host_and_origin(request)
+    _check_host(request)
+    is_allowed = _origin_is_allowed(request)
     if request.method == "OPTIONS":
-        return web.Response(headers=_PREFLIGHT_HEADERS)
+        # Without the headers, the browser does not send the request that it asks about.
+        return web.Response(headers=_PREFLIGHT_HEADERS if is_allowed else None)
+    if not is_allowed:
+        origin = _shown(request.headers["Origin"])
+        raise ForbiddenError(f"pages of {origin} may not use this server; --cors-origins allows them")
     request.app[READINESS].check()
     request[GRANTED] = _granted(request)
     return await handler(request)
@@ -140,14 +145,17 @@ def _granted(request: web.Request) -> Access:
     return granted
 
 
-def _check_host_and_origin(request: web.Request) -> None:
-    """Raise `ForbiddenError` for a request that a page of a foreign site may have sent."""
-    settings = request.app[SETTINGS]
-    host, origin = request.headers.get("Host"), request.headers.get("Origin")
-    if host is not None and not host_allowed(host, settings.allowed_hosts):
+def _check_host(request: web.Request) -> None:
+    """Raise `ForbiddenError` for a request to a name that is not the server's."""
+    host = request.headers.get("Host")
+    if host is not None and not host_allowed(host, request.app[SETTINGS].allowed_hosts):
         raise ForbiddenError(f"the server has no name {_shown(host)}; --allowed-hosts adds one")
-    if origin is not None and not origin_allowed(origin, settings.cors_origins):
-        raise ForbiddenError(f"pages of {_shown(origin)} may not use this server; --cors-origins allows them")
+
+
+def _origin_is_allowed(request: web.Request) -> bool:
+    """Return False for a request that a page of a foreign site has sent."""
+    origin = request.headers.get("Origin")
+    return origin is None or origin_allowed(origin, request.app[SETTINGS].cors_origins)
 
 
 def _shown(header: str) -> str:

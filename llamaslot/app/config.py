@@ -218,9 +218,9 @@ class Config:
     metrics: bool = _llama(False, "serve /metrics", env="LLAMA_ARG_ENDPOINT_METRICS")
     slots: bool = _llama(True, "serve /slots and /cache", env="LLAMA_ARG_ENDPOINT_SLOTS")
     cors_origins: str = _llama(
-        "localhost",
+        "auto",
         "origins of web pages that may use the server, comma-separated; localhost: any port of this machine; "
-        "*: any page",
+        "*: any page; auto: * with API keys, else localhost",
     )
     allowed_hosts: str = _own(
         "",

@@ -40,7 +40,7 @@ def api_settings(config: Config) -> ApiSettings:
         max_stream_buffer_bytes=config.max_stream_buffer_kb * 2**10,
         alias=config.alias,
         tags=config.tags,
-        cors_origins=tuple(listed(config.cors_origins)),
+        cors_origins=_cors_origins(config, has_keys=has_keys),
         allowed_hosts=_allowed_hosts(config),
         sse_ping_interval=config.sse_ping_interval,
         metrics=config.metrics,
@@ -73,6 +73,16 @@ def _check_host_needs_key(config: Config, *, has_keys: bool) -> None:
             f"--host {outside[0]} lets other machines use this server: give --api-key, or --insecure if they may"
         )
         raise ConfigError(message, param="--host")
+
+
+def _cors_origins(config: Config, *, has_keys: bool) -> tuple[str, ...]:
+    """Return the origins whose pages may use the server.
+
+    Where keys are needed, any may: a browser adds no key by itself, so a page can only do what its own key allows.
+    """
+    if config.cors_origins == "auto":
+        return ("*",) if has_keys else ("localhost",)
+    return tuple(listed(config.cors_origins))
 
 
 def _allowed_hosts(config: Config) -> tuple[str, ...]:

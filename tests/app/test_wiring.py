@@ -35,7 +35,7 @@ from llamaslot.engine import engine as engine_module
 from llamaslot.engine import engine_settings as engine_settings_module
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.text.builtin_templates import resolve
-from tests.fake_backend import FakeBackend
+from tests.fake_backend import EOS, FakeBackend
 
 MODEL = Path("some.gguf")
 
@@ -76,8 +76,8 @@ LLAMA: dict[str, tuple[str, object]] = {
 }
 
 API: dict[str, tuple[str, object]] = {
-    "--api-key one,,two": ("api_keys", ("one", "two")),
-    "--api-key-file keys": ("api_key_file", "keys"),
+    "--api-key one,,two --cors-origins localhost": ("api_keys", ("one", "two")),
+    "--api-key-file keys --cors-origins localhost": ("api_key_file", "keys"),
     "--max-body-mb 3": ("max_body_bytes", 3 * 2**20),
     "--max-total-body-mb 5": ("max_total_body_bytes", 5 * 2**20),
     "--body-timeout 7.5": ("body_timeout", 7.5),
@@ -90,6 +90,8 @@ API: dict[str, tuple[str, object]] = {
     "--max-stop-chars 17": ("max_stop_chars", 17),
     "--keep-alive-timeout 13": ("keep_alive_timeout", 13.0),
     "-a name": ("alias", "name"),
+    "--tags x,y": ("tags", "x,y"),
+    "--cors-origins *": ("cors_origins", ("*",)),
     "--cors-origins http://a,localhost": ("cors_origins", ("http://a", "localhost")),
     "--allowed-hosts a,b": ("allowed_hosts", ("localhost", "a", "b")),
     "--allowed-hosts MyBox.lan,box:8080,[FE80::1],fe80::2": (
@@ -198,6 +200,11 @@ def test_a_flag_reaches_the_sampling_defaults_and_nothing_else_changes(
     assert settings.sampling == {**default.sampling, field: value}
 
 
+@pytest.mark.parametrize("argv", ["--api-key one", "--api-key-file some"])
+def test_with_api_keys_pages_of_any_origin_may_send_them(argv: str) -> None:
+    assert api_settings(configured(argv)).cors_origins == ("*",)
+
+
 def test_the_defaults_of_every_layer_are_the_same() -> None:
     assert api_settings(Config()) == ApiSettings(sampling={"seed": -1})
     settings = llama_settings(Config(), MODEL)
@@ -276,7 +283,7 @@ async def test_requests_override_the_sampling_of_flags_which_props_show(tmp_path
 
         async with server.session.get(f"{server.url}/props") as reply:
             params = (await reply.json())["default_generation_settings"]["params"]
-        biases = [{"token": 5, "bias": 1.5}, {"token": 6, "bias": None}]
+        biases = [{"token": token, "bias": bias} for token, bias in ((5, 1.5), (6, None), (EOS, None))]
         assert {name: params[name] for name in other} == {**shown, "logit_bias": [[5, 1.5], [6, False]]}
         assert await used({}) == {**shown, "logit_bias": biases}
         assert await used(params) == {**shown, "logit_bias": biases}
