@@ -35,6 +35,19 @@ _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "f", "description": "?", "parameters": {"type": "object", "properties": {"a": {}}}},
 }
+_MESSAGES: dict[str, Any] = {
+    "system": [{"type": "text", "text": "You are a cat.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "Well."},
+            {"type": "tool_use", "id": "a", "name": "f", "input": {"a": 1}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "1"}], "is_error": 1},
+            {"type": "text", "text": "Go on"}]},
+    ],
+    "tools": [{"name": "f", "description": "?", "input_schema": {"type": "object", "properties": {"a": {}}}}],
+}  # fmt: skip
 VALID: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [
         _CHAT,
@@ -42,6 +55,15 @@ VALID: dict[str, list[dict[str, Any]]] = {
         {"messages": _CHAT["messages"][:2], "tools": [_TOOL], "tool_choice": "required", "max_tokens": 8,
          "parallel_tool_calls": False, "reasoning_format": "none", "reasoning_effort": "low"},
     ],
+    "/v1/messages": [
+        {**_MESSAGES, "max_tokens": 4, "stop_sequences": ["zz"], "thinking": {"type": "disabled"}, "top_k": 5},
+        {**_MESSAGES, "max_tokens": 8, "tool_choice": {"type": "tool", "name": "f"}, "metadata": {"user_id": "me"},
+         "output_config": {"effort": "low"}, "context_management": {"edits": [
+             {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}]}},
+        {"messages": _MESSAGES["messages"][:1], "max_tokens": 8, "output_config": {
+            "format": {"type": "json_schema", "schema": {"type": "object"}}}},
+    ],
+    "/v1/messages/count_tokens": [_MESSAGES],
     "/apply-template": [_CHAT, {"messages": _CHAT["messages"][:2], "tools": [_TOOL]}],
     "/v1/completions": [
         {"prompt": STORY, **_SAMPLED, "logit_bias": {"5": -3, "cat": False}},
