@@ -318,7 +318,7 @@ async def test_pings_are_events(start: Any) -> None:
         ),
         ({**PLAIN, "messages": [{"role": "user", "content": "x" * 2000}]}, 400, "prompt is too long: "),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 async def test_errors_have_the_form_of_anthropic(server: Any, body: Any, status: int, message: str) -> None:
     async with server.session.post(server.url + MESSAGES, json=body) as response:
