@@ -31,6 +31,8 @@ ROUTES = {
         ("POST", "/chat/completions"),
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/completions"),
+        ("POST", "/v1/messages"),
+        ("POST", "/v1/messages/count_tokens"),
         ("POST", "/completion"),
         ("POST", "/infill"),
         ("POST", "/completions"),
