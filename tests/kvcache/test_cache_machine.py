@@ -936,7 +936,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert asked.n_overtaken < MAX_OVERTAKEN + self.shape.n_slots, "overtaken too often"
             may_run = any(asked.submit.id_slot in (-1, slot) for slot in free)
             if may_run and not may_wait and not plan.preempted and not set(first) - {asked}:
-                assert not self.surely_fits(asked), "held back without a reason"
+                assert not self.surely_fits(asked, before), "held back without a reason"
         assert self.running or not waiting or plan.preempted, "no request runs"
 
     @property
@@ -946,14 +946,16 @@ class CacheMachine(RuleBasedStateMachine):
             return 0
         return max((asked.n_start - asked.request.n_cached_at_admission for asked in self.running), default=0)
 
-    def surely_fits(self, asked: Asked) -> bool:
-        """True if there is room for a request and the running ones whatever they generate."""
+    def surely_fits(self, asked: Asked, before: Before) -> bool:
+        """True if there is room for a request and the running ones whatever they generate.
+
+        What a running request copies in this plan still takes room when the plan admits others.
+        """
         if not self.backend.info.unified or not self.running:
             return True
         held = self.backend.held
-        needed = sum(
-            len(r.tokens) - len(held[r.slot]) * (r is not asked) + self.most(r) for r in (*self.running, asked)
-        )
+        n_held = {r: min(len(held[r.slot]), len(before.running.get(r, held[r.slot]))) for r in self.running}
+        needed = sum(len(r.tokens) - n_held.get(r, 0) + self.most(r) for r in (*self.running, asked))
         if self.shape.shares:
             pinned = len(self.backend.prefixes(r.slot for r in self.running))
         else:
