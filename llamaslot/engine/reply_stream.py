@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
+
 from llamaslot.base.backend import Vocab
 from llamaslot.base.events import Finished, FinishReason, Output, Prefill, Progress
 from llamaslot.base.generation.token_probs import TokenProbs, TokenScore
@@ -78,6 +80,9 @@ class ReplyStream:
         if last is not None and n_processed <= last.n_processed:
             return None
         n_cached = n_processed if last is None else last.n_cached
+        if last is None:
+            # Nothing is computed yet: as with llama-server, no time has been spent on it.
+            progress = msgspec.structs.replace(progress, prompt_ms=0.0, load_ms=0.0)
         self._prefill = Prefill(n_cached, n_processed, progress.prompt_ms)
         return Output(self.request.id, "", (), progress, self._prefill)
 

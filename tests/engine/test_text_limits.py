@@ -87,5 +87,8 @@ async def test_the_progress_of_a_prompt_is_reported_before_and_after_each_step(n
             len(outputs) - len(reports)
         ), "all before the first text"
         assert all(event.content == "" and event.tokens == () for event in outputs[: len(reports)])
+        times = [event.progress.prompt_ms for event in outputs[: len(reports)]]
+        assert times[0] == reports[0].ms == 0 < times[1]
+        assert times == sorted(times)
         await harness.submit("without", prompt)
         assert all(event.prefill is None for event in harness.events["without"] if isinstance(event, Output))
