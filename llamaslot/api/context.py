@@ -62,6 +62,8 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     sse_ping_interval: int = 30
     """Seconds without an event after which a stream gets a comment line; -1 for none."""
 
+    verbose: bool = False
+    """Default of the field: replies in OpenAI's form contain llama-server's own, with the prompt."""
     n_predict: int = -1
     cache_prompt: bool = True
     reasoning: bool = True

@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 from aiohttp import web
 
-from llamaslot.api.completions.native_completion import generation_settings
+from llamaslot.api.completions.native_body import generation_settings
 from llamaslot.api.completions.reply_bodies import FINGERPRINT
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings
 from llamaslot.api.json_bodies import json_response

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from llamaslot.api.completions.native_completion import generation_settings
+from llamaslot.api.completions.native_body import generation_settings
 from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.api.json_bodies import json_response, read
 from llamaslot.base.commands import InspectEngine, SlotAction, SlotActionDone, SlotVerb

@@ -301,7 +301,7 @@ class Config:
         "auto", "log lines; auto is console on a terminal, else JSON"
     )
     log_level: Literal["debug", "info", "warning", "error"] = _own("info", "lowest level logged")
-    verbose: bool = _own(False, "the same as --log-level debug", "-v --verbose")
+    verbose: bool = _own(False, "the same as --log-level debug, and the field's default", "-v --verbose")
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ def api_settings(config: Config) -> ApiSettings:
         slots=config.slots,
         cache_debug_text=config.cache_debug_text,
         cache_salt_from_api_key=config.cache_salt_from_api_key,
+        verbose=config.verbose,
         n_predict=config.n_predict,
         reasoning=config.reasoning != "off",
         reasoning_format=config.reasoning_format,

@@ -178,6 +178,8 @@ class RequestContext(msgspec.Struct, frozen=True):
     """Default of the field."""
     return_tokens: bool = False
     """`Submit.return_tokens`."""
+    verbose: bool = False
+    """Default of the field."""
     client_request_id: str = ""
     session_id: str = ""
     """The session in the headers; empty without one."""
@@ -214,6 +216,8 @@ class ReplyOptions(msgspec.Struct, frozen=True):
     """The last event of a stream has the usage."""
     timings_per_token: bool = False
     return_tokens: bool = False
+    verbose: bool = False
+    """The reply contains llama-server's own, with the prompt."""
     echo: bool = False
     """Texts begin with their prompts."""
     n_best: int = 0

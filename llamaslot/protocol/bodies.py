@@ -118,6 +118,7 @@ class Options(StructuredOptions, kw_only=True):
     id_slot: Count | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
+    verbose: bool | None = None
     sse_ping_interval: Count | None = None
     best_of: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
 

@@ -43,6 +43,7 @@ from llamaslot.protocol.structured_output import ConstraintReader
 from llamaslot.protocol.submission import (
     Prompt,
     checked,
+    is_verbose,
     n_choices,
     parse_prompt,
     prompts_of,
@@ -129,7 +130,7 @@ class RequestReader:
         default = self._defaults.next()
         constraint = self._constraints.read(body) or default
         submits = submissions(body, prompts, job.context, self._info, self._tokens_of, constraint=constraint)
-        return ParsedBody(submits, _reply_options(body, submits))
+        return ParsedBody(submits, _reply_options(body, submits, job.context))
 
     def _probe(self, job: ParseBody) -> ParsedBody:
         """Read a chat or, without messages, a body with one prompt."""
@@ -164,7 +165,8 @@ class RequestReader:
             written_out=self._chats.written_out,
             session_branch=conversation_branch(self.template, body),
         )
-        return ParsedBody((submit,), msgspec.structs.replace(_reply_options(body, (submit,)), message=chat.form))
+        options = msgspec.structs.replace(_reply_options(body, (submit,), context), message=chat.form)
+        return ParsedBody((submit,), options)
 
     def _check_size(self, prompt: Prompt) -> None:
         """Refuse what cannot fit: millions of ids or texts, or a text of many MiB, would hold up the server's event
@@ -214,7 +216,7 @@ class RequestReader:
         return {"content": self._tokenizer.detokenize(Detokenize(tokens)).content}
 
 
-def _reply_options(body: Options, submits: tuple[Submit, ...]) -> ReplyOptions:
+def _reply_options(body: Options, submits: tuple[Submit, ...], context: RequestContext) -> ReplyOptions:
     n = n_choices(body)
     fields = body.response_fields if isinstance(body, CompletionBody | InfillBody) else None
     return ReplyOptions(
@@ -222,6 +224,7 @@ def _reply_options(body: Options, submits: tuple[Submit, ...]) -> ReplyOptions:
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         timings_per_token=bool(body.timings_per_token),
         return_tokens=bool(body.return_tokens),
+        verbose=is_verbose(body, context),
         echo=bool(body.echo),
         n_best=n if submits[0].n > n else 0,
         hides_logprobs=submits[0].sampling.n_probs >= 0 and not wants_probs(body),

@@ -84,7 +84,7 @@ def submissions(
             cache_prompt=_first(options.cache_prompt, options.cache_public or None, context.cache_prompt),
             cache_salt=salt,
             id_slot=id_slot,
-            return_tokens=context.return_tokens or bool(options.echo),
+            return_tokens=context.return_tokens or bool(options.echo) or is_verbose(options, context),
             client_request_id=context.client_request_id,
             session_id=session_id if len(prompts) == 1 else "",
             client=context.sender.client(session_id),
@@ -93,6 +93,11 @@ def submissions(
         )
         for i, prompt in enumerate(prompts)
     )
+
+
+def is_verbose(options: Options, context: RequestContext) -> bool:
+    """Return True if the reply is to contain llama-server's own."""
+    return _first(options.verbose, context.verbose)
 
 
 def max_tokens_of(options: Options, context: RequestContext) -> int:

@@ -165,3 +165,37 @@ async def test_ignored_ends_are_shown_as_biases(server: Any) -> None:
 async def test_a_slot_can_be_chosen(server: Any) -> None:
     for slot in (2, 0, 3):
         assert (await server.ok("/completion", {**GREEDY, "id_slot": slot}))["id_slot"] == slot
+
+
+CHAT = {"messages": [{"role": "user", "content": "Once"}], "temperature": 0, "ignore_eos": True, "max_tokens": 8}
+VERBOSE = [
+    ("/v1/chat/completions", CHAT, "<s>user: Once\nassistant: "),
+    ("/v1/completions", GREEDY, "<s>Once upon a time"),
+    ("/v1/completions", {**GREEDY, "prompt": [97, 98], "echo": True}, "ab"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "prompt"), VERBOSE)
+async def test_a_verbose_reply_contains_llama_servers_own(server: Any, path: str, body: Any, prompt: str) -> None:
+    assert "__verbose" not in await server.ok(path, body)
+    body = {**body, "n_probs": 2, "stop": ["zz"], "return_tokens": True, "verbose": True}
+    reply = await server.ok(path, body)
+    shown = reply["__verbose"]
+    assert (shown["prompt"], shown["stop_type"], shown["tokens_predicted"]) == (prompt, "limit", 8)
+    assert bytes(shown["tokens"]).decode() == shown["content"]
+    choice = reply["choices"][0]
+    assert (choice["message"]["content"] if "message" in choice else choice["text"]).endswith(shown["content"])
+    assert shown["generation_settings"]["stop"] == ["zz"]
+    assert len(shown["completion_probabilities"]) == 8
+    events = await server.stream(path, body)
+    [streamed] = [event["__verbose"] for event in events if "__verbose" in event]
+    assert (streamed["prompt"], streamed["content"]) == (prompt, shown["content"])
+
+
+@pytest.mark.parametrize(("path", "body", "prompt"), VERBOSE[:2])
+async def test_a_verbose_server_says_more_unless_told_otherwise(
+    start: Any, path: str, body: Any, prompt: str
+) -> None:
+    server = await start(verbose=True)
+    assert (await server.ok(path, body))["__verbose"]["prompt"] == prompt
+    assert "__verbose" not in await server.ok(path, {**body, "verbose": False})

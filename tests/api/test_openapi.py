@@ -25,7 +25,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "ignor
 TEXT = {"prompt": "Hello", "max_tokens": 3, "ignore_eos": True}
 INFILL = {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "c"}], **TEXT}
 FILE = {"filename": "a"}
-SCORED = {"logprobs": True, "n_probs": 2, "return_progress": True}
+SCORED = {"verbose": True, "logprobs": True, "n_probs": 2, "return_progress": True}
 ALL = {"n": 2, "stop": ["zz"], "logit_bias": [["a", False], [5, 1.5]], "timings_per_token": True}
 
 REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [

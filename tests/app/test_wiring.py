@@ -101,6 +101,7 @@ API: dict[str, tuple[str, object]] = {
     "--host 0.0.0.0 --insecure": ("allowed_hosts", ()),
     "--host 0.0.0.0,127.0.0.1 --insecure --allowed-hosts a": ("allowed_hosts", ("localhost", "a", "0.0.0.0")),
     "--sse-ping-interval 7": ("sse_ping_interval", 7),
+    "-v": ("verbose", True),
     "--metrics": ("metrics", True),
     "--no-slots": ("slots", False),
     "-n 11": ("n_predict", 11),
@@ -159,7 +160,7 @@ ELSEWHERE = {
         "log_level",
     ),
     *("cache_salt_from_api_key", "cache_idle_cells", "debug_invariants", "text_anchors", "drop_volatile"),
-    *("session_min_match", "slot_save_path", "escape_special", "jinja", "verbose"),
+    *("session_min_match", "slot_save_path", "escape_special", "jinja"),
     *("in_process", "step_timeout", "prompt_timeout", "ssl_key_file", "ssl_cert_file"),
 }
 """Options that go neither to the backend nor to the HTTP layer as they are."""

@@ -53,7 +53,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
         _CHAT,
         {"messages": [{"role": "user", "content": STORY}], **_SAMPLED},
         {"messages": _CHAT["messages"][:2], "tools": [_TOOL], "tool_choice": "required", "max_tokens": 8,
-         "parallel_tool_calls": False, "reasoning_format": "none", "reasoning_effort": "low"},
+         "parallel_tool_calls": False, "verbose": True, "reasoning_format": "none", "reasoning_effort": "low"},
     ],
     "/v1/messages": [
         {**_MESSAGES, "max_tokens": 4, "stop_sequences": ["zz"], "thinking": {"type": "disabled"}, "top_k": 5},

@@ -73,7 +73,8 @@ class ChatFormat(OpenAIFormat):
             yield self._delta(index, _delta_of(added))
         if isinstance(output, Finished):
             shown = {} if self._options.include_usage else stats_of([output.progress])
-            yield self._delta(index, Delta(), _reason(output, self._messages[index]), **shown)
+            reason = _reason(output, self._messages[index])
+            yield self._delta(index, Delta(), reason, verbose=self._verbose(generation), **shown)
 
     def closing(self) -> Iterator[bytes]:
         """Yield the usage, if it was asked for, and the end mark."""

@@ -179,6 +179,8 @@ class Envelope(msgspec.Struct):
     timings: Timings | UnsetType = UNSET
     cache: CacheUse | UnsetType = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
+    verbose: dict[str, Any] | UnsetType = msgspec.field(name="__verbose", default=UNSET)
+    """llama-server's own reply for the first choice."""
 
 
 def cache_use(progress: Progress) -> CacheUse:

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from llamaslot.api.completions.logprobs import ProbsWriter
+from llamaslot.api.completions.native_body import NativeBodies
 from llamaslot.api.completions.reply_bodies import Choice, Envelope, ObjectName, stats_of, usage
 from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID, ApiSettings
 from llamaslot.api.json_bodies import BODY_READER, json_response
@@ -82,6 +84,12 @@ class OpenAIFormat(ResponseFormat):
 
     object: ClassVar[ObjectName]
     chunk_object: ClassVar[ObjectName]
+    _bodies: NativeBodies | None = None
+
+    async def prepare(self, service: Service) -> None:
+        """Decode the prompts for a verbose reply."""
+        if self._options.verbose:
+            self._bodies = await NativeBodies.ask(service, self._generations, self._reply.model, self._options)
 
     def closing(self) -> Iterable[bytes]:
         """Yield the end mark."""
@@ -89,11 +97,16 @@ class OpenAIFormat(ResponseFormat):
 
     def _whole(self, choices: Sequence[Choice]) -> Envelope:
         reply = self._reply
-        return Envelope(reply.id, self.object, reply.created, reply.model, choices, **self._totals())
+        shown = self._verbose(self._generations[0])
+        return Envelope(reply.id, self.object, reply.created, reply.model, choices, verbose=shown, **self._totals())
 
     def _chunk(self, choices: Sequence[Choice], **stats: Any) -> bytes:
         reply = self._reply
         return event(Envelope(reply.id, self.chunk_object, reply.created, reply.model, choices, **stats))
+
+    def _verbose(self, generation: Generation) -> dict[str, Any] | UnsetType:
+        """Return llama-server's own reply for a finished completion, if it is asked for."""
+        return UNSET if self._bodies is None else self._bodies.whole(generation, self.writer(generation))
 
     def _totals(self) -> dict[str, Any]:
         """Return the usage of all finished completions, and their stats."""
@@ -149,6 +162,7 @@ def _context(
         max_tokens=settings.n_predict,
         cache_prompt=settings.cache_prompt,
         return_tokens=returns_prompt,
+        verbose=settings.verbose,
         client_request_id=caller.client_request_id,
         session_id=caller.session_id,
         sender=caller.sender,

@@ -50,6 +50,7 @@ class TextFormat(OpenAIFormat):
 
     async def prepare(self, service: Service) -> None:
         """Decode the prompts that were given as tokens, if the reply repeats them."""
+        await super().prepare(service)
         if self._options.echo:
             self._prompts = [await _prompt_text(each, service) for each in self._generations]
             self._unsent = set(range(len(self._prompts)))
@@ -68,7 +69,8 @@ class TextFormat(OpenAIFormat):
             self._n_ended += 1
             total = usage(self._generations) if self._n_ended == len(self._generations) else UNSET
             end = TextChoice(generation.index, "", REASONS[output.reason])
-            yield self._chunk([end], usage=total, **stats_of([output.progress]))
+            native = self._verbose(generation)
+            yield self._chunk([end], usage=total, verbose=native, **stats_of([output.progress]))
 
     def whole(self) -> Envelope:
         """Return one body with all choices, or with the best ones."""

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from llamaslot.api.completions.logprobs import Prob
-from llamaslot.api.completions.native_completion import generation_settings
+from llamaslot.api.completions.native_body import generation_settings
 from llamaslot.api.completions.reply_bodies import (
     CacheUse,
     ChatChoice,

@@ -1,0 +1,108 @@
+"""llama-server's own form of a finished completion: the reply of `/completion`, and `__verbose` elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from llamaslot.api.completions.logprobs import ProbsWriter
+from llamaslot.api.completions.reply_bodies import stats_of
+from llamaslot.base.commands import Detokenize, Detokenized, ReplyOptions, Submit
+from llamaslot.base.generation.sampling import Sampling
+from llamaslot.service.generations import Generation
+from llamaslot.service.service import Service
+
+_NEUTRAL: dict[str, Any] = {
+    "n_keep": 0,
+    "n_discard": 0,
+    "lora": [],
+}
+"""llama-server's settings for features that this server does not have: all are off."""
+
+
+class NativeBodies:
+    """Makes the bodies of completions of these prompts, which are the texts as the model saw them, by index."""
+
+    def __init__(self, prompts: Sequence[str], eog: Sequence[int], model: str, options: ReplyOptions) -> None:
+        self._prompts = prompts
+        self._eog = eog
+        self._model = model
+        self._options = options
+
+    @classmethod
+    async def ask(
+        cls, service: Service, generations: Sequence[Generation], model: str, options: ReplyOptions
+    ) -> NativeBodies:
+        """Decode the prompts of completions whose requests return their tokens."""
+        texts: dict[tuple[int, ...], str] = {}
+        for each in generations:
+            if each.prompt_tokens not in texts:
+                query = Detokenize(each.prompt_tokens, each.submit.client)
+                texts[each.prompt_tokens] = (await service.ask(query, Detokenized)).content
+        return cls([texts[each.prompt_tokens] for each in generations], service.info.eog, model, options)
+
+    def whole(self, generation: Generation, writer: ProbsWriter) -> dict[str, Any]:
+        """Return the body of a completion with all of its text."""
+        tokens = generation.tokens if self._options.return_tokens else []
+        body = self.final(generation, content=generation.text, tokens=tokens)
+        if generation.has_probs:
+            body["completion_probabilities"] = writer.native(generation.probs)
+        return body
+
+    def final(self, generation: Generation, *, content: str = "", tokens: Sequence[int] = ()) -> dict[str, Any]:
+        """Return the body of a completion with this text and these tokens."""
+        end, submit = generation.end, generation.submit
+        return {
+            "index": generation.index,
+            "content": content,
+            "tokens": tokens,
+            "id_slot": end.progress.slot,
+            "stop": True,
+            "model": self._model,
+            "tokens_predicted": end.progress.n_generated,
+            "tokens_evaluated": end.progress.n_prompt,
+            "generation_settings": {
+                **generation_settings(submit.sampling, submit.max_tokens),
+                **self._texts(submit),
+                "stream": self._options.stream,
+                "timings_per_token": self._options.timings_per_token,
+            },
+            "prompt": self._prompts[generation.index],
+            "has_new_line": "\n" in generation.text,
+            "truncated": end.truncated,
+            "stop_type": end.reason,
+            "stopping_word": end.stopping_word,
+            "tokens_cached": end.progress.n_held,
+            **stats_of([end.progress]),
+        }
+
+    def _texts(self, submit: Submit) -> dict[str, Any]:
+        """Return the settings that only the request's own client sees; a bias of -inf is null.
+
+        With `ignore_eos`, the tokens that end a text are shown with such a bias, as in llama-server.
+        """
+        ends = self._eog if submit.sampling.ignore_eos else ()
+        biases = {**submit.sampling.logit_bias, **dict.fromkeys(ends, -math.inf)}
+        return {
+            "stop": submit.stop,
+            "logit_bias": [{"token": token, "bias": bias} for token, bias in biases.items()],
+            "grammar": submit.constraint.grammar if submit.constraint is not None else "",
+            "dry_sequence_breakers": submit.sampling.dry_sequence_breakers,
+        }
+
+
+def generation_settings(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
+    """Return settings that reveal nothing of a request's text, under llama-server's names; seed -1 is 2**32 - 1."""
+    settings = msgspec.structs.asdict(sampling)
+    del settings["logit_bias"], settings["dry_sequence_breakers"]
+    return {
+        **_NEUTRAL,
+        **settings,
+        "n_probs": max(sampling.n_probs, 0),
+        "seed": sampling.seed % 2**32,
+        "max_tokens": max_tokens,
+        "n_predict": max_tokens,
+    }
