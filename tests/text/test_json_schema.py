@@ -163,6 +163,25 @@ def test_objects_stay_open_where_another_keyword_needs_it(schema: Any) -> None:
     assert allows(schema, '{"a":1,"b":2}') or allows(schema, '{"b":2,"a":1}')
 
 
+@pytest.mark.parametrize(
+    ("schema", "allowed", "other"),
+    [
+        ({"items": {"type": "integer"}, "title": "n"}, ["[]", "[1,2]"], ["true", "{}"]),
+        ({"items": [{"type": "integer"}]}, ["[1]"], ["true", "[]", "[1,2]"]),
+        ({"type": "array", "prefixItems": [{"type": "integer"}, {}]}, ["[1,true]"], ["[1]", "[1,2,3]"]),
+        ({"prefixItems": [{"type": "integer"}], "items": {"const": 2}}, ["[1]", "[1,2,2]"], ["[]", "[1,3]"]),
+        ({"properties": {"a": {}}}, ["{}", '{"a":1}'], ["1", '{"b":1}']),
+        ({"additionalProperties": {"const": 2}}, ["{}", '{"a":2}'], ["1", '{"a":1}']),
+        # What says more is left as it is.
+        ({"prefixItems": [{"type": "integer"}], "minItems": 0}, ["[]", "true", "[1,2]"], []),
+        ({"allOf": [{"items": {"type": "integer"}}, {"type": ["array", "null"]}]}, ["[1]", "null"], []),
+        ({"type": ["array", "null"], "items": [{"type": "integer"}]}, ["null", "[]"], []),
+    ],
+)
+def test_keywords_of_a_type_stand_for_the_type(schema: Any, allowed: list[str], other: list[str]) -> None:
+    assert [text for text in (*allowed, *other) if allows(schema, text)] == allowed
+
+
 def test_alternatives_do_not_become_exclusive_by_being_closed() -> None:
     # {"a": 1} matches both, so it is not valid, though it would match one of them if they had no other properties.
     other = {"type": "object", "properties": {"b": {"type": "integer"}}}

@@ -6,6 +6,8 @@ llguidance follows a schema, and refuses by name the keywords that it does not k
   model that never saw the schema might add them forever. Every answer is still valid. It is not done where it could
   make a schema impossible (below `allOf`, beside other keywords), or an answer invalid (below `oneOf`, where it
   would make alternatives look exclusive).
+- As in llama-server, a schema that only says what the items of an array or the properties of an object are is for
+  arrays or objects, although every other value matches it too, and a tuple of schemas is for just as many items.
 - Keywords without effect that llguidance refuses are removed: `uniqueItems: false`, and formats that JSON Schema
   does not define, such as OpenAPI's `int32`.
 - `multipleOf` is bounded: the time to compile it grows with its square.
@@ -54,6 +56,8 @@ _ANNOTATIONS = frozenset(
 )
 _OBJECT = frozenset({"type", "properties", "required"})
 """Keywords beside which an object can be closed."""
+_ARRAY = frozenset({"type", "items", "prefixItems"})
+"""Keywords beside which an array can be, and a tuple can be closed."""
 
 
 def json_schema_constraint(schema: object, param: str, *, compact: bool = False) -> Constraint:
@@ -128,6 +132,24 @@ def _prepare(root: Schema, param: str) -> None:
             and all(name in properties for name in required)
         ):
             each["additionalProperties"] = False
+        if open_ is not None and id(each) not in open_:
+            _state_type(each)
+
+
+def _state_type(schema: Schema) -> None:
+    """Limit a schema to the type that its keywords are about, and a tuple to its length."""
+    said = schema.keys() - _ANNOTATIONS
+    if {"properties", "additionalProperties"} & said and said <= _OBJECT | {"additionalProperties"}:
+        schema.setdefault("type", "object")
+    if not {"items", "prefixItems"} & said or not said <= _ARRAY:
+        return
+    schema.setdefault("type", "array")
+    items = _list(schema.get("prefixItems")) or _list(schema.get("items"))
+    if items and schema["type"] == "array":
+        # A schema in `items`, beside a tuple in `prefixItems`, describes further items.
+        schema["minItems"] = len(items)
+        if isinstance(schema.get("items"), list) or "items" not in schema:
+            schema["maxItems"] = len(items)
 
 
 def _pattern(pattern: str, param: str) -> str:
