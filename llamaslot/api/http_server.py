@@ -45,6 +45,8 @@ ROUTES = (
     ("GET", PATH, openapi, Access.USER),
     ("POST", "/chat/completions", chat_completions.chat_completions, Access.USER),
     ("POST", "/v1/chat/completions", chat_completions.chat_completions, Access.USER),
+    ("POST", "/chat/completions/input_tokens", chat_completions.count_tokens, Access.USER),
+    ("POST", "/v1/chat/completions/input_tokens", chat_completions.count_tokens, Access.USER),
     ("POST", "/v1/completions", text_completions.completions, Access.USER),
     ("POST", "/v1/messages", messages.messages, Access.USER),
     ("POST", "/v1/messages/count_tokens", messages.count_tokens, Access.USER),

@@ -20,7 +20,9 @@ from llamaslot.base.turns import Sender
 N_SEEDS = 2**32 - 1
 """Seeds are 32 bits wide; the highest one means "random" to llama.cpp and is never passed on."""
 
-BodyKind: TypeAlias = Literal["chat", "text", "native", "infill", "probe", "messages", "count_messages"]
+BodyKind: TypeAlias = Literal[
+    "chat", "text", "native", "infill", "probe", "messages", "count_chat", "count_messages"
+]
 SlotVerb: TypeAlias = Literal["save", "restore", "erase"]
 
 

@@ -109,8 +109,8 @@ class RequestReader:
         body: CompletionBody | InfillBody
         if job.kind == "probe":
             return self._probe(job)
-        if job.kind == "chat":
-            return self._chat(decode(job.body, ChatBody), job.context)
+        if job.kind in ("chat", "count_chat"):
+            return self._chat(decode(job.body, ChatBody), job.context, is_run=job.kind == "chat")
         if job.kind in ("messages", "count_messages"):
             return self._messages(job)
         if job.kind == "infill":

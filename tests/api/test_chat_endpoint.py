@@ -195,6 +195,17 @@ async def test_values_that_leave_unsupported_features_off_are_accepted(server: A
     )
 
 
+async def test_the_tokens_of_a_prompt_are_counted(server: Any) -> None:
+    for fields in ({}, {"messages": [*MESSAGES, {"role": "assistant", "content": "Well,"}]}, {"max_tokens": 9}):
+        body = {**GREEDY, **fields}
+        for path in ("/chat/completions/input_tokens", "/v1/chat/completions/input_tokens"):
+            counted = await server.ok(path, body)
+        usage = (await server.ok(PATH, {**body, "max_tokens": 1}))["usage"]
+        assert counted == {"input_tokens": usage["prompt_tokens"]}
+    status, reply = await server.post("/chat/completions/input_tokens", {"messages": []})
+    assert (status, reply["error"]["param"]) == (400, "messages")
+
+
 async def test_apply_template_shows_the_prompt(server: Any) -> None:
     async def prompt(**fields: Any) -> str:
         return (await server.ok("/apply-template", {"messages": MESSAGES, **fields}))["prompt"]

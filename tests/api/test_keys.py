@@ -30,6 +30,8 @@ ROUTES = {
         ("GET", "/metrics"),
         ("POST", "/chat/completions"),
         ("POST", "/v1/chat/completions"),
+        ("POST", "/chat/completions/input_tokens"),
+        ("POST", "/v1/chat/completions/input_tokens"),
         ("POST", "/v1/completions"),
         ("POST", "/v1/messages"),
         ("POST", "/v1/messages/count_tokens"),

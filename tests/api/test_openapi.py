@@ -39,6 +39,7 @@ REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
     ("GET", "/metrics", {}, None),
     ("GET", "/openapi.json", {}, None),
     ("POST", "/apply-template", {}, CHAT),
+    ("POST", "/v1/chat/completions/input_tokens", {}, CHAT),
     ("POST", "/tokenize", {}, {"content": "aé"}),
     ("POST", "/tokenize", {}, {"content": "aé", "with_pieces": True}),
     ("POST", "/detokenize", {}, {"tokens": [97, 98]}),
@@ -123,7 +124,7 @@ async def test_replies_are_what_is_described(start: Any, tmp_path: Path) -> None
             assert stream is not True or response.status != 200 or len(reply) > 1
             endpoints.add((response.status, pattern))
     succeeded = {pattern for status, pattern in endpoints if status == 200}
-    aliases = {"/v1/health", "/models", "/chat/completions", "/completions"}
+    aliases = {"/v1/health", "/models", "/completions", *("/chat/completions", "/chat/completions/input_tokens")}
     assert succeeded | aliases == {pattern for _, pattern, _, _ in ROUTES}
 
 

@@ -64,6 +64,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
             "format": {"type": "json_schema", "schema": {"type": "object"}}}},
     ],
     "/v1/messages/count_tokens": [_MESSAGES],
+    "/v1/chat/completions/input_tokens": [_CHAT],
     "/apply-template": [_CHAT, {"messages": _CHAT["messages"][:2], "tools": [_TOOL]}],
     "/v1/completions": [
         {"prompt": STORY, **_SAMPLED, "logit_bias": {"5": -3, "cat": False}},

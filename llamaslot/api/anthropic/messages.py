@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 
 from aiohttp import web
@@ -18,14 +17,11 @@ from llamaslot.api.anthropic.reply_bodies import (
     Ping,
     Stop,
     StopReason,
-    TokenCount,
     event,
 )
 from llamaslot.api.completions.chat_message import ChatMessage
-from llamaslot.api.completions.response_format import ReplyContext, ResponseFormat, complete, read_submits
-from llamaslot.api.context import READINESS, UNIQUE_ID
+from llamaslot.api.completions.response_format import ReplyContext, ResponseFormat, complete, count_prompt
 from llamaslot.api.json_bodies import json_response
-from llamaslot.base.commands import CountedTokens, CountTokens
 from llamaslot.base.events import Finished, Output
 from llamaslot.service.generations import Generation
 
@@ -37,15 +33,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 async def count_tokens(request: web.Request) -> web.Response:
     """Count the tokens of the prompt that a conversation in Anthropic's format has, and generate nothing."""
-    service = request.app[READINESS].check()
-    deadline = service.deadline()
-    (submit,), _ = await read_submits(request, "count_messages", f"count-{request[UNIQUE_ID]}", deadline)
-    try:
-        async with asyncio.timeout_at(deadline):
-            counted = await service.ask(CountTokens(submit), CountedTokens)
-    except TimeoutError:
-        raise service.deadline_error() from None
-    return json_response(TokenCount(counted.n_tokens))
+    return json_response(await count_prompt(request, "count_messages"))
 
 
 class MessagesFormat(ResponseFormat):

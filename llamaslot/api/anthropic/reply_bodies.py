@@ -32,12 +32,6 @@ class _Typed(msgspec.Struct, tag_field="type"):
     """A value with its name in `type`."""
 
 
-class TokenCount(msgspec.Struct):
-    """Tokens of a prompt."""
-
-    input_tokens: int
-
-
 class TextBlock(_Typed, tag="text"):
     """Text of the reply."""
 

@@ -23,8 +23,8 @@ from llamaslot.api.completions.reply_bodies import (
     stats_of,
     timings,
 )
-from llamaslot.api.completions.response_format import OpenAIFormat, ReplyContext, complete
-from llamaslot.api.json_bodies import encode
+from llamaslot.api.completions.response_format import OpenAIFormat, ReplyContext, complete, count_prompt
+from llamaslot.api.json_bodies import encode, json_response
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.token_probs import TokenProb
 from llamaslot.formats.calls import Delta as ParsedDelta
@@ -37,6 +37,11 @@ _NOTHING = ParsedDelta()
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Complete a conversation."""
     return await complete(request, "chat", ChatFormat)
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """Count the tokens of the prompt that a conversation has, and generate nothing."""
+    return json_response(await count_prompt(request, "count_chat"))
 
 
 class ChatFormat(OpenAIFormat):

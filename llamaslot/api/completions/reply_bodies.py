@@ -145,6 +145,12 @@ class TextChoice(msgspec.Struct):
     logprobs: TextLogprobs | None = None
 
 
+class TokenCount(msgspec.Struct):
+    """Tokens of a prompt."""
+
+    input_tokens: int
+
+
 class PromptProgress(msgspec.Struct):
     """llama-server's progress of computing a prompt."""
 

@@ -14,13 +14,22 @@ from msgspec import UNSET, UnsetType
 
 from llamaslot.api.completions.logprobs import ProbsWriter
 from llamaslot.api.completions.native_body import NativeBodies
-from llamaslot.api.completions.reply_bodies import Choice, Envelope, ObjectName, stats_of, usage
+from llamaslot.api.completions.reply_bodies import Choice, Envelope, ObjectName, TokenCount, stats_of, usage
 from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID, ApiSettings
 from llamaslot.api.json_bodies import BODY_READER, json_response
 from llamaslot.api.keys import GRANTED, Access
 from llamaslot.api.middleware import caller_of
 from llamaslot.api.sse import DONE, PING, EventStream, event
-from llamaslot.base.commands import BodyKind, ParseBody, ParsedBody, ReplyOptions, RequestContext, Submit
+from llamaslot.base.commands import (
+    BodyKind,
+    CountedTokens,
+    CountTokens,
+    ParseBody,
+    ParsedBody,
+    ReplyOptions,
+    RequestContext,
+    Submit,
+)
 from llamaslot.base.events import Finished, Output
 from llamaslot.formats.format import Format
 from llamaslot.service.generations import Generation, Generations
@@ -135,6 +144,19 @@ async def complete(
         while await generations.next_batch():
             pass
         return json_response(reply.whole())
+
+
+async def count_prompt(request: web.Request, kind: BodyKind) -> TokenCount:
+    """Count the tokens of the prompt that the body of a request has, and generate nothing."""
+    service = request.app[READINESS].check()
+    deadline = service.deadline()
+    (submit,), _ = await read_submits(request, kind, f"count-{request[UNIQUE_ID]}", deadline)
+    try:
+        async with asyncio.timeout_at(deadline):
+            counted = await service.ask(CountTokens(submit), CountedTokens)
+    except TimeoutError:
+        raise service.deadline_error() from None
+    return TokenCount(counted.n_tokens)
 
 
 async def read_submits(

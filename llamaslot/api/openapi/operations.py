@@ -11,6 +11,7 @@ from llamaslot.api import cache_endpoints, server_endpoints, slot_endpoints, tok
 from llamaslot.api.anthropic import messages, reply_bodies
 from llamaslot.api.anthropic.errors import AnthropicError
 from llamaslot.api.completions import chat_completions, native_completion, text_completions
+from llamaslot.api.completions.reply_bodies import TokenCount
 from llamaslot.api.http_errors import ErrorBody, Handler
 from llamaslot.api.middleware import SESSION_HEADERS
 from llamaslot.api.openapi import reply_types
@@ -83,6 +84,7 @@ OPERATIONS: dict[Handler, Operation] = {
     chat_completions.chat_completions: Operation(
         body=bodies.ChatBody, reply=reply_types.ChatReply, chunk=reply_types.ChatChunk, parameters=_SESSION
     ),
+    chat_completions.count_tokens: Operation(body=bodies.ChatBody, reply=TokenCount, parameters=_SESSION),
     messages.messages: Operation(
         body=MessagesBody,
         reply=reply_bodies.AnthropicMessage,
@@ -91,7 +93,7 @@ OPERATIONS: dict[Handler, Operation] = {
         parameters=_SESSION,
     ),
     messages.count_tokens: Operation(
-        body=CountTokensBody, reply=reply_bodies.TokenCount, error=AnthropicError, parameters=_SESSION
+        body=CountTokensBody, reply=TokenCount, error=AnthropicError, parameters=_SESSION
     ),
     token_endpoints.apply_template: Operation(body=bodies.ChatBody, reply=reply_types.TemplateReply),
     text_completions.completions: Operation(
