@@ -60,8 +60,11 @@ class ChatReader:
         )
         """Tokens that a reply's parser needs to see."""
 
-    def read(self, body: ChatBody, context: RequestContext) -> ChatPrompt:
-        """Read a chat request; raises `InvalidRequestError` if it is invalid or cannot be rendered."""
+    def read(self, body: ChatBody, context: RequestContext, *, is_run: bool = True) -> ChatPrompt:
+        """Read a chat request; raises `InvalidRequestError` if it is invalid or cannot be rendered.
+
+        Unless it is run, its reply has no constraint, which need not be possible then.
+        """
         use = read_tools(body)
         kwargs = _template_kwargs(body, reasoning=context.reasoning, budget=context.reasoning_budget)
         parts = self._rendered(body, use, kwargs)
@@ -76,8 +79,8 @@ class ChatReader:
         thinking: Thinking = "open" if opened else "optional" if kwargs.get("enable_thinking", True) else "none"
         if self._format.reasoning is None:
             thinking = "none"
-        own = self._constraints.read(body)
-        constraint = self._replies.constraint(own, use, thinking)
+        own = self._constraints.read(body) if is_run else None
+        constraint = self._replies.constraint(own, use, thinking) if is_run else None
         budget = self._budget(body, context, is_open=bool(opened)) if thinking != "none" else None
         return ChatPrompt(parts, constraint, budget, own is not None, form)
 

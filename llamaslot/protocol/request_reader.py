@@ -154,7 +154,7 @@ class RequestReader:
 
     def _chat(self, body: ChatBody, context: RequestContext, *, is_run: bool = True) -> ParsedBody:
         unsupported.refuse(body)
-        chat = self._chats.read(body, context)
+        chat = self._chats.read(body, context, is_run=is_run)
         self._check_size(chat.parts)
         default = self._defaults.next() if is_run else None
         constraint = chat.constraint if chat.is_own or default is None else default

@@ -107,6 +107,12 @@ def test_an_error_without_words_is_told() -> None:
     assert [message["content"] for message in found] == ["The tool failed.", "The tool failed.", "no"]
 
 
+def test_tools_that_a_search_found_are_named() -> None:
+    found = [{"type": "tool_reference", "tool_name": "read"}, *text("That is all.")]
+    messages = chat([HI, assistant(use("1")), user(result("1", content=found))]).messages
+    assert messages[-1]["content"] == text("The tool read is available.", "That is all.")
+
+
 def test_messages_of_one_role_are_one_turn() -> None:
     messages = [
         HI,
@@ -172,7 +178,7 @@ def test_the_number_in_a_billing_header_is_overwritten() -> None:
 
 def test_tools() -> None:
     tools = [{**TOOL, **CACHED}, {"type": "custom", "name": "f", "input_schema": {}, "strict": True}]
-    tools.append({**TOOL, "input_examples": [{"path": "a"}], "eager_input_streaming": True, "defer_loading": False})
+    tools.append({**TOOL, "input_examples": [{"path": "a"}], "eager_input_streaming": True, "defer_loading": True})
     functions = [tool["function"] for tool in chat(tools=tools).tools or ()]
     assert functions[0] == {"name": "read", "description": "Reads.", "parameters": SCHEMA}
     assert functions[1] == {"name": "f", "description": "", "parameters": {}, "strict": True}
@@ -266,7 +272,6 @@ def test_thinking_of_earlier_turns_is_cleared_if_the_client_wants_it(keep: dict[
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"system": 5}, "system"),
         ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools[0].type"),
-        ({"tools": [TOOL, {**TOOL, "defer_loading": True}]}, "tools[1].defer_loading"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
         ({"tools": [{**TOOL, "description": 5}]}, "tools[0].description"),
@@ -279,7 +284,7 @@ def test_thinking_of_earlier_turns_is_cleared_if_the_client_wants_it(keep: dict[
         ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0].type"),
         ({"context_management": {"edits": [{**EDIT, "keep": 0}]}}, "context_management.edits[0].keep"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-        ({"container": "x"}, "container"),
+        ({"thread": {"type": "create"}}, "thread"),
         ({"n": 2}, "n"),
         ({"logprobs": True}, "logprobs"),
         ({"n_probs": 0}, "n_probs"),
@@ -295,7 +300,7 @@ def test_what_is_wrong_or_missing_is_named(fields: dict[str, Any], param: str) -
 
 
 def test_what_changes_nothing_is_accepted() -> None:
-    chat(n=1, logprobs=False, return_tokens=False, mcp_servers=[], betas=["x"], speed="fast", container=None)
+    chat(n=1, logprobs=False, return_tokens=False, mcp_servers=[], betas=["x"], speed="fast", container={"id": "x"})
 
 
 def test_images_are_refused_in_the_words_of_llama_server() -> None:

@@ -71,7 +71,6 @@ class CountTokensBody(Options, kw_only=True):
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     cache_control: Any = None
-    container: Any = None
     mcp_servers: Any = None
     thread: Any = None
     compaction: Any = None

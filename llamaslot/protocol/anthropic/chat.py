@@ -19,7 +19,7 @@ _SHARED = tuple(field.name for field in msgspec.structs.fields(Options))
 _CHOICES = ("n", "n_cmpl")
 _EXTRAS = ("logprobs", "top_logprobs", "n_probs", "return_tokens", "timings_per_token", "return_progress")
 """Fields that ask for what Anthropic's replies have no place for."""
-_NOT_SUPPORTED = ("container", "mcp_servers", "thread", "compaction")
+_NOT_SUPPORTED = ("mcp_servers", "thread", "compaction")
 _EFFORTS = {"xhigh": "high", "max": "high"}
 """Efforts that chat templates do not know."""
 _WORDS = {
@@ -84,9 +84,6 @@ def _tool(tool: Mapping[str, Any], where: str) -> Message:
             f"'{where}.type' is {kind!r}: the server has no tools of its own, only 'custom' ones are taken",
             param=f"{where}.type",
         )
-    if tool.get("defer_loading"):
-        message = f"'{where}.defer_loading' is not supported: all tools are in the prompt"
-        raise NotSupportedError(message, param=f"{where}.defer_loading")
     function: Message = {
         "name": text_of(tool, "name", where),
         "description": text_of(tool, "description", where) if tool.get("description") is not None else "",

@@ -80,7 +80,13 @@ def _add_user(conversation: list[Message], blocks: Blocks) -> None:
 
 def _result(block: Mapping[str, Any], where: str) -> str | list[Message]:
     content = block.get("content")
-    texts = [] if content is None else _texts(content_blocks(content, f"{where}.content"))
+    texts: list[str] = []
+    for kind, part, place in [] if content is None else content_blocks(content, f"{where}.content"):
+        if kind == "tool_reference":
+            # The result of a search for tools, all of which are in the prompt.
+            texts.append(f"The tool {text_of(part, 'tool_name', place)} is available.")
+        else:
+            texts += _texts([(kind, part, place)])
     if not any(texts):
         return "The tool failed." if block.get("is_error") is True else ""
     return _content(texts)
