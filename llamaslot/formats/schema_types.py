@@ -27,29 +27,50 @@ def parameter_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
     return value_types(schema, parameters)
 
 
-def value_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def value_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the types that `schema` allows; its references are resolved in `root`."""
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-        return ALL_TYPES
-    types = ALL_TYPES
-    if isinstance(reference := schema.get("$ref"), str):
-        types &= value_types(resolved(reference, root), root, depth + 1)
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        types &= {declared}
-    elif isinstance(declared, list):
-        types &= {each for each in declared if isinstance(each, str)}
-    if "const" in schema:
-        types &= {_type_of(schema["const"])}
-    if isinstance(schema.get("enum"), list):
-        types &= {_type_of(each) for each in schema["enum"]}
-    for key in ("anyOf", "oneOf"):
-        if isinstance(options := schema.get(key), list) and options:
-            types &= frozenset().union(*(value_types(each, root, depth + 1) for each in options))
-    if isinstance(parts := schema.get("allOf"), list):
-        for part in parts:
-            types &= value_types(part, root, depth + 1)
-    return types or ALL_TYPES
+    return _SchemaTypes(root).of(schema)
+
+
+class _SchemaTypes:
+    """Computes the types of each schema of a tool once: clients write schemas, and references make trees of them
+    that are exponentially larger.
+    """
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._known: dict[int, frozenset[str]] = {}
+        """By the ids of schemas in `root`; those that are being computed have all types, which ends cycles."""
+
+    def of(self, schema: Any, depth: int = 0) -> frozenset[str]:
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return ALL_TYPES
+        known = self._known.get(id(schema))
+        if known is None:
+            self._known[id(schema)] = ALL_TYPES
+            known = self._known[id(schema)] = self._computed(schema, depth)
+        return known
+
+    def _computed(self, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
+        types = ALL_TYPES
+        if isinstance(reference := schema.get("$ref"), str):
+            types &= self.of(resolved(reference, self._root), depth + 1)
+        declared = schema.get("type")
+        if isinstance(declared, str):
+            types &= {declared}
+        elif isinstance(declared, list):
+            types &= {each for each in declared if isinstance(each, str)}
+        if "const" in schema:
+            types &= {_type_of(schema["const"])}
+        if isinstance(schema.get("enum"), list):
+            types &= {_type_of(each) for each in schema["enum"]}
+        for key in ("anyOf", "oneOf"):
+            if isinstance(options := schema.get(key), list) and options:
+                types &= frozenset().union(*(self.of(each, depth + 1) for each in options))
+        if isinstance(parts := schema.get("allOf"), list):
+            for part in parts:
+                types &= self.of(part, depth + 1)
+        return types or ALL_TYPES
 
 
 def json_of(text: str, types: frozenset[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -56,3 +57,16 @@ def test_types_that_a_schema_allows(schema: Any, types: set[str]) -> None:
 )
 def test_text_is_read_as_the_type_that_is_allowed(text: str, types: set[str], value: Any) -> None:
     assert json.loads(json_of(text, frozenset(types))) == value
+
+
+@pytest.mark.parametrize("cyclic", [True, False], ids=["cycle", "tree"])
+def test_types_of_schemas_with_many_references_are_found_at_once(cyclic: bool) -> None:
+    def referring(i: int) -> dict[str, Any]:
+        return {"anyOf": [{"$ref": f"#/$defs/s{0 if cyclic else i + 1}"}] * 30}
+
+    definitions: dict[str, Any] = {f"s{i}": referring(i) for i in range(7)}
+    definitions["s7"] = {"type": "integer"}
+    root = {"$defs": definitions}
+    started = time.perf_counter()
+    assert value_types({"$ref": "#/$defs/s0"}, root) == (ALL_TYPES if cyclic else {"integer"})
+    assert time.perf_counter() - started < 1, "the number of paths is 30 to the power of 7"
