@@ -20,6 +20,7 @@ from llamaslot.protocol.reply_constraint import ReplyConstraints
 from llamaslot.protocol.structured_output import ConstraintReader
 from llamaslot.protocol.tool_messages import with_text_of_tools
 from llamaslot.protocol.tools import ToolUse, read_tools
+from llamaslot.text.conversation import clean_message, joined
 from llamaslot.text.template import ChatTemplate
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -117,12 +118,19 @@ class ChatReader:
         return self.template.render(messages, tools=tools, add_generation_prompt=wants_reply, kwargs=kwargs)
 
     def _reasoning_open(self, body: ChatBody, prompt: str) -> str:
-        """Return the end of the prompt from the tag that opens the reply's reasoning; nothing if it opens none."""
-        tags = self._format.reasoning
-        if tags is not None and body.messages[-1].get("role") == "assistant":
-            start = prompt.rfind(tags.start)
-            return prompt[start:] if start > prompt.rfind(tags.end) else ""
-        return self._format.reasoning_open_at(prompt)
+        """Return the end of the prompt from the tag that opens the reply's reasoning; nothing if it opens none.
+
+        Earlier messages may mention the tags, so only the generation prompt and a continued message are searched.
+        """
+        tags, last = self._format.reasoning, body.messages[-1]
+        if tags is None or last.get("role") != "assistant" or not _wants_reply(body):
+            return self._format.reasoning_open_at(prompt)
+        message = clean_message(last, len(body.messages) - 1)
+        continued = joined(message["content"], "\n\n") or message.get("reasoning_content", "")
+        before = prompt.removesuffix(continued)
+        end = self._format.reasoning_open_at(before) + prompt[len(before) :]
+        start = end.rfind(tags.start)
+        return end[start:] if start > end.rfind(tags.end) else ""
 
 
 def _template_kwargs(body: ChatBody, *, reasoning: bool, budget: int) -> dict[str, Any]:

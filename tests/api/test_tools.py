@@ -221,6 +221,31 @@ async def test_reasoning_that_the_prompt_opens(start: Any) -> None:
     assert plain(joined(await server.stream(CHAT, asked))[0]) == plain(whole)
 
 
+@pytest.mark.parametrize(
+    ("opens", "continued", "field"),
+    [
+        (False, {"content": "It "}, "content"),
+        (False, {"content": "<think>\nIt "}, "reasoning_content"),
+        (False, {"content": "<think>It</think> is "}, "content"),
+        (True, {"content": "It "}, "content"),
+        (True, {"content": None, "reasoning_content": "It "}, "reasoning_content"),
+        (True, {"content": "", "reasoning_content": ""}, "reasoning_content"),
+    ],
+)
+@pytest.mark.parametrize("question", ["What does <think> mean?", "What does <think></think> mean?", "Hello"])
+async def test_only_the_continued_message_opens_reasoning(
+    start: Any, question: str, opens: bool, continued: dict[str, Any], field: str
+) -> None:
+    source = template("hermes-thinking")
+    if opens:
+        source = source.replace("assistant: {% if 0 %}", "assistant: <think>\n{% if 0 %}")
+    server = await start(template=source, engine={"grammars": ['start: "hello"']})
+    messages = [{"role": "user", "content": question}, {"role": "assistant", **continued}]
+    message = (await server.ok(CHAT, {"messages": messages}))["choices"][0]["message"]
+    assert message.pop("role") == "assistant"
+    assert {name: text for name, text in message.items() if text} == {field: "hello"}
+
+
 async def test_reasoning_has_a_budget(start: Any) -> None:
     opened = template("hermes-thinking").replace("assistant: {% if 0 %}", "assistant: <think>\n{% if 0 %}")
     server = await start(backend=FakeBackend(n_ctx=4096), template=opened, reasoning_budget=20)
