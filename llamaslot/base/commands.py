@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from llamaslot.base.generation.responses import EarlierItems, References, ResponseFields
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import MessageForm, ReasoningBudget, ReasoningFormat
 from llamaslot.base.prompt import TokenizedPrompt
@@ -21,7 +22,7 @@ N_SEEDS = 2**32 - 1
 """Seeds are 32 bits wide; the highest one means "random" to llama.cpp and is never passed on."""
 
 BodyKind: TypeAlias = Literal[
-    "chat", "text", "native", "infill", "probe", "messages", "count_chat", "count_messages"
+    "chat", "count_chat", "responses", "messages", "count_messages", "text", "native", "infill", "probe"
 ]
 SlotVerb: TypeAlias = Literal["save", "restore", "erase"]
 
@@ -208,6 +209,8 @@ class ParseBody(msgspec.Struct, frozen=True, tag="parse_body"):
     body: bytes
     """JSON."""
     context: RequestContext
+    earlier: EarlierItems | None = None
+    """The `references` of this body, which an earlier `ParsedBody` has named."""
 
 
 class ReplyOptions(msgspec.Struct, frozen=True):
@@ -233,6 +236,8 @@ class ReplyOptions(msgspec.Struct, frozen=True):
     omit_reasoning: bool = False
     """The text of the reasoning is left out of the reply."""
     sse_ping_interval: int | None = None
+    response: ResponseFields = ResponseFields()
+    """Further fields of a Responses request."""
 
 
 class ParsedBody(msgspec.Struct, frozen=True, tag="parsed_body"):
@@ -240,6 +245,8 @@ class ParsedBody(msgspec.Struct, frozen=True, tag="parsed_body"):
 
     submits: tuple[Submit, ...]
     options: ReplyOptions
+    references: References | None = None
+    """Earlier items without which the body cannot be read; there are no `submits` then."""
 
 
 class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):

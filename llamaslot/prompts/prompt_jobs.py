@@ -146,6 +146,7 @@ _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
     "messages": "reading the request body and rendering its messages",
     "count_chat": "reading the request body and rendering its messages",
     "count_messages": "reading the request body and rendering its messages",
+    "responses": "reading the request body and rendering its messages",
     "apply_template": "rendering the messages",
     "tokenize": "tokenizing the text",
     "detokenize": "detokenizing the tokens",

@@ -22,7 +22,8 @@ from llamaslot.base.commands import (
     TextPart,
     TokensPart,
 )
-from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError
+from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError, NotSupportedError
+from llamaslot.base.generation.responses import EarlierItems
 from llamaslot.base.model import ModelInfo
 from llamaslot.protocol import unsupported
 from llamaslot.protocol.anthropic.bodies import CountTokensBody, MessagesBody
@@ -39,6 +40,8 @@ from llamaslot.protocol.chat_prompt import ChatReader, conversation_branch
 from llamaslot.protocol.decoding import decode
 from llamaslot.protocol.default_grammars import DefaultGrammars
 from llamaslot.protocol.infill import InfillPrompts
+from llamaslot.protocol.responses.bodies import ResponsesBody
+from llamaslot.protocol.responses.reader import read_request, references, renamed
 from llamaslot.protocol.structured_output import ConstraintReader
 from llamaslot.protocol.submission import (
     Prompt,
@@ -111,6 +114,8 @@ class RequestReader:
             return self._probe(job)
         if job.kind in ("chat", "count_chat"):
             return self._chat(decode(job.body, ChatBody), job.context, is_run=job.kind == "chat")
+        if job.kind == "responses":
+            return self._response(job)
         if job.kind in ("messages", "count_messages"):
             return self._messages(job)
         if job.kind == "infill":
@@ -167,6 +172,21 @@ class RequestReader:
         )
         options = msgspec.structs.replace(_reply_options(body, (submit,), context), message=chat.form)
         return ParsedBody((submit,), options)
+
+    def _response(self, job: ParseBody) -> ParsedBody:
+        body = decode(job.body, ResponsesBody)
+        missing = references(body) if job.earlier is None else None
+        if missing is not None:
+            return ParsedBody((), ReplyOptions(), missing)
+        try:
+            unique_id = job.context.request_id.partition("_")[2]
+            request = read_request(body, job.earlier or EarlierItems(), self.template, unique_id)
+            parsed = self._chat(request.chat, job.context)
+        except (InvalidRequestError, NotSupportedError) as error:
+            raise renamed(error) from error
+        return msgspec.structs.replace(
+            parsed, options=msgspec.structs.replace(parsed.options, response=request.fields)
+        )
 
     def _check_size(self, prompt: Prompt) -> None:
         """Refuse what cannot fit: millions of ids or texts, or a text of many MiB, would hold up the server's event

@@ -206,6 +206,11 @@ class ChatTemplate:
         question: Message = {"role": "user", "content": "?"}
         system: Message = {"role": "system", "content": text}
         self._takes_system = text in self._attempt([self._shaped(system), self._shaped(question)])
+        answer: Message = {"role": "assistant", "content": "!"}
+        first: Message = {"role": "system", "content": "another text"}
+        several = self._attempt(list(map(self._shaped, [first, question, answer, system, question])))
+        self.takes_later_system = text in several and first["content"] in several
+        self.takes_user_twice = text in self._attempt([self._shaped(question), self._shaped(user)])
 
         function = {"name": "f", "arguments": {"argument": text}}
         call = {"type": "function", "id": "call00001", "function": function}

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: its request bodies as those of chats."""

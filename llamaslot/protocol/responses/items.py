@@ -1,0 +1,200 @@
+"""Items of a Responses request as messages of a chat.
+
+The reasoning, the text and the calls of one turn are separate items, and one message of the assistant in a chat.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
+
+from llamaslot.base.errors import InvalidRequestError, NotSupportedError
+from llamaslot.protocol.responses.tools import LOCAL_SHELL, custom_arguments, function_name
+
+Item = Mapping[str, Any]
+Message = dict[str, Any]
+
+_MARK = "llamaslot:"
+"""Begins encoded reasoning, to tell it from that of other servers, which cannot be read."""
+_PREFIXES = {"message": "msg", "function_call": "fc", "custom_tool_call": "ctc", "reasoning": "rs"}
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_SYSTEM = ("system", "developer")
+
+
+def encoded_reasoning(text: str) -> str:
+    """Return reasoning as `encrypted_content`, for clients that send nothing else of it back. It is no secret."""
+    return _MARK + base64.b64encode(text.encode(errors="surrogatepass")).decode()
+
+
+def decoded_reasoning(text: object) -> str:
+    """Return the reasoning in an `encrypted_content`; nothing if it is not of this server."""
+    if not isinstance(text, str) or not text.startswith(_MARK):
+        return ""
+    try:
+        return base64.b64decode(text.removeprefix(_MARK), validate=True).decode(errors="replace")
+    except (binascii.Error, ValueError):
+        return ""
+
+
+def with_ids(items: Iterable[Item], new_id: str) -> list[Item]:
+    """Return items as the API lists them: each has a type and an id, which begins with `new_id` if it is new."""
+    found: list[Item] = []
+    for index, item in enumerate(items):
+        kind = item.get("type") or "message"
+        complete = {"type": kind, **item}
+        if kind == "message" and isinstance(content := item.get("content"), str):
+            is_reply = item.get("role") == "assistant"
+            part = {"type": "output_text", "annotations": []} if is_reply else {"type": "input_text"}
+            complete["content"] = [{**part, "text": content}]
+        if kind == "message":
+            complete.setdefault("status", "completed")
+        if not isinstance(item.get("id"), str):
+            complete["id"] = f"{_PREFIXES.get(kind, 'item')}_{new_id}_i{index}"
+        found.append(complete)
+    return found
+
+
+class Turns:
+    """Messages that are made of items, which are added in order."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._is_open = False
+        """True if the last message is a turn of the assistant that may continue."""
+
+    def add(self, item: Item, where: str) -> None:
+        """Add an item; raises `InvalidRequestError`, which calls the item `where`."""
+        match kind := item.get("type") or "message":
+            case "message":
+                self._add_message(item, where)
+            case "reasoning":
+                self._add_reasoning(item, where)
+            case "function_call":
+                name = function_name(_text(item, "name", where), item.get("namespace"))
+                self._add_call(item, name, _text(item, "arguments", where), where)
+            case "custom_tool_call":
+                name = function_name(_text(item, "name", where), item.get("namespace"))
+                self._add_call(item, name, custom_arguments(_text(item, "input", where)), where)
+            case "local_shell_call":
+                self._add_call(item, LOCAL_SHELL, _shell_arguments(item, where), where)
+            case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+                self._add_output(item, where)
+            case _:
+                message = f"'{where}' is of type '{kind}', which this server does not know"
+                raise NotSupportedError(message, param=where)
+
+    def _add_message(self, item: Item, where: str) -> None:
+        role = item.get("role")
+        if role not in ("user", "assistant", *_SYSTEM):
+            _refuse(f"{where}.role", "must be user, assistant, system or developer")
+        content = _content(item.get("content"), f"{where}.content")
+        if role == "assistant":
+            turn = self._turn(fits=lambda turn: not turn["content"] and "tool_calls" not in turn)
+            turn["content"] = content
+            return
+        self._is_open = False
+        last = self.messages[0] if len(self.messages) == 1 else {}
+        if role in _SYSTEM and last.get("role") in _SYSTEM:
+            # Most templates read one system message only, the first.
+            last["content"] = f"{_joined(last['content'])}\n\n{_joined(content)}"
+        else:
+            self.messages.append({"role": role, "content": content})
+
+    def _add_reasoning(self, item: Item, where: str) -> None:
+        content, summary = (_optional_text(item.get(key), f"{where}.{key}") for key in ("content", "summary"))
+        reasoning = content or decoded_reasoning(item.get("encrypted_content")) or summary
+        if reasoning:
+            turn = self._turn(fits=lambda turn: len(turn) == 2 and not turn["content"])
+            turn["reasoning_content"] = reasoning
+
+    def _add_call(self, item: Item, name: str, arguments: str, where: str) -> None:
+        call_id = item.get("call_id") or item.get("id")
+        if not isinstance(call_id, str):
+            _refuse(f"{where}.call_id", "must be text")
+        call = {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
+        self._turn(fits=lambda turn: True).setdefault("tool_calls", []).append(call)
+
+    def _add_output(self, item: Item, where: str) -> None:
+        call_id = item.get("call_id") or item.get("id")
+        if not isinstance(call_id, str):
+            _refuse(f"{where}.call_id", "must be text")
+        self._is_open = False
+        content = _content(item.get("output"), f"{where}.output")
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def _turn(self, *, fits: Callable[[Message], bool]) -> Message:
+        """Return the assistant's turn that an item belongs to: the open one if it `fits`, else a new one."""
+        if not (self._is_open and fits(self.messages[-1])):
+            self.messages.append({"role": "assistant", "content": ""})
+            self._is_open = True
+        return self.messages[-1]
+
+
+def fitted(messages: list[Message], *, later_system: bool, user_twice: bool) -> list[Message]:
+    """Return messages as a template takes them.
+
+    Agents send instructions in the middle of a conversation, and several messages of the user in a row. Templates
+    without `later_system` leave the first out or refuse them: they become messages of the user. Templates without
+    `user_twice` refuse the second: they become one message.
+    """
+    found: list[Message] = []
+    for message in messages:
+        each = {**message, "role": "user"} if found and message["role"] in _SYSTEM and not later_system else message
+        if not user_twice and found and each["role"] == found[-1]["role"] == "user":
+            content = f"{_joined(found[-1]['content'])}\n\n{_joined(each['content'])}"
+            found[-1] = {"role": "user", "content": content}
+        else:
+            found.append(each)
+    return found
+
+
+def _content(content: Any, where: str) -> str | list[Message]:
+    """Return content as a text or as text parts of a chat."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        _refuse(where, "must be text or a list of parts")
+    parts = []
+    for index, part in enumerate(content):
+        place = f"{where}[{index}]"
+        if not isinstance(part, Mapping):
+            _refuse(place, "must be an object")
+        kind = part.get("type")
+        if kind == "refusal":
+            parts.append({"type": "text", "text": _text(part, "refusal", place)})
+        elif kind in _TEXT_PARTS:
+            parts.append({"type": "text", "text": _text(part, "text", place)})
+        else:
+            message = f"'{place}' is of type '{kind}': this server takes text only"
+            raise NotSupportedError(message, param=place)
+    return parts[0]["text"] if len(parts) == 1 else parts
+
+
+def _optional_text(parts: Any, where: str) -> str:
+    return _joined(_content(parts, where)) if isinstance(parts, list) else ""
+
+
+def _joined(content: str | list[Message]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _shell_arguments(item: Item, where: str) -> str:
+    action = item.get("action")
+    if not isinstance(action, Mapping):
+        _refuse(f"{where}.action", "must be an object")
+    known = ("command", "working_directory", "timeout_ms")
+    return json.dumps({key: action[key] for key in known if action.get(key) is not None}, ensure_ascii=False)
+
+
+def _text(value: Mapping[str, Any], key: str, where: str) -> str:
+    text = value.get(key)
+    if not isinstance(text, str):
+        _refuse(f"{where}.{key}", "must be text")
+    return text
+
+
+def _refuse(where: str, why: str) -> NoReturn:
+    raise InvalidRequestError(f"'{where}' {why}", param=where)

@@ -1,0 +1,163 @@
+"""From the body of a Responses request to that of a chat, and to what its reply repeats."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from llamaslot.base.errors import InvalidRequestError, LlamaslotError
+from llamaslot.base.generation.responses import EarlierItems, References, ResponseFields
+from llamaslot.protocol import bodies
+from llamaslot.protocol.bodies import ChatBody
+from llamaslot.protocol.responses.bodies import LOGPROBS, REASONING, ResponsesBody, TextFormat, TextOptions, refuse
+from llamaslot.protocol.responses.items import Item, Turns, fitted, with_ids
+from llamaslot.protocol.responses.tools import Toolbox, chat_choice
+from llamaslot.protocol.structured_options import ResponseFormat
+from llamaslot.text.template import ChatTemplate
+
+_SAME = [field.name for field in msgspec.structs.fields(bodies.Options) if field.name != "response_format"]
+"""Fields of every endpoint."""
+_SAME_AS_CHAT = (
+    "parallel_tool_calls", "chat_template_kwargs", "reasoning_format", "reasoning_budget_tokens",
+    "thinking_budget_tokens",
+)  # fmt: skip
+_NAMES = (
+    (r"response_format\.json_schema\.schema", "text.format.schema"),
+    (r"response_format\.schema", "text.format"),
+    (r"(tools\[\d+\])\.function", r"\1"),
+    (r"\bmessages\b(?!\[)(?=')", "input"),
+    (r"\bmax_tokens\b", "max_output_tokens"),
+)
+"""Names of a chat's fields in error messages, and those of this API."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """A request as that of a chat."""
+
+    chat: ChatBody
+    fields: ResponseFields
+
+
+def references(body: ResponsesBody) -> References | None:
+    """Return what a body names of earlier responses, None if nothing."""
+    items = body.input if isinstance(body.input, list) else []
+    named = tuple(str(item.get("id")) for item in items if item.get("type") == "item_reference")
+    return References(body.previous_response_id or "", named) if body.previous_response_id or named else None
+
+
+def read_request(
+    body: ResponsesBody, earlier: EarlierItems, template: ChatTemplate, request_id: str
+) -> ResponsesRequest:
+    """Read a body with the items that it refers to; raises `InvalidRequestError`.
+
+    New items get ids that are made of `request_id`.
+    """
+    refuse(body)
+    is_text = isinstance(body.input, str)
+    given: Sequence[Item] = body.input if isinstance(body.input, list) else [_user(body.input)]
+    items = [_referenced(item, index, earlier) for index, item in enumerate(given)]
+    turns = Turns()
+    if body.instructions:
+        turns.add({"role": "system", "content": body.instructions}, "instructions")
+    for raw in earlier.history:
+        for each in msgspec.json.decode(raw, type=list[dict[str, Any]]):
+            turns.add(each, "previous_response_id")
+    for index, item in enumerate(items):
+        turns.add(item, "input" if is_text else f"input[{index}]")
+    toolbox = Toolbox(body.tools or ())
+    store = body.store is not False
+    fields = ResponseFields(
+        echo=msgspec.json.encode(_echo(body, toolbox)),
+        input=msgspec.json.encode(with_ids(items, request_id)) if store else b"[]",
+        store=store,
+        previous=body.previous_response_id or "",
+        returns_reasoning=REASONING in (body.include or ()),
+        forms=toolbox.forms,
+    )
+    messages = fitted(
+        turns.messages, later_system=template.takes_later_system, user_twice=template.takes_user_twice
+    )
+    return ResponsesRequest(_chat(body, messages, toolbox), fields)
+
+
+def renamed(error: LlamaslotError) -> LlamaslotError:
+    """Return an error about a chat in terms of this API's fields."""
+    message, param = error.message, error.param or ""
+    for pattern, name in _NAMES:
+        message = re.sub(pattern, name, message)
+        param = re.sub(pattern.replace("(?=')", "$"), name, param)
+    return type(error)(message, param=param or None)
+
+
+def _user(text: str) -> Item:
+    return {"role": "user", "content": text}
+
+
+def _referenced(item: Item, index: int, earlier: EarlierItems) -> Item:
+    if item.get("type") != "item_reference":
+        return item
+    found: dict[str, Any] = msgspec.json.decode(earlier.items[str(item.get("id"))])
+    return found
+
+
+def _chat(body: ResponsesBody, messages: list[dict[str, Any]], toolbox: Toolbox) -> ChatBody:
+    same = {name: getattr(body, name) for name in _SAME}
+    if LOGPROBS in (body.include or ()) or body.top_logprobs:
+        same |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    else:
+        same["top_logprobs"] = None
+    same["max_tokens"] = body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens
+    form = _response_format(body.text)
+    if form is not None and body.response_format is not None:
+        raise InvalidRequestError("'text.format' and 'response_format' exclude each other", param="text.format")
+    return ChatBody(
+        **same,
+        **{name: getattr(body, name) for name in _SAME_AS_CHAT},
+        response_format=form or body.response_format,
+        messages=messages,
+        tools=toolbox.functions or None,
+        tool_choice=chat_choice(body.tool_choice),
+        reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
+    )
+
+
+def _response_format(text: TextOptions | None) -> Any:
+    form = text.format if text is not None else None
+    if form is None or form.type == "text":
+        return None
+    fields = {"name": form.name, "description": form.description, "schema": form.schema, "strict": form.strict}
+    own: Mapping[str, Any] = {"json_schema": fields} if form.type == "json_schema" else {"schema": form.schema}
+    return msgspec.convert({"type": form.type, **own}, ResponseFormat)
+
+
+def _echo(body: ResponsesBody, toolbox: Toolbox) -> dict[str, Any]:
+    """Return the fields that the reply repeats, with OpenAI's defaults."""
+    reasoning, text = body.reasoning, body.text or TextOptions()
+    form = text.format or TextFormat("text")
+    return {
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {
+            "effort": reasoning.effort if reasoning is not None else None,
+            "summary": (reasoning.summary or reasoning.generate_summary) if reasoning is not None else None,
+        },
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "text": {"format": form, **({"verbosity": text.verbosity} if text.verbosity else {})},
+        "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
+        "tools": toolbox.shown,
+        "top_logprobs": body.top_logprobs or 0,
+        "truncation": "disabled",
+        "user": body.user,
+    }
