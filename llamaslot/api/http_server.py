@@ -30,6 +30,10 @@ from llamaslot.api.json_bodies import BODY_READER
 from llamaslot.api.keys import Access, ApiKeys
 from llamaslot.api.middleware import ACCESS, KEYS, add_headers, admit, identify
 from llamaslot.api.openapi.document import OPENAPI, PATH, OpenApi, openapi
+from llamaslot.api.responses import endpoints as responses
+from llamaslot.api.responses.endpoints import RESPONSES
+from llamaslot.api.responses.responses import LLAMA_SERVER_PATH
+from llamaslot.api.responses.store import ResponseStore
 from llamaslot.base.errors import ConfigError
 
 ROUTES = (
@@ -47,6 +51,12 @@ ROUTES = (
     ("POST", "/v1/chat/completions", chat_completions.chat_completions, Access.USER),
     ("POST", "/chat/completions/input_tokens", chat_completions.count_tokens, Access.USER),
     ("POST", "/v1/chat/completions/input_tokens", chat_completions.count_tokens, Access.USER),
+    ("POST", LLAMA_SERVER_PATH, responses.create, Access.USER),
+    ("POST", "/v1/responses", responses.create, Access.USER),
+    ("POST", "/v1/responses/input_tokens", responses.count, Access.USER),
+    ("GET", "/v1/responses/{response_id}", responses.retrieve, Access.USER),
+    ("DELETE", "/v1/responses/{response_id}", responses.delete, Access.USER),
+    ("GET", "/v1/responses/{response_id}/input_items", responses.input_items, Access.USER),
     ("POST", "/v1/completions", text_completions.completions, Access.USER),
     ("POST", "/v1/messages", messages.messages, Access.USER),
     ("POST", "/v1/messages/count_tokens", messages.count_tokens, Access.USER),
@@ -77,6 +87,9 @@ def create_app(settings: ApiSettings) -> web.Application:
     app[ACCESS] = {handler: access for _, _, handler, access in ROUTES}
     app[BODY_READER] = BodyReader(
         max_bytes=settings.max_body_bytes, max_total=settings.max_total_body_bytes, timeout=settings.body_timeout
+    )
+    app[RESPONSES] = ResponseStore(
+        max_responses=settings.max_stored_responses, max_bytes=settings.max_stored_responses_bytes
     )
     app[READINESS] = Readiness()
     app[OPENAPI] = OpenApi(ROUTES)

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from llamaslot.api import http_errors
 from llamaslot.api.connections import Connection
 from llamaslot.api.json_bodies import encode
 
@@ -84,10 +83,6 @@ class EventStream:
         """Write the last events and end the reply."""
         self._transport = None
         await self.response.write_eof(b"".join(events))
-
-    async def fail(self, error: Exception) -> None:
-        """Send an error event and end the reply, without `[DONE]`."""
-        await self.close([http_errors.event(http_errors.described(error), self._request)])
 
     async def wait(self, source: Callable[[], Awaitable[T]]) -> T:
         """Wait for `source`, which must lose nothing when cancelled, with a ping at each interval of silence."""

@@ -34,6 +34,8 @@ def api_settings(config: Config) -> ApiSettings:
         max_choices=config.max_choices,
         max_stop_strings=config.max_stop_strings,
         max_stop_chars=config.max_stop_chars,
+        max_stored_responses=config.max_stored_responses,
+        max_stored_responses_bytes=config.max_stored_responses_mb * 2**20,
         max_connections=config.max_connections,
         keep_alive_timeout=config.keep_alive_timeout,
         write_timeout=config.write_timeout,

@@ -27,6 +27,16 @@ INFILL = {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "c"
 FILE = {"filename": "a"}
 SCORED = {"verbose": True, "logprobs": True, "n_probs": 2, "return_progress": True}
 ALL = {"n": 2, "stop": ["zz"], "logit_bias": [["a", False], [5, 1.5]], "timings_per_token": True}
+RESPONSE = {"input": "Hello", "max_output_tokens": 3, "ignore_eos": True, "id_slot": 0}
+RESPONSE_FIELDS = {
+    "tools": [{"type": "function", "name": "f"}, {"type": "custom", "name": "g"}],
+    "include": ["message.output_text.logprobs", "reasoning.encrypted_content"],
+    "text": {"format": {"type": "json_schema", "name": "x", "schema": {"enum": [1]}}, "verbosity": "low"},
+    "reasoning": {"effort": "low"},
+    "tool_choice": "none",
+    "metadata": {"a": "b"},
+}
+STORED = "/v1/responses/{response_id}"
 
 REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
     ("GET", "/health", {}, None),
@@ -56,6 +66,12 @@ REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
     ("POST", "/completion", {}, {**TEXT, **ALL, "response_fields": ["content"]}),
     *[("POST", "/infill", {}, {**INFILL, **more}) for more in ({}, ALL, SCORED, {"response_fields": ["content"]})],
     ("POST", "/infill", {}, {"prompt": "x"}),
+    *[("POST", "/v1/responses", {}, {**RESPONSE, **more}) for more in ({}, SCORED, {"n": 2}, RESPONSE_FIELDS)],
+    ("POST", "/v1/responses/input_tokens", {}, {"input": "Hello"}),
+    ("GET", STORED, {}, None),
+    ("GET", f"{STORED}/input_items", {}, None),
+    ("DELETE", STORED, {}, None),
+    ("GET", STORED, {}, None),
     *[("POST", "/slots/{id_slot}", {"id_slot": "0", "": f"?action={verb}"}, FILE) for verb in ("save", "restore")],
     ("POST", "/slots/{id_slot}", {"id_slot": "0", "": "?action=erase"}, None),
     ("POST", "/slots/{id_slot}", {"id_slot": "0"}, None),
@@ -112,8 +128,9 @@ async def test_replies_are_what_is_described(start: Any, tmp_path: Path) -> None
     store = SlotFiles(tmp_path, lambda: bytes(32), backend.info.segment_size, backend.info.n_ctx_slot)
     server = await start(backend=backend, metrics=True, alias="fake", engine={"snapshots": store})
     endpoints = set()
+    stored = (await server.ok("/v1/responses", RESPONSE))["id"]
     for method, pattern, variables, body in REQUESTS:
-        path = pattern
+        path = pattern.replace("{response_id}", stored)
         for name, value in variables.items():
             path = path.replace(f"{{{name}}}", value) if name else path + value
         takes_stream = operation_of(method, pattern).chunk is not None
@@ -124,7 +141,8 @@ async def test_replies_are_what_is_described(start: Any, tmp_path: Path) -> None
             assert stream is not True or response.status != 200 or len(reply) > 1
             endpoints.add((response.status, pattern))
     succeeded = {pattern for status, pattern in endpoints if status == 200}
-    aliases = {"/v1/health", "/models", "/completions", *("/chat/completions", "/chat/completions/input_tokens")}
+    aliases = {"/v1/health", "/models", "/completions", "/responses"}
+    aliases |= {"/chat/completions", "/chat/completions/input_tokens"}
     assert succeeded | aliases == {pattern for _, pattern, _, _ in ROUTES}
 
 

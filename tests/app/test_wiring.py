@@ -88,6 +88,8 @@ API: dict[str, tuple[str, object]] = {
     "--max-choices 17": ("max_choices", 17),
     "--max-stop-strings 17": ("max_stop_strings", 17),
     "--max-stop-chars 17": ("max_stop_chars", 17),
+    "--max-stored-responses 17": ("max_stored_responses", 17),
+    "--max-stored-responses-mb 3": ("max_stored_responses_bytes", 3 * 2**20),
     "--keep-alive-timeout 13": ("keep_alive_timeout", 13.0),
     "-a name": ("alias", "name"),
     "--tags x,y": ("tags", "x,y"),

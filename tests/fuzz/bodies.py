@@ -48,6 +48,25 @@ _MESSAGES: dict[str, Any] = {
     ],
     "tools": [{"name": "f", "description": "?", "input_schema": {"type": "object", "properties": {"a": {}}}}],
 }  # fmt: skip
+_RESPONSES: dict[str, Any] = {
+    "instructions": "You are a cat.",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "a", "output": "1"},
+        {"type": "custom_tool_call", "call_id": "b", "name": "patch", "input": "*** Begin Patch"},
+        {"type": "custom_tool_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "done"}]},
+    ],
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False},
+              {"type": "custom", "name": "patch", "format": {"type": "grammar", "definition": "start: /x/"}},
+              {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "g"}]},
+              {"type": "web_search"}],
+    "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "text": {"format": {"type": "json_schema", "name": "x", "schema": {"enum": [1]}}, "verbosity": "low"},
+    "max_output_tokens": 4, "metadata": {"a": "b"}, "truncation": "disabled",
+}  # fmt: skip
 VALID: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [
         _CHAT,
@@ -65,6 +84,12 @@ VALID: dict[str, list[dict[str, Any]]] = {
     ],
     "/v1/messages/count_tokens": [_MESSAGES],
     "/v1/chat/completions/input_tokens": [_CHAT],
+    "/v1/responses": [
+        _RESPONSES,
+        {"input": STORY, "max_output_tokens": 2, "stream": True, "store": False},
+        {"input": [{"type": "item_reference", "id": "msg_1"}], "previous_response_id": "resp_1"},
+    ],
+    "/v1/responses/input_tokens": [_RESPONSES],
     "/apply-template": [_CHAT, {"messages": _CHAT["messages"][:2], "tools": [_TOOL]}],
     "/v1/completions": [
         {"prompt": STORY, **_SAMPLED, "logit_bias": {"5": -3, "cat": False}},
@@ -250,7 +275,7 @@ class BodyFuzzer:
 
 def _bound(body: Any) -> None:
     """Ask for few tokens where the body asks for as many as fit, so that a long reply is not taken for a hang."""
-    for name in ("n_predict", "max_tokens", "max_completion_tokens"):
+    for name in ("n_predict", "max_tokens", "max_completion_tokens", "max_output_tokens"):
         if isinstance(body, dict) and isinstance(limit := body.get(name), int) and not 0 <= limit <= MAX_TOKENS:
             body[name] = MAX_TOKENS if -1 <= limit < 2**31 else limit
 

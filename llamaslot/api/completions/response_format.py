@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from aiohttp import web
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
+from llamaslot.api import http_errors
 from llamaslot.api.completions.logprobs import ProbsWriter
 from llamaslot.api.completions.native_body import NativeBodies
 from llamaslot.api.completions.reply_bodies import Choice, Envelope, ObjectName, TokenCount, stats_of, usage
@@ -30,16 +31,21 @@ from llamaslot.base.commands import (
     RequestContext,
     Submit,
 )
+from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import Finished, Output
+from llamaslot.base.generation.responses import EarlierItems, References
 from llamaslot.formats.format import Format
 from llamaslot.service.generations import Generation, Generations
 from llamaslot.service.service import Service
+
+Find: TypeAlias = Callable[[References], EarlierItems]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyContext:
     """What a reply contains or depends on, beside the completions."""
 
+    request: web.Request
     id: str
     model: str
     """Name of the model."""
@@ -54,6 +60,7 @@ class ResponseFormat(ABC):
     """The reply of one endpoint to one request, made from the completions in `generations`."""
 
     id_prefix: ClassVar[str]
+    """Beginning of the reply's id."""
     ping: ClassVar[bytes] = PING
     """An event of a stream that means nothing, and keeps its connection open."""
     returns_prompt: ClassVar[bool] = False
@@ -82,6 +89,10 @@ class ResponseFormat(ABC):
     @abstractmethod
     def closing(self) -> Iterable[bytes]:
         """Yield the server-sent events after all completions are finished."""
+
+    def failure(self, error: LlamaslotError) -> Iterable[bytes]:
+        """Yield the last server-sent events of a stream that fails."""
+        yield http_errors.event(error, self._reply.request)
 
     @abstractmethod
     def whole(self) -> Any:
@@ -123,18 +134,19 @@ class OpenAIFormat(ResponseFormat):
 
 
 async def complete(
-    request: web.Request, kind: BodyKind, response_format: type[ResponseFormat]
+    request: web.Request, kind: BodyKind, response_format: type[ResponseFormat], find: Find | None = None
 ) -> web.StreamResponse:
-    """Answer a request for completions of the prompts in its body."""
+    """Answer a request for completions of the prompts in its body; `find` returns earlier items that it names."""
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
     reply_id = response_format.id_prefix + request[UNIQUE_ID]
     deadline = service.deadline()
     submits, options = await read_submits(
-        request, kind, reply_id, deadline, returns_prompt=response_format.returns_prompt
+        request, kind, reply_id, deadline, returns_prompt=response_format.returns_prompt, find=find
     )
     async with service.generate(submits, deadline) as generations:
         model = settings.model_names(service.info)[0]
-        reply = response_format(ReplyContext(reply_id, model, options, service.output_format), generations.all)
+        context = ReplyContext(request, reply_id, model, options, service.output_format)
+        reply = response_format(context, generations.all)
         await reply.prepare(service)
         if options.stream:
             interval = options.sse_ping_interval
@@ -160,14 +172,24 @@ async def count_prompt(request: web.Request, kind: BodyKind) -> TokenCount:
 
 
 async def read_submits(
-    request: web.Request, kind: BodyKind, request_id: str, deadline: float | None, *, returns_prompt: bool = False
+    request: web.Request,
+    kind: BodyKind,
+    request_id: str,
+    deadline: float | None,
+    *,
+    returns_prompt: bool = False,
+    find: Find | None = None,
 ) -> tuple[Sequence[Submit], ReplyOptions]:
     """Have the body of a request read by its deadline; it is not kept while the reply is generated."""
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
     context = _context(request, service, settings, request_id, returns_prompt=returns_prompt)
     try:
         async with asyncio.timeout_at(deadline), request.app[BODY_READER].body(request) as raw:
-            body = await service.ask(ParseBody(kind, raw, context), ParsedBody)
+            job = ParseBody(kind, raw, context)
+            body = await service.ask(job, ParsedBody)
+            if body.references is not None and find is not None:
+                # Only the prompt worker decodes bodies, and it has no earlier items.
+                body = await service.ask(structs.replace(job, earlier=find(body.references)), ParsedBody)
     except TimeoutError:
         raise service.deadline_error() from None
     return body.submits, body.options
@@ -211,5 +233,5 @@ async def _stream(stream: EventStream, generations: Generations, reply: Response
     except ConnectionError:
         pass  # The client is gone; leaving the generations cancels them.
     except Exception as error:
-        await stream.fail(error)
+        await stream.close(reply.failure(http_errors.described(error)))
     return stream.response

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 
@@ -15,10 +15,14 @@ from llamaslot.api.completions.reply_bodies import TokenCount
 from llamaslot.api.http_errors import ErrorBody, Handler
 from llamaslot.api.middleware import SESSION_HEADERS
 from llamaslot.api.openapi import reply_types
+from llamaslot.api.responses import endpoints as responses
+from llamaslot.api.responses import events
+from llamaslot.api.responses import reply_types as responses_types
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.stats import CacheProbe, CacheState
 from llamaslot.protocol import bodies
 from llamaslot.protocol.anthropic.bodies import CountTokensBody, MessagesBody
+from llamaslot.protocol.responses.bodies import ResponsesBody
 
 JSON: Final = "application/json"
 _STRING = {"type": "string"}
@@ -53,6 +57,11 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 _SESSION = tuple(
     Parameter(name, "header", {"type": "string", "maxLength": bodies.MAX_SESSION_ID_CHARS})
     for name in SESSION_HEADERS
+)
+_PAGE = (
+    Parameter("limit", "query", {"type": "integer", "minimum": 1, "maximum": responses.MAX_LIMIT}),
+    Parameter("order", "query", {"enum": ["asc", "desc"]}),
+    Parameter("after", "query", _STRING),
 )
 _ACTION = Parameter("action", "query", {"enum": ["save", "restore", "erase"]}, required=True)
 _TOP = Parameter("top", "query", {"type": "integer", "minimum": 1, "maximum": cache_endpoints.MAX_TOP})
@@ -95,6 +104,17 @@ OPERATIONS: dict[Handler, Operation] = {
     messages.count_tokens: Operation(
         body=CountTokensBody, reply=TokenCount, error=AnthropicError, parameters=_SESSION
     ),
+    responses.create: Operation(
+        body=ResponsesBody,
+        reply=responses_types.Response,
+        chunk=events.Created,
+        other_chunks=get_args(events.AnyEvent)[1:],
+        parameters=_SESSION,
+    ),
+    responses.count: Operation(body=ResponsesBody, reply=responses_types.InputTokens, parameters=_SESSION),
+    responses.retrieve: Operation(reply=responses_types.Response),
+    responses.delete: Operation(reply=responses_types.Deleted),
+    responses.input_items: Operation(reply=responses_types.ItemList, parameters=_PAGE),
     token_endpoints.apply_template: Operation(body=bodies.ChatBody, reply=reply_types.TemplateReply),
     text_completions.completions: Operation(
         body=bodies.CompletionBody, reply=reply_types.TextReply, chunk=reply_types.TextReply, parameters=_SESSION

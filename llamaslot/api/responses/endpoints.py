@@ -1,0 +1,105 @@
+"""The endpoints of OpenAI's Responses API. Stored responses are found with the API key that made them only."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from llamaslot.api.completions.response_format import complete, read_submits
+from llamaslot.api.context import READINESS, UNIQUE_ID
+from llamaslot.api.json_bodies import json_response
+from llamaslot.api.middleware import KEYS, given_key
+from llamaslot.api.responses.reply_types import Deleted, InputTokens, ItemList
+from llamaslot.api.responses.responses import CONVERSATION, ResponsesFormat
+from llamaslot.api.responses.store import Conversation, ResponseStore, StoredResponse
+from llamaslot.base.commands import ProbeCache
+from llamaslot.base.errors import InvalidRequestError, NotSupportedError
+from llamaslot.base.namespaces import tenant_name
+from llamaslot.base.stats import CacheProbe
+
+RESPONSES = web.AppKey("RESPONSES", ResponseStore)
+_DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+_IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
+
+
+async def create(request: web.Request) -> web.StreamResponse:
+    """Reply to text or items, and store the response unless `store` is false."""
+    conversation = request[CONVERSATION] = _conversation(request)
+    try:
+        return await complete(request, "responses", ResponsesFormat, conversation.find)
+    finally:
+        conversation.close()
+
+
+async def count(request: web.Request) -> web.Response:
+    """Return the tokens of the prompt that a response would be generated for."""
+    service, conversation = request.app[READINESS].check(), _conversation(request)
+    deadline = service.deadline()
+    try:
+        (submit,), _ = await read_submits(
+            request, "responses", f"count-{request[UNIQUE_ID]}", deadline, find=conversation.find
+        )
+        async with asyncio.timeout_at(deadline):
+            probe = await service.ask(ProbeCache(submit), CacheProbe)
+    except TimeoutError:
+        raise service.deadline_error() from None
+    finally:
+        conversation.close()
+    return json_response(InputTokens(probe.prompt_tokens))
+
+
+async def retrieve(request: web.Request) -> web.Response:
+    """Return a stored response."""
+    if request.query.get("stream") == "true":
+        raise NotSupportedError("'stream': a stored response is returned as a whole", param="stream")
+    return web.Response(body=_stored(request).body, content_type="application/json")
+
+
+async def delete(request: web.Request) -> web.Response:
+    """Delete a stored response; those that continue it keep its items."""
+    response = _stored(request)
+    request.app[RESPONSES].delete(response.namespace, response.id)
+    return json_response(Deleted(response.id))
+
+
+async def input_items(request: web.Request) -> web.Response:
+    """Return the items that a stored response answers, those of earlier turns included."""
+    limit, order = request.query.get("limit", str(_DEFAULT_LIMIT)), request.query.get("order", "desc")
+    if not _IS_COUNT(limit) or not 1 <= int(limit) <= MAX_LIMIT:
+        raise InvalidRequestError(f"'limit' must be an integer from 1 to {MAX_LIMIT}", param="limit")
+    if order not in ("asc", "desc"):
+        raise InvalidRequestError("'order' must be asc or desc", param="order")
+    lists = _stored(request).input_lists()
+    # A long conversation takes long to decode.
+    items = await asyncio.to_thread(_decoded, lists)
+    if order == "desc":
+        items.reverse()
+    if after := request.query.get("after"):
+        place = next((i for i, item in enumerate(items) if item.get("id") == after), None)
+        if place is None:
+            raise InvalidRequestError(f"'after': there is no item '{after}'", param="after")
+        items = items[place + 1 :]
+    page = items[: int(limit)]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return json_response(ItemList(page, first, last, has_more=len(items) > len(page)))
+
+
+def _decoded(lists: list[bytes]) -> list[dict[str, Any]]:
+    return [item for each in lists for item in msgspec.json.decode(each, type=list[dict[str, Any]])]
+
+
+def _stored(request: web.Request) -> StoredResponse:
+    return request.app[RESPONSES].get(_namespace(request), request.match_info["response_id"])
+
+
+def _conversation(request: web.Request) -> Conversation:
+    return Conversation(request.app[RESPONSES], _namespace(request))
+
+
+def _namespace(request: web.Request) -> str:
+    """Return the namespace of the request's API key; all requests share one on a server without keys."""
+    return tenant_name(given_key(request)) if request.app[KEYS] else ""

@@ -1,0 +1,207 @@
+"""`POST /v1/responses`: replies in the format of OpenAI's Responses API."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from llamaslot.api.completions.chat_message import ChatMessage
+from llamaslot.api.completions.logprobs import Prob
+from llamaslot.api.completions.reply_bodies import PromptProgress, stats_of, timings
+from llamaslot.api.completions.reply_bodies import usage as chat_usage
+from llamaslot.api.completions.response_format import ReplyContext, ResponseFormat
+from llamaslot.api.json_bodies import encode
+from llamaslot.api.responses import events
+from llamaslot.api.responses.output import OutputItems
+from llamaslot.api.responses.reply_types import (
+    ErrorDetails,
+    Generated,
+    IncompleteDetails,
+    InputDetails,
+    OutputDetails,
+    ResponseUsage,
+    Status,
+)
+from llamaslot.api.responses.store import Conversation
+from llamaslot.base.errors import LlamaslotError
+from llamaslot.base.events import Finished, Output
+from llamaslot.formats.calls import Delta
+from llamaslot.service.generations import Generation
+
+_CODES = {
+    "rate_limit_error": "rate_limit_exceeded",
+    "exceed_context_size_error": "context_length_exceeded",
+    "invalid_request_error": "invalid_prompt",
+}
+"""OpenAI's codes of failed responses by our types of errors."""
+LLAMA_SERVER_PATH = "/responses"
+"""Path on which a stream that a limit has cut ends with `response.completed`, as llama-server's clients expect."""
+CONVERSATION = web.RequestKey("CONVERSATION", Conversation)
+
+
+class ResponsesFormat(ResponseFormat):
+    """OpenAI's responses, with llama-server's `timings` and this server's `cache` next to the usage."""
+
+    id_prefix = "resp_"
+
+    def __init__(self, reply: ReplyContext, generations: Sequence[Generation]) -> None:
+        super().__init__(reply, generations)
+        (self._generation,) = generations
+        self._fields = reply.options.response
+        self._output = OutputItems(reply.id.removeprefix(self.id_prefix), self._fields)
+        self._message = ChatMessage(reply.output_format, reply.options.message, self._generation.submit.request_id)
+        self._tokens = _TokenTexts()
+        self._pending: list[Prob] = []
+        """Probabilities of tokens of which it is open to which item they belong."""
+        self._n_events = 0
+
+    def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
+        """Yield the beginning once, then the events of each item, then the end."""
+        if not self._n_events:
+            yield self._event(events.Created(response=self._response("in_progress")))
+            yield self._event(events.InProgress(response=self._response("in_progress")))
+        if progress := PromptProgress.of(output):
+            yield self._event(events.InProgress(response=self._response("in_progress"), prompt_progress=progress))
+        for each in self._added(output):
+            if self._options.timings_per_token:
+                each.timings = timings([output.progress])
+            yield self._event(each)
+        if isinstance(output, Finished):
+            yield self._last_event(output)
+
+    def closing(self) -> Iterable[bytes]:
+        """Yield nothing: the end of the only completion ends the stream."""
+        return ()
+
+    def failure(self, error: LlamaslotError) -> Iterator[bytes]:
+        """Yield the error, and the response as it has failed."""
+        if not self._n_events:
+            yield self._event(events.Created(response=self._response("in_progress")))
+        details = ErrorDetails(_CODES.get(error.type, "server_error"), error.message)
+        yield self._event(events.Error(code=error.type, message=error.message, param=error.param))
+        yield self._event(events.Failed(response=self._response("failed", error=details)))
+
+    def whole(self) -> Any:
+        """Return the response."""
+        generation = self._generation
+        end = msgspec.structs.replace(generation.end, content=generation.text, probs=None)
+        for _ in self._added(end, generation.probs):
+            pass
+        return self._finished(end)
+
+    def _added(self, output: Output | Finished, probs: Sequence[Any] | None = None) -> Iterator[events.ItemEvent]:
+        """Add the text of an event, and yield the events of that."""
+        ends = isinstance(output, Finished)
+        if not self._generation.has_probs:
+            yield from self._parts(self._message.push(output.content, is_last=ends))
+        else:
+            rows = self.writer(self._generation).native(probs if probs is not None else output.probs or ())
+            for text, found in self._tokens.add(output.content, rows):
+                self._pending += found
+                yield from self._parts(self._message.push(text, is_last=False))
+            if ends:
+                yield from self._parts(self._message.push(self._tokens.rest(), is_last=True))
+        if ends:
+            yield from self._output.end(_status(output))
+
+    def _parts(self, delta: Delta) -> Iterator[events.ItemEvent]:
+        """Add the parts of a message, its text with the probabilities of the last tokens that cover it."""
+        for part in delta.parts or (delta,):
+            if part == Delta():
+                continue
+            first, n_left = len(self._pending), len(part.content)
+            while first and n_left > 0:
+                first -= 1
+                n_left -= len(self._pending[first].token)
+            probs, self._pending = self._pending[first:], []
+            yield from self._output.add(part, probs)
+
+    def _last_event(self, end: Finished) -> bytes:
+        is_cut = _status(end) == "incomplete" and self._reply.request.path != LLAMA_SERVER_PATH
+        kind = events.Incomplete if is_cut else events.Completed
+        return self._event(kind(response=self._finished(end), timings=timings([end.progress])))
+
+    def _finished(self, end: Finished) -> Any:
+        """Return the response that is complete; it is stored before the client can ask for it."""
+        status, output = _status(end), self._output.items
+        fields = {
+            "completed_at": int(time.time()),
+            "incomplete_details": IncompleteDetails() if status == "incomplete" else None,
+            "output": output,
+            "usage": self._usage(),
+            **stats_of([end.progress]),
+        }
+        response = self._response(status, **fields)
+        if self._fields.store:
+            items = {item.id: encode(item) for item in output}
+            conversation = self._reply.request[CONVERSATION]
+            if not conversation.put(self._reply.id, bytes(response), self._fields.input, items):
+                return self._response(status, store=False, **fields)
+        return response
+
+    def _response(self, status: Status, *, store: bool = True, **fields: Any) -> Any:
+        """Return the JSON of a response: its own fields, and those that it repeats."""
+        sampling = self._generation.submit.sampling
+        generated = Generated(
+            id=self._reply.id,
+            created_at=self._reply.created,
+            status=status,
+            model=self._reply.model,
+            store=store and self._fields.store,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            **fields,
+        )
+        return msgspec.Raw(encode(generated)[:-1] + b"," + self._fields.echo[1:])
+
+    def _usage(self) -> ResponseUsage:
+        counts = chat_usage([self._generation])
+        n_prompt, n_cached = counts.prompt_tokens, counts.prompt_tokens_details.cached_tokens
+        n_characters = max(len(self._generation.text), 1)
+        share = min(len(self._message.reasoning) / n_characters, 1)
+        return ResponseUsage(
+            n_prompt,
+            InputDetails(n_cached, n_prompt - n_cached if self._generation.submit.cache_prompt else 0),
+            counts.completion_tokens,
+            OutputDetails(round(share * counts.completion_tokens)),
+            counts.total_tokens,
+        )
+
+    def _event(self, event: events.Event) -> bytes:
+        event.sequence_number = self._n_events
+        self._n_events += 1
+        return b"event: " + events.name_of(event).encode() + b"\ndata: " + encode(event) + b"\n\n"
+
+
+class _TokenTexts:
+    """Pairs of texts and the tokens that they come from.
+
+    The text of an event may come later than its tokens, or never, behind a stop string.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._probs: deque[Prob] = deque()
+
+    def add(self, text: str, probs: Iterable[Prob]) -> Iterator[tuple[str, list[Prob]]]:
+        """Add text and tokens; yield each token whose text is there."""
+        self._text += text
+        self._probs.extend(probs)
+        while self._probs and len(self._probs[0].token) <= len(self._text):
+            prob = self._probs.popleft()
+            n = len(prob.token)
+            piece, self._text = self._text[:n], self._text[n:]
+            yield piece, [prob]
+
+    def rest(self) -> str:
+        """Return the text that no token has."""
+        return self._text
+
+
+def _status(end: Output | Finished) -> Status:
+    return "incomplete" if isinstance(end, Finished) and end.reason == "limit" else "completed"

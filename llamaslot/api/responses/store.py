@@ -1,0 +1,183 @@
+"""Store of earlier responses, in memory, with a limit of their number and one of their bytes.
+
+A response that continues another keeps that one's items, even once the other is deleted or evicted itself. So each
+item is stored once for all turns of a conversation, and memory is freed from the last turn to the first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from llamaslot.base.errors import NotFoundError
+from llamaslot.base.generation.responses import EarlierItems, References
+
+
+@dataclass(slots=True, eq=False)
+class StoredResponse:
+    """A response with the items of its turn."""
+
+    namespace: str
+    id: str
+    body: bytes
+    """As it was returned, JSON."""
+    input: bytes
+    """Its own input items, a JSON list."""
+    output: Mapping[str, bytes]
+    """Its output items by id, JSON objects."""
+    previous: StoredResponse | None = None
+    is_listed: bool = False
+    """True if it can be found by its id."""
+    n_holders: int = field(default=0)
+    """Responses that continue it, and requests that will."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that are kept of it."""
+        return len(self.body) + len(self.input) + sum(map(len, self.output.values()))
+
+    def turns(self) -> Iterator[StoredResponse]:
+        """Yield this response and those that it continues, the latest first."""
+        turn: StoredResponse | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.previous
+
+    def input_lists(self) -> list[bytes]:
+        """Return all items that this response answers, as JSON lists in their order."""
+        earlier = self.previous.history() if self.previous is not None else []
+        return [*earlier, self.input]
+
+    def history(self) -> list[bytes]:
+        """Return the items of the conversation up to this response, as JSON lists in their order."""
+        lists = [each for turn in self.turns() for each in (b"[%b]" % b",".join(turn.output.values()), turn.input)]
+        return lists[::-1]
+
+
+class ResponseStore:
+    """Responses by namespace and id; the least recently used are evicted."""
+
+    def __init__(self, *, max_responses: int, max_bytes: int) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._listed: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        self._by_item: dict[tuple[str, str], StoredResponse] = {}
+        """By the ids of output items."""
+        self.n_bytes = 0
+        """Bytes of all responses that are listed, or continued by others."""
+
+    def __len__(self) -> int:
+        """Return how many responses can be found."""
+        return len(self._listed)
+
+    def get(self, namespace: str, response_id: str) -> StoredResponse:
+        """Return a response, which becomes the most recently used; raises `NotFoundError`."""
+        key = (namespace, response_id)
+        if key not in self._listed:
+            raise _not_found(f"response '{response_id}'", None)
+        self._listed.move_to_end(key)
+        return self._listed[key]
+
+    def put(self, response: StoredResponse) -> bool:
+        """Store a response that is complete, and evict others for it; return False if it is too large."""
+        chain = sum(turn.size for turn in response.turns())
+        if not self._max_responses or chain > self._max_bytes:
+            return False
+        if response.previous is not None:
+            self.hold(response.previous)
+        while self._listed and (
+            len(self._listed) >= self._max_responses or self.n_bytes + response.size > self._max_bytes
+        ):
+            self._unlist(next(iter(self._listed.values())))
+        if self.n_bytes + response.size > self._max_bytes:
+            # Requests that run hold the rest.
+            if response.previous is not None:
+                self.release(response.previous)
+            return False
+        response.is_listed = True
+        self._listed[response.namespace, response.id] = response
+        self._by_item |= {(response.namespace, item_id): response for item_id in response.output}
+        self.n_bytes += response.size
+        return True
+
+    def delete(self, namespace: str, response_id: str) -> None:
+        """Delete a response; raises `NotFoundError`."""
+        self._unlist(self.get(namespace, response_id))
+
+    def hold(self, response: StoredResponse) -> None:
+        """Keep a stored response until `release`, whatever is evicted."""
+        response.n_holders += 1
+
+    def release(self, response: StoredResponse) -> None:
+        """Undo `hold`."""
+        response.n_holders -= 1
+        self._free(response)
+
+    def item(self, namespace: str, item_id: str) -> bytes:
+        """Return an output item; raises `NotFoundError`."""
+        response = self._by_item.get((namespace, item_id))
+        if response is None:
+            raise _not_found(f"item '{item_id}'", "input")
+        return response.output[item_id]
+
+    def _unlist(self, response: StoredResponse) -> None:
+        del self._listed[response.namespace, response.id]
+        for item_id in response.output:
+            del self._by_item[response.namespace, item_id]
+        response.is_listed = False
+        self._free(response)
+
+    def _free(self, response: StoredResponse) -> None:
+        """Free a response that nothing keeps, and then those that only it has kept."""
+        each: StoredResponse | None = response
+        while each is not None and not (each.is_listed or each.n_holders):
+            self.n_bytes -= each.size
+            previous, each.previous = each.previous, None
+            if previous is not None:
+                previous.n_holders -= 1
+            each = previous
+
+
+class Conversation:
+    """The use that one request makes of the store: what it continues, and the response that it adds."""
+
+    def __init__(self, store: ResponseStore, namespace: str) -> None:
+        self._store = store
+        self._namespace = namespace
+        self._previous: StoredResponse | None = None
+
+    def find(self, references: References) -> EarlierItems:
+        """Return the items that a request refers to, and keep the response that it continues until `close`.
+
+        Raises `NotFoundError`.
+        """
+        history: list[bytes] = []
+        if references.previous:
+            try:
+                previous = self._store.get(self._namespace, references.previous)
+            except NotFoundError as error:
+                raise NotFoundError(error.message, param="previous_response_id") from None
+            self._store.hold(previous)
+            self._previous = previous
+            history = previous.history()
+        items = {item_id: self._store.item(self._namespace, item_id) for item_id in references.items}
+        return EarlierItems(tuple(history), items)
+
+    def put(self, response_id: str, body: bytes, input_: bytes, output: Mapping[str, bytes]) -> bool:
+        """Store the response to this request; return False if it is too large."""
+        return self._store.put(StoredResponse(self._namespace, response_id, body, input_, output, self._previous))
+
+    def close(self) -> None:
+        """Release the response that the request continues."""
+        if self._previous is not None:
+            self._store.release(self._previous)
+            self._previous = None
+
+
+def _not_found(what: str, param: str | None) -> NotFoundError:
+    return NotFoundError(
+        f"there is no {what}: it was not stored ('store': false), was deleted, or was evicted "
+        "(--max-stored-responses, --max-stored-responses-mb)",
+        param=param,
+    )

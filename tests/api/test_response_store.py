@@ -1,0 +1,242 @@
+"""Stored responses: continued, returned, deleted, evicted, and of one API key only."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from llamaslot.api.responses.store import Conversation, ResponseStore, StoredResponse
+from llamaslot.base.errors import NotFoundError
+from llamaslot.base.generation.responses import References
+from tests.api.response_events import RESPONSES, events_of, put_together, text_of
+from tests.api.test_tools import CALL, PARAMETERS, served
+from tests.fake_backend import FakeBackend
+
+WEATHER = {"type": "function", "name": "get_weather", "parameters": PARAMETERS}
+SHORT = {"max_output_tokens": 4, "ignore_eos": True}
+
+
+async def test_a_response_continues_another(start: Any) -> None:
+    server = await start(backend=FakeBackend(n_ctx=2048))
+    first = await server.ok(RESPONSES, {"input": "One", **SHORT})
+    second = await server.ok(RESPONSES, {"input": "Two", "previous_response_id": first["id"], **SHORT})
+    third = put_together(await events_of(server, {"input": "Three", "previous_response_id": second["id"], **SHORT}))
+    assert third["previous_response_id"] == second["id"]
+    messages = [
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": text_of(first["output"][0])},
+        {"role": "user", "content": "Two"},
+        {"role": "assistant", "content": text_of(second["output"][0])},
+        {"role": "user", "content": "Three"},
+    ]
+    chat = await server.ok("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+    assert chat["usage"]["prompt_tokens"] == third["usage"]["input_tokens"]
+    assert third["usage"]["input_tokens_details"]["cached_tokens"] >= second["usage"]["total_tokens"] - 1
+    branch = await server.ok(RESPONSES, {"input": "Three", "previous_response_id": second["id"], **SHORT})
+    assert branch["usage"]["input_tokens"] == third["usage"]["input_tokens"]
+    count = await server.ok(f"{RESPONSES}/input_tokens", {"input": "Three", "previous_response_id": second["id"]})
+    assert count["input_tokens"] == third["usage"]["input_tokens"]
+
+
+async def test_instructions_are_those_of_each_request(start: Any) -> None:
+    server = await start(backend=FakeBackend(n_ctx=2048))
+    first = await server.ok(RESPONSES, {"input": "One", "instructions": "X" * 100, **SHORT})
+    same = {"input": "Two", "previous_response_id": first["id"]}
+    without = await server.ok(f"{RESPONSES}/input_tokens", same)
+    other = await server.ok(f"{RESPONSES}/input_tokens", {**same, "instructions": "Y"})
+    assert without["input_tokens"] < 100
+    assert other["input_tokens"] == without["input_tokens"] + len("system: Y\n")
+
+
+async def test_the_result_of_a_call_continues_it(start: Any) -> None:
+    server = await served(start, "hermes", f"Let me see.\n{CALL}", "Sunny.")
+    first = await server.ok(RESPONSES, {"input": "The weather?", "tools": [WEATHER]})
+    message, call = first["output"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+    body = {"input": [result], "tools": [WEATHER], "previous_response_id": first["id"]}
+    second = await server.ok(RESPONSES, body)
+    assert text_of(second["output"][0]) == "Sunny."
+    items = [{"role": "user", "content": "The weather?"}, message, call, result]
+    count = await server.ok(f"{RESPONSES}/input_tokens", {"input": items, "tools": [WEATHER]})
+    assert count["input_tokens"] == second["usage"]["input_tokens"]
+    named = [items[0], *({"type": "item_reference", "id": item["id"]} for item in (message, call)), result]
+    count = await server.ok(f"{RESPONSES}/input_tokens", {"input": named, "tools": [WEATHER]})
+    assert count["input_tokens"] == second["usage"]["input_tokens"]
+
+
+async def test_a_stored_response_is_returned_with_its_input(start: Any) -> None:
+    server = await start(backend=FakeBackend(n_ctx=2048))
+    first = await server.ok(RESPONSES, {"input": "One", **SHORT})
+    items = [{"role": "user", "content": "Two"}, {"role": "user", "content": "Three", "id": "mine"}]
+    body = {"input": items, "previous_response_id": first["id"], **SHORT}
+    second = put_together(await events_of(server, body))
+    for response in (first, second):
+        assert await server.get(f"{RESPONSES}/{response['id']}") == (200, response)
+    path = f"{RESPONSES}/{second['id']}/input_items"
+    status, listed = await server.get(path, params={"order": "asc"})
+    assert (status, listed["object"], listed["has_more"]) == (200, "list", False)
+    texts = [text_of(item) for item in listed["data"]]
+    assert texts == ["One", text_of(first["output"][0]), "Two", "Three"]
+    assert listed["data"][-1] == {
+        "type": "message",
+        "id": "mine",
+        "role": "user",
+        "status": "completed",
+        "content": [{"type": "input_text", "text": "Three"}],
+    }
+    ids = [item["id"] for item in listed["data"]]
+    assert (listed["first_id"], listed["last_id"]) == (ids[0], ids[-1])
+    assert len(set(ids)) == 4
+    _, page = await server.get(path, params={"limit": "2", "after": ids[3]})
+    assert ([item["id"] for item in page["data"]], page["has_more"]) == ([ids[2], ids[1]], True)
+    for query in ({"limit": "0"}, {"limit": "101"}, {"limit": "x"}, {"order": "up"}, {"after": "none"}):
+        status, reply = await server.get(path, params=query)
+        assert (status, reply["error"]["param"]) == (400, next(iter(query)))
+    status, _ = await server.get(f"{RESPONSES}/{first['id']}", params={"stream": "true"})
+    assert status == 400
+
+
+async def test_a_deleted_response_is_gone_and_those_after_it_are_not(start: Any) -> None:
+    server = await start(backend=FakeBackend(n_ctx=2048))
+    first = await server.ok(RESPONSES, {"input": "One", **SHORT})
+    second = await server.ok(RESPONSES, {"input": "Two", "previous_response_id": first["id"], **SHORT})
+    path = f"{server.url}{RESPONSES}/{first['id']}"
+    async with server.session.delete(path) as reply:
+        assert await reply.json() == {"id": first["id"], "object": "response", "deleted": True}
+    async with server.session.delete(path) as reply:
+        assert reply.status == 404
+    status, reply = await server.post(RESPONSES, {"input": "Two", "previous_response_id": first["id"]})
+    assert (status, reply["error"]["param"]) == (404, "previous_response_id")
+    assert first["id"] in reply["error"]["message"]
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    status, reply = await server.post(RESPONSES, {"input": [reference]})
+    assert (status, reply["error"]["param"]) == (404, "input")
+    _, items = await server.get(f"{RESPONSES}/{second['id']}/input_items")
+    assert len(items["data"]) == 3
+    third = await server.ok(RESPONSES, {"input": "Three", "previous_response_id": second["id"], **SHORT})
+    assert third["usage"]["input_tokens"] > second["usage"]["total_tokens"]
+
+
+async def test_keys_do_not_see_each_others_responses(start: Any) -> None:
+    server = await start(api_keys=("one", "two"))
+    mine, other = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    url = server.url + RESPONSES
+    async with server.session.post(url, json={"input": "One", **SHORT}, headers=mine) as reply:
+        first = await reply.json()
+    for path in (first["id"], f"{first['id']}/input_items"):
+        for headers, status in ((other, 404), (mine, 200)):
+            async with server.session.get(f"{url}/{path}", headers=headers) as reply:
+                assert reply.status == status
+    async with server.session.delete(f"{url}/{first['id']}", headers=other) as reply:
+        assert reply.status == 404
+    reference = [{"type": "item_reference", "id": first["output"][0]["id"]}]
+    for body in ({"input": "Two", "previous_response_id": first["id"]}, {"input": reference}):
+        for headers, status in ((other, 404), (mine, 200)):
+            async with server.session.post(url, json={**body, **SHORT}, headers=headers) as reply:
+                assert reply.status == status
+
+
+async def test_a_response_is_not_stored_if_that_is_not_wanted_or_not_possible(start: Any) -> None:
+    server = await start(max_stored_responses_bytes=20_000)
+    for body in (
+        {"input": "x", "store": False},
+        {"input": "x", "instructions": "x" * 20_000, "cache_prompt": False},
+    ):
+        if "instructions" in body:
+            server = await start(backend=FakeBackend(n_ctx=30_000), max_stored_responses_bytes=20_000)
+        for response in (
+            await server.ok(RESPONSES, {**body, **SHORT}),
+            put_together(await events_of(server, {**body, **SHORT})),
+        ):
+            assert response["store"] is False
+            assert (await server.get(f"{RESPONSES}/{response['id']}"))[0] == 404
+    server = await start(max_stored_responses=0)
+    response = await server.ok(RESPONSES, {"input": "x", **SHORT})
+    assert response["store"] is False
+    status, reply = await server.get(f"{RESPONSES}/{response['id']}")
+    assert status == 404
+    assert "--max-stored-responses" in reply["error"]["message"]
+
+
+async def test_the_least_recently_used_response_is_evicted(start: Any) -> None:
+    server = await start(max_stored_responses=2)
+    first = await server.ok(RESPONSES, {"input": "One", **SHORT})
+    second = await server.ok(RESPONSES, {"input": "Two", **SHORT})
+    await server.ok(RESPONSES, {"input": "More", "previous_response_id": first["id"], **SHORT})
+    assert (await server.get(f"{RESPONSES}/{first['id']}"))[0] == 200
+    assert (await server.get(f"{RESPONSES}/{second['id']}"))[0] == 404
+
+
+def stored(name: str, n_bytes: int, previous: StoredResponse | None = None) -> StoredResponse:
+    return StoredResponse("", name, b"b" * n_bytes, b"[]", {f"item of {name}": b"{}"}, previous)
+
+
+def delete(store: ResponseStore, name: str) -> None:
+    """Delete a response if it is still there."""
+    with suppress(NotFoundError):
+        store.delete("", name)
+
+
+def test_items_that_a_later_response_needs_are_kept_and_counted() -> None:
+    store = ResponseStore(max_responses=2, max_bytes=1000)
+    first = stored("1", 100)
+    assert store.put(first)
+    second = stored("2", 100, first)
+    assert store.put(second)
+    assert store.put(stored("3", 100, second))
+    with pytest.raises(NotFoundError):
+        store.get("", "1")
+    assert store.n_bytes == 3 * 104, "the third continues the first"
+    assert len(store.get("", "3").history()) == 6
+    assert not store.put(stored("large", 1000))
+    assert store.put(stored("4", 900))
+    assert (len(store), store.n_bytes) == (1, 904)
+
+
+def test_a_response_that_a_request_continues_is_kept_until_it_ends() -> None:
+    store = ResponseStore(max_responses=1, max_bytes=1000)
+    assert store.put(stored("1", 600))
+    conversation = Conversation(store, "")
+    assert conversation.find(References("1")).history == (b"[]", b"[{}]")
+    assert store.put(stored("2", 10))
+    assert store.n_bytes == 604 + 14
+    assert not store.put(stored("3", 900)), "the first is in use"
+    assert conversation.put("4", b"b", b"[]", {})
+    conversation.close()
+    assert store.get("", "4").input_lists() == [b"[]", b"[{}]", b"[]"]
+    assert store.n_bytes == 604 + 3
+    store.delete("", "4")
+    assert (len(store), store.n_bytes) == (0, 0)
+
+
+def test_the_limits_hold_whatever_is_done() -> None:
+    chance = random.Random(5)
+    store = ResponseStore(max_responses=8, max_bytes=3000)
+    held: list[Conversation] = []
+    names: list[str] = []
+    for i in range(3000):
+        conversation = Conversation(store, "")
+        if names and chance.random() < 0.7:
+            try:
+                conversation.find(References(chance.choice(names[-12:])))
+            except NotFoundError:
+                continue
+        held.append(conversation)
+        if len(held) > 3 or chance.random() < 0.5:
+            each = held.pop(chance.randrange(len(held)))
+            if each.put(f"r{i}", b"b" * chance.randrange(900), b"[]", {f"i{i}": b"{}"}):
+                names.append(f"r{i}")
+                assert len(store.get("", f"r{i}").history()) % 2 == 0
+            each.close()
+        if names and chance.random() < 0.1:
+            delete(store, names[-1])
+        assert len(store) <= 8
+        assert store.n_bytes <= 3000
+    for conversation in held:
+        conversation.close()
+    for name in names:
+        delete(store, name)
+    assert (len(store), store.n_bytes) == (0, 0)
