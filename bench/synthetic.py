@@ -45,6 +45,8 @@ RECIPE = 1
 QUIET = 0.05
 SHARP = 2.0
 LOGIT_STD = 3.0
+FLAT_LOGIT_STD = 1.5
+"""That of `SENTENCEPIECE`: llama-server's tests expect that its default samplers leave ten tokens."""
 NORM_EPS = 1e-6
 CONV_KERNEL = 4
 SSM_STATE = 16
@@ -88,7 +90,7 @@ SHAPES = {
 }
 
 
-SENTENCEPIECE = {"tiny-sentencepiece": Shape("llama", sentencepiece.SIZE, 3, 128, 256, 2, 1, 64, 16_384)}
+SENTENCEPIECE = {"tiny-sentencepiece": Shape("llama", sentencepiece.SIZE, 3, 128, 256, 2, 1, 64, 32_768)}
 """Shapes with the vocabulary of `bench.sentencepiece` and without a chat template."""
 
 BORROWING = {"tiny-qwen2": Shape("llama", 151_936, 3, 128, 256, 2, 1, 64, 4096)}
@@ -135,7 +137,10 @@ def ensure(shape: str, *, folder: Path | None = None, vocabulary: Path | None = 
     mark = hashlib.sha256(repr((RECIPE, astuple(dimensions))).encode()).hexdigest()[:12]
     path = folder / f"{shape}-{mark}.gguf"
     tokenizer = _tokenizer(shape, vocabulary)
-    tensors = _tensors(dimensions, sentencepiece.N_QUIET if shape in SENTENCEPIECE else len(quiet_tokens()))
+    if shape in SENTENCEPIECE:
+        tensors = _tensors(dimensions, sentencepiece.N_QUIET, FLAT_LOGIT_STD)
+    else:
+        tensors = _tensors(dimensions, len(quiet_tokens()))
     if not _complete(path, mark, tensors):
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / f".{path.name}.{os.getpid()}"
@@ -325,10 +330,10 @@ def _copy_tokenizer(vocabulary: Path, writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def _tensors(shape: Shape, n_quiet: int) -> Tensors:
+def _tensors(shape: Shape, n_quiet: int, logit_std: float = LOGIT_STD) -> Tensors:
     """Every tensor of a model, in the order of the file."""
     output_norm = "token_embd_norm" if shape.arch == "lfm2" else "output_norm"
-    embedding_std = LOGIT_STD / math.sqrt(shape.width)
+    embedding_std = logit_std / math.sqrt(shape.width)
     tensors: Tensors = {
         "token_embd.weight": Drawn(shape.vocab, shape.width, embedding_std, n_quiet),
         f"{output_norm}.weight": _norm(shape.width),
