@@ -43,6 +43,9 @@ class Format(ABC):
     calls_are_json: ClassVar[bool] = False
     """True if a call is JSON without a marker, which a grammar cannot tell from content in JSON."""
 
+    limits_digits: ClassVar[bool] = False
+    """True if its grammars limit the digits of numbers, so that schemas need not."""
+
     def __init__(self, source: str, special: Mapping[str, int], reasoning: ReasoningTags | None) -> None:
         self.source = source
         self.special = special

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from llamaslot.base.generation.tools import Tool
@@ -26,6 +26,13 @@ _JSON_LAYOUT = {
 }
 """Arguments are laid out as `tojson` in chat templates lays them out, so that they render to the same tokens."""
 
+_OF_WHOLE_OBJECTS = (
+    *("anyOf", "oneOf", "allOf", "not", "if", "$ref", "const", "enum", "patternProperties", "propertyNames"),
+    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+)
+"""Keywords that say more of an object than its properties do."""
+
+_ANY_NAME = "/[A-Za-z_][A-Za-z0-9_.-]*/"
 _UNESCAPED_SLASH = re.compile(r"(?<!\\)/")
 _SLASH = r"\\/"
 _PYTHON_TEXTS = (("boolean", "True"), ("boolean", "False"), ("null", "None"))
@@ -160,14 +167,41 @@ def object_schema(tool: Tool) -> Mapping[str, Any]:
     return schema
 
 
+def parameters_of(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Collection[str]]:
+    """Return the properties of an object's schema and the names of the required ones, for formats that write each
+    by itself.
+
+    Raises `ValueError` for a wrong schema, and for keywords that allow or demand other names.
+    """
+    unknown = [key for key in _OF_WHOLE_OBJECTS if key in schema]
+    if unknown:
+        raise ValueError(f"this model's format does not support the keyword {unknown[0]!r} of an object")
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping):
+        raise ValueError("'properties' must be an object")
+    if not isinstance(required, list):
+        raise ValueError("'required' must be a list")
+    missing = [name for name in required if not isinstance(name, str) or name not in properties]
+    if missing:
+        raise ValueError(f"{missing[0]!r} is required, but is not in 'properties'")
+    return properties, required
+
+
+def takes_any_names(schema: Mapping[str, Any]) -> bool:
+    """Return True if an object's schema declares no properties, and allows all."""
+    return schema.get("additionalProperties") is True and not schema.get("properties")
+
+
 def tagged_arguments(writer: GrammarWriter, tool: Tool, before: str, between: str, after: str) -> str:
     """Return an expression for arguments between tags, in the order of the schema.
 
     The tags of a parameter are `before`, its name, and `between`; those of its value's end are `after`.
     """
     schema = object_schema(tool)
-    properties = schema["properties"] if isinstance(schema["properties"], Mapping) else {}
-    required: Sequence[str] = schema.get("required") or ()
+    properties, required = parameters_of(schema)
+    if takes_any_names(schema):
+        tags = writer.sequence(writer.text(before), _ANY_NAME, writer.text(between))
+        return f"({tags} {writer.text_until(after)})*"
     parts = []
     for name, each in properties.items():
         value = writer.value_until(each, schema, after)

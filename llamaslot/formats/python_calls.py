@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from llamaslot.base.generation.tools import Tool
 from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.fields import fields_of
-from llamaslot.formats.grammar import GrammarWriter, object_schema
+from llamaslot.formats.grammar import GrammarWriter, object_schema, parameters_of, takes_any_names
 from llamaslot.formats.json_calls import read_list
 from llamaslot.formats.json_value import PYTHON_QUOTES, ValueCopier
 from llamaslot.formats.output import Output
@@ -111,8 +111,7 @@ def python_call(call: ToolCall) -> str:
 def python_call_expression(writer: GrammarWriter, tool: Tool) -> str:
     """Return a grammar's expression for what `python_call` returns, required arguments before the others."""
     schema = object_schema(tool)
-    properties = schema["properties"] if isinstance(schema["properties"], Mapping) else {}
-    names: Sequence[str] = schema.get("required") or ()
+    properties, names = parameters_of(schema)
     parts = {
         name: writer.rule(writer.sequence(writer.text(f"{name}="), writer.python_value(each, schema)))
         for name, each in properties.items()
@@ -120,6 +119,9 @@ def python_call_expression(writer: GrammarWriter, tool: Tool) -> str:
     required = [part for name, part in parts.items() if name in names]
     optional = [part for name, part in parts.items() if name not in names]
     arguments = writer.listed(required, optional, ", ")
+    if takes_any_names(schema):
+        part = f'/[A-Za-z_][A-Za-z0-9_]*/ "=" {writer.python_value({}, {})}'
+        arguments = f"({writer.repeated(part, writer.text(', '), parallel=True)})?"
     return writer.rule(writer.sequence(writer.text(f"{tool.name}("), arguments, writer.text(")")))
 
 

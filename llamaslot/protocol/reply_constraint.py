@@ -22,6 +22,9 @@ RAW_GRAMMAR = "grammar"
 _CONTENT = "content"
 """Name of the grammar of the content beside that of the reply around it."""
 
+_UNDECLARED = ("anyOf", "oneOf", "allOf", "$ref", "patternProperties")
+"""Keywords that may allow names of arguments which `properties` does not have."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplyConstraints:
@@ -40,52 +43,62 @@ class ReplyConstraints:
                 raise InvalidRequestError(f"'{own.param}' cannot be combined with 'tools'", param=own.param)
             return own
         if use.mode == "required":
-            tools = _prepared(use.tools)
+            tools = self._prepared(use.tools)
             return self._checked(lambda: self.format.grammar(tools, parallel=use.parallel, thinking=thinking))
         if own is not None:
             return self._around(own, use, thinking)
         if use.mode == "auto" and use.strict:
-            tools = _by_strictness(use)
+            tools = self._by_strictness(use)
             return self._checked(lambda: self.format.reply_grammar(tools, parallel=use.parallel, thinking=thinking))
         return None
 
     def _around(self, own: Constraint, use: ToolUse, thinking: Thinking) -> Constraint:
         """Return a constraint for reasoning, and then content of a form of its own, or calls."""
-        tools = _by_strictness(use) if use.mode == "auto" else []
-        top = self.format.reply_grammar(tools, parallel=use.parallel, thinking=thinking, content=_CONTENT)
+        tools = self._by_strictness(use) if use.mode == "auto" else []
+        top = _written(
+            lambda: self.format.reply_grammar(tools, parallel=use.parallel, thinking=thinking, content=_CONTENT)
+        )
         if top == self.format.plain_grammar(_CONTENT):
             return own
         content, *others = _grammars(own.grammar)
         grammars = [{"lark_grammar": top}, {**content, "name": _CONTENT}, *others]
         constraint = Constraint(msgspec.json.encode({"grammars": grammars}).decode(), own.param)
-        self.constraints.check(constraint)
+        # `own` was checked: what is wrong now is in the tools.
+        self.constraints.check(Constraint(constraint.grammar, "tools") if tools else constraint)
         return constraint
 
     def _checked(self, grammar: Callable[[], str]) -> Constraint:
-        try:
-            constraint = Constraint(grammar(), "tools")
-        except ValueError as error:
-            raise InvalidRequestError(f"'tools': {error}", param="tools") from error
+        constraint = Constraint(_written(grammar), "tools")
         self.constraints.check(constraint)
         return constraint
 
+    def _by_strictness(self, use: ToolUse) -> list[Tool]:
+        """Return the tools with the schemas that calls must follow; those that are not strict allow any value."""
+        strict = self._prepared([tool for tool in use.tools if tool.name in use.strict])
+        return [*strict, *(_loose(tool) for tool in use.tools if tool.name not in use.strict)]
 
-def _by_strictness(use: ToolUse) -> list[Tool]:
-    """Return the tools with the schemas that their calls must follow; those that are not strict allow any value."""
-    strict = _prepared([tool for tool in use.tools if tool.name in use.strict])
-    return [*strict, *(_loose(tool) for tool in use.tools if tool.name not in use.strict)]
+    def _prepared(self, tools: Sequence[Tool]) -> list[Tool]:
+        """Return tools with the schemas that llguidance follows; raises `InvalidRequestError`."""
+        prepared = []
+        for tool in tools:
+            where, parameters = f"tools.{tool.name}.parameters", {"type": "object", **tool.parameters}
+            schema = prepared_schema(parameters, where, limits_digits=not self.format.limits_digits)
+            prepared.append(Tool(tool.name, schema))
+        return prepared
 
 
-def _prepared(tools: Sequence[Tool]) -> list[Tool]:
-    """Return tools with the schemas that llguidance follows; raises `InvalidRequestError`."""
-    return [
-        Tool(tool.name, prepared_schema({"type": "object", **tool.parameters}, f"tools.{tool.name}.parameters"))
-        for tool in tools
-    ]
+def _written(grammar: Callable[[], str]) -> str:
+    """Return the grammar of replies with calls; raises `InvalidRequestError` for schemas that it cannot follow."""
+    try:
+        return grammar()
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"'tools': {error}", param="tools") from error
 
 
 def _loose(tool: Tool) -> Tool:
-    """Return a tool whose arguments have the declared names, and any value."""
+    """Return a tool whose arguments have the declared names, or any where others may be allowed, and any value."""
+    if tool.parameters.get("additionalProperties") or any(key in tool.parameters for key in _UNDECLARED):
+        return Tool(tool.name, {"type": "object", "additionalProperties": True})
     properties = tool.parameters.get("properties")
     names = properties if isinstance(properties, dict) else {}
     return Tool(tool.name, {"type": "object", "properties": {name: {} for name in names}})

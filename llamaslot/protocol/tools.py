@@ -73,7 +73,8 @@ def _choice(choice: Any, known: set[str]) -> tuple[Mode, set[str] | None]:
     if choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
         listed = allowed.get("tools") if isinstance(allowed, dict) else None
-        mode = _MODES.get(allowed.get("mode", "auto")) if isinstance(allowed, dict) else None
+        named = allowed.get("mode", "auto") if isinstance(allowed, dict) else None
+        mode = _MODES.get(named) if isinstance(named, str) else None
         if not isinstance(listed, list) or not listed or mode is None:
             raise InvalidRequestError(
                 "'tool_choice.allowed_tools' must have a 'mode' and a list of 'tools'", param="tool_choice"

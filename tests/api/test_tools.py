@@ -169,6 +169,7 @@ async def test_a_strict_tool_gets_correct_arguments_and_text_is_still_allowed(st
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": [], "tools": [{"name": "now"}]}}, "tool_choice"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
         ({"grammar": 'root ::= "x"'}, "grammar"),

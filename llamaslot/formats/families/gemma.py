@@ -27,6 +27,7 @@ class Gemma(Format):
     """
 
     name = "gemma4"
+    limits_digits = True
     opening, closing, quote = "<|tool_call>", "<tool_call|>", '<|"|>'
     markers = CallMarkers(calls=(opening,), left_over=(closing,), ignored=("<|channel>", "<|turn>model\n"))
 

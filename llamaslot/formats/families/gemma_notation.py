@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llamaslot.base.generation.tools import Tool
-from llamaslot.formats.grammar import GrammarWriter, object_schema
+from llamaslot.formats.grammar import GrammarWriter, object_schema, parameters_of, takes_any_names
 from llamaslot.formats.schema_types import ALL_TYPES, resolved, value_types
 
 _INTEGER = "/-?(0|[1-9][0-9]{0,17})/"
@@ -66,10 +66,11 @@ class Notation:
         return _SCALARS[kind]
 
     def _object(self, schema: Mapping[str, Any]) -> str:
-        properties = schema.get("properties")
+        properties, names = parameters_of(schema)
+        if takes_any_names(schema):
+            return self._any_object()
         if not properties:
             return self._writer.text("{}")
-        names = schema.get("required") or ()
         parts = {
             name: self._writer.rule(self._writer.sequence(self._writer.text(f"{name}:"), self._value(each)))
             for name, each in properties.items()
@@ -85,16 +86,20 @@ class Notation:
             self._writer.define(name, self._value(resolved(reference, self._root)))
         return self._references[reference]
 
+    def _any_object(self) -> str:
+        writer = self._writer
+        field = f"/[A-Za-z_][A-Za-z0-9_]*/ {writer.text(':')} {self._any_value()}"
+        fields = writer.repeated(field, writer.text(","), parallel=True)
+        return f"{writer.text('{')} ({fields})? {writer.text('}')}"
+
     def _any_value(self) -> str:
         if not self._any:
             writer = self._writer
             self._any = writer.declare()
             kinds = [self._of_type(kind, {}) for kind in ("string", "number", "boolean", "null")]
             items = writer.repeated(self._any, writer.text(","), parallel=True)
-            field = f"/[A-Za-z_][A-Za-z0-9_]*/ {writer.text(':')} {self._any}"
-            fields = writer.repeated(field, writer.text(","), parallel=True)
             kinds.append(f"{writer.text('[')} ({items})? {writer.text(']')}")
-            kinds.append(f"{writer.text('{')} ({fields})? {writer.text('}')}")
+            kinds.append(self._any_object())
             writer.define(self._any, " | ".join(kinds))
         return self._any
 

@@ -75,8 +75,11 @@ def json_schema_constraint(schema: object, param: str, *, compact: bool = False)
         raise InvalidRequestError(f"'{param}': {str(error) or 'nested too deeply'}", param=param) from error
 
 
-def prepared_schema(schema: object, param: str) -> Schema:
-    """Return a copy of a schema that llguidance follows correctly; raises `InvalidRequestError`."""
+def prepared_schema(schema: object, param: str, *, limits_digits: bool = True) -> Schema:
+    """Return a copy of a schema that llguidance follows correctly; raises `InvalidRequestError`.
+
+    Without `limits_digits`, numbers have as many digits as the schema allows.
+    """
     if schema is True:
         schema = {"type": ["object", "array", "string", "number", "boolean", "null"]}
     if not isinstance(schema, dict):
@@ -84,7 +87,7 @@ def prepared_schema(schema: object, param: str) -> Schema:
     try:
         root: Schema = msgspec.json.decode(msgspec.json.encode(schema)) or {"type": "object"}
         _check_multiples(root, param)
-        _prepare(root, param)
+        _prepare(root, param, limits_digits=limits_digits)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"'{param}': {str(error) or 'nested too deeply'}", param=param) from error
     return root
@@ -105,7 +108,7 @@ def _check_multiples(schema: Schema, param: str) -> None:
         )
 
 
-def _prepare(root: Schema, param: str) -> None:
+def _prepare(root: Schema, param: str, *, limits_digits: bool) -> None:
     """Remove what has no effect, rewrite what llguidance gets wrong, and close objects."""
     root.pop("x-guidance", None)
     open_ = _open_schemas(root)
@@ -115,7 +118,7 @@ def _prepare(root: Schema, param: str) -> None:
         if isinstance(each.get("format"), str) and each["format"] not in _KNOWN_FORMATS:
             del each["format"]
         exact_bounds(each)
-        if open_ is not None and id(each) not in open_:
+        if limits_digits and open_ is not None and id(each) not in open_:
             limit_digits(each)
         if isinstance(each.get("pattern"), str):
             each["pattern"] = _pattern(each["pattern"], param)
@@ -129,7 +132,7 @@ def _prepare(root: Schema, param: str) -> None:
             and isinstance(properties, dict)
             and each.keys() <= _OBJECT | _ANNOTATIONS
             and isinstance(required, list)
-            and all(name in properties for name in required)
+            and all(isinstance(name, str) and name in properties for name in required)
         ):
             each["additionalProperties"] = False
         if open_ is not None and id(each) not in open_:

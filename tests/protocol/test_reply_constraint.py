@@ -1,0 +1,114 @@
+"""Constraints of replies with calls: what they allow, and schemas that are refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from llamaslot.base.errors import InvalidRequestError
+from llamaslot.formats.calls import ToolCall
+from llamaslot.protocol.bodies import ChatBody
+from llamaslot.protocol.reply_constraint import ReplyConstraints
+from llamaslot.protocol.structured_output import ConstraintReader
+from llamaslot.protocol.tools import read_tools
+from llamaslot.text.grammars.compiling import GrammarChecker
+from tests.fake_backend import FakeBackend
+from tests.formats.messages import EXCERPTS, made
+
+QUESTION = [{"role": "user", "content": "How is the weather?"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "step": {"type": "number"}},
+    "required": ["city"],
+}
+ONE_BY_ONE = (
+    *("qwen3-coder", "qwen3.5", "glm-4.6", "glm-4.7", "minimax-m2", "llama-pythonic", "gemma4", "function-gemma"),
+    *("lfm2", "lfm2.5"),
+)
+"""Families that write each argument by itself."""
+BYTES = LLTokenizer("byte")
+
+
+def constraint(family: str, body: dict[str, Any]) -> str:
+    """The grammar of a body's reply, in a vocabulary without control tokens."""
+    options = msgspec.convert({"messages": QUESTION, **body}, ChatBody)
+    reader = ConstraintReader(GrammarChecker((), FakeBackend().info.n_vocab), lambda _: None)
+    constraints = ReplyConstraints(made(family), reader)
+    found = constraints.constraint(reader.read(options), read_tools(options), "none")
+    assert found is not None
+    return found.grammar
+
+
+_DEEP: dict[str, Any] = {"type": "string"}
+for _ in range(600):
+    _DEEP = {"type": "array", "items": _DEEP}
+
+
+@pytest.mark.parametrize("family", EXCERPTS)
+def test_schemas_of_forced_calls_that_cannot_be_followed_are_refused(family: str) -> None:
+    changes: list[dict[str, Any]] = [
+        {"required": 5}, {"required": [[]]}, {"required": ["missing"]}, {"properties": ["city"]},
+        {"properties": {"city": _DEEP}}, {"properties": {"city": {"type": "string", "pattern": "("}}},
+    ]  # fmt: skip
+    for change in changes:
+        function = {"name": "get_weather", "parameters": {**PARAMETERS, **change}, "strict": True}
+        body: dict[str, Any] = {"tools": [{"type": "function", "function": function}]}
+        for more in ({}, {"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+            if family in {"llama3", "generic", "generic-thinking"} and "response_format" in more:
+                continue
+            with pytest.raises(InvalidRequestError) as error:
+                constraint(family, {**body, **more})
+            assert error.value.param == "tools"
+
+
+def follows(family: str, body: dict[str, Any], call: ToolCall) -> bool:
+    """True if the constraint of a body's reply allows a call as models of the family write it."""
+    matcher = LLMatcher(BYTES, constraint(family, body), log_level=0)
+    tokens = BYTES.tokenize_bytes(made(family).render([call]).encode())
+    return bool(matcher.consume_tokens(tokens) and matcher.is_accepting())
+
+
+def named(name: str, parameters: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
+
+
+@pytest.mark.parametrize("family", [name for name in EXCERPTS if name != "gpt-oss"])
+def test_what_a_format_cannot_follow_of_the_arguments_as_a_whole_is_refused(family: str) -> None:
+    either = [{**PARAMETERS, "required": [name]} for name in ("city", "days")]
+    for parameters in ({"anyOf": either}, {"$ref": "#/$defs/a", "$defs": {"a": PARAMETERS}}):
+        body = {"tools": [named("f", parameters)], "tool_choice": "required"}
+        if family in ONE_BY_ONE:
+            with pytest.raises(InvalidRequestError, match=f"'{re.escape(next(iter(parameters)))}'"):
+                constraint(family, body)
+        else:
+            assert follows(family, body, ToolCall("f", '{"city": "Rome"}', "a1b2c3d4e"))
+            assert not follows(family, body, ToolCall("f", "{}", "a1b2c3d4e"))
+
+
+@pytest.mark.parametrize("family", [name for name in EXCERPTS if name != "gpt-oss"])
+def test_numbers_are_allowed_in_forced_calls(family: str) -> None:
+    body = {"tools": [named("f", PARAMETERS)], "tool_choice": "required"}
+    assert follows(family, body, ToolCall("f", '{"city": "Rome", "days": 3, "step": 0.5}', "a1b2c3d4e"))
+    assert not follows(family, body, ToolCall("f", '{"city": "Rome", "days": "x"}', "a1b2c3d4e"))
+
+
+@pytest.mark.parametrize("family", [name for name in EXCERPTS if name != "gpt-oss"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"anyOf": [PARAMETERS, {"type": "object", "properties": {"zip": {"type": "integer"}}}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": PARAMETERS}},
+        {"type": "object", "additionalProperties": {"type": "string"}},
+    ],
+    ids=["anyOf", "$ref", "additionalProperties"],
+)
+def test_tools_beside_a_strict_one_take_the_names_that_their_schemas_allow(
+    family: str, parameters: dict[str, Any]
+) -> None:
+    body = {"tools": [named("strict", PARAMETERS, strict=True), named("free", parameters)]}
+    assert follows(family, body, ToolCall("free", '{"city": "Rome"}', "a1b2c3d4e"))
+    assert not follows(family, body, ToolCall("strict", '{"town": "Rome"}', "a1b2c3d4e"))
