@@ -10,6 +10,7 @@ to pass.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,23 +48,31 @@ N_VOCAB = 258
 
 
 class FakeVocab:
-    """A token for each byte, and the control tokens `<s>` and `</s>`."""
+    """A token for each byte, and the control tokens `<s>`, `end`, and others; `ends` of them end generations too.
 
-    n_tokens = N_VOCAB
-    longest_piece = len("</s>")
+    `<s>` in a text is not parsed.
+    """
+
     stack_bytes = 0
-    eog = frozenset({EOS})
-    special_tokens = ("<s>", "</s>")
-    cut_tokens = ("</s>",)
-    named_tokens: ClassVar = {"<s>": BOS, "</s>": EOS}
+
+    def __init__(self, others: Sequence[str] = (), *, end: str = "</s>", ends: Sequence[str] = ()) -> None:
+        self.names = {BOS: "<s>", EOS: end} | dict(enumerate(others, N_VOCAB))
+        self.named_tokens = {name: token for token, name in self.names.items()}
+        self.n_tokens = BOS + len(self.names)
+        self.eog = frozenset({EOS, *(self.named_tokens[name] for name in ends)})
+        self.special_tokens = tuple(self.names.values())
+        self.cut_tokens = self.special_tokens[1:]
+        self.longest_piece = max(map(len, self.special_tokens))
+        self._parsed = re.compile("|".join(map(re.escape, sorted(self.cut_tokens, key=len, reverse=True))))
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
         """Return the UTF-8 bytes of `text` as tokens."""
         ids = [BOS] if add_special else []
-        for i, part in enumerate(text.split("</s>") if parse_special else [text]):
-            ids += [EOS] * (i > 0)
-            ids += part.encode()
-        return np.array(ids, dtype=np.int32)
+        done = 0
+        for control in self._parsed.finditer(text) if parse_special else ():
+            ids += [*text[done : control.start()].encode(), self.named_tokens[control[0]]]
+            done = control.end()
+        return np.array([*ids, *text[done:].encode()], dtype=np.int32)
 
     def piece(self, token: int) -> bytes:
         """Return one byte, or none for a control token."""
@@ -71,8 +80,7 @@ class FakeVocab:
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         """Return the bytes of all tokens, control tokens written out."""
-        names = {BOS: b"<s>", EOS: b"</s>"}
-        return b"".join(names.get(t) or bytes([t]) for t in tokens)
+        return b"".join(self.names[t].encode() if t in self.names else bytes([t]) for t in tokens)
 
 
 @dataclass(slots=True)
@@ -113,11 +121,10 @@ class FakeBackend:
     `failures` are the results of the next decodes, each with the number of runs that are applied all the same.
     """
 
-    vocab = FakeVocab()
-
     def __init__(
         self,
         *,
+        vocab: FakeVocab | None = None,
         n_slots: int = 4,
         n_reserved: int = 0,
         n_seqs: int | None = None,
@@ -130,15 +137,16 @@ class FakeBackend:
         n_scored: int = 8,
         eos_every: int = 40,
     ) -> None:
+        self.vocab = vocab or FakeVocab()
         self.n_seqs = n_seqs or n_slots + n_reserved + 2 * (unified and reuse)
         has_scratch = unified and reuse and self.n_seqs > n_slots
         self.info = ModelInfo(
             name="fake", path="fake.gguf", architecture="fake", description="fake", n_params=0, size_bytes=0,
-            n_vocab=N_VOCAB, vocab_type=2, n_embd=1, n_ctx_train=n_ctx, n_ctx=n_ctx,
+            n_vocab=self.vocab.n_tokens, vocab_type=2, n_embd=1, n_ctx_train=n_ctx, n_ctx=n_ctx,
             n_ctx_slot=n_ctx if unified else n_ctx // n_slots, n_slots=n_slots, n_batch=n_ubatch,
             n_ubatch=n_ubatch, unified=unified, flash_attn=True, cache_type_k="f16", cache_type_v="f16",
             device="none", reuse=reuse, reuse_reason="" if reuse else "turned off by the test", bos_token="<s>",
-            eos_token="</s>", eog=(EOS,), n_cache_seqs=n_reserved, stream_copy_ms=stream_copy_ms,
+            eos_token=self.vocab.names[EOS], eog=(EOS,), n_cache_seqs=n_reserved, stream_copy_ms=stream_copy_ms,
             segment_size=segment_size if has_scratch else None, n_scored=n_scored,
         )  # fmt: skip
         self.failures: deque[tuple[Status, int]] = deque()
@@ -159,7 +167,9 @@ class FakeBackend:
         self.segments: dict[int, range] = {}
         """Token positions of each saved segment, by number."""
         self._states: dict[int, _Saved] = {}
-        self._constraints = ConstraintCompiler(byte_tokenizer, n_vocab=N_VOCAB, eog=(EOS,))
+        self._constraints = ConstraintCompiler(
+            lambda: byte_tokenizer(self.vocab), n_vocab=self.vocab.n_tokens, eog=sorted(self.vocab.eog)
+        )
 
     def change(self, operation: kv_ops.Operation) -> None:
         """Carry out an operation on sequences."""
@@ -334,7 +344,7 @@ class FakeBackend:
         if mask is None:
             return CONSTRAINT_FAILED
         # As a model does that was trained on text: mostly visible characters, and quotes that end.
-        allowed = mask.tokens if mask.is_allowed else np.setdiff1d(np.arange(N_VOCAB), mask.tokens)
+        allowed = mask.tokens if mask.is_allowed else np.setdiff1d(np.arange(self.vocab.n_tokens), mask.tokens)
         plain = [token for token in allowed.tolist() if 32 <= token < 127 or token == EOS]
         ends = [token for token in plain if token in (*b'"]}', EOS)]
         chosen = ends if ends and row % 4 == 0 else plain or allowed.tolist()
@@ -375,18 +385,21 @@ def prompt_score(before: Sequence[tuple[int, int]], token: int, n_top: int) -> T
 class _ByteTokens:
     """The vocabulary as llguidance takes it."""
 
-    tokens: ClassVar[list[bytes]] = [bytes([i]) for i in range(BOS)] + [b"\xff<s>", b"\xff</s>"]
     bos_token_id = BOS
     eos_token_id = EOS
     special_token_ids: ClassVar[list[int]] = []
+
+    def __init__(self, vocab: FakeVocab) -> None:
+        self.tokens = [bytes([i]) for i in range(BOS)] + [b"\xff" + name.encode() for name in vocab.names.values()]
 
     def __call__(self, text: bytes | str) -> list[int]:
         return list(text if isinstance(text, bytes) else text.encode())
 
 
-def byte_tokenizer() -> LLTokenizer:
-    """Return the tokenizer of this vocabulary."""
-    return LLTokenizer(TokenizerWrapper(_ByteTokens()), eos_token=[EOS])
+def byte_tokenizer(vocab: FakeVocab | None = None) -> LLTokenizer:
+    """Return the tokenizer of a vocabulary."""
+    vocab = vocab or FakeVocab()
+    return LLTokenizer(TokenizerWrapper(_ByteTokens(vocab)), eos_token=sorted(vocab.eog))
 
 
 def _digest(value: object) -> int:

@@ -14,6 +14,7 @@ from llamaslot.base.model import ModelInfo
 from llamaslot.prompts.prompt_jobs import TokenizePrompt
 from llamaslot.prompts.prompt_worker import PromptThread
 from llamaslot.prompts.tokenizer import Tokenizer
+from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.request_reader import RequestReader
 from llamaslot.text.template import ChatTemplate
 from tests.fake_backend import FakeBackend, FakeVocab
@@ -42,9 +43,17 @@ def prompt_thread(
     info: ModelInfo | None = None,
     template: str = PLAIN_TEMPLATE,
     grammars: Sequence[str] = (),
+    *,
+    restoring: FakeVocab | None = None,
 ) -> PromptThread:
-    """A prompt worker in this process, by default for the fake model; `grammars` as of `--grammar-file`."""
+    """A prompt worker in this process, by default for the fake model; `grammars` as of `--grammar-file`.
+
+    Messages of chats are restored for the vocabulary `restoring`.
+    """
     info = info or FakeBackend().info
     parsed = ChatTemplate(template, bos_token=info.bos_token, eos_token=info.eos_token)
     named = [(f"grammar {i}", grammar) for i, grammar in enumerate(grammars)]
-    return PromptThread(tokenizer, RequestReader(info, parsed, tokenizer, FakeVocab.named_tokens, named))
+    restorer = ReplyRestorer(tokenizer.replies, restoring) if restoring is not None else None
+    names = (restoring or FakeVocab()).named_tokens
+    reader = RequestReader(info, parsed, tokenizer, names, named, restorer=restorer)
+    return PromptThread(tokenizer, reader)

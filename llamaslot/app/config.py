@@ -277,6 +277,11 @@ class Config:
     text_anchors: bool = _own(
         True, "reuse generated token ids when a client sends a reply back as text, which may tokenize differently"
     )
+    restore_messages: bool = _own(
+        True,
+        "where a conversation contains a message that the server sent, such as a tool call, use the tokens that "
+        "were generated for it",
+    )
     session_min_match: Fraction = _own(
         0.8,
         "if a prompt diverges from its session's text, keep the session's tokens only if at least this fraction "

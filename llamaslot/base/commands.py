@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from llamaslot.base.generation.replies import ChatTurn
 from llamaslot.base.generation.responses import EarlierItems, References, ResponseFields
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import MessageForm, ReasoningBudget, ReasoningFormat
@@ -60,6 +61,10 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
     request_id: str
     prompt: tuple[PromptPart, ...]
+    chat: ChatTurn | None = None
+    """Of a chat whose reply may be remembered."""
+    rest: tuple[TextPart, ...] = ()
+    """The prompt behind the tokens that `chat` restores; `prompt` is the same conversation without them."""
     add_special: bool = True
     """Put the model's BOS before a prompt that starts with text."""
     sampling: Sampling = Sampling()
@@ -104,6 +109,10 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 
     Such a prompt is computed in full, without the cache.
     """
+
+    def without_prompt(self) -> Submit:
+        """Return the request without its prompt, as the engine gets it beside the tokens."""
+        return msgspec.structs.replace(self, prompt=(), chat=None, rest=())
 
     @property
     def ends_by_text(self) -> bool:
@@ -301,12 +310,6 @@ class CountTokens(msgspec.Struct, frozen=True, tag="count_tokens"):
     """Count the tokens of the prompt of a request, which is not run; answered by `CountedTokens`."""
 
     submit: Submit
-
-
-class CountedTokens(msgspec.Struct, frozen=True):
-    """Tokens of a prompt."""
-
-    n_tokens: int
 
 
 class ProbePrompt(msgspec.Struct, frozen=True, tag="probe_prompt"):

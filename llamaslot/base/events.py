@@ -74,6 +74,8 @@ class Progress(msgspec.Struct, frozen=True):
     """Of `n_loaded`, tokens read from disk for this request."""
     n_anchored: int = 0
     """Prompt tokens taken from an anchor; `n_cached` says how much of their KV was still there."""
+    n_restored: int = 0
+    """Prompt tokens taken from remembered messages."""
     load_ms: float = 0.0
     """Of `prompt_ms`, the time until loading ended and computing began; 0 where nothing was loaded."""
     session_match: SessionMatch = ""

@@ -34,6 +34,11 @@ class TokenizedPrompt(msgspec.Struct, frozen=True, tag="tokenized_prompt"):
     is_reply_edited: bool = False
     """True if the text departs from that of its session within the session's last reply."""
 
+    n_restored: int = 0
+    """Leading tokens taken from remembered replies and their prompts."""
+    n_replies: int = 0
+    """Of them, tokens of replies."""
+
     @property
     def n_tokens(self) -> int:
         """Number of tokens."""
@@ -43,3 +48,9 @@ class TokenizedPrompt(msgspec.Struct, frozen=True, tag="tokenized_prompt"):
     def tokens(self) -> Tokens:
         """Token ids, int32; a read-only view without a copy."""
         return unpacked(self.packed_tokens)
+
+
+class CountedTokens(msgspec.Struct, frozen=True):
+    """Tokens of a prompt."""
+
+    n_tokens: int

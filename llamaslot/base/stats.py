@@ -112,6 +112,13 @@ class SessionStats(msgspec.Struct):
     bytes: int = 0
 
 
+class ReplyStats(msgspec.Struct):
+    """Assistant messages whose tokens are remembered."""
+
+    known: int = 0
+    bytes: int = 0
+
+
 class SequenceStats(msgspec.Struct):
     """Sequence ids."""
 
@@ -144,6 +151,8 @@ class RequestStats(msgspec.Struct):
     """Hits whose prompt began with the tokens of an anchor, wherever their KV was."""
     in_session: int = 0
     """Hits whose prompt began with the tokens of its session, found by their text."""
+    restored: int = 0
+    """Hits whose prompt had tokens of remembered messages."""
     waits: int = 0
     """Requests that waited for a prefix that another one was computing."""
 
@@ -155,6 +164,8 @@ class PromptStats(msgspec.Struct):
     matched: int = 0
     """Tokens that were reused."""
     hit_rate: float = 0.0
+    restored: int = 0
+    """Tokens of remembered messages, reused or not."""
 
 
 class CacheStats(msgspec.Struct, kw_only=True):
@@ -165,6 +176,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     disk: DiskStats = msgspec.field(default_factory=DiskStats)
     anchors: AnchorStats = msgspec.field(default_factory=AnchorStats)
     sessions: SessionStats = msgspec.field(default_factory=SessionStats)
+    messages: ReplyStats = msgspec.field(default_factory=ReplyStats)
     sequences: SequenceStats = msgspec.field(default_factory=SequenceStats)
     requests: RequestStats = msgspec.field(default_factory=RequestStats)
     prompt_tokens: PromptStats = msgspec.field(default_factory=PromptStats)

@@ -1,4 +1,4 @@
-"""Text anchors and sessions as records: the form in which they are stored and cross process boundaries."""
+"""Text anchors, sessions and remembered replies as records, which are stored and cross process boundaries."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 
 _OVERHEAD = 200
 """Bytes that a record takes in addition to its content, about."""
-RecordKind: TypeAlias = Literal["anchor", "session"]
+RecordKind: TypeAlias = Literal["anchor", "session", "reply"]
 
 
 class TextRecord(msgspec.Struct, frozen=True):
-    """A text anchor or a session; `llamaslot.prompts` encodes and decodes its content."""
+    """A text anchor, a session or a remembered reply; `llamaslot.prompts` encodes and decodes its content."""
 
     kind: RecordKind
     digest: bytes
@@ -41,7 +41,7 @@ class TextStore(Protocol):
         """Write a record, in place of an earlier one of that kind and digest."""
 
     def drop_session(self, digest: bytes) -> None:
-        """Delete a session and its branches."""
+        """Delete a session, its branches and its replies."""
 
     def clear_texts(self) -> None:
         """Delete all records."""

@@ -10,7 +10,7 @@ from llamaslot.base.commands import EngineCommand
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import EngineEvent
 from llamaslot.base.model import ModelInfo
-from llamaslot.base.stats import AnchorStats, SessionStats
+from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import TextRecord
 from llamaslot.prompts.prompt_jobs import Job, JobResult
 
@@ -104,6 +104,7 @@ class JobDone(msgspec.Struct, frozen=True, tag="job_done"):
     error: ErrorInfo | None = None
     anchors: AnchorStats = msgspec.field(default_factory=AnchorStats)
     sessions: SessionStats = msgspec.field(default_factory=SessionStats)
+    messages: ReplyStats = msgspec.field(default_factory=ReplyStats)
 
 
 ToPrompts: TypeAlias = LoadVocab | SetModel | Stop | NumberedJob

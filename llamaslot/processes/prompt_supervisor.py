@@ -19,7 +19,8 @@ import structlog
 
 from llamaslot.base.commands import DropSession
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, ServerError, UnavailableError
-from llamaslot.base.stats import AnchorStats, SessionStats
+from llamaslot.base.generation import replies
+from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import RecordKind, TextRecord
 from llamaslot.base.turns import Turns
 from llamaslot.processes.child import Exit
@@ -143,11 +144,12 @@ class PromptSupervisor(PromptWorker):
         self._records: dict[RecordKind, LruCache[TextRecord]] = {
             "anchor": LruCache(text_anchors.MAX_BYTES),
             "session": LruCache(sessions.MAX_BYTES),
+            "reply": LruCache(replies.MAX_BYTES),
         }
         """Copies of what is remembered, to be restored in a new process."""
         self._prompts: dict[str, TokenizePrompt] = {}
         """Tokenized and not released, by request id."""
-        self._stats = AnchorStats(), SessionStats()
+        self._stats = AnchorStats(), SessionStats(), ReplyStats()
         self._n_answered = 0
         """Jobs that the present process has answered."""
         self._n_failures = 0
@@ -156,7 +158,7 @@ class PromptSupervisor(PromptWorker):
         """Called when another process takes jobs."""
 
     @property
-    def stats(self) -> tuple[AnchorStats, SessionStats]:
+    def stats(self) -> tuple[AnchorStats, SessionStats, ReplyStats]:
         """Counts of what is remembered, and estimated bytes, as of the last job."""
         return self._stats
 
@@ -291,7 +293,7 @@ class PromptSupervisor(PromptWorker):
         self._process.kill()
 
     def _done(self, done: JobDone) -> None:
-        self._stats = done.anchors, done.sessions
+        self._stats = done.anchors, done.sessions, done.messages
         lane = next((each for each in self._lanes if each.running and each.running.number == done.number), None)
         if lane is None:
             return
@@ -315,9 +317,9 @@ class PromptSupervisor(PromptWorker):
                 for record in records:
                     self._records[record.kind].put(record.digest, record)
             case DropSession(), DroppedSession():
-                sessions = self._records["session"]
-                for each in [each for each in sessions.values() if result.digest in (each.digest, each.parent)]:
-                    sessions.drop(each.digest)
+                for kept in (self._records["session"], self._records["reply"]):
+                    for each in [each for each in kept.values() if result.digest in (each.digest, each.parent)]:
+                        kept.drop(each.digest)
             case ClearTexts(), _:
                 for kept in self._records.values():
                     kept.clear()

@@ -27,7 +27,7 @@ import numpy as np
 from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import TextPart
 
-_SPECIAL, _PLAIN = b"\xfd", b"\xfe"
+_SPECIAL, _PLAIN, _REMEMBERED = b"\xfd", b"\xfe", b"\xfc"
 """Kinds of parts in digests; no UTF-8 has these bytes."""
 MARKER = b"\xff"
 """The byte before each control token; no UTF-8 has it."""
@@ -94,10 +94,16 @@ class TextScanner:
         longest_first = sorted(filter(None, control_tokens), key=lambda text: (-len(text), text))
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def scan(self, parts: Iterable[TextPart], namespace: str) -> PromptText:
-        """Add markers to a prompt's text and find its cut points; digests differ between namespaces."""
-        data, digest = bytearray(), hashlib.blake2b(namespace.encode(), digest_size=16)
+    def scan(self, parts: Iterable[TextPart], namespace: str, before: bytes = b"") -> PromptText:
+        """Add markers to a prompt's text and find its cut points; digests differ between namespaces.
+
+        The text of remembered tokens `before` the parts has its markers, and no cut points.
+        """
+        data, digest = bytearray(before), hashlib.blake2b(namespace.encode(), digest_size=16)
         ends: list[tuple[int, bool]] = []
+        if before:
+            digest.update(_REMEMBERED + before)
+            ends.append((len(data), True))
         cut_points: list[CutPoint] = []
         for part in filter(lambda part: part.text, parts):
             before = digest.digest()

@@ -45,6 +45,10 @@ class LruCache(Generic[V]):
         """Return all digests with their values, the least recently used first."""
         return self._values.items()
 
+    def peek(self, digest: bytes) -> V | None:
+        """Return a value; does not count as a use."""
+        return self._values.get(digest)
+
     def get(self, digest: bytes) -> V | None:
         """Return a value and make it the most recently used one."""
         value = self._values.get(digest)

@@ -50,6 +50,8 @@ class Remember(msgspec.Struct, frozen=True, tag="remember"):
     """Packed tokens."""
     n_sent: int
     """Characters that the client was sent."""
+    completion_id: str = ""
+    """The completion whose reply it is, if it was sent to its end."""
 
 
 class TextRecords(msgspec.Struct, frozen=True, tag="text_records"):
@@ -88,7 +90,7 @@ class DroppedSession(msgspec.Struct, frozen=True, tag="dropped_session"):
 
 
 class ClearTexts(msgspec.Struct, frozen=True, tag="clear_texts"):
-    """Drop all text anchors and sessions."""
+    """Drop all text anchors, sessions and remembered replies."""
 
 
 class Restore(msgspec.Struct, frozen=True, tag="restore"):
@@ -165,6 +167,7 @@ class PromptJobs:
 
     def __init__(self, tokenizer: Tokenizer, reader: RequestReader) -> None:
         self.tokenizer = tokenizer
+        self._reader = reader
         self._contexts: dict[str, ReplyContext] = {}
         """Of requests that were not released."""
         self._methods: dict[type[msgspec.Struct], Callable[[Any], JobResult]] = {
@@ -201,7 +204,14 @@ class PromptJobs:
         context = self._contexts.get(job.request_id)
         if context is None:
             return TextRecords(())
-        return TextRecords(self.tokenizer.remember(context, unpacked(job.generated), job.n_sent))
+        generated = unpacked(job.generated)
+        records = self.tokenizer.remember(context, generated, job.n_sent)
+        # Of a reply that was cancelled, the client may have received less than was sent.
+        if not job.completion_id or context.submit.chat is None:
+            return TextRecords(records)
+        text, ids = self.tokenizer.sent(generated.tolist(), job.n_sent, context.submit.written_out)
+        reply = self.tokenizer.replies.remember(context, job.completion_id, text, ids, self._reader.output_format)
+        return TextRecords(records if reply is None else (*records, reply))
 
     def _locate(self, job: Locate) -> Located:
         context = self._contexts.get(job.request_id)
@@ -211,6 +221,7 @@ class PromptJobs:
         namespace = salt_namespace(job.cache_salt)
         digest = session_digest(namespace, job.session_id)
         sessions = self.tokenizer.sessions
+        self.tokenizer.replies.drop_session(digest)
         branches = [(each, branch) for each, branch in sessions.items() if digest in (each, branch.parent)]
         for each, _ in branches:
             sessions.drop(each)

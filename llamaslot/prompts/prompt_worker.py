@@ -13,7 +13,7 @@ import structlog
 from llamaslot.base.commands import AnswerBody, ParseBody
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError
 from llamaslot.base.executors import close_after_queue
-from llamaslot.base.stats import AnchorStats, SessionStats
+from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.turns import Turns
 from llamaslot.prompts.prompt_jobs import (
     Job,
@@ -96,7 +96,7 @@ class PromptWorker(Protocol):
         """Jinja source of the chat template in use."""
 
     @property
-    def stats(self) -> tuple[AnchorStats, SessionStats]:
+    def stats(self) -> tuple[AnchorStats, SessionStats, ReplyStats]:
         """Counts of what is remembered, and estimated bytes."""
 
     def call(self, job: Job) -> asyncio.Future[Any]:
@@ -114,10 +114,15 @@ class PromptThread(PromptWorker):
         self._n_queries = 0
 
     @property
-    def stats(self) -> tuple[AnchorStats, SessionStats]:
+    def stats(self) -> tuple[AnchorStats, SessionStats, ReplyStats]:
         """Counts of what is remembered, and estimated bytes."""
-        anchors, sessions = self._jobs.tokenizer.anchors, self._jobs.tokenizer.sessions
-        return AnchorStats(len(anchors), anchors.n_bytes), SessionStats(len(sessions), sessions.n_bytes)
+        tokenizer = self._jobs.tokenizer
+        anchors, sessions, replies = tokenizer.anchors, tokenizer.sessions, tokenizer.replies
+        return (
+            AnchorStats(len(anchors), anchors.n_bytes),
+            SessionStats(len(sessions), sessions.n_bytes),
+            ReplyStats(len(replies), replies.n_bytes),
+        )
 
     @property
     def chat_template(self) -> str:

@@ -9,7 +9,8 @@ tokenized in two runs:
 
 Thanks to the last cut, only the tail and the reply are tokenized again after the reply, to see whether their text
 would give other tokens. Only then the whole text gets an anchor: the prefix match finds other replies anyway.
-A prompt with a session is compared with the session's text first (`prompts/session_matching.py`).
+A prompt with a session is compared with the session's text first (`prompts/session_matching.py`). A chat whose
+replies are remembered begins with their tokens (`protocol/replies/`), and only the text behind them is tokenized.
 
 Detokenizing a prompt's tokens always gives its text, and generated tokens are only used where this server generated
 them for this text. So prompts of token ids, and replies with control tokens (shown or left out of the text),
@@ -38,12 +39,13 @@ from llamaslot.base.commands import (
 )
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError
 from llamaslot.base.namespaces import salt_namespace
-from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.prompt import SessionMatch, TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
-from llamaslot.base.tokens import Tokens, n_common, packed
+from llamaslot.base.tokens import Tokens, n_common, packed, unpacked
 from llamaslot.prompts.cut_points import CutPoint, PromptText, TextScanner, exact_cut_tokens, n_characters
 from llamaslot.prompts.detokenized import DetokenizedText, detokenize_with_markers
 from llamaslot.prompts.lru_cache import LruCache
+from llamaslot.prompts.reply_memory import ReplyMemory
 from llamaslot.prompts.session_matching import SessionComparison
 from llamaslot.prompts.sessions import MAX_BYTES, Session, session_digest
 from llamaslot.prompts.text_anchors import TextAnchor, TextAnchors
@@ -92,6 +94,7 @@ class Tokenizer:
     ) -> None:
         self.anchors = TextAnchors()
         self.sessions: LruCache[Session] = LruCache(MAX_BYTES)
+        self.replies = ReplyMemory()
         self._vocab = vocab
         self._n_ctx = n_ctx
         self._use_anchors = use_anchors
@@ -112,7 +115,9 @@ class Tokenizer:
         left: list[TextAnchor] = []
         for record in records:
             with suppress(MsgspecError):
-                if record.kind == "session":
+                if record.kind == "reply":
+                    self.replies.restore(record)
+                elif record.kind == "session":
                     self.sessions.put(record.digest, Session.of(record))
                 elif self._use_anchors:
                     left.append(TextAnchor.of(record))
@@ -124,6 +129,9 @@ class Tokenizer:
         """Tokenize a request's prompt; raises `ContextSizeError` at once if it cannot fit a slot."""
         self.check_size(submit.prompt)
         self._check_ids(submit.prompt)
+        restored = self._with_replies(submit)
+        if restored is not None and restored.prompt.n_tokens < self._n_ctx:
+            return restored
         text = self._scan(submit)
         has_session = submit.session_id and submit.cache_prompt
         found = self._from_session(submit, text) if has_session else self._from_anchor(submit, text)
@@ -148,13 +156,14 @@ class Tokenizer:
         """Remember the tokens of a reply, of which `n_sent` characters were sent; return the new records."""
         if context.text is None and not context.submit.session_id:
             return ()
-        reply, ids = self._sent(generated.tolist(), n_sent, context.submit.written_out)
+        reply, ids = self.sent(generated.tolist(), n_sent, context.submit.written_out)
         anchor = self._add_anchor(context, reply, ids) if ids else None
         records = (anchor.record(),) if anchor is not None else ()
         return (*records, self._put_session(context, generated, ids)) if context.submit.session_id else records
 
     def clear(self) -> None:
-        """Drop all text anchors and sessions."""
+        """Drop all text anchors, sessions and remembered replies."""
+        self.replies.clear()
         self.anchors.clear()
         self.sessions.clear()
 
@@ -193,7 +202,37 @@ class Tokenizer:
         texts = [part for part in submit.prompt if isinstance(part, TextPart)]
         if self._scanner is None or not submit.cache_prompt or not texts or len(texts) < len(submit.prompt):
             return None
-        return self._scanner.scan(texts, f"{salt_namespace(submit.cache_salt)} {submit.add_special}")
+        return self._scanner.scan(texts, _text_namespace(submit))
+
+    def _with_replies(self, submit: Submit) -> ReplyContext | None:
+        """Tokenize the prompt behind the tokens of remembered replies; None if it has none."""
+        restored = submit.chat.restored if submit.chat is not None else None
+        if restored is None:
+            return None
+        known = unpacked(restored.tokens)
+        own = tokenize_parts(self._vocab, submit.rest, add_special=False)
+        # Some vocabularies add a space before a text.
+        if submit.rest and submit.rest[0].text[0] != " " and self._vocab.detokenize(own[:4].tolist())[:1] == b" ":
+            return None
+        prompt = TokenizedPrompt(
+            packed(np.concatenate([known, own])), n_restored=len(known), n_replies=restored.n_reply
+        )
+        if not submit.session_id:
+            return ReplyContext(submit, prompt)
+        session = self.sessions.get(_session_digest(submit))
+        match: SessionMatch = "new" if session is None else "tokens"
+        if self._scanner is None:
+            return ReplyContext(submit, structs.replace(prompt, session_match=match))
+        n_added = len(self._added_tokens(submit))
+        written = detokenize_with_markers(self._vocab, known[n_added:].tolist()).text
+        text = self._scanner.scan(submit.rest, _text_namespace(submit), written)
+        is_edited = False
+        if session is not None and session.is_text:
+            compared = SessionComparison(text.data, session, self._written(session))
+            is_edited = compared.is_reply_edited
+            if compared.has_all and n_common(prompt.tokens, session.tokens) >= session.n_text:
+                match = "exact" if compared.is_same else "extend"
+        return ReplyContext(submit, structs.replace(prompt, session_match=match, is_reply_edited=is_edited), text)
 
     def _from_anchor(self, submit: Submit, text: PromptText | None) -> ReplyContext:
         """Tokenize the prompt from the last cut point that has a text anchor, or all of it."""
@@ -290,7 +329,7 @@ class Tokenizer:
         self.sessions.put(digest, session)
         return session.record(digest)
 
-    def _sent(self, generated: list[int], n_sent: int, written_out: Container[int]) -> tuple[str, list[int]]:
+    def sent(self, generated: list[int], n_sent: int, written_out: Container[int]) -> tuple[str, list[int]]:
         """Return the text of a reply that was sent, and its tokens.
 
         Both are empty where a token of the reply gives no text, and where the sending ended within a token.
@@ -329,6 +368,10 @@ class Tokenizer:
         wrong = next((token for token in ids if not 0 <= token < n_tokens), None)
         if wrong is not None:
             raise InvalidRequestError(f"{param} names token {wrong}; the vocabulary has {n_tokens}", param=param)
+
+
+def _text_namespace(submit: Submit) -> str:
+    return f"{salt_namespace(submit.cache_salt)} {submit.add_special}"
 
 
 def _session_digest(submit: Submit) -> bytes:

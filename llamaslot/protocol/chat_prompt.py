@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -16,6 +17,8 @@ from llamaslot.base.generation.tools import MessageForm, ReasoningBudget
 from llamaslot.formats.grammar import Thinking
 from llamaslot.formats.recognition import format_of
 from llamaslot.protocol.bodies import ChatBody
+from llamaslot.protocol.replies.meaning import digest_of
+from llamaslot.protocol.replies.restoring import ReplyRestorer, TurnPrompt
 from llamaslot.protocol.reply_constraint import ReplyConstraints
 from llamaslot.protocol.structured_output import ConstraintReader
 from llamaslot.protocol.tool_messages import with_text_of_tools
@@ -54,10 +57,10 @@ class ChatReader:
         self.template = template
         self._constraints = constraints
         self._tokens_of = tokens_of
-        self._format = format_of(template.source, named_tokens)
-        self._replies = ReplyConstraints(self._format, constraints)
+        self.format = format_of(template.source, named_tokens)
+        self._replies = ReplyConstraints(self.format, constraints)
         self.written_out = tuple(
-            sorted(named_tokens[text] for text in self._format.preserved if text in named_tokens)
+            sorted(named_tokens[text] for text in self.format.preserved if text in named_tokens)
         )
         """Tokens that a reply's parser needs to see."""
 
@@ -78,7 +81,7 @@ class ChatReader:
             reasoning_format=body.reasoning_format or context.reasoning_format,
         )
         thinking: Thinking = "open" if opened else "optional" if kwargs.get("enable_thinking", True) else "none"
-        if self._format.reasoning is None:
+        if self.format.reasoning is None:
             thinking = "none"
         own = self._constraints.read(body) if is_run else None
         constraint = self._replies.constraint(own, use, thinking) if is_run else None
@@ -87,7 +90,7 @@ class ChatReader:
 
     def _budget(self, body: ChatBody, context: RequestContext, *, is_open: bool) -> ReasoningBudget | None:
         """Return the limit of reasoning that a request or, without it, the server asks for."""
-        tags, n_tokens = self._format.reasoning, _budget_tokens(body)
+        tags, n_tokens = self.format.reasoning, _budget_tokens(body)
         if body.logprobs and n_tokens > 0:
             message = "'reasoning_budget_tokens' cannot be combined with 'logprobs': forced tokens have none"
             raise InvalidRequestError(message, param="reasoning_budget_tokens")
@@ -95,8 +98,34 @@ class ChatReader:
             n_tokens = context.reasoning_budget
         if tags is None or n_tokens < 0 or body.logprobs:
             return None
-        start, end, after = map(self._tokens_of, (tags.start, tags.end, self._format.text_after_reasoning))
+        start, end, after = map(self._tokens_of, (tags.start, tags.end, self.format.text_after_reasoning))
         return ReasoningBudget(n_tokens, start, end, after, is_open)
+
+    def with_replies(
+        self, body: ChatBody, context: RequestContext, chat: ChatPrompt, restorer: ReplyRestorer, namespace: str
+    ) -> tuple[ChatPrompt, TurnPrompt | None]:
+        """Return a chat with the form that its reply has behind remembered tokens, and the prompt with them.
+
+        The prompt is None if its reply is not to be remembered.
+        """
+        if not _wants_reply(body):
+            return chat, None
+        use, kwargs = (
+            read_tools(body),
+            _template_kwargs(body, reasoning=context.reasoning, budget=context.reasoning_budget),
+        )
+        start = digest_of(namespace.encode(), json.dumps(kwargs, sort_keys=True).encode())
+        found = restorer.prompt(
+            self.template.prepared(body.messages),
+            chat.parts,
+            lambda messages, wants_reply: self._render(messages, use, kwargs, wants_reply=wants_reply),
+            start,
+            lambda bare: msgspec.structs.replace(chat.form, reasoning_open=self.format.reasoning_open_at(bare)),
+        )
+        if found is not None and found.turn.begun:
+            opened = self._reasoning_open(body, found.text)
+            chat = replace(chat, form=msgspec.structs.replace(chat.form, reasoning_open=opened))
+        return chat, found
 
     def render(self, body: ChatBody, *, reasoning: bool = True, budget: int = -1) -> tuple[TextPart, ...]:
         """Return the conversation as prompt parts; raises `InvalidRequestError` if it cannot be rendered.
@@ -113,7 +142,12 @@ class ChatReader:
                     f"'messages[{i}].role' must be one of {', '.join(sorted(_ROLES))}", param=f"messages[{i}].role"
                 )
         wants_reply = _wants_reply(body)
-        messages = with_text_of_tools(self.template, self._format, body.messages, use.definitions)
+        return self._render(body.messages, use, kwargs, wants_reply=wants_reply)
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], use: ToolUse, kwargs: Mapping[str, Any], *, wants_reply: bool
+    ) -> tuple[TextPart, ...]:
+        messages = with_text_of_tools(self.template, self.format, messages, use.definitions)
         tools = use.definitions if self.template.takes_tools else ()
         return self.template.render(messages, tools=tools, add_generation_prompt=wants_reply, kwargs=kwargs)
 
@@ -122,13 +156,13 @@ class ChatReader:
 
         Earlier messages may mention the tags, so only the generation prompt and a continued message are searched.
         """
-        tags, last = self._format.reasoning, body.messages[-1]
+        tags, last = self.format.reasoning, body.messages[-1]
         if tags is None or last.get("role") != "assistant" or not _wants_reply(body):
-            return self._format.reasoning_open_at(prompt)
+            return self.format.reasoning_open_at(prompt)
         message = clean_message(last, len(body.messages) - 1)
         continued = joined(message["content"], "\n\n") or message.get("reasoning_content", "")
         before = prompt.removesuffix(continued)
-        end = self._format.reasoning_open_at(before) + prompt[len(before) :]
+        end = self.format.reasoning_open_at(before) + prompt[len(before) :]
         start = end.rfind(tags.start)
         return end[start:] if start > end.rfind(tags.end) else ""
 

@@ -25,6 +25,8 @@ from llamaslot.base.commands import (
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError, NotSupportedError
 from llamaslot.base.generation.responses import EarlierItems
 from llamaslot.base.model import ModelInfo
+from llamaslot.base.namespaces import salt_namespace
+from llamaslot.formats.format import Format
 from llamaslot.protocol import unsupported
 from llamaslot.protocol.anthropic.bodies import CountTokensBody, MessagesBody
 from llamaslot.protocol.anthropic.chat import chat_of, in_words_of_anthropic
@@ -40,6 +42,7 @@ from llamaslot.protocol.chat_prompt import ChatReader, conversation_branch
 from llamaslot.protocol.decoding import decode
 from llamaslot.protocol.default_grammars import DefaultGrammars
 from llamaslot.protocol.infill import InfillPrompts
+from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.responses.bodies import ResponsesBody
 from llamaslot.protocol.responses.reader import read_request, references, renamed
 from llamaslot.protocol.structured_output import ConstraintReader
@@ -82,7 +85,8 @@ class BodyTokenizer(Protocol):
 class RequestReader:
     """Reads bodies for a model with this chat template, on any thread.
 
-    `grammars` are the files of `--grammar-file` and their texts; a wrong one raises `InvalidRequestError`.
+    `grammars` are the files of `--grammar-file` and their texts; a wrong one raises `InvalidRequestError`. Replies
+    in chats are restored by `restorer`; without it none are, nor remembered.
     """
 
     def __init__(
@@ -92,11 +96,14 @@ class RequestReader:
         tokenizer: BodyTokenizer,
         named_tokens: Mapping[str, int] = MappingProxyType({}),
         grammars: Iterable[tuple[str, str]] = (),
+        *,
+        restorer: ReplyRestorer | None = None,
     ) -> None:
         self._info = info
         self.template = template
         self._tokenizer = tokenizer
         checker = GrammarChecker(info.control_tokens, info.n_vocab)
+        self._restorer = restorer
         self._constraints = ConstraintReader(checker, self._token_of)
         self._chats = ChatReader(template, self._constraints, named_tokens, self._tag_tokens)
         self._defaults = DefaultGrammars([self._constraints.grammar(*each) for each in grammars])
@@ -164,6 +171,11 @@ class RequestReader:
         default = self._defaults.next() if is_run else None
         constraint = chat.constraint if chat.is_own or default is None else default
         (submit,) = submissions(body, [chat.parts], context, self._info, self._tokens_of, constraint=constraint)
+        if submit.cache_prompt and self._restorer is not None:
+            namespace = salt_namespace(submit.cache_salt)
+            chat, found = self._chats.with_replies(body, context, chat, self._restorer, namespace)
+            if found is not None:
+                submit = msgspec.structs.replace(submit, chat=found.turn, rest=found.rest)
         submit = msgspec.structs.replace(
             submit,
             reasoning_budget=chat.reasoning_budget,
@@ -200,6 +212,11 @@ class RequestReader:
     def answer(self, job: AnswerBody) -> JsonReply:
         """Answer a body; raises `InvalidRequestError`."""
         return JsonReply(msgspec.json.encode(self._answers[job.kind](job)))
+
+    @property
+    def output_format(self) -> Format:
+        """The format in which the model writes chat messages."""
+        return self._chats.format
 
     def _tokens_of(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.tokenize((TextPart(text, special=False),)))

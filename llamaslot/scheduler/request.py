@@ -328,6 +328,7 @@ class Request:
             n_loaded=min(self.n_loaded, self.n_cached),
             n_read=min(self.n_read, self.n_cached),
             n_anchored=self.prompt.n_anchored,
+            n_restored=self.prompt.n_replies,
             session_match=self.prompt.session_match,
             n_approximate=self.prompt.n_approximate,
             miss=self.miss if self.has_started else "",

@@ -25,6 +25,7 @@ class ReuseStats:
         n_cached, requests, tokens = request.n_cached, self.requests, self.prompt_tokens
         tokens.total += request.n_prompt
         tokens.matched += n_cached
+        tokens.restored += request.prompt.n_replies
         tokens.hit_rate = tokens.matched / max(tokens.total, 1)
         if n_cached:
             requests.hits += 1
@@ -37,6 +38,7 @@ class ReuseStats:
             else:
                 requests.same_slot += 1
             requests.anchored += request.prompt.n_anchored > 0
+            requests.restored += request.prompt.n_replies > 0
             requests.in_session += request.prompt.session_match in ("exact", "extend", "diverge")
         else:
             requests.misses += 1

@@ -224,7 +224,7 @@ class Dispatcher:
             assert prompt.tokenized is not None
             completion.state = State.SENT
             waited = self._clock() - prompt.submitted
-            self._send(Generate(structs.replace(completion.submit, prompt=()), prompt.tokenized, waited))
+            self._send(Generate(completion.submit.without_prompt(), prompt.tokenized, waited))
 
     def _add_suspects(self, in_engine: list[Completion]) -> None:
         """Find the suspects of a crash: what had started, or else what the engine was about to start."""
@@ -306,7 +306,12 @@ class Dispatcher:
                 self._unwritten += new.records
                 self._write_texts()
 
-        job = Remember(completion.prompt.submit.request_id, event.generated.packed_tokens, event.generated.n_sent)
+        job = Remember(
+            completion.prompt.submit.request_id,
+            event.generated.packed_tokens,
+            event.generated.n_sent,
+            event.request_id if isinstance(event, Finished) else "",
+        )
         on_result(self._prompts.call(job), remembered, lambda _: remembered(None))
 
     def _write_texts(self) -> None:

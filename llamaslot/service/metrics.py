@@ -32,6 +32,12 @@ _COUNTERS = (
     ("llamacpp:n_decode", "Calls of llama_decode.", "n_decode_calls"),
     ("llamaslot_prefix_cache_miss_requests", "Requests that reused nothing.", "cache.requests.misses"),
     ("llamaslot_prefix_cache_anchored_requests", "Hits that used an anchor's tokens.", "cache.requests.anchored"),
+    (
+        "llamaslot_prefix_cache_restored_requests",
+        "Hits that used the tokens of remembered messages.",
+        "cache.requests.restored",
+    ),
+    ("llamaslot_restored_tokens", "Prompt tokens of remembered messages.", "cache.prompt_tokens.restored"),
     ("llamaslot_prefix_cache_session_requests", "Hits on the session's tokens.", "cache.requests.in_session"),
     ("llamaslot_prefix_cache_wait_requests", "Requests that waited for a prefix.", "cache.requests.waits"),
     ("llamaslot_prefix_cache_copied_tokens", "Tokens copied from another sequence.", "cache.copied_tokens"),
@@ -78,6 +84,7 @@ _GAUGES = (
     ("llamaslot_disk_tokens", "Tokens of the prefixes on disk.", "cache.disk.tokens"),
     ("llamaslot_disk_segments", "Segments on disk.", "cache.disk.segments"),
     ("llamaslot_anchors", "Replies whose generated tokens are remembered.", "cache.anchors.replies"),
+    ("llamaslot_messages", "Assistant messages whose tokens are remembered.", "cache.messages.known"),
     ("llamaslot_sessions", "Named conversations that are remembered.", "cache.sessions.known"),
     ("llamaslot_sequences_used", "Sequence ids that hold tokens.", "cache.sequences.used"),
 )

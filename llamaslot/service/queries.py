@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from msgspec import convert, structs
+from msgspec import convert
 
 from llamaslot.base import commands
 from llamaslot.base.commands import PromptQuery, Query, QueryBody
 from llamaslot.base.errors import LlamaslotError, UnavailableError
 from llamaslot.base.events import Reply
-from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.base.prompt import CountedTokens, TokenizedPrompt
 from llamaslot.base.stats import CacheProbe, CacheState, EngineState
 from llamaslot.prompts.prompt_jobs import (
     ClearTexts,
@@ -65,7 +65,7 @@ class Queries:
                 on_result(
                     self._prompts.call(TokenizePrompt(submit)),
                     lambda tokenized: self._pass_on(
-                        Query(request_id, commands.ProbePrompt(structs.replace(submit, prompt=()), tokenized))
+                        Query(request_id, commands.ProbePrompt(submit.without_prompt(), tokenized))
                     ),
                     failed,
                 )
@@ -105,11 +105,11 @@ class Queries:
         # From another process the body arrives as builtins.
         if isinstance(body, commands.InspectEngine):
             state = convert(reply.body, EngineState)
-            state.cache.anchors, state.cache.sessions = self._prompts.stats
+            state.cache.anchors, state.cache.sessions, state.cache.messages = self._prompts.stats
             return Reply(reply.request_id, state)
         if isinstance(body, commands.InspectCache):
             listing = convert(reply.body, CacheState)
-            listing.anchors, listing.sessions = self._prompts.stats
+            listing.anchors, listing.sessions, listing.messages = self._prompts.stats
             return Reply(reply.request_id, listing)
         return reply
 
@@ -127,7 +127,7 @@ class Queries:
         on_result(self._prompts.call(Release(query.submit.request_id)), _ignore, _ignore)
 
     def _counted(self, request_id: str, submit: commands.Submit, tokenized: TokenizedPrompt) -> None:
-        self._emit(Reply(request_id, commands.CountedTokens(tokenized.n_tokens)))
+        self._emit(Reply(request_id, CountedTokens(tokenized.n_tokens)))
         on_result(self._prompts.call(Release(submit.request_id)), _ignore, _ignore)
 
     def _answer(self, request_id: str, body: PromptQuery) -> None:

@@ -317,6 +317,7 @@ def _log_fields(progress: Progress) -> dict[str, Any]:
         "prefix_loaded_tokens": progress.n_loaded,
         "prefix_read_tokens": progress.n_read,
         "prefix_anchored_tokens": progress.n_anchored,
+        **({"restored_tokens": progress.n_restored} if progress.n_restored else {}),
         "prefix_miss": progress.miss or None,
         **({"diverged_at": progress.diverged_at} if progress.diverged_at >= 0 else {}),
         **({"session_match": progress.session_match} if progress.session_match else {}),

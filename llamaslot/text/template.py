@@ -71,6 +71,11 @@ class ChatTemplate:
             raise ConfigError(f"the chat template does not compile: {_described(error)}") from error
         self._probe()
 
+    def prepared(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
+        """Return the messages as they are rendered: checked, in one form, and without what is `volatile`."""
+        conversation = [clean_message(message, index) for index, message in enumerate(messages)]
+        return conversation if self._volatile is None else without(self._volatile, conversation)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -89,9 +94,7 @@ class ChatTemplate:
         Raises `InvalidRequestError` for messages or tools that are not in OpenAI's form, that contain other things
         than text, or that the template refuses.
         """
-        conversation = [clean_message(message, index) for index, message in enumerate(messages)]
-        if self._volatile is not None:
-            conversation = without(self._volatile, conversation)
+        conversation = self.prepared(messages)
         if not conversation:
             raise InvalidRequestError("'messages' must not be empty", param="messages")
         continued = _take_continued_message(conversation) if add_generation_prompt else []

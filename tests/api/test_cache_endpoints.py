@@ -64,6 +64,7 @@ async def test_an_empty_cache(start: Any) -> None:
             "total_written_bytes": 0,
         },
         "anchors": {"replies": 0, "bytes": 0},
+        "messages": {"known": 0, "bytes": 0},
         "sessions": {"known": 0, "bytes": 0},
         "sequences": {"slots": 4, "reserved": 8, "used": 0, "total": 14},
         "requests": {
@@ -75,10 +76,11 @@ async def test_an_empty_cache(start: Any) -> None:
             "from_ram": 0,
             "from_disk": 0,
             "anchored": 0,
+            "restored": 0,
             "in_session": 0,
             "waits": 0,
         },
-        "prompt_tokens": {"total": 0, "matched": 0, "hit_rate": 0.0},
+        "prompt_tokens": {"total": 0, "matched": 0, "hit_rate": 0.0, "restored": 0},
         "miss_reasons": {},
         "copied_tokens": 0,
         "evicted_tokens": 0,
@@ -110,6 +112,7 @@ async def test_the_statistics_agree_with_the_replies_and_the_pool(start: Any) ->
     assert state["requests"]["hit_rate"] == pytest.approx(hits / 60)
     assert state["prompt_tokens"] == {
         "total": n_prompt,
+        "restored": 0,
         "matched": sum(found),
         "hit_rate": pytest.approx(sum(found) / n_prompt),
     }

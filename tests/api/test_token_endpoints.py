@@ -19,6 +19,7 @@ class GatedVocab(FakeVocab):
     """Long texts wait for a gate."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.gate = threading.Event()
         self.n_begun = 0
 

@@ -59,7 +59,14 @@ class LocalEngine:
         if "disk" in files:
             tokenizer.restore(files["disk"].texts.records())
         template, grammars = settings.pop("template", PLAIN_TEMPLATE), settings.pop("grammars", ())
-        self.prompts = prompt_thread(tokenizer, info, template, grammars)
+        restore = settings.pop("restore_messages", True)
+        self.prompts = prompt_thread(
+            tokenizer,
+            info,
+            template,
+            grammars,
+            restoring=backend.vocab if restore and info.reuse else None,
+        )
         clock = {"clock": files["clock"]} if "clock" in files else {}
         self.dispatcher = Dispatcher(info, self.prompts, on_events, **clock)
         self.engine = Engine(

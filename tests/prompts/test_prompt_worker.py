@@ -26,7 +26,7 @@ from llamaslot.base.commands import (
 )
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError, QueueFullError, ServerError
 from llamaslot.base.prompt import TokenizedPrompt
-from llamaslot.base.stats import AnchorStats, SessionStats
+from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.turns import MAX_ROUND_TURNS, Turns
 from llamaslot.prompts.prompt_jobs import (
@@ -54,6 +54,7 @@ class GatedVocab(FakeVocab):
     """Long texts wait for a gate."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.gate = threading.Event()
         self.n_waiting = 0
 
@@ -77,7 +78,7 @@ async def test_a_reply_is_remembered_until_its_request_is_released(worker: Promp
     new = await worker.call(Remember("a", BROKEN, 2))
     assert isinstance(new, TextRecords)
     assert [record.kind for record in new.records] == ["anchor", "session"]
-    anchors, sessions = worker.stats
+    anchors, sessions, _ = worker.stats
     assert (anchors.replies, sessions.known, worker.n_contexts) == (1, 1, 1)
     await worker.call(Release("a"))
     assert worker.n_contexts == 0
@@ -202,7 +203,7 @@ async def test_what_is_being_remembered_is_cleared_too(worker: PromptThread) -> 
     await worker.call(tokenize("a", session_id="mine"))
     jobs = [worker.call(Remember("a", BROKEN, 2)), worker.call(ClearTexts())]
     await asyncio.gather(*jobs)
-    assert worker.stats == (AnchorStats(), SessionStats())
+    assert worker.stats == (AnchorStats(), SessionStats(), ReplyStats())
 
 
 async def test_a_dropped_session_gives_its_tokens_once(worker: PromptThread) -> None:

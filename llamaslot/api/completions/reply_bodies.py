@@ -53,6 +53,8 @@ class CacheUse(msgspec.Struct):
     """A value of `SessionMatch`; null without a session."""
     approximate_tokens: int = 0
     """Tokens taken from the session although tokenizing the text alone gives others."""
+    restored_tokens: int = 0
+    """Tokens of messages that the server sent before, as it generated them."""
 
 
 class PromptDetails(msgspec.Struct):
@@ -200,6 +202,7 @@ def cache_use(progress: Progress) -> CacheUse:
         diverged_at=progress.diverged_at if progress.diverged_at >= 0 else None,
         session_match=progress.session_match or None,
         approximate_tokens=progress.n_approximate,
+        restored_tokens=progress.n_restored,
     )
 
 

@@ -23,7 +23,6 @@ from llamaslot.api.middleware import caller_of
 from llamaslot.api.sse import DONE, PING, EventStream, event
 from llamaslot.base.commands import (
     BodyKind,
-    CountedTokens,
     CountTokens,
     ParseBody,
     ParsedBody,
@@ -34,6 +33,7 @@ from llamaslot.base.commands import (
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.responses import EarlierItems, References
+from llamaslot.base.prompt import CountedTokens
 from llamaslot.formats.format import Format
 from llamaslot.service.generations import Generation, Generations
 from llamaslot.service.service import Service

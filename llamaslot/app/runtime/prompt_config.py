@@ -15,6 +15,7 @@ from llamaslot.base.model import ModelInfo
 from llamaslot.processes.messages import SetModel
 from llamaslot.prompts.prompt_worker import PromptThread
 from llamaslot.prompts.tokenizer import Tokenizer
+from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.request_reader import RequestReader
 from llamaslot.text.builtin_templates import resolve
 from llamaslot.text.template import ChatTemplate
@@ -40,8 +41,12 @@ def prompt_worker(config: Config, vocab: Vocab, model: SetModel) -> PromptThread
         min_match=config.session_min_match,
         template=info.chat_template,
     )
+    # Prompts of models that reuse nothing gain nothing by it.
+    restores = config.restore_messages and info.reuse and not info.adds_eos
+    restorer = ReplyRestorer(tokenizer.replies, vocab) if restores else None
+    grammars = _grammars(config.grammar_file)
     try:
-        reader = RequestReader(info, template, tokenizer, vocab.named_tokens, _grammars(config.grammar_file))
+        reader = RequestReader(info, template, tokenizer, vocab.named_tokens, grammars, restorer=restorer)
     except InvalidRequestError as error:
         raise ConfigError(f"--grammar-file: {error.message}", param="--grammar-file") from None
     return PromptThread(tokenizer, reader)

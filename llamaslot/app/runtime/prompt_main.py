@@ -83,10 +83,10 @@ class PromptMain:
         future.add_done_callback(lambda _: self._answer(numbered.number, future))
 
     def _answer(self, number: int, future: asyncio.Future[Any]) -> None:
-        anchors, sessions = self._worker.stats
+        anchors, sessions, messages = self._worker.stats
         error = future.exception()
         if error is None:
-            done = JobDone(number, future.result(), anchors=anchors, sessions=sessions)
+            done = JobDone(number, future.result(), anchors=anchors, sessions=sessions, messages=messages)
             try:
                 self._channel.send(done)
             except UnicodeEncodeError:
@@ -94,7 +94,9 @@ class PromptMain:
             else:
                 return
         assert isinstance(error, LlamaslotError)
-        self._channel.send(JobDone(number, error=error.info(), anchors=anchors, sessions=sessions))
+        self._channel.send(
+            JobDone(number, error=error.info(), anchors=anchors, sessions=sessions, messages=messages)
+        )
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from llamaslot.backend.disk import text_tables
 from llamaslot.backend.disk.database import INDEX_ERRORS, Database
 from llamaslot.kvcache.offload.disk_io import SegmentMeta
 
-_SCHEMA_VERSION = 4
+_SCHEMA_VERSION = 5
 _INTEGER_LIMIT = 2**62
 _SCHEMA = """
     CREATE TABLE segments (

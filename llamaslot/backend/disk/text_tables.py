@@ -1,4 +1,4 @@
-"""Tables of text anchors and sessions in the index of the disk tier.
+"""Tables of text anchors, sessions and remembered replies in the index of the disk tier.
 
 Each row has a checksum, since SQLite would not notice a changed byte, and belongs to a key, since the tokens of
 other models are different. A row that is not intact is skipped: its text is tokenized again.
@@ -16,6 +16,7 @@ import xxhash
 
 from llamaslot.backend.disk.database import INDEX_ERRORS, Database
 from llamaslot.backend.disk.failure_log import FailureLog
+from llamaslot.base.generation import replies
 from llamaslot.base.text_records import RecordKind, TextRecord
 from llamaslot.prompts import sessions, text_anchors
 
@@ -33,14 +34,14 @@ SCHEMA = "".join(
         UNIQUE (key, digest)
     );
     """
-    for table in ("anchors", "sessions")
+    for table in ("anchors", "sessions", "replies")
 )
-_TABLES: dict[RecordKind, str] = {"anchor": "anchors", "session": "sessions"}
+_TABLES: dict[RecordKind, str] = {"anchor": "anchors", "session": "sessions", "reply": "replies"}
 _encode = msgspec.msgpack.encode
 
 
 class TextTables:
-    """Text anchors and sessions of one key (`TextStore`), the latest written last.
+    """Text anchors, sessions and remembered replies of one key (`TextStore`), the latest written last.
 
     Failures are only logged; a delete that failed is carried out before the next change.
     """
@@ -73,12 +74,13 @@ class TextTables:
 
     def drop_session(self, digest: bytes) -> None:
         """Delete a session and its branches."""
-        statement = "DELETE FROM sessions WHERE key = ? AND (digest = ? OR parent = ?)"
-        self._deletes[statement, (self._key, digest, digest)] = None
+        for table in ("sessions", "replies"):
+            statement = f"DELETE FROM {table} WHERE key = ? AND (digest = ? OR parent = ?)"
+            self._deletes[statement, (self._key, digest, digest)] = None
         self.delete_again()
 
     def clear_texts(self) -> None:
-        """Delete all anchors and sessions."""
+        """Delete all records."""
         tables = _TABLES.values()
         self._deletes = {(f"DELETE FROM {table} WHERE key = ?", (self._key,)): None for table in tables}
         self.delete_again()
@@ -120,6 +122,7 @@ def _trim(connection: sqlite3.Connection) -> None:
     """Delete the oldest rows of all keys where a table has too many, and anchors whose parent is gone."""
     n_deleted = _trim_table(connection, "anchors", text_anchors.OVERHEAD, text_anchors.MAX_BYTES)
     _trim_table(connection, "sessions", sessions.OVERHEAD, sessions.MAX_BYTES)
+    _trim_table(connection, "replies", replies.OVERHEAD, replies.MAX_BYTES)
     while n_deleted:
         n_deleted = connection.execute(
             "DELETE FROM anchors WHERE parent != x'' AND NOT EXISTS (SELECT 1 FROM anchors AS other "

@@ -1,0 +1,101 @@
+"""Remembered replies, and what a chat request brings along for its own reply to be remembered.
+
+A prompt that begins with remembered replies takes over the tokens up to the last of them. They form a chain, in
+which each link has the prompt's tokens before its reply:
+
+    text, template's markup   reply 1    results, markup   reply 2     results, markup
+    |------- link 1 ------------------|------- link 2 --------------|------ rest ------|
+
+`state` is a digest of all tokens from the start of the chain to the end of a link. That of an empty chain depends
+on the namespace and on the template's variables. So a reply is only found behind the tokens that it followed.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from llamaslot.base.generation.tools import MessageForm
+
+
+class RememberedReply(msgspec.Struct, frozen=True):
+    """A link of the chain: a reply that was sent, and the prompt before it."""
+
+    key: bytes
+    """Digest of the state before it, of the conversation that it answered, and of its content and calls."""
+    parent: bytes
+    """Key of the link before it; empty for none."""
+    state: bytes
+    n_text: int
+    """Characters of the prompt's text between the link before it and the generation prompt."""
+    text: bytes
+    """Digest of them."""
+    opening: str
+    """The generation prompt, without what the template writes before earlier replies too."""
+    reasoning: bytes
+    """Digest of the reasoning that the client got; empty for none."""
+    has_reasoning: bool
+    """True if its tokens contain reasoning, or tags of it."""
+    begun: str
+    """The beginning of the message that its prompt had; empty if it had none."""
+    closing: str
+    """The end of its text."""
+    tokens: bytes
+    """Tokens of prompt and reply, without the one that ended the generation; packed."""
+    n_reply: int
+    """Tokens of the reply that were generated."""
+    session: bytes = b""
+    """Digest of the session that it belongs to; empty for none."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes in memory, estimated."""
+        return len(self.tokens) + len(self.opening) + len(self.closing) + OVERHEAD
+
+
+MAX_BYTES = 32 * 2**20
+"""Memory that all remembered replies may take, and again on disk; estimated."""
+OVERHEAD = 500
+"""Bytes that one takes in addition to its tokens, about."""
+
+
+class RestoredReplies(msgspec.Struct, frozen=True):
+    """The tokens of remembered replies with which a prompt begins."""
+
+    tokens: bytes
+    """Packed."""
+    n_reply: int
+    """Tokens of replies among them."""
+    continued: RememberedReply | None = None
+    """The last of them if the prompt's message continues it: it is remembered again with what follows."""
+
+
+class ChatTurn(msgspec.Struct, frozen=True):
+    """What of a chat request is needed to remember its reply."""
+
+    form: MessageForm
+    """The form of the whole message, of which the prompt may have the beginning."""
+    begun: str
+    """That beginning."""
+    opening: str
+    """As in `RememberedReply`; the text of the prompt ends with it and with `begun`."""
+    conversation: bytes
+    """Digest of the messages before the reply."""
+    parent: bytes
+    """Key of the last restored reply; empty for none."""
+    state: bytes
+    """State behind it."""
+    start: bytes
+    """State of the empty chain."""
+    restored: RestoredReplies | None = None
+
+
+class ReplyStore(Protocol):
+    """Remembered replies by key."""
+
+    def find(self, key: bytes) -> RememberedReply | None:
+        """Return a reply; does not count as a use."""
+
+    def use(self, key: bytes) -> None:
+        """Make a reply and those before it in its chain the most recently used ones."""

@@ -1,0 +1,173 @@
+"""Memory of replies: each assistant message that was sent, by its meaning, with its exact tokens.
+
+A client sends a tool call back as JSON, and the template renders it in another layout than the model's. Reasoning
+does not come back at all. So the prefix match would end inside of the last reply. `protocol/replies/` finds the
+messages of a conversation here, and has its prompt continue with their tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from msgspec import structs
+
+from llamaslot.base.commands import TextPart
+from llamaslot.base.generation.replies import MAX_BYTES, ChatTurn, RememberedReply, ReplyStore
+from llamaslot.base.generation.tools import MessageForm
+from llamaslot.base.namespaces import salt_namespace
+from llamaslot.base.text_records import TextRecord
+from llamaslot.base.tokens import WIDTH, packed
+from llamaslot.formats.format import Format
+from llamaslot.formats.parsed_message import ParsedMessage
+from llamaslot.prompts.lru_cache import LruCache
+from llamaslot.prompts.sessions import session_digest
+from llamaslot.protocol.replies.meaning import digest_of, reasoning_meaning, reply_meaning
+from llamaslot.protocol.replies.rendering import Rendering
+
+if TYPE_CHECKING:
+    from llamaslot.prompts.tokenizer import ReplyContext
+
+_MAX_CLOSING = 80
+"""Characters kept of the end of a reply's text."""
+_encode = msgspec.msgpack.encode
+_decode = msgspec.msgpack.Decoder(RememberedReply).decode
+
+
+class ReplyMemory(ReplyStore):
+    """The remembered replies of all namespaces; the least recently used go first, and none before those behind it.
+
+    Replies are looked up on any thread, and added on one.
+    """
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._replies: LruCache[RememberedReply] = LruCache(max_bytes)
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Count the replies."""
+        return len(self._replies)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes in memory, estimated."""
+        return self._replies.n_bytes
+
+    def find(self, key: bytes) -> RememberedReply | None:
+        """Return a reply; does not count as a use."""
+        with self._lock:
+            return self._replies.peek(key)
+
+    def use(self, key: bytes) -> None:
+        """Make a reply and those before it in its chain the most recently used ones, the first of them last."""
+        with self._lock:
+            while (reply := self._replies.get(key)) is not None:
+                key = reply.parent
+
+    def add(self, reply: RememberedReply) -> None:
+        """Remember a reply, in place of an earlier one with its key."""
+        with self._lock:
+            self._replies.put(reply.key, reply)
+        self.use(reply.key)
+
+    def remember(
+        self, context: ReplyContext, completion_id: str, text: str, ids: list[int], format_: Format
+    ) -> TextRecord | None:
+        """Remember the reply to a prompt and return its record; None where `remembered_reply` returns nothing."""
+        reply = remembered_reply(context, completion_id, text, ids, format_)
+        if reply is None:
+            return None
+        self.add(reply)
+        return TextRecord("reply", reply.key, _encode(reply), reply.session)
+
+    def restore(self, record: TextRecord) -> None:
+        """Take over the record of an earlier process; raises `msgspec.MsgspecError`."""
+        self.add(_decode(record.content))
+
+    def drop_session(self, session: bytes) -> None:
+        """Drop the replies of a session."""
+        with self._lock:
+            for key in [key for key, reply in self._replies.items() if reply.session == session]:
+                self._replies.drop(key)
+
+    def clear(self) -> None:
+        """Drop all replies."""
+        with self._lock:
+            self._replies.clear()
+
+
+def remembered_reply(
+    context: ReplyContext, completion_id: str, text: str, ids: list[int], format_: Format
+) -> RememberedReply | None:
+    """Return the reply to a prompt; None if it has no meaning, or if its client got less than its tokens.
+
+    `text` is what was sent, and `ids` are its tokens.
+    """
+    submit, turn = context.submit, context.submit.chat
+    if turn is None or not ids:
+        return None
+    message = _received(turn, completion_id, text, format_)
+    meaning = reply_meaning(message.content, message.calls) if message is not None else None
+    before = _before(context, turn)
+    if message is None or meaning is None or before is None:
+        return None
+    n_before, n_reply, begun, n_text, digest, opening = before
+    own = packed(np.concatenate([context.prompt.tokens[n_before:], np.array(ids, dtype=np.int32)]))
+    state, parent = (turn.state, turn.parent) if context.prompt.n_restored else (turn.start, b"")
+    return RememberedReply(
+        key=digest_of(state, turn.conversation, meaning),
+        parent=parent,
+        state=digest_of(state, own),
+        n_text=n_text,
+        text=digest,
+        opening=opening,
+        reasoning=reasoning_meaning(message.reasoning),
+        has_reasoning=bool(message.reasoning.strip()) or _has_tags(turn.begun + text, format_),
+        begun=begun,
+        closing=text[-_MAX_CLOSING:],
+        tokens=own,
+        n_reply=n_reply + len(ids),
+        session=session_digest(salt_namespace(submit.cache_salt), submit.session_id) if submit.session_id else b"",
+    )
+
+
+def _before(context: ReplyContext, turn: ChatTurn) -> tuple[int, int, str, int, bytes, str] | None:
+    """Return what is remembered of the prompt before a reply, None if that cannot be told.
+
+    That is: tokens of earlier replies, tokens and text that the reply has in the prompt, characters of text between
+    the earlier replies and the generation prompt with their digest, and the generation prompt.
+    """
+    restored = turn.restored
+    continued = restored.continued if restored is not None else None
+    n_restored = context.prompt.n_restored
+    if continued is not None:
+        if not n_restored:
+            return None
+        n_before = n_restored - len(continued.tokens) // WIDTH
+        return n_before, continued.n_reply, continued.begun, continued.n_text, continued.text, continued.opening
+    parts = context.submit.rest if n_restored else context.submit.prompt
+    rendering = Rendering([part for part in parts if isinstance(part, TextPart)])
+    n_text = len(rendering.text) - len(turn.begun) - len(turn.opening)
+    return n_restored, 0, turn.begun, n_text, rendering.digest(0, n_text), turn.opening
+
+
+def _received(turn: ChatTurn, completion_id: str, text: str, format_: Format) -> ParsedMessage | None:
+    """Return the message that the client got, None if calls were left out of it."""
+    message = _parsed(turn.form, completion_id, turn.begun + text, format_)
+    form = structs.replace(turn.form, parse_tools=True, parallel=True)
+    if form != turn.form and _parsed(form, completion_id, turn.begun + text, format_).calls != message.calls:
+        return None
+    return message
+
+
+def _parsed(form: MessageForm, completion_id: str, text: str, format_: Format) -> ParsedMessage:
+    message = ParsedMessage(format_, form, completion_id)
+    message.push(text, is_last=True)
+    return message
+
+
+def _has_tags(text: str, format_: Format) -> bool:
+    tags = format_.reasoning
+    return tags is not None and (tags.start in text or tags.end in text)

@@ -1,0 +1,153 @@
+"""The meaning of messages: what must be unchanged when a client sends a reply back.
+
+Clients change the form of a reply. They leave out its reasoning, send null for empty content, write arguments
+in another layout or order, and send parallel calls in several messages. None of this changes the digests made here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llamaslot.formats.calls import ToolCall
+from llamaslot.text.conversation import Conversation, Message, joined
+
+_MAX_EXACT_FLOAT = 2**53
+START = b"start"
+"""Stands for the messages before the first one."""
+
+
+def digest_of(*values: bytes) -> bytes:
+    """Return a digest of 16 bytes of several values."""
+    digest = hashlib.blake2b(digest_size=16)
+    for value in values:
+        digest.update(len(value).to_bytes(8, "little") + value)
+    return digest.digest()
+
+
+def reply_meaning(content: str, calls: Sequence[ToolCall]) -> bytes | None:
+    """Return a digest of a reply's content, without outer whitespace, and of its calls.
+
+    None if it has neither, or if arguments are no JSON.
+    """
+    if not content.strip() and not calls:
+        return None
+    try:
+        values = [[call.id, call.name, _normal(json.loads(call.arguments or "{}"))] for call in calls]
+    except (ValueError, RecursionError):
+        return None
+    return digest_of(_encoded([content.strip(), values]))
+
+
+def reasoning_meaning(reasoning: str) -> bytes:
+    """Return a digest of reasoning, without outer whitespace; nothing for none."""
+    text = reasoning.strip()
+    return digest_of(text.encode(errors="surrogatepass")) if text else b""
+
+
+def content_of(message: Message) -> str:
+    """Return the text of a message's content."""
+    return joined(message["content"], "")
+
+
+def calls_of(message: Message) -> list[ToolCall]:
+    """Return the calls of a message."""
+    return [
+        ToolCall(call["function"]["name"], call["function"]["arguments"], call.get("id"))
+        for call in message.get("tool_calls", ())
+    ]
+
+
+def message_meaning(message: Message) -> bytes | None:
+    """Return the `reply_meaning` of a cleaned message of the assistant."""
+    return reply_meaning(content_of(message), calls_of(message))
+
+
+def with_message(conversation: bytes, message: Message) -> bytes:
+    """Return the digest of a conversation with one more message."""
+    meaning = message_meaning(message) if message["role"] == "assistant" else None
+    return with_meaning(conversation, digest_of(_encoded(message)) if meaning is None else meaning)
+
+
+def with_meaning(conversation: bytes, meaning: bytes) -> bytes:
+    """Return the digest of a conversation with one more message of that meaning."""
+    return digest_of(conversation, meaning)
+
+
+def with_merged_replies(conversation: Conversation) -> list[list[Message]]:
+    """Divide a conversation into runs: messages of the assistant that follow each other, and each other message."""
+    runs: list[list[Message]] = []
+    for message in conversation:
+        is_reply = message["role"] == "assistant"
+        if is_reply and runs and runs[-1][0]["role"] == "assistant":
+            runs[-1].append(message)
+        else:
+            runs.append([message])
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """Messages as one reply with its results, if a client divided it."""
+
+    message: Message
+    results: Conversation
+    """Results of its calls that stood between its parts."""
+    n_runs: int
+
+
+def merged_replies(runs: Sequence[list[Message]], start: int) -> Iterator[Merged]:
+    """Yield the replies that a run of the assistant's messages may be a part of, the shortest first.
+
+    Some clients send each of several parallel calls in a message of its own, with its results behind it.
+    """
+    parts, results, end = list(runs[start]), Conversation(), start + 1
+    while True:
+        message = _merged(parts)
+        if message is None:
+            return
+        yield Merged(message, list(results), end - start)
+        at = end
+        while at < len(runs) and runs[at][0]["role"] == "tool":
+            at += 1
+        if at == end or at == len(runs) or not message.get("tool_calls"):
+            return
+        if not all(part.get("tool_calls") and not content_of(part).strip() for part in runs[at]):
+            return
+        results += [run[0] for run in runs[end:at]]
+        parts += runs[at]
+        end = at + 1
+
+
+def _merged(parts: Sequence[Message]) -> Message | None:
+    """Return messages of the assistant as one; None if more than one has content."""
+    if len(parts) == 1:
+        return parts[0]
+    contents = [content_of(part) for part in parts if content_of(part).strip()]
+    if len(contents) > 1:
+        return None
+    reasoning = [part["reasoning_content"] for part in parts if part.get("reasoning_content")]
+    merged: Message = {"role": "assistant", "content": "".join(contents)}
+    if reasoning:
+        merged["reasoning_content"] = "\n".join(reasoning)
+    if calls := [call for part in parts for call in part.get("tool_calls", ())]:
+        merged["tool_calls"] = calls
+    return merged
+
+
+def _normal(value: Any) -> Any:
+    """Return a JSON value such that equal numbers are written alike: 1.0 is 1, as for JavaScript."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_EXACT_FLOAT:
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _normal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_normal(item) for item in value]
+    return value
+
+
+def _encoded(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()

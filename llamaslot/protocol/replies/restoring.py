@@ -1,0 +1,301 @@
+"""Finding the remembered replies of a conversation, and its prompt with their tokens.
+
+1. Walk over the messages and look each reply up by its meaning, behind the state of the replies before it.
+2. Render the conversation with placeholders for the replies that were found. The text before each must be that of
+   the prompt that it answered, and the template must keep what the reply has: where it strips the reasoning of
+   earlier turns, that stays stripped.
+3. Leave out the first reply that fails, and begin again: what follows it followed other tokens.
+4. The prompt has the tokens of the last reply and of all before it, then the text behind its placeholder.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from llamaslot.base.backend import Vocab
+from llamaslot.base.commands import TextPart
+from llamaslot.base.errors import InvalidRequestError
+from llamaslot.base.generation.replies import ChatTurn, RememberedReply, ReplyStore, RestoredReplies
+from llamaslot.base.generation.tools import MessageForm
+from llamaslot.base.tokens import ids_of
+from llamaslot.protocol.replies.meaning import (
+    START,
+    Merged,
+    digest_of,
+    merged_replies,
+    message_meaning,
+    reasoning_meaning,
+    with_meaning,
+    with_merged_replies,
+    with_message,
+)
+from llamaslot.protocol.replies.rendering import Placeholders, Rendering, ReplySpan, n_common_characters
+from llamaslot.text.conversation import Conversation, Message
+
+Render = Callable[[Conversation, bool], Sequence[TextPart]]
+"""Renders messages, with or without a generation prompt; raises `InvalidRequestError`."""
+
+_MAX_TRIES = 6
+"""Renderings of a conversation until nothing is restored."""
+_CALL: Message = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": "{}"}}
+_QUESTION: Message = {"role": "user", "content": "?"}
+_RESULT: Message = {"role": "tool", "content": "!", "tool_call_id": "call00001"}
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPrompt:
+    """The prompt of a chat request with the tokens of remembered replies, and what its reply is remembered with."""
+
+    turn: ChatTurn
+    rest: tuple[TextPart, ...]
+    """The prompt's text behind the restored tokens."""
+    text: str
+    """The text that the prompt has of the reply, with that of the prompt before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A remembered reply in a conversation."""
+
+    reply: RememberedReply
+    placeholders: Placeholders
+    has_calls: bool
+    is_in_loop: bool
+    """True if no message of a user follows."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A conversation with placeholders for the replies that may be restored."""
+
+    start: bytes
+    messages: Conversation = field(default_factory=list)
+    found: list[_Found] = field(default_factory=list)
+    conversation: bytes = START
+    """Digest of all messages."""
+
+    @property
+    def state(self) -> bytes:
+        """State behind the last reply."""
+        return self.found[-1].reply.state if self.found else self.start
+
+    @property
+    def parent(self) -> bytes:
+        """Key of the last reply; empty for none."""
+        return self.found[-1].reply.key if self.found else b""
+
+    def add(self, message: Message) -> None:
+        """Add a message that is rendered as it is."""
+        self.messages.append(message)
+        self.conversation = with_message(self.conversation, message)
+
+
+class ReplyRestorer:
+    """Restores replies of a store for one vocabulary and chat template, on any thread."""
+
+    def __init__(self, store: ReplyStore, vocab: Vocab) -> None:
+        self._store = store
+        self._vocab = vocab
+        self._end_tokens = [text for token in vocab.eog if (text := self._text_of([token]))]
+        self._own: dict[bool, str] = {}
+        self._strips: dict[bool, bool] = {}
+
+    def prompt(
+        self,
+        conversation: Conversation,
+        parts: Sequence[TextPart],
+        render: Render,
+        start: bytes,
+        form_of: Callable[[str], MessageForm],
+    ) -> TurnPrompt | None:
+        """Return the prompt of a conversation that is rendered as `parts`; None if its reply cannot be remembered.
+
+        `start` is the state of an empty chain, and `form_of` returns the form of a message behind a prompt.
+        """
+        history, begun = conversation, conversation[-1] if conversation[-1]["role"] == "assistant" else None
+        if begun is not None:
+            history = conversation[:-1]
+        plan, rendering, ends = self._restorable(history, Rendering(parts), begun, render, start)
+        at = ends[-1] if ends else 0
+        bare = Rendering(render(plan.messages, True)) if begun is not None else rendering
+        continued = self._continued(plan, begun, bare, at)
+        shown = n_common_characters(bare.text, self._with_reply(plan, render))
+        if shown < at or not rendering.text.startswith(bare.text):
+            return None
+        tokens = b"".join(each.reply.tokens for each in plan.found)
+        n_reply = sum(each.reply.n_reply for each in plan.found)
+        text_begun, rest = rendering.text[len(bare.text) :], rendering.cut(at)
+        if continued is not None:
+            tokens, n_reply, rest = tokens + continued.tokens, n_reply + continued.n_reply, ()
+            text_begun = continued.begun + self._text_of(ids_of(continued.tokens)[-continued.n_reply :])
+        for each in plan.found[-1:]:
+            self._store.use(each.reply.key)
+        turn = ChatTurn(
+            form=form_of(bare.text),
+            begun=text_begun,
+            opening=bare.text[shown:],
+            conversation=plan.conversation,
+            parent=plan.parent,
+            state=plan.state,
+            start=start,
+            restored=RestoredReplies(tokens, n_reply, continued) if tokens else None,
+        )
+        return TurnPrompt(turn, rest, bare.text + text_begun)
+
+    def _text_of(self, tokens: Sequence[int]) -> str:
+        return self._vocab.detokenize(tokens).decode(errors="replace")
+
+    def _restorable(
+        self, history: Conversation, plain: Rendering, begun: Message | None, render: Render, start: bytes
+    ) -> tuple[_Plan, Rendering, list[int]]:
+        """Return the conversation with placeholders for what is restored, its text, and where each of them ends."""
+        excluded: set[bytes] = set()
+        for n_left in reversed(range(_MAX_TRIES)):
+            plan = self._plan(history, start, excluded if n_left else None, render)
+            if not plan.found:
+                return plan, plain, []
+            try:
+                rendering = Rendering(render([*plan.messages, *([begun] if begun is not None else [])], True))
+            except InvalidRequestError:
+                excluded.add(plan.found[0].reply.key)
+                continue
+            ends = self._ends(plan, rendering, render)
+            if len(ends) == len(plan.found):
+                return plan, rendering, ends
+            excluded.add(plan.found[len(ends)].reply.key)
+        raise AssertionError("the last try finds nothing")
+
+    def _plan(self, history: Conversation, start: bytes, excluded: set[bytes] | None, render: Render) -> _Plan:
+        """Look up the replies of a conversation, but for those `excluded`; all of them if that is None."""
+        plan = _Plan(start)
+        runs = with_merged_replies(history)
+        last_question = max((i for i, run in enumerate(runs) if run[0]["role"] == "user"), default=-1)
+        mark = secrets.token_hex(8)
+        at = 0
+        while at < len(runs):
+            is_reply = runs[at][0]["role"] == "assistant" and excluded is not None
+            found = None
+            for merged in merged_replies(runs, at) if is_reply else ():
+                is_in_loop = at + merged.n_runs > last_question
+                reply = self._find(plan, merged, is_in_loop=is_in_loop, render=render)
+                if reply is not None and reply.key not in (excluded or ()):
+                    found = merged, reply
+                    break
+            if found is None:
+                self._add_run(plan, runs[at])
+                at += 1
+                continue
+            merged, reply = found
+            calls = merged.message.get("tool_calls", ())
+            placeholders = Placeholders.of(mark, len(plan.found))
+            plan.messages.append(placeholders.message(calls))
+            meaning = message_meaning(merged.message)
+            assert meaning is not None
+            plan.conversation = with_meaning(plan.conversation, meaning)
+            plan.found.append(_Found(reply, placeholders, bool(calls), at + merged.n_runs > last_question))
+            for result in merged.results:
+                plan.add(result)
+            at += merged.n_runs
+        return plan
+
+    def _add_run(self, plan: _Plan, run: Sequence[Message]) -> None:
+        """Add messages as they are; several of the assistant count as the reply that they were divided from."""
+        before = plan.conversation
+        for message in run:
+            plan.add(message)
+        merged = next(merged_replies([list(run)], 0), None) if len(run) > 1 else None
+        meaning = message_meaning(merged.message) if merged is not None else None
+        if meaning is not None:
+            plan.conversation = with_meaning(before, meaning)
+
+    def _find(self, plan: _Plan, merged: Merged, *, is_in_loop: bool, render: Render) -> RememberedReply | None:
+        """Return the reply that a message is, if nothing but the text before it may still differ."""
+        message = merged.message
+        meaning = message_meaning(message)
+        if meaning is None:
+            return None
+        reply = self._store.find(digest_of(plan.state, plan.conversation, meaning))
+        if reply is None or not _has_same_reasoning(message, reply):
+            return None
+        # Only to save a rendering: `_ends` would find it out.
+        has_calls = bool(message.get("tool_calls"))
+        if reply.has_reasoning and not is_in_loop and self._strips_reasoning(render, has_calls=has_calls):
+            return None
+        return reply
+
+    def _continued(self, plan: _Plan, begun: Message | None, bare: Rendering, at: int) -> RememberedReply | None:
+        """Return the remembered reply that the prompt's message continues."""
+        meaning = message_meaning(begun) if begun is not None else None
+        if begun is None or meaning is None:
+            return None
+        reply = self._store.find(digest_of(plan.state, plan.conversation, meaning))
+        if reply is None or not _has_same_reasoning(begun, reply):
+            return None
+        is_same = (
+            bare.digest(at, at + reply.n_text) == reply.text and bare.text[at + reply.n_text :] == reply.opening
+        )
+        return reply if is_same else None
+
+    def _ends(self, plan: _Plan, rendering: Rendering, render: Render) -> list[int]:
+        """Return where the prompt goes on behind each reply, up to the first that cannot be restored."""
+        ends: list[int] = []
+        text, at = rendering.text, 0
+        for each in plan.found:
+            reply, span = each.reply, ReplySpan(text, each.placeholders)
+            before = at + reply.n_text
+            if span.start < before or rendering.digest(at, before) != reply.text:
+                break
+            keeps = span.has_reasoning or (each.is_in_loop and each.has_calls)
+            if not keeps and (reply.has_reasoning or not text.startswith(reply.opening, before)):
+                break
+            own = self._own_end(render, has_calls=each.has_calls)
+            end = span.end(own, reply.closing, self._end_tokens, has_calls=each.has_calls)
+            # Some templates write a part of a message elsewhere.
+            others = (each.placeholders.reasoning, each.placeholders.body)
+            if any(text.find(other, end) >= 0 for other in others):
+                break
+            ends.append(end)
+            at = end
+        return ends
+
+    def _with_reply(self, plan: _Plan, render: Render) -> str:
+        """Return the text of the conversation with another reply."""
+        placeholders = Placeholders.of(secrets.token_hex(8), 0)
+        for calls in ([_CALL], []):
+            try:
+                return Rendering(render([*plan.messages, placeholders.message(calls)], False)).text
+            except InvalidRequestError:
+                continue
+        return ""
+
+    def _own_end(self, render: Render, *, has_calls: bool) -> str:
+        """Return what the template writes behind the last placeholder of a message."""
+        if has_calls not in self._own:
+            placeholders = Placeholders.of(secrets.token_hex(8), 0)
+            message = placeholders.message([_CALL] if has_calls else [])
+            try:
+                text = Rendering(render([_QUESTION, message], False)).text
+                self._own[has_calls] = text[ReplySpan(text, placeholders).last :]
+            except InvalidRequestError:
+                self._own[has_calls] = ""
+        return self._own[has_calls]
+
+    def _strips_reasoning(self, render: Render, *, has_calls: bool) -> bool:
+        """Return True if the template leaves out the reasoning of a reply once another question follows."""
+        if has_calls not in self._strips:
+            placeholders = Placeholders.of(secrets.token_hex(8), 0)
+            reply = placeholders.message([_CALL] if has_calls else [])
+            results = [_RESULT] if has_calls else []
+            try:
+                text = Rendering(render([_QUESTION, reply, *results, _QUESTION], True)).text
+                self._strips[has_calls] = placeholders.reasoning not in text
+            except InvalidRequestError:
+                self._strips[has_calls] = False
+        return self._strips[has_calls]
+
+
+def _has_same_reasoning(message: Message, reply: RememberedReply) -> bool:
+    """Return True if a message has the reasoning of a reply, or none: clients may leave it out."""
+    return reasoning_meaning(message.get("reasoning_content", "")) in (b"", reply.reasoning)

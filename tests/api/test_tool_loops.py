@@ -1,0 +1,244 @@
+"""Tool loops over the chat templates of many models: each step computes the tool's result and little else.
+
+Grammars lead the fake model to write calls as its family does, with spacing and key order of its own. The templates
+are ours and those of LLAMASLOT_FIXTURES/templates and, of LLAMASLOT_TEMPLATES, those of Kimi K2 and DeepSeek V3.1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamaslot.formats.calls import ToolCall
+from llamaslot.formats.format import Format
+from llamaslot.formats.grammar import GrammarWriter
+from llamaslot.formats.recognition import format_of
+from llamaslot.protocol.tool_messages import with_text_of_tools
+from llamaslot.text.template import ChatTemplate
+from tests.conftest import LONG
+from tests.fake_backend import FakeBackend, FakeVocab
+
+CHAT = "/v1/chat/completions"
+N_CONVERSATIONS = 20 if LONG else 2
+N_STEPS = 8
+SLACK = 64
+"""Tokens that a step may compute in addition to what follows the call."""
+FURTHER = ("moonshotai-Kimi-K2", "deepseek-ai-DeepSeek-V3.1")
+FILES = sorted((Path(__file__).parents[1] / "text" / "templates").glob("*.jinja"))
+if "LLAMASLOT_FIXTURES" in os.environ:
+    FILES += sorted(Path(os.environ["LLAMASLOT_FIXTURES"], "templates").glob("*.jinja"))
+if "LLAMASLOT_TEMPLATES" in os.environ:
+    FILES += [Path(os.environ["LLAMASLOT_TEMPLATES"], f"{name}.jinja") for name in FURTHER]
+
+ENDS = (
+    *(
+        "<|im_end|>",
+        "<|eot_id|>",
+        "</s>",
+        "<｜end▁of▁sentence｜>",
+        "<|observation|>",
+        "<|user|>",
+        "<|end_of_text|>",
+    ),
+    *("<|call|>", "<|return|>", "<turn|>", "<|tool_response>"),
+)
+"""Tokens that end the generations of some model."""
+CONTROL = re.compile(r"<\|[\w-]+\|?>|<\w+\|>|<｜[^｜]+｜>|\[/?[A-Z_]{3,}\]|</?tool_call>|</?think>|<eos>|<bos>")
+PROPERTIES = {
+    "path": {"type": "string"},
+    "lines": {"type": "integer"},
+    "all": {"type": "boolean"},
+    "names": {"type": "array", "items": {"type": "string"}},
+    "options": {"type": "object"},
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": name, "description": "?", "parameters": {"type": "object", "properties": PROPERTIES}},
+    }
+    for name in ("edit", "search_files")
+]
+WORDS = ("radix", "tree", "prefix", "that", "was", "computed", "once", "step", "costs", "little")
+
+
+def vocabulary(source: str) -> FakeVocab:
+    """The control tokens of a template, which for most of its texts are guessed by their form."""
+    ends = [text for text in ENDS if text in source] or ["</s>"]
+    others = set(CONTROL.findall(source)) - {"<s>", ends[0]}
+    return FakeVocab(sorted(others | set(ends[1:])), end=ends[0], ends=ends[1:])
+
+
+def words(rng: random.Random, n: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(n))
+
+
+def arguments(rng: random.Random) -> dict[str, Any]:
+    """Arguments in an order of their own."""
+    values = {
+        "path": f"src/{words(rng, 1)}.py",
+        "lines": rng.randrange(1000),
+        "all": rng.random() < 0.5,
+        "names": [words(rng, 2) for _ in range(rng.randrange(3))],
+        "options": {"depth": rng.randrange(9), "mode": "ünï"},
+    }
+    names = rng.sample(sorted(values), rng.randint(2, len(values)))
+    return {name: values[name] for name in names}
+
+
+def spaced(value: Any, rng: random.Random) -> str:
+    """JSON with spaces where no one else would put them."""
+    gap = lambda: rng.choice(("", " ", "  ", "\n", "\n  "))  # noqa: E731
+    if isinstance(value, dict):
+        fields = (
+            f"{gap()}{json.dumps(key)}{gap()}:{gap()}{spaced(each, rng)}{gap()}" for key, each in value.items()
+        )
+        return "{" + ",".join(fields) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(f"{gap()}{spaced(each, rng)}{gap()}" for each in value) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def written(format_: Format, name: str, values: dict[str, Any], call_id: str, rng: random.Random) -> str:
+    """A call as a model of the family writes it."""
+    text = format_.render([ToolCall(name, json.dumps(values, ensure_ascii=False), call_id)])
+    laid_out = json.dumps(values, ensure_ascii=False)
+    text = text.replace(laid_out, spaced(values, rng))
+    return re.sub(
+        r"(</parameter>|</arg_value>|<tool_call>)\n", lambda found: found[1] + rng.choice(("\n", "\n\n")), text
+    )
+
+
+@dataclass
+class Step:
+    """What the model writes in one step, and what is in it."""
+
+    text: str
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+
+
+class Family:
+    """A template with its format and vocabulary."""
+
+    def __init__(self, file: Path) -> None:
+        self.source = file.read_text()
+        self.vocab = vocabulary(self.source)
+        self.format = format_of(self.source, self.vocab.named_tokens)
+        self.template = ChatTemplate(
+            self.source, bos_token="<s>", eos_token=self.vocab.names[257], control_tokens=self.vocab.special_tokens
+        )
+        marks = ("single tool-calls", "Only one call", "<|channel|>")
+        self.makes_one_call = any(mark in self.source for mark in marks)
+        self._writer = GrammarWriter(self.vocab.named_tokens)
+
+    def opened(self, kwargs: dict[str, Any], *, after_tool: bool) -> str:
+        """The tag of reasoning that prompts end with."""
+        call = {"type": "function", "id": "abcdefghi", "function": {"name": "edit", "arguments": "{}"}}
+        turn = [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "!", "tool_call_id": "abcdefghi"},
+        ]
+        messages = [{"role": "user", "content": "?"}, *(turn if after_tool else [])]
+        messages = with_text_of_tools(self.template, self.format, messages, TOOLS)
+        prompt = "".join(part.text for part in self.template.render(messages, tools=TOOLS, kwargs=kwargs))
+        return self.format.reasoning_open_at(prompt)
+
+    def step(self, rng: random.Random, *, reasons: bool, opened: str, n: int) -> Step:
+        """A step with a call, or with two of them."""
+        name = self.format.name
+        n_calls = 1 if self.makes_one_call else rng.choice((1, 1, 2))
+        calls = [(rng.choice(("edit", "search_files")), arguments(rng)) for _ in range(n_calls)]
+        texts = [written(self.format, *call, f"c{n:04}{i:04}", rng) for i, call in enumerate(calls)]
+        reasoning = words(rng, rng.randint(5, 40))
+        if name == "gpt-oss":
+            thought = f"<|channel|>analysis<|message|>{reasoning}<|end|><|start|>assistant" if reasons else ""
+            return Step(thought + texts[0].removesuffix("<|call|>"), calls)
+        if name == "mistral" and len(texts) == 2 and texts[0].startswith("[TOOL_CALLS]["):
+            texts = [texts[0][:-1] + ", " + texts[1].removeprefix("[TOOL_CALLS][")]
+        if name == "kimi-k2" and len(texts) == 2:
+            texts = [
+                texts[0].replace("<|tool_calls_section_end|>", ""),
+                texts[1].replace("<|tool_calls_section_begin|>", ""),
+            ]
+        if name == "deepseek" and len(texts) == 2:
+            texts = [texts[0].replace("<｜tool▁calls▁end｜>", ""), texts[1].replace("<｜tool▁calls▁begin｜>", "")]
+        if name == "lfm2" and len(texts) == 2:
+            texts = [texts[0].replace("]<|tool_call_end|>", ", "), texts[1].replace("<|tool_call_start|>[", "")]
+        content = "I look." if rng.random() < 0.2 and name not in {"mistral", "generic"} else ""
+        joint = "\n" if name in {"hermes", "qwen3-coder", "glm", "granite"} else ""
+        text = (content + "\n" if content else "") + joint.join(texts)
+        tags = self.format.reasoning
+        if tags is not None and (reasons or opened):
+            thought = f"\n{reasoning}\n" if reasons else "\n\n"
+            text = f"{'' if opened else tags.start}{thought}{tags.end}\n\n{text}"
+        return Step(text, calls)
+
+    def grammar(self, text: str) -> str:
+        """A grammar of one text. The choice of its end has all before it computed; else nothing of it would be."""
+        return f'start: {self._writer.text(text)} " "?'
+
+
+def sent_back(message: dict[str, Any], rng: random.Random, *, keeps: bool) -> dict[str, Any]:
+    """A message as a client sends it back: unchanged in meaning."""
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(json.loads(call["function"]["arguments"]), sort_keys=rng.random() < 0.5),
+            },
+        }
+        for call in message["tool_calls"]
+    ]
+    content = message["content"] or rng.choice((None, ""))
+    back = {"role": "assistant", "content": content, "tool_calls": calls}
+    if keeps and message.get("reasoning_content"):
+        back["reasoning_content"] = message["reasoning_content"]
+    return back
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+async def test_a_step_computes_what_follows_the_call(start: Any, file: Path) -> None:
+    family = Family(file)
+    rng = random.Random(file.stem)
+    modes = [(bool(i & 1), bool(i & 2)) for i in range(4)]
+    conversations = []
+    for i in range(N_CONVERSATIONS * (1 if LONG else 2)):
+        reasons, keeps = modes[i % 4]
+        opened = [family.opened({}, after_tool=False)] + [family.opened({}, after_tool=True)] * (N_STEPS - 1)
+        steps = [family.step(rng, reasons=reasons, opened=each, n=i * 100 + k) for k, each in enumerate(opened)]
+        conversations.append((steps, keeps))
+    grammars = [family.grammar(step.text) for steps, _ in conversations for step in steps]
+    backend = FakeBackend(vocab=family.vocab, n_ctx=2**15, n_slots=1, n_reserved=2, n_ubatch=512)
+    server = await start(backend=backend, template=family.source, engine={"grammars": grammars})
+    late = []
+    n_turns = 0
+    for i, (steps, keeps) in enumerate(conversations):
+        messages: list[dict[str, Any]] = [{"role": "user", "content": f"Conversation {i}: {words(rng, 30)}"}]
+        n_before = 0
+        for k, step in enumerate(steps):
+            reply = await server.ok(CHAT, {"messages": messages, "tools": TOOLS, "temperature": 0})
+            message = reply["choices"][0]["message"]
+            calls = [
+                (call["function"]["name"], json.loads(call["function"]["arguments"]))
+                for call in message.get("tool_calls", ())
+            ]
+            assert calls == step.calls, step.text
+            if k:
+                n_behind = reply["usage"]["prompt_tokens"] - n_before
+                n_turns += 1
+                if reply["cache"]["computed"] > n_behind + SLACK:
+                    late.append((i, k, reply["cache"]["computed"], reply["cache"]["restored_tokens"], n_behind))
+            n_before = reply["usage"]["total_tokens"]
+            messages.append(sent_back(message, rng, keeps=keeps))
+            messages += [
+                {"role": "tool", "tool_call_id": call["id"], "content": words(rng, rng.randint(1, 60))}
+                for call in message["tool_calls"]
+            ]
+    assert len(late) <= n_turns / 100, late
