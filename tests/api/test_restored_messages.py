@@ -33,7 +33,7 @@ TEMPLATE = """
 {{- '</s>\n' }}
 {%- else %}{{ '[' + m.role + ']' + m.content + '</s>\n' }}{% endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '[assistant]' }}{% endif %}
+{%- if add_generation_prompt %}{{ '[assistant]' + ('' if enable_thinking else '<think></think>') }}{% endif %}
 """
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 QUESTION = {"role": "user", "content": "What is there?"}
@@ -207,6 +207,25 @@ async def test_a_message_in_another_conversation_is_rendered(start: Any) -> None
     assert (await chat.ask(QUESTION, *rest))["cache"]["restored_tokens"] > 0
 
 
+async def test_a_message_behind_another_text_is_rendered(start: Any) -> None:
+    chat = await chats(start, CALL, "x", "x")
+    message = reply_of(await chat.ask(QUESTION))
+    other = {"type": "function", "function": {"name": "listen", "parameters": {"type": "object", "properties": {}}}}
+    rest = QUESTION, message, *results(message)
+    assert (await chat.ask(*rest, tools=[TOOL, other]))["cache"]["restored_tokens"] == 0
+    assert (await chat.ask(*rest))["cache"]["restored_tokens"] > 0
+
+
+async def test_a_message_is_found_though_one_before_it_was_remembered_later(start: Any) -> None:
+    chat = await chats(start, "A wall.", CALL, "A wall.", "x", "x")
+    told = reply_of(await chat.ask(QUESTION, cache_salt="another"))
+    message = reply_of(await chat.ask(QUESTION, told, QUESTION))
+    again = reply_of(await chat.ask(QUESTION))
+    assert again["content"].strip() == told["content"].strip()
+    reply = await chat.ask(QUESTION, told, QUESTION, message, *results(message))
+    assert reply["cache"]["restored_tokens"] == len(chat.generated[1]) - 1
+
+
 async def test_a_reply_without_cache_prompt_is_not_remembered(start: Any) -> None:
     chat = await chats(start, CALL, "x")
     message = reply_of(await chat.ask(QUESTION, cache_prompt=False))
@@ -319,6 +338,18 @@ async def test_reasoning_of_earlier_turns_stays_stripped(start: Any) -> None:
     last = await chat.ask(*turn, QUESTION, without_reasoning(again), *results(again))
     assert last["cache"]["restored_tokens"] == len(chat.generated[2]) - 1
     assert chat.text.count("I should look.") == 1
+
+
+async def test_empty_reasoning_in_the_prompt_is_stripped_like_other_reasoning(start: Any) -> None:
+    chat = await chats(start, CALL, "A wall.", "x", "x")
+    field = {"chat_template_kwargs": {"enable_thinking": False}}
+    called = reply_of(await chat.ask(QUESTION, **field))
+    told = await chat.ask(QUESTION, called, *results(called), **field)
+    assert told["cache"]["restored_tokens"] == len(chat.generated[0]) - 1
+    assert chat.text.count("<think></think>") == 2
+    later = await chat.ask(QUESTION, called, *results(called), reply_of(told), QUESTION, **field)
+    assert later["cache"]["restored_tokens"] == 0
+    assert chat.text.count("<think></think>") == 1
 
 
 async def test_a_reply_that_did_not_reason_is_restored_in_later_turns(start: Any) -> None:

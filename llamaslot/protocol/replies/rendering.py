@@ -10,9 +10,9 @@ behind the last of them up to the end-of-turn token belongs to the reply, and it
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from llamaslot.base.commands import TextPart
 from llamaslot.protocol.replies.meaning import digest_of
@@ -51,57 +51,64 @@ class Rendering:
         return digest_of(*(b"%d" % part.special + part.text.encode(errors="surrogatepass") for part in parts))
 
 
-@dataclass(frozen=True, slots=True)
 class Placeholders:
-    """The texts that stand for one reply; none contains another."""
+    """The texts that stand for the replies of a conversation.
 
-    reasoning: str
-    body: str
-    """For its content or, if it has calls, for the arguments of each."""
+    Each has one for its reasoning, and one for its content or, if it has calls, for the arguments of each call.
+    """
 
-    @classmethod
-    def of(cls, mark: str, number: int) -> Placeholders:
-        """Return the placeholders of a reply; `mark` occurs in no message."""
-        return cls(f"{mark}r{number}e", f"{mark}b{number}e")
+    def __init__(self) -> None:
+        # It occurs in no message.
+        self._mark = secrets.token_hex(8)
+        self._pattern = re.compile(f"{self._mark}([rb])([0-9]+)e")
 
-    def message(self, calls: Sequence[Message]) -> Message:
-        """Return a message of the assistant with the placeholders; calls keep names and ids."""
+    def message(self, number: int, calls: Sequence[Message]) -> Message:
+        """Return a message of the assistant with the placeholders of that number; calls keep names and ids."""
+        body = f"{self._mark}b{number}e"
         # Templates of some models write content behind the results of calls, where it would remain.
         message: Message = {
             "role": "assistant",
-            "content": "" if calls else self.body,
-            "reasoning_content": self.reasoning,
+            "content": "" if calls else body,
+            "reasoning_content": f"{self._mark}r{number}e",
         }
         if calls:
-            arguments = f'{{"a": "{self.body}"}}'
+            arguments = f'{{"a": "{body}"}}'
             message["tool_calls"] = [
                 {**call, "function": {**call["function"], "arguments": arguments}} for call in calls
             ]
         return message
 
+    def spans(self, text: str) -> dict[int, ReplySpan]:
+        """Return the places of the replies in a text, by their numbers, but for those that it leaves out."""
+        found: dict[int, list[re.Match[str]]] = {}
+        for each in self._pattern.finditer(text):
+            found.setdefault(int(each[2]), []).append(each)
+        return {
+            number: ReplySpan(
+                text,
+                start=each[0].start(),
+                last=max(part.end() for part in each if part[1] == "b"),
+                until=each[-1].end(),
+                has_reasoning=any(part[1] == "r" for part in each),
+            )
+            for number, each in found.items()
+            if any(part[1] == "b" for part in each)
+        }
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class ReplySpan:
-    """A reply in a text, by its placeholders."""
+    """The place of a reply in a text."""
 
     text: str
-    placeholders: Placeholders
-
-    @cached_property
-    def start(self) -> int:
-        """Offset of the first placeholder; -1 if the template leaves the reply out."""
-        found = [self.text.find(each) for each in (self.placeholders.reasoning, self.placeholders.body)]
-        return min((at for at in found if at >= 0), default=-1) if found[1] >= 0 else -1
-
-    @property
-    def has_reasoning(self) -> bool:
-        """True if the template writes the reasoning."""
-        return self.placeholders.reasoning in self.text
-
-    @property
-    def last(self) -> int:
-        """Offset behind the last placeholder."""
-        return self.text.rfind(self.placeholders.body) + len(self.placeholders.body)
+    start: int
+    """Offset of the first placeholder."""
+    last: int
+    """Offset behind the last one of content or arguments."""
+    until: int
+    """Offset behind the last one."""
+    has_reasoning: bool
+    """True if the template writes the reasoning."""
 
     def end(self, own: str, closing: str, end_tokens: Sequence[str], *, has_calls: bool) -> int:
         """Return the offset at which the prompt goes on behind the tokens of the reply.
@@ -109,7 +116,7 @@ class ReplySpan:
         That is its end-of-turn token. `own` is what the template writes behind the last placeholder of a message.
         Where that has no such token, it is behind the text with which both `own` and the reply (`closing`) end.
         """
-        own = own[: _n_common(own, self.text[self.last : self.last + len(own)])]
+        own = own[: n_common_characters(own, self.text[self.last : self.last + len(own)])]
         ends = [at for token in end_tokens if (at := own.find(token)) >= 0]
         if ends:
             return self.last + min(ends)
@@ -138,6 +145,3 @@ def n_common_characters(a: str, b: str) -> int:
         else:
             high = middle - 1
     return low
-
-
-_n_common = n_common_characters

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,14 +30,16 @@ from llamaslot.protocol.replies.meaning import (
     with_merged_replies,
     with_message,
 )
-from llamaslot.protocol.replies.rendering import Placeholders, Rendering, ReplySpan, n_common_characters
+from llamaslot.protocol.replies.rendering import Placeholders, Rendering, n_common_characters
 from llamaslot.text.conversation import Conversation, Message
 
 Render = Callable[[Conversation, bool], Sequence[TextPart]]
 """Renders messages, with or without a generation prompt; raises `InvalidRequestError`."""
 
-_MAX_TRIES = 6
+_MAX_TRIES = 8
 """Renderings of a conversation until nothing is restored."""
+_MAX_EARLIER = 8
+"""States of earlier replies behind which a reply is looked up that is not found behind the last one."""
 _CALL: Message = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": "{}"}}
 _QUESTION: Message = {"role": "user", "content": "?"}
 _RESULT: Message = {"role": "tool", "content": "!", "tool_call_id": "call00001"}
@@ -60,7 +61,6 @@ class _Found:
     """A remembered reply in a conversation."""
 
     reply: RememberedReply
-    placeholders: Placeholders
     has_calls: bool
     is_in_loop: bool
     """True if no message of a user follows."""
@@ -75,6 +75,9 @@ class _Plan:
     found: list[_Found] = field(default_factory=list)
     conversation: bytes = START
     """Digest of all messages."""
+    placeholders: Placeholders = field(default_factory=Placeholders)
+    superseded: set[bytes] = field(default_factory=set)
+    """Keys of replies that were rendered, not restored, in the prompt that a later one answered."""
 
     @property
     def state(self) -> bytes:
@@ -154,6 +157,9 @@ class ReplyRestorer:
         excluded: set[bytes] = set()
         for n_left in reversed(range(_MAX_TRIES)):
             plan = self._plan(history, start, excluded if n_left else None, render)
+            if plan.superseded:
+                excluded |= plan.superseded
+                continue
             if not plan.found:
                 return plan, plain, []
             try:
@@ -172,7 +178,6 @@ class ReplyRestorer:
         plan = _Plan(start)
         runs = with_merged_replies(history)
         last_question = max((i for i, run in enumerate(runs) if run[0]["role"] == "user"), default=-1)
-        mark = secrets.token_hex(8)
         at = 0
         while at < len(runs):
             is_reply = runs[at][0]["role"] == "assistant" and excluded is not None
@@ -189,12 +194,11 @@ class ReplyRestorer:
                 continue
             merged, reply = found
             calls = merged.message.get("tool_calls", ())
-            placeholders = Placeholders.of(mark, len(plan.found))
-            plan.messages.append(placeholders.message(calls))
+            plan.messages.append(plan.placeholders.message(len(plan.found), calls))
             meaning = message_meaning(merged.message)
             assert meaning is not None
             plan.conversation = with_meaning(plan.conversation, meaning)
-            plan.found.append(_Found(reply, placeholders, bool(calls), at + merged.n_runs > last_question))
+            plan.found.append(_Found(reply, bool(calls), at + merged.n_runs > last_question))
             for result in merged.results:
                 plan.add(result)
             at += merged.n_runs
@@ -216,14 +220,21 @@ class ReplyRestorer:
         meaning = message_meaning(message)
         if meaning is None:
             return None
-        reply = self._store.find(digest_of(plan.state, plan.conversation, meaning))
-        if reply is None or not _has_same_reasoning(message, reply):
-            return None
+        states = [plan.start, *(each.reply.state for each in plan.found)]
+        for i, state in reversed([*enumerate(states)][-_MAX_EARLIER:]):
+            reply = self._store.find(digest_of(state, plan.conversation, meaning))
+            if reply is not None and self._may_be(message, reply, is_in_loop=is_in_loop, render=render):
+                plan.superseded |= {each.reply.key for each in plan.found[i:]}
+                return reply
+        return None
+
+    def _may_be(self, message: Message, reply: RememberedReply, *, is_in_loop: bool, render: Render) -> bool:
+        if not _has_same_reasoning(message, reply):
+            return False
         # Only to save a rendering: `_ends` would find it out.
         has_calls = bool(message.get("tool_calls"))
-        if reply.has_reasoning and not is_in_loop and self._strips_reasoning(render, has_calls=has_calls):
-            return None
-        return reply
+        is_stripped = not is_in_loop and self._strips_reasoning(render, has_calls=has_calls)
+        return not (reply.has_reasoning and is_stripped)
 
     def _continued(self, plan: _Plan, begun: Message | None, bare: Rendering, at: int) -> RememberedReply | None:
         """Return the remembered reply that the prompt's message continues."""
@@ -242,10 +253,11 @@ class ReplyRestorer:
         """Return where the prompt goes on behind each reply, up to the first that cannot be restored."""
         ends: list[int] = []
         text, at = rendering.text, 0
-        for each in plan.found:
-            reply, span = each.reply, ReplySpan(text, each.placeholders)
+        spans = plan.placeholders.spans(text)
+        for number, each in enumerate(plan.found):
+            reply, span = each.reply, spans.get(number)
             before = at + reply.n_text
-            if span.start < before or rendering.digest(at, before) != reply.text:
+            if span is None or span.start < before or rendering.digest(at, before) != reply.text:
                 break
             keeps = span.has_reasoning or (each.is_in_loop and each.has_calls)
             if not keeps and (reply.has_reasoning or not text.startswith(reply.opening, before)):
@@ -253,8 +265,7 @@ class ReplyRestorer:
             own = self._own_end(render, has_calls=each.has_calls)
             end = span.end(own, reply.closing, self._end_tokens, has_calls=each.has_calls)
             # Some templates write a part of a message elsewhere.
-            others = (each.placeholders.reasoning, each.placeholders.body)
-            if any(text.find(other, end) >= 0 for other in others):
+            if span.until > end:
                 break
             ends.append(end)
             at = end
@@ -262,10 +273,10 @@ class ReplyRestorer:
 
     def _with_reply(self, plan: _Plan, render: Render) -> str:
         """Return the text of the conversation with another reply."""
-        placeholders = Placeholders.of(secrets.token_hex(8), 0)
         for calls in ([_CALL], []):
+            reply = plan.placeholders.message(len(plan.found), calls)
             try:
-                return Rendering(render([*plan.messages, placeholders.message(calls)], False)).text
+                return Rendering(render([*plan.messages, reply], False)).text
             except InvalidRequestError:
                 continue
         return ""
@@ -273,26 +284,28 @@ class ReplyRestorer:
     def _own_end(self, render: Render, *, has_calls: bool) -> str:
         """Return what the template writes behind the last placeholder of a message."""
         if has_calls not in self._own:
-            placeholders = Placeholders.of(secrets.token_hex(8), 0)
-            message = placeholders.message([_CALL] if has_calls else [])
+            placeholders = Placeholders()
+            message = placeholders.message(0, [_CALL] if has_calls else [])
             try:
                 text = Rendering(render([_QUESTION, message], False)).text
-                self._own[has_calls] = text[ReplySpan(text, placeholders).last :]
             except InvalidRequestError:
-                self._own[has_calls] = ""
+                text = ""
+            span = placeholders.spans(text).get(0)
+            self._own[has_calls] = text[span.last :] if span is not None else ""
         return self._own[has_calls]
 
     def _strips_reasoning(self, render: Render, *, has_calls: bool) -> bool:
         """Return True if the template leaves out the reasoning of a reply once another question follows."""
         if has_calls not in self._strips:
-            placeholders = Placeholders.of(secrets.token_hex(8), 0)
-            reply = placeholders.message([_CALL] if has_calls else [])
+            placeholders = Placeholders()
+            reply = placeholders.message(0, [_CALL] if has_calls else [])
             results = [_RESULT] if has_calls else []
             try:
                 text = Rendering(render([_QUESTION, reply, *results, _QUESTION], True)).text
-                self._strips[has_calls] = placeholders.reasoning not in text
             except InvalidRequestError:
-                self._strips[has_calls] = False
+                text = ""
+            span = placeholders.spans(text).get(0)
+            self._strips[has_calls] = span is not None and not span.has_reasoning
         return self._strips[has_calls]
 
 
