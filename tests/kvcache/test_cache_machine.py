@@ -611,7 +611,7 @@ class CacheMachine(RuleBasedStateMachine):
         for each in plan.operations:
             COUNTS["streams copied"] += isinstance(each, CopyStream)
         self.carry_out(plan)
-        self.offloaded = self.find_offloaded()
+        self.readable = self.find_readable()
         for asked in admitted:
             asked.n_start = self.n_cached(asked, self.queued_saves[asked.slot])
             asked.expected_prefixes = [*self.prefixes(asked)]
@@ -1114,18 +1114,33 @@ class CacheMachine(RuleBasedStateMachine):
         asked.prefixes = self.backend.named(asked.namespace, asked.tokens[len(asked.prefixes) :], asked.prefixes)
         return asked.prefixes
 
-    def find_offloaded(self) -> set[int]:
+    @property
+    def offloaded(self) -> set[int]:
         """Prefixes whose last token is offloaded, and can be loaded by and by."""
-        on_disk = [self.backend.saved[number] for number in self.disk.kept - self.unreadable]
-        # While RAM is too small to read a segment into it, the segment counts as evicted.
-        readable = [each for each in on_disk if self.size_of(len(each.tokens)) <= self.tiers.ram.capacity]
-        return {prefix for each in (*self.backend.segments.values(), *readable) for prefix in each.prefixes}
+        return self.prefixes_of_segments(self.disk.kept - self.unreadable)
+
+    def find_readable(self) -> set[int]:
+        """Prefixes whose last token is offloaded, and can be loaded now or once it is read.
+
+        What only the disk has counts as evicted while RAM is too small to read it, or the disk does not answer.
+        """
+        if self.tiers.is_unresponsive:
+            return self.prefixes_of_segments(set())
+        kept, saved = self.disk.kept - self.unreadable, self.backend.saved
+        return self.prefixes_of_segments(
+            {number for number in kept if self.size_of(len(saved[number].tokens)) <= self.tiers.ram.capacity}
+        )
+
+    def prefixes_of_segments(self, on_disk: set[int]) -> set[int]:
+        """Prefixes of the segments in RAM, and of these on disk."""
+        segments = *self.backend.segments.values(), *map(self.backend.saved.__getitem__, on_disk)
+        return {prefix for each in segments for prefix in each.prefixes}
 
     def n_cached(self, asked: Asked, queued_saves: AbstractSet[int] = frozenset()) -> int:
         """Tokens of a request that need not be computed, by a lookup that saw these of the plan's saves."""
         prefixes = self.prefixes(asked)[:-1]
         n = max(common(prefixes, held.prefixes) for held in self.backend.held)
-        offloaded = self.offloaded
+        offloaded = self.readable
         public = prefixes
         if self.public is not None and not asked.is_private:
             public = self.backend.named(self.public, asked.tokens)[:-1]
