@@ -19,8 +19,9 @@ from llamaslot.formats.recognition import format_of
 from llamaslot.protocol.bodies import ChatBody
 from llamaslot.protocol.replies.meaning import digest_of
 from llamaslot.protocol.replies.restoring import ReplyRestorer, TurnPrompt
-from llamaslot.protocol.reply_constraint import ReplyConstraints
+from llamaslot.protocol.reply_constraint import RAW_GRAMMAR, ReplyConstraints
 from llamaslot.protocol.structured_output import ConstraintReader
+from llamaslot.protocol.submission import wants_probs
 from llamaslot.protocol.tool_messages import with_text_of_tools
 from llamaslot.protocol.tools import ToolUse, read_tools
 from llamaslot.text.conversation import clean_message, joined
@@ -85,18 +86,29 @@ class ChatReader:
             thinking = "none"
         own = self._constraints.read(body) if is_run else None
         constraint = self._replies.constraint(own, use, thinking) if is_run else None
-        budget = self._budget(body, context, is_open=bool(opened)) if thinking != "none" else None
+        is_raw = own is not None and own.param == RAW_GRAMMAR
+        budget = self._budget(body, context, is_open=bool(opened), is_raw=is_raw) if thinking != "none" else None
         return ChatPrompt(parts, constraint, budget, own is not None, form)
 
-    def _budget(self, body: ChatBody, context: RequestContext, *, is_open: bool) -> ReasoningBudget | None:
-        """Return the limit of reasoning that a request or, without it, the server asks for."""
+    def _budget(
+        self, body: ChatBody, context: RequestContext, *, is_open: bool, is_raw: bool
+    ) -> ReasoningBudget | None:
+        """Return the limit of reasoning that a request or, without it, the server asks for.
+
+        There is none where tokens cannot be forced: beside probabilities, and within a grammar of the whole reply.
+        """
         tags, n_tokens = self.format.reasoning, _budget_tokens(body)
-        if body.logprobs and n_tokens > 0:
-            message = "'reasoning_budget_tokens' cannot be combined with 'logprobs': forced tokens have none"
+        against = ""
+        if wants_probs(body):
+            against = f"'{'logprobs' if body.logprobs else 'n_probs'}': forced tokens have none"
+        elif is_raw:
+            against = f"'{RAW_GRAMMAR}', which need not allow the forced end of the reasoning"
+        if against and n_tokens > 0:
+            message = f"'reasoning_budget_tokens' cannot be combined with {against}"
             raise InvalidRequestError(message, param="reasoning_budget_tokens")
-        if n_tokens < 0 and not body.logprobs:
+        if n_tokens < 0:
             n_tokens = context.reasoning_budget
-        if tags is None or n_tokens < 0 or body.logprobs:
+        if tags is None or n_tokens < 0 or against:
             return None
         start, end, after = map(self._tokens_of, (tags.start, tags.end, self.format.text_after_reasoning))
         return ReasoningBudget(n_tokens, start, end, after, is_open)

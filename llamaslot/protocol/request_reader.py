@@ -116,7 +116,6 @@ class RequestReader:
 
     def read(self, job: ParseBody) -> ParsedBody:
         """Read the body of a request for completions; raises `InvalidRequestError`."""
-        body: CompletionBody | InfillBody
         if job.kind == "probe":
             return self._probe(job)
         if job.kind in ("chat", "count_chat"):
@@ -125,13 +124,18 @@ class RequestReader:
             return self._response(job)
         if job.kind in ("messages", "count_messages"):
             return self._messages(job)
+        return self._completions(job)
+
+    def _completions(self, job: ParseBody, *, is_run: bool = True) -> ParsedBody:
+        """Read a body with prompts."""
+        body: CompletionBody | InfillBody
         if job.kind == "infill":
             body = decode(job.body, InfillBody)
             unsupported.refuse(body)
             prompts = [self._infill.of_parts(body, job.context)]
         else:
             body = decode(job.body, CompletionBody)
-            unsupported.refuse(body, but_for=("echo", "best_of", "suffix") if job.kind == "text" else ())
+            unsupported.refuse(body, but_for=() if job.kind == "native" else ("echo", "best_of", "suffix"))
             prompts = prompts_of(body, self._info.n_vocab, job.context.limits.max_prompts)
             if body.suffix:
                 for prompt in prompts:
@@ -139,7 +143,7 @@ class RequestReader:
                 prompts = [self._infill.of_suffix(prompt, body, job.context) for prompt in prompts]
         for prompt in prompts:
             self._check_size(prompt)
-        default = self._defaults.next()
+        default = self._defaults.next() if is_run else None
         constraint = self._constraints.read(body) or default
         submits = submissions(body, prompts, job.context, self._info, self._tokens_of, constraint=constraint)
         return ParsedBody(submits, _reply_options(body, submits, job.context))
@@ -147,7 +151,9 @@ class RequestReader:
     def _probe(self, job: ParseBody) -> ParsedBody:
         """Read a chat or, without messages, a body with one prompt."""
         has_messages = decode(job.body, _Kind).messages is not UNSET
-        parsed = self.read(msgspec.structs.replace(job, kind="chat" if has_messages else "text"))
+        if has_messages:
+            return self._chat(decode(job.body, ChatBody), job.context, is_run=False)
+        parsed = self._completions(job, is_run=False)
         if len(parsed.submits) > 1:
             raise InvalidRequestError("'prompt' must be one prompt to probe the cache", param="prompt")
         return parsed
@@ -169,7 +175,12 @@ class RequestReader:
         chat = self._chats.read(body, context, is_run=is_run)
         self._check_size(chat.parts)
         default = self._defaults.next() if is_run else None
-        constraint = chat.constraint if chat.is_own or default is None else default
+        budget = chat.reasoning_budget
+        if chat.is_own or default is None:
+            constraint = chat.constraint
+        else:
+            # It says all that the model generates, and need not allow a forced end of the reasoning.
+            constraint, budget = default, None
         (submit,) = submissions(body, [chat.parts], context, self._info, self._tokens_of, constraint=constraint)
         if submit.cache_prompt and self._restorer is not None:
             namespace = salt_namespace(submit.cache_salt)
@@ -178,7 +189,7 @@ class RequestReader:
                 submit = msgspec.structs.replace(submit, chat=found.turn, rest=found.rest)
         submit = msgspec.structs.replace(
             submit,
-            reasoning_budget=chat.reasoning_budget,
+            reasoning_budget=budget,
             written_out=self._chats.written_out,
             session_branch=conversation_branch(self.template, body),
         )

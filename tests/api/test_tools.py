@@ -263,8 +263,26 @@ async def test_reasoning_has_a_budget(start: Any) -> None:
     called = {**body, **BODY, "tools": [NOW], "tool_choice": "required", "parallel_tool_calls": False}
     message = (await server.ok(CHAT, called))["choices"][0]["message"]
     assert plain(message)["tool_calls"] == [("now", "{}")]
-    status, reply = await server.post(CHAT, {**body, "reasoning_budget_tokens": 9, "logprobs": True})
-    assert (status, reply["error"]["param"]) == (400, "reasoning_budget_tokens")
+    for fields in ({"logprobs": True}, {"n_probs": 2}, {"grammar": "root ::= [a-z]{40}"}):
+        status, reply = await server.post(CHAT, {**body, "reasoning_budget_tokens": 9, **fields})
+        assert (status, reply["error"]["param"]) == (400, "reasoning_budget_tokens")
+    # Beside them, the server's own budget is none.
+    choice = (await server.ok(CHAT, {**body, "n_probs": 2}))["choices"][0]
+    assert len(choice["logprobs"]["content"]) == 100
+    assert "</think>" not in "".join(row["token"] for row in choice["logprobs"]["content"])
+    message = (await server.ok(CHAT, {**body, "grammar": "root ::= [a-z]{40}"}))["choices"][0]["message"]
+    assert len(message["reasoning_content"]) == 40
+
+
+async def test_a_default_grammar_is_for_the_whole_reply_and_not_for_probes(start: Any) -> None:
+    opened = template("hermes-thinking").replace("assistant: {% if 0 %}", "assistant: <think>\n{% if 0 %}")
+    engine = {"grammars": ["root ::= [a-z]{40}", 'root ::= "second"', 'root ::= "third"']}
+    server = await start(template=opened, reasoning_budget=20, engine=engine)
+    for body in ({"messages": QUESTION}, {"prompt": "?"}):
+        assert (await server.ok("/cache/probe", body))["prompt_tokens"]
+    message = (await server.ok(CHAT, {"messages": QUESTION}))["choices"][0]["message"]
+    assert len(message["reasoning_content"]) == 40
+    assert (await server.ok("/completion", {"prompt": "?"}))["content"] == "second"
 
 
 async def test_a_schema_comes_behind_the_reasoning_that_the_prompt_opens(start: Any) -> None:
