@@ -34,6 +34,7 @@ _OF_WHOLE_OBJECTS = (
 
 _ANY_NAME = "/[A-Za-z_][A-Za-z0-9_.-]*/"
 _UNESCAPED_SLASH = re.compile(r"(?<!\\)/")
+_ENDS_WITH_ANCHOR = re.compile(r"(?<!\\)(\\\\)*\$$")
 _SLASH = r"\\/"
 _PYTHON_TEXTS = (("boolean", "True"), ("boolean", "False"), ("null", "None"))
 
@@ -221,8 +222,10 @@ def _pattern(schema: Mapping[str, Any]) -> str:
     bounded = shortest or longest != ""
     patterns = [f"(?s:.){{{shortest},{longest}}}" if bounded else "(?s:.*)"]
     if isinstance(pattern := schema.get("pattern"), str):
-        inner = pattern.removeprefix("^").removesuffix("$")
+        is_anchored = _ENDS_WITH_ANCHOR.search(pattern) is not None
+        inner = pattern.removeprefix("^")
+        inner = inner[:-1] if is_anchored else inner
         before = "" if pattern.startswith("^") else "(?s:.*)"
-        after = "" if pattern.endswith("$") else "(?s:.*)"
+        after = "" if is_anchored else "(?s:.*)"
         patterns.append(f"{before}(?:{inner}){after}")
     return " & ".join(f"/{_UNESCAPED_SLASH.sub(_SLASH, each)}/" for each in patterns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -94,6 +95,18 @@ def test_numbers_are_allowed_in_forced_calls(family: str) -> None:
     body = {"tools": [named("f", PARAMETERS)], "tool_choice": "required"}
     assert follows(family, body, ToolCall("f", '{"city": "Rome", "days": 3, "step": 0.5}', "a1b2c3d4e"))
     assert not follows(family, body, ToolCall("f", '{"city": "Rome", "days": "x"}', "a1b2c3d4e"))
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3-coder", "gemma4"])
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [("^a\\$", "a$b", "ab"), ("^a\\\\$", "a\\", "a\\b"), ("^a$", "a", "ab"), ("a", "bab", "b"), ("^a", "ab", "ba")],
+)
+def test_patterns_are_anchored_as_they_say(family: str, pattern: str, good: str, bad: str) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": pattern}}, "required": ["x"]}
+    body = {"tools": [named("f", schema)], "tool_choice": "required"}
+    assert follows(family, body, ToolCall("f", json.dumps({"x": good}), "a1b2c3d4e"))
+    assert not follows(family, body, ToolCall("f", json.dumps({"x": bad}), "a1b2c3d4e"))
 
 
 @pytest.mark.parametrize("family", [name for name in EXCERPTS if name != "gpt-oss"])
