@@ -351,12 +351,12 @@ def _results_from_user(conversation: Conversation) -> Conversation:
 
 
 def _parse_arguments(message: Message) -> None:
-    """Parse the arguments of tool calls, which clients send as JSON text."""
+    """Parse the arguments of tool calls, which clients send as JSON text, or as none where there are none."""
     for call in message.get("tool_calls", ()):
         function = call["function"]
         if isinstance(function["arguments"], str):
             try:
-                function["arguments"] = json.loads(function["arguments"])
+                function["arguments"] = json.loads(function["arguments"] or "{}")
             except (ValueError, RecursionError) as error:
                 raise InvalidRequestError(
                     f"the arguments of a call of '{function['name']}' are not JSON: {error}", param="messages"

@@ -209,6 +209,13 @@ class TestTools:
         with pytest.raises(InvalidRequestError, match="arguments of a call of 'add' are not JSON"):
             render(TOOLS, USER, {"role": "assistant", "tool_calls": [call]}, USER)
 
+    def test_no_arguments_are_an_empty_object(self) -> None:
+        call = CALL | {"function": {"name": "add", "arguments": ""}}
+
+        assert render(TOOLS, USER, {"role": "assistant", "tool_calls": [call]}, USER) == (
+            "<s><user>hi<assistant>[call_1 add]<user>hi"
+        )
+
     def test_tools_are_described(self) -> None:
         function = '{"name": "add", "description": "", "parameters": {"type": "object", "properties": {"a": {}}}}'
 
