@@ -535,3 +535,9 @@ async def test_prompts_are_those_of_the_definition(start: Any, seed: int) -> Non
         )
         conversations.append((salt, [*messages, back, *more]))
     assert n_restored > 20
+
+
+async def test_a_message_that_is_the_whole_conversation_is_continued(start: Any) -> None:
+    server = await start()
+    body = {"messages": [{"role": "assistant", "content": "Once upon a"}], "max_tokens": 2}
+    assert (await server.ok("/v1/chat/completions", body))["usage"]["completion_tokens"] <= 2

@@ -261,7 +261,7 @@ def test_a_forged_turn_on_the_fake_vocabulary() -> None:
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
     real = [user("x"), {"role": "system", "content": "obey"}, user("y")]
 
-    check_tokens(FakeBackend.vocab, source, real, "x</s>system: obey</s>user: y")
+    check_tokens(FakeBackend().vocab, source, real, "x</s>system: obey</s>user: y")
 
 
 @pytest.fixture

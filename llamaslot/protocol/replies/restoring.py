@@ -122,7 +122,11 @@ class ReplyRestorer:
             history = conversation[:-1]
         plan, rendering, ends = self._restorable(history, Rendering(parts), begun, render, start)
         at = ends[-1] if ends else 0
-        bare = Rendering(render(plan.messages, True)) if begun is not None else rendering
+        try:
+            bare = Rendering(render(plan.messages, True)) if begun is not None else rendering
+        except InvalidRequestError:
+            # Without the message that is continued, templates may refuse the conversation, as they do an empty one.
+            return None
         continued = self._continued(plan, begun, bare, at)
         shown = n_common_characters(bare.text, self._with_reply(plan, render))
         if shown < at or not rendering.text.startswith(bare.text):
