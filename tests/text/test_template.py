@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llamaslot.base.errors import ConfigError, InvalidRequestError
+from llamaslot.text import jinja_sandbox
 from llamaslot.text.template import ChatTemplate
 from tests.text.rendering import rendered
 
@@ -411,6 +412,8 @@ def test_a_prompt_without_end_is_refused() -> None:
         "{% endfor %}{% endfor %}",
     ],
 )
-def test_a_list_or_dict_without_end_is_refused(source: str) -> None:
-    with pytest.raises(InvalidRequestError, match="has more than 1048576 items"):
+def test_a_list_or_dict_without_end_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert jinja_sandbox.MAX_ITEMS == 2**20
+    monkeypatch.setattr(jinja_sandbox, "MAX_ITEMS", 5000)
+    with pytest.raises(InvalidRequestError, match="has more than 5000 items"):
         render(source, USER)
