@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import openai
@@ -83,12 +84,21 @@ async def test_one_client_cannot_fill_the_queue(start: Start) -> None:
     await server.ok(NATIVE, {"prompt": "x", "n_predict": 1, "n": 3})
 
 
+class Slow(FakeBackend):
+    """A step takes as long as an HTTP request, so that a request arrives while another one runs."""
+
+    def decode(self, runs: Any) -> Any:
+        """Compute after a while."""
+        time.sleep(0.003)
+        return super().decode(runs)
+
+
 async def test_many_requests_of_one_client_delay_another_by_one_request(start: Start) -> None:
-    server = await start(backend=FakeBackend(n_ctx=2000, n_slots=1), api_keys=("many", "one"))
+    server = await start(backend=Slow(n_ctx=2000, n_slots=1), api_keys=("many", "one"))
     ended: list[str] = []
 
     async def ask(key: str) -> None:
-        body = {"prompt": key, "n_predict": 200, "ignore_eos": True}
+        body = {"prompt": key, "n_predict": 12, "ignore_eos": True}
         assert (await server.post(NATIVE, body, headers={"Authorization": f"Bearer {key}"}))[0] == 200
         ended.append(key)
 
