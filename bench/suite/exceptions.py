@@ -8,7 +8,7 @@ EXCEPTIONS: tuple[tuple[str, str], ...] = (
     ("test_no_ui|test_access_static_assets_without_api_key", "there is no web UI"),
     ("test_cors_proxy_only_forwards_explicit_proxy_headers", "there is no web UI, whose MCP proxy this is"),
     ("test_cors_origins_defaults_to_localhost_with_tools_enabled", "there are no built-in tools"),
-    ("test_local_media_file|_vision_", "there is no vision"),
+    ("test_local_media_file|_vision_|_with_image", "there is no vision"),
     ("test_metrics_embedding_prompt_is_counted", "there are no embeddings"),
 )
 """Regular expressions for a test's id, and why llamaslot fails what they match."""
