@@ -69,7 +69,11 @@ def test_it_says_once_how_large_the_pool_became_and_why(tiny_model: Path, tmp_pa
         assert "- 0% of" in lines[0]
         assert "/ 768 bytes a cell" in lines[0]
         assert lines[0].endswith("16,384 allocated (default limit; --ctx-size overrides it)")
-        assert server.log_lines("server.ready")[0]["cells"] == 16384
+        # It is logged behind the line by which a start is noticed.
+        until = time.monotonic() + 10
+        while not (ready := server.log_lines("server.ready")) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert ready[0]["cells"] == 16384
 
 
 def test_it_lets_running_requests_finish_before_it_ends(tiny_model: Path, tmp_path: Path) -> None:
