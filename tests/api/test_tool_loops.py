@@ -10,12 +10,15 @@ import json
 import os
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llamaslot.base.commands import Generate
+from llamaslot.base.tokens import ids_of
 from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import GrammarWriter
@@ -26,7 +29,7 @@ from tests.conftest import LONG
 from tests.fake_backend import FakeBackend, FakeVocab
 
 CHAT = "/v1/chat/completions"
-N_CONVERSATIONS = 20 if LONG else 2
+N_CONVERSATIONS = 20 if LONG else 4
 N_STEPS = 8
 SLACK = 64
 """Tokens that a step may compute in addition to what follows the call."""
@@ -71,6 +74,8 @@ WORDS = ("radix", "tree", "prefix", "that", "was", "computed", "once", "step", "
 def vocabulary(source: str) -> FakeVocab:
     """The control tokens of a template, which for most of its texts are guessed by their form."""
     ends = [text for text in ENDS if text in source] or ["</s>"]
+    if "<|end|>" in source and "<|channel|>" not in source:
+        ends = ["<|end|>"]
     others = set(CONTROL.findall(source)) - {"<s>", ends[0]}
     return FakeVocab(sorted(others | set(ends[1:])), end=ends[0], ends=ends[1:])
 
@@ -137,7 +142,7 @@ class Family:
         self.makes_one_call = any(mark in self.source for mark in marks)
         self._writer = GrammarWriter(self.vocab.named_tokens)
 
-    def opened(self, kwargs: dict[str, Any], *, after_tool: bool) -> str:
+    def opened(self, *, after_tool: bool) -> str:
         """The tag of reasoning that prompts end with."""
         call = {"type": "function", "id": "abcdefghi", "function": {"name": "edit", "arguments": "{}"}}
         turn = [
@@ -146,7 +151,7 @@ class Family:
         ]
         messages = [{"role": "user", "content": "?"}, *(turn if after_tool else [])]
         messages = with_text_of_tools(self.template, self.format, messages, TOOLS)
-        prompt = "".join(part.text for part in self.template.render(messages, tools=TOOLS, kwargs=kwargs))
+        prompt = "".join(part.text for part in self.template.render(messages, tools=TOOLS))
         return self.format.reasoning_open_at(prompt)
 
     def step(self, rng: random.Random, *, reasons: bool, opened: str, n: int) -> Step:
@@ -179,6 +184,43 @@ class Family:
             text = f"{'' if opened else tags.start}{thought}{tags.end}\n\n{text}"
         return Step(text, calls)
 
+    def conversation(self, rng: random.Random, *, reasons: bool, n: int) -> list[Step]:
+        """A tool loop, an answer, and another tool loop."""
+        first, later = self.opened(after_tool=False), self.opened(after_tool=True)
+        steps = [
+            self.step(rng, reasons=reasons, opened=first if k in (0, N_STEPS + 1) else later, n=100 * n + k)
+            for k in range(N_STEPS + 3)
+        ]
+        steps[N_STEPS] = self.answer(rng, opened=later)
+        return steps
+
+    def answer(self, rng: random.Random, *, opened: str) -> Step:
+        """A step without calls."""
+        channel = "<|channel|>final<|message|>" if self.format.name == "gpt-oss" else ""
+        thought = f"\n{words(rng, 5)}\n{self.format.reasoning.end}\n\n" if opened and self.format.reasoning else ""
+        return Step(f"{thought}{channel}It is  done.")
+
+    async def check_prompt(self, server: Any, messages: list[dict[str, Any]], prompts: list[Sequence[int]]) -> None:
+        """The prompt of a conversation has all of its messages, and gives the text of a cold run on its tokens."""
+        body = {"messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 8}
+        warm = await server.ok(CHAT, body)
+        cold = {"prompt": prompts[-1], "cache_prompt": False, "temperature": 0, "max_tokens": 8}
+        message = warm["choices"][0]["message"]
+        warm_text = message.get("reasoning_content", "") + (message["content"] or "").strip()
+        prompt = prompts[-1]
+        assert (await server.ok("/completion", cold))["content"].strip() == warm_text
+        text = self.vocab.detokenize(prompt).decode()
+        told = [m["content"] for m in messages if m["role"] in {"user", "tool"}]
+        at = 0
+        for content in told:
+            at = text.index(content, at) + len(content)
+        assert not re.search("[0-9a-f]{16}[rb][0-9]+e", text), "a placeholder is left"
+        plain = (await server.ok("/apply-template", {"messages": messages, "tools": TOOLS}))["prompt"]
+        end = self.vocab.names[257]
+        # Gemma's template ends a turn behind content that it writes behind the results of the message's calls, and
+        # one of ours ends each call with the token.
+        assert text.count(end) == plain.count(end) or self.format.name in {"gemma4", "generic"}
+
     def grammar(self, text: str) -> str:
         """A grammar of one text. The choice of its end has all before it computed; else nothing of it would be."""
         return f'start: {self._writer.text(text)} " "?'
@@ -194,10 +236,10 @@ def sent_back(message: dict[str, Any], rng: random.Random, *, keeps: bool) -> di
                 "arguments": json.dumps(json.loads(call["function"]["arguments"]), sort_keys=rng.random() < 0.5),
             },
         }
-        for call in message["tool_calls"]
+        for call in message.get("tool_calls", ())
     ]
     content = message["content"] or rng.choice((None, ""))
-    back = {"role": "assistant", "content": content, "tool_calls": calls}
+    back = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
     if keeps and message.get("reasoning_content"):
         back["reasoning_content"] = message["reasoning_content"]
     return back
@@ -207,19 +249,23 @@ def sent_back(message: dict[str, Any], rng: random.Random, *, keeps: bool) -> di
 async def test_a_step_computes_what_follows_the_call(start: Any, file: Path) -> None:
     family = Family(file)
     rng = random.Random(file.stem)
-    modes = [(bool(i & 1), bool(i & 2)) for i in range(4)]
-    conversations = []
-    for i in range(N_CONVERSATIONS * (1 if LONG else 2)):
-        reasons, keeps = modes[i % 4]
-        opened = [family.opened({}, after_tool=False)] + [family.opened({}, after_tool=True)] * (N_STEPS - 1)
-        steps = [family.step(rng, reasons=reasons, opened=each, n=i * 100 + k) for k, each in enumerate(opened)]
-        conversations.append((steps, keeps))
-    grammars = [family.grammar(step.text) for steps, _ in conversations for step in steps]
+    conversations = [family.conversation(rng, reasons=bool(i & 1), n=i) for i in range(N_CONVERSATIONS)]
+    grammars = [family.grammar(step.text) for steps in conversations for step in steps]
     backend = FakeBackend(vocab=family.vocab, n_ctx=2**15, n_slots=1, n_reserved=2, n_ubatch=512)
     server = await start(backend=backend, template=family.source, engine={"grammars": grammars})
-    late = []
+    prompts: list[Sequence[int]] = []
+    send = server.local.dispatcher._send
+
+    def sent(command: Any) -> None:
+        if isinstance(command, Generate):
+            prompts.append(ids_of(command.prompt.packed_tokens))
+        send(command)
+
+    server.local.dispatcher.connect(sent)
+    late: list[Any] = []
+    ended: list[list[dict[str, Any]]] = []
     n_turns = 0
-    for i, (steps, keeps) in enumerate(conversations):
+    for i, steps in enumerate(conversations):
         messages: list[dict[str, Any]] = [{"role": "user", "content": f"Conversation {i}: {words(rng, 30)}"}]
         n_before = 0
         for k, step in enumerate(steps):
@@ -230,15 +276,20 @@ async def test_a_step_computes_what_follows_the_call(start: Any, file: Path) -> 
                 for call in message.get("tool_calls", ())
             ]
             assert calls == step.calls, step.text
-            if k:
+            if messages[-1]["role"] == "tool":
                 n_behind = reply["usage"]["prompt_tokens"] - n_before
                 n_turns += 1
                 if reply["cache"]["computed"] > n_behind + SLACK:
-                    late.append((i, k, reply["cache"]["computed"], reply["cache"]["restored_tokens"], n_behind))
+                    late.append((i, k, reply["cache"], n_behind))
             n_before = reply["usage"]["total_tokens"]
-            messages.append(sent_back(message, rng, keeps=keeps))
+            messages.append(sent_back(message, rng, keeps=bool(i & 2)))
             messages += [
                 {"role": "tool", "tool_call_id": call["id"], "content": words(rng, rng.randint(1, 60))}
-                for call in message["tool_calls"]
+                for call in message.get("tool_calls", ())
             ]
+            if not calls:
+                messages.append({"role": "user", "content": words(rng, 20)})
+        ended.append(messages)
+    for messages in ended:
+        await family.check_prompt(server, messages, prompts)
     assert len(late) <= n_turns / 100, late

@@ -29,7 +29,7 @@ from llamaslot.base.text_records import TextRecord
 from llamaslot.processes import prompt_supervisor
 from llamaslot.processes.messages import SetModel
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
-from llamaslot.prompts.prompt_jobs import ClearTexts, Release, Remember
+from llamaslot.prompts.prompt_jobs import ClearTexts, Release, Remember, TokenizePrompt
 from tests.fake_backend import FakeBackend
 from tests.processes.faults import inject
 from tests.prompt_threads import long_query, parse, tokenize
@@ -145,6 +145,30 @@ async def check_remembered(worker: PromptSupervisor, branch: str) -> None:
     assert (await worker.call(DropSession("mine"))).paths
     await outcomes(worker.call(tokenize("x", "CRASH")))
     assert (await worker.call(again)).session_match == "new"
+
+
+async def test_remembered_messages_survive_its_crash(start: Start) -> None:
+    worker = await start(template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ")
+    question = {"role": "user", "content": "Once upon"}
+    (first,) = (await worker.call(parse("chat", {"messages": [question], "session_id": "mine"}))).submits
+    await worker.call(TokenizePrompt(first))
+    reply = (await worker.call(tokenize("reply", "a  time"))).packed_tokens
+    # Without the tokens that the model wants before a prompt.
+    added = (await worker.call(tokenize("empty", ""))).packed_tokens
+    known = reply.removeprefix(added)
+    await worker.call(Remember(first.request_id, known, len("a  time"), first.request_id))
+    assert worker.stats[2].known == 1
+    body = {"messages": [question, {"role": "assistant", "content": " a  time\n"}, question]}
+
+    async def is_restored() -> bool:
+        (submit,) = (await worker.call(parse("chat", body))).submits
+        return submit.chat.restored is not None
+
+    await outcomes(worker.call(tokenize("x", "CRASH")))
+    assert await is_restored()
+    await worker.call(DropSession("mine"))
+    await outcomes(worker.call(tokenize("x", "CRASH")))
+    assert not await is_restored()
 
 
 async def test_a_kill_from_outside_fails_nothing(start: Start) -> None:
