@@ -130,7 +130,10 @@ class ChatReader:
         found = restorer.prompt(
             self.template.prepared(body.messages),
             chat.parts,
-            lambda messages, wants_reply: self._render(messages, use, kwargs, wants_reply=wants_reply),
+            # Of renderings that are no prompts, only the text is compared.
+            lambda messages, wants_reply: self._render(
+                messages, use, kwargs, wants_reply=wants_reply, only_text=not wants_reply
+            ),
             start,
             lambda bare: msgspec.structs.replace(chat.form, reasoning_open=self.format.reasoning_open_at(bare)),
         )
@@ -157,11 +160,19 @@ class ChatReader:
         return self._render(body.messages, use, kwargs, wants_reply=wants_reply)
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], use: ToolUse, kwargs: Mapping[str, Any], *, wants_reply: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        use: ToolUse,
+        kwargs: Mapping[str, Any],
+        *,
+        wants_reply: bool,
+        only_text: bool = False,
     ) -> tuple[TextPart, ...]:
         messages = with_text_of_tools(self.template, self.format, messages, use.definitions)
         tools = use.definitions if self.template.takes_tools else ()
-        return self.template.render(messages, tools=tools, add_generation_prompt=wants_reply, kwargs=kwargs)
+        return self.template.render(
+            messages, tools=tools, add_generation_prompt=wants_reply, kwargs=kwargs, only_text=only_text
+        )
 
     def _reasoning_open(self, body: ChatBody, prompt: str) -> str:
         """Return the end of the prompt from the tag that opens the reply's reasoning; nothing if it opens none.
