@@ -21,6 +21,8 @@ MAX_TURNS = 6
 BURST = 24
 """Requests at once, several times as many as there are slots."""
 PAUSE_S = 0.2
+_LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete")
+"""Types of the events that end streams of Messages and Responses."""
 _WORDS = (
     *(
         "cat",
@@ -103,19 +105,31 @@ class Load:
         stop_after: int | None = None,
     ) -> str:
         """Send a request, read its reply to the end or for so many events, and return its text."""
+        events = await self.events(path, body, headers=headers, stop_after=stop_after)
+        return "".join(map(_text_of, events))
+
+    async def events(
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        headers: dict[str, str] | None = None,
+        stop_after: int | None = None,
+    ) -> list[dict[str, Any]]:
+        """Send a request and return its events, or its whole reply as one; none after an error."""
         self.n_active += 1
         try:
             async with self.session.post(path, json=body, headers=headers or self.headers()) as response:
                 if response.status != 200:
                     self._refused(response.status, await response.text())
-                    return ""
+                    return []
                 if not body.get("stream"):
                     self.note("whole")
-                    return _text_of(await response.json())
+                    return [await response.json()]
                 return await self._streamed(response, stop_after)
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             self.note("broken", f"{path}: {error!r}")
-            return ""
+            return []
         finally:
             self.n_active -= 1
 
@@ -123,28 +137,29 @@ class Load:
         # 503 is the engine's end, which a soak with faults brings about.
         self.note(f"status {status}", "" if status in (429, 503) else text)
 
-    async def _streamed(self, response: aiohttp.ClientResponse, stop_after: int | None) -> str:
-        text, last, n_events = "", None, 0
+    async def _streamed(self, response: aiohttp.ClientResponse, stop_after: int | None) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        last = None
         async for line in response.content:
             if not line.startswith(b"data: "):
                 continue
             data, now = line[6:].strip(), perf_counter()
-            if data == b"[DONE]":
+            event = {"type": "message_stop"} if data == b"[DONE]" else json.loads(data)
+            if event.get("error") or event.get("type") == "error":
+                self._refused(_status_of(event.get("error") or event), data.decode())
+                return []
+            if event.get("type") in _LAST_EVENTS:
                 self.note("streamed")
-                return text
-            event = json.loads(data)
-            if "error" in event:
-                self._refused(event["error"]["code"], data.decode())
-                return ""
+                return events if data == b"[DONE]" else [*events, event]
             if last is not None:
                 self.gaps.append(now - last)
-            last, n_events = now, n_events + 1
-            text += _text_of(event)
-            if n_events == stop_after:
+            last = now
+            events.append(event)
+            if len(events) == stop_after:
                 self.note("disconnected")
-                return text
-        self.note("unfinished", f"a stream ended without [DONE] after {n_events} events")
-        return text
+                return events
+        self.note("unfinished", f"a stream ended without its last event, after {len(events)} events")
+        return []
 
 
 Client = Callable[[Load], Awaitable[None]]
@@ -236,8 +251,16 @@ def connected(url: str, key: str = "") -> aiohttp.ClientSession:
     )
 
 
+def _status_of(error: dict[str, Any]) -> int:
+    """The status of an error in a stream; Messages and Responses name a type or code instead."""
+    status = error.get("code")
+    if isinstance(status, int):
+        return status
+    return 503 if error.get("type") == "overloaded_error" or status == "unavailable_error" else 500
+
+
 def _text_of(reply: Any) -> str:
-    choices = reply["choices"]
+    choices = reply.get("choices")
     if not choices:
         return ""
     choice = choices[0]

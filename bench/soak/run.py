@@ -17,6 +17,7 @@ from rich.table import Table
 from bench.client import BenchmarkError
 from bench.report import console, machine, notes
 from bench.server import llamaslot, serving
+from bench.soak.agents import AGENTS
 from bench.soak.clients import CLIENTS, KEYS, Client, Load, connected
 from bench.soak.plot import draw
 from bench.soak.samples import ENGINE, PROMPTS, Observer, Sample, processes
@@ -61,7 +62,7 @@ class Soak:
     async def run(self, *, faults: bool) -> None:
         """Keep the server busy for the time; raises what a client or sampler raises."""
         self._load.open.set()
-        tasks = [asyncio.create_task(self._repeat(client)) for client in CLIENTS]
+        tasks = [asyncio.create_task(self._repeat(client)) for client in (*CLIENTS, *AGENTS)]
         tasks.append(asyncio.create_task(self._sample()))
         if faults:
             tasks.append(asyncio.create_task(self._kill()))

@@ -128,6 +128,10 @@ async def test_clients_tell_expected_replies_from_others() -> None:
         "/whole": (200, b'{"choices":[{"message":{"content":"hi"}}]}'),
         "/streamed": (200, chunk + chunk + b"data: [DONE]\n\n"),
         "/unfinished": (200, chunk),
+        "/message": (200, b'data: {"type":"message_stop"}\n\n'),
+        "/message-broken-off": (200, b'data: {"type":"error","error":{"type":"api_error"}}\n\n'),
+        "/response": (200, b'data: {"type":"response.completed"}\n\n'),
+        "/response-of-killed-engine": (200, b'data: {"type":"error","code":"unavailable_error"}\n\n'),
         "/broken-off": (200, chunk + b'data: {"error":{"code":500,"message":"x"}}\n\n'),
         "/full": (429, b"{}"),
         "/failed": (500, b"a bug"),
@@ -143,10 +147,17 @@ async def test_clients_tell_expected_replies_from_others() -> None:
         load = Load(session, random.Random(1))
         texts = [await load.post(path, {"stream": path != "/whole"}) for path in replies]
         assert await load.post("/streamed", {"stream": True}, stop_after=1) == "a"
-    assert texts == ["hi", "aa", "a", "", "", ""]
-    outcomes = {"whole": 1, "streamed": 1, "unfinished": 1, "status 500": 2, "status 429": 1, "disconnected": 1}
-    assert load.outcomes == outcomes
-    assert [each.partition(":")[0] for each in load.unexpected] == ["unfinished", "status 500", "status 500"]
+    assert texts == ["hi", "aa", *[""] * 8]
+    assert load.outcomes == {
+        "whole": 1,
+        "streamed": 3,
+        "unfinished": 1,
+        "status 500": 3,
+        "status 429": 1,
+        "status 503": 1,
+        "disconnected": 1,
+    }
+    assert [each.partition(":")[0] for each in load.unexpected] == ["unfinished", *["status 500"] * 3]
     assert len(load.take_gaps()) == 1
     assert load.n_active == 0
 
