@@ -7,13 +7,12 @@ administrators see other prefixes at all.
 
 from __future__ import annotations
 
-import asyncio
 import re
 
 from aiohttp import web
 
-from llamaslot.api.completions.response_format import read_submits
-from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID
+from llamaslot.api.completions.response_format import inspect_prompt
+from llamaslot.api.context import READINESS, SETTINGS
 from llamaslot.api.json_bodies import json_response, read
 from llamaslot.api.keys import GRANTED, Access
 from llamaslot.api.middleware import given_key, valid_unicode
@@ -46,14 +45,7 @@ async def cache(request: web.Request) -> web.Response:
 
 async def probe(request: web.Request) -> web.Response:
     """Return what is cached of the prompt of a chat or a text completion, which is not run."""
-    service = request.app[READINESS].check()
-    deadline = service.deadline()
-    (submit,), _ = await read_submits(request, "probe", f"probe-{request[UNIQUE_ID]}", deadline)
-    try:
-        async with asyncio.timeout_at(deadline):
-            return json_response(await service.ask(ProbeCache(submit), CacheProbe))
-    except TimeoutError:
-        raise service.deadline_error() from None
+    return json_response(await inspect_prompt(request, "probe", ProbeCache, CacheProbe))
 
 
 async def clear(request: web.Request) -> web.Response:

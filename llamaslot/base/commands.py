@@ -22,9 +22,7 @@ from llamaslot.base.turns import Sender
 N_SEEDS = 2**32 - 1
 """Seeds are 32 bits wide; the highest one means "random" to llama.cpp and is never passed on."""
 
-BodyKind: TypeAlias = Literal[
-    "chat", "count_chat", "responses", "messages", "count_messages", "text", "native", "infill", "probe"
-]
+BodyKind: TypeAlias = Literal["chat", "responses", "messages", "text", "native", "infill", "probe"]
 SlotVerb: TypeAlias = Literal["save", "restore", "erase"]
 
 
@@ -209,15 +207,21 @@ class RequestContext(msgspec.Struct, frozen=True):
 
 
 class ParseBody(msgspec.Struct, frozen=True, tag="parse_body"):
-    """Read the body of a request for completions: of a conversation in OpenAI's format (`chat`) or Anthropic's
-    (`messages`), of prompts in OpenAI's (`text`) or llama-server's, or of a prompt alone to probe the cache or to
-    count its tokens; answered by `ParsedBody`.
+    """Read the body of a request for completions; answered by `ParsedBody`.
+
+    It has a conversation in the format of OpenAI's chats (`chat`), of its Responses API (`responses`) or of
+    Anthropic's Messages API (`messages`), or prompts in OpenAI's format (`text`) or llama-server's (`native`,
+    `infill`). `probe` is a chat if it has messages, else a text completion.
     """
 
     kind: BodyKind
     body: bytes
     """JSON."""
     context: RequestContext
+    is_run: bool = True
+    """False if only the prompt is wanted, to count its tokens or to probe the cache: the reply then needs no
+    constraint, not even a valid one.
+    """
     earlier: EarlierItems | None = None
     """The `references` of this body, which an earlier `ParsedBody` has named."""
 

@@ -146,8 +146,6 @@ _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
     "infill": "reading the request body",
     "chat": "reading the request body and rendering its messages",
     "messages": "reading the request body and rendering its messages",
-    "count_chat": "reading the request body and rendering its messages",
-    "count_messages": "reading the request body and rendering its messages",
     "responses": "reading the request body and rendering its messages",
     "apply_template": "rendering the messages",
     "tokenize": "tokenizing the text",

@@ -116,17 +116,19 @@ class RequestReader:
 
     def read(self, job: ParseBody) -> ParsedBody:
         """Read the body of a request for completions; raises `InvalidRequestError`."""
-        if job.kind == "probe":
-            return self._probe(job)
-        if job.kind in ("chat", "count_chat"):
-            return self._chat(decode(job.body, ChatBody), job.context, is_run=job.kind == "chat")
-        if job.kind == "responses":
-            return self._response(job)
-        if job.kind in ("messages", "count_messages"):
-            return self._messages(job)
-        return self._completions(job)
+        match job.kind:
+            case "chat":
+                return self._chat(decode(job.body, ChatBody), job)
+            case "responses":
+                return self._response(job)
+            case "messages":
+                return self._messages(job)
+            case "probe":
+                return self._probe(job)
+            case _:
+                return self._completions(job)
 
-    def _completions(self, job: ParseBody, *, is_run: bool = True) -> ParsedBody:
+    def _completions(self, job: ParseBody) -> ParsedBody:
         """Read a body with prompts."""
         body: CompletionBody | InfillBody
         if job.kind == "infill":
@@ -143,7 +145,7 @@ class RequestReader:
                 prompts = [self._infill.of_suffix(prompt, body, job.context) for prompt in prompts]
         for prompt in prompts:
             self._check_size(prompt)
-        default = self._defaults.next() if is_run else None
+        default = self._defaults.next() if job.is_run else None
         constraint = self._constraints.read(body) or default
         submits = submissions(body, prompts, job.context, self._info, self._tokens_of, constraint=constraint)
         return ParsedBody(submits, _reply_options(body, submits, job.context))
@@ -152,29 +154,30 @@ class RequestReader:
         """Read a chat or, without messages, a body with one prompt."""
         has_messages = decode(job.body, _Kind).messages is not UNSET
         if has_messages:
-            return self._chat(decode(job.body, ChatBody), job.context, is_run=False)
-        parsed = self._completions(job, is_run=False)
+            return self._chat(decode(job.body, ChatBody), job)
+        parsed = self._completions(job)
         if len(parsed.submits) > 1:
             raise InvalidRequestError("'prompt' must be one prompt to probe the cache", param="prompt")
         return parsed
 
     def _messages(self, job: ParseBody) -> ParsedBody:
         """Read a body in Anthropic's form."""
-        is_run = job.kind == "messages"
-        body = decode(job.body, MessagesBody if is_run else CountTokensBody)
+        body = decode(job.body, MessagesBody if job.is_run else CountTokensBody)
         try:
-            parsed = self._chat(chat_of(body), job.context, is_run=is_run)
+            parsed = self._chat(chat_of(body), job)
         except LlamaslotError as error:
             raise in_words_of_anthropic(error) from error
         omits = body.thinking is not None and body.thinking.display == "omitted"
         options = msgspec.structs.replace(parsed.options, omit_reasoning=omits)
         return msgspec.structs.replace(parsed, options=options)
 
-    def _chat(self, body: ChatBody, context: RequestContext, *, is_run: bool = True) -> ParsedBody:
+    def _chat(self, body: ChatBody, job: ParseBody) -> ParsedBody:
+        """Read a chat: the body of a job, or what a body of another API was converted to."""
+        context = job.context
         unsupported.refuse(body)
-        chat = self._chats.read(body, context, is_run=is_run)
+        chat = self._chats.read(body, context, is_run=job.is_run)
         self._check_size(chat.parts)
-        default = self._defaults.next() if is_run else None
+        default = self._defaults.next() if job.is_run else None
         budget = chat.reasoning_budget
         if chat.is_own or default is None:
             constraint = chat.constraint
@@ -197,6 +200,7 @@ class RequestReader:
         return ParsedBody((submit,), options)
 
     def _response(self, job: ParseBody) -> ParsedBody:
+        """Read a body of the Responses API."""
         body = decode(job.body, ResponsesBody)
         missing = references(body) if job.earlier is None else None
         if missing is not None:
@@ -204,7 +208,7 @@ class RequestReader:
         try:
             unique_id = job.context.request_id.partition("_")[2]
             request = read_request(body, job.earlier or EarlierItems(), self.template, unique_id)
-            parsed = self._chat(request.chat, job.context)
+            parsed = self._chat(request.chat, job)
         except (InvalidRequestError, NotSupportedError) as error:
             raise renamed(error) from error
         return msgspec.structs.replace(

@@ -10,7 +10,8 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -168,6 +169,15 @@ class Service:
     def deadline(self) -> float | None:
         """Return the time on the event loop's clock at which a request that arrives now must have ended, if any."""
         return asyncio.get_running_loop().time() + self.request_timeout if self.request_timeout else None
+
+    @asynccontextmanager
+    async def limited_by(self, deadline: float | None) -> AsyncIterator[None]:
+        """Cancel what runs in the `async with` block at a deadline, and raise `DeadlineError` in its place."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                yield
+        except TimeoutError:
+            raise self.deadline_error() from None
 
     def deadline_error(self) -> DeadlineError:
         """Return the error of a request that has not ended at its deadline."""

@@ -401,7 +401,6 @@ async def test_an_error_in_a_stream_is_an_event_and_ends_the_response(start: Any
         ({"n": 2}, "n"),
         ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format.schema"),
         ({"metadata": {"a": 1}}, "metadata"),
         ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
     ],
@@ -413,6 +412,15 @@ async def test_what_cannot_be_done_is_refused_by_field(start: Any, changes: dict
         status, reply = await server.post(path, {**BODY, **changes, "stream": True})
         assert (status, reply["error"]["param"]) == (400, param), reply
         assert "messages" not in reply["error"]["message"]
+
+
+async def test_a_schema_that_cannot_be_followed_is_refused_unless_tokens_are_counted(start: Any) -> None:
+    server = await served(start, "hermes")
+    body = {**BODY, "text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}
+    status, reply = await server.post(RESPONSES, body)
+    assert (status, reply["error"]["param"]) == (400, "text.format.schema"), reply
+    counted = await server.ok(f"{RESPONSES}/input_tokens", body)
+    assert counted == await server.ok(f"{RESPONSES}/input_tokens", BODY)
 
 
 async def test_no_values_stand_for_the_defaults(start: Any) -> None:

@@ -20,7 +20,8 @@ from llamaslot.api.anthropic.reply_bodies import (
     event,
 )
 from llamaslot.api.completions.chat_message import ChatMessage
-from llamaslot.api.completions.response_format import ReplyContext, ResponseFormat, complete, count_prompt
+from llamaslot.api.completions.reply_bodies import TokenCount
+from llamaslot.api.completions.response_format import ReplyContext, ResponseFormat, complete, count_prompt_tokens
 from llamaslot.api.json_bodies import json_response
 from llamaslot.base.events import Finished, Output
 from llamaslot.service.generations import Generation
@@ -33,7 +34,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 async def count_tokens(request: web.Request) -> web.Response:
     """Count the tokens of the prompt that a conversation in Anthropic's format has, and generate nothing."""
-    return json_response(await count_prompt(request, "count_messages"))
+    return json_response(TokenCount(await count_prompt_tokens(request, "messages")))
 
 
 class MessagesFormat(ResponseFormat):

@@ -20,10 +20,11 @@ from llamaslot.api.completions.reply_bodies import (
     Message,
     OpenAIReason,
     PromptProgress,
+    TokenCount,
     stats_of,
     timings,
 )
-from llamaslot.api.completions.response_format import OpenAIFormat, ReplyContext, complete, count_prompt
+from llamaslot.api.completions.response_format import OpenAIFormat, ReplyContext, complete, count_prompt_tokens
 from llamaslot.api.json_bodies import encode, json_response
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.token_probs import TokenProb
@@ -41,7 +42,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 async def count_tokens(request: web.Request) -> web.Response:
     """Count the tokens of the prompt that a conversation has, and generate nothing."""
-    return json_response(await count_prompt(request, "count_chat"))
+    return json_response(TokenCount(await count_prompt_tokens(request, "chat")))
 
 
 class ChatFormat(OpenAIFormat):

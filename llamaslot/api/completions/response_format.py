@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from aiohttp import web
-from msgspec import UNSET, UnsetType, structs
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from llamaslot.api import http_errors
 from llamaslot.api.completions.logprobs import ProbsWriter
 from llamaslot.api.completions.native_body import NativeBodies
-from llamaslot.api.completions.reply_bodies import Choice, Envelope, ObjectName, TokenCount, stats_of, usage
-from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID, ApiSettings
+from llamaslot.api.completions.reply_bodies import Choice, Envelope, ObjectName, stats_of, usage
+from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID
 from llamaslot.api.json_bodies import BODY_READER, json_response
 from llamaslot.api.keys import GRANTED, Access
 from llamaslot.api.middleware import caller_of
@@ -26,6 +25,7 @@ from llamaslot.base.commands import (
     CountTokens,
     ParseBody,
     ParsedBody,
+    ProbeCache,
     ReplyOptions,
     RequestContext,
     Submit,
@@ -39,6 +39,8 @@ from llamaslot.service.generations import Generation, Generations
 from llamaslot.service.service import Service
 
 Find: TypeAlias = Callable[[References], EarlierItems]
+"""Returns the earlier items that a body names."""
+R = TypeVar("R", bound=Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +142,13 @@ async def complete(
     service, settings = request.app[READINESS].check(), request.app[SETTINGS]
     reply_id = response_format.id_prefix + request[UNIQUE_ID]
     deadline = service.deadline()
-    submits, options = await read_submits(
-        request, kind, reply_id, deadline, returns_prompt=response_format.returns_prompt, find=find
-    )
+    context = _context(request, reply_id, returns_prompt=response_format.returns_prompt)
+    async with service.limited_by(deadline):
+        submits, options = await _read(request, kind, context, find)
     async with service.generate(submits, deadline) as generations:
         model = settings.model_names(service.info)[0]
-        context = ReplyContext(request, reply_id, model, options, service.output_format)
-        reply = response_format(context, generations.all)
+        reply_context = ReplyContext(request, reply_id, model, options, service.output_format)
+        reply = response_format(reply_context, generations.all)
         await reply.prepare(service)
         if options.stream:
             interval = options.sse_ping_interval
@@ -158,49 +160,45 @@ async def complete(
         return json_response(reply.whole())
 
 
-async def count_prompt(request: web.Request, kind: BodyKind) -> TokenCount:
-    """Count the tokens of the prompt that the body of a request has, and generate nothing."""
-    service = request.app[READINESS].check()
-    deadline = service.deadline()
-    (submit,), _ = await read_submits(request, kind, f"count-{request[UNIQUE_ID]}", deadline)
-    try:
-        async with asyncio.timeout_at(deadline):
-            counted = await service.ask(CountTokens(submit), CountedTokens)
-    except TimeoutError:
-        raise service.deadline_error() from None
-    return TokenCount(counted.n_tokens)
-
-
-async def read_submits(
+async def inspect_prompt(
     request: web.Request,
     kind: BodyKind,
-    request_id: str,
-    deadline: float | None,
-    *,
-    returns_prompt: bool = False,
+    query: Callable[[Submit], CountTokens | ProbeCache],
+    reply_type: type[R],
     find: Find | None = None,
+) -> R:
+    """Answer a query about the prompt that the body of a request has, and generate nothing."""
+    service = request.app[READINESS].check()
+    context = _context(request, f"prompt-{request[UNIQUE_ID]}")
+    async with service.limited_by(service.deadline()):
+        (submit,), _ = await _read(request, kind, context, find, is_run=False)
+        return await service.ask(query(submit), reply_type)
+
+
+async def count_prompt_tokens(request: web.Request, kind: BodyKind, find: Find | None = None) -> int:
+    """Count the tokens of the prompt that the body of a request has, and generate nothing."""
+    return (await inspect_prompt(request, kind, CountTokens, CountedTokens, find)).n_tokens
+
+
+async def _read(
+    request: web.Request, kind: BodyKind, context: RequestContext, find: Find | None, *, is_run: bool = True
 ) -> tuple[Sequence[Submit], ReplyOptions]:
-    """Have the body of a request read by its deadline; it is not kept while the reply is generated."""
-    service, settings = request.app[READINESS].check(), request.app[SETTINGS]
-    context = _context(request, service, settings, request_id, returns_prompt=returns_prompt)
-    try:
-        async with asyncio.timeout_at(deadline), request.app[BODY_READER].body(request) as raw:
-            job = ParseBody(kind, raw, context)
-            body = await service.ask(job, ParsedBody)
-            if body.references is not None and find is not None:
-                # Only the prompt worker decodes bodies, and it has no earlier items.
-                body = await service.ask(structs.replace(job, earlier=find(body.references)), ParsedBody)
-    except TimeoutError:
-        raise service.deadline_error() from None
+    """Have the body of a request read; it is not kept while the reply is generated."""
+    service = request.app[READINESS].check()
+    async with request.app[BODY_READER].body(request) as raw:
+        job = ParseBody(kind, raw, context, is_run)
+        body = await service.ask(job, ParsedBody)
+        if body.references is not None and find is not None:
+            # Only the prompt worker decodes bodies, and it has no earlier items.
+            body = await service.ask(structs.replace(job, earlier=find(body.references)), ParsedBody)
     return body.submits, body.options
 
 
-def _context(
-    request: web.Request, service: Service, settings: ApiSettings, reply_id: str, *, returns_prompt: bool
-) -> RequestContext:
+def _context(request: web.Request, request_id: str, *, returns_prompt: bool = False) -> RequestContext:
+    service, settings = request.app[READINESS].check(), request.app[SETTINGS]
     caller = caller_of(request)
     return RequestContext(
-        request_id=reply_id,
+        request_id=request_id,
         limits=settings.request_limits(service.max_in_flight),
         sampling=settings.default_sampling(service.info),
         max_tokens=settings.n_predict,

@@ -9,17 +9,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from llamaslot.api.completions.response_format import complete, read_submits
-from llamaslot.api.context import READINESS, UNIQUE_ID
+from llamaslot.api.completions.response_format import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import json_response
 from llamaslot.api.middleware import KEYS, given_key
 from llamaslot.api.responses.reply_types import Deleted, InputTokens, ItemList
 from llamaslot.api.responses.responses import CONVERSATION, ResponsesFormat
 from llamaslot.api.responses.store import Conversation, ResponseStore, StoredResponse
-from llamaslot.base.commands import ProbeCache
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
 from llamaslot.base.namespaces import tenant_name
-from llamaslot.base.stats import CacheProbe
 
 RESPONSES = web.AppKey("RESPONSES", ResponseStore)
 _DEFAULT_LIMIT, MAX_LIMIT = 20, 100
@@ -37,19 +34,11 @@ async def create(request: web.Request) -> web.StreamResponse:
 
 async def count(request: web.Request) -> web.Response:
     """Return the tokens of the prompt that a response would be generated for."""
-    service, conversation = request.app[READINESS].check(), _conversation(request)
-    deadline = service.deadline()
+    conversation = _conversation(request)
     try:
-        (submit,), _ = await read_submits(
-            request, "responses", f"count-{request[UNIQUE_ID]}", deadline, find=conversation.find
-        )
-        async with asyncio.timeout_at(deadline):
-            probe = await service.ask(ProbeCache(submit), CacheProbe)
-    except TimeoutError:
-        raise service.deadline_error() from None
+        return json_response(InputTokens(await count_prompt_tokens(request, "responses", conversation.find)))
     finally:
         conversation.close()
-    return json_response(InputTokens(probe.prompt_tokens))
 
 
 async def retrieve(request: web.Request) -> web.Response:
