@@ -11,8 +11,8 @@ import re
 
 from aiohttp import web
 
-from llamaslot.api.completions.response_format import inspect_prompt
 from llamaslot.api.context import READINESS, SETTINGS
+from llamaslot.api.generation.request_handling import inspect_prompt
 from llamaslot.api.json_bodies import json_response, read
 from llamaslot.api.keys import GRANTED, Access
 from llamaslot.api.middleware import given_key, valid_unicode

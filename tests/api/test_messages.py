@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 
 from llamaslot.api.anthropic.blocks import BlockEvents, blocks_of
 from llamaslot.api.anthropic.reply_bodies import BlockEvent
-from llamaslot.api.completions.chat_message import ChatMessage
 from llamaslot.api.context import ApiSettings
 from llamaslot.api.http_server import create_app, serve
 from llamaslot.base.backend import Status
 from llamaslot.base.errors import QueueFullError
-from llamaslot.base.events import Finished, Output, Progress
 from llamaslot.base.generation.tools import MessageForm
 from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.format import Format
+from llamaslot.formats.parsed_message import ParsedMessage
 from llamaslot.formats.recognition import format_of
 from tests.api.test_tools import CALL, CITY, PARAMETERS, leading_to, served, template
 from tests.fake_backend import FakeBackend
@@ -387,11 +386,10 @@ async def test_an_error_in_a_stream_is_its_last_event(start: Any) -> None:
 
 def written(format_: Format, tools: Any, pieces: list[str], options: dict[str, Any]) -> list[BlockEvent]:
     """The events of a message whose text arrives in pieces."""
-    message = ChatMessage(format_, MessageForm(tuple(tools), **options), "msg_1")
+    message = ParsedMessage(format_, MessageForm(tuple(tools), **options), "msg_1")
     writer = BlockEvents(omit_thinking=False)
-    progress = Progress(1, 0, 1, 1, 0.0, 0.0, 0.0)
-    found = [each for piece in pieces for each in writer.add(message.add(Output("", piece, (), progress)))]
-    return [*found, *writer.add(message.add(Finished("", "eos", progress))), *writer.close()]
+    found = [each for piece in pieces for each in writer.add(message.push(piece, is_last=False))]
+    return [*found, *writer.add(message.push("", is_last=True)), *writer.close()]
 
 
 @pytest.mark.parametrize("family", EXCERPTS)

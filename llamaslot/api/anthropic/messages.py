@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from aiohttp import web
-from msgspec import structs
 
 from llamaslot.api.anthropic.blocks import BlockEvents, blocks_of
 from llamaslot.api.anthropic.reply_bodies import (
@@ -19,9 +18,9 @@ from llamaslot.api.anthropic.reply_bodies import (
     StopReason,
     event,
 )
-from llamaslot.api.completions.chat_message import ChatMessage
-from llamaslot.api.completions.reply_bodies import TokenCount
-from llamaslot.api.completions.response_format import ReplyContext, ResponseFormat, complete, count_prompt_tokens
+from llamaslot.api.generation.reply_stats import TokenCount
+from llamaslot.api.generation.reply_writer import ReplyContext, ReplyWriter
+from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import json_response
 from llamaslot.base.events import Finished, Output
 from llamaslot.service.generations import Generation
@@ -29,7 +28,7 @@ from llamaslot.service.generations import Generation
 
 async def messages(request: web.Request) -> web.StreamResponse:
     """Complete a conversation in Anthropic's format."""
-    return await complete(request, "messages", MessagesFormat)
+    return await complete(request, "messages", MessagesReplyWriter)
 
 
 async def count_tokens(request: web.Request) -> web.Response:
@@ -37,15 +36,15 @@ async def count_tokens(request: web.Request) -> web.Response:
     return json_response(TokenCount(await count_prompt_tokens(request, "messages")))
 
 
-class MessagesFormat(ResponseFormat):
-    """Anthropic's messages. There is one completion."""
+class MessagesReplyWriter(ReplyWriter):
+    """Writes Anthropic's messages; each is of one completion."""
 
     id_prefix = "msg_"
     ping = event(Ping())
 
     def __init__(self, reply: ReplyContext, generations: Sequence[Generation]) -> None:
         super().__init__(reply, generations)
-        self._message = ChatMessage(reply.output_format, self._options.message, generations[0].submit.request_id)
+        self._message = self.new_message(generations[0])
         self._blocks = BlockEvents(omit_thinking=self._options.omit_reasoning)
         self._is_started = False
 
@@ -54,7 +53,8 @@ class MessagesFormat(ResponseFormat):
         if not self._is_started:
             self._is_started = True
             yield event(MessageStart(self._empty(AnthropicUsage.of(output.progress))))
-        for each in self._blocks.add(self._message.add(output)):
+        added = self._message.push(output.content, is_last=isinstance(output, Finished))
+        for each in self._blocks.add(added):
             yield event(each)
         if isinstance(output, Finished):
             for each in self._blocks.close():
@@ -69,7 +69,7 @@ class MessagesFormat(ResponseFormat):
         """Return the whole message."""
         (generation,) = self._generations
         end = generation.end
-        added = self._message.add(structs.replace(end, content=generation.text))
+        added = self._message.push(generation.text, is_last=True)
         content = blocks_of([*self._blocks.add(added), *self._blocks.close()])
         message = self._empty(AnthropicUsage.of(end.progress))
         stop = self._stop(end)

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
-from msgspec import UNSET, UnsetType, structs
+from msgspec import UNSET, UnsetType
 
-from llamaslot.api.completions.chat_message import ChatMessage
-from llamaslot.api.completions.logprobs import ChatLogprobs
+from llamaslot.api.completions.openai_writer import OpenAIReplyWriter
 from llamaslot.api.completions.reply_bodies import (
     REASONS,
     Call,
@@ -19,16 +18,16 @@ from llamaslot.api.completions.reply_bodies import (
     Envelope,
     Message,
     OpenAIReason,
-    PromptProgress,
-    TokenCount,
-    stats_of,
-    timings,
 )
-from llamaslot.api.completions.response_format import OpenAIFormat, ReplyContext, complete, count_prompt_tokens
+from llamaslot.api.generation.logprobs import ChatLogprobs
+from llamaslot.api.generation.reply_stats import PromptProgress, TokenCount, stats_of, timings
+from llamaslot.api.generation.reply_writer import ReplyContext
+from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import encode, json_response
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.token_probs import TokenProb
 from llamaslot.formats.calls import Delta as ParsedDelta
+from llamaslot.formats.parsed_message import ParsedMessage
 from llamaslot.service.generations import Generation
 
 _MARK = "\0"
@@ -37,7 +36,7 @@ _NOTHING = ParsedDelta()
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Complete a conversation."""
-    return await complete(request, "chat", ChatFormat)
+    return await complete(request, "chat", ChatReplyWriter)
 
 
 async def count_tokens(request: web.Request) -> web.Response:
@@ -45,8 +44,8 @@ async def count_tokens(request: web.Request) -> web.Response:
     return json_response(TokenCount(await count_prompt_tokens(request, "chat")))
 
 
-class ChatFormat(OpenAIFormat):
-    """OpenAI's chat completions."""
+class ChatReplyWriter(OpenAIReplyWriter):
+    """Writes OpenAI's chat completions."""
 
     id_prefix = "chatcmpl-"
     object = "chat.completion"
@@ -56,7 +55,7 @@ class ChatFormat(OpenAIFormat):
         super().__init__(reply, generations)
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """Bytes before and after the text in the chunks of a choice, by index: encoding them once saves time."""
-        self._messages: dict[int, ChatMessage] = {}
+        self._messages: dict[int, ParsedMessage] = {}
 
     def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
         """Yield the role once, then text, reasoning and calls, then the finish reason."""
@@ -65,9 +64,9 @@ class ChatFormat(OpenAIFormat):
         if frame is None:
             before, _, after = self._delta(index, Delta(content=_MARK)).partition(encode(_MARK))
             frame = self._frames[index] = (before, after)
-            self._messages[index] = self._message(generation)
+            self._messages[index] = self.new_message(generation)
             yield self._delta(index, Delta(role="assistant", content=None))
-        added = self._messages[index].add(output)
+        added = self._messages[index].push(output.content, is_last=isinstance(output, Finished))
         if progress := PromptProgress.of(output):
             yield self._delta(index, Delta(), prompt_progress=progress)
         elif generation.has_probs or self._options.timings_per_token:
@@ -93,15 +92,12 @@ class ChatFormat(OpenAIFormat):
         return self._whole([self._choice(each) for each in self._generations])
 
     def _choice(self, generation: Generation) -> ChatChoice:
-        message = self._message(generation)
-        message.add(structs.replace(generation.end, content=generation.text))
+        message = self.new_message(generation)
+        message.push(generation.text, is_last=True)
         reason = _reason(generation.end, message)
         return ChatChoice(
             generation.index, _whole_message(message), reason, self._logprobs(generation, generation.probs)
         )
-
-    def _message(self, generation: Generation) -> ChatMessage:
-        return ChatMessage(self._reply.output_format, self._options.message, generation.submit.request_id)
 
     def _with_details(self, generation: Generation, output: Output | Finished, delta: Delta) -> bytes:
         """Return a chunk with new text, and with what the client wants to know about it."""
@@ -114,7 +110,7 @@ class ChatFormat(OpenAIFormat):
         return self._chunk([ChatChunkChoice(index, delta, finish_reason)], **stats)
 
     def _logprobs(self, generation: Generation, rows: Iterable[TokenProb]) -> ChatLogprobs | UnsetType:
-        return self.writer(generation).chat(rows) if generation.has_probs else UNSET
+        return self.probs_writer(generation).chat(rows) if generation.has_probs else UNSET
 
 
 def _delta_of(added: ParsedDelta) -> Delta:
@@ -125,7 +121,7 @@ def _delta_of(added: ParsedDelta) -> Delta:
     )
 
 
-def _whole_message(message: ChatMessage) -> Message:
+def _whole_message(message: ParsedMessage) -> Message:
     calls = [Call.of(call) for call in message.calls]
     content = message.content
     return Message(
@@ -135,5 +131,5 @@ def _whole_message(message: ChatMessage) -> Message:
     )
 
 
-def _reason(end: Finished, message: ChatMessage) -> OpenAIReason:
+def _reason(end: Finished, message: ParsedMessage) -> OpenAIReason:
     return "tool_calls" if message.has_calls and end.reason != "limit" else REASONS[end.reason]

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from llamaslot.api.completions.logprobs import ProbsWriter
-from llamaslot.api.completions.reply_bodies import stats_of
+from llamaslot.api.generation.logprobs import ProbsWriter
+from llamaslot.api.generation.reply_stats import stats_of
 from llamaslot.base.commands import Detokenize, Detokenized, ReplyOptions, Submit
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.service.generations import Generation

@@ -8,9 +8,11 @@ from typing import Any
 from aiohttp import web
 
 from llamaslot.api.completions.native_body import NativeBodies
-from llamaslot.api.completions.reply_bodies import PromptProgress, pick, timings
-from llamaslot.api.completions.response_format import ResponseFormat, complete
+from llamaslot.api.completions.reply_bodies import pick
 from llamaslot.api.context import READINESS
+from llamaslot.api.generation.reply_stats import PromptProgress, timings
+from llamaslot.api.generation.reply_writer import ReplyWriter
+from llamaslot.api.generation.request_handling import complete
 from llamaslot.api.sse import event
 from llamaslot.base.errors import NotSupportedError
 from llamaslot.base.events import Finished, Output
@@ -20,18 +22,18 @@ from llamaslot.service.service import Service
 
 async def completion(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several."""
-    return await complete(request, "native", NativeFormat)
+    return await complete(request, "native", NativeReplyWriter)
 
 
 async def infill(request: web.Request) -> web.StreamResponse:
     """Complete the middle between a prefix and a suffix."""
     if request.app[READINESS].check().info.fim is None:
         raise NotSupportedError("this model cannot infill: its vocabulary has no fill-in-the-middle tokens")
-    return await complete(request, "infill", NativeFormat)
+    return await complete(request, "infill", NativeReplyWriter)
 
 
-class NativeFormat(ResponseFormat):
-    """llama-server's replies."""
+class NativeReplyWriter(ReplyWriter):
+    """Writes llama-server's replies."""
 
     id_prefix = "cmpl-"
     returns_prompt = True
@@ -50,7 +52,7 @@ class NativeFormat(ResponseFormat):
             rows = list(output.probs)
             for i, row in enumerate(rows, start=1):
                 part = self._part(generation, output, output.content if i == len(rows) else "", [row.token])
-                yield event({**part, "completion_probabilities": self.writer(generation).native([row])})
+                yield event({**part, "completion_probabilities": self.probs_writer(generation).native([row])})
         elif output.content or output.tokens:
             yield event(self._part(generation, output, output.content, output.tokens))
         if isinstance(output, Finished):
@@ -79,7 +81,7 @@ class NativeFormat(ResponseFormat):
 
     def whole(self) -> Any:
         """Return the final event of the completion with all of its text; a list if there are several."""
-        bodies = [self._picked(self._bodies.whole(each, self.writer(each))) for each in self._generations]
+        bodies = [self._picked(self._bodies.whole(each, self.probs_writer(each))) for each in self._generations]
         return bodies[0] if len(bodies) == 1 else bodies
 
     def _picked(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -8,17 +8,12 @@ from itertools import groupby
 from aiohttp import web
 from msgspec import UNSET
 
-from llamaslot.api.completions.logprobs import TextLogprobs
-from llamaslot.api.completions.reply_bodies import (
-    REASONS,
-    Envelope,
-    PromptProgress,
-    TextChoice,
-    stats_of,
-    timings,
-    usage,
-)
-from llamaslot.api.completions.response_format import OpenAIFormat, ReplyContext, complete
+from llamaslot.api.completions.openai_writer import OpenAIReplyWriter
+from llamaslot.api.completions.reply_bodies import REASONS, Envelope, TextChoice
+from llamaslot.api.generation.logprobs import TextLogprobs
+from llamaslot.api.generation.reply_stats import PromptProgress, stats_of, timings, usage
+from llamaslot.api.generation.reply_writer import ReplyContext
+from llamaslot.api.generation.request_handling import complete
 from llamaslot.base.commands import Detokenize, Detokenized, TextPart
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.token_probs import TokenProb
@@ -28,11 +23,11 @@ from llamaslot.service.service import Service
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one prompt or several."""
-    return await complete(request, "text", TextFormat)
+    return await complete(request, "text", TextReplyWriter)
 
 
-class TextFormat(OpenAIFormat):
-    """OpenAI's text completions.
+class TextReplyWriter(OpenAIReplyWriter):
+    """Writes OpenAI's text completions.
 
     Clients of llama-server expect a choice in every chunk: the usage comes with the last choice's end.
     """
@@ -104,7 +99,7 @@ class TextFormat(OpenAIFormat):
     def _prompt_logprobs(self, generation: Generation) -> TextLogprobs | None:
         if not (self._shows_probs(generation) and self._prompts):
             return None
-        return self.writer(generation).prompt(generation.prompt_probs, self._prompts[generation.index])
+        return self.probs_writer(generation).prompt(generation.prompt_probs, self._prompts[generation.index])
 
     def _all_logprobs(self, generation: Generation) -> TextLogprobs | None:
         prompt = self._prompt_logprobs(generation)
@@ -116,7 +111,7 @@ class TextFormat(OpenAIFormat):
         return prompt
 
     def _logprobs(self, generation: Generation, rows: Sequence[TokenProb]) -> TextLogprobs | None:
-        return self.writer(generation).text(rows) if self._shows_probs(generation) else None
+        return self.probs_writer(generation).text(rows) if self._shows_probs(generation) else None
 
     def _shows_probs(self, generation: Generation) -> bool:
         return generation.has_probs and not self._options.hides_logprobs

@@ -11,7 +11,7 @@ from llamaslot.api import cache_endpoints, server_endpoints, slot_endpoints, tok
 from llamaslot.api.anthropic import messages, reply_bodies
 from llamaslot.api.anthropic.errors import AnthropicError
 from llamaslot.api.completions import chat_completions, native_completion, text_completions
-from llamaslot.api.completions.reply_bodies import TokenCount
+from llamaslot.api.generation.reply_stats import TokenCount
 from llamaslot.api.http_errors import ErrorBody, Handler
 from llamaslot.api.middleware import SESSION_HEADERS
 from llamaslot.api.openapi import reply_types

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from llamaslot.api.completions.response_format import complete, count_prompt_tokens
+from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import json_response
 from llamaslot.api.middleware import KEYS, given_key
 from llamaslot.api.responses.reply_types import Deleted, InputTokens, ItemList
-from llamaslot.api.responses.responses import CONVERSATION, ResponsesFormat
+from llamaslot.api.responses.responses import CONVERSATION, ResponsesReplyWriter
 from llamaslot.api.responses.store import Conversation, ResponseStore, StoredResponse
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
 from llamaslot.base.namespaces import tenant_name
@@ -27,7 +27,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     """Reply to text or items, and store the response unless `store` is false."""
     conversation = request[CONVERSATION] = _conversation(request)
     try:
-        return await complete(request, "responses", ResponsesFormat, conversation.find)
+        return await complete(request, "responses", ResponsesReplyWriter, conversation.find)
     finally:
         conversation.close()
 

@@ -7,8 +7,8 @@ from typing import TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from llamaslot.api.completions.logprobs import Prob
-from llamaslot.api.completions.reply_bodies import PromptProgress, Timings
+from llamaslot.api.generation.logprobs import Prob
+from llamaslot.api.generation.reply_stats import PromptProgress, Timings
 from llamaslot.api.responses.reply_types import Item, OutputText, ReasoningText, Response
 
 

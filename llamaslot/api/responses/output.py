@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from llamaslot.api.completions.logprobs import Prob
+from llamaslot.api.generation.logprobs import Prob
 from llamaslot.api.responses import events
 from llamaslot.api.responses.events import ItemEvent
 from llamaslot.api.responses.reply_types import (

@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from llamaslot.api.completions.logprobs import Prob
-from llamaslot.api.completions.reply_bodies import CacheUse, Timings
+from llamaslot.api.generation.logprobs import Prob
+from llamaslot.api.generation.reply_stats import CacheUse, Timings
 
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed"]
 

@@ -10,11 +10,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from llamaslot.api.completions.chat_message import ChatMessage
-from llamaslot.api.completions.logprobs import Prob
-from llamaslot.api.completions.reply_bodies import PromptProgress, stats_of, timings
-from llamaslot.api.completions.reply_bodies import usage as chat_usage
-from llamaslot.api.completions.response_format import ReplyContext, ResponseFormat
+from llamaslot.api.generation.logprobs import Prob
+from llamaslot.api.generation.reply_stats import PromptProgress, stats_of, timings
+from llamaslot.api.generation.reply_stats import usage as chat_usage
+from llamaslot.api.generation.reply_writer import ReplyContext, ReplyWriter
 from llamaslot.api.json_bodies import encode
 from llamaslot.api.responses import events
 from llamaslot.api.responses.output import OutputItems
@@ -44,8 +43,8 @@ LLAMA_SERVER_PATH = "/responses"
 CONVERSATION = web.RequestKey("CONVERSATION", Conversation)
 
 
-class ResponsesFormat(ResponseFormat):
-    """OpenAI's responses, with llama-server's `timings` and this server's `cache` next to the usage."""
+class ResponsesReplyWriter(ReplyWriter):
+    """Writes OpenAI's responses, with llama-server's `timings` and this server's `cache` beside the usage."""
 
     id_prefix = "resp_"
 
@@ -54,7 +53,7 @@ class ResponsesFormat(ResponseFormat):
         (self._generation,) = generations
         self._fields = reply.options.response
         self._output = OutputItems(reply.id.removeprefix(self.id_prefix), self._fields)
-        self._message = ChatMessage(reply.output_format, reply.options.message, self._generation.submit.request_id)
+        self._message = self.new_message(self._generation)
         self._tokens = _TokenTexts()
         self._pending: list[Prob] = []
         """Probabilities of tokens of which it is open to which item they belong."""
@@ -100,7 +99,7 @@ class ResponsesFormat(ResponseFormat):
         if not self._generation.has_probs:
             yield from self._parts(self._message.push(output.content, is_last=ends))
         else:
-            rows = self.writer(self._generation).native(probs if probs is not None else output.probs or ())
+            rows = self.probs_writer(self._generation).native(probs if probs is not None else output.probs or ())
             for text, found in self._tokens.add(output.content, rows):
                 self._pending += found
                 yield from self._parts(self._message.push(text, is_last=False))

@@ -1,0 +1,84 @@
+"""The reply to a request, whole or as the events of a stream; each endpoint has a `ReplyWriter` of its own."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from aiohttp import web
+
+from llamaslot.api import http_errors
+from llamaslot.api.generation.logprobs import ProbsWriter
+from llamaslot.api.sse import PING
+from llamaslot.base.commands import ReplyOptions
+from llamaslot.base.errors import LlamaslotError
+from llamaslot.base.events import Finished, Output
+from llamaslot.formats.format import Format
+from llamaslot.formats.parsed_message import ParsedMessage
+from llamaslot.service.generations import Generation
+from llamaslot.service.service import Service
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyContext:
+    """What a reply contains or depends on, beside the completions."""
+
+    request: web.Request
+    id: str
+    model: str
+    """Name of the model."""
+    options: ReplyOptions
+    output_format: Format
+    """The format in which the model writes chat messages."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Seconds since 1970."""
+
+
+class ReplyWriter(ABC):
+    """Writes the reply of one endpoint to one request, from the completions in `generations`."""
+
+    id_prefix: ClassVar[str]
+    """Beginning of the reply's id."""
+    ping: ClassVar[bytes] = PING
+    """An event of a stream that means nothing, and keeps its connection open."""
+    returns_prompt: ClassVar[bool] = False
+    """True if the reply contains the prompt."""
+
+    def __init__(self, reply: ReplyContext, generations: Sequence[Generation]) -> None:
+        self._reply = reply
+        self._options = reply.options
+        self._generations = generations
+        self._probs_writers: dict[int, ProbsWriter] = {}
+
+    def probs_writer(self, generation: Generation) -> ProbsWriter:
+        """Return the writer of the probabilities of a completion's tokens."""
+        writer = self._probs_writers.get(generation.index)
+        if writer is None:
+            writer = self._probs_writers[generation.index] = ProbsWriter(generation.submit)
+        return writer
+
+    def new_message(self, generation: Generation) -> ParsedMessage:
+        """Return the message that the text of a chat's completion is to be added to."""
+        return ParsedMessage(self._reply.output_format, self._options.message, generation.submit.request_id)
+
+    async def prepare(self, service: Service) -> None:  # noqa: B027 - most replies need nothing
+        """Ask the engine for what the reply needs in addition to the completions."""
+
+    @abstractmethod
+    def chunks(self, generation: Generation, output: Output | Finished) -> Iterable[bytes]:
+        """Yield the server-sent events for an event of a completion."""
+
+    @abstractmethod
+    def closing(self) -> Iterable[bytes]:
+        """Yield the server-sent events after all completions are finished."""
+
+    def failure(self, error: LlamaslotError) -> Iterable[bytes]:
+        """Yield the last server-sent events of a stream that fails."""
+        yield http_errors.event(error, self._reply.request)
+
+    @abstractmethod
+    def whole(self) -> Any:
+        """Return the body of a reply that is not streamed."""
