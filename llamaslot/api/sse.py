@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
+import msgspec
 from aiohttp import web
 
 from llamaslot.api.connections import Connection
@@ -24,6 +25,11 @@ T = TypeVar("T")
 def event(body: Any) -> bytes:
     """Return a body as one event."""
     return b"data: " + encode(body) + b"\n\n"
+
+
+def typed_event(body: msgspec.Struct) -> bytes:
+    """Return a tagged struct as one event, whose type is the tag."""
+    return b"event: %b\n%b" % (str(body.__struct_config__.tag).encode(), event(body))
 
 
 class EventStream:

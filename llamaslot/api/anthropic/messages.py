@@ -16,12 +16,12 @@ from llamaslot.api.anthropic.reply_bodies import (
     Ping,
     Stop,
     StopReason,
-    event,
 )
 from llamaslot.api.generation.reply_stats import TokenCount
 from llamaslot.api.generation.reply_writer import ReplyContext, ReplyWriter
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import json_response
+from llamaslot.api.sse import typed_event
 from llamaslot.base.events import Finished, Output
 from llamaslot.service.generations import Generation
 
@@ -40,7 +40,7 @@ class MessagesReplyWriter(ReplyWriter):
     """Writes Anthropic's messages; each is of one completion."""
 
     id_prefix = "msg_"
-    ping = event(Ping())
+    ping = typed_event(Ping())
 
     def __init__(self, reply: ReplyContext, generations: Sequence[Generation]) -> None:
         super().__init__(reply, generations)
@@ -52,18 +52,18 @@ class MessagesReplyWriter(ReplyWriter):
         """Yield the beginning of the message with the first event, then blocks, then the stop reason."""
         if not self._is_started:
             self._is_started = True
-            yield event(MessageStart(self._empty(AnthropicUsage.of(output.progress))))
+            yield typed_event(MessageStart(self._empty(AnthropicUsage.of(output.progress))))
         added = self._message.push(output.content, is_last=isinstance(output, Finished))
         for each in self._blocks.add(added):
-            yield event(each)
+            yield typed_event(each)
         if isinstance(output, Finished):
             for each in self._blocks.close():
-                yield event(each)
-            yield event(MessageDelta(self._stop(output), AnthropicUsage.of(output.progress)))
+                yield typed_event(each)
+            yield typed_event(MessageDelta(self._stop(output), AnthropicUsage.of(output.progress)))
 
     def closing(self) -> Iterator[bytes]:
         """Yield the last event."""
-        yield event(MessageStop())
+        yield typed_event(MessageStop())
 
     def whole(self) -> AnthropicMessage:
         """Return the whole message."""

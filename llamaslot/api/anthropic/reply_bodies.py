@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -145,11 +145,3 @@ class Ping(_Typed, tag="ping"):
 
 
 Event: TypeAlias = MessageStart | BlockEvent | MessageDelta | MessageStop | Ping
-
-_encode = msgspec.json.Encoder().encode
-
-
-def event(body: Event) -> bytes:
-    """Return an event as the stream has it."""
-    tag: Any = body.__struct_config__.tag
-    return b"event: %b\ndata: %b\n\n" % (tag.encode(), _encode(body))

@@ -156,8 +156,3 @@ ItemEvent: TypeAlias = (
     | InputDone
 )
 AnyEvent: TypeAlias = Created | InProgress | Completed | Incomplete | Failed | Error | ItemEvent
-
-
-def name_of(event: Event) -> str:
-    """Return the type of an event."""
-    return str(event.__struct_config__.tag)

@@ -27,6 +27,7 @@ from llamaslot.api.responses.reply_types import (
     Status,
 )
 from llamaslot.api.responses.store import Conversation
+from llamaslot.api.sse import typed_event
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import Finished, Output
 from llamaslot.formats.calls import Delta
@@ -174,7 +175,7 @@ class ResponsesReplyWriter(ReplyWriter):
     def _event(self, event: events.Event) -> bytes:
         event.sequence_number = self._n_events
         self._n_events += 1
-        return b"event: " + events.name_of(event).encode() + b"\ndata: " + encode(event) + b"\n\n"
+        return typed_event(event)
 
 
 class _TokenTexts:
