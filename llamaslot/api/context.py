@@ -11,7 +11,7 @@ from aiohttp import web
 from llamaslot.base.commands import RequestLimits
 from llamaslot.base.errors import ServerError, UnavailableError
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.generation.tools import ReasoningFormat
+from llamaslot.base.generation.tools import ReasoningDefaults, ReasoningFormat
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import key_secret
 from llamaslot.service.service import Service
@@ -81,6 +81,11 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     def default_sampling(self, info: ModelInfo) -> Sampling:
         """Return how a request that says nothing is sampled; a `seed` of -1 stands for a new one each time."""
         return Sampling(**{"seed": -1, **info.sampling, **self.sampling})
+
+    @property
+    def reasoning_defaults(self) -> ReasoningDefaults:
+        """The settings of reasoning together."""
+        return ReasoningDefaults(self.reasoning, self.reasoning_budget, self.reasoning_format)
 
     def request_limits(self, max_prompts: int) -> RequestLimits:
         """Return what one request may ask for."""

@@ -34,6 +34,6 @@ async def _answered(
     async with request.app[BODY_READER].body(request) as raw:
         caller = caller_of(request)
         client = caller.sender.client(caller.session_id)
-        job = AnswerBody(kind, raw, client, settings.reasoning, settings.reasoning_budget)
+        job = AnswerBody(kind, raw, client, settings.reasoning_defaults)
         reply = await service.ask(job, JsonReply)
     return web.Response(body=reply.data, content_type="application/json")

@@ -14,7 +14,7 @@ import msgspec
 from llamaslot.base.generation.replies import ChatTurn
 from llamaslot.base.generation.responses import EarlierItems, References, ResponseFields
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.generation.tools import MessageForm, ReasoningBudget, ReasoningFormat
+from llamaslot.base.generation.tools import MessageForm, ReasoningBudget, ReasoningDefaults
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.turns import Sender
@@ -198,12 +198,7 @@ class RequestContext(msgspec.Struct, frozen=True):
     """`key_secret` of the API key where each key has namespaces of its own; empty where not."""
     is_admin: bool = False
     """True if the API key is an administrator's, who may share KV with all keys."""
-    reasoning: bool = True
-    """Default of `enable_thinking`, with which chat templates let the model reason or not."""
-    reasoning_format: ReasoningFormat = "auto"
-    """Default of the field."""
-    reasoning_budget: int = -1
-    """Default number of tokens that a model may reason; -1 for no limit."""
+    reasoning: ReasoningDefaults = ReasoningDefaults()
 
 
 class ParseBody(msgspec.Struct, frozen=True, tag="parse_body"):
@@ -269,9 +264,7 @@ class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):
     body: bytes
     """JSON."""
     client: str = ""
-    reasoning: bool = True
-    reasoning_budget: int = -1
-    """Defaults, as in `RequestContext`."""
+    reasoning: ReasoningDefaults = ReasoningDefaults()
 
     @property
     def size(self) -> int:

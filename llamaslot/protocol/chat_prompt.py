@@ -13,7 +13,7 @@ import msgspec
 
 from llamaslot.base.commands import Constraint, RequestContext, TextPart
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.base.generation.tools import MessageForm, ReasoningBudget
+from llamaslot.base.generation.tools import MessageForm, ReasoningBudget, ReasoningDefaults
 from llamaslot.formats.grammar import Thinking
 from llamaslot.formats.recognition import format_of
 from llamaslot.protocol.bodies import ChatBody
@@ -23,11 +23,20 @@ from llamaslot.protocol.reply_constraint import RAW_GRAMMAR, ReplyConstraints
 from llamaslot.protocol.structured_output import ConstraintReader
 from llamaslot.protocol.submission import wants_probs
 from llamaslot.protocol.tool_messages import with_text_of_tools
-from llamaslot.protocol.tools import ToolUse, read_tools
+from llamaslot.protocol.tools import read_tools
 from llamaslot.text.conversation import clean_message, joined
 from llamaslot.text.template import ChatTemplate
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
+
+@dataclass(frozen=True, slots=True)
+class _TemplateInputs:
+    """The inputs of a chat template beside the messages."""
+
+    tools: tuple[dict[str, Any], ...]
+    kwargs: Mapping[str, Any]
+    """Variables that the request or the server sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,7 @@ class ChatPrompt:
     is_own: bool
     """True if the request says what its content must match; otherwise only its tools do."""
     form: MessageForm
+    inputs: _TemplateInputs
 
 
 class ChatReader:
@@ -71,24 +81,26 @@ class ChatReader:
         Unless it is run, its reply has no constraint, which need not be possible then.
         """
         use = read_tools(body)
-        kwargs = _template_kwargs(body, reasoning=context.reasoning, budget=context.reasoning_budget)
-        parts = self._rendered(body, use, kwargs)
+        inputs = _TemplateInputs(use.definitions, _template_kwargs(body, context.reasoning))
+        parts = self._rendered(body, inputs)
         opened = self._reasoning_open(body, "".join(part.text for part in parts))
         form = MessageForm(
             tools=use.tools,
             parse_tools=use.mode != "none",
             parallel=use.parallel,
             reasoning_open=opened,
-            reasoning_format=body.reasoning_format or context.reasoning_format,
+            reasoning_format=body.reasoning_format or context.reasoning.format,
         )
-        thinking: Thinking = "open" if opened else "optional" if kwargs.get("enable_thinking", True) else "none"
+        thinking: Thinking = (
+            "open" if opened else "optional" if inputs.kwargs.get("enable_thinking", True) else "none"
+        )
         if self.format.reasoning is None:
             thinking = "none"
         own = self._constraints.read(body) if is_run else None
         constraint = self._replies.constraint(own, use, thinking) if is_run else None
         is_raw = own is not None and own.param == RAW_GRAMMAR
         budget = self._budget(body, context, is_open=bool(opened), is_raw=is_raw) if thinking != "none" else None
-        return ChatPrompt(parts, constraint, budget, own is not None, form)
+        return ChatPrompt(parts, constraint, budget, own is not None, form, inputs)
 
     def _budget(
         self, body: ChatBody, context: RequestContext, *, is_open: bool, is_raw: bool
@@ -107,14 +119,14 @@ class ChatReader:
             message = f"'reasoning_budget_tokens' cannot be combined with {against}"
             raise InvalidRequestError(message, param="reasoning_budget_tokens")
         if n_tokens < 0:
-            n_tokens = context.reasoning_budget
+            n_tokens = context.reasoning.budget
         if tags is None or n_tokens < 0 or against:
             return None
         start, end, after = map(self._tokens_of, (tags.start, tags.end, self.format.text_after_reasoning))
         return ReasoningBudget(n_tokens, start, end, after, is_open)
 
     def with_replies(
-        self, body: ChatBody, context: RequestContext, chat: ChatPrompt, restorer: ReplyRestorer, namespace: str
+        self, body: ChatBody, chat: ChatPrompt, restorer: ReplyRestorer, namespace: str
     ) -> tuple[ChatPrompt, TurnPrompt | None]:
         """Return a chat with the form that its reply has behind remembered tokens, and the prompt with them.
 
@@ -122,17 +134,13 @@ class ChatReader:
         """
         if not _wants_reply(body):
             return chat, None
-        use, kwargs = (
-            read_tools(body),
-            _template_kwargs(body, reasoning=context.reasoning, budget=context.reasoning_budget),
-        )
-        start = digest_of(namespace.encode(), json.dumps(kwargs, sort_keys=True).encode())
+        start = digest_of(namespace.encode(), json.dumps(chat.inputs.kwargs, sort_keys=True).encode())
         found = restorer.prompt(
             self.template.prepared(body.messages),
             chat.parts,
             # Of renderings that are no prompts, only the text is compared.
             lambda messages, wants_reply: self._render(
-                messages, use, kwargs, wants_reply=wants_reply, only_text=not wants_reply
+                messages, chat.inputs, wants_reply=wants_reply, only_text=not wants_reply
             ),
             start,
             lambda bare: msgspec.structs.replace(chat.form, reasoning_open=self.format.reasoning_open_at(bare)),
@@ -142,36 +150,31 @@ class ChatReader:
             chat = replace(chat, form=msgspec.structs.replace(chat.form, reasoning_open=opened))
         return chat, found
 
-    def render(self, body: ChatBody, *, reasoning: bool = True, budget: int = -1) -> tuple[TextPart, ...]:
-        """Return the conversation as prompt parts; raises `InvalidRequestError` if it cannot be rendered.
+    def render(self, body: ChatBody, defaults: ReasoningDefaults) -> tuple[TextPart, ...]:
+        """Return the conversation as prompt parts; raises `InvalidRequestError` if it cannot be rendered."""
+        return self._rendered(body, _TemplateInputs(read_tools(body).definitions, _template_kwargs(body, defaults)))
 
-        `reasoning` and `budget` are the server's defaults.
-        """
-        return self._rendered(body, read_tools(body), _template_kwargs(body, reasoning=reasoning, budget=budget))
-
-    def _rendered(self, body: ChatBody, use: ToolUse, kwargs: Mapping[str, Any]) -> tuple[TextPart, ...]:
+    def _rendered(self, body: ChatBody, inputs: _TemplateInputs) -> tuple[TextPart, ...]:
         for i, message in enumerate(body.messages):
             role = message.get("role")
             if not isinstance(role, str) or role not in _ROLES:
                 raise InvalidRequestError(
                     f"'messages[{i}].role' must be one of {', '.join(sorted(_ROLES))}", param=f"messages[{i}].role"
                 )
-        wants_reply = _wants_reply(body)
-        return self._render(body.messages, use, kwargs, wants_reply=wants_reply)
+        return self._render(body.messages, inputs, wants_reply=_wants_reply(body))
 
     def _render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        use: ToolUse,
-        kwargs: Mapping[str, Any],
+        inputs: _TemplateInputs,
         *,
         wants_reply: bool,
         only_text: bool = False,
     ) -> tuple[TextPart, ...]:
-        messages = with_text_of_tools(self.template, self.format, messages, use.definitions)
-        tools = use.definitions if self.template.takes_tools else ()
+        messages = with_text_of_tools(self.template, self.format, messages, inputs.tools)
+        tools = inputs.tools if self.template.takes_tools else ()
         return self.template.render(
-            messages, tools=tools, add_generation_prompt=wants_reply, kwargs=kwargs, only_text=only_text
+            messages, tools=tools, add_generation_prompt=wants_reply, kwargs=inputs.kwargs, only_text=only_text
         )
 
     def _reasoning_open(self, body: ChatBody, prompt: str) -> str:
@@ -190,13 +193,13 @@ class ChatReader:
         return end[start:] if start > end.rfind(tags.end) else ""
 
 
-def _template_kwargs(body: ChatBody, *, reasoning: bool, budget: int) -> dict[str, Any]:
+def _template_kwargs(body: ChatBody, defaults: ReasoningDefaults) -> dict[str, Any]:
     """Return the template's variables that a request sets, on top of the server's."""
     kwargs: dict[str, Any] = {}
-    if not reasoning:
+    if not defaults.enabled:
         kwargs["enable_thinking"] = False
     n_tokens = _budget_tokens(body)
-    is_off = n_tokens == 0 or (n_tokens < 0 and budget == 0)
+    is_off = n_tokens == 0 or (n_tokens < 0 and defaults.budget == 0)
     if is_off or body.reasoning_effort == "none":
         kwargs["enable_thinking"] = False
     elif body.reasoning_effort:

@@ -187,7 +187,7 @@ class RequestReader:
         (submit,) = submissions(body, [chat.parts], context, self._info, self._tokens_of, constraint=constraint)
         if submit.cache_prompt and self._restorer is not None:
             namespace = salt_namespace(submit.cache_salt)
-            chat, found = self._chats.with_replies(body, context, chat, self._restorer, namespace)
+            chat, found = self._chats.with_replies(body, chat, self._restorer, namespace)
             if found is not None:
                 submit = msgspec.structs.replace(submit, chat=found.turn, rest=found.rest)
         submit = msgspec.structs.replace(
@@ -247,7 +247,7 @@ class RequestReader:
         """Return the prompt that the template makes of a conversation and its tools."""
         body = decode(job.body, ChatBody)
         unsupported.refuse(body)
-        parts = self._chats.render(body, reasoning=job.reasoning, budget=job.reasoning_budget)
+        parts = self._chats.render(body, job.reasoning)
         return {"prompt": "".join(part.text for part in parts)}
 
     def _tokens(self, job: AnswerBody) -> dict[str, Any]:

@@ -109,9 +109,7 @@ def _context(request: web.Request, request_id: str, *, returns_prompt: bool = Fa
         sender=caller.sender,
         key_secret=settings.key_secret(caller.api_key),
         is_admin=request[GRANTED] is Access.ADMIN,
-        reasoning=settings.reasoning,
-        reasoning_format=settings.reasoning_format,
-        reasoning_budget=settings.reasoning_budget,
+        reasoning=settings.reasoning_defaults,
     )
 
 

@@ -18,6 +18,16 @@ class Tool(msgspec.Struct, frozen=True):
     parameters: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
 
+class ReasoningDefaults(msgspec.Struct, frozen=True):
+    """The server's defaults for the reasoning of a chat; the fields of a request override them."""
+
+    enabled: bool = True
+    """Let the model reason before it answers, if its chat template leaves the choice."""
+    budget: int = -1
+    """Tokens that the model may reason; -1 for no limit."""
+    format: ReasoningFormat = "auto"
+
+
 class ReasoningBudget(msgspec.Struct, frozen=True):
     """Tokens that a model may reason, and the token ids of the tags around reasoning."""
 
