@@ -29,7 +29,7 @@ from llamaslot.prompts.sessions import session_digest
 
 if TYPE_CHECKING:
     # The parent of a worker process, which knows its jobs, needs neither numpy nor Jinja.
-    from llamaslot.prompts.tokenizer import ReplyContext, Tokenizer
+    from llamaslot.prompts.tokenizer import PromptContext, Tokenizer
     from llamaslot.protocol.request_reader import RequestReader
 
 
@@ -166,7 +166,7 @@ class PromptJobs:
     def __init__(self, tokenizer: Tokenizer, reader: RequestReader) -> None:
         self.tokenizer = tokenizer
         self._reader = reader
-        self._contexts: dict[str, ReplyContext] = {}
+        self._contexts: dict[str, PromptContext] = {}
         """Of requests that were not released."""
         self._methods: dict[type[msgspec.Struct], Callable[[Any], JobResult]] = {
             TokenizePrompt: self._tokenize_prompt,

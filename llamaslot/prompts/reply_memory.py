@@ -28,7 +28,7 @@ from llamaslot.protocol.replies.meaning import digest_of, reasoning_meaning, rep
 from llamaslot.protocol.replies.rendering import Rendering
 
 if TYPE_CHECKING:
-    from llamaslot.prompts.tokenizer import ReplyContext
+    from llamaslot.prompts.tokenizer import PromptContext
 
 _MAX_CLOSING = 80
 """Characters kept of the end of a reply's text."""
@@ -73,7 +73,7 @@ class ReplyMemory(ReplyStore):
         self.use(reply.key)
 
     def remember(
-        self, context: ReplyContext, completion_id: str, text: str, ids: list[int], format_: Format
+        self, context: PromptContext, completion_id: str, text: str, ids: list[int], format_: Format
     ) -> TextRecord | None:
         """Remember the reply to a prompt and return its record; None where `remembered_reply` returns nothing."""
         reply = remembered_reply(context, completion_id, text, ids, format_)
@@ -99,7 +99,7 @@ class ReplyMemory(ReplyStore):
 
 
 def remembered_reply(
-    context: ReplyContext, completion_id: str, text: str, ids: list[int], format_: Format
+    context: PromptContext, completion_id: str, text: str, ids: list[int], format_: Format
 ) -> RememberedReply | None:
     """Return the reply to a prompt; None if it has no meaning, or if its client got less than its tokens.
 
@@ -133,7 +133,7 @@ def remembered_reply(
     )
 
 
-def _before(context: ReplyContext, turn: ChatTurn) -> tuple[int, int, str, int, bytes, str] | None:
+def _before(context: PromptContext, turn: ChatTurn) -> tuple[int, int, str, int, bytes, str] | None:
     """Return what is remembered of the prompt before a reply, None if that cannot be told.
 
     That is: tokens of earlier replies, tokens and text that the reply has in the prompt, characters of text between

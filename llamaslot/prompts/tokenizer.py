@@ -57,8 +57,8 @@ MIN_KEPT_CHARACTERS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class ReplyContext:
-    """A tokenized prompt with what it takes to remember the reply to it."""
+class PromptContext:
+    """A tokenized prompt, with what is needed to remember the reply to it."""
 
     submit: Submit
     prompt: TokenizedPrompt
@@ -125,7 +125,7 @@ class Tokenizer:
         while left and len(rest := [each for each in left if not self.anchors.insert(each)]) < len(left):
             left = rest
 
-    def tokenize_prompt(self, submit: Submit) -> ReplyContext:
+    def tokenize_prompt(self, submit: Submit) -> PromptContext:
         """Tokenize a request's prompt; raises `ContextSizeError` at once if it cannot fit a slot."""
         self.check_size(submit.prompt)
         self._check_ids(submit.prompt)
@@ -152,7 +152,7 @@ class Tokenizer:
         if n_min >= self._n_ctx:
             raise ContextSizeError.of(n_min, self._n_ctx, at_least=True)
 
-    def remember(self, context: ReplyContext, generated: Tokens, n_sent: int) -> tuple[TextRecord, ...]:
+    def remember(self, context: PromptContext, generated: Tokens, n_sent: int) -> tuple[TextRecord, ...]:
         """Remember the tokens of a reply, of which `n_sent` characters were sent; return the new records."""
         if context.text is None and not context.submit.session_id:
             return ()
@@ -167,7 +167,7 @@ class Tokenizer:
         self.anchors.clear()
         self.sessions.clear()
 
-    def n_characters(self, context: ReplyContext, n_tokens: int) -> int:
+    def n_characters(self, context: PromptContext, n_tokens: int) -> int:
         """Count the characters of the first tokens of a prompt, control tokens included.
 
         Tokens that the model wants before the prompt count as none.
@@ -204,7 +204,7 @@ class Tokenizer:
             return None
         return self._scanner.scan(texts, _text_namespace(submit))
 
-    def _with_replies(self, submit: Submit) -> ReplyContext | None:
+    def _with_replies(self, submit: Submit) -> PromptContext | None:
         """Tokenize the prompt behind the tokens of remembered replies; None if it has none."""
         restored = submit.chat.restored if submit.chat is not None else None
         if restored is None:
@@ -218,11 +218,11 @@ class Tokenizer:
             packed(np.concatenate([known, own])), n_restored=len(known), n_replies=restored.n_reply
         )
         if not submit.session_id:
-            return ReplyContext(submit, prompt)
+            return PromptContext(submit, prompt)
         session = self.sessions.get(_session_digest(submit))
         match: SessionMatch = "new" if session is None else "tokens"
         if self._scanner is None:
-            return ReplyContext(submit, structs.replace(prompt, session_match=match))
+            return PromptContext(submit, structs.replace(prompt, session_match=match))
         n_added = len(self._added_tokens(submit))
         written = detokenize_with_markers(self._vocab, known[n_added:].tolist()).text
         text = self._scanner.scan(submit.rest, _text_namespace(submit), written)
@@ -232,13 +232,13 @@ class Tokenizer:
             is_edited = compared.is_reply_edited
             if compared.has_all and n_common(prompt.tokens, session.tokens) >= session.n_text:
                 match = "exact" if compared.is_same else "extend"
-        return ReplyContext(submit, structs.replace(prompt, session_match=match, is_reply_edited=is_edited), text)
+        return PromptContext(submit, structs.replace(prompt, session_match=match, is_reply_edited=is_edited), text)
 
-    def _from_anchor(self, submit: Submit, text: PromptText | None) -> ReplyContext:
+    def _from_anchor(self, submit: Submit, text: PromptText | None) -> PromptContext:
         """Tokenize the prompt from the last cut point that has a text anchor, or all of it."""
         if text is None:
             own = tokenize_parts(self._vocab, submit.prompt, add_special=submit.add_special)
-            return ReplyContext(submit, TokenizedPrompt(packed(own)))
+            return PromptContext(submit, TokenizedPrompt(packed(own)))
         known = self._anchored_cut(text)
         anchored = self.anchors.find(known.digest) if known is not None else None
         runs = [anchored] if anchored is not None else []
@@ -246,9 +246,9 @@ class Tokenizer:
         for parts in filter(None, (middle, text.parts(text.last_cut) or [TextPart("")])):
             runs.append(tokenize_parts(self._vocab, parts, add_special=submit.add_special and not runs))
         prompt = TokenizedPrompt(packed(np.concatenate(runs)), len(anchored) if anchored is not None else 0)
-        return ReplyContext(submit, prompt, text, sum(map(len, runs[:-1])))
+        return PromptContext(submit, prompt, text, sum(map(len, runs[:-1])))
 
-    def _from_session(self, submit: Submit, text: PromptText | None) -> ReplyContext:
+    def _from_session(self, submit: Submit, text: PromptText | None) -> PromptContext:
         """Keep the tokens of the prompt's session as far as their text is the prompt's."""
         session = self.sessions.get(_session_digest(submit))
         if session is None:
@@ -274,7 +274,7 @@ class Tokenizer:
 
     def _after_session(
         self, submit: Submit, text: PromptText, compared: SessionComparison, n_kept: int
-    ) -> ReplyContext | None:
+    ) -> PromptContext | None:
         """Tokenize the prompt after the first tokens of its session; None if that would not give its text."""
         if not n_kept:
             return None
@@ -288,9 +288,9 @@ class Tokenizer:
         ends = np.concatenate([compared.detokenized.ends[:n_kept], rest.ends + at])
         n = int(np.searchsorted(ends, text.last_cut, side="right"))
         n_head = session.n_added + n if n and ends[n - 1] == text.last_cut else None
-        return ReplyContext(submit, TokenizedPrompt(packed(tokens)), text, n_head if text.last_cut else 0)
+        return PromptContext(submit, TokenizedPrompt(packed(tokens)), text, n_head if text.last_cut else 0)
 
-    def _add_anchor(self, context: ReplyContext, reply: str, ids: list[int]) -> TextAnchor | None:
+    def _add_anchor(self, context: PromptContext, reply: str, ids: list[int]) -> TextAnchor | None:
         """Add a text anchor for the prompt with its reply, if tokenizing their text would give other tokens."""
         submit, text, n_head = context.submit, context.text, context.n_head
         if text is None or n_head is None or self._scanner is None:
@@ -308,7 +308,7 @@ class Tokenizer:
         known = self._anchored_cut(text)
         return self.anchors.add(text.digest_with(reply), tokens, known.digest if known is not None else b"")
 
-    def _put_session(self, context: ReplyContext, generated: Tokens, sent: list[int]) -> TextRecord:
+    def _put_session(self, context: PromptContext, generated: Tokens, sent: list[int]) -> TextRecord:
         """Replace the session by the prompt and its reply."""
         submit, text, tokens = context.submit, context.text, context.prompt.tokens
         digest = _session_digest(submit)
@@ -378,6 +378,6 @@ def _session_digest(submit: Submit) -> bytes:
     return session_digest(salt_namespace(submit.cache_salt), submit.session_id, submit.session_branch)
 
 
-def _with(context: ReplyContext, **changes: object) -> ReplyContext:
+def _with(context: PromptContext, **changes: object) -> PromptContext:
     """Return a copy with other fields of its prompt."""
     return replace(context, prompt=structs.replace(context.prompt, **changes))

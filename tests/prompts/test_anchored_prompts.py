@@ -16,7 +16,7 @@ from llamaslot.base.commands import Submit, TextPart, TokensPart
 from llamaslot.base.tokens import Tokens
 from llamaslot.prompts import cut_points
 from llamaslot.prompts.cut_points import exact_cut_tokens
-from llamaslot.prompts.tokenizer import ReplyContext, Tokenizer
+from llamaslot.prompts.tokenizer import PromptContext, Tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
 N_CTX = 2**17
@@ -55,7 +55,7 @@ def words(rng: random.Random, n: int) -> str:
     return "".join(rng.choice(WORDS) for _ in range(n))
 
 
-def reply_to(tokenizer: Tokenizer, vocab: LlamaVocab, context: ReplyContext, ids: Tokens) -> str:
+def reply_to(tokenizer: Tokenizer, vocab: LlamaVocab, context: PromptContext, ids: Tokens) -> str:
     """A reply that ends by itself; its text."""
     text = b"".join(map(vocab.piece, ids.tolist())).decode(errors="replace")
     tokenizer.remember(context, np.append(ids, min(vocab.eog)).astype(np.int32), len(text))
