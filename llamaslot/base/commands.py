@@ -79,8 +79,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """The grammar that the reply must match."""
     reasoning_budget: ReasoningBudget | None = None
     """The limit of reasoning, if there is one."""
-    written_out: tuple[int, ...] = ()
-    """Control tokens whose text is a part of the reply's, for the parser of its format."""
+    preserved_tokens: tuple[int, ...] = ()
+    """Control tokens that are kept in the reply's text, for the parser of its format (llama.cpp's name)."""
     cache_prompt: bool = True
     cache_salt: str = ""
     """Namespace: only requests with the same salt share KV."""

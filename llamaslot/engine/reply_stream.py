@@ -60,7 +60,7 @@ class ReplyStream:
 
     def _bytes_of(self, token: int) -> bytes:
         """Return what the client gets of a token."""
-        if token in self.request.submit.written_out:
+        if token in self.request.submit.preserved_tokens:
             return self._vocab.detokenize([token])
         return self._vocab.piece(token)
 

@@ -207,7 +207,7 @@ class PromptJobs:
         # Of a reply that was cancelled, the client may have received less than was sent.
         if not job.completion_id or context.submit.chat is None:
             return TextRecords(records)
-        text, ids = self.tokenizer.sent(generated.tolist(), job.n_sent, context.submit.written_out)
+        text, ids = self.tokenizer.sent(generated.tolist(), job.n_sent, context.submit.preserved_tokens)
         reply = self.tokenizer.replies.remember(context, job.completion_id, text, ids, self._reader.output_format)
         return TextRecords(records if reply is None else (*records, reply))
 

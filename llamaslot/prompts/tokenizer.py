@@ -156,7 +156,7 @@ class Tokenizer:
         """Remember the tokens of a reply, of which `n_sent` characters were sent; return the new records."""
         if context.text is None and not context.submit.session_id:
             return ()
-        reply, ids = self.sent(generated.tolist(), n_sent, context.submit.written_out)
+        reply, ids = self.sent(generated.tolist(), n_sent, context.submit.preserved_tokens)
         anchor = self._add_anchor(context, reply, ids) if ids else None
         records = (anchor.record(),) if anchor is not None else ()
         return (*records, self._put_session(context, generated, ids)) if context.submit.session_id else records
@@ -329,7 +329,7 @@ class Tokenizer:
         self.sessions.put(digest, session)
         return session.record(digest)
 
-    def sent(self, generated: list[int], n_sent: int, written_out: Container[int]) -> tuple[str, list[int]]:
+    def sent(self, generated: list[int], n_sent: int, preserved_tokens: Container[int]) -> tuple[str, list[int]]:
         """Return the text of a reply that was sent, and its tokens.
 
         Both are empty where a token of the reply gives no text, and where the sending ended within a token.
@@ -337,7 +337,7 @@ class Tokenizer:
         if generated and generated[-1] in self._vocab.eog:
             generated.pop()
         pieces = [
-            self._vocab.detokenize([token]) if token in written_out else self._vocab.piece(token)
+            self._vocab.detokenize([token]) if token in preserved_tokens else self._vocab.piece(token)
             for token in generated
         ]
         if not all(pieces):

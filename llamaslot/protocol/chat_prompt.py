@@ -70,10 +70,10 @@ class ChatReader:
         self._tokens_of = tokens_of
         self.format = format_of(template.source, named_tokens)
         self._replies = ReplyConstraints(self.format, constraints)
-        self.written_out = tuple(
+        self.preserved_tokens = tuple(
             sorted(named_tokens[text] for text in self.format.preserved if text in named_tokens)
         )
-        """Tokens that a reply's parser needs to see."""
+        """Control tokens that the parser of replies needs in their text."""
 
     def read(self, body: ChatBody, context: RequestContext, *, is_run: bool = True) -> ChatPrompt:
         """Read a chat request; raises `InvalidRequestError` if it is invalid or cannot be rendered.

@@ -193,7 +193,7 @@ class RequestReader:
         submit = msgspec.structs.replace(
             submit,
             reasoning_budget=budget,
-            written_out=self._chats.written_out,
+            preserved_tokens=self._chats.preserved_tokens,
             session_branch=conversation_branch(self.template, body),
         )
         options = msgspec.structs.replace(_reply_options(body, (submit,), context), message=chat.form)
