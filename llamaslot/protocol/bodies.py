@@ -123,6 +123,11 @@ class Options(StructuredOptions, kw_only=True):
     best_of: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
 
 
+def options_of(body: Options) -> dict[str, Any]:
+    """Return the fields that every endpoint takes, by name."""
+    return {name: getattr(body, name) for name in Options.__struct_fields__}
+
+
 class ChatBody(Options, kw_only=True):
     """`POST /v1/chat/completions`, and `POST /apply-template`, which only renders it."""
 

@@ -1,15 +1,18 @@
-"""Decoding of JSON bodies, with errors in terms of the body's fields."""
+"""Decoding of JSON bodies, and errors in terms of their fields."""
 
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from llamaslot.base.errors import InvalidRequestError
+from llamaslot.base.errors import InvalidRequestError, LlamaslotError
 
 B = TypeVar("B", bound=msgspec.Struct)
+FieldNames: TypeAlias = Sequence[tuple[str, str]]
+"""Regular expressions for fields of a chat, and the names of these fields in another API."""
 
 
 def decode(raw: bytes, kind: type[B]) -> B:
@@ -36,6 +39,20 @@ def _decoded(raw: bytes, kind: type[B]) -> B:
         for name, value in msgspec.json.decode(raw, type=dict[str, Any]).items()
     }
     return msgspec.convert(fields, kind)
+
+
+def whole(field: str) -> str:
+    """Return the regular expression for a field alone, as in a `param` or quoted in a message."""
+    return rf"(?<![^']){field}(?![^'])"
+
+
+def renamed(error: LlamaslotError, names: FieldNames) -> LlamaslotError:
+    """Return an error about a chat in terms of the API whose body was converted to that chat."""
+    message, param = error.message, error.param
+    for pattern, name in names:
+        message = re.sub(pattern, name, message)
+        param = re.sub(pattern, name, param) if param else param
+    return msgspec.structs.replace(error.info(), message=message, param=param).exception()
 
 
 _WORDS = {

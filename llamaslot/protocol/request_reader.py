@@ -22,14 +22,15 @@ from llamaslot.base.commands import (
     TextPart,
     TokensPart,
 )
-from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError, NotSupportedError
+from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError
 from llamaslot.base.generation.responses import EarlierItems
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.formats.format import Format
 from llamaslot.protocol import unsupported
 from llamaslot.protocol.anthropic.bodies import CountTokensBody, MessagesBody
-from llamaslot.protocol.anthropic.chat import chat_of, in_words_of_anthropic
+from llamaslot.protocol.anthropic.chat import FIELD_NAMES as ANTHROPIC_NAMES
+from llamaslot.protocol.anthropic.chat import chat_of
 from llamaslot.protocol.bodies import (
     ChatBody,
     CompletionBody,
@@ -39,12 +40,13 @@ from llamaslot.protocol.bodies import (
     TokenizeBody,
 )
 from llamaslot.protocol.chat_prompt import ChatReader, conversation_branch
-from llamaslot.protocol.decoding import decode
+from llamaslot.protocol.decoding import decode, renamed
 from llamaslot.protocol.default_grammars import DefaultGrammars
 from llamaslot.protocol.infill import InfillPrompts
 from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.responses.bodies import ResponsesBody
-from llamaslot.protocol.responses.reader import read_request, references, renamed
+from llamaslot.protocol.responses.reader import FIELD_NAMES as RESPONSES_NAMES
+from llamaslot.protocol.responses.reader import read_request, references
 from llamaslot.protocol.structured_output import ConstraintReader
 from llamaslot.protocol.submission import (
     Prompt,
@@ -166,7 +168,7 @@ class RequestReader:
         try:
             parsed = self._chat(chat_of(body), job)
         except LlamaslotError as error:
-            raise in_words_of_anthropic(error) from error
+            raise renamed(error, ANTHROPIC_NAMES) from error
         omits = body.thinking is not None and body.thinking.display == "omitted"
         options = msgspec.structs.replace(parsed.options, omit_reasoning=omits)
         return msgspec.structs.replace(parsed, options=options)
@@ -209,8 +211,8 @@ class RequestReader:
             unique_id = job.context.request_id.partition("_")[2]
             request = read_request(body, job.earlier or EarlierItems(), self.template, unique_id)
             parsed = self._chat(request.chat, job)
-        except (InvalidRequestError, NotSupportedError) as error:
-            raise renamed(error) from error
+        except LlamaslotError as error:
+            raise renamed(error, RESPONSES_NAMES) from error
         return msgspec.structs.replace(
             parsed, options=msgspec.structs.replace(parsed.options, response=request.fields)
         )

@@ -5,36 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
-from llamaslot.base.errors import InvalidRequestError, LlamaslotError, NotSupportedError
+from llamaslot.base.errors import InvalidRequestError, NotSupportedError
 from llamaslot.protocol.anthropic.blocks import object_of, text_of
 from llamaslot.protocol.anthropic.bodies import CountTokensBody, ThinkingConfig, ToolChoice
 from llamaslot.protocol.anthropic.messages import Message, conversation_of
-from llamaslot.protocol.bodies import ChatBody, Options
+from llamaslot.protocol.bodies import ChatBody, options_of
+from llamaslot.protocol.decoding import FieldNames, whole
 from llamaslot.protocol.structured_options import JsonSchemaFormat, ResponseFormat
 
-_SHARED = tuple(field.name for field in msgspec.structs.fields(Options))
-"""Fields that mean the same in a chat body."""
 _CHOICES = ("n", "n_cmpl")
 _EXTRAS = ("logprobs", "top_logprobs", "n_probs", "return_tokens", "timings_per_token", "return_progress")
 """Fields that ask for what Anthropic's replies have no place for."""
 _NOT_SUPPORTED = ("mcp_servers", "thread", "compaction")
 _EFFORTS = {"xhigh": "high", "max": "high"}
 """Efforts that chat templates do not know."""
-_WORDS = {
-    "response_format.json_schema.schema": "output_config.format.schema",
-    "'response_format'": "'output_config.format'",
-    "function.parameters": "input_schema",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-}
-"""Fields of chat bodies that errors may name, with Anthropic's names."""
+FIELD_NAMES: FieldNames = (
+    (r"response_format\.json_schema\.schema", "output_config.format.schema"),
+    (whole("response_format"), "output_config.format"),
+    (r"function\.parameters", "input_schema"),
+    ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
+)
+"""Fields of chats that errors may name, with Anthropic's names."""
 
 
 def chat_of(body: CountTokensBody) -> ChatBody:
     """Return a body as a chat body; raises `InvalidRequestError` and `NotSupportedError`."""
     _check(body)
-    shared = {name: getattr(body, name) for name in _SHARED}
+    shared = options_of(body)
     if body.stop_sequences is not None:
         shared["stop"] = body.stop_sequences
     output_format = (body.output_config and body.output_config.format) or body.output_format
@@ -54,15 +51,6 @@ def chat_of(body: CountTokensBody) -> ChatBody:
         thinking_budget_tokens=body.thinking.budget_tokens if body.thinking is not None else None,
         chat_template_kwargs={**_thinking_kwargs(body.thinking), **(body.chat_template_kwargs or {})} or None,
     )
-
-
-def in_words_of_anthropic(error: LlamaslotError) -> LlamaslotError:
-    """Return an error of the chat body in terms of the body that it was made of."""
-    message, param = error.message, error.param
-    for chat, own in _WORDS.items():
-        message = message.replace(chat, own)
-        param = param.replace(chat.strip("'"), own.strip("'")) if param else param
-    return error if message == error.message else type(error)(message, param=param)
 
 
 def _check(body: CountTokensBody) -> None:

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from llamaslot.base.errors import InvalidRequestError, LlamaslotError
+from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.generation.responses import EarlierItems, References, ResponseFields
-from llamaslot.protocol import bodies
-from llamaslot.protocol.bodies import ChatBody
+from llamaslot.protocol.bodies import ChatBody, options_of
+from llamaslot.protocol.decoding import FieldNames, whole
 from llamaslot.protocol.responses.bodies import LOGPROBS, REASONING, ResponsesBody, TextFormat, TextOptions, refuse
 from llamaslot.protocol.responses.items import Item, Turns, fitted, with_ids
 from llamaslot.protocol.responses.tools import Toolbox, chat_choice
 from llamaslot.protocol.structured_options import ResponseFormat
 from llamaslot.text.template import ChatTemplate
 
-_SAME = [field.name for field in msgspec.structs.fields(bodies.Options) if field.name != "response_format"]
-"""Fields of every endpoint."""
 _SAME_AS_CHAT = (
     "parallel_tool_calls", "chat_template_kwargs", "reasoning_format", "reasoning_budget_tokens",
     "thinking_budget_tokens",
 )  # fmt: skip
-_NAMES = (
+FIELD_NAMES: FieldNames = (
     (r"response_format\.json_schema\.schema", "text.format.schema"),
     (r"response_format\.schema", "text.format"),
     (r"(tools\[\d+\])\.function", r"\1"),
-    (r"\bmessages\b(?!\[)(?=')", "input"),
+    (whole("messages"), "input"),
     (r"\bmax_tokens\b", "max_output_tokens"),
 )
-"""Names of a chat's fields in error messages, and those of this API."""
+"""Fields of chats that errors may name, with this API's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +82,6 @@ def read_request(
     return ResponsesRequest(_chat(body, messages, toolbox), fields)
 
 
-def renamed(error: LlamaslotError) -> LlamaslotError:
-    """Return an error about a chat in terms of this API's fields."""
-    message, param = error.message, error.param or ""
-    for pattern, name in _NAMES:
-        message = re.sub(pattern, name, message)
-        param = re.sub(pattern.replace("(?=')", "$"), name, param)
-    return type(error)(message, param=param or None)
-
-
 def _user(text: str) -> Item:
     return {"role": "user", "content": text}
 
@@ -106,7 +94,7 @@ def _referenced(item: Item, index: int, earlier: EarlierItems) -> Item:
 
 
 def _chat(body: ResponsesBody, messages: list[dict[str, Any]], toolbox: Toolbox) -> ChatBody:
-    same = {name: getattr(body, name) for name in _SAME}
+    same = options_of(body)
     if LOGPROBS in (body.include or ()) or body.top_logprobs:
         same |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     else:
@@ -115,10 +103,10 @@ def _chat(body: ResponsesBody, messages: list[dict[str, Any]], toolbox: Toolbox)
     form = _response_format(body.text)
     if form is not None and body.response_format is not None:
         raise InvalidRequestError("'text.format' and 'response_format' exclude each other", param="text.format")
+    same["response_format"] = form or body.response_format
     return ChatBody(
         **same,
         **{name: getattr(body, name) for name in _SAME_AS_CHAT},
-        response_format=form or body.response_format,
         messages=messages,
         tools=toolbox.functions or None,
         tool_choice=chat_choice(body.tool_choice),
