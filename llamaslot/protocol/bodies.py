@@ -121,6 +121,8 @@ class Options(StructuredOptions, kw_only=True):
     verbose: bool | None = None
     sse_ping_interval: Count | None = None
     best_of: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
 
 
 def options_of(body: Options) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class RequestReader:
             prompts = [self._infill.of_parts(body, job.context)]
         else:
             body = decode(job.body, CompletionBody)
-            unsupported.refuse(body, but_for=() if job.kind == "native" else ("echo", "best_of", "suffix"))
+            unsupported.refuse(body, is_text_completion=job.kind != "native")
             prompts = prompts_of(body, self._info.n_vocab, job.context.limits.max_prompts)
             if body.suffix:
                 for prompt in prompts:

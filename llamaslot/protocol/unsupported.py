@@ -6,7 +6,7 @@ off is accepted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import msgspec
@@ -32,8 +32,6 @@ class UnsupportedOptions(msgspec.Struct, kw_only=True):
 
     functions: Annotated[Any, _FALSY] = None
     function_call: Annotated[Any, _NO_CHOICE] = None
-    echo: Annotated[bool | None, _FALSY] = None
-    suffix: Annotated[str | None, _FALSY] = None
     lora: Annotated[Any, _FALSY] = None
     modalities: Annotated[list[str] | None, _off(lambda value: value == ["text"])] = None
     web_search_options: Annotated[Any, _NEVER] = None
@@ -46,11 +44,16 @@ _OFF: dict[str, Callable[[Any], bool]] = {
 """Predicates by field."""
 
 
-def refuse(options: Options, *, but_for: Container[str] = ()) -> None:
-    """Raise `NotSupportedError` for the first feature that the request turns on, the fields `but_for` aside."""
+def refuse(options: Options, *, is_text_completion: bool = False) -> None:
+    """Raise `NotSupportedError` for the first feature that a request turns on and its endpoint does not have."""
     for name, is_off in _OFF.items():
         value = getattr(options, name)
-        if value is not None and name not in but_for and not is_off(value):
+        if value is not None and not is_off(value):
             raise NotSupportedError(f"'{name}' asks for something that is not supported yet", param=name)
-    if "best_of" not in but_for and options.best_of is not None and options.best_of > (options.n or 1):
+    if is_text_completion:
+        return
+    if options.best_of is not None and options.best_of > (options.n or 1):
         raise NotSupportedError("'best_of' above 'n' is for /v1/completions only", param="best_of")
+    for name in ("echo", "suffix"):
+        if getattr(options, name):
+            raise NotSupportedError(f"'{name}' is for /v1/completions only", param=name)
