@@ -141,12 +141,10 @@ _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
     ClearTexts: "dropping text anchors and sessions",
     Restore: "restoring text anchors and sessions",
     Detokenize: "detokenizing the tokens",
-    "text": "reading the request body",
-    "native": "reading the request body",
-    "infill": "reading the request body",
-    "chat": "reading the request body and rendering its messages",
-    "messages": "reading the request body and rendering its messages",
-    "responses": "reading the request body and rendering its messages",
+    **dict.fromkeys(("text", "native", "infill"), "reading the request body"),
+    **dict.fromkeys(
+        ("chat", "messages", "responses", "probe"), "reading the request body and rendering its messages"
+    ),
     "apply_template": "rendering the messages",
     "tokenize": "tokenizing the text",
     "detokenize": "detokenizing the tokens",

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Sequence
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 
 from llamaslot.base.commands import (
     AnswerBody,
+    BodyKind,
     Detokenize,
     DropSession,
     JsonReply,
@@ -40,6 +42,7 @@ from llamaslot.prompts.prompt_jobs import (
     Restore,
     TextRecords,
     TokenizePrompt,
+    activity_of,
 )
 from llamaslot.prompts.prompt_worker import PromptThread
 from llamaslot.prompts.tokenizer import Tokenizer
@@ -160,6 +163,11 @@ async def test_a_cancelled_job_is_not_carried_out() -> None:
     await worker.call(tokenize("c"))
     assert worker.n_contexts == 2
     worker.close()
+
+
+def test_errors_name_the_reading_of_a_body_of_every_kind() -> None:
+    for kind in get_args(BodyKind):
+        assert activity_of(parse(kind, {})).startswith("reading the request body"), kind
 
 
 class Body(str):
