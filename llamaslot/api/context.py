@@ -50,7 +50,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     alias: str = ""
     """The model's names in replies, comma-separated; empty means its file's name."""
     tags: str = ""
-    """What `/models` shows as tags, comma-separated."""
+    """Tags of the model in `/models`, comma-separated."""
     cors_origins: tuple[str, ...] = ("localhost",)
     """Origins of pages that may use the server; `*` is any, `localhost` any port of this machine."""
     allowed_hosts: tuple[str, ...] = ("localhost",)

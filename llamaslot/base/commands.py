@@ -310,7 +310,7 @@ class CountTokens(msgspec.Struct, frozen=True, tag="count_tokens"):
 
 
 class ProbePrompt(msgspec.Struct, frozen=True, tag="probe_prompt"):
-    """The same for a tokenized prompt; answered by `CacheProbe`."""
+    """Ask what is cached of a tokenized prompt, which is not run; answered by `CacheProbe`."""
 
     submit: Submit
     """Without its prompt."""

@@ -29,7 +29,7 @@ Miss: TypeAlias = Literal["", "cold", "salted", "diverged", "changed", "evicted"
 
 
 class CacheProbe(msgspec.Struct):
-    """What is cached of a prompt, without running it; the reply to `POST /cache/probe` as JSON."""
+    """Cached tokens of a prompt that is not run; the reply to `POST /cache/probe` as JSON."""
 
     prompt_tokens: int
     cells: int

@@ -46,7 +46,7 @@ class ChatPrompt:
     parts: tuple[TextPart, ...]
     constraint: Constraint | None
     reasoning_budget: ReasoningBudget | None
-    is_own: bool
+    constrains_content: bool
     """True if the request says what its content must match; otherwise only its tools do."""
     form: MessageForm
     inputs: _TemplateInputs

@@ -20,7 +20,7 @@ from llamaslot.protocol.bodies import CompletionBody, FileExtract, InfillBody, P
 from llamaslot.protocol.submission import Prompt, max_tokens_of, parse_prompt
 
 CUT_TOKENS = 256
-"""What is too long loses a multiple of so many tokens at its beginning, and so begins alike for a while."""
+"""Multiple of tokens by which a text that is too long is cut at its beginning: later prompts then begin alike."""
 _CHARACTERS_PER_TOKEN = 32
 """Characters of a text that are looked at for each token of the context."""
 _SNIPPET = "\n\n--- snippet ---\n\n"

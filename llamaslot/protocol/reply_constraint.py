@@ -1,4 +1,4 @@
-"""The constraint of a chat reply: calls of tools that must be correct, and content of a form of its own."""
+"""The constraint of a chat's reply, made from its tools (forced and strict calls) and its structured output."""
 
 from __future__ import annotations
 

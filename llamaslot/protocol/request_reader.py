@@ -1,4 +1,4 @@
-"""Request reader: what the body of a request asks for."""
+"""Request reader: from the body of a request to its `Submit`s, or to the answer of `/tokenize` and the like."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class RequestReader:
         self._check_size(chat.parts)
         default = self._defaults.next() if job.is_run else None
         budget = chat.reasoning_budget
-        if chat.is_own or default is None:
+        if chat.constrains_content or default is None:
             constraint = chat.constraint
         else:
             # It says all that the model generates, and need not allow a forced end of the reasoning.

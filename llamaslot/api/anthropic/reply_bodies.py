@@ -123,7 +123,7 @@ BlockEvent: TypeAlias = ContentBlockStart | ContentBlockDelta | ContentBlockStop
 
 
 class Stop(msgspec.Struct):
-    """Why the reply ended."""
+    """The reason why the reply ended."""
 
     stop_reason: StopReason
     stop_sequence: str | None = None

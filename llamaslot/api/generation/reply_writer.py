@@ -24,7 +24,7 @@ from llamaslot.service.service import Service
 
 @dataclass(frozen=True, slots=True)
 class ReplyContext:
-    """What a reply contains or depends on, beside the completions."""
+    """The request that a reply answers, with the server's settings for it."""
 
     request: web.Request
     id: str

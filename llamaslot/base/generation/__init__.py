@@ -1,1 +1,1 @@
-"""Sampling parameters of requests, and probabilities of sampled tokens."""
+"""Plain values of a request: sampling, log-probabilities, tools, reasoning, remembered replies, responses."""

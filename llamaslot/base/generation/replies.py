@@ -72,7 +72,7 @@ class RestoredReplies(msgspec.Struct, frozen=True):
 
 
 class ChatTurn(msgspec.Struct, frozen=True):
-    """What of a chat request is needed to remember its reply."""
+    """The part of a chat request that is needed to remember its reply."""
 
     form: MessageForm
     """The form of the whole message, of which the prompt may have the beginning."""

@@ -36,7 +36,7 @@ class ResponseFields(msgspec.Struct, frozen=True):
 
 
 class References(msgspec.Struct, frozen=True):
-    """What a request names of earlier responses: a response that it continues, and items by their ids."""
+    """References of a request to earlier responses: the one that it continues, and items by their ids."""
 
     previous: str = ""
     items: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Tools of a chat request, and the form of its reply."""
+"""Tools and reasoning of a chat request, and the form of its reply."""
 
 from __future__ import annotations
 
