@@ -8,7 +8,7 @@ messages of a conversation here, and has its prompt continue with their tokens.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -113,44 +113,60 @@ def remembered_reply(
     before = _before(context, turn)
     if message is None or meaning is None or before is None:
         return None
-    n_before, n_reply, begun, n_text, digest, opening = before
-    own = packed(np.concatenate([context.prompt.tokens[n_before:], np.array(ids, dtype=np.int32)]))
+    own = packed(np.concatenate([context.prompt.tokens[before.n_tokens :], np.array(ids, dtype=np.int32)]))
     state, parent = (turn.state, turn.parent) if context.prompt.n_restored else (turn.start, b"")
     return RememberedReply(
         key=digest_of(state, turn.conversation, meaning),
         parent=parent,
         state=digest_of(state, own),
-        n_text=n_text,
-        text=digest,
-        opening=opening,
+        n_text=before.n_text,
+        text=before.text,
+        opening=before.opening,
         reasoning=reasoning_meaning(message.reasoning),
         has_reasoning=bool(message.reasoning.strip()) or _has_tags(turn.begun + text, format_),
-        begun=begun,
+        begun=before.begun,
         closing=text[-_MAX_CLOSING:],
         tokens=own,
-        n_reply=n_reply + len(ids),
+        n_reply=before.n_reply + len(ids),
         session=session_digest(salt_namespace(submit.cache_salt), submit.session_id) if submit.session_id else b"",
     )
 
 
-def _before(context: PromptContext, turn: ChatTurn) -> tuple[int, int, str, int, bytes, str] | None:
-    """Return what is remembered of the prompt before a reply, None if that cannot be told.
+class _Before(NamedTuple):
+    """The part of a prompt between the earlier replies of its chain and what was generated."""
 
-    That is: tokens of earlier replies, tokens and text that the reply has in the prompt, characters of text between
-    the earlier replies and the generation prompt with their digest, and the generation prompt.
-    """
+    n_tokens: int
+    """Tokens of the earlier replies and of the prompts before them."""
+    n_reply: int
+    """Tokens that the prompt has of the reply, because it continues a message."""
+    begun: str
+    """The text that it has of the reply."""
+    n_text: int
+    """As in `RememberedReply`, like the other two."""
+    text: bytes
+    opening: str
+
+
+def _before(context: PromptContext, turn: ChatTurn) -> _Before | None:
+    """Return what is remembered of the prompt before a reply, None if that is unknown."""
     restored = turn.restored
     continued = restored.continued if restored is not None else None
     n_restored = context.prompt.n_restored
     if continued is not None:
         if not n_restored:
             return None
-        n_before = n_restored - len(continued.tokens) // WIDTH
-        return n_before, continued.n_reply, continued.begun, continued.n_text, continued.text, continued.opening
+        return _Before(
+            n_restored - len(continued.tokens) // WIDTH,
+            continued.n_reply,
+            continued.begun,
+            continued.n_text,
+            continued.text,
+            continued.opening,
+        )
     parts = context.submit.rest if n_restored else context.submit.prompt
     rendering = Rendering([part for part in parts if isinstance(part, TextPart)])
     n_text = len(rendering.text) - len(turn.begun) - len(turn.opening)
-    return n_restored, 0, turn.begun, n_text, rendering.digest(0, n_text), turn.opening
+    return _Before(n_restored, 0, turn.begun, n_text, rendering.digest(0, n_text), turn.opening)
 
 
 def _received(turn: ChatTurn, completion_id: str, text: str, format_: Format) -> ParsedMessage | None:
