@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llamaslot.api.responses.store import Conversation, ResponseStore, StoredResponse
+from llamaslot.api.responses.store import ResponseStore, StoreAccess, StoredResponse
 from llamaslot.base.errors import NotFoundError
 from llamaslot.base.generation.responses import References
 from tests.api.response_events import RESPONSES, events_of, put_together, text_of
@@ -199,13 +199,13 @@ def test_items_that_a_later_response_needs_are_kept_and_counted() -> None:
 def test_a_response_that_a_request_continues_is_kept_until_it_ends() -> None:
     store = ResponseStore(max_responses=1, max_bytes=1000)
     assert store.put(stored("1", 600))
-    conversation = Conversation(store, "")
-    assert conversation.find(References("1")).history == (b"[]", b"[{}]")
+    access = StoreAccess(store, "")
+    assert access.find(References("1")).history == (b"[]", b"[{}]")
     assert store.put(stored("2", 10))
     assert store.n_bytes == 604 + 14
     assert not store.put(stored("3", 900)), "the first is in use"
-    assert conversation.put("4", b"b", b"[]", {})
-    conversation.close()
+    assert access.put("4", b"b", b"[]", {})
+    access.close()
     assert store.get("", "4").input_lists() == [b"[]", b"[{}]", b"[]"]
     assert store.n_bytes == 604 + 3
     store.delete("", "4")
@@ -215,16 +215,16 @@ def test_a_response_that_a_request_continues_is_kept_until_it_ends() -> None:
 def test_the_limits_hold_whatever_is_done() -> None:
     chance = random.Random(5)
     store = ResponseStore(max_responses=8, max_bytes=3000)
-    held: list[Conversation] = []
+    held: list[StoreAccess] = []
     names: list[str] = []
     for i in range(3000):
-        conversation = Conversation(store, "")
+        access = StoreAccess(store, "")
         if names and chance.random() < 0.7:
             try:
-                conversation.find(References(chance.choice(names[-12:])))
+                access.find(References(chance.choice(names[-12:])))
             except NotFoundError:
                 continue
-        held.append(conversation)
+        held.append(access)
         if len(held) > 3 or chance.random() < 0.5:
             each = held.pop(chance.randrange(len(held)))
             if each.put(f"r{i}", b"b" * chance.randrange(900), b"[]", {f"i{i}": b"{}"}):
@@ -235,8 +235,8 @@ def test_the_limits_hold_whatever_is_done() -> None:
             delete(store, names[-1])
         assert len(store) <= 8
         assert store.n_bytes <= 3000
-    for conversation in held:
-        conversation.close()
+    for access in held:
+        access.close()
     for name in names:
         delete(store, name)
     assert (len(store), store.n_bytes) == (0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -13,8 +14,8 @@ from llamaslot.api.generation.request_handling import complete, count_prompt_tok
 from llamaslot.api.json_bodies import json_response
 from llamaslot.api.middleware import KEYS, given_key
 from llamaslot.api.responses.reply_types import Deleted, InputTokens, ItemList
-from llamaslot.api.responses.responses import CONVERSATION, ResponsesReplyWriter
-from llamaslot.api.responses.store import Conversation, ResponseStore, StoredResponse
+from llamaslot.api.responses.responses import STORE_ACCESS, ResponsesReplyWriter
+from llamaslot.api.responses.store import ResponseStore, StoreAccess, StoredResponse
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
 from llamaslot.base.namespaces import tenant_name
 
@@ -25,20 +26,15 @@ _IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
 
 async def create(request: web.Request) -> web.StreamResponse:
     """Reply to text or items, and store the response unless `store` is false."""
-    conversation = request[CONVERSATION] = _conversation(request)
-    try:
-        return await complete(request, "responses", ResponsesReplyWriter, conversation.find)
-    finally:
-        conversation.close()
+    with closing(_store_access(request)) as access:
+        request[STORE_ACCESS] = access
+        return await complete(request, "responses", ResponsesReplyWriter, access.find)
 
 
 async def count(request: web.Request) -> web.Response:
     """Return the tokens of the prompt that a response would be generated for."""
-    conversation = _conversation(request)
-    try:
-        return json_response(InputTokens(await count_prompt_tokens(request, "responses", conversation.find)))
-    finally:
-        conversation.close()
+    with closing(_store_access(request)) as access:
+        return json_response(InputTokens(await count_prompt_tokens(request, "responses", access.find)))
 
 
 async def retrieve(request: web.Request) -> web.Response:
@@ -85,8 +81,8 @@ def _stored(request: web.Request) -> StoredResponse:
     return request.app[RESPONSES].get(_namespace(request), request.match_info["response_id"])
 
 
-def _conversation(request: web.Request) -> Conversation:
-    return Conversation(request.app[RESPONSES], _namespace(request))
+def _store_access(request: web.Request) -> StoreAccess:
+    return StoreAccess(request.app[RESPONSES], _namespace(request))
 
 
 def _namespace(request: web.Request) -> str:

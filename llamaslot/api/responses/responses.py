@@ -26,7 +26,7 @@ from llamaslot.api.responses.reply_types import (
     ResponseUsage,
     Status,
 )
-from llamaslot.api.responses.store import Conversation
+from llamaslot.api.responses.store import StoreAccess
 from llamaslot.api.sse import typed_event
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import Finished, Output
@@ -41,7 +41,7 @@ _CODES = {
 """OpenAI's codes of failed responses by our types of errors."""
 LLAMA_SERVER_PATH = "/responses"
 """Path on which a stream that a limit has cut ends with `response.completed`, as llama-server's clients expect."""
-CONVERSATION = web.RequestKey("CONVERSATION", Conversation)
+STORE_ACCESS = web.RequestKey("STORE_ACCESS", StoreAccess)
 
 
 class ResponsesReplyWriter(ReplyWriter):
@@ -139,8 +139,8 @@ class ResponsesReplyWriter(ReplyWriter):
         response = self._response(status, **fields)
         if self._fields.store:
             items = {item.id: encode(item) for item in output}
-            conversation = self._reply.request[CONVERSATION]
-            if not conversation.put(self._reply.id, bytes(response), self._fields.input, items):
+            access = self._reply.request[STORE_ACCESS]
+            if not access.put(self._reply.id, bytes(response), self._fields.input, items):
                 return self._response(status, store=False, **fields)
         return response
 

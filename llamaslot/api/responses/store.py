@@ -139,8 +139,8 @@ class ResponseStore:
             each = previous
 
 
-class Conversation:
-    """The use that one request makes of the store: what it continues, and the response that it adds."""
+class StoreAccess:
+    """Access of one request to the store: to the response that it continues, and to add its own."""
 
     def __init__(self, store: ResponseStore, namespace: str) -> None:
         self._store = store
