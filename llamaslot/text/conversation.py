@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
-from llamaslot.base.errors import InvalidRequestError
+from llamaslot.text.json_fields import checked_list, checked_object, object_of, refuse_field, text_of
 
 Message: TypeAlias = dict[str, Any]
 Conversation: TypeAlias = list[Message]
@@ -19,22 +19,21 @@ Conversation: TypeAlias = list[Message]
 def clean_message(message: Mapping[str, Any], index: int) -> Message:
     """Return the role, the content (text or text parts, never null) and the other fields that templates read."""
     where = f"messages[{index}]"
-    if not isinstance(message, Mapping):
-        _refuse(where, "must be an object")
-    role = _text(message, "role", where)
+    checked_object(message, where)
+    role = text_of(message, "role", where)
     has_calls = role == "assistant" and bool(message.get("tool_calls"))
     if "content" not in message and not has_calls:
         extra = " or 'tool_calls'" if role == "assistant" else ""
-        _refuse(where, f"must contain 'content'{extra}")
+        refuse_field(where, f"must contain 'content'{extra}")
     content = message.get("content")
     if content is None and role != "assistant":
-        _refuse(f"{where}.content", "must be text or a list of parts: only an assistant's may be null")
+        refuse_field(f"{where}.content", "must be text or a list of parts: only an assistant's may be null")
     clean: Message = {"role": role, "content": _content(content, f"{where}.content")}
     for key in ("reasoning_content", "name", "tool_call_id"):
         if message.get(key):
-            clean[key] = _text(message, key, where)
+            clean[key] = text_of(message, key, where)
     if message.get("tool_calls"):
-        calls = _list(message["tool_calls"], f"{where}.tool_calls")
+        calls = checked_list(message["tool_calls"], f"{where}.tool_calls")
         clean["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return clean
 
@@ -46,7 +45,7 @@ def clean_tool(tool: Mapping[str, Any], index: int) -> Message:
     return {
         "type": "function",
         "function": {
-            "name": _text(function, "name", f"{where}.function"),
+            "name": text_of(function, "name", f"{where}.function"),
             "description": function.get("description") or "",
             "parameters": function.get("parameters") or {"type": "object", "properties": {}},
         },
@@ -61,16 +60,15 @@ def joined(content: str | Sequence[Mapping[str, Any]], separator: str) -> str:
 def _content(content: Any, where: str) -> str | list[Message]:
     if content is None or isinstance(content, str):
         return content or ""
-    return [_part(part, f"{where}[{i}]") for i, part in enumerate(_list(content, where))]
+    return [_part(part, f"{where}[{i}]") for i, part in enumerate(checked_list(content, where))]
 
 
 def _part(part: Any, where: str) -> Message:
-    if not isinstance(part, Mapping):
-        _refuse(where, "must be an object")
-    kind = _text(part, "type", where)
+    checked_object(part, where)
+    kind = text_of(part, "type", where)
     if kind != "text":
-        _refuse(where, f"is of type '{kind}': this server takes text only")
-    return {"type": "text", "text": _text(part, "text", where)}
+        refuse_field(where, f"is of type '{kind}': this server takes text only")
+    return {"type": "text", "text": text_of(part, "text", where)}
 
 
 def _call(call: Any, where: str) -> Message:
@@ -79,37 +77,17 @@ def _call(call: Any, where: str) -> Message:
     clean: Message = {
         "type": "function",
         "function": {
-            "name": _text(function, "name", f"{where}.function"),
+            "name": text_of(function, "name", f"{where}.function"),
             "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
         },
     }
     if call.get("id"):
-        clean["id"] = _text(call, "id", where)
+        clean["id"] = text_of(call, "id", where)
     return clean
 
 
 def _function(value: Any, where: str) -> Mapping[str, Any]:
     """Return the function of a tool or of a tool call."""
     if not isinstance(value, Mapping) or value.get("type") != "function":
-        _refuse(where, "must be an object of type 'function'")
-    function = value.get("function")
-    if not isinstance(function, Mapping):
-        _refuse(f"{where}.function", "must be an object")
-    return function
-
-
-def _text(value: Mapping[str, Any], key: str, where: str) -> str:
-    text = value.get(key)
-    if not isinstance(text, str):
-        _refuse(f"{where}.{key}", "must be text")
-    return text
-
-
-def _list(value: Any, where: str) -> Sequence[Any]:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        _refuse(where, "must be a list")
-    return value
-
-
-def _refuse(where: str, why: str) -> NoReturn:
-    raise InvalidRequestError(f"'{where}' {why}", param=where)
+        refuse_field(where, "must be an object of type 'function'")
+    return object_of(value, "function", where)

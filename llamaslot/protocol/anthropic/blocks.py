@@ -1,27 +1,12 @@
-"""Access to JSON values of a body, with errors that name the field."""
+"""Content blocks of Anthropic's messages, with the place of each for errors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llamaslot.base.errors import InvalidRequestError, NotSupportedError
-
-
-def text_of(value: Mapping[str, Any], key: str, where: str) -> str:
-    """Return a field that must be text."""
-    text = value.get(key)
-    if not isinstance(text, str):
-        raise InvalidRequestError(f"'{where}.{key}' must be text", param=f"{where}.{key}")
-    return text
-
-
-def object_of(value: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
-    """Return a field that must be an object."""
-    found = value.get(key)
-    if not isinstance(found, Mapping):
-        raise InvalidRequestError(f"'{where}.{key}' must be an object", param=f"{where}.{key}")
-    return found
+from llamaslot.base.errors import NotSupportedError
+from llamaslot.text.json_fields import checked_object, refuse_field, text_of
 
 
 def content_blocks(content: Any, where: str) -> list[tuple[str, Mapping[str, Any], str]]:
@@ -29,12 +14,11 @@ def content_blocks(content: Any, where: str) -> list[tuple[str, Mapping[str, Any
     if isinstance(content, str):
         return [("text", {"text": content}, where)]
     if not isinstance(content, Sequence):
-        raise InvalidRequestError(f"'{where}' must be text or a list of content blocks", param=where)
+        refuse_field(where, "must be text or a list of content blocks")
     blocks = []
     for i, block in enumerate(content):
         place = f"{where}[{i}]"
-        if not isinstance(block, Mapping):
-            raise InvalidRequestError(f"'{place}' must be an object", param=place)
+        checked_object(block, place)
         blocks.append((text_of(block, "type", place), block, place))
     return blocks
 

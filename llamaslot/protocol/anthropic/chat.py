@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
-from llamaslot.protocol.anthropic.blocks import object_of, text_of
 from llamaslot.protocol.anthropic.bodies import CountTokensBody, ThinkingConfig, ToolChoice
-from llamaslot.protocol.anthropic.messages import Message, conversation_of
+from llamaslot.protocol.anthropic.messages import conversation_of
 from llamaslot.protocol.bodies import ChatBody, options_of
 from llamaslot.protocol.decoding import FieldNames, whole
 from llamaslot.protocol.structured_options import JsonSchemaFormat, ResponseFormat
+from llamaslot.text.conversation import Message
+from llamaslot.text.json_fields import object_of, text_of
 
 _CHOICES = ("n", "n_cmpl")
 _EXTRAS = ("logprobs", "top_logprobs", "n_probs", "return_tokens", "timings_per_token", "return_progress")

@@ -13,10 +13,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from llamaslot.base.errors import InvalidRequestError
-from llamaslot.protocol.anthropic.blocks import content_blocks, object_of, text_of, unsupported_block
+from llamaslot.protocol.anthropic.blocks import content_blocks, unsupported_block
+from llamaslot.text.conversation import Message
+from llamaslot.text.json_fields import object_of, refuse_field, text_of
 
-Message: TypeAlias = dict[str, Any]
 Blocks: TypeAlias = list[tuple[str, Mapping[str, Any], str]]
 
 _BILLING_STAMP = re.compile(r"(x-anthropic-billing-header:.*?cch=)[^;]{5}(?=;)", re.DOTALL)
@@ -42,9 +42,7 @@ def conversation_of(system: str | Sequence[Any] | None, messages: Sequence[Mappi
             case "system":
                 _add_system(conversation, _texts(blocks))
             case _:
-                raise InvalidRequestError(
-                    f"'{where}.role' must be one of user, assistant, system", param=f"{where}.role"
-                )
+                refuse_field(f"{where}.role", "must be one of user, assistant, system")
     if all(message["role"] == "system" for message in conversation):
         # llama-server answers it; most chat templates want a message of the user.
         conversation.append({"role": "user", "content": ""})

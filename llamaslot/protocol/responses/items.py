@@ -9,13 +9,14 @@ import base64
 import binascii
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
-from llamaslot.base.errors import InvalidRequestError, NotSupportedError
+from llamaslot.base.errors import NotSupportedError
 from llamaslot.protocol.responses.tools import LOCAL_SHELL, custom_arguments, function_name
+from llamaslot.text.conversation import Message, joined
+from llamaslot.text.json_fields import checked_object, object_of, refuse_field, text_of
 
 Item = Mapping[str, Any]
-Message = dict[str, Any]
 
 _MARK = "llamaslot:"
 """Begins encoded reasoning, to tell it from that of other servers, which cannot be read."""
@@ -73,11 +74,11 @@ class Turns:
             case "reasoning":
                 self._add_reasoning(item, where)
             case "function_call":
-                name = function_name(_text(item, "name", where), item.get("namespace"))
-                self._add_call(item, name, _text(item, "arguments", where), where)
+                name = function_name(text_of(item, "name", where), item.get("namespace"))
+                self._add_call(item, name, text_of(item, "arguments", where), where)
             case "custom_tool_call":
-                name = function_name(_text(item, "name", where), item.get("namespace"))
-                self._add_call(item, name, custom_arguments(_text(item, "input", where)), where)
+                name = function_name(text_of(item, "name", where), item.get("namespace"))
+                self._add_call(item, name, custom_arguments(text_of(item, "input", where)), where)
             case "local_shell_call":
                 self._add_call(item, LOCAL_SHELL, _shell_arguments(item, where), where)
             case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
@@ -89,7 +90,7 @@ class Turns:
     def _add_message(self, item: Item, where: str) -> None:
         role = item.get("role")
         if role not in ("user", "assistant", *_SYSTEM):
-            _refuse(f"{where}.role", "must be user, assistant, system or developer")
+            refuse_field(f"{where}.role", "must be user, assistant, system or developer")
         content = _content(item.get("content"), f"{where}.content")
         if role == "assistant":
             turn = self._turn(fits=lambda turn: not turn["content"] and "tool_calls" not in turn)
@@ -99,7 +100,7 @@ class Turns:
         last = self.messages[0] if len(self.messages) == 1 else {}
         if role in _SYSTEM and last.get("role") in _SYSTEM:
             # Most templates read one system message only, the first.
-            last["content"] = f"{_joined(last['content'])}\n\n{_joined(content)}"
+            last["content"] = _joined(last["content"], content)
         else:
             self.messages.append({"role": role, "content": content})
 
@@ -111,16 +112,11 @@ class Turns:
             turn["reasoning_content"] = reasoning
 
     def _add_call(self, item: Item, name: str, arguments: str, where: str) -> None:
-        call_id = item.get("call_id") or item.get("id")
-        if not isinstance(call_id, str):
-            _refuse(f"{where}.call_id", "must be text")
-        call = {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
+        call = {"type": "function", "id": _call_id(item, where), "function": {"name": name, "arguments": arguments}}
         self._turn(fits=lambda turn: True).setdefault("tool_calls", []).append(call)
 
     def _add_output(self, item: Item, where: str) -> None:
-        call_id = item.get("call_id") or item.get("id")
-        if not isinstance(call_id, str):
-            _refuse(f"{where}.call_id", "must be text")
+        call_id = _call_id(item, where)
         self._is_open = False
         content = _content(item.get("output"), f"{where}.output")
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
@@ -144,7 +140,7 @@ def fitted(messages: list[Message], *, later_system: bool, user_twice: bool) -> 
     for message in messages:
         each = {**message, "role": "user"} if found and message["role"] in _SYSTEM and not later_system else message
         if not user_twice and found and each["role"] == found[-1]["role"] == "user":
-            content = f"{_joined(found[-1]['content'])}\n\n{_joined(each['content'])}"
+            content = _joined(found[-1]["content"], each["content"])
             found[-1] = {"role": "user", "content": content}
         else:
             found.append(each)
@@ -156,17 +152,16 @@ def _content(content: Any, where: str) -> str | list[Message]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        _refuse(where, "must be text or a list of parts")
+        refuse_field(where, "must be text or a list of parts")
     parts = []
     for index, part in enumerate(content):
         place = f"{where}[{index}]"
-        if not isinstance(part, Mapping):
-            _refuse(place, "must be an object")
+        checked_object(part, place)
         kind = part.get("type")
         if kind == "refusal":
-            parts.append({"type": "text", "text": _text(part, "refusal", place)})
+            parts.append({"type": "text", "text": text_of(part, "refusal", place)})
         elif kind in _TEXT_PARTS:
-            parts.append({"type": "text", "text": _text(part, "text", place)})
+            parts.append({"type": "text", "text": text_of(part, "text", place)})
         else:
             message = f"'{place}' is of type '{kind}': this server takes text only"
             raise NotSupportedError(message, param=place)
@@ -174,27 +169,22 @@ def _content(content: Any, where: str) -> str | list[Message]:
 
 
 def _optional_text(parts: Any, where: str) -> str:
-    return _joined(_content(parts, where)) if isinstance(parts, list) else ""
+    return joined(_content(parts, where), "\n") if isinstance(parts, list) else ""
 
 
-def _joined(content: str | list[Message]) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+def _joined(first: str | list[Message], second: str | list[Message]) -> str:
+    """Return two contents as one text."""
+    return "\n\n".join(joined(each, "\n") for each in (first, second))
 
 
 def _shell_arguments(item: Item, where: str) -> str:
-    action = item.get("action")
-    if not isinstance(action, Mapping):
-        _refuse(f"{where}.action", "must be an object")
+    action = object_of(item, "action", where)
     known = ("command", "working_directory", "timeout_ms")
     return json.dumps({key: action[key] for key in known if action.get(key) is not None}, ensure_ascii=False)
 
 
-def _text(value: Mapping[str, Any], key: str, where: str) -> str:
-    text = value.get(key)
-    if not isinstance(text, str):
-        _refuse(f"{where}.{key}", "must be text")
-    return text
-
-
-def _refuse(where: str, why: str) -> NoReturn:
-    raise InvalidRequestError(f"'{where}' {why}", param=where)
+def _call_id(item: Item, where: str) -> str:
+    call_id = item.get("call_id") or item.get("id")
+    if not isinstance(call_id, str):
+        refuse_field(f"{where}.call_id", "must be text")
+    return call_id
