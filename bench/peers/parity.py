@@ -1,9 +1,9 @@
-"""The same 60 greedy requests to llama-server and llamaslot: token ids, counts, finish reasons, JSON.
+"""Compares the replies of llama-server and llamaslot to the same 60 greedy requests.
 
-Without a constraint both must generate the same token ids. Where they part, llama-server's two best tokens at that
-place must lie closer together than rounding moves logits (`NOISE`): such requests are counted, and not compared
-further. With a schema both replies must be valid and end for the same reason: the two follow the same schema with
-different masks, which allow whitespace in different places.
+Without a constraint both must generate the same token ids. Where they diverge, the logits of llama-server's two
+best tokens at that place must be closer together than rounding moves them (`NOISE`): such requests are counted, and
+not compared further. With a schema both replies must be valid and end for the same reason: the two follow the same
+schema with different masks, which allow whitespace in different places.
 """
 
 from __future__ import annotations
@@ -120,27 +120,21 @@ async def _run(model: Path, *, title: str, threads: int, folder: Path, server_fl
 def _compared(number: int, case: Case, peer: Mapping[str, Any], own: Mapping[str, Any]) -> list[Difference]:
     """Return how two replies differ."""
     if case.schema is not None:
-        theirs, ours = peer["choices"][0], own["choices"][0]
-        pairs = {
-            "valid": (_is_valid(theirs, case.schema), _is_valid(ours, case.schema)),
-            "finish_reason": (theirs["finish_reason"], ours["finish_reason"]),
-            "prompt_tokens": (peer["usage"]["prompt_tokens"], own["usage"]["prompt_tokens"]),
-        }
-        return [Difference(number, what, str(a), str(b)) for what, (a, b) in pairs.items() if a != b]
-    rows = [_tokens(each) for each in (peer, own)]
-    ids = [[each["id"] for each in row] for row in rows]
-    n = next((i for i, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), None)
-    if n is not None:
-        best = [each["logprob"] for each in rows[0][n]["top_logprobs"]]
-        gap = best[0] - best[1]
-        what = "near-tie" if gap < NOISE else "tokens"
-        return [Difference(number, what, f"{ids[0][n]} at {n}, {gap:.3f} apart", str(ids[1][n]))]
-    theirs, ours = _facts(peer), _facts(own)
-    return [
-        Difference(number, name, str(theirs[name]), str(ours[name]))
-        for name in theirs
-        if theirs[name] != ours[name]
-    ]
+        return _differences(number, _constrained_facts(peer, case.schema), _constrained_facts(own, case.schema))
+    peer_row, own_row = _tokens(peer), _tokens(own)
+    pairs = enumerate(zip(peer_row, own_row, strict=False))
+    n = next((i for i, (a, b) in pairs if a["id"] != b["id"]), None)
+    if n is None:
+        return _differences(number, _facts(peer), _facts(own))
+    best = [each["logprob"] for each in peer_row[n]["top_logprobs"]]
+    gap = best[0] - best[1]
+    what = "near-tie" if gap < NOISE else "tokens"
+    return [Difference(number, what, f"{peer_row[n]['id']} at {n}, {gap:.3f} apart", str(own_row[n]["id"]))]
+
+
+def _differences(number: int, peer: Mapping[str, Any], own: Mapping[str, Any]) -> list[Difference]:
+    """Return the facts of two replies that are not equal."""
+    return [Difference(number, name, str(peer[name]), str(own[name])) for name in peer if peer[name] != own[name]]
 
 
 def _tokens(reply: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -164,8 +158,18 @@ def _facts(reply: Mapping[str, Any]) -> dict[str, Any]:
     return {name: reply[name] for name in names}
 
 
+def _constrained_facts(reply: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must be equal in replies with a schema."""
+    choice = reply["choices"][0]
+    return {
+        "valid": _is_valid(choice, schema),
+        "finish_reason": choice["finish_reason"],
+        "prompt_tokens": reply["usage"]["prompt_tokens"],
+    }
+
+
 def _is_valid(choice: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
-    """Return True if the content matches the schema, as a validator sees it that constrains nothing."""
+    """Return True if the content matches the schema, according to a validator that has no part in decoding."""
     try:
         jsonschema.validate(msgspec.json.decode(choice["message"]["content"]), schema)
     except (msgspec.DecodeError, jsonschema.ValidationError):

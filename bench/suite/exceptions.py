@@ -11,9 +11,9 @@ EXCEPTIONS: tuple[tuple[str, str], ...] = (
     ("test_local_media_file|_vision_|_with_image", "there is no vision"),
     ("test_metrics_embedding_prompt_is_counted", "there are no embeddings"),
 )
-"""Regular expressions for a test's id, and why llamaslot fails what they match."""
+"""Regular expressions for the ids of tests, each with the reason why llamaslot fails them."""
 
 
 def reason(test: str) -> str | None:
-    """Why llamaslot need not pass this test; None if it must."""
+    """Return the reason why llamaslot need not pass a test; None if it must."""
     return next((why for pattern, why in EXCEPTIONS if re.search(pattern, test)), None)

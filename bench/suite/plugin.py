@@ -43,8 +43,8 @@ CONSTRAINED = (
 # `utils.py` imports it for downloads only, and it is not among this project's packages.
 sys.modules.setdefault("wget", ModuleType("wget"))
 
-
 _test = ""
+"""Name of the test that runs, without its parameters."""
 
 
 def pytest_sessionstart() -> None:

@@ -49,7 +49,10 @@ class Result:
 
 
 def run(*, servers: Sequence[str], files: Sequence[str], options: Sequence[str], any_words: bool, out: Path) -> int:
-    """Run the files on each server, print what llamaslot fails, write all results; 1 if a failure is unexpected."""
+    """Run the files on each server, print what llamaslot fails and write all results.
+
+    Returns the exit status: 1 if a failure is unexpected.
+    """
     folder = out / "llama-suite"
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, list[Result]]] = {}
@@ -67,7 +70,7 @@ def run(*, servers: Sequence[str], files: Sequence[str], options: Sequence[str],
 
 
 def _environment(server: str, folder: Path, any_words: bool) -> dict[str, str]:
-    """The environment of the suite's pytest and of the servers that it starts."""
+    """Return the environment of the suite's pytest and of the servers that it starts."""
     program = (folder / "start").resolve()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m {start.__name__} "$@"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -88,7 +91,7 @@ def _environment(server: str, folder: Path, any_words: bool) -> dict[str, str]:
 def _run_file(
     server: str, file: str, environment: Mapping[str, str], options: Sequence[str], folder: Path
 ) -> list[Result]:
-    """The results of one file's tests; what pytest and the servers print goes to a log."""
+    """Run one file's tests and return their results; the output of pytest and of the servers goes to a log."""
     found = (folder / f"{server}-{file}.jsonl").resolve()
     found.write_text("")
     suite = build.llama_cpp_source() / "tools" / "server" / "tests"
@@ -113,7 +116,7 @@ def _run_file(
 
 
 def _table(results: Mapping[str, Mapping[str, Sequence[Result]]], files: Sequence[str]) -> Table:
-    """How many tests of each file had which outcome."""
+    """Return the number of each file's tests by their outcome."""
     table = Table(title=f"tests of llama-server that {', '.join(OUTCOMES)}")
     table.add_column("file")
     for server in results:

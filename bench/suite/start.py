@@ -19,16 +19,17 @@ FLAGS = "LLAMASLOT_SUITE_FLAGS"
 """Environment variable with further flags, separated by spaces."""
 STARTS = "LLAMASLOT_SUITE_STARTS"
 """Environment variable with the file that gets the suite's flags of each start, as a JSON line."""
-OF_THE_MODEL = ("--model", "--model-url", "--hf-repo", "--hf-file", "--mmproj-url", "--model-draft")
+MODEL_FLAGS = ("--model", "--model-url", "--hf-repo", "--hf-file", "--mmproj-url", "--model-draft")
+"""Flags that choose a model; each has a value."""
 
 
 def command(flags: Sequence[str]) -> list[str]:
-    """The server's command for the suite's flags, with the model in place of those that choose one."""
+    """Return the server's command for the suite's flags, with the local model in place of the one they choose."""
     kept, is_value, has_model = [], False, False
     for flag in flags:
         if is_value:
             is_value = False
-        elif flag in OF_THE_MODEL:
+        elif flag in MODEL_FLAGS:
             is_value = has_model = True
         else:
             kept.append(flag)
