@@ -29,7 +29,8 @@ from llamaslot.prompts.sessions import session_digest
 
 if TYPE_CHECKING:
     # The parent of a worker process, which knows its jobs, needs neither numpy nor Jinja.
-    from llamaslot.prompts.tokenizer import PromptContext, Tokenizer
+    from llamaslot.prompts.prompt_context import PromptContext
+    from llamaslot.prompts.tokenizer import Tokenizer
     from llamaslot.protocol.request_reader import RequestReader
 
 

@@ -8,7 +8,7 @@ messages of a conversation here, and has its prompt continue with their tokens.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,12 +23,10 @@ from llamaslot.base.tokens import WIDTH, packed
 from llamaslot.formats.format import Format
 from llamaslot.formats.parsed_message import ParsedMessage
 from llamaslot.prompts.lru_cache import LruCache
+from llamaslot.prompts.prompt_context import PromptContext
 from llamaslot.prompts.sessions import session_digest
 from llamaslot.protocol.replies.meaning import digest_of, reasoning_meaning, reply_meaning
 from llamaslot.protocol.replies.rendering import Rendering
-
-if TYPE_CHECKING:
-    from llamaslot.prompts.tokenizer import PromptContext
 
 _MAX_CLOSING = 80
 """Characters kept of the end of a reply's text."""

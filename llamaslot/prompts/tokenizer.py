@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -45,6 +45,7 @@ from llamaslot.base.tokens import Tokens, n_common, packed, unpacked
 from llamaslot.prompts.cut_points import CutPoint, PromptText, TextScanner, exact_cut_tokens, n_characters
 from llamaslot.prompts.detokenized import DetokenizedText, detokenize_with_markers
 from llamaslot.prompts.lru_cache import LruCache
+from llamaslot.prompts.prompt_context import PromptContext
 from llamaslot.prompts.reply_memory import ReplyMemory
 from llamaslot.prompts.session_matching import SessionComparison
 from llamaslot.prompts.sessions import MAX_BYTES, Session, session_digest
@@ -54,18 +55,6 @@ _MAX_TAIL = 2**14
 """Most characters after the last cut point for a reply to get an anchor: all of them are tokenized again then."""
 MIN_KEPT_CHARACTERS = 100
 """Characters of a session's text that a prompt must keep where it departs from it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptContext:
-    """A tokenized prompt, with what is needed to remember the reply to it."""
-
-    submit: Submit
-    prompt: TokenizedPrompt
-    text: PromptText | None = None
-    """None where the prompt's text gets no tokens but its own."""
-    n_head: int | None = None
-    """Tokens before the last cut point; None where it lies within a token."""
 
 
 def tokenize_parts(vocab: Vocab, parts: Iterable[PromptPart], *, add_special: bool) -> Tokens:

@@ -16,7 +16,8 @@ from llamaslot.base.commands import Submit, TextPart, TokensPart
 from llamaslot.base.tokens import Tokens
 from llamaslot.prompts import cut_points
 from llamaslot.prompts.cut_points import exact_cut_tokens
-from llamaslot.prompts.tokenizer import PromptContext, Tokenizer
+from llamaslot.prompts.prompt_context import PromptContext
+from llamaslot.prompts.tokenizer import Tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"
 N_CTX = 2**17

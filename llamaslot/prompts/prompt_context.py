@@ -1,0 +1,21 @@
+"""Context of a tokenized prompt, kept until its request is released, to remember the reply to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamaslot.base.commands import Submit
+from llamaslot.base.prompt import TokenizedPrompt
+from llamaslot.prompts.cut_points import PromptText
+
+
+@dataclass(frozen=True, slots=True)
+class PromptContext:
+    """A tokenized prompt, with what is needed to remember the reply to it."""
+
+    submit: Submit
+    prompt: TokenizedPrompt
+    text: PromptText | None = None
+    """None where the prompt's text gets no tokens but its own."""
+    n_head: int | None = None
+    """Tokens before the last cut point; None where it lies within a token."""
