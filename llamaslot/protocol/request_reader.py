@@ -22,7 +22,7 @@ from llamaslot.base.commands import (
     TextPart,
     TokensPart,
 )
-from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError
+from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError, NotSupportedError
 from llamaslot.base.generation.responses import EarlierItems
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import salt_namespace
@@ -135,11 +135,11 @@ class RequestReader:
         body: CompletionBody | InfillBody
         if job.kind == "infill":
             body = decode(job.body, InfillBody)
-            unsupported.refuse(body)
+            _refuse_missing(body)
             prompts = [self._infill.of_parts(body, job.context)]
         else:
             body = decode(job.body, CompletionBody)
-            unsupported.refuse(body, is_text_completion=job.kind != "native")
+            _refuse_missing(body, is_text=job.kind != "native")
             prompts = prompts_of(body, self._info.n_vocab, job.context.limits.max_prompts)
             if body.suffix:
                 for prompt in prompts:
@@ -176,7 +176,7 @@ class RequestReader:
     def _chat(self, body: ChatBody, job: ParseBody) -> ParsedBody:
         """Read a chat: the body of a job, or what a body of another API was converted to."""
         context = job.context
-        unsupported.refuse(body)
+        _refuse_missing(body)
         chat = self._chats.read(body, context, is_run=job.is_run)
         self._check_size(chat.parts)
         default = self._defaults.next() if job.is_run else None
@@ -248,7 +248,7 @@ class RequestReader:
     def _apply_template(self, job: AnswerBody) -> dict[str, str]:
         """Return the prompt that the template makes of a conversation and its tools."""
         body = decode(job.body, ChatBody)
-        unsupported.refuse(body)
+        _refuse_missing(body)
         parts = self._chats.render(body, job.reasoning)
         return {"prompt": "".join(part.text for part in parts)}
 
@@ -268,6 +268,21 @@ class RequestReader:
         """Return the text of token ids."""
         tokens = checked(decode(job.body, DetokenizeBody).tokens or (), self._info.n_vocab, "tokens")
         return {"content": self._tokenizer.detokenize(Detokenize(tokens)).content}
+
+
+def _refuse_missing(body: Options, *, is_text: bool = False) -> None:
+    """Raise `NotSupportedError` for the first field that asks for what the server, or this endpoint, does not have.
+
+    `is_text` is true for OpenAI's text completions.
+    """
+    unsupported.refuse(body)
+    if is_text:
+        return
+    if body.best_of is not None and body.best_of > (body.n or 1):
+        raise NotSupportedError("'best_of' above 'n' is for /v1/completions only", param="best_of")
+    for name in ("echo", "suffix"):
+        if getattr(body, name):
+            raise NotSupportedError(f"'{name}' is for /v1/completions only", param=name)
 
 
 def _reply_options(body: Options, submits: tuple[Submit, ...], context: RequestContext) -> ReplyOptions:

@@ -7,14 +7,11 @@ off is accepted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
 from llamaslot.base.errors import NotSupportedError
-
-if TYPE_CHECKING:
-    from llamaslot.protocol.bodies import Options
 
 
 def _off(is_off: Callable[[Any], bool]) -> msgspec.Meta:
@@ -44,16 +41,9 @@ _OFF: dict[str, Callable[[Any], bool]] = {
 """Predicates by field."""
 
 
-def refuse(options: Options, *, is_text_completion: bool = False) -> None:
-    """Raise `NotSupportedError` for the first feature that a request turns on and its endpoint does not have."""
+def refuse(options: UnsupportedOptions) -> None:
+    """Raise `NotSupportedError` for the first feature that a request turns on."""
     for name, is_off in _OFF.items():
         value = getattr(options, name)
         if value is not None and not is_off(value):
             raise NotSupportedError(f"'{name}' asks for something that is not supported yet", param=name)
-    if is_text_completion:
-        return
-    if options.best_of is not None and options.best_of > (options.n or 1):
-        raise NotSupportedError("'best_of' above 'n' is for /v1/completions only", param="best_of")
-    for name in ("echo", "suffix"):
-        if getattr(options, name):
-            raise NotSupportedError(f"'{name}' is for /v1/completions only", param=name)
