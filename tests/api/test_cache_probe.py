@@ -16,6 +16,7 @@ MESSAGES = [{"role": "system", "content": LONG}, {"role": "user", "content": "Be
 
 async def agree(server: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The probe of a body, which must be what the request itself reports."""
+    await server.idle()
     probe = await server.ok("/cache/probe", body)
     reply = await server.ok(path, {**body, "max_tokens": 2})
     cache = reply["cache"]
