@@ -14,7 +14,7 @@ import msgspec
 from llamaslot.base.generation.replies import ChatTurn
 from llamaslot.base.generation.responses import EarlierItems, References, ResponseFields
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.generation.tools import MessageForm, ReasoningBudget, ReasoningDefaults
+from llamaslot.base.generation.tools import ParserOptions, ReasoningBudget, ReasoningDefaults
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.turns import Sender
@@ -239,8 +239,8 @@ class ReplyOptions(msgspec.Struct, frozen=True):
     """The probabilities are there to find the best completions only."""
     response_fields: tuple[str, ...] = ()
     """Fields that llama-server's reply is reduced to; empty for all."""
-    message: MessageForm = MessageForm()
-    """The form of a chat's reply."""
+    parser: ParserOptions = ParserOptions()
+    """For the message of a chat's reply."""
     omit_reasoning: bool = False
     """The text of the reasoning is left out of the reply."""
     sse_ping_interval: int | None = None

@@ -9,13 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from llamaslot.base.generation.tools import MessageForm, Tool
+from llamaslot.base.generation.tools import ParserOptions, Tool
 from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.grammar import GrammarWriter, Thinking
 from llamaslot.formats.message import (
     CallMarkers,
     OutputParser,
-    ParserOptions,
     ReadCalls,
     ReasoningTags,
     StreamParser,
@@ -80,22 +79,15 @@ class Format(ABC):
         tags = (self.reasoning.start, self.reasoning.end) if self.reasoning else ()
         return tuple(dict.fromkeys((*markers.calls, *markers.left_over, *markers.ignored, *tags)))
 
-    def parser(self, form: MessageForm) -> OutputParser:
+    def parser(self, options: ParserOptions) -> OutputParser:
         """Return a parser for one message.
 
         Without `parse_tools`, or without tools, calls are content. Unless they are `parallel`, only the first call
         is reported. `reasoning_open` is what `reasoning_open_at` returned for the prompt.
         """
-        options = ParserOptions(
-            {tool.name: tool for tool in form.tools},
-            form.reasoning_open,
-            form.reasoning_format,
-            form.parse_tools and bool(form.tools),
-            form.parallel,
-        )
         reader = Reader()
         output = Output(
-            trim=options.parse_tools or self.reasoning is not None,
+            trim=options.reads_calls or self.reasoning is not None,
             reasoning_as_content=options.reasoning_format == "none",
             parallel=options.parallel,
         )
@@ -109,7 +101,7 @@ class Format(ABC):
             options,
             tags=self.reasoning,
             markers=self.markers,
-            read_calls=self.read_calls(reader, output, options.tools),
+            read_calls=self.read_calls(reader, output, options.tools_by_name),
         )
         return message.steps()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from llamaslot.base.generation.tools import ReasoningFormat, Tool
+from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.formats.calls import Delta
 from llamaslot.formats.output import Output
 from llamaslot.formats.reader import Emit, Machine, Markers, Reader, Steps
@@ -37,21 +37,6 @@ class ReasoningTags:
     start: str
     end: str
     anywhere: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ParserOptions:
-    """The part of a request and of its prompt that a parser depends on.
-
-    `reasoning_open` is the end of the prompt from the tag that opens reasoning, empty if reasoning is not open.
-    With `reasoning_format` "none" reasoning stays in the content, with its tags.
-    """
-
-    tools: Mapping[str, Tool]
-    reasoning_open: str = ""
-    reasoning_format: ReasoningFormat = "auto"
-    parse_tools: bool = True
-    parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +99,7 @@ class TaggedMessage:
         self._options = options
         self._tags = tags
         self._read_calls = read_calls
-        self._markers = markers if options.parse_tools else CallMarkers(ignored=markers.ignored)
+        self._markers = markers if options.reads_calls else CallMarkers(ignored=markers.ignored)
         self._line_markers = tuple("\n" + text for text in self._markers.lines)
         self._reasoning_tags = (tags.start, tags.end) if tags is not None and tags.anywhere else ()
         output.on_call = reader.unmark

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llamaslot.base.generation.tools import MessageForm
+from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.formats.calls import Delta, ToolCall, ToolCallDelta
 from llamaslot.formats.format import Format
 
@@ -16,14 +16,12 @@ class ParsedMessage:
     parses the whole text again to remember the message, and finds the ids that the client received.
     """
 
-    def __init__(self, format_: Format, form: MessageForm, completion_id: str) -> None:
+    def __init__(self, format_: Format, options: ParserOptions, completion_id: str) -> None:
         self._format = format_
         self._completion_id = completion_id
         # Text in which nothing is to be found need not be searched.
-        is_plain = (
-            format_.reasoning is None and not (form.parse_tools and form.tools) and not format_.markers.ignored
-        )
-        self._parser = None if is_plain else format_.parser(form)
+        is_plain = format_.reasoning is None and not options.reads_calls and not format_.markers.ignored
+        self._parser = None if is_plain else format_.parser(options)
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[list[ToolCallDelta]] = []

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from llamaslot.base.commands import TextPart
 from llamaslot.base.generation.replies import MAX_BYTES, ChatTurn, RememberedReply, ReplyStore
-from llamaslot.base.generation.tools import MessageForm
+from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.tokens import WIDTH, packed
@@ -169,15 +169,15 @@ def _before(context: PromptContext, turn: ChatTurn) -> _Before | None:
 
 def _received(turn: ChatTurn, completion_id: str, text: str, format_: Format) -> ParsedMessage | None:
     """Return the message that the client got, None if calls were left out of it."""
-    message = _parsed(turn.form, completion_id, turn.begun + text, format_)
-    form = structs.replace(turn.form, parse_tools=True, parallel=True)
-    if form != turn.form and _parsed(form, completion_id, turn.begun + text, format_).calls != message.calls:
+    message = _parsed(turn.parser, completion_id, turn.begun + text, format_)
+    parser = structs.replace(turn.parser, parse_tools=True, parallel=True)
+    if parser != turn.parser and _parsed(parser, completion_id, turn.begun + text, format_).calls != message.calls:
         return None
     return message
 
 
-def _parsed(form: MessageForm, completion_id: str, text: str, format_: Format) -> ParsedMessage:
-    message = ParsedMessage(format_, form, completion_id)
+def _parsed(parser: ParserOptions, completion_id: str, text: str, format_: Format) -> ParsedMessage:
+    message = ParsedMessage(format_, parser, completion_id)
     message.push(text, is_last=True)
     return message
 

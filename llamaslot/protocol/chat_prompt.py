@@ -13,7 +13,7 @@ import msgspec
 
 from llamaslot.base.commands import Constraint, RequestContext, TextPart
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.base.generation.tools import MessageForm, ReasoningBudget, ReasoningDefaults
+from llamaslot.base.generation.tools import ParserOptions, ReasoningBudget, ReasoningDefaults
 from llamaslot.formats.grammar import Thinking
 from llamaslot.formats.recognition import format_of
 from llamaslot.protocol.bodies import ChatBody
@@ -48,7 +48,7 @@ class ChatPrompt:
     reasoning_budget: ReasoningBudget | None
     constrains_content: bool
     """True if the request says what its content must match; otherwise only its tools do."""
-    form: MessageForm
+    parser: ParserOptions
     inputs: _TemplateInputs
 
 
@@ -84,7 +84,7 @@ class ChatReader:
         inputs = _TemplateInputs(use.definitions, _template_kwargs(body, context.reasoning))
         parts = self._rendered(body, inputs)
         opened = self._reasoning_open(body, "".join(part.text for part in parts))
-        form = MessageForm(
+        parser = ParserOptions(
             tools=use.tools,
             parse_tools=use.mode != "none",
             parallel=use.parallel,
@@ -100,7 +100,7 @@ class ChatReader:
         constraint = self._replies.constraint(own, use, thinking) if is_run else None
         is_raw = own is not None and own.param == RAW_GRAMMAR
         budget = self._budget(body, context, is_open=bool(opened), is_raw=is_raw) if thinking != "none" else None
-        return ChatPrompt(parts, constraint, budget, own is not None, form, inputs)
+        return ChatPrompt(parts, constraint, budget, own is not None, parser, inputs)
 
     def _budget(
         self, body: ChatBody, context: RequestContext, *, is_open: bool, is_raw: bool
@@ -143,11 +143,11 @@ class ChatReader:
                 messages, chat.inputs, wants_reply=wants_reply, only_text=not wants_reply
             ),
             start,
-            lambda bare: msgspec.structs.replace(chat.form, reasoning_open=self.format.reasoning_open_at(bare)),
+            lambda bare: msgspec.structs.replace(chat.parser, reasoning_open=self.format.reasoning_open_at(bare)),
         )
         if found is not None and found.turn.begun:
             opened = self._reasoning_open(body, found.text)
-            chat = replace(chat, form=msgspec.structs.replace(chat.form, reasoning_open=opened))
+            chat = replace(chat, parser=msgspec.structs.replace(chat.parser, reasoning_open=opened))
         return chat, found
 
     def render(self, body: ChatBody, defaults: ReasoningDefaults) -> tuple[TextPart, ...]:

@@ -198,7 +198,7 @@ class RequestReader:
             preserved_tokens=self._chats.preserved_tokens,
             session_branch=conversation_branch(self.template, body),
         )
-        options = msgspec.structs.replace(_reply_options(body, (submit,), context), message=chat.form)
+        options = msgspec.structs.replace(_reply_options(body, (submit,), context), parser=chat.parser)
         return ParsedBody((submit,), options)
 
     def _response(self, job: ParseBody) -> ParsedBody:

@@ -58,7 +58,7 @@ async def chat(engine: Harness, *messages: dict[str, Any], **fields: Any) -> tup
     assert isinstance(parsed, ParsedBody), parsed
     end = await engine.send(parsed.submits[0])
     assert isinstance(end, Finished)
-    message = ParsedMessage(format_of(TEMPLATE, {}), parsed.options.message, request_id)
+    message = ParsedMessage(format_of(TEMPLATE, {}), parsed.options.parser, request_id)
     message.push(engine.text(request_id), is_last=True)
     calls = [
         {"type": "function", "id": each.id, "function": {"name": each.name, "arguments": each.arguments}}

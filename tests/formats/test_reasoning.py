@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llamaslot.base.generation.tools import MessageForm
+from llamaslot.base.generation.tools import ParserOptions
 from tests.formats.messages import EXCERPTS, made, parsed
 
 OPEN = {"reasoning_open": "<think>\n"}
@@ -78,5 +78,5 @@ def test_open_reasoning_is_found_at_the_end_of_a_prompt(family: str, prompt: str
 def test_reasoning_is_streamed(family: str) -> None:
     format_ = made(family)
     assert format_.reasoning is not None
-    parser = format_.parser(MessageForm(reasoning_open=format_.reasoning.start))
+    parser = format_.parser(ParserOptions(reasoning_open=format_.reasoning.start))
     assert "".join(parser.push(char).reasoning for char in " Let me see. ") == "Let me see."

@@ -62,7 +62,7 @@ class ReplyWriter(ABC):
 
     def new_message(self, generation: Generation) -> ParsedMessage:
         """Return the message that the text of a chat's completion is to be added to."""
-        return ParsedMessage(self._reply.output_format, self._options.message, generation.submit.request_id)
+        return ParsedMessage(self._reply.output_format, self._options.parser, generation.submit.request_id)
 
     async def prepare(self, service: Service) -> None:  # noqa: B027 - most replies need nothing
         """Ask the engine for what the reply needs in addition to the completions."""

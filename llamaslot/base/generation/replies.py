@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from llamaslot.base.generation.tools import MessageForm
+from llamaslot.base.generation.tools import ParserOptions
 
 
 class RememberedReply(msgspec.Struct, frozen=True):
@@ -74,8 +74,8 @@ class RestoredReplies(msgspec.Struct, frozen=True):
 class ChatTurn(msgspec.Struct, frozen=True):
     """The part of a chat request that is needed to remember its reply."""
 
-    form: MessageForm
-    """The form of the whole message, of which the prompt may have the beginning."""
+    parser: ParserOptions
+    """For the whole message, of which the prompt may have the beginning."""
     begun: str
     """That beginning."""
     opening: str

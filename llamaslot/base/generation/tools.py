@@ -1,4 +1,4 @@
-"""Tools and reasoning of a chat request, and the form of its reply."""
+"""Tools and reasoning of a chat request, and the options of its reply's parser."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class ReasoningBudget(msgspec.Struct, frozen=True):
     """True if the prompt ends within reasoning."""
 
 
-class MessageForm(msgspec.Struct, frozen=True):
-    """Form of an assistant's message as a client wants it: the inputs of its parser (`llamaslot.formats`)."""
+class ParserOptions(msgspec.Struct, frozen=True):
+    """The part of a chat request and of its prompt that the reply's parser depends on (`llamaslot.formats`)."""
 
     tools: tuple[Tool, ...] = ()
     parse_tools: bool = True
@@ -51,3 +51,14 @@ class MessageForm(msgspec.Struct, frozen=True):
     reasoning_open: str = ""
     """The end of the prompt from the tag that opens reasoning; empty if it opens none."""
     reasoning_format: ReasoningFormat = "auto"
+    """With `none` reasoning stays in the content, with its tags."""
+
+    @property
+    def reads_calls(self) -> bool:
+        """True if calls are looked for: without tools there are none."""
+        return self.parse_tools and bool(self.tools)
+
+    @property
+    def tools_by_name(self) -> dict[str, Tool]:
+        """The tools by their names."""
+        return {tool.name: tool for tool in self.tools}

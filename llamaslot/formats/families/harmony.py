@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from llamaslot.base.generation.tools import Tool
+from llamaslot.base.generation.tools import ParserOptions, Tool
 from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.fields import as_json
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import GrammarWriter, Thinking
 from llamaslot.formats.json_value import ValueCopier
-from llamaslot.formats.message import CallMarkers, ParserOptions, ReadCalls, ReasoningTags
+from llamaslot.formats.message import CallMarkers, ReadCalls, ReasoningTags
 from llamaslot.formats.output import Output
 from llamaslot.formats.reader import Markers, Reader, Steps
 
@@ -68,7 +68,7 @@ class Harmony(Format):
     def steps(self, reader: Reader, output: Output, options: ParserOptions) -> Steps[None]:
         """Return the computation that reads a message."""
         output.on_call = reader.unmark
-        return _Messages(reader, output, options, self.read_calls(reader, output, options.tools)).steps()
+        return _Messages(reader, output, options, self.read_calls(reader, output, options.tools_by_name)).steps()
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         """Return the call as the model writes it behind `<|start|>assistant`; it makes one at a time."""
@@ -148,7 +148,7 @@ class _Messages:
         channel = channels[-1] if channels else "final"
         recipient = recipients[-1] if recipients else "assistant"
         name = recipient.removeprefix(_NAMESPACE)
-        if recipient != name or recipient in self._options.tools:
+        if recipient != name or recipient in self._options.tools_by_name:
             yield from self._call(name)
         elif recipient != "assistant":
             yield from self._reader.until(_BODY_END, _leave_out)
@@ -159,7 +159,7 @@ class _Messages:
             yield from self._content()
 
     def _call(self, name: str) -> Steps[None]:
-        if not self._options.parse_tools:
+        if not self._options.reads_calls:
             yield from self._reader.until(_BODY_END, _leave_out)
             return
         mark = self._reader.mark()

@@ -17,7 +17,7 @@ from llamaslot.base.backend import Vocab
 from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.generation.replies import ChatTurn, RememberedReply, ReplyStore, RestoredReplies
-from llamaslot.base.generation.tools import MessageForm
+from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.base.tokens import ids_of
 from llamaslot.protocol.replies.meaning import (
     START,
@@ -111,11 +111,12 @@ class ReplyRestorer:
         parts: Sequence[TextPart],
         render: Render,
         start: bytes,
-        form_of: Callable[[str], MessageForm],
+        parser_of: Callable[[str], ParserOptions],
     ) -> TurnPrompt | None:
         """Return the prompt of a conversation that is rendered as `parts`; None if its reply cannot be remembered.
 
-        `start` is the state of an empty chain, and `form_of` returns the form of a message behind a prompt.
+        `start` is the state of an empty chain, and `parser_of` returns the options of the parser of
+        a message behind a prompt.
         """
         history, begun = conversation, conversation[-1] if conversation[-1]["role"] == "assistant" else None
         if begun is not None:
@@ -140,7 +141,7 @@ class ReplyRestorer:
         for each in plan.found[-1:]:
             self._store.use(each.reply.key)
         turn = ChatTurn(
-            form=form_of(bare.text),
+            parser=parser_of(bare.text),
             begun=text_begun,
             opening=bare.text[shown:],
             conversation=plan.conversation,
