@@ -17,7 +17,7 @@ from llamaslot.api.middleware import SESSION_HEADERS
 from llamaslot.api.openapi import reply_types
 from llamaslot.api.responses import endpoints as responses
 from llamaslot.api.responses import events
-from llamaslot.api.responses import reply_types as responses_types
+from llamaslot.api.responses import reply_bodies as responses_bodies
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.stats import CacheProbe, CacheState
 from llamaslot.protocol import bodies
@@ -106,15 +106,15 @@ OPERATIONS: dict[Handler, Operation] = {
     ),
     responses.create: Operation(
         body=ResponsesBody,
-        reply=responses_types.Response,
+        reply=responses_bodies.Response,
         chunk=events.Created,
         other_chunks=get_args(events.AnyEvent)[1:],
         parameters=_SESSION,
     ),
-    responses.count: Operation(body=ResponsesBody, reply=responses_types.InputTokens, parameters=_SESSION),
-    responses.retrieve: Operation(reply=responses_types.Response),
-    responses.delete: Operation(reply=responses_types.Deleted),
-    responses.input_items: Operation(reply=responses_types.ItemList, parameters=_PAGE),
+    responses.count: Operation(body=ResponsesBody, reply=responses_bodies.InputTokens, parameters=_SESSION),
+    responses.retrieve: Operation(reply=responses_bodies.Response),
+    responses.delete: Operation(reply=responses_bodies.Deleted),
+    responses.input_items: Operation(reply=responses_bodies.ItemList, parameters=_PAGE),
     token_endpoints.apply_template: Operation(body=bodies.ChatBody, reply=reply_types.TemplateReply),
     text_completions.completions: Operation(
         body=bodies.CompletionBody, reply=reply_types.TextReply, chunk=reply_types.TextReply, parameters=_SESSION

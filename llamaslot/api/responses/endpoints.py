@@ -13,7 +13,7 @@ from aiohttp import web
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import json_response
 from llamaslot.api.middleware import KEYS, given_key
-from llamaslot.api.responses.reply_types import Deleted, InputTokens, ItemList
+from llamaslot.api.responses.reply_bodies import Deleted, InputTokens, ItemList
 from llamaslot.api.responses.responses import STORE_ACCESS, ResponsesReplyWriter
 from llamaslot.api.responses.store import ResponseStore, StoreAccess, StoredResponse
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from llamaslot.api.generation.logprobs import Prob
 from llamaslot.api.generation.reply_stats import PromptProgress, Timings
-from llamaslot.api.responses.reply_types import Item, OutputText, ReasoningText, Response
+from llamaslot.api.responses.reply_bodies import Item, OutputText, ReasoningText, Response
 
 
 class Event(msgspec.Struct, kw_only=True, tag_field="type"):

@@ -17,7 +17,7 @@ from msgspec import UNSET
 from llamaslot.api.generation.logprobs import Prob
 from llamaslot.api.responses import events
 from llamaslot.api.responses.events import ItemEvent
-from llamaslot.api.responses.reply_types import (
+from llamaslot.api.responses.reply_bodies import (
     CustomCall,
     FunctionCall,
     Item,

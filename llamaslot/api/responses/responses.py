@@ -17,7 +17,7 @@ from llamaslot.api.generation.reply_writer import ReplyContext, ReplyWriter
 from llamaslot.api.json_bodies import encode
 from llamaslot.api.responses import events
 from llamaslot.api.responses.output import OutputItems
-from llamaslot.api.responses.reply_types import (
+from llamaslot.api.responses.reply_bodies import (
     ErrorDetails,
     Generated,
     IncompleteDetails,
