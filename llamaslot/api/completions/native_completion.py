@@ -8,7 +8,6 @@ from typing import Any
 from aiohttp import web
 
 from llamaslot.api.completions.native_body import NativeBodies
-from llamaslot.api.completions.reply_bodies import pick
 from llamaslot.api.context import READINESS
 from llamaslot.api.generation.reply_stats import PromptProgress, timings
 from llamaslot.api.generation.reply_writer import ReplyWriter
@@ -85,4 +84,18 @@ class NativeReplyWriter(ReplyWriter):
         return bodies[0] if len(bodies) == 1 else bodies
 
     def _picked(self, body: dict[str, Any]) -> dict[str, Any]:
-        return pick(body, self._options.response_fields) if self._options.response_fields else body
+        return _picked_fields(body, self._options.response_fields) if self._options.response_fields else body
+
+
+def _picked_fields(body: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """Return the fields that `paths` (`a` or `a/b`) name, under those names; missing ones are left out."""
+    picked = {}
+    for path in paths:
+        value: Any = body
+        for key in path.split("/"):
+            if not isinstance(value, dict) or key not in value:
+                break
+            value = value[key]
+        else:
+            picked[path] = value
+    return picked

@@ -115,17 +115,3 @@ class Envelope(msgspec.Struct):
     prompt_progress: PromptProgress | UnsetType = UNSET
     verbose: dict[str, Any] | UnsetType = msgspec.field(name="__verbose", default=UNSET)
     """llama-server's own reply for the first choice."""
-
-
-def pick(body: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """Return the fields that `paths` (`a` or `a/b`) name, under those names; missing ones are left out."""
-    picked = {}
-    for path in paths:
-        value: Any = body
-        for key in path.split("/"):
-            if not isinstance(value, dict) or key not in value:
-                break
-            value = value[key]
-        else:
-            picked[path] = value
-    return picked
