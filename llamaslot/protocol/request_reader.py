@@ -28,9 +28,8 @@ from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.formats.format import Format
 from llamaslot.protocol import unsupported
+from llamaslot.protocol.anthropic import chat as anthropic
 from llamaslot.protocol.anthropic.bodies import CountTokensBody, MessagesBody
-from llamaslot.protocol.anthropic.chat import FIELD_NAMES as ANTHROPIC_NAMES
-from llamaslot.protocol.anthropic.chat import chat_of
 from llamaslot.protocol.bodies import (
     ChatBody,
     CompletionBody,
@@ -44,9 +43,8 @@ from llamaslot.protocol.decoding import decode, renamed
 from llamaslot.protocol.default_grammars import DefaultGrammars
 from llamaslot.protocol.infill import InfillPrompts
 from llamaslot.protocol.replies.restoring import ReplyRestorer
+from llamaslot.protocol.responses import chat as responses
 from llamaslot.protocol.responses.bodies import ResponsesBody
-from llamaslot.protocol.responses.reader import FIELD_NAMES as RESPONSES_NAMES
-from llamaslot.protocol.responses.reader import read_request, references
 from llamaslot.protocol.structured_output import ConstraintReader
 from llamaslot.protocol.submission import (
     Prompt,
@@ -166,9 +164,9 @@ class RequestReader:
         """Read a body in Anthropic's form."""
         body = decode(job.body, MessagesBody if job.is_run else CountTokensBody)
         try:
-            parsed = self._chat(chat_of(body), job)
+            parsed = self._chat(anthropic.chat_of(body), job)
         except LlamaslotError as error:
-            raise renamed(error, ANTHROPIC_NAMES) from error
+            raise renamed(error, anthropic.FIELD_NAMES) from error
         omits = body.thinking is not None and body.thinking.display == "omitted"
         options = msgspec.structs.replace(parsed.options, omit_reasoning=omits)
         return msgspec.structs.replace(parsed, options=options)
@@ -204,15 +202,15 @@ class RequestReader:
     def _response(self, job: ParseBody) -> ParsedBody:
         """Read a body of the Responses API."""
         body = decode(job.body, ResponsesBody)
-        missing = references(body) if job.earlier is None else None
+        missing = responses.references(body) if job.earlier is None else None
         if missing is not None:
             return ParsedBody((), ReplyOptions(), missing)
         try:
             unique_id = job.context.request_id.partition("_")[2]
-            request = read_request(body, job.earlier or EarlierItems(), self.template, unique_id)
+            request = responses.read_request(body, job.earlier or EarlierItems(), self.template, unique_id)
             parsed = self._chat(request.chat, job)
         except LlamaslotError as error:
-            raise renamed(error, RESPONSES_NAMES) from error
+            raise renamed(error, responses.FIELD_NAMES) from error
         return msgspec.structs.replace(
             parsed, options=msgspec.structs.replace(parsed.options, response=request.fields)
         )
