@@ -38,7 +38,10 @@ class CacheUse(msgspec.Struct):
     miss: Miss | None
     """A value of `Miss`; null if all cached tokens of the prompt were reused."""
     diverged_at: int | None = None
-    """Character of the prompt, as `/apply-template` returns it, where it departs from the cached tokens."""
+    """Character at which the prompt departs from the cached tokens.
+
+    The prompt is that of `/apply-template`, but for restored messages.
+    """
     session_match: SessionMatch | None = None
     """A value of `SessionMatch`; null without a session."""
     approximate_tokens: int = 0
