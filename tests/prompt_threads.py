@@ -8,7 +8,14 @@ from typing import Any
 import msgspec
 
 from llamaslot.api.context import ApiSettings
-from llamaslot.base.commands import AnswerBody, BodyKind, ParseBody, RequestContext, Submit, TextPart
+from llamaslot.base.commands import (
+    AnswerBody,
+    BodyKind,
+    ParseBody,
+    Submit,
+    TextPart,
+)
+from llamaslot.base.generation.request_context import RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import ModelInfo
 from llamaslot.prompts.prompt_jobs import TokenizePrompt

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from llamaslot.base.commands import RequestLimits
 from llamaslot.base.errors import ServerError, UnavailableError
+from llamaslot.base.generation.request_context import RequestLimits
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningDefaults, ReasoningFormat
 from llamaslot.base.model import ModelInfo

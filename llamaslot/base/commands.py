@@ -12,12 +12,12 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from llamaslot.base.generation.replies import ChatTurn
-from llamaslot.base.generation.responses import EarlierItems, References, ResponseFields
+from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
+from llamaslot.base.generation.responses import EarlierItems, References
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.generation.tools import ParserOptions, ReasoningBudget, ReasoningDefaults
+from llamaslot.base.generation.tools import ReasoningBudget, ReasoningDefaults
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
-from llamaslot.base.turns import Sender
 
 N_SEEDS = 2**32 - 1
 """Seeds are 32 bits wide; the highest one means "random" to llama.cpp and is never passed on."""
@@ -163,44 +163,6 @@ class Detokenized(msgspec.Struct, frozen=True, tag="detokenized"):
     content: str
 
 
-class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of what one request may ask for."""
-
-    max_prompts: int
-    max_choices: int
-    """Completions of all prompts together."""
-    max_logit_bias_entries: int
-    max_stop_strings: int
-    max_stop_chars: int
-    """Characters of all stop strings together."""
-
-
-class RequestContext(msgspec.Struct, frozen=True):
-    """Inputs of the prompt worker beside a completion request's body: HTTP headers and server settings."""
-
-    request_id: str
-    limits: RequestLimits
-    sampling: Sampling
-    """Defaults; a `seed` of -1 stands for a new one each time."""
-    max_tokens: int = -1
-    """Default limit of new tokens."""
-    cache_prompt: bool = True
-    """Default of the field."""
-    return_tokens: bool = False
-    """`Submit.return_tokens`."""
-    verbose: bool = False
-    """Default of the field."""
-    client_request_id: str = ""
-    session_id: str = ""
-    """The session in the headers; empty without one."""
-    sender: Sender = Sender()
-    key_secret: str = ""
-    """`key_secret` of the API key where each key has namespaces of its own; empty where not."""
-    is_admin: bool = False
-    """True if the API key is an administrator's, who may share KV with all keys."""
-    reasoning: ReasoningDefaults = ReasoningDefaults()
-
-
 class ParseBody(msgspec.Struct, frozen=True, tag="parse_body"):
     """Read the body of a request for completions; answered by `ParsedBody`.
 
@@ -219,33 +181,6 @@ class ParseBody(msgspec.Struct, frozen=True, tag="parse_body"):
     """
     earlier: EarlierItems | None = None
     """The `references` of this body, which an earlier `ParsedBody` has named."""
-
-
-class ReplyOptions(msgspec.Struct, frozen=True):
-    """Fields of a request that shape its reply, and not what is generated."""
-
-    stream: bool = False
-    include_usage: bool = False
-    """The last event of a stream has the usage."""
-    timings_per_token: bool = False
-    return_tokens: bool = False
-    verbose: bool = False
-    """The reply contains llama-server's own, with the prompt."""
-    echo: bool = False
-    """Texts begin with their prompts."""
-    n_best: int = 0
-    """Completions of each prompt that are in the reply, the most likely ones; 0 for all."""
-    hides_logprobs: bool = False
-    """The probabilities are there to find the best completions only."""
-    response_fields: tuple[str, ...] = ()
-    """Fields that llama-server's reply is reduced to; empty for all."""
-    parser: ParserOptions = ParserOptions()
-    """For the message of a chat's reply."""
-    omit_reasoning: bool = False
-    """The text of the reasoning is left out of the reply."""
-    sse_ping_interval: int | None = None
-    response: ResponseFields = ResponseFields()
-    """Further fields of a Responses request."""
 
 
 class ParsedBody(msgspec.Struct, frozen=True, tag="parsed_body"):

@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from llamaslot.base.commands import Constraint, RequestContext, TextPart
+from llamaslot.base.commands import Constraint, TextPart
 from llamaslot.base.errors import InvalidRequestError
+from llamaslot.base.generation.request_context import RequestContext
 from llamaslot.base.generation.tools import ParserOptions, ReasoningBudget, ReasoningDefaults
 from llamaslot.formats.grammar import Thinking
 from llamaslot.formats.recognition import format_of

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Protocol
 
-from llamaslot.base.commands import RequestContext, TokensPart
+from llamaslot.base.commands import TokensPart
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
+from llamaslot.base.generation.request_context import RequestContext
 from llamaslot.base.model import FimTokens, ModelInfo
 from llamaslot.protocol.bodies import CompletionBody, FileExtract, InfillBody, Parts
 from llamaslot.protocol.submission import Prompt, max_tokens_of, parse_prompt

@@ -16,13 +16,12 @@ from llamaslot.base.commands import (
     JsonReply,
     ParseBody,
     ParsedBody,
-    ReplyOptions,
-    RequestContext,
     Submit,
     TextPart,
     TokensPart,
 )
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError, NotSupportedError
+from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
 from llamaslot.base.generation.responses import EarlierItems
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import salt_namespace

@@ -14,13 +14,12 @@ from llamaslot.base.commands import (
     N_SEEDS,
     Constraint,
     PromptPart,
-    RequestContext,
-    RequestLimits,
     Submit,
     TextPart,
     TokensPart,
 )
 from llamaslot.base.errors import ForbiddenError, InvalidRequestError, NotSupportedError
+from llamaslot.base.generation.request_context import RequestContext, RequestLimits
 from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import PUBLIC_SALT, client_salt, key_salt

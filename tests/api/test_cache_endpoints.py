@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from llamaslot.api.context import ApiSettings
-from llamaslot.base.commands import RequestContext, Submit
+from llamaslot.base.commands import Submit
+from llamaslot.base.generation.request_context import RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.protocol.bodies import CompletionBody
 from llamaslot.protocol.submission import prompts_of, submissions

@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from llamaslot.api.context import ApiSettings
-from llamaslot.base.commands import RequestContext, TextPart
+from llamaslot.base.commands import TextPart
+from llamaslot.base.generation.request_context import RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.namespaces import tenant_name
 from llamaslot.base.turns import Sender

@@ -33,8 +33,6 @@ from llamaslot.base.commands import (
     ProbePrompt,
     Query,
     QueryBody,
-    ReplyOptions,
-    RequestContext,
     SlotAction,
     SlotActionDone,
     Submit,
@@ -44,6 +42,7 @@ from llamaslot.base.commands import (
 )
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import TERMINAL, Event, Generated, Progress, Reply
+from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import CachePrefix, CacheState, CacheStats, CellStats, DiskStats, EngineState, SlotState

@@ -10,7 +10,8 @@ import msgspec
 
 from llamaslot.api.generation.logprobs import ProbsWriter
 from llamaslot.api.generation.reply_stats import stats_of
-from llamaslot.base.commands import Detokenize, Detokenized, ReplyOptions, Submit
+from llamaslot.base.commands import Detokenize, Detokenized, Submit
+from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.service.generations import Generation
 from llamaslot.service.service import Service

@@ -13,9 +13,9 @@ from aiohttp import web
 from llamaslot.api import http_errors
 from llamaslot.api.generation.logprobs import ProbsWriter
 from llamaslot.api.sse import PING
-from llamaslot.base.commands import ReplyOptions
 from llamaslot.base.errors import LlamaslotError
 from llamaslot.base.events import Finished, Output
+from llamaslot.base.generation.request_context import ReplyOptions
 from llamaslot.formats.format import Format
 from llamaslot.formats.parsed_message import ParsedMessage
 from llamaslot.service.generations import Generation

@@ -21,10 +21,9 @@ from llamaslot.base.commands import (
     ParseBody,
     ParsedBody,
     ProbeCache,
-    ReplyOptions,
-    RequestContext,
     Submit,
 )
+from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
 from llamaslot.base.generation.responses import EarlierItems, References
 from llamaslot.base.prompt import CountedTokens
 from llamaslot.service.generations import Generations
