@@ -78,6 +78,22 @@ def streamed(server: Server, body: dict[str, Any]) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
 
+class OpenStream:
+    """A stream whose first events have arrived: its request runs until it has read the rest."""
+
+    def __init__(self, server: Server, path: str, body: dict[str, Any]) -> None:
+        request = urllib.request.Request(f"{server.url}{path}", json.dumps({**body, "stream": True}).encode())
+        self._reply = urllib.request.urlopen(request, timeout=120)
+        self._first = [self._reply.readline() for _ in range(12)]
+
+    def events(self) -> list[Any]:
+        """All events to the end; `[DONE]` is text."""
+        with self._reply:
+            lines = b"".join([*self._first, self._reply.read()]).decode().splitlines()
+        data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        return [each if each == "[DONE]" else json.loads(each) for each in data]
+
+
 def wait(condition: Callable[[], bool], seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -178,12 +194,12 @@ def test_killing_the_engine_under_load_loses_nothing_that_is_on_disk(tmp_path: P
         n_prompt = sum(each["tokens_evaluated"] for each in expected)
         wait(lambda: server.get("/cache")["disk"]["tokens"] >= n_prompt - 4 * len("Story 1."))
         for n in range(n_kills):
+            endless = OpenStream(server, "/completion", ENDLESS)
             futures = [
                 pool.submit(outcome, server, {"prompt": prompts[i % 4], "n_predict": 8, "temperature": 0})
                 for i in range(12)
             ]
-            endless = pool.submit(streamed, server, {**ENDLESS, "n_predict": 200})
-            wait(lambda: n_running(server) > 0)
+            wait(lambda futures=futures: n_running(server) > 1 or any(each.done() for each in futures))
             engine_of(server).kill()
             killed = time.monotonic()
             wait(lambda n=n: len(server.log_lines("engine.restarted")) > n)
@@ -194,9 +210,9 @@ def test_killing_the_engine_under_load_loses_nothing_that_is_on_disk(tmp_path: P
                 outcomes.append((status, body))
                 assert status in (200, 503)
                 assert status == 503 or body["content"] == texts[i % 4]
-            events = endless.result()
-            # It may have been queued when the engine was killed.
-            assert ["error" in event or event["stop"] for event in events].index(True) == len(events) - 1
+            *texts_before, last = endless.events()
+            assert last["error"]["code"] == 503
+            assert not any("error" in event or event["stop"] for event in texts_before)
         assert sum(status == 200 for status, _ in outcomes) > len(outcomes) // 4
         stats = server.get("/cache")
         assert stats["disk"]["corrupt_files"] == 0
@@ -210,6 +226,59 @@ def test_killing_the_engine_under_load_loses_nothing_that_is_on_disk(tmp_path: P
         warm = server.post("/completion", {"prompt": prompts[0], "n_predict": 8, "temperature": 0})
         assert warm["cache"]["disk"] > 0
         assert warm["content"] == texts[0]
+        assert server.stop() == 0
+
+
+MESSAGES = [{"role": "user", "content": STORY}]
+STREAMS: dict[str, tuple[dict[str, Any], list[str], Callable[[Any], str]]] = {
+    "/v1/chat/completions": ({"messages": MESSAGES}, ["error"], lambda event: event["error"]["type"]),
+    "/v1/completions": ({"prompt": STORY}, ["error"], lambda event: event["error"]["type"]),
+    "/v1/messages": (
+        {"messages": MESSAGES, "max_tokens": 10**6},
+        ["error"],
+        lambda event: event["error"]["type"].replace("overloaded", "unavailable"),
+    ),
+    "/v1/responses": ({"input": STORY}, ["error", "response.failed"], lambda event: event["code"]),
+}
+"""By path: an endless request, the events with which its stream then ends, and the type in the first of them."""
+ENDS = {"[DONE]", "message_delta", "message_stop", "response.completed", "response.incomplete"}
+"""Events at the end of streams that do not fail."""
+
+
+def kind_of(event: Any) -> str:
+    """The type of an event."""
+    return event if isinstance(event, str) else event.get("type", "error" if "error" in event else "chunk")
+
+
+def n_deferred(server: Server) -> float:
+    """Requests that wait for a slot."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as reply:
+        lines = reply.read().decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("llamacpp:requests_deferred "))
+
+
+def test_the_stream_of_every_api_ends_with_one_error_when_the_engine_is_killed(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path, "-np", str(len(STREAMS)), "--metrics") as server,
+        concurrent.futures.ThreadPoolExecutor() as pool,
+    ):
+        streams = [(path, OpenStream(server, path, {**STREAMS[path][0], "ignore_eos": True})) for path in STREAMS]
+        queued = [pool.submit(server.post, path, {**STREAMS[path][0], "max_tokens": 2}) for path in STREAMS]
+        wait(lambda: n_deferred(server) == len(queued))
+        engine_of(server).kill()
+        for path, stream in streams:
+            _, expected, type_of = STREAMS[path]
+            events = stream.events()
+            kinds = [kind_of(event) for event in events]
+            assert kinds[-len(expected) :] == expected, path
+            assert not ({"error", "response.failed"} | ENDS) & {*kinds[: -len(expected)]}, path
+            assert type_of(events[-len(expected)]) == "unavailable_error", path
+        failed = events[-1]["response"]
+        assert failed["status"] == "failed"
+        assert "restarting" in failed["error"]["message"]
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            server.get(f"/v1/responses/{failed['id']}")
+        assert all(each.result() for each in queued), "they run after the restart"
         assert server.stop() == 0
 
 
