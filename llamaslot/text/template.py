@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from itertools import groupby
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -335,21 +336,18 @@ def _results_from_user(conversation: Conversation) -> Conversation:
     Results of one turn become one message, because in such templates roles often have to alternate.
     """
     adapted: Conversation = []
-    follows_result = False
-    for message in conversation:
-        is_result = message["role"] == "tool"
+    for is_result, run in groupby(conversation, lambda message: bool(message["role"] == "tool")):
         if is_result:
-            result = {"tool": message.get("name"), "content": joined(message["content"], "\n")}
-            result = {key: value for key, value in result.items() if value is not None}
-            text = json.dumps({"tool_response": result}, ensure_ascii=False, indent=2)
-            if follows_result:
-                adapted[-1]["content"] += "\n" + text
-            else:
-                adapted.append({"role": "user", "content": text})
+            adapted.append({"role": "user", "content": "\n".join(map(_result_as_text, run))})
         else:
-            adapted.append(message)
-        follows_result = is_result
+            adapted += run
     return adapted
+
+
+def _result_as_text(message: Message) -> str:
+    result = {"tool": message.get("name"), "content": joined(message["content"], "\n")}
+    result = {key: value for key, value in result.items() if value is not None}
+    return json.dumps({"tool_response": result}, ensure_ascii=False, indent=2)
 
 
 def _parse_arguments(message: Message) -> None:

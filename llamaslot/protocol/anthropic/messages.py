@@ -43,6 +43,9 @@ def conversation_of(system: str | Sequence[Any] | None, messages: Sequence[Mappi
                 _add_system(conversation, _texts(blocks))
             case _:
                 refuse_field(f"{where}.role", "must be one of user, assistant, system")
+    for message in conversation:
+        if message["role"] == "assistant":
+            _join_texts(message)
     if all(message["role"] == "system" for message in conversation):
         # llama-server answers it; most chat templates want a message of the user.
         conversation.append({"role": "user", "content": ""})
@@ -106,25 +109,23 @@ def _add_assistant(conversation: list[Message], blocks: Blocks) -> None:
                 calls.append(_call(block, where))
             case _:
                 raise unsupported_block(kind, where)
-    turn: Message = {"role": "assistant", "content": "".join(texts)}
-    if any(reasoning):
-        turn["reasoning_content"] = "".join(reasoning)
-    if calls:
-        turn["tool_calls"] = calls
-    if any((*texts, *reasoning, calls)):
-        _add_turn(conversation, turn)
-
-
-def _add_turn(conversation: list[Message], turn: Message) -> None:
-    if not conversation or conversation[-1]["role"] != "assistant":
-        conversation.append(turn)
+    if not any((*texts, *reasoning, calls)):
         return
-    last = conversation[-1]
-    for key, between in (("content", "\n"), ("reasoning_content", "\n"), ("tool_calls", None)):
-        if last.get(key) and turn.get(key):
-            last[key] += turn[key] if between is None else between + turn[key]
-        elif turn.get(key):
-            last[key] = turn[key]
+    if not conversation or conversation[-1]["role"] != "assistant":
+        conversation.append({"role": "assistant", "content": [], "reasoning_content": [], "tool_calls": []})
+    turn = conversation[-1]
+    turn["content"].append("".join(texts))
+    turn["reasoning_content"].append("".join(reasoning))
+    turn["tool_calls"] += calls
+
+
+def _join_texts(turn: Message) -> None:
+    """Make one text each of the texts of a turn, which may have come in a hundred thousand messages."""
+    for key in ("content", "reasoning_content"):
+        turn[key] = "\n".join(filter(None, turn[key]))
+    for key in ("reasoning_content", "tool_calls"):
+        if not turn[key]:
+            del turn[key]
 
 
 def _call(block: Mapping[str, Any], where: str) -> Message:
@@ -140,14 +141,20 @@ def _add(conversation: list[Message], role: str, texts: Sequence[str]) -> None:
     """Add texts to the last message, or as another one if that is of another role."""
     if conversation and conversation[-1]["role"] == role:
         last = conversation[-1]
-        earlier = [last["content"]] if isinstance(last["content"], str) else [p["text"] for p in last["content"]]
-        last["content"] = _content([*earlier, *texts])
+        if texts and isinstance(last["content"], str):
+            last["content"] = _parts([last["content"]])
+        if texts:
+            last["content"] += _parts(texts)
     else:
         conversation.append({"role": role, "content": _content(texts)})
 
 
 def _content(texts: Sequence[str]) -> str | list[Message]:
-    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
+    return "".join(texts) if len(texts) < 2 else _parts(texts)
+
+
+def _parts(texts: Sequence[str]) -> list[Message]:
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def _texts(blocks: Blocks) -> list[str]:

@@ -77,7 +77,7 @@ def read_request(
         forms=toolbox.forms,
     )
     messages = fitted(
-        turns.messages, later_system=template.takes_later_system, user_twice=template.takes_user_twice
+        turns.messages(), later_system=template.takes_later_system, user_twice=template.takes_user_twice
     )
     return ResponsesRequest(_chat(body, messages, toolbox), fields)
 

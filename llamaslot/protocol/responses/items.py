@@ -62,9 +62,17 @@ class Turns:
     """Messages that are made of items, which are added in order."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self._messages: list[Message] = []
+        self._instructions: list[str] = []
+        """Texts of the system message at the beginning, of which most templates read one only."""
         self._is_open = False
         """True if the last message is a turn of the assistant that may continue."""
+
+    def messages(self) -> list[Message]:
+        """Return all messages."""
+        if len(self._instructions) > 1:
+            self._messages[0]["content"] = "\n\n".join(self._instructions)
+        return self._messages
 
     def add(self, item: Item, where: str) -> None:
         """Add an item; raises `InvalidRequestError`, which calls the item `where`."""
@@ -97,12 +105,11 @@ class Turns:
             turn["content"] = content
             return
         self._is_open = False
-        last = self.messages[0] if len(self.messages) == 1 else {}
-        if role in _SYSTEM and last.get("role") in _SYSTEM:
-            # Most templates read one system message only, the first.
-            last["content"] = _joined(last["content"], content)
-        else:
-            self.messages.append({"role": role, "content": content})
+        if role in _SYSTEM and len(self._messages) == min(len(self._instructions), 1):
+            self._instructions.append(joined(content, "\n"))
+            if self._messages:
+                return
+        self._messages.append({"role": role, "content": content})
 
     def _add_reasoning(self, item: Item, where: str) -> None:
         content, summary = (_optional_text(item.get(key), f"{where}.{key}") for key in ("content", "summary"))
@@ -119,14 +126,14 @@ class Turns:
         call_id = _call_id(item, where)
         self._is_open = False
         content = _content(item.get("output"), f"{where}.output")
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def _turn(self, *, fits: Callable[[Message], bool]) -> Message:
         """Return the assistant's turn that an item belongs to: the open one if it `fits`, else a new one."""
-        if not (self._is_open and fits(self.messages[-1])):
-            self.messages.append({"role": "assistant", "content": ""})
+        if not (self._is_open and fits(self._messages[-1])):
+            self._messages.append({"role": "assistant", "content": ""})
             self._is_open = True
-        return self.messages[-1]
+        return self._messages[-1]
 
 
 def fitted(messages: list[Message], *, later_system: bool, user_twice: bool) -> list[Message]:
@@ -136,15 +143,21 @@ def fitted(messages: list[Message], *, later_system: bool, user_twice: bool) -> 
     without `later_system` leave the first out or refuse them: they become messages of the user. Templates without
     `user_twice` refuse the second: they become one message.
     """
-    found: list[Message] = []
+    found: list[list[Message]] = []
     for message in messages:
         each = {**message, "role": "user"} if found and message["role"] in _SYSTEM and not later_system else message
-        if not user_twice and found and each["role"] == found[-1]["role"] == "user":
-            content = _joined(found[-1]["content"], each["content"])
-            found[-1] = {"role": "user", "content": content}
+        if not user_twice and found and each["role"] == found[-1][0]["role"] == "user":
+            found[-1].append(each)
         else:
-            found.append(each)
-    return found
+            found.append([each])
+    return [_merged(run) for run in found]
+
+
+def _merged(run: list[Message]) -> Message:
+    """Return messages of the user as one."""
+    if len(run) == 1:
+        return run[0]
+    return {"role": "user", "content": "\n\n".join(joined(each["content"], "\n") for each in run)}
 
 
 def _content(content: Any, where: str) -> str | list[Message]:
@@ -170,11 +183,6 @@ def _content(content: Any, where: str) -> str | list[Message]:
 
 def _optional_text(parts: Any, where: str) -> str:
     return joined(_content(parts, where), "\n") if isinstance(parts, list) else ""
-
-
-def _joined(first: str | list[Message], second: str | list[Message]) -> str:
-    """Return two contents as one text."""
-    return "\n\n".join(joined(each, "\n") for each in (first, second))
 
 
 def _shell_arguments(item: Item, where: str) -> str:

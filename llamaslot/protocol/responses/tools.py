@@ -48,6 +48,7 @@ class Toolbox:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self.functions: list[dict[str, Any]] = []
+        self._names: set[str] = set()
         self.forms: dict[str, CallForm] = {}
         """Of functions that the client does not know as such, or by another name."""
         self.shown: list[Mapping[str, Any]] = []
@@ -89,8 +90,9 @@ class Toolbox:
         if not isinstance(name, str) or not name:
             raise InvalidRequestError(f"'{where}.name' must be text", param=f"{where}.name")
         known = function_name(name, namespace)
-        if any(each["function"]["name"] == known for each in self.functions):
+        if known in self._names:
             raise InvalidRequestError(f"'{where}': there are two tools called '{known}'", param=where)
+        self._names.add(known)
         fields = ("description", "parameters", "strict")
         function = {"name": known, **{key: tool[key] for key in fields if key in tool}}
         self.functions.append({"type": "function", "function": function})

@@ -1,0 +1,62 @@
+"""Conversations of many messages, and requests of many tools, are read in linear time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from llamaslot.base.errors import InvalidRequestError
+from llamaslot.protocol.anthropic.messages import conversation_of
+from llamaslot.protocol.responses.items import Turns, fitted
+from llamaslot.protocol.responses.tools import Toolbox
+from llamaslot.text.template import ChatTemplate
+
+N = 100_000
+NO_RESULTS = "{% for m in messages %}{% if m.role == 'user' %}user: {{ m.content }}\n{% endif %}{% endfor %}"
+
+
+def users() -> Any:
+    (message,) = conversation_of(None, [{"role": "user", "content": "x"}] * N)
+    return message["content"]
+
+
+def assistants() -> Any:
+    block = {"type": "text", "text": "some words"}
+    (message,) = conversation_of(None, [{"role": "assistant", "content": [block]}] * N)
+    return message["content"].split("\n")
+
+
+def items_of(role: str) -> Any:
+    turns = Turns()
+    for _ in range(N):
+        turns.add({"role": role, "content": "some words"}, "input")
+    (message,) = fitted(turns.messages(), later_system=True, user_twice=False)
+    return message["content"].split("\n\n")
+
+
+def tools() -> Any:
+    toolbox = Toolbox([{"type": "function", "name": f"f{i}"} for i in range(N)])
+    with pytest.raises(InvalidRequestError, match="two tools called 'f5'"):
+        Toolbox([*toolbox.shown, {"type": "function", "name": "f5"}])
+    return toolbox.functions
+
+
+def results() -> Any:
+    template = ChatTemplate(NO_RESULTS, bos_token="", eos_token="")
+    question = {"role": "user", "content": "?"}
+    result = {"role": "tool", "tool_call_id": "a", "content": "some words"}
+    (part,) = template.render([question, *[result] * N])
+    assert part.text.count("user: ") == 2
+    return part.text.split("tool_response")[1:]
+
+
+@pytest.mark.parametrize(
+    "read", [users, assistants, lambda: items_of("user"), lambda: items_of("system"), tools, results]
+)
+def test_long_requests_are_read_in_linear_time(read: Callable[[], Any]) -> None:
+    started = time.process_time()
+    assert len(read()) == N
+    assert time.process_time() - started < 6, "copying all that was read for each further message takes minutes"
