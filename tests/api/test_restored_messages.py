@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from llamaslot.base.commands import Generate
 from llamaslot.base.events import Finished
 from llamaslot.base.tokens import ids_of
+from llamaslot.prompts.reply_memory import ReplyMemory
+from llamaslot.protocol.replies import meaning
 from tests.conftest import LONG
 from tests.fake_backend import FakeBackend, FakeVocab
 
@@ -535,6 +538,35 @@ async def test_prompts_are_those_of_the_definition(start: Any, seed: int) -> Non
         )
         conversations.append((salt, [*messages, back, *more]))
     assert n_restored > 20
+
+
+async def test_a_long_tool_loop_that_is_not_remembered_is_read_once(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = await chats(start, "x", n_ctx=2**17)
+    counts: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            counts[name] += 1
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counted(meaning, "_call_meaning")
+    counted(ReplyMemory, "find")
+    n, messages = 400, [QUESTION]
+    for i in range(n):
+        function = {"name": "look", "arguments": json.dumps({"n": i})}
+        call = {"id": f"call_{i}", "type": "function", "function": function}
+        message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        messages += [message, *results(message)]
+    reply = await chat.server.ok(f"{CHAT}/input_tokens", {"messages": messages, "tools": [TOOL]})
+    assert reply["input_tokens"] > 50 * n
+    assert counts["_call_meaning"] == n
+    assert counts["find"] <= 40 * n, "not each message with all those behind it"
 
 
 async def test_a_message_that_is_the_whole_conversation_is_continued(start: Any) -> None:

@@ -16,6 +16,11 @@ from llamaslot.formats.calls import ToolCall
 from llamaslot.text.conversation import Conversation, Message, joined
 
 _MAX_EXACT_FLOAT = 2**53
+MAX_MERGED = 32
+"""Messages that may be one reply, divided by its calls: more parallel calls than models make.
+
+In a tool loop all messages may be calls; without a limit, each would be tried as one with all those behind it.
+"""
 START = b"start"
 """Stands for the messages before the first one."""
 
@@ -33,13 +38,23 @@ def reply_meaning(content: str, calls: Sequence[ToolCall]) -> bytes | None:
 
     None if it has neither, or if arguments are no JSON.
     """
+    return _meaning(content, [_call_meaning(call) for call in calls])
+
+
+def _meaning(content: str, calls: Sequence[bytes | None]) -> bytes | None:
+    """Return the digest of content and calls; `calls` are their own digests, None for one that is no JSON."""
     if not content.strip() and not calls:
         return None
+    known = [call for call in calls if call is not None]
+    return digest_of(_encoded(content.strip()), *known) if len(known) == len(calls) else None
+
+
+def _call_meaning(call: ToolCall) -> bytes | None:
     try:
-        values = [[call.id, call.name, _normal(json.loads(call.arguments or "{}"))] for call in calls]
+        arguments = _normal(json.loads(call.arguments or "{}"))
     except (ValueError, RecursionError):
         return None
-    return digest_of(_encoded([content.strip(), values]))
+    return digest_of(_encoded([call.id, call.name, arguments]))
 
 
 def reasoning_meaning(reasoning: str) -> bytes:
@@ -53,23 +68,30 @@ def content_of(message: Message) -> str:
     return joined(message["content"], "")
 
 
-def calls_of(message: Message) -> list[ToolCall]:
-    """Return the calls of a message."""
-    return [
-        ToolCall(call["function"]["name"], call["function"]["arguments"], call.get("id"))
-        for call in message.get("tool_calls", ())
-    ]
+class Meanings:
+    """Digests of the messages of one cleaned conversation, which must not change.
 
+    Each call is read once, however many replies are tried of which it may be a part.
+    """
 
-def message_meaning(message: Message) -> bytes | None:
-    """Return the `reply_meaning` of a cleaned message of the assistant."""
-    return reply_meaning(content_of(message), calls_of(message))
+    def __init__(self) -> None:
+        self._calls: dict[int, bytes | None] = {}
+        """By the ids of calls of the conversation."""
 
+    def of(self, message: Message) -> bytes | None:
+        """Return the `reply_meaning` of a message of the assistant, or of several as one."""
+        return _meaning(content_of(message), [self._of_call(call) for call in message.get("tool_calls", ())])
 
-def with_message(conversation: bytes, message: Message) -> bytes:
-    """Return the digest of a conversation with one more message."""
-    meaning = message_meaning(message) if message["role"] == "assistant" else None
-    return with_meaning(conversation, digest_of(_encoded(message)) if meaning is None else meaning)
+    def with_message(self, conversation: bytes, message: Message) -> bytes:
+        """Return the digest of a conversation with one more message."""
+        meaning = self.of(message) if message["role"] == "assistant" else None
+        return with_meaning(conversation, digest_of(_encoded(message)) if meaning is None else meaning)
+
+    def _of_call(self, call: Message) -> bytes | None:
+        if id(call) not in self._calls:
+            function = call["function"]
+            self._calls[id(call)] = _call_meaning(ToolCall(function["name"], function["arguments"], call.get("id")))
+        return self._calls[id(call)]
 
 
 def with_meaning(conversation: bytes, meaning: bytes) -> bytes:
@@ -105,7 +127,7 @@ def merged_replies(runs: Sequence[list[Message]], start: int) -> Iterator[Merged
     Some clients send each of several parallel calls in a message of its own, with its results behind it.
     """
     parts, results, end = list(runs[start]), Conversation(), start + 1
-    while True:
+    for _ in range(MAX_MERGED):
         message = _merged(parts)
         if message is None:
             return

@@ -21,14 +21,13 @@ from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.base.tokens import ids_of
 from llamaslot.protocol.replies.meaning import (
     START,
+    Meanings,
     Merged,
     digest_of,
     merged_replies,
-    message_meaning,
     reasoning_meaning,
     with_meaning,
     with_merged_replies,
-    with_message,
 )
 from llamaslot.protocol.replies.rendering import Placeholders, Rendering, n_common_characters
 from llamaslot.text.conversation import Conversation, Message
@@ -71,6 +70,7 @@ class _Plan:
     """A conversation with placeholders for the replies that may be restored."""
 
     start: bytes
+    meanings: Meanings
     messages: Conversation = field(default_factory=list)
     found: list[_Found] = field(default_factory=list)
     conversation: bytes = START
@@ -92,7 +92,7 @@ class _Plan:
     def add(self, message: Message) -> None:
         """Add a message that is rendered as it is."""
         self.messages.append(message)
-        self.conversation = with_message(self.conversation, message)
+        self.conversation = self.meanings.with_message(self.conversation, message)
 
 
 class ReplyRestorer:
@@ -160,8 +160,9 @@ class ReplyRestorer:
     ) -> tuple[_Plan, Rendering, list[int]]:
         """Return the conversation with placeholders for what is restored, its text, and where each of them ends."""
         excluded: set[bytes] = set()
+        meanings = Meanings()
         for n_left in reversed(range(_MAX_TRIES)):
-            plan = self._plan(history, start, excluded if n_left else None, render)
+            plan = self._plan(history, _Plan(start, meanings), excluded if n_left else None, render)
             if plan.superseded:
                 excluded |= plan.superseded
                 continue
@@ -178,9 +179,11 @@ class ReplyRestorer:
             excluded.add(plan.found[len(ends)].reply.key)
         raise AssertionError("the last try finds nothing")
 
-    def _plan(self, history: Conversation, start: bytes, excluded: set[bytes] | None, render: Render) -> _Plan:
-        """Look up the replies of a conversation, but for those `excluded`; all of them if that is None."""
-        plan = _Plan(start)
+    def _plan(self, history: Conversation, plan: _Plan, excluded: set[bytes] | None, render: Render) -> _Plan:
+        """Look up the replies of a conversation, but for those `excluded`; all of them if that is None.
+
+        Fills and returns `plan`.
+        """
         runs = with_merged_replies(history)
         last_question = max((i for i, run in enumerate(runs) if run[0]["role"] == "user"), default=-1)
         at = 0
@@ -200,7 +203,7 @@ class ReplyRestorer:
             merged, reply = found
             calls = merged.message.get("tool_calls", ())
             plan.messages.append(plan.placeholders.message(len(plan.found), calls))
-            meaning = message_meaning(merged.message)
+            meaning = plan.meanings.of(merged.message)
             assert meaning is not None
             plan.conversation = with_meaning(plan.conversation, meaning)
             plan.found.append(_Found(reply, bool(calls), at + merged.n_runs > last_question))
@@ -215,14 +218,14 @@ class ReplyRestorer:
         for message in run:
             plan.add(message)
         merged = next(merged_replies([list(run)], 0), None) if len(run) > 1 else None
-        meaning = message_meaning(merged.message) if merged is not None else None
+        meaning = plan.meanings.of(merged.message) if merged is not None else None
         if meaning is not None:
             plan.conversation = with_meaning(before, meaning)
 
     def _find(self, plan: _Plan, merged: Merged, *, is_in_loop: bool, render: Render) -> RememberedReply | None:
         """Return the reply that a message is, if nothing but the text before it may still differ."""
         message = merged.message
-        meaning = message_meaning(message)
+        meaning = plan.meanings.of(message)
         if meaning is None:
             return None
         states = [plan.start, *(each.reply.state for each in plan.found)]
@@ -243,7 +246,7 @@ class ReplyRestorer:
 
     def _continued(self, plan: _Plan, begun: Message | None, bare: Rendering, at: int) -> RememberedReply | None:
         """Return the remembered reply that the prompt's message continues."""
-        meaning = message_meaning(begun) if begun is not None else None
+        meaning = plan.meanings.of(begun) if begun is not None else None
         if begun is None or meaning is None:
             return None
         reply = self._store.find(digest_of(plan.state, plan.conversation, meaning))
