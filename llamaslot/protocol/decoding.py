@@ -22,9 +22,14 @@ def decode(raw: bytes, kind: type[B]) -> B:
     except msgspec.ValidationError as error:
         raise _named(str(error)) from error
     except RecursionError as error:
-        raise InvalidRequestError("the body is nested too deeply") from error
+        raise too_deep() from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+
+
+def too_deep() -> InvalidRequestError:
+    """Return the error of a body with too many lists and objects within each other."""
+    return InvalidRequestError("the body is nested too deeply")
 
 
 def _decoded(raw: bytes, kind: type[B]) -> B:

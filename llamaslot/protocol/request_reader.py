@@ -38,7 +38,7 @@ from llamaslot.protocol.bodies import (
     TokenizeBody,
 )
 from llamaslot.protocol.chat_prompt import ChatReader, conversation_branch
-from llamaslot.protocol.decoding import decode, renamed
+from llamaslot.protocol.decoding import decode, renamed, too_deep
 from llamaslot.protocol.default_grammars import DefaultGrammars
 from llamaslot.protocol.infill import InfillPrompts
 from llamaslot.protocol.replies.restoring import ReplyRestorer
@@ -115,6 +115,12 @@ class RequestReader:
 
     def read(self, job: ParseBody) -> ParsedBody:
         """Read the body of a request for completions; raises `InvalidRequestError`."""
+        try:
+            return self._read(job)
+        except RecursionError as error:
+            raise too_deep() from error
+
+    def _read(self, job: ParseBody) -> ParsedBody:
         match job.kind:
             case "chat":
                 return self._chat(decode(job.body, ChatBody), job)
@@ -225,7 +231,10 @@ class RequestReader:
 
     def answer(self, job: AnswerBody) -> JsonReply:
         """Answer a body; raises `InvalidRequestError`."""
-        return JsonReply(msgspec.json.encode(self._answers[job.kind](job)))
+        try:
+            return JsonReply(msgspec.json.encode(self._answers[job.kind](job)))
+        except RecursionError as error:
+            raise too_deep() from error
 
     @property
     def output_format(self) -> Format:

@@ -182,6 +182,38 @@ async def test_a_body_that_is_not_a_json_object_is_refused(server: Any, path: st
         assert "body" in error["message"]
 
 
+DEEP = "a value of any depth"
+FUNCTION = {"name": "f", "parameters": DEEP, "input_schema": DEEP}
+TOOL = {**FUNCTION, "function": FUNCTION}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": DEEP}}
+USE = {"type": "tool_use", "id": "a", "name": "f", "input": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        *[(path, {"tools": [{**TOOL, "type": "function"}]}) for path in (CHAT, "/apply-template", "/cache/probe")],
+        ("/v1/messages", {"tools": [TOOL]}),
+        ("/v1/responses", {"tools": [{**TOOL, "type": "function"}]}),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALL]}, *HELLO["messages"]]}),
+        ("/v1/messages", {"messages": [{"role": "assistant", "content": [USE]}, *HELLO["messages"]]}),
+    ],
+    ids=str,
+)
+async def test_tools_and_arguments_of_any_depth_are_taken_or_refused(
+    server: Any, path: str, fields: dict[str, Any]
+) -> None:
+    """Each of the functions that handle them ends at another depth."""
+    body = json.dumps({**HELLO, "input": "x", **fields})
+    statuses = set()
+    for depth in range(900, 1000):
+        data = body.replace(json.dumps(DEEP), '{"a":' * depth + "1" + "}" * depth).encode()
+        async with server.session.post(server.url + path, data=data) as response:
+            statuses.add(response.status)
+            assert response.status in (200, 400), (depth, await response.text())
+    assert 400 in statuses
+
+
 async def test_a_body_with_a_wrong_content_encoding_is_refused(server: Any) -> None:
     headers = {"Content-Encoding": "gzip"}
     async with server.session.post(server.url + TEXT, data=b'{"prompt": "a"}', headers=headers) as response:
