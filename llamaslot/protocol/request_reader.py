@@ -171,7 +171,7 @@ class RequestReader:
         try:
             parsed = self._chat(anthropic.chat_of(body), job)
         except LlamaslotError as error:
-            raise renamed(error, anthropic.FIELD_NAMES) from error
+            raise renamed(error, anthropic.field_names(body)) from error
         omits = body.thinking is not None and body.thinking.display == "omitted"
         options = msgspec.structs.replace(parsed.options, omit_reasoning=omits)
         return msgspec.structs.replace(parsed, options=options)

@@ -326,6 +326,8 @@ async def test_pings_are_events(start: Any) -> None:
             "'output_config.format.schema'",
         ),
         ({**PLAIN, "messages": [{"role": "user", "content": "x" * 2000}]}, 400, "prompt is too long: "),
+        ({**PLAIN, "stop_sequences": ["x"] * 300}, 400, "'stop_sequences' has 300 strings"),
+        ({**PLAIN, "stop": ["x"] * 300}, 400, "'stop' has 300 strings"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -20,13 +20,13 @@ _EXTRAS = ("logprobs", "top_logprobs", "n_probs", "return_tokens", "timings_per_
 _NOT_SUPPORTED = ("mcp_servers", "thread", "compaction")
 _EFFORTS = {"xhigh": "high", "max": "high"}
 """Efforts that chat templates do not know."""
-FIELD_NAMES: FieldNames = (
+_FIELD_NAMES: FieldNames = (
     (r"response_format\.json_schema\.schema", "output_config.format.schema"),
     (whole("response_format"), "output_config.format"),
     (r"function\.parameters", "input_schema"),
     ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
+    ("reasoning_budget_tokens", "thinking.budget_tokens"),
 )
-"""Fields of chats that errors may name, with Anthropic's names."""
 
 
 def chat_of(body: CountTokensBody) -> ChatBody:
@@ -52,6 +52,11 @@ def chat_of(body: CountTokensBody) -> ChatBody:
         thinking_budget_tokens=body.thinking.budget_tokens if body.thinking is not None else None,
         chat_template_kwargs={**_thinking_kwargs(body.thinking), **(body.chat_template_kwargs or {})} or None,
     )
+
+
+def field_names(body: CountTokensBody) -> FieldNames:
+    """Return the fields of chats that errors may name, with the names that they have in a body."""
+    return _FIELD_NAMES if body.stop_sequences is None else (*_FIELD_NAMES, (whole("stop"), "stop_sequences"))
 
 
 def _check(body: CountTokensBody) -> None:
