@@ -9,7 +9,7 @@ it; llama-server keeps to one batch, and drops a little more of a long prefix's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -24,6 +24,8 @@ CUT_TOKENS = 256
 """Multiple of tokens by which a text that is too long is cut at its beginning: later prompts then begin alike."""
 _CHARACTERS_PER_TOKEN = 32
 """Characters of a text that are looked at for each token of the context."""
+_MAX_NAME = 4096
+"""Characters of a file's name, which no system exceeds."""
 _SNIPPET = "\n\n--- snippet ---\n\n"
 """Stands before each file where the model has no token for that."""
 
@@ -38,19 +40,23 @@ class Tokenize(Protocol):
 class InfillPrompts:
     """Makes prompts for a model, on any thread."""
 
-    def __init__(self, info: ModelInfo, tokenize: Tokenize) -> None:
+    def __init__(self, info: ModelInfo, tokenize: Tokenize, check_size: Callable[[Prompt], None]) -> None:
         self._info = info
         self._tokenize = tokenize
+        self._check_size = check_size
+        """Refuses what is far too long for the context, before it is tokenized."""
         self._max_characters = info.n_ctx_slot * _CHARACTERS_PER_TOKEN
 
     def of_parts(self, body: InfillBody, context: RequestContext) -> Prompt:
         """Return the prompt of `/infill`."""
         fim = self._fim("input_prefix")
+        start = parse_prompt(body.prompt or "", self._info.n_vocab, "prompt")
+        self._check_size(start)
         return self._prompt(
             fim,
             prefix=self._plain(_near(body.input_prefix, -self._max_characters), "input_prefix"),
             suffix=self._plain(_near(body.input_suffix, self._max_characters), "input_suffix"),
-            start=self._tokenize(parse_prompt(body.prompt or "", self._info.n_vocab, "prompt")),
+            start=self._tokenize(start),
             files=self._files(fim, body.input_extra or ()),
             n_max=self._n_max(max_tokens_of(body, context)),
         )
@@ -80,18 +86,24 @@ class InfillPrompts:
 
     def _plain(self, text: str | Parts, param: str) -> list[int]:
         """Tokenize a text in which control tokens are plain text."""
-        return self._tokenize(parse_prompt(text, self._info.n_vocab, param, special=False)) if text else []
+        if not text:
+            return []
+        prompt = parse_prompt(text, self._info.n_vocab, param, special=False)
+        if not isinstance(text, str):
+            self._check_size(prompt)
+        return self._tokenize(prompt)
 
     def _files(self, fim: FimTokens, extracts: Sequence[FileExtract]) -> list[int]:
         """Return the tokens of other files, and of the line before the file itself."""
         files: list[list[int]] = []
         n_left = self._max_characters
         for extract in reversed(extracts):
-            if n_left > 0:
-                files.append(
-                    [*self._heading(fim, extract.filename or "tmp"), *self._plain(extract.text, "input_extra")]
-                )
-                n_left -= len(extract.text)
+            if n_left <= 0:
+                break
+            name = (extract.filename or "tmp")[:_MAX_NAME]
+            text = _near(extract.text, -n_left)
+            files.append([*self._heading(fim, name), *self._plain(text, "input_extra")])
+            n_left -= len(text) + len(name) + len(_SNIPPET)
         repository = [fim.repository, *self._plain("myproject\n", "")] if fim.repository >= 0 else []
         own = self._heading(fim, "filename") if fim.file_separator >= 0 else []
         return [*repository, *chain.from_iterable(reversed(files)), *own]

@@ -106,7 +106,7 @@ class RequestReader:
         self._constraints = ConstraintReader(checker, self._token_of)
         self._chats = ChatReader(template, self._constraints, named_tokens, self._tag_tokens)
         self._defaults = DefaultGrammars([self._constraints.grammar(*each) for each in grammars])
-        self._infill = InfillPrompts(info, tokenizer.tokenize)
+        self._infill = InfillPrompts(info, tokenizer.tokenize, self._check_size)
         self._answers: dict[str, Callable[[AnswerBody], Any]] = {
             "apply_template": self._apply_template,
             "tokenize": self._tokens,
