@@ -11,12 +11,9 @@ from llguidance import LLMatcher
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.protocol.structured_options import StructuredOptions
-from llamaslot.text.grammars.compiling import GrammarChecker
+from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker, too_long
 from llamaslot.text.grammars.gbnf import TokenOf, gbnf_to_lark, is_lark
 from llamaslot.text.grammars.json_schema import json_schema_constraint
-
-MAX_CONSTRAINT_CHARS = 2**17
-"""Characters of a grammar or schema: a text of that length which a schema prescribes takes 0.7 s to follow."""
 
 
 class ConstraintReader:
@@ -49,13 +46,13 @@ class ConstraintReader:
     def check(self, constraint: Constraint) -> None:
         """Raise `InvalidRequestError` for a grammar that is too long, invalid or not supported."""
         if len(constraint.grammar) > MAX_CONSTRAINT_CHARS:
-            raise _too_long(constraint.param)
+            raise too_long(constraint.param)
         self._checker.check(constraint)
 
     def _constraint(self, param: str, kind: str, value: Any, *, compact: bool) -> Constraint:
         # Before it is converted, which takes long for a long text.
         if isinstance(value, str) and len(value) > MAX_CONSTRAINT_CHARS:
-            raise _too_long(param)
+            raise too_long(param)
         match kind:
             case "regex":
                 return Constraint(LLMatcher.grammar_from_regex(value), param)
@@ -104,7 +101,3 @@ def _asked(options: StructuredOptions) -> list[tuple[str, str, Any]]:
         ]
         asked += [("structured_outputs.json_object", "json", {})] if more.json_object else []
     return asked
-
-
-def _too_long(param: str) -> InvalidRequestError:
-    return InvalidRequestError(f"'{param}' is longer than {MAX_CONSTRAINT_CHARS} characters", param=param)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llamaslot.protocol.structured_output import MAX_CONSTRAINT_CHARS
+from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS
 from tests.fake_backend import FakeBackend
 
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/completion"

@@ -18,6 +18,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
 
+MAX_CONSTRAINT_CHARS = 2**17
+"""Characters of a grammar or schema: a text of that length which a schema prescribes takes 0.7 s to follow."""
 MAX_ERROR_CHARS = 300
 """Characters of llguidance's messages that a client gets."""
 _MAX_ITEMS_IN_ROW = 10_000
@@ -93,6 +95,11 @@ def compile_grammar(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher
 def limits() -> LLParserLimits:
     """Return the limits of compiling and of each step: llguidance's own ones bound a step to about 20 ms."""
     return LLParserLimits(max_items_in_row=_MAX_ITEMS_IN_ROW, verbose_errors=False)
+
+
+def too_long(param: str) -> InvalidRequestError:
+    """Return the error of a grammar or schema with more than `MAX_CONSTRAINT_CHARS`."""
+    return InvalidRequestError(f"'{param}' is longer than {MAX_CONSTRAINT_CHARS} characters", param=param)
 
 
 def grammar_error(message: str, param: str) -> InvalidRequestError:

@@ -26,6 +26,7 @@ from llguidance import LLMatcher
 
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
+from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, too_long
 from llamaslot.text.grammars.schema_fixes import ecmascript_pattern, exact_bounds, limit_digits
 
 Schema: TypeAlias = dict[str, Any]
@@ -85,7 +86,11 @@ def prepared_schema(schema: object, param: str, *, limits_digits: bool = True) -
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"'{param}' must be a JSON schema, an object", param=param)
     try:
-        root: Schema = msgspec.json.decode(msgspec.json.encode(schema)) or {"type": "object"}
+        text = msgspec.json.encode(schema)
+        # Before it is looked at, which takes long for a long one.
+        if len(text.decode()) > MAX_CONSTRAINT_CHARS:
+            raise too_long(param)
+        root: Schema = msgspec.json.decode(text) or {"type": "object"}
         _check_multiples(root, param)
         _prepare(root, param, limits_digits=limits_digits)
     except (ValueError, RecursionError) as error:
