@@ -5,10 +5,19 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 
 from bench.demo import grammar as g
+from bench.demo import tool_grammar as t
+
+_STRING, _INTEGER = r'"[^"\\<>{}]{1,80}"', r"\d{1,12}"
+_VALUE = rf"(?:{_STRING}|{_INTEGER}|\[{_INTEGER}(?:, {_INTEGER}){{0,8}}\])"
+_FIELD = rf'"\w+": {_VALUE}'
+_CALL = re.compile(
+    rf'<tool_call>\n\{{"name": "\w+", "arguments": \{{{_FIELD}(?:, {_FIELD}){{0,2}}\}}\}}\n</tool_call>'
+)
+"""A call as the assistant writes it, with few arguments."""
 
 
 def sentences(text: str) -> list[str]:
-    """Cuts a reply into sentences; values hold no sentence mark."""
+    """Cuts a reply into sentences; values hold no sentence mark, and a call is one sentence."""
     return [part for part in re.split(r"(?<=[.!?]) ", text) if part]
 
 
@@ -18,6 +27,7 @@ def _assistant_templates() -> Iterator[str]:
     for _, assistant in g.CHAT:
         yield assistant
     yield from (g.NOTED, g.CORRECTED, g.UNKNOWN, g.CONFUSED, g.ECHOED, g.STORY_THANKS, g.STORY_ANSWER)
+    yield from (t.NO_TOOL, t.FAILED, *(kind.answer for kind in t.KINDS))
     for variants in g.STORY_PARTS:
         yield from variants
 
@@ -34,6 +44,7 @@ def _patterns() -> tuple[re.Pattern[str], ...]:
         "v": value,
         "p": name,
         "w": r"[^.!?,;]{1,200}",
+        "r": r"[^.!?;]{1,200}",
         "N": name,
         "M": one_of([story.friend_name for story in stories]),
         "f": one_of([story.friend for story in stories]),
@@ -43,9 +54,12 @@ def _patterns() -> tuple[re.Pattern[str], ...]:
         "find": one_of([story.find for story in stories]),
     }
     unique = {sentence for template in _assistant_templates() for sentence in sentences(template)}
-    return tuple(
-        re.compile(re.sub(r"\\\{(\w+)\\\}", lambda match: slots[match.group(1)], re.escape(sentence)))
-        for sentence in sorted(unique)
+    return (
+        _CALL,
+        *(
+            re.compile(re.sub(r"\\\{(\w+)\\\}", lambda match: slots[match.group(1)], re.escape(sentence)))
+            for sentence in sorted(unique)
+        ),
     )
 
 

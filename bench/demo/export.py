@@ -13,8 +13,9 @@ import gguf
 import numpy as np
 from tokenizers import Tokenizer
 
+from bench.demo.chat_template import CHAT_TEMPLATE
 from bench.demo.corpus import IM_END
-from bench.demo.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, SPECIALS
+from bench.demo.tokenizer import END_OF_TEXT, SPECIALS
 from bench.demo.train import Model, Shape, load
 
 NAME = "llamaslot demo"

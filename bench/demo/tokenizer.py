@@ -16,11 +16,6 @@ from bench.demo.writer import MARK_CLOSE, MARK_OPEN, RAW_TEXT, Message, plain
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIALS = (END_OF_TEXT, IM_START, IM_END)
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 WEIGHT_CONTEXT, WEIGHT_REPLY, WEIGHT_VALUE = 0.1, 1.0, 4.0
 
 

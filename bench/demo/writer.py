@@ -29,11 +29,11 @@ def plain(text: str) -> str:
 
 
 def mark(value: str) -> str:
-    """Marks a value; `_fill` moves the opening mark before the space in front of it."""
+    """Marks a value; `fill` moves the opening mark before the space in front of it."""
     return f"{MARK_OPEN}{value}{MARK_CLOSE}"
 
 
-def _fill(template: str, **slots: str) -> str:
+def fill(template: str, **slots: str) -> str:
     return template.format(**slots).replace(f" {MARK_OPEN}", f"{MARK_OPEN} ")
 
 
@@ -106,7 +106,7 @@ class TalkWriter:
             self.rng.choice(g.TELL if index == 0 else g.TELL[:3]).format(c=clause, C=_capital(clause))
             for index, clause in enumerate(clauses)
         ]
-        self.say(self._rough(" ".join(parts)), " ".join((g.NOTED, *map(self.reply, keys))))
+        self.say(self.rough(" ".join(parts)), " ".join((g.NOTED, *map(self.reply, keys))))
 
     def fix(self, key: Key) -> None:
         """The user corrects a fact."""
@@ -114,7 +114,7 @@ class TalkWriter:
         self.ledger[key] = value = self.new_value(key)
         self.unasked[key] = True
         clause = self.clause(key, value)
-        self.say(self._rough(self.rng.choice(g.FIX).format(c=clause, old=old)), f"{g.CORRECTED} {self.reply(key)}")
+        self.say(self.rough(self.rng.choice(g.FIX).format(c=clause, old=old)), f"{g.CORRECTED} {self.reply(key)}")
 
     def question(self, key: Key) -> str:
         attribute, person = key
@@ -126,11 +126,11 @@ class TalkWriter:
         """The assistant's marked answer to a question for the fact."""
         if key not in self.ledger:
             return g.SELF if key[0].key == "self" else g.UNKNOWN
-        return _fill(key[0].answer, v=mark(self.ledger[key]), p=mark(key[1]))
+        return fill(key[0].answer, v=mark(self.ledger[key]), p=mark(key[1]))
 
     def ask(self, key: Key) -> None:
         self.unasked.pop(key, None)
-        self.say(self._rough(self.question(key)), self.reply(key))
+        self.say(self.rough(self.question(key)), self.reply(key))
 
     def tell_and_ask(self) -> None:
         """A fact and the question for it in one message."""
@@ -138,7 +138,7 @@ class TalkWriter:
         self.ledger[key] = self.new_value(key)
         self.say(f"{_capital(self.clause(key, self.ledger[key]))}. {self.question(key)}", self.reply(key))
 
-    def _rough(self, text: str) -> str:
+    def rough(self, text: str) -> str:
         """Now and then without capital or final mark, as people type."""
         roll = self.rng.random()
         if roll < 0.08 and text.split(maxsplit=1)[0] not in self.people:
@@ -153,12 +153,12 @@ class TalkWriter:
 
     def small_talk(self) -> None:
         users, assistant = self.rng.choice(g.CHAT)
-        self.say(self._rough(self.rng.choice(users)), assistant)
+        self.say(self.rough(self.rng.choice(users)), assistant)
 
     def echo(self) -> None:
         kinds = ("name", "number", "code", "city", "title", "colour")
         text = " ".join(self.values.draw(self.rng.choice(kinds)) for _ in range(self.rng.randint(1, 3)))
-        self.say(self.rng.choice(g.ECHO).format(w=text), _fill(g.ECHOED, w=mark(text)))
+        self.say(self.rng.choice(g.ECHO).format(w=text), fill(g.ECHOED, w=mark(text)))
 
     def oddity(self) -> None:
         """Something the assistant does not understand."""
@@ -173,7 +173,7 @@ class TalkWriter:
             return text.capitalize() if kind == "Verb" else text
 
         template = " ".join(self.rng.sample(g.ODDITIES, self.rng.choice((1, 1, 1, 2))))
-        self.say(self._rough(re.sub(r"\{(\w+)\}", word, template)), g.CONFUSED)
+        self.say(self.rough(re.sub(r"\{(\w+)\}", word, template)), g.CONFUSED)
 
     def story(self, animal: str, name: str, copied: bool = False) -> str:
         """The one story about that animal, with that name for its hero."""
@@ -188,7 +188,7 @@ class TalkWriter:
             "j": g.STORY_ADJECTIVES[number % len(g.STORY_ADJECTIVES)],
         }
         parts = [variants[number % len(variants)] for variants in g.STORY_PARTS]
-        return _fill(" ".join(parts), **slots)
+        return fill(" ".join(parts), **slots)
 
     def tell_story(self) -> None:
         """A story by the assistant, or one the user tells, and sometimes the question whom it was about."""
@@ -209,7 +209,7 @@ class TalkWriter:
             name = self.values.draw("name")
             self.say(self.rng.choice(g.STORY_TOLD).format(s=self.story(animal, name)), g.STORY_THANKS)
         if self.rng.random() < 0.25:
-            self.say(self.rng.choice(g.STORY_WHO), _fill(g.STORY_ANSWER, a=animal, N=mark(name)))
+            self.say(self.rng.choice(g.STORY_WHO), fill(g.STORY_ANSWER, a=animal, N=mark(name)))
 
     def chatter(self) -> None:
         """One turn without any fact."""
