@@ -17,25 +17,11 @@ from bench.demo.chat_template import CHAT_TEMPLATE
 from bench.demo.corpus import IM_END
 from bench.demo.tokenizer import END_OF_TEXT, SPECIALS
 from bench.demo.train import Model, Shape, load
+from bench.demo.weights import MATRICES, pair_neighbours
 
 NAME = "llamaslot demo"
 TEMPERATURE, MIN_P = 0.2, 0.1
 """Sampling that the file recommends: at llama-server's defaults (0.8, 0.05) 4 of 100 recalled names are wrong."""
-MATRICES = {
-    "q": "attn_q",
-    "k": "attn_k",
-    "v": "attn_v",
-    "o": "attn_output",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
-}
-
-
-def pair_neighbours(weight: np.ndarray, head_size: int) -> np.ndarray:
-    """Half-split rows (a0 a1 .. b0 b1 ..) to interleaved ones (a0 b0 a1 b1 ..), head by head."""
-    columns = weight.shape[1]
-    return weight.reshape(-1, 2, head_size // 2, columns).swapaxes(1, 2).reshape(-1, columns)
 
 
 def tensors(model: Model) -> dict[str, np.ndarray]:

@@ -24,8 +24,12 @@ from torch import Tensor, nn
 
 from bench.demo.corpus import training_talk
 from bench.demo.tokenizer import TalkEncoder, load_or_train
+from bench.demo.tool_talk import tool_talk
+from bench.demo.weights import read_tokenizer, read_weights
+from bench.demo.writer import Message
 
 CHARACTERS_PER_TOKEN = 3.6  # a little above the mean, so that nearly every talk fills its row
+CHARACTERS_PER_TOOL_TOKEN = 1.8  # names and punctuation of JSON are cut finer
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,15 @@ class Stage:
     length: int
     rows: int
     far: float  # share of rows with chatter between facts and questions
+    tools: float  # share of rows with tools
 
 
-SHORT, MIDDLE, LONG, FULL = ((256, 24, 0.15), (640, 10, 0.5), (2304, 3, 0.8), (4096, 2, 0.9))
+SHORT, MIDDLE, LONG, FULL = (
+    (256, 24, 0.15, 0.2),
+    (640, 10, 0.5, 0.5),
+    (2304, 3, 0.8, 0.1),
+    (4096, 2, 0.9, 0.0),
+)
 CURRICULUM = (
     Stage(900, *SHORT),
     *(Stage(10, *SHORT), Stage(4, *MIDDLE), Stage(6, *LONG), Stage(1, *FULL)) * 180,
@@ -168,12 +178,17 @@ class Muon(torch.optim.Optimizer):
                 weight.add_(update, alpha=-group["lr"] * max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5)
 
 
+def _talk(stage: Stage, rng: random.Random) -> list[Message]:
+    if rng.random() < stage.tools:
+        return tool_talk(rng, int(stage.length * CHARACTERS_PER_TOOL_TOKEN))
+    return training_talk(rng, int(stage.length * CHARACTERS_PER_TOKEN), rng.random() < stage.far)
+
+
 def make_rows(stage: Stage, encoder: TalkEncoder, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
     """One batch: a conversation a row, each from position 0, cut at the stage's length."""
     ids = np.zeros((stage.rows, stage.length + 1), np.int64)
     weights = np.zeros((stage.rows, stage.length + 1), np.float32)
-    characters = int(stage.length * CHARACTERS_PER_TOKEN)
-    talks = [training_talk(rng, characters, rng.random() < stage.far) for _ in range(stage.rows)]
+    talks = [_talk(stage, rng) for _ in range(stage.rows)]
     for row, (row_ids, row_weights) in enumerate(encoder.encode(talks)):
         count = min(len(row_ids), stage.length + 1)
         ids[row, :count], weights[row, :count] = row_ids[:count], row_weights[:count]
@@ -190,6 +205,7 @@ class Run:
     rate: float
     decay_share: float  # of the steps, over which the rate falls to nothing
     resume: Path | None
+    minutes: float
 
     def tokenizer(self, vocabulary: int) -> Tokenizer:
         return load_or_train(self.folder / "tokenizer.json", self.seed, vocabulary)
@@ -229,9 +245,9 @@ def weighted_loss(model: nn.Module, ids: Tensor, weights: Tensor) -> tuple[Tenso
     return (each * weights).sum() / weights.sum(), each[copied].mean().item(), right.item()
 
 
-def rate_at(step: int, total: int, warmup: int, decay_share: float) -> float:
-    """Warm-up, plateau, and a linear way down to nothing."""
-    return min(1.0, (step + 1) / warmup, (total - step) / (total * decay_share))
+def rate_at(step: int, progress: float, warmup: int, decay_share: float) -> float:
+    """Warm-up, plateau, and a linear way down to nothing as `progress` goes from 0 to 1."""
+    return max(0.0, min(1.0, (step + 1) / warmup, (1 - progress) / decay_share))
 
 
 def train(run: Run, shape: Shape) -> Model:
@@ -239,7 +255,7 @@ def train(run: Run, shape: Shape) -> Model:
     torch.manual_seed(run.seed)
     model = Model(shape)
     if run.resume is not None:
-        model.load_state_dict(torch.load(run.resume)["latest"])
+        model.load_state_dict(_stored(run.resume))
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     others = [model.embedding.weight, *(p for p in model.parameters() if p.ndim == 1)]
     adam = torch.optim.AdamW(others, lr=run.rate * 0.2, betas=(0.9, 0.98), weight_decay=0.0)
@@ -249,7 +265,9 @@ def train(run: Run, shape: Shape) -> Model:
     total, began, seen = sum(stage.steps for stage in run.stages), time.monotonic(), 0
     average = [p.detach().clone() for p in model.parameters()]
     for step, (ids, weights) in enumerate(batches(run, shape.vocabulary)):
-        factor = rate_at(step, total, 10, run.decay_share)
+        spent = time.monotonic() - began
+        progress = max(step / total, spent / (60 * run.minutes))
+        factor = rate_at(step, progress, 10, run.decay_share)
         for optimizer, base in zip(optimizers, (run.rate, run.rate * 0.2), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = base * factor
@@ -262,16 +280,22 @@ def train(run: Run, shape: Shape) -> Model:
         share = 1 - min(AVERAGING, step / (step + 10))
         torch._foreach_lerp_(average, [p.detach() for p in model.parameters()], share)
         seen += ids.numel()
-        if step % 25 == 0 or step == total - 1:
-            spent = time.monotonic() - began
+        is_last = step == total - 1 or progress >= 1
+        if step % 25 == 0 or is_last:
             print(
                 f"step {step:5d}  length {ids.shape[1] - 1:4d}  loss {loss.item():.3f}  copied {copied:.3f}"
                 f" {right:.3f}  {seen / 1e6:.2f}M tokens  {seen / spent:.0f}/s  {spent:.0f}s",
                 flush=True,
             )
-        if step % 100 == 99 or step == total - 1:
+        if step % 100 == 99 or is_last:
             save(model, average, run.folder / "checkpoint.pt")
+        if is_last:
+            break
     return model
+
+
+def _stored(path: Path) -> dict[str, Tensor]:
+    return read_weights(path) if path.suffix == ".gguf" else torch.load(path)["latest"]  # type: ignore[no-any-return]
 
 
 def save(model: Model, average: list[Tensor], path: Path) -> None:
@@ -300,19 +324,30 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=platformdirs.user_cache_path("llamaslot") / "demo")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rate", type=float, default=0.02)
-    parser.add_argument("--resume", type=Path, help="start from the weights of this checkpoint")
-    parser.add_argument("--stages", help="instead of the curriculum: steps x length x rows x far, comma-separated")
+    parser.add_argument("--resume", type=Path, help="start from the weights of this checkpoint or GGUF")
+    parser.add_argument("--stages", help="other stages: steps x length x rows x far x tools, comma-separated")
     parser.add_argument("--decay", type=float, default=0.4, help="share of the steps over which the rate falls")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end by then, at the rate that the end has")
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     stages = CURRICULUM
     if arguments.stages:
         stages = tuple(
-            Stage(int(s), int(n), int(r), float(f))
-            for s, n, r, f in (part.split("x") for part in arguments.stages.split(","))
+            Stage(int(s), int(n), int(r), float(f), float(t))
+            for s, n, r, f, t in (part.split("x") for part in arguments.stages.split(","))
         )
     arguments.out.mkdir(parents=True, exist_ok=True)
-    run = Run(stages, arguments.seed, arguments.out, arguments.rate, arguments.decay, arguments.resume)
+    run = Run(
+        stages,
+        arguments.seed,
+        arguments.out,
+        arguments.rate,
+        arguments.decay,
+        arguments.resume,
+        arguments.minutes,
+    )
+    if run.resume is not None and run.resume.suffix == ".gguf":
+        read_tokenizer(run.resume).save(str(run.folder / "tokenizer.json"))
     run.tokenizer(Shape().vocabulary)
     train(run, Shape())
 
