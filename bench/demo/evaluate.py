@@ -1,8 +1,9 @@
 """Measures the demo model: `python -m bench.demo.evaluate [--model PATH] [--dialogues 500]`.
 
 Runs the GGUF itself, greedily, on held-out dialogues with 0, 500 and 2,000 tokens of chatter between the facts and
-the question, and on chatter alone. Prints a table with goals and exits 1 where a goal is missed. Several sequences
-are decoded side by side; each dialogue has a sequence of its own.
+the question, on dialogues that end in a request for a tool, in its result or in something that needs none, and on
+chatter alone. Prints a table with goals and exits 1 where a goal is missed. A reply is right if it is the expected
+text, calls included. Several sequences are decoded side by side; each dialogue has a sequence of its own.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import numpy as np
 
 from bench.demo.checker import is_grammatical, sentences
 from bench.demo.corpus import Dialogue, chatml, chatter, held_out
+from bench.demo.tool_talk import held_out_calls, held_out_without_call
 
 DEFAULT_MODEL = Path(__file__).parents[2] / "llamaslot" / "demo" / "demo.gguf"
 SEQUENCES, CONTEXT, CHUNK = 8, 4096, 512
@@ -222,7 +224,7 @@ def report(results: list[Result], chat: Result, show: int) -> list[tuple[str, st
             print(f"{result.name}: expected {result.dialogues[index].answer!r}, got {result.replies[index].text!r}")
     everything = [*results, chat]
     margin, noise = min(float(result.margins.min()) for result in results), max(result.noise for result in results)
-    goals = [(f"recall, {result.name}", f"{result.recall:.1%}", result.recall >= GOAL_RECALL) for result in results]
+    goals = [(f"right, {result.name}", f"{result.recall:.1%}", result.recall >= GOAL_RECALL) for result in results]
     stopped = min(result.stopped for result in everything)
     foreign = sum(len(result.foreign) for result in everything)
     return [
@@ -240,6 +242,10 @@ def report(results: list[Result], chat: Result, show: int) -> list[tuple[str, st
 def dialogue_sets(n: int, seed: int, count: Callable[[str], int]) -> Iterator[tuple[str, list[Dialogue]]]:
     for filler in FILLERS:
         yield f"{filler} tokens of filler", list(held_out(n, seed, filler, count))
+    calls = list(held_out_calls(n * 3 // 5, seed))
+    yield "tool calls", [dialogue.asking() for dialogue in calls]
+    yield "tool results", [dialogue.answering() for dialogue in calls]
+    yield "no call", list(held_out_without_call(max(1, n // 5), seed))
 
 
 def main() -> int:
