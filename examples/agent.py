@@ -1,62 +1,95 @@
-"""An agent loop: a long system prompt, tool results added to the conversation, and the cost of each step.
+"""An agent loop with tools: the model calls them, this program runs them and sends back what they return.
 
 Every step sends the whole conversation again; without a prefix cache each step would compute all of it.
-A reply that is a JSON object naming a tool is executed; any other reply ends the task.
 
 Usage: python examples/agent.py [URL]
 """
 
 import json
 import sys
-import time
 
 from openai import OpenAI
 
+WEATHER = {"Oslo": "rainy, 7 degrees", "Rome": "sunny, 24 degrees", "Tokyo": "cloudy, 18 degrees"}
+NOTES = {}
+
+
+def get_weather(city):
+    return WEATHER.get(city, "error: unknown city")
+
+
+def add(numbers):
+    return str(sum(numbers))
+
+
+def save_note(title, text):
+    NOTES[title] = text
+    return f"saved as note {len(NOTES)}"
+
+
+def read_note(title):
+    return NOTES.get(title, f"error: no note called {title}")
+
+
+TEXT, NUMBERS = {"type": "string"}, {"type": "array", "items": {"type": "number"}}
 TOOLS = {
-    "add": lambda numbers: round(sum(numbers), 6),
-    "count_words": lambda text: len(text.split()),
-    "today": lambda: time.strftime("%Y-%m-%d"),
+    get_weather: {"city": TEXT},
+    add: {"numbers": NUMBERS},
+    save_note: {"title": TEXT, "text": TEXT},
+    read_note: {"title": TEXT},
 }
-SYSTEM = "You are a careful assistant. To use a tool, answer with one line of JSON and nothing else:\n" + "\n".join(
-    [
-        '{"tool": "add", "arguments": {"numbers": [1, 2]}}  adds numbers.',
-        '{"tool": "count_words", "arguments": {"text": "..."}}  counts the words of a text.',
-        '{"tool": "today", "arguments": {}}  tells the date.',
-        "When you know the answer, say it in one sentence.",
-    ]
+FUNCTIONS = {function.__name__: function for function in TOOLS}
+DEFINITIONS = [
+    {
+        "type": "function",
+        "function": {
+            "name": function.__name__,
+            "parameters": {"type": "object", "properties": parameters, "required": list(parameters)},
+        },
+    }
+    for function, parameters in TOOLS.items()
+]
+TASKS = (
+    "What is the weather in Oslo?",
+    "How much is 17 plus 25?",
+    "Save a note called shopping: buy bread and milk.",
+    "What does the note shopping say?",
+    "Thank you!",
 )
-TASKS = ("Hello! What can you do?", "What day is it?", "How many words has the sentence: the cat sat on the mat?")
 MAX_STEPS = 4
 
 
-def run_tool(reply):
-    """Return the result of the tool call in `reply`, or None without one."""
+def run_tool(call):
+    """Return the result of a call, or what is wrong with it."""
     try:
-        call = json.loads(reply)
-        return str(TOOLS[call["tool"]](**call["arguments"]))
-    except (ValueError, KeyError, TypeError):
-        return None
+        return FUNCTIONS[call.function.name](**json.loads(call.function.arguments))
+    except (ValueError, KeyError, TypeError) as error:
+        return f"error: {error}"
 
 
 def main():
     url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8080"
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
-    messages = [{"role": "system", "content": SYSTEM}]
+    messages = []
     for task in TASKS:
         print(f"\n> {task}")
         messages.append({"role": "user", "content": task})
         for _ in range(MAX_STEPS):
             completion = client.chat.completions.create(
-                model="any", messages=messages, max_tokens=80, temperature=0
+                model="any", messages=messages, tools=DEFINITIONS, max_tokens=200, temperature=0
             )
-            reply, usage = completion.choices[0].message.content, completion.usage
+            reply, usage = completion.choices[0].message, completion.usage
             computed = usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens
-            print(f"{reply}\n  [{usage.prompt_tokens} prompt tokens, {computed} computed]")
-            messages.append({"role": "assistant", "content": reply})
-            result = run_tool(reply)
-            if result is None:
+            messages.append(reply.model_dump(exclude_none=True))
+            if reply.content:
+                print(reply.content)
+            for call in reply.tool_calls or ():
+                result = run_tool(call)
+                print(f"{call.function.name}({call.function.arguments}) -> {result}")
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            print(f"  [{usage.prompt_tokens} prompt tokens, {computed} computed]")
+            if not reply.tool_calls:
                 break
-            messages.append({"role": "user", "content": f"The tool answered: {result}"})
 
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ def test_the_openai_example(demo: Server) -> None:
 
 def test_the_agent_example(demo: Server) -> None:
     output = run(sys.executable, EXAMPLES / "agent.py", demo.url)
-    assert output.count("> ") == 3
-    assert output.count(" computed]") >= 3
+    assert output.count("\n> ") == 5
+    assert output.count(" computed]") >= 5
 
 
 def test_the_curl_example(demo: Server) -> None:
