@@ -251,7 +251,7 @@ def rate_at(step: int, progress: float, warmup: int, decay_share: float) -> floa
 
 
 def train(run: Run, shape: Shape) -> Model:
-    """Runs through the stages, saving a checkpoint every hundred steps."""
+    """Runs through the stages, saving a checkpoint every fifty steps."""
     torch.manual_seed(run.seed)
     model = Model(shape)
     if run.resume is not None:
@@ -281,13 +281,13 @@ def train(run: Run, shape: Shape) -> Model:
         torch._foreach_lerp_(average, [p.detach() for p in model.parameters()], share)
         seen += ids.numel()
         is_last = step == total - 1 or progress >= 1
-        if step % 25 == 0 or is_last:
+        if step % 10 == 0 or is_last:
             print(
                 f"step {step:5d}  length {ids.shape[1] - 1:4d}  loss {loss.item():.3f}  copied {copied:.3f}"
                 f" {right:.3f}  {seen / 1e6:.2f}M tokens  {seen / spent:.0f}/s  {spent:.0f}s",
                 flush=True,
             )
-        if step % 100 == 99 or is_last:
+        if step % 50 == 49 or is_last:
             save(model, average, run.folder / "checkpoint.pt")
         if is_last:
             break
