@@ -69,6 +69,7 @@ ROUTES = (
     ("POST", "/slots/{id_slot}", slot_endpoints.act, Access.ADMIN),
     ("POST", "/tokenize", token_endpoints.tokenize, Access.USER),
     ("POST", "/detokenize", token_endpoints.detokenize, Access.USER),
+    ("GET", "/tokenizer_info", token_endpoints.tokenizer_info, Access.USER),
     ("DELETE", "/sessions/{session_id:.+}", cache_endpoints.drop_session, Access.USER),
 )
 """Method, path, handler, and the access that it requires."""

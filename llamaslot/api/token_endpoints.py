@@ -1,15 +1,25 @@
-"""`/apply-template`, `/tokenize` and `/detokenize`, which need only the chat template or the vocabulary."""
+"""`/apply-template`, `/tokenize`, `/detokenize`, `/tokenizer_info`: they need the template or the vocabulary."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
 from aiohttp import web
 
 from llamaslot.api.context import READINESS, SETTINGS
-from llamaslot.api.json_bodies import BODY_READER
+from llamaslot.api.json_bodies import BODY_READER, json_response
 from llamaslot.api.middleware import caller_of
 from llamaslot.base.commands import AnswerBody, JsonReply
+
+
+class TokenizerInfo(msgspec.Struct):
+    """Control tokens of the vocabulary, and the chat template, as vLLM names them."""
+
+    bos_token: str | None
+    eos_token: str | None
+    model_max_length: int
+    chat_template: str
 
 
 async def apply_template(request: web.Request) -> web.Response:
@@ -25,6 +35,13 @@ async def tokenize(request: web.Request) -> web.Response:
 async def detokenize(request: web.Request) -> web.Response:
     """Return the text of token ids."""
     return await _answered(request, "detokenize")
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """Return what vLLM's clients need to know of the vocabulary, such as lm-eval."""
+    service = request.app[READINESS].check()
+    info, template = service.info, service.chat_template
+    return json_response(TokenizerInfo(info.bos_token or None, info.eos_token or None, info.n_ctx_slot, template))
 
 
 async def _answered(

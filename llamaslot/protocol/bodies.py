@@ -171,8 +171,10 @@ class InfillBody(Options, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """`POST /tokenize`."""
+    """`POST /tokenize`, in llama-server's form with `content`, or in vLLM's with `prompt`."""
 
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
     content: str | Parts | None = None
     add_special: bool | None = None
     parse_special: bool | None = None

@@ -261,6 +261,11 @@ class RequestReader:
     def _tokens(self, job: AnswerBody) -> dict[str, Any]:
         """Return the token ids of a text or of texts and ids, with the text of each token if asked for."""
         body = decode(job.body, TokenizeBody)
+        if body.prompt is not None:
+            tokens = self._tokenizer.tokenize(
+                (TextPart(body.prompt),), add_special=body.add_special_tokens is not False
+            )
+            return {"tokens": tokens, "count": len(tokens), "max_model_len": self._info.n_ctx_slot}
         if body.content is None or body.content == []:
             return {"tokens": []}
         special = body.parse_special is not False
@@ -271,9 +276,10 @@ class RequestReader:
         return {"tokens": [{"id": token, "piece": _piece(self._tokenizer.piece(token))} for token in tokens]}
 
     def _text(self, job: AnswerBody) -> dict[str, str]:
-        """Return the text of token ids."""
+        """Return the text of token ids, by llama-server's name and by vLLM's."""
         tokens = checked(decode(job.body, DetokenizeBody).tokens or (), self._info.n_vocab, "tokens")
-        return {"content": self._tokenizer.detokenize(Detokenize(tokens)).content}
+        text = self._tokenizer.detokenize(Detokenize(tokens)).content
+        return {"content": text, "prompt": text}
 
 
 def _refuse_missing(body: Options, *, is_text: bool = False) -> None:

@@ -50,6 +50,7 @@ ROUTES = {
         ("POST", "/cache/probe"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
+        ("GET", "/tokenizer_info"),
         ("DELETE", "/sessions/{session_id}"),
     },
     Access.ADMIN: {("POST", "/cache/clear"), ("POST", "/slots/{id_slot}")},

@@ -110,16 +110,28 @@ async def test_tokenize_and_back(server: Any) -> None:
     text = "Grüße </s>"
     plain = await server.ok("/tokenize", {"content": text, "parse_special": False})
     assert plain["tokens"] == list(text.encode())
-    assert await server.ok("/detokenize", plain) == {"content": text}
+    assert await server.ok("/detokenize", plain) == {"content": text, "prompt": text}
     special = await server.ok("/tokenize", {"content": text, "add_special": True})
     assert special["tokens"] == [256, *"Grüße ".encode(), 257]
-    assert await server.ok("/detokenize", special) == {"content": "<s>" + text}
+    assert (await server.ok("/detokenize", special))["content"] == "<s>" + text
     mixed = await server.ok("/tokenize", {"content": ["a", 98, "c"]})
     assert mixed["tokens"] == [97, 98, 99]
     for nothing in ({}, {"content": None}, {"content": []}, {"content": "", "add_special": None}):
         assert await server.ok("/tokenize", nothing) == {"tokens": []}
     for nothing in ({}, {"tokens": None}, {"tokens": []}):
-        assert await server.ok("/detokenize", nothing) == {"content": ""}
+        assert (await server.ok("/detokenize", nothing))["content"] == ""
+
+
+async def test_tokenize_as_vllm_does(server: Any) -> None:
+    _, info = await server.get("/tokenizer_info")
+    assert (info["bos_token"], info["eos_token"], info["model_max_length"]) == ("<s>", "</s>", 1024)
+    assert "messages" in info["chat_template"]
+    text = "Grüße </s>"
+    tokens = [256, *"Grüße ".encode(), 257]
+    for more, expected in (({}, tokens), ({"add_special_tokens": False}, tokens[1:])):
+        reply = await server.ok("/tokenize", {"prompt": text, **more})
+        assert reply == {"tokens": expected, "count": len(expected), "max_model_len": 1024}
+    assert (await server.ok("/detokenize", {"tokens": tokens[1:-1]}))["prompt"] == "Grüße "
 
 
 async def test_tokens_that_are_not_utf8_are_returned_as_bytes(server: Any) -> None:

@@ -53,7 +53,7 @@ async def test_a_completion_does_not_wait_for_long_texts(gated: Any) -> None:
     async with asyncio.timeout(5):
         await server.ok("/completion", {"prompt": "Hello", "n_predict": 2, "logit_bias": [["a", 1]]})
         assert await server.ok("/tokenize", {"content": "short"}) == {"tokens": list(b"short")}
-        assert await server.ok("/detokenize", {"tokens": list(b"short")}) == {"content": "short"}
+        assert await server.ok("/detokenize", {"tokens": list(b"short")}) == {"content": "short", "prompt": "short"}
     vocab.gate.set()
     assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * 3
 

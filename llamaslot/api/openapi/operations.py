@@ -137,5 +137,6 @@ OPERATIONS: dict[Handler, Operation] = {
     ),
     token_endpoints.tokenize: Operation(body=bodies.TokenizeBody, reply=reply_types.TokenizeReply),
     token_endpoints.detokenize: Operation(body=bodies.DetokenizeBody, reply=reply_types.DetokenizeReply),
+    token_endpoints.tokenizer_info: Operation(reply=token_endpoints.TokenizerInfo),
 }
 """Every handler of the route table is here, but for that of `/openapi.json` itself."""

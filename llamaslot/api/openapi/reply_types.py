@@ -241,12 +241,16 @@ class TokenizeReply(msgspec.Struct, forbid_unknown_fields=True):
     """The tokens of a text."""
 
     tokens: list[int | TokenPiece]
+    count: int | UnsetType = UNSET
+    max_model_len: int | UnsetType = UNSET
+    """In vLLM's form."""
 
 
 class DetokenizeReply(msgspec.Struct, forbid_unknown_fields=True):
-    """The text of tokens."""
+    """The text of tokens, by llama-server's name and by vLLM's."""
 
     content: str
+    prompt: str
 
 
 class TemplateReply(msgspec.Struct, forbid_unknown_fields=True):
