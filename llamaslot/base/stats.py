@@ -79,6 +79,8 @@ class RamStats(TierStats):
 
     max_bytes: int = 0
     """The limit while memory is ample."""
+    saved_bytes: int = 0
+    """KV saved from the pool since the engine started."""
     state: Literal["normal", "reduced", "growing"] = "normal"
     """`reduced` while memory is short and for a while after, then `growing`; a fixed limit stays in any case."""
     reason: str = ""

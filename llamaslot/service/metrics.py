@@ -43,6 +43,7 @@ _COUNTERS = (
     ("llamaslot_prefix_cache_copied_tokens", "Tokens copied from another sequence.", "cache.copied_tokens"),
     ("llamaslot_prefix_cache_evicted_tokens", "Tokens evicted without being offloaded.", "cache.evicted_tokens"),
     ("llamaslot_prefix_cache_offloaded_tokens", "Tokens offloaded from the pool to RAM.", "cache.offloaded_tokens"),
+    ("llamaslot_ram_saved_bytes", "Bytes of KV saved from the pool to RAM.", "cache.ram.saved_bytes"),
     ("llamaslot_prefix_cache_loaded_tokens", "Tokens loaded from RAM.", "cache.loaded_tokens"),
     ("llamaslot_prefix_cache_public_tokens", "Tokens loaded from the public prefix.", "cache.public_tokens"),
     ("llamaslot_prefix_cache_dropped_prefixes", "Prefixes dropped for lack of ids.", "cache.dropped_prefixes"),

@@ -51,6 +51,7 @@ async def test_an_empty_cache(start: Any) -> None:
             "tokens": 0,
             "segments": 0,
             "max_bytes": 0,
+            "saved_bytes": 0,
             "state": "normal",
             "reason": "",
         },

@@ -46,6 +46,9 @@ def test_idle_prefixes_are_offloaded_ahead_while_nothing_runs() -> None:
     (save,) = saved(shared.step())
     assert (save.start, save.end) == (0, 30)
     assert shared.holders("a" * 30)
+    size = shared.backend.info.segment_size
+    assert size is not None
+    assert shared.cache.stats().ram.saved_bytes == size.of(30)
     assert not shared.step()
 
 

@@ -269,6 +269,7 @@ class Offloader:
             segment = self._tiers.add(self._node_at(seq, end), start, stop)
             self.free_evicted()
             self._sequences.operations.append(Save(segment.number, seq, start, stop, self.scratch))
+            self._counters.ram.saved_bytes += segment.n_bytes
             done.append((start, stop))
         return done
 

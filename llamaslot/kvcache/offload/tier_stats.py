@@ -18,6 +18,7 @@ def ram_stats(tiers: SegmentTiers, budget: RamBudget) -> RamStats:
         tokens=tiers.ram.n_tokens,
         segments=len(tiers.ram),
         max_bytes=budget.max_bytes,
+        saved_bytes=tiers.counters.ram.saved_bytes,
         state=budget.state.value,
         reason=budget.reason,
     )
