@@ -63,6 +63,28 @@ class Answer:
         return int(self.timings["prompt_n"])
 
 
+@dataclass(frozen=True)
+class Completion:
+    """A streamed completion of token ids, in llama-server's format; times as in `Answer`."""
+
+    tokens: tuple[int, ...]
+    started: float
+    arrivals: tuple[float, ...]
+    """When each chunk with text or tokens came; the end of the stream if none did."""
+    ended: float
+    timings: dict[str, Any] = field(repr=False)
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token."""
+        return self.arrivals[0] - self.started
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens that the server computed rather than reused, as it counts them."""
+        return int(self.timings["prompt_n"])
+
+
 class Client:
     """One server's endpoints, over one HTTP session; made by `connected`."""
 
@@ -101,13 +123,23 @@ class Client:
             "stream_options": {"include_usage": True},
             **parameters,
         }
-        received: list[tuple[float, bytes]] = []
         started = perf_counter()
-        async with self._session.post("/v1/chat/completions", json=body) as response:
+        return parse_stream(started, await self._stream("/v1/chat/completions", body), ended=perf_counter())
+
+    async def complete(self, prompt: Sequence[int], **parameters: Any) -> Completion:
+        """Stream one completion of token ids; raises `BenchmarkError` when the server refuses or breaks off."""
+        body = {"prompt": list(prompt), "stream": True, "return_tokens": True, **parameters}
+        started = perf_counter()
+        return parse_completion(started, await self._stream("/completion", body), ended=perf_counter())
+
+    async def _stream(self, path: str, body: dict[str, Any]) -> list[tuple[float, bytes]]:
+        """POST a JSON body; returns the pieces of the answer, and when each came."""
+        received: list[tuple[float, bytes]] = []
+        async with self._session.post(path, json=body) as response:
             await _check(response)
             async for data in response.content.iter_any():
                 received.append((perf_counter(), data))
-        return parse_stream(started, received, ended=perf_counter())
+        return received
 
 
 @asynccontextmanager
@@ -155,6 +187,27 @@ def parse_stream(started: float, received: Sequence[tuple[float, bytes]], *, end
         completion_tokens=usage.get("completion_tokens", 0),
         timings=timings,
     )
+
+
+def parse_completion(started: float, received: Sequence[tuple[float, bytes]], *, ended: float) -> Completion:
+    """The completion in a stream of llama-server's own events."""
+    tokens: list[int] = []
+    arrivals: list[float] = []
+    timings: dict[str, Any] | None = None
+    for came, payload in _events(received):
+        if payload == b"[DONE]":
+            continue
+        chunk = json.loads(payload)
+        if "error" in chunk:
+            raise BenchmarkError(f"the server broke off: {chunk['error']['message']}")
+        if chunk["content"] or chunk["tokens"]:
+            tokens += chunk["tokens"]
+            arrivals.append(came)
+        if chunk["stop"]:
+            timings = chunk["timings"]
+    if timings is None:
+        raise BenchmarkError("the stream ended before the completion did")
+    return Completion(tuple(tokens), started, tuple(arrivals) or (ended,), ended, timings)
 
 
 def _events(received: Sequence[tuple[float, bytes]]) -> list[tuple[float, bytes]]:

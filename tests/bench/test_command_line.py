@@ -11,6 +11,7 @@ import pytest
 from bench import chat, constrained, decode, idle, scenarios, tree
 from bench.__main__ import QUICK, main
 from bench.peers import baseline, compare
+from bench.traces import run as traces
 
 BENCHMARKS = {
     "chat": chat,
@@ -20,6 +21,7 @@ BENCHMARKS = {
     "idle": idle,
     "peers": compare,
     "scenarios": scenarios,
+    "traces": traces,
     "tree": tree,
 }
 
@@ -74,6 +76,13 @@ def test_a_quick_comparison_has_two_servers_and_short_prompts(monkeypatch: pytes
     call = called(monkeypatch, "peers", "--quick", "--only", "chat", "--only", "engine alone")
     assert (call["against"], call["scale"], call["only"]) == (QUICK, 0.25, ["chat", "engine alone"])
     assert call["title"].startswith("60m shape")
+
+
+def test_what_is_replayed_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = called(monkeypatch, "traces", "--dir", "there", "--sessions", "3", "--in-turn", "--quick")
+    settings = call["settings"]
+    assert (settings.directory, settings.n_sessions, settings.in_turn) == (Path("there"), 3, True)
+    assert (settings.n_requests, call["repeats"], call["against"]) == (40, 1, ())
 
 
 def test_a_baseline_is_another_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
