@@ -16,7 +16,20 @@ from typing import Any
 
 import structlog
 
-from bench import chat, constrained, decode, idle, processes, profile, retokenizing, scenarios, size, steps, tree
+from bench import (
+    chat,
+    constrained,
+    decode,
+    idle,
+    processes,
+    profile,
+    retokenizing,
+    scenarios,
+    size,
+    steps,
+    toolloop,
+    tree,
+)
 from bench.client import BenchmarkError
 from bench.peers import baseline, compare, parity, published
 from bench.peers.servers import SERVERS
@@ -110,6 +123,10 @@ def _add_parts(commands: Any) -> None:
 
     telling = commands.add_parser("retokenizing", help="sampled conversations that come back as text")
     _common(telling, run=_retokenizing, repeats=(200, 10), of="conversations", shape="tiny-qwen2")
+
+    looping = commands.add_parser("toolloop", help="an agent's tool loop, with and without message memory")
+    _common(looping, run=_toolloop, repeats=(6, 1), of="conversations of each kind", shape=toolloop.SHAPE)
+    _threads(looping)
 
     growing = commands.add_parser("tree", help="time of the radix tree's own operations")
     _common(growing, run=_tree, repeats=(9, 2), of="trees to build", shape=None)
@@ -286,11 +303,19 @@ def _processes(options: Namespace) -> None:
 
 
 def _retokenizing(options: Namespace) -> None:
-    measured = (
-        _measured(options) if options.model else {"folder": options.out, "server_flags": options.server.split()}
-    )
-    title = "random weights with Qwen2's vocabulary"
-    retokenizing.run(**{"model": None, "title": title} | measured, conversations=options.repeats)
+    retokenizing.run(**_with_qwen(options), conversations=options.repeats)
+
+
+def _toolloop(options: Namespace) -> None:
+    toolloop.run(**_with_qwen(options), repeats=options.repeats, threads=options.threads)
+
+
+def _with_qwen(options: Namespace) -> dict[str, Any]:
+    """As `_measured`; without `--model` the benchmark writes random weights with Qwen's vocabulary."""
+    if options.model:
+        return _measured(options)
+    title = f"{options.shape} (random weights with Qwen's vocabulary)"
+    return {"model": None, "title": title, "folder": options.out, "server_flags": options.server.split()}
 
 
 def _tree(options: Namespace) -> None:

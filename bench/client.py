@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 SILENCE_SECONDS = 600.0
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 class BenchmarkError(Exception):
@@ -31,7 +31,7 @@ class Answer:
     text: str
     started: float
     arrivals: tuple[float, ...]
-    """When each chunk with content or reasoning came."""
+    """When each chunk with content, reasoning or a part of a tool call came."""
     ended: float
     finish_reason: str
     prompt_tokens: int
@@ -39,6 +39,9 @@ class Answer:
     """Both 0 if the server does not report them."""
     timings: dict[str, Any] = field(repr=False)
     """llama-server's timings, if there are any."""
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    restored_tokens: int = 0
+    """Tokens of earlier replies that llamaslot put back into the prompt."""
 
     @property
     def ttft(self) -> float:
@@ -159,6 +162,8 @@ def parse_stream(started: float, received: Sequence[tuple[float, bytes]], *, end
     text, arrivals, finish_reason = "", [], ""
     usage: dict[str, Any] = {}
     timings: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    restored = 0
     done = False
     for came, payload in _events(received):
         if payload == b"[DONE]":
@@ -173,6 +178,11 @@ def parse_stream(started: float, received: Sequence[tuple[float, bytes]], *, end
             if content := delta.get("content") or delta.get("reasoning_content"):
                 text += content
                 arrivals.append(came)
+            elif parts := delta.get("tool_calls"):
+                arrivals.append(came)
+                for part in parts:
+                    _extend(calls, part)
+        restored = chunk.get("cache", {}).get("restored_tokens", restored)
         usage = chunk.get("usage") or usage
         timings = chunk.get("timings") or timings
     if not (done and arrivals):
@@ -186,6 +196,8 @@ def parse_stream(started: float, received: Sequence[tuple[float, bytes]], *, end
         prompt_tokens=usage.get("prompt_tokens", 0),
         completion_tokens=usage.get("completion_tokens", 0),
         timings=timings,
+        tool_calls=tuple(calls[index] for index in sorted(calls)),
+        restored_tokens=restored,
     )
 
 
@@ -208,6 +220,15 @@ def parse_completion(started: float, received: Sequence[tuple[float, bytes]], *,
     if timings is None:
         raise BenchmarkError("the stream ended before the completion did")
     return Completion(tuple(tokens), started, tuple(arrivals) or (ended,), ended, timings)
+
+
+def _extend(calls: dict[int, dict[str, Any]], part: dict[str, Any]) -> None:
+    """Add a part of a tool call in OpenAI's form to the calls by their index."""
+    call = calls.setdefault(part["index"], {"type": "function", "function": {"name": "", "arguments": ""}})
+    if "id" in part:
+        call["id"] = part["id"]
+    for name in ("name", "arguments"):
+        call["function"][name] += part["function"].get(name) or ""
 
 
 def _events(received: Sequence[tuple[float, bytes]]) -> list[tuple[float, bytes]]:

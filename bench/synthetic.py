@@ -24,7 +24,7 @@ import math
 import os
 import string
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -93,8 +93,20 @@ SHAPES = {
 SENTENCEPIECE = {"tiny-sentencepiece": Shape("llama", sentencepiece.SIZE, 3, 128, 256, 2, 1, 64, 32_768)}
 """Shapes with the vocabulary of `bench.sentencepiece` and without a chat template."""
 
-BORROWING = {"tiny-qwen2": Shape("llama", 151_936, 3, 128, 256, 2, 1, 64, 4096)}
+BORROWING = {"tiny-qwen2": Shape("llama", 151_936, 3, 128, 256, 2, 1, 64, 4096), "60m-qwen3": SHAPES["60m"]}
 """Shapes that get the tokenizer of another file."""
+
+ADDED_TOKENS = {
+    "60m-qwen3": {
+        151_657: "<tool_call>",
+        151_658: "</tool_call>",
+        151_665: "<tool_response>",
+        151_666: "</tool_response>",
+        151_667: "<think>",
+        151_668: "</think>",
+    }
+}
+"""Tokens that a shape has in place of the unused ones of its tokenizer: what Qwen3 has more than Qwen2."""
 
 
 @dataclass(frozen=True)
@@ -284,7 +296,7 @@ def _add_metadata(writer: gguf.GGUFWriter, title: str, shape: Shape) -> None:
 
 def _tokenizer(shape: str, vocabulary: Path | None) -> AddTokenizer:
     if vocabulary is not None:
-        return partial(_copy_tokenizer, vocabulary)
+        return partial(_copy_tokenizer, vocabulary, ADDED_TOKENS.get(shape, {}))
     if shape in SENTENCEPIECE:
         return _add_sentencepiece
     return partial(_add_tokenizer, SHAPES[shape].vocab)
@@ -321,12 +333,19 @@ def _add_sentencepiece(writer: gguf.GGUFWriter) -> None:
     writer.add_add_eos_token(False)
 
 
-def _copy_tokenizer(vocabulary: Path, writer: gguf.GGUFWriter) -> None:
-    """Everything that a file says of its tokenizer, and this module's chat template."""
+def _copy_tokenizer(vocabulary: Path, added: Mapping[int, str], writer: gguf.GGUFWriter) -> None:
+    """Everything that a file says of its tokenizer, some added tokens, and this module's chat template."""
+    changes = {
+        "tokenizer.ggml.tokens": added,
+        "tokenizer.ggml.token_type": dict.fromkeys(added, int(gguf.TokenType.USER_DEFINED)),
+    }
     for key, field in gguf.GGUFReader(vocabulary).fields.items():
         if key.startswith("tokenizer.") and key != "tokenizer.chat_template":
             kind, *inner = field.types
-            writer.add_key_value(key, field.contents(), kind, inner[0] if inner else None)
+            content = field.contents()
+            for token, value in changes.get(key, {}).items():
+                content[token] = value
+            writer.add_key_value(key, content, kind, inner[0] if inner else None)
     writer.add_chat_template(CHAT_TEMPLATE)
 
 

@@ -66,6 +66,11 @@ def vocabulary(name: str) -> Path:
     return llama_cpp_source() / "models" / f"ggml-vocab-{name}.gguf"
 
 
+def chat_template(name: str) -> Path:
+    """A model's chat template from llama.cpp's source."""
+    return llama_cpp_source() / "models" / "templates" / f"{name}.jinja"
+
+
 def _check_same(binary: Path) -> None:
     """Raise `BenchmarkError` if the server's libraries were not built as those that llamaslot loads."""
     own = llama_cpp.llama_print_system_info().decode().strip()

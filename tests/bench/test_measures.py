@@ -75,6 +75,19 @@ def test_times_are_those_of_chunks_with_content() -> None:
     assert (got.ttft, got.gaps, got.total) == (1.5, [1.5], 5.0)
 
 
+def test_tool_calls_are_put_together_and_count_as_text() -> None:
+    first = {"index": 0, "id": "c0", "type": "function", "function": {"name": "read", "arguments": ""}}
+    second = {"index": 1, "id": "c1", "type": "function", "function": {"name": "write", "arguments": "{}"}}
+    more = [{"index": 0, "function": {"arguments": text}} for text in ('{"a":', " 1}")]
+    events = [event(delta(tool_calls=[part])) for part in (first, *more, second)]
+    got = parse_stream(0.0, [(float(i), part) for i, part in enumerate([*events, *CLOSING], 1)], ended=9.0)
+    assert [(call["id"], call["function"]) for call in got.tool_calls] == [
+        ("c0", {"name": "read", "arguments": '{"a": 1}'}),
+        ("c1", {"name": "write", "arguments": "{}"}),
+    ]
+    assert (got.ttft, len(got.arrivals)) == (1.0, 4)
+
+
 def test_a_stream_without_its_end_is_refused() -> None:
     pieces = [event(delta(content="a")), *CLOSING[:-1]]
     with pytest.raises(BenchmarkError, match="ended without"):
