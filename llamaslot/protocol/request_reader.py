@@ -1,18 +1,15 @@
-"""Request reader: from the body of a request to its `Submit`s, or to the answer of `/tokenize` and the like."""
+"""Request reader: from the body of a request to its `Submit`s and the options of its reply."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from llamaslot.base.commands import (
     AnswerBody,
-    Detokenize,
-    Detokenized,
     JsonReply,
     ParseBody,
     ParsedBody,
@@ -20,23 +17,21 @@ from llamaslot.base.commands import (
     TextPart,
     TokensPart,
 )
-from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError, NotSupportedError
+from llamaslot.base.errors import ContextSizeError, InvalidRequestError, LlamaslotError
 from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
 from llamaslot.base.generation.responses import EarlierItems
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.formats.format import Format
-from llamaslot.protocol import unsupported
 from llamaslot.protocol.anthropic import chat as anthropic
 from llamaslot.protocol.anthropic.bodies import CountTokensBody, MessagesBody
 from llamaslot.protocol.bodies import (
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
     InfillBody,
     Options,
-    TokenizeBody,
 )
+from llamaslot.protocol.body_answers import BodyAnswers
 from llamaslot.protocol.chat_prompt import ChatReader, conversation_branch
 from llamaslot.protocol.decoding import decode, renamed, too_deep
 from llamaslot.protocol.default_grammars import DefaultGrammars
@@ -46,12 +41,12 @@ from llamaslot.protocol.responses import chat as responses
 from llamaslot.protocol.responses.bodies import ResponsesBody
 from llamaslot.protocol.structured_output import ConstraintReader
 from llamaslot.protocol.submission import (
+    BodyTokenizer,
     Prompt,
-    checked,
     is_verbose,
     n_choices,
-    parse_prompt,
     prompts_of,
+    refuse_missing,
     submissions,
     wants_probs,
 )
@@ -63,22 +58,6 @@ class _Kind(msgspec.Struct):
     """The field that tells a chat from a text completion."""
 
     messages: msgspec.Raw | UnsetType = UNSET
-
-
-class BodyTokenizer(Protocol):
-    """The methods of the tokenizer (`llamaslot.prompts.tokenizer`) that may run on any thread."""
-
-    def tokenize(self, prompt: Prompt, *, add_special: bool = False) -> list[int]:
-        """Return the token ids of any prompt."""
-
-    def piece(self, token: int) -> bytes:
-        """Return the bytes of a token."""
-
-    def detokenize(self, command: Detokenize) -> Detokenized:
-        """Write out token ids."""
-
-    def check_size(self, prompt: Prompt) -> None:
-        """Raise `ContextSizeError` for a text that is too long to fit."""
 
 
 class RequestReader:
@@ -107,11 +86,7 @@ class RequestReader:
         self._chats = ChatReader(template, self._constraints, named_tokens, self._tag_tokens)
         self._defaults = DefaultGrammars([self._constraints.grammar(*each) for each in grammars])
         self._infill = InfillPrompts(info, tokenizer.tokenize, self._check_size)
-        self._answers: dict[str, Callable[[AnswerBody], Any]] = {
-            "apply_template": self._apply_template,
-            "tokenize": self._tokens,
-            "detokenize": self._text,
-        }
+        self._answers = BodyAnswers(self._chats, tokenizer, info)
 
     def read(self, job: ParseBody) -> ParsedBody:
         """Read the body of a request for completions; raises `InvalidRequestError`."""
@@ -138,11 +113,11 @@ class RequestReader:
         body: CompletionBody | InfillBody
         if job.kind == "infill":
             body = decode(job.body, InfillBody)
-            _refuse_missing(body)
+            refuse_missing(body)
             prompts = [self._infill.of_parts(body, job.context)]
         else:
             body = decode(job.body, CompletionBody)
-            _refuse_missing(body, is_text=job.kind != "native")
+            refuse_missing(body, is_text=job.kind != "native")
             prompts = prompts_of(body, self._info.n_vocab, job.context.limits.max_prompts)
             if body.suffix:
                 for prompt in prompts:
@@ -179,7 +154,7 @@ class RequestReader:
     def _chat(self, body: ChatBody, job: ParseBody) -> ParsedBody:
         """Read a chat: the body of a job, or what a body of another API was converted to."""
         context = job.context
-        _refuse_missing(body)
+        refuse_missing(body)
         chat = self._chats.read(body, context, is_run=job.is_run)
         self._check_size(chat.parts)
         default = self._defaults.next() if job.is_run else None
@@ -232,7 +207,7 @@ class RequestReader:
     def answer(self, job: AnswerBody) -> JsonReply:
         """Answer a body; raises `InvalidRequestError`."""
         try:
-            return JsonReply(msgspec.json.encode(self._answers[job.kind](job)))
+            return self._answers.answer(job)
         except RecursionError as error:
             raise too_deep() from error
 
@@ -251,51 +226,6 @@ class RequestReader:
         tokens = self._tokenizer.tokenize((TextPart(text),))
         return tokens[0] if len(tokens) == 1 else None
 
-    def _apply_template(self, job: AnswerBody) -> dict[str, str]:
-        """Return the prompt that the template makes of a conversation and its tools."""
-        body = decode(job.body, ChatBody)
-        _refuse_missing(body)
-        parts = self._chats.render(body, job.reasoning)
-        return {"prompt": "".join(part.text for part in parts)}
-
-    def _tokens(self, job: AnswerBody) -> dict[str, Any]:
-        """Return the token ids of a text or of texts and ids, with the text of each token if asked for."""
-        body = decode(job.body, TokenizeBody)
-        if body.prompt is not None:
-            tokens = self._tokenizer.tokenize(
-                (TextPart(body.prompt),), add_special=body.add_special_tokens is not False
-            )
-            return {"tokens": tokens, "count": len(tokens), "max_model_len": self._info.n_ctx_slot}
-        if body.content is None or body.content == []:
-            return {"tokens": []}
-        special = body.parse_special is not False
-        parts = parse_prompt(body.content, self._info.n_vocab, "content", special=special)
-        tokens = self._tokenizer.tokenize(parts, add_special=bool(body.add_special))
-        if not body.with_pieces:
-            return {"tokens": tokens}
-        return {"tokens": [{"id": token, "piece": _piece(self._tokenizer.piece(token))} for token in tokens]}
-
-    def _text(self, job: AnswerBody) -> dict[str, str]:
-        """Return the text of token ids, by llama-server's name and by vLLM's."""
-        tokens = checked(decode(job.body, DetokenizeBody).tokens or (), self._info.n_vocab, "tokens")
-        text = self._tokenizer.detokenize(Detokenize(tokens)).content
-        return {"content": text, "prompt": text}
-
-
-def _refuse_missing(body: Options, *, is_text: bool = False) -> None:
-    """Raise `NotSupportedError` for the first field that asks for what the server, or this endpoint, does not have.
-
-    `is_text` is true for OpenAI's text completions.
-    """
-    unsupported.refuse(body)
-    if is_text:
-        return
-    if body.best_of is not None and body.best_of > (body.n or 1):
-        raise NotSupportedError("'best_of' above 'n' is for /v1/completions only", param="best_of")
-    for name in ("echo", "suffix"):
-        if getattr(body, name):
-            raise NotSupportedError(f"'{name}' is for /v1/completions only", param=name)
-
 
 def _reply_options(body: Options, submits: tuple[Submit, ...], context: RequestContext) -> ReplyOptions:
     n = n_choices(body)
@@ -312,11 +242,3 @@ def _reply_options(body: Options, submits: tuple[Submit, ...], context: RequestC
         response_fields=tuple(fields or ()),
         sse_ping_interval=body.sse_ping_interval,
     )
-
-
-def _piece(piece: bytes) -> str | list[int]:
-    """Return a token's bytes as text if they are valid UTF-8, else as numbers."""
-    try:
-        return piece.decode()
-    except UnicodeDecodeError:
-        return list(piece)

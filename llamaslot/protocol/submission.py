@@ -6,13 +6,15 @@ import itertools
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
 from llamaslot.base.commands import (
     N_SEEDS,
     Constraint,
+    Detokenize,
+    Detokenized,
     PromptPart,
     Submit,
     TextPart,
@@ -23,6 +25,7 @@ from llamaslot.base.generation.request_context import RequestContext, RequestLim
 from llamaslot.base.generation.sampling import INFILL, Sampling, named_samplers
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import PUBLIC_SALT, client_salt, key_salt
+from llamaslot.protocol import unsupported
 from llamaslot.protocol.bodies import MAX_TOP_LOGPROBS, ChatBody, CompletionBody, Options, PromptObject
 
 Prompt: TypeAlias = tuple[PromptPart, ...]
@@ -35,6 +38,37 @@ _SAME_FIELDS = {field.name for field in msgspec.structs.fields(Sampling)} - {
     "top_k", "seed", "logit_bias", "dry_base", "dry_sequence_breakers", "samplers", "n_probs",
 }  # fmt: skip
 """Request fields with the name and type that `Sampling` has."""
+
+
+class BodyTokenizer(Protocol):
+    """The methods of the tokenizer (`llamaslot.prompts.tokenizer`) that may run on any thread."""
+
+    def tokenize(self, prompt: Prompt, *, add_special: bool = False) -> list[int]:
+        """Return the token ids of any prompt."""
+
+    def piece(self, token: int) -> bytes:
+        """Return the bytes of a token."""
+
+    def detokenize(self, command: Detokenize) -> Detokenized:
+        """Write out token ids."""
+
+    def check_size(self, prompt: Prompt) -> None:
+        """Raise `ContextSizeError` for a text that is too long to fit."""
+
+
+def refuse_missing(body: Options, *, is_text: bool = False) -> None:
+    """Raise `NotSupportedError` for the first field that asks for what the server, or this endpoint, does not have.
+
+    `is_text` is true for OpenAI's text completions.
+    """
+    unsupported.refuse(body)
+    if is_text:
+        return
+    if body.best_of is not None and body.best_of > (body.n or 1):
+        raise NotSupportedError("'best_of' above 'n' is for /v1/completions only", param="best_of")
+    for name in ("echo", "suffix"):
+        if getattr(body, name):
+            raise NotSupportedError(f"'{name}' is for /v1/completions only", param=name)
 
 
 def submissions(

@@ -1,0 +1,71 @@
+"""Answers of `/apply-template`, `/tokenize` and `/detokenize`, which need only chat template and vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from llamaslot.base.commands import AnswerBody, Detokenize, JsonReply, TextPart
+from llamaslot.base.model import ModelInfo
+from llamaslot.protocol.bodies import ChatBody, DetokenizeBody, TokenizeBody
+from llamaslot.protocol.chat_prompt import ChatReader
+from llamaslot.protocol.decoding import decode
+from llamaslot.protocol.submission import BodyTokenizer, checked, parse_prompt, refuse_missing
+
+
+class BodyAnswers:
+    """Answers bodies, on any thread."""
+
+    def __init__(self, chats: ChatReader, tokenizer: BodyTokenizer, info: ModelInfo) -> None:
+        self._chats = chats
+        self._tokenizer = tokenizer
+        self._info = info
+        self._methods: dict[str, Callable[[AnswerBody], Any]] = {
+            "apply_template": self._apply_template,
+            "tokenize": self._tokens,
+            "detokenize": self._text,
+        }
+
+    def answer(self, job: AnswerBody) -> JsonReply:
+        """Answer a body; raises `InvalidRequestError`."""
+        return JsonReply(msgspec.json.encode(self._methods[job.kind](job)))
+
+    def _apply_template(self, job: AnswerBody) -> dict[str, str]:
+        """Return the prompt that the template makes of a conversation and its tools."""
+        body = decode(job.body, ChatBody)
+        refuse_missing(body)
+        parts = self._chats.render(body, job.reasoning)
+        return {"prompt": "".join(part.text for part in parts)}
+
+    def _tokens(self, job: AnswerBody) -> dict[str, Any]:
+        """Return the token ids of a text or of texts and ids, with the text of each token if asked for."""
+        body = decode(job.body, TokenizeBody)
+        if body.prompt is not None:
+            tokens = self._tokenizer.tokenize(
+                (TextPart(body.prompt),), add_special=body.add_special_tokens is not False
+            )
+            return {"tokens": tokens, "count": len(tokens), "max_model_len": self._info.n_ctx_slot}
+        if body.content is None or body.content == []:
+            return {"tokens": []}
+        special = body.parse_special is not False
+        parts = parse_prompt(body.content, self._info.n_vocab, "content", special=special)
+        tokens = self._tokenizer.tokenize(parts, add_special=bool(body.add_special))
+        if not body.with_pieces:
+            return {"tokens": tokens}
+        return {"tokens": [{"id": token, "piece": _piece(self._tokenizer.piece(token))} for token in tokens]}
+
+    def _text(self, job: AnswerBody) -> dict[str, str]:
+        """Return the text of token ids, by llama-server's name and by vLLM's."""
+        tokens = checked(decode(job.body, DetokenizeBody).tokens or (), self._info.n_vocab, "tokens")
+        text = self._tokenizer.detokenize(Detokenize(tokens)).content
+        return {"content": text, "prompt": text}
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """Return a token's bytes as text if they are valid UTF-8, else as numbers."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
