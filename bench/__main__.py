@@ -124,7 +124,7 @@ def _add_parts(commands: Any) -> None:
     telling = commands.add_parser("retokenizing", help="sampled conversations that come back as text")
     _common(telling, run=_retokenizing, repeats=(200, 10), of="conversations", shape="tiny-qwen2")
 
-    looping = commands.add_parser("toolloop", help="an agent's tool loop, with and without message memory")
+    looping = commands.add_parser("toolloop", help="an agent's tool loop, with and without restored messages")
     _common(looping, run=_toolloop, repeats=(6, 1), of="conversations of each kind", shape=toolloop.SHAPE)
     _threads(looping)
 

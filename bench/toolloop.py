@@ -1,4 +1,4 @@
-"""Prompt tokens computed and time to first token in an agent's tool loop, with and without message memory.
+"""Prompt tokens computed and time to first token in an agent's tool loop, with and without restored messages.
 
 A grammar makes random weights call one tool in every step, with arguments and spacing of their own: the template
 renders the call in another way when it comes back. As many agents do, the client sends back the calls and drops the
@@ -67,7 +67,7 @@ _TOOL = {
 }
 SERVERS = (
     ServerSetup("llama-server", "llama-server", ("-kvu",)),
-    ServerSetup("llamaslot, no message memory", "llamaslot", ("--no-restore-messages",)),
+    ServerSetup("llamaslot, nothing restored", "llamaslot", ("--no-restore-messages",)),
     ServerSetup("llamaslot", "llamaslot"),
 )
 
@@ -83,7 +83,7 @@ class Step:
     prompt_tokens: int
     computed_tokens: int
     restored_tokens: int
-    """Of calls and reasoning, from the message memory."""
+    """Of calls and reasoning, from remembered messages."""
     ttft: float
     """Until the first event with reasoning or a part of the call."""
     prefill: float
