@@ -97,11 +97,13 @@ class Queries:
     def replied(self, reply: Reply) -> Reply | None:
         """Take the engine's reply; return it with what the prompt worker adds, None if that comes later."""
         body = self._in_engine.pop(reply.request_id, None)
-        if isinstance(body, commands.ProbePrompt) and reply.error is None:
+        if reply.error is not None:
+            if isinstance(body, commands.ProbePrompt):
+                self._release(body.submit)
+            return reply
+        if isinstance(body, commands.ProbePrompt):
             self._locate(reply.request_id, body, convert(reply.body, CacheProbe))
             return None
-        if reply.error is not None:
-            return reply
         # From another process the body arrives as builtins.
         if isinstance(body, commands.InspectEngine):
             state = convert(reply.body, EngineState)
@@ -124,11 +126,11 @@ class Queries:
             self._emit(Reply(request_id, probe))
 
         on_result(self._prompts.call(job), located, lambda error: self._emit(Reply(request_id, error=error.info())))
-        on_result(self._prompts.call(Release(query.submit.request_id)), _ignore, _ignore)
+        self._release(query.submit)
 
     def _counted(self, request_id: str, submit: commands.Submit, tokenized: TokenizedPrompt) -> None:
         self._emit(Reply(request_id, CountedTokens(tokenized.n_tokens)))
-        on_result(self._prompts.call(Release(submit.request_id)), _ignore, _ignore)
+        self._release(submit)
 
     def _answer(self, request_id: str, body: PromptQuery) -> None:
         def respond(reply: Reply) -> None:
@@ -157,8 +159,12 @@ class Queries:
     def _refuse(self, request_id: str) -> None:
         body = self._in_engine.pop(request_id)
         if isinstance(body, commands.ProbePrompt):
-            on_result(self._prompts.call(Release(body.submit.request_id)), _ignore, _ignore)
+            self._release(body.submit)
         self._emit(Reply(request_id, error=restarting_error().info()))
+
+    def _release(self, submit: commands.Submit) -> None:
+        """Have the prompt worker release a prompt to which there will be no reply."""
+        on_result(self._prompts.call(Release(submit.request_id)), _ignore, _ignore)
 
 
 def _ignore(_: object) -> None:

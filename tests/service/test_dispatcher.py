@@ -17,11 +17,13 @@ from llamaslot.base.commands import (
     EngineCommand,
     Generate,
     InspectEngine,
+    ProbeCache,
     Query,
     Submit,
     TextPart,
     WriteTexts,
 )
+from llamaslot.base.errors import ServerError
 from llamaslot.base.events import (
     TERMINAL,
     Accepted,
@@ -223,6 +225,22 @@ async def test_queries_fail_while_the_engine_restarts(side: Side) -> None:
     await side.until(Reply, "1", "2", "3")
     errors = {e.request_id: e.error and e.error.type for e in side.events if isinstance(e, Reply)}
     assert errors == {"1": "unavailable_error", "2": "unavailable_error", "3": None}
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_probe_that_the_engine_does_not_answer_releases_its_prompt(side: Side, is_lost: bool) -> None:
+    side.dispatcher.send(Query("1", ProbeCache(Submit("probe", (TextPart("hello"),)))))
+    async with asyncio.timeout(5):
+        while not side.sent:
+            await asyncio.sleep(0.001)
+        assert side.prompts.n_contexts == 1
+        if is_lost:
+            side.dispatcher.engine_lost(is_crash=False)
+        else:
+            side.engine(Reply("1", error=ServerError("no").info()))
+        while side.prompts.n_contexts:
+            await asyncio.sleep(0.001)
+    await side.until(Reply, "1")
 
 
 async def test_statistics_have_what_the_prompt_worker_remembers(side: Side) -> None:
