@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from itertools import islice
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, Undefined, nodes
@@ -51,8 +52,11 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function for a template; raises `TemplateError` once it makes a list or dict too large."""
-        result = super().call(context, function, *args, **kwargs)
         owner = getattr(function, "__self__", None)
+        if isinstance(owner, list | dict):
+            # What a filter yields of the list itself, as in `l.extend(l | map(...))`, would grow with it.
+            args = tuple(list(islice(each, MAX_ITEMS + 1)) if isinstance(each, Iterator) else each for each in args)
+        result = super().call(context, function, *args, **kwargs)
         if isinstance(owner, list | dict) and len(owner) > MAX_ITEMS:
             raise TemplateError(f"a {type(owner).__name__} has more than {MAX_ITEMS} items")
         return result

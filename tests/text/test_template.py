@@ -294,6 +294,7 @@ class TestLanguage:
         ("source", "prompt"),
         [
             ("{% set l = [1] %}{% set _ = l.append(2) %}{{ l }} {{ l.pop(0) }} {{ l }}", "[1, 2] 1 [2]"),
+            ("{% set l = [1] %}{% set _ = l.extend(l | map('string')) %}{{ l }}", "[1, '1']"),
             ("{% set d = {} %}{% set _ = d.update({'a': 1}) %}{{ d }}", "{'a': 1}"),
             ("{% set _ = messages.append({'role': 'x'}) %}{{ messages | map(attribute='role') | join }}", "userx"),
             ("{% set _ = messages[0].pop('content') %}{{ messages }}", "[{'role': 'user'}]"),
@@ -407,6 +408,7 @@ def test_a_prompt_without_end_is_refused() -> None:
     [
         "{% set l = [1] %}{% for x in l %}{% set _ = l.append(x) %}{% endfor %}",
         "{% set l = [1] %}{% for x in range(99) %}{% set _ = l.extend(l) %}{% endfor %}",
+        "{% set l = [1] %}{% for x in range(99) %}{% set _ = l.extend(l | map('string')) %}{% endfor %}",
         "{% set l = [[]] %}{% for x in l %}{% set _ = l.insert(0, x) if x else l.extend([x] * 4096) %}{% endfor %}",
         "{% set d = {} %}{% for a in range(9999) %}{% for b in range(9999) %}{% set _ = d.update({(a, b): 1}) %}"
         "{% endfor %}{% endfor %}",
