@@ -13,6 +13,14 @@ def as_json(arguments: str) -> str:
         return arguments
 
 
+def is_object(text: str) -> bool:
+    """Return True if a text is a JSON object, as whole arguments are."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 def fields_of(arguments: str) -> dict[str, object]:
     """Return the fields of arguments; none if they are no JSON object."""
     try:

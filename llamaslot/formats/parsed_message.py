@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from llamaslot.base.events import Finished
 from llamaslot.base.generation.tools import ParserOptions
 from llamaslot.formats.calls import Delta, ToolCall, ToolCallDelta
+from llamaslot.formats.fields import is_object
 from llamaslot.formats.format import Format
 
 
@@ -66,6 +68,11 @@ class ParsedMessage:
     def has_calls(self) -> bool:
         """True once there is a call."""
         return bool(self._calls)
+
+    def has_cut_call(self, end: Finished) -> bool:
+        """Return True if a limit or a stop string has cut the last call, which no client must carry out."""
+        arguments = "".join(part.arguments for part in self._calls[-1]) if self._calls else "{}"
+        return end.reason != "eos" and not is_object(arguments)
 
     def _with_ids(self, part: Delta) -> Delta:
         return replace(part, tool_calls=tuple(map(self._with_id, part.tool_calls)))

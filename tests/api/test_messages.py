@@ -217,6 +217,15 @@ async def test_a_call_that_is_cut_has_no_arguments(start: Any) -> None:
     assert plain(joined(await events(server, body))) == plain(whole)
 
 
+async def test_a_call_that_a_stop_sequence_cuts_does_not_look_complete(start: Any) -> None:
+    server = await served(start, "hermes", CALL, CALL)
+    body = {**BODY, "stop_sequences": ["rich"]}
+    whole = await server.ok(MESSAGES, body)
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", "rich")
+    assert [(block["name"], block["input"]) for block in whole["content"]] == [("get_weather", {})]
+    assert plain(joined(await events(server, body))) == plain(whole)
+
+
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "now"}], ids=str)
 async def test_a_call_can_be_forced(start: Any, choice: Any) -> None:
     server = await served(start, "hermes")

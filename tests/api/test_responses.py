@@ -106,6 +106,16 @@ async def test_a_stop_string_ends_text_and_logprobs_alike(start: Any) -> None:
     assert "".join(row["token"] for row in message["content"][0]["logprobs"]) == "one "
 
 
+async def test_a_call_that_a_stop_string_cuts_is_incomplete(start: Any) -> None:
+    server = await served(start, "hermes", *[CALL] * 4)
+    response = await both(server, {**BODY, "stop": ["rich"]})
+    (call,) = response["output"]
+    assert (call["type"], call["status"], call["arguments"]) == ("function_call", "incomplete", '{"city": "Zü')
+    assert (response["status"], response["incomplete_details"]) == ("completed", None)
+    (call,) = (await both(server, {**BODY, "stop": ["</tool_call>"]}))["output"]
+    assert (call["status"], call["arguments"]) == ("completed", CITY)
+
+
 async def test_the_reply_repeats_the_request(start: Any) -> None:
     server = await start()
     body = {

@@ -27,6 +27,7 @@ NOW = {"type": "function", "function": {"name": "now", "description": "The time.
 QUESTION = [{"role": "user", "content": "How is the weather?"}]
 CITY = '{"city": "Zürich", "days": 3}'
 BODY = {"messages": QUESTION, "tools": [WEATHER, NOW]}
+HARMONY_CALL = f" to=functions.get_weather<|channel|>commentary json<|message|>{CITY}<|call|>"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "days": 3}}\n</tool_call>'
 
 
@@ -360,6 +361,49 @@ async def test_a_call_that_is_cut_is_reported_with_length(start: Any) -> None:
     assert whole["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
     streamed, reasons = joined(await server.stream(CHAT, {**BODY, "max_tokens": 60}))
     assert (plain(streamed), reasons) == (plain(whole["message"]), ["length"])
+
+
+CUT_FAMILIES = ("hermes", "qwen3-coder", "glm-4.6", "llama-pythonic", "mistral-small", "gpt-oss")
+"""Families whose calls are written in each of the ways that there are."""
+
+
+def calling_weather(family: str) -> str:
+    """A call of the tool as models of the family write it."""
+    if family == "gpt-oss":
+        return HARMONY_CALL
+    return format_of(EXCERPTS[family], {}).render([ToolCall("get_weather", CITY, "a1b2c3d4e")])
+
+
+@pytest.mark.parametrize("family", CUT_FAMILIES)
+async def test_a_call_that_a_stop_string_cuts_does_not_look_complete(start: Any, family: str) -> None:
+    text = calling_weather(family)
+    server = await served(start, family, text, text)
+    body = {**BODY, "stop": ["rich"]}
+    whole = (await server.ok(CHAT, body))["choices"][0]
+    assert whole["finish_reason"] == "stop"
+    assert plain(whole["message"])["tool_calls"] == [("get_weather", '{"city": "Zü')]
+    streamed, reasons = joined(await server.stream(CHAT, body))
+    assert (plain(streamed), reasons) == (plain(whole["message"]), ["stop"])
+
+
+@pytest.mark.parametrize(
+    ("family", "stop"),
+    [
+        ("hermes", "</tool_call>"), ("qwen3-coder", "</function>"), ("glm-4.6", "</tool_call>"),
+        ("llama-pythonic", "]"), ("gpt-oss", "<|call|>"),
+    ],
+)  # fmt: skip
+async def test_a_call_is_complete_where_a_stop_string_follows_it(start: Any, family: str, stop: str) -> None:
+    text = calling_weather(family)
+    server = await served(start, family, text, text)
+    body = {**BODY, "stop": [stop]}
+    whole = (await server.ok(CHAT, body))["choices"][0]
+    assert (whole["finish_reason"], plain(whole["message"])["tool_calls"]) == (
+        "tool_calls",
+        [("get_weather", CITY)],
+    )
+    streamed, reasons = joined(await server.stream(CHAT, body))
+    assert (plain(streamed), reasons) == (plain(whole["message"]), ["tool_calls"])
 
 
 async def test_a_template_without_results_gets_them_in_messages_of_the_user(start: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
@@ -23,6 +22,7 @@ from llamaslot.api.anthropic.reply_bodies import (
     ToolUseBlock,
 )
 from llamaslot.formats.calls import Delta, ToolCallDelta
+from llamaslot.formats.fields import is_object
 
 _NO_ARGUMENTS = msgspec.Raw(b"{}")
 
@@ -102,11 +102,4 @@ def _complete(block: Block, text: str) -> None:
         case ThinkingBlock():
             block.thinking = text
         case ToolUseBlock():
-            block.input = msgspec.Raw(text.encode()) if _is_object(text) else _NO_ARGUMENTS
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
+            block.input = msgspec.Raw(text.encode()) if is_object(text) else _NO_ARGUMENTS

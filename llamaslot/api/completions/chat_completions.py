@@ -132,4 +132,5 @@ def _whole_message(message: ParsedMessage) -> Message:
 
 
 def _reason(end: Finished, message: ParsedMessage) -> OpenAIReason:
-    return "tool_calls" if message.has_calls and end.reason != "limit" else REASONS[end.reason]
+    is_cut = end.reason == "limit" or message.has_cut_call(end)
+    return "tool_calls" if message.has_calls and not is_cut else REASONS[end.reason]

@@ -249,11 +249,14 @@ class OutputItems:
                 yield from self._begin(kind(*self._next(prefix), call, form))
             yield from self._added(call.arguments)
 
-    def end(self, status: Status) -> Iterator[ItemEvent]:
-        """Yield the events of the end; a complete response without text and calls gets an empty message."""
+    def end(self, status: Status, *, cuts_call: bool) -> Iterator[ItemEvent]:
+        """Yield the events of the end; a complete response without text and calls gets an empty message.
+
+        A call that a stop string cuts is incomplete, although the response is not.
+        """
         if status == "completed" and not self._has_answer:
             yield from self._begin(_Message(*self._next("msg")))
-        yield from self._close(status)
+        yield from self._close("incomplete" if cuts_call else status)
 
     def _added(self, text: str, probs: Sequence[Prob] = ()) -> Iterator[ItemEvent]:
         if text and self._open is not None:

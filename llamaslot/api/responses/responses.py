@@ -106,8 +106,8 @@ class ResponsesReplyWriter(ReplyWriter):
                 yield from self._parts(self._message.push(text, is_last=False))
             if ends:
                 yield from self._parts(self._message.push(self._tokens.rest(), is_last=True))
-        if ends:
-            yield from self._output.end(_status(output))
+        if isinstance(output, Finished):
+            yield from self._output.end(_status(output), cuts_call=self._message.has_cut_call(output))
 
     def _parts(self, delta: Delta) -> Iterator[events.ItemEvent]:
         """Add the parts of a message, its text with the probabilities of the last tokens that cover it."""
