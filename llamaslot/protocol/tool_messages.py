@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llamaslot.formats.calls import ToolCall
+from llamaslot.formats.fields import is_object
 from llamaslot.formats.format import Format
+from llamaslot.text.call_arguments import parsed_arguments
 from llamaslot.text.conversation import Conversation, Message, clean_message, joined
 from llamaslot.text.template import ChatTemplate
 
@@ -42,14 +44,16 @@ def _with_calls(message: Message, format_: Format) -> Message:
     calls = message.pop("tool_calls", ())
     if not calls:
         return message
-    rendered = format_.render(
-        [
-            ToolCall(call["function"]["name"], call["function"]["arguments"] or "{}", call.get("id"))
-            for call in calls
-        ]
-    )
+    rendered = format_.render([_call(call) for call in calls])
     text = joined(message["content"], "\n")
     return {**message, "content": f"{text}\n{rendered}" if text else rendered}
+
+
+def _call(call: Message) -> ToolCall:
+    arguments = call["function"]["arguments"]
+    if not is_object(arguments):
+        arguments = json.dumps(parsed_arguments(arguments), ensure_ascii=False)
+    return ToolCall(call["function"]["name"], arguments, call.get("id"))
 
 
 def _with_tools(conversation: Conversation, format_: Format, tools: Sequence[Mapping[str, Any]]) -> Conversation:

@@ -20,6 +20,7 @@ from jinja2.meta import find_undeclared_variables
 
 from llamaslot.base.commands import TextPart
 from llamaslot.base.errors import ConfigError, InvalidRequestError
+from llamaslot.text.call_arguments import parsed_arguments
 from llamaslot.text.control_tokens import ControlTokens, Placeholders, restored
 from llamaslot.text.conversation import Conversation, Message, clean_message, clean_tool, joined
 from llamaslot.text.jinja_sandbox import ChatSandbox, copied
@@ -261,8 +262,8 @@ class ChatTemplate:
         for message in conversation:
             if message["role"] == "developer" and "<|channel|>" not in self.source:
                 message["role"] = "system"
-            if self._takes_arguments:
-                _parse_arguments(message)
+            for call in message.get("tool_calls", ()) if self._takes_arguments else ():
+                call["function"]["arguments"] = parsed_arguments(call["function"]["arguments"])
         if conversation and conversation[0]["role"] == "system" and not self._takes_system:
             conversation = _without_system(conversation)
         if not self._takes_results:
@@ -348,19 +349,6 @@ def _result_as_text(message: Message) -> str:
     result = {"tool": message.get("name"), "content": joined(message["content"], "\n")}
     result = {key: value for key, value in result.items() if value is not None}
     return json.dumps({"tool_response": result}, ensure_ascii=False, indent=2)
-
-
-def _parse_arguments(message: Message) -> None:
-    """Parse the arguments of tool calls, which clients send as JSON text, or as none where there are none."""
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
-        if isinstance(function["arguments"], str):
-            try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-            except (ValueError, RecursionError) as error:
-                raise InvalidRequestError(
-                    f"the arguments of a call of '{function['name']}' are not JSON: {error}", param="messages"
-                ) from error
 
 
 def _described(error: Exception) -> str:

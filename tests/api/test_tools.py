@@ -406,6 +406,47 @@ async def test_a_call_is_complete_where_a_stop_string_follows_it(start: Any, fam
     assert (plain(streamed), reasons) == (plain(whole["message"]), ["tool_calls"])
 
 
+OBJECTS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %} calls {{ c.function.name }}"
+    "{% for name, value in c.function.arguments.items() %} {{ name }}={{ value }}{% endfor %}{% endfor %}\n"
+    "{% endfor %}{% for t in tools %}{{ t.function.name }} {% endfor %}assistant: {# <tool_call> #}"
+)
+"""A template that reads arguments as an object."""
+NO_CALLS = OBJECTS.replace("m.tool_calls", "m.nothing")
+
+
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [
+        (template("hermes").replace("arguments }}", "arguments + '' }}"), 'get_weather {"city": "Zütool:'),
+        (OBJECTS, "get_weather city=Zütool:"),
+        (NO_CALLS, '{"name": "get_weather", "arguments": {"city": "Zü"}}'),
+    ],
+    ids=["text", "object", "no calls"],
+)
+async def test_a_conversation_goes_on_behind_a_call_that_was_cut(start: Any, source: str, written: str) -> None:
+    server = await start(
+        backend=FakeBackend(n_ctx=4096, n_slots=1), template=source, engine=leading_to(CALL, *["x"] * 3)
+    )
+    n_before = len(CALL[: CALL.index("rich")].encode())
+    choice = (await server.ok(CHAT, {**BODY, "max_tokens": n_before}))["choices"][0]
+    assert choice["finish_reason"] == "length"
+    (call,) = choice["message"]["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "The arguments were no JSON."}
+    conversation = {**BODY, "messages": [*QUESTION, choice["message"], result]}
+    assert written in (await server.ok("/apply-template", conversation))["prompt"]
+    items = [
+        {"role": "user", "content": QUESTION[0]["content"]},
+        {"type": "function_call", "call_id": call["id"], **call["function"]},
+        {"type": "function_call_output", "call_id": call["id"], "output": result["content"]},
+    ]
+    functions = [{"type": "function", **tool["function"]} for tool in BODY["tools"]]
+    usage = (await server.ok(CHAT, conversation))["usage"]
+    response = await server.ok("/v1/responses", {"input": items, "tools": functions})
+    assert response["usage"]["input_tokens"] == usage["prompt_tokens"]
+
+
 async def test_a_template_without_results_gets_them_in_messages_of_the_user(start: Any) -> None:
     server = await start(
         template="{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}"

@@ -175,6 +175,15 @@ def check_tool_turns(name: str, template: ChatTemplate) -> None:
         assert ("Are you sure?" in prompt) == (turns[-1]["role"] == "user")
 
 
+@pytest.mark.parametrize("file", [*FILES, *FURTHER_FILES], ids=lambda file: file.stem)
+def test_a_call_that_was_cut_is_written_up_to_the_cut(file: Path) -> None:
+    template = ChatTemplate(file.read_text(), bos_token="<bos>", eos_token="<eos>")
+    cut = CALL | {"function": {"name": "weather_in", "arguments": '{"city": "Trom'}}
+    prompt = rendered(template, [TOOL_TURNS[0], {"role": "assistant", "tool_calls": [cut]}, TOOL_TURNS[2]])
+    assert ("Trom" in prompt) == (file.stem not in NO_CALLS)
+    assert "Heavy snow" in prompt
+
+
 @pytest.mark.parametrize("system", [[], [SYSTEM]], ids=["plain", "system"])
 def test_a_longer_conversation_begins_with_the_shorter_one(
     named: tuple[str, ChatTemplate], system: list[dict[str, Any]]

@@ -203,12 +203,23 @@ class TestTools:
 
         assert render(source, *self.MESSAGES) == '{"a": 1, "b": "é"}!'
 
-    @pytest.mark.parametrize("arguments", ["{a", "[" * 100_000], ids=["broken", "too deep"])
-    def test_arguments_that_are_not_json(self, arguments: str) -> None:
+    @pytest.mark.parametrize(
+        ("arguments", "written"),
+        [
+            ('{"a": 1, "b": "é', "a=1 b=é"),
+            ('{"a": 1, "b', "a=1"),
+            ("[2]", "arguments=[2]"),
+            ("no JSON", "arguments=no JSON"),
+            ("[" * 100_000, f"arguments={'[' * 100_000}"),
+        ],
+        ids=["cut text", "cut name", "list", "broken", "too deep"],
+    )
+    def test_arguments_that_are_no_json_object_are_one_for_the_template(self, arguments: str, written: str) -> None:
         call = CALL | {"function": {"name": "add", "arguments": arguments}}
 
-        with pytest.raises(InvalidRequestError, match="arguments of a call of 'add' are not JSON"):
-            render(TOOLS, USER, {"role": "assistant", "tool_calls": [call]}, USER)
+        assert render(TOOLS, USER, {"role": "assistant", "tool_calls": [call]}, USER) == (
+            f"<s><user>hi<assistant>[call_1 add {written}]<user>hi"
+        )
 
     def test_no_arguments_are_an_empty_object(self) -> None:
         call = CALL | {"function": {"name": "add", "arguments": ""}}
