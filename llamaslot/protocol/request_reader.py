@@ -187,7 +187,7 @@ class RequestReader:
             return ParsedBody((), ReplyOptions(), missing)
         try:
             unique_id = job.context.request_id.partition("_")[2]
-            request = responses.read_request(body, job.earlier or EarlierItems(), self.template, unique_id)
+            request = responses.read_request(body, job.earlier or EarlierItems(), unique_id)
             parsed = self._chat(request.chat, job)
         except LlamaslotError as error:
             raise renamed(error, responses.FIELD_NAMES) from error

@@ -15,6 +15,9 @@ from llamaslot.text.json_fields import checked_list, checked_object, object_of, 
 Message: TypeAlias = dict[str, Any]
 Conversation: TypeAlias = list[Message]
 
+SYSTEM_ROLES = ("system", "developer")
+"""Roles of instructions."""
+
 
 def clean_message(message: Mapping[str, Any], index: int) -> Message:
     """Return the role, the content (text or text parts, never null) and the other fields that templates read."""

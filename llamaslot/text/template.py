@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from itertools import groupby
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -24,6 +23,7 @@ from llamaslot.text.call_arguments import parsed_arguments
 from llamaslot.text.control_tokens import ControlTokens, Placeholders, restored
 from llamaslot.text.conversation import Conversation, Message, clean_message, clean_tool, joined
 from llamaslot.text.jinja_sandbox import ChatSandbox, copied
+from llamaslot.text.roles import fitted, results_from_user, without_system
 from llamaslot.text.volatile import without
 
 MAX_CHARACTERS = 2**26
@@ -74,9 +74,13 @@ class ChatTemplate:
         self._probe()
 
     def prepared(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
-        """Return the messages as they are rendered: checked, in one form, and without what is `volatile`."""
+        """Return the messages as they are rendered: checked, in one form, without what is `volatile`, and in roles
+        that the template takes.
+        """
         conversation = [clean_message(message, index) for index, message in enumerate(messages)]
-        return conversation if self._volatile is None else without(self._volatile, conversation)
+        if self._volatile is not None:
+            conversation = without(self._volatile, conversation)
+        return fitted(conversation, later_system=self._takes_later_system, user_twice=self._takes_user_twice)
 
     def render(
         self,
@@ -213,11 +217,14 @@ class ChatTemplate:
         question: Message = {"role": "user", "content": "?"}
         system: Message = {"role": "system", "content": text}
         self._takes_system = text in self._attempt([self._shaped(system), self._shaped(question)])
-        answer: Message = {"role": "assistant", "content": "!"}
         first: Message = {"role": "system", "content": "another text"}
+        answer: Message = {"role": "assistant", "content": "an answer to be found"}
+        plain = self._attempt(list(map(self._shaped, [first, question, answer, question])))
         several = self._attempt(list(map(self._shaped, [first, question, answer, system, question])))
-        self.takes_later_system = text in several and first["content"] in several
-        self.takes_user_twice = text in self._attempt([self._shaped(question), self._shaped(user)])
+        before = "".join(plain.partition(answer["content"])[:2])
+        # Some templates write all system messages at the start.
+        self._takes_later_system = text in several[len(before) :] and several.startswith(before)
+        self._takes_user_twice = text in self._attempt([self._shaped(question), self._shaped(user)])
 
         function = {"name": "f", "arguments": {"argument": text}}
         call = {"type": "function", "id": "call00001", "function": function}
@@ -265,9 +272,9 @@ class ChatTemplate:
             for call in message.get("tool_calls", ()) if self._takes_arguments else ():
                 call["function"]["arguments"] = parsed_arguments(call["function"]["arguments"])
         if conversation and conversation[0]["role"] == "system" and not self._takes_system:
-            conversation = _without_system(conversation)
+            conversation = without_system(conversation)
         if not self._takes_results:
-            conversation = _results_from_user(conversation)
+            conversation = results_from_user(conversation)
         return [self._shaped(message) for message in conversation]
 
     def _shaped(self, message: Message) -> Message:
@@ -320,35 +327,6 @@ def _with_continued(prompt: str, continued: Message) -> str:
         if text:
             prompt += "\n</think>\n\n"
     return prompt + text
-
-
-def _without_system(conversation: Conversation) -> Conversation:
-    """Put the leading system message before the next message's text, or make it the user's if there is none."""
-    system, *rest = conversation
-    if not rest:
-        return [{**system, "role": "user"}]
-    content = joined(system["content"], "\n") + "\n" + joined(rest[0]["content"], "\n")
-    return [{**rest[0], "content": content}, *rest[1:]]
-
-
-def _results_from_user(conversation: Conversation) -> Conversation:
-    """Make the results of tools messages of the user, in the JSON that llama.cpp once wrote for such templates.
-
-    Results of one turn become one message, because in such templates roles often have to alternate.
-    """
-    adapted: Conversation = []
-    for is_result, run in groupby(conversation, lambda message: bool(message["role"] == "tool")):
-        if is_result:
-            adapted.append({"role": "user", "content": "\n".join(map(_result_as_text, run))})
-        else:
-            adapted += run
-    return adapted
-
-
-def _result_as_text(message: Message) -> str:
-    result = {"tool": message.get("name"), "content": joined(message["content"], "\n")}
-    result = {key: value for key, value in result.items() if value is not None}
-    return json.dumps({"tool_response": result}, ensure_ascii=False, indent=2)
 
 
 def _described(error: Exception) -> str:

@@ -10,12 +10,10 @@ from __future__ import annotations
 import re
 
 from llamaslot.base.errors import ConfigError
-from llamaslot.text.conversation import Conversation, Message
+from llamaslot.text.conversation import SYSTEM_ROLES, Conversation, Message
 
 KNOWN = {"claude-code": r"x-anthropic-billing-header:[^\n]*(?:\n+|$)"}
 """Patterns by the agent that sends such text."""
-
-_INSTRUCTIONS = ("system", "developer")
 
 
 def pattern(words: str) -> re.Pattern[str] | None:
@@ -44,7 +42,7 @@ def pattern(words: str) -> re.Pattern[str] | None:
 
 def without(volatile: re.Pattern[str], conversation: Conversation) -> Conversation:
     """Remove what `volatile` matches at the start of the system message; drop the message if nothing is left."""
-    if not conversation or conversation[0]["role"] not in _INSTRUCTIONS:
+    if not conversation or conversation[0]["role"] not in SYSTEM_ROLES:
         return conversation
     first, *rest = conversation
     kept = _kept(volatile, first)

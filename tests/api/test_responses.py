@@ -24,6 +24,7 @@ PATCH = {
     "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'},
 }
 PATCH_TEXT = '*** Begin Patch\n+"ünï"\n'
+COUNT = "/v1/messages/count_tokens"
 SHARED = ("model", "max_output_tokens", "temperature", "tools", "tool_choice", "text", "metadata", "instructions")
 
 
@@ -199,6 +200,7 @@ LATER = [
     {"role": "developer", "content": "New rules"},
     {"role": "user", "content": "Go on"},
 ]
+NEW_RULES = "<system-reminder>\nNew rules\n</system-reminder>"
 
 
 @pytest.mark.parametrize(
@@ -210,11 +212,11 @@ LATER = [
         ),
         (
             "loop.index0 and m.role == 'system'",
-            ["system: Rules", "user: Place", "user: Hi", "assistant: Yes?", "user: New rules", "user: Go on"],
+            ["system: Rules", "user: Place", "user: Hi", "assistant: Yes?", f"user: {NEW_RULES}", "user: Go on"],
         ),
         (
             "loop.index0 and (m.role == 'system' or m.role == loop.previtem.role)",
-            ["system: Rules", "user: Place\n\nHi", "assistant: Yes?", "user: New rules\n\nGo on"],
+            ["system: Rules", "user: Place\n\nHi", "assistant: Yes?", f"user: {NEW_RULES}\n\nGo on"],
         ),
     ],
     ids=["any order", "system first", "alternating"],
@@ -224,8 +226,16 @@ async def test_messages_fit_the_roles_of_the_template(start: Any, refused: str, 
         template=f"{{% for m in messages %}}{{% if {refused} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
         "{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
+    prompt = "".join(f"{line}\n" for line in expected)
     count = await server.ok(f"{RESPONSES}/input_tokens", {"input": LATER})
-    assert count["input_tokens"] == 1 + len("".join(f"{line}\n" for line in expected)), "with BOS"
+    assert count["input_tokens"] == 1 + len(prompt), "with BOS"
+    chat = await server.ok("/apply-template", {"messages": LATER})
+    assert chat["prompt"] == prompt
+    # In Anthropic's API, messages of the user that follow each other are one.
+    first, _, *others = LATER
+    count = await server.ok("/v1/chat/completions/input_tokens", {"messages": [first, *others]})
+    later = [{**each, "role": each["role"].replace("developer", "system")} for each in others]
+    assert await server.ok(COUNT, {"system": first["content"], "messages": later}) == count
 
 
 async def test_a_custom_tool_is_called_with_a_text(start: Any) -> None:

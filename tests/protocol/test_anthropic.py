@@ -138,9 +138,8 @@ def test_messages_of_one_role_are_one_turn() -> None:
     ]
 
 
-def test_instructions_within_the_conversation_are_texts_of_the_user() -> None:
+def test_instructions_within_the_conversation_stay_in_their_place() -> None:
     system = {"role": "system", "content": "Be brief."}
-    reminder = "<system-reminder>\nBe brief.\n</system-reminder>"
     messages = [
         system,
         HI,
@@ -151,10 +150,11 @@ def test_instructions_within_the_conversation_are_texts_of_the_user() -> None:
     ]
     assert chat(messages, system="You are.").messages == [
         {"role": "system", "content": text("You are.", "Be brief.")},
-        {"role": "user", "content": text("Hi", reminder)},
+        HI,
+        system,
         {"role": "assistant", "content": "", "tool_calls": [call("1", "{}")]},
         {"role": "tool", "tool_call_id": "1", "content": ""},
-        {"role": "user", "content": reminder},
+        system,
     ]
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.protocol.anthropic.messages import conversation_of
-from llamaslot.protocol.responses.items import Turns, fitted
+from llamaslot.protocol.responses.items import Turns
 from llamaslot.protocol.responses.tools import Toolbox
+from llamaslot.text.roles import fitted
 from llamaslot.text.template import ChatTemplate
 
 N = 100_000
@@ -37,6 +38,13 @@ def items_of(role: str) -> Any:
     return message["content"].split("\n\n")
 
 
+def reminders() -> Any:
+    result = {"role": "tool", "tool_call_id": "a", "content": "some words"}
+    reminder = {"role": "system", "content": "some words"}
+    (message,) = fitted([result, *[reminder] * (N - 1)], later_system=False, user_twice=False)
+    return message["content"].split("\n\n")
+
+
 def tools() -> Any:
     toolbox = Toolbox([{"type": "function", "name": f"f{i}"} for i in range(N)])
     with pytest.raises(InvalidRequestError, match="two tools called 'f5'"):
@@ -54,7 +62,7 @@ def results() -> Any:
 
 
 @pytest.mark.parametrize(
-    "read", [users, assistants, lambda: items_of("user"), lambda: items_of("system"), tools, results]
+    "read", [users, assistants, lambda: items_of("user"), lambda: items_of("system"), reminders, tools, results]
 )
 def test_long_requests_are_read_in_linear_time(read: Callable[[], Any]) -> None:
     started = time.process_time()

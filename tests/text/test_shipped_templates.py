@@ -184,6 +184,27 @@ def test_a_call_that_was_cut_is_written_up_to_the_cut(file: Path) -> None:
     assert "Heavy snow" in prompt
 
 
+REMINDER = {"role": "developer", "content": "Mind the time."}
+REASONED = {"role": "assistant", "content": "", "reasoning_content": "Snow is wet.", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize("file", [*FILES, *FURTHER_FILES], ids=lambda file: file.stem)
+def test_a_reminder_changes_nothing_before_it(file: Path) -> None:
+    template = ChatTemplate(file.read_text(), bos_token="<bos>", eos_token="<eos>")
+    loop = [TOOL_TURNS[0], REASONED, TOOL_TURNS[2]]
+    for turns in (TURNS[:3], loop):
+        *before, last = [SYSTEM, *turns]
+        reminded = [*before, REMINDER, last] if last["role"] == "user" else [*before, last, REMINDER]
+        plain, prompt = (rendered(template, each, tools=TOOLS) for each in ([*before, last], reminded))
+        assert prompt.count(REMINDER["content"]) == 1
+        # Some templates put the system message into the last one of the user.
+        if file.stem in MOVES_THE_SYSTEM_MESSAGE:
+            continue
+        n_before = plain.index(last["content"] if last["role"] == "tool" else turns[1]["content"])
+        assert prompt[:n_before] == plain[:n_before]
+        assert prompt.index(REMINDER["content"]) > n_before
+
+
 @pytest.mark.parametrize("system", [[], [SYSTEM]], ids=["plain", "system"])
 def test_a_longer_conversation_begins_with_the_shorter_one(
     named: tuple[str, ChatTemplate], system: list[dict[str, Any]]
@@ -290,6 +311,6 @@ def test_tools_are_written_as_indented_json() -> None:
 
 def test_a_template_refuses_in_its_own_words() -> None:
     with pytest.raises(InvalidRequestError, match="Roles must take turns"):
-        rendered(ours("instruction_pairs"), [TURNS[0], TURNS[0]])
+        rendered(ours("instruction_pairs"), [TURNS[1], TURNS[0]])
     with pytest.raises(InvalidRequestError, match="Only one call a turn"):
         rendered(ours("dated_headers"), [TURNS[0], {"role": "assistant", "tool_calls": [CALL, CALL]}, TURNS[0]])

@@ -40,7 +40,7 @@ def conversation_of(system: str | Sequence[Any] | None, messages: Sequence[Mappi
             case "assistant":
                 _add_assistant(conversation, blocks)
             case "system":
-                _add_system(conversation, _texts(blocks))
+                _add(conversation, "system", _texts(blocks))
             case _:
                 refuse_field(f"{where}.role", "must be one of user, assistant, system")
     for message in conversation:
@@ -50,18 +50,6 @@ def conversation_of(system: str | Sequence[Any] | None, messages: Sequence[Mappi
         # llama-server answers it; most chat templates want a message of the user.
         conversation.append({"role": "user", "content": ""})
     return conversation
-
-
-def _add_system(conversation: list[Message], texts: Sequence[str]) -> None:
-    """Add instructions: to the system prompt or, later in the conversation, as texts of the user.
-
-    Chat templates refuse later system messages, leave them out, or write them at the start, where they would change
-    everything after them.
-    """
-    if all(message["role"] == "system" for message in conversation):
-        _add(conversation, "system", texts)
-    else:
-        _add(conversation, "user", [f"<system-reminder>\n{text}\n</system-reminder>" for text in texts])
 
 
 def _add_user(conversation: list[Message], blocks: Blocks) -> None:

@@ -13,10 +13,9 @@ from llamaslot.base.generation.responses import EarlierItems, References, Respon
 from llamaslot.protocol.bodies import ChatBody, options_of
 from llamaslot.protocol.decoding import FieldNames, whole
 from llamaslot.protocol.responses.bodies import LOGPROBS, REASONING, ResponsesBody, TextFormat, TextOptions, refuse
-from llamaslot.protocol.responses.items import Item, Turns, fitted, with_ids
+from llamaslot.protocol.responses.items import Item, Turns, with_ids
 from llamaslot.protocol.responses.tools import Toolbox, chat_choice
 from llamaslot.protocol.structured_options import ResponseFormat
-from llamaslot.text.template import ChatTemplate
 
 _SAME_AS_CHAT = (
     "parallel_tool_calls", "chat_template_kwargs", "reasoning_format", "reasoning_budget_tokens",
@@ -47,9 +46,7 @@ def references(body: ResponsesBody) -> References | None:
     return References(body.previous_response_id or "", named) if body.previous_response_id or named else None
 
 
-def read_request(
-    body: ResponsesBody, earlier: EarlierItems, template: ChatTemplate, request_id: str
-) -> ResponsesRequest:
+def read_request(body: ResponsesBody, earlier: EarlierItems, request_id: str) -> ResponsesRequest:
     """Read a body with the items that it refers to; raises `InvalidRequestError`.
 
     New items get ids that are made of `request_id`.
@@ -76,10 +73,7 @@ def read_request(
         returns_reasoning=REASONING in (body.include or ()),
         forms=toolbox.forms,
     )
-    messages = fitted(
-        turns.messages(), later_system=template.takes_later_system, user_twice=template.takes_user_twice
-    )
-    return ResponsesRequest(_chat(body, messages, toolbox), fields)
+    return ResponsesRequest(_chat(body, turns.messages(), toolbox), fields)
 
 
 def _user(text: str) -> Item:

@@ -136,30 +136,6 @@ class Turns:
         return self._messages[-1]
 
 
-def fitted(messages: list[Message], *, later_system: bool, user_twice: bool) -> list[Message]:
-    """Return messages as a template takes them.
-
-    Agents send instructions in the middle of a conversation, and several messages of the user in a row. Templates
-    without `later_system` leave the first out or refuse them: they become messages of the user. Templates without
-    `user_twice` refuse the second: they become one message.
-    """
-    found: list[list[Message]] = []
-    for message in messages:
-        each = {**message, "role": "user"} if found and message["role"] in _SYSTEM and not later_system else message
-        if not user_twice and found and each["role"] == found[-1][0]["role"] == "user":
-            found[-1].append(each)
-        else:
-            found.append([each])
-    return [_merged(run) for run in found]
-
-
-def _merged(run: list[Message]) -> Message:
-    """Return messages of the user as one."""
-    if len(run) == 1:
-        return run[0]
-    return {"role": "user", "content": "\n\n".join(joined(each["content"], "\n") for each in run)}
-
-
 def _content(content: Any, where: str) -> str | list[Message]:
     """Return content as a text or as text parts of a chat."""
     if isinstance(content, str):
