@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -43,56 +44,74 @@ class ReplyConstraints:
                 raise InvalidRequestError(f"'{own.param}' cannot be combined with 'tools'", param=own.param)
             return own
         if use.mode == "required":
-            tools = self._prepared(use.tools)
-            return self._checked(lambda: self.format.grammar(tools, parallel=use.parallel, thinking=thinking))
+            tools = self._prepared(use, use.tools)
+            return self._made(
+                use, tools, lambda: self.format.grammar(tools, parallel=use.parallel, thinking=thinking)
+            )
         if own is not None:
             return self._around(own, use, thinking)
         if use.mode == "auto" and use.strict:
             tools = self._by_strictness(use)
-            return self._checked(lambda: self.format.reply_grammar(tools, parallel=use.parallel, thinking=thinking))
+            return self._made(
+                use, tools, lambda: self.format.reply_grammar(tools, parallel=use.parallel, thinking=thinking)
+            )
         return None
 
     def _around(self, own: Constraint, use: ToolUse, thinking: Thinking) -> Constraint:
         """Return a constraint for reasoning, and then content of a form of its own, or calls."""
         tools = self._by_strictness(use) if use.mode == "auto" else []
-        top = _written(
-            lambda: self.format.reply_grammar(tools, parallel=use.parallel, thinking=thinking, content=_CONTENT)
-        )
-        if top == self.format.plain_grammar(_CONTENT):
-            return own
         content, *others = _grammars(own.grammar)
-        grammars = [{"lark_grammar": top}, {**content, "name": _CONTENT}, *others]
-        constraint = Constraint(msgspec.json.encode({"grammars": grammars}).decode(), own.param)
+
+        def grammar() -> str:
+            top = self.format.reply_grammar(tools, parallel=use.parallel, thinking=thinking, content=_CONTENT)
+            if top == self.format.plain_grammar(_CONTENT):
+                return own.grammar
+            grammars = [{"lark_grammar": top}, {**content, "name": _CONTENT}, *others]
+            return msgspec.json.encode({"grammars": grammars}).decode()
+
         # `own` was checked: what is wrong now is in the tools.
-        self.constraints.check(Constraint(constraint.grammar, "tools") if tools else constraint)
+        made = self._made(use, tools, grammar, "tools" if tools else own.param)
+        return Constraint(made.grammar, own.param)
+
+    def _made(
+        self, use: ToolUse, tools: Sequence[Tool], grammar: Callable[[], str], param: str = "tools"
+    ) -> Constraint:
+        """Return a grammar of replies with calls as a constraint; an error names the tool that is wrong."""
+        try:
+            constraint = _written(grammar, param)
+            self.constraints.check(constraint)
+        except InvalidRequestError:
+            self._check_each(use, tools)
+            raise
         return constraint
 
-    def _checked(self, grammar: Callable[[], str]) -> Constraint:
-        constraint = Constraint(_written(grammar), "tools")
-        self.constraints.check(constraint)
-        return constraint
+    def _check_each(self, use: ToolUse, tools: Sequence[Tool]) -> None:
+        """Raise the error of the first tool of which no calls can be forced."""
+        for tool in tools:
+            if tool.name in use.strict or use.mode == "required":
+                self.constraints.check(_written(partial(self.format.grammar, [tool]), use.places[tool.name]))
 
     def _by_strictness(self, use: ToolUse) -> list[Tool]:
         """Return the tools with the schemas that calls must follow; those that are not strict allow any value."""
-        strict = self._prepared([tool for tool in use.tools if tool.name in use.strict])
+        strict = self._prepared(use, [tool for tool in use.tools if tool.name in use.strict])
         return [*strict, *(_loose(tool) for tool in use.tools if tool.name not in use.strict)]
 
-    def _prepared(self, tools: Sequence[Tool]) -> list[Tool]:
+    def _prepared(self, use: ToolUse, tools: Sequence[Tool]) -> list[Tool]:
         """Return tools with the schemas that llguidance follows; raises `InvalidRequestError`."""
         prepared = []
         for tool in tools:
-            where, parameters = f"tools.{tool.name}.parameters", {"type": "object", **tool.parameters}
+            where, parameters = use.places[tool.name], {"type": "object", **tool.parameters}
             schema = prepared_schema(parameters, where, limits_digits=not self.format.limits_digits)
             prepared.append(Tool(tool.name, schema))
         return prepared
 
 
-def _written(grammar: Callable[[], str]) -> str:
+def _written(grammar: Callable[[], str], param: str) -> Constraint:
     """Return the grammar of replies with calls; raises `InvalidRequestError` for schemas that it cannot follow."""
     try:
-        return grammar()
+        return Constraint(grammar(), param)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"'tools': {error}", param="tools") from error
+        raise InvalidRequestError(f"'{param}': {str(error) or 'nested too deeply'}", param=param) from error
 
 
 def _loose(tool: Tool) -> Tool:

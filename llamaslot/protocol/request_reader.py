@@ -185,12 +185,12 @@ class RequestReader:
         missing = responses.references(body) if job.earlier is None else None
         if missing is not None:
             return ParsedBody((), ReplyOptions(), missing)
+        unique_id = job.context.request_id.partition("_")[2]
+        request = responses.read_request(body, job.earlier or EarlierItems(), unique_id)
         try:
-            unique_id = job.context.request_id.partition("_")[2]
-            request = responses.read_request(body, job.earlier or EarlierItems(), unique_id)
             parsed = self._chat(request.chat, job)
         except LlamaslotError as error:
-            raise renamed(error, responses.FIELD_NAMES) from error
+            raise renamed(error, request.field_names) from error
         return msgspec.structs.replace(
             parsed, options=msgspec.structs.replace(parsed.options, response=request.fields)
         )

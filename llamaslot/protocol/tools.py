@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from llamaslot.base.errors import InvalidRequestError
@@ -27,6 +27,8 @@ class ToolUse:
     """As chat templates read them."""
     tools: tuple[Tool, ...] = ()
     """Those that may be called."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """The field that has the schema of each, by name."""
     strict: frozenset[str] = frozenset()
     """Names of those whose arguments must follow their schema."""
     mode: Mode = "none"
@@ -39,9 +41,10 @@ def read_tools(body: ChatBody) -> ToolUse:
     raw = body.tools or []
     definitions = tuple(clean_tool(tool, index) for index, tool in enumerate(raw))
     functions = [definition["function"] for definition in definitions]
+    places: dict[str, str] = {}
     for index, function in enumerate(functions):
+        where = places.setdefault(function["name"], f"tools[{index}].function.parameters")
         if not isinstance(function["parameters"], dict):
-            where = f"tools[{index}].function.parameters"
             raise InvalidRequestError(f"'{where}' must be a JSON schema, an object", param=where)
     known = {function["name"] for function in functions}
     mode, names = _choice(body.tool_choice, known)
@@ -52,6 +55,7 @@ def read_tools(body: ChatBody) -> ToolUse:
             for function in functions
             if names is None or function["name"] in names
         ),
+        places,
         frozenset(each["function"]["name"] for each in raw if each["function"].get("strict") is True),
         mode if definitions else "none",
         body.parallel_tool_calls is not False and not _is_named(body.tool_choice),

@@ -142,17 +142,49 @@ async def test_a_strict_tool_gets_correct_arguments_and_text_is_still_allowed(st
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     backend_free = await server.ok(CHAT, {**BODY, "tools": [strict], "max_tokens": 40})
     assert backend_free["choices"][0]["finish_reason"] in {"stop", "length", "tool_calls"}
-    bad = {
-        "type": "function",
-        "function": {"name": "f", "parameters": {"type": "object", "not": {}}, "strict": True},
-    }
-    status, reply = await server.post(CHAT, {**BODY, "tools": [bad]})
-    assert (status, reply["error"]["param"]) == (400, "tools")
-    assert "'not'" in reply["error"]["message"]
-    bad["function"]["strict"] = False
+    function = {"name": "f", "parameters": {"type": "object", "not": {}}, "strict": True}
+    status, reply = await server.post(CHAT, {**BODY, "tools": [{"type": "function", "function": function}]})
+    assert (status, reply["error"]["param"]) == (400, "tools[0].function.parameters")
+    bad = {"type": "function", "function": {**function, "strict": False}}
     assert await server.ok(CHAT, {**BODY, "tools": [bad], "max_tokens": 4})
     status, reply = await server.post(CHAT, {**BODY, "tools": [bad], "tool_choice": "required"})
-    assert (status, reply["error"]["param"]) == (400, "tools")
+    assert (status, reply["error"]["param"]) == (400, "tools[0].function.parameters")
+
+
+async def test_a_schema_that_cannot_be_followed_is_named_in_the_fields_of_each_api(start: Any) -> None:
+    server = await served(start, "hermes")
+    good = {**WEATHER["function"], "strict": True}
+    bad = {"name": "f", "parameters": {"type": "object", "not": {}}, "strict": True}
+    space = {"type": "namespace", "name": "n", "tools": [{"type": "function", **bad}]}
+    asked: list[tuple[str, str, dict[str, Any]]] = [
+        (
+            CHAT,
+            "tools[1].function.parameters",
+            {**BODY, "tools": [{"type": "function", "function": each} for each in (good, bad)]},
+        ),
+        (
+            "/v1/responses",
+            "tools[2].tools[0].parameters",
+            {"input": "?", "tools": [{"type": "web_search"}, {"type": "function", **good}, space]},
+        ),
+        (
+            "/v1/messages",
+            "tools[1].input_schema",
+            {
+                "messages": QUESTION,
+                "max_tokens": 4,
+                "tools": [
+                    {"name": each["name"], "input_schema": each["parameters"], "strict": True}
+                    for each in (good, bad)
+                ],
+            },
+        ),
+    ]
+    for path, param, body in asked:
+        status, reply = await server.post(path, body)
+        assert status == 400
+        assert reply["error"]["message"] == f"'{param}': JSON Schema's 'not' is not supported"
+        assert reply["error"].get("param", param) == param
 
 
 @pytest.mark.parametrize(

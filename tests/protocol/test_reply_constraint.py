@@ -56,14 +56,15 @@ def test_schemas_of_forced_calls_that_cannot_be_followed_are_refused(family: str
         {"properties": {"city": _DEEP}}, {"properties": {"city": {"type": "string", "pattern": "("}}},
     ]  # fmt: skip
     for change in changes:
-        function = {"name": "get_weather", "parameters": {**PARAMETERS, **change}, "strict": True}
-        body: dict[str, Any] = {"tools": [{"type": "function", "function": function}]}
+        good = named("good", PARAMETERS, strict=True)
+        body: dict[str, Any] = {"tools": [good, named("get_weather", {**PARAMETERS, **change}, strict=True), good]}
         for more in ({}, {"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
             if family in {"llama3", "generic", "generic-thinking"} and "response_format" in more:
                 continue
             with pytest.raises(InvalidRequestError) as error:
                 constraint(family, {**body, **more})
-            assert error.value.param == "tools"
+            assert error.value.param == "tools[1].function.parameters"
+            assert "'tools[1].function.parameters'" in error.value.message
 
 
 def follows(family: str, body: dict[str, Any], call: ToolCall) -> bool:

@@ -21,14 +21,13 @@ _SAME_AS_CHAT = (
     "parallel_tool_calls", "chat_template_kwargs", "reasoning_format", "reasoning_budget_tokens",
     "thinking_budget_tokens",
 )  # fmt: skip
-FIELD_NAMES: FieldNames = (
+_FIELD_NAMES: FieldNames = (
     (r"response_format\.json_schema\.schema", "text.format.schema"),
     (r"response_format\.schema", "text.format"),
-    (r"(tools\[\d+\])\.function", r"\1"),
     (whole("messages"), "input"),
     (r"\bmax_tokens\b", "max_output_tokens"),
 )
-"""Fields of chats that errors may name, with this API's names."""
+"""Those of all requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +36,8 @@ class ResponsesRequest:
 
     chat: ChatBody
     fields: ResponseFields
+    field_names: FieldNames
+    """Fields of the chat that errors may name, with this API's names."""
 
 
 def references(body: ResponsesBody) -> References | None:
@@ -73,7 +74,8 @@ def read_request(body: ResponsesBody, earlier: EarlierItems, request_id: str) ->
         returns_reasoning=REASONING in (body.include or ()),
         forms=toolbox.forms,
     )
-    return ResponsesRequest(_chat(body, turns.messages(), toolbox), fields)
+    tool_names = [(rf"tools\[{i}\]\.function", place) for i, place in enumerate(toolbox.places)]
+    return ResponsesRequest(_chat(body, turns.messages(), toolbox), fields, (*tool_names, *_FIELD_NAMES))
 
 
 def _user(text: str) -> Item:

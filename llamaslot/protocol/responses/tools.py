@@ -48,6 +48,8 @@ class Toolbox:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self.functions: list[dict[str, Any]] = []
+        self.places: list[str] = []
+        """The field that each function comes from."""
         self._names: set[str] = set()
         self.forms: dict[str, CallForm] = {}
         """Of functions that the client does not know as such, or by another name."""
@@ -96,6 +98,7 @@ class Toolbox:
         fields = ("description", "parameters", "strict")
         function = {"name": known, **{key: tool[key] for key in fields if key in tool}}
         self.functions.append({"type": "function", "function": function})
+        self.places.append(where)
         if kind != "function" or namespace:
             self.forms[known] = CallForm(kind, name, namespace)
 
