@@ -14,7 +14,7 @@ from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.generation.tools import Tool
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import Thinking
-from llamaslot.protocol.structured_output import ConstraintReader
+from llamaslot.protocol.structured_output import ConstraintReader, GrammarTooLongError
 from llamaslot.protocol.tools import ToolUse
 from llamaslot.text.grammars.json_schema import prepared_schema
 
@@ -80,6 +80,8 @@ class ReplyConstraints:
         try:
             constraint = _written(grammar, param)
             self.constraints.check(constraint)
+        except GrammarTooLongError:
+            raise
         except InvalidRequestError:
             self._check_each(use, tools)
             raise

@@ -14,9 +14,9 @@ from llamaslot.base.errors import InvalidRequestError
 from llamaslot.formats.calls import ToolCall
 from llamaslot.protocol.bodies import ChatBody
 from llamaslot.protocol.reply_constraint import ReplyConstraints
-from llamaslot.protocol.structured_output import ConstraintReader
+from llamaslot.protocol.structured_output import MAX_GRAMMAR_CHARS, ConstraintReader
 from llamaslot.protocol.tools import read_tools
-from llamaslot.text.grammars.compiling import GrammarChecker
+from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker
 from tests.fake_backend import FakeBackend
 from tests.formats.messages import EXCERPTS, made
 
@@ -96,6 +96,54 @@ def test_numbers_are_allowed_in_forced_calls(family: str) -> None:
     body = {"tools": [named("f", PARAMETERS)], "tool_choice": "required"}
     assert follows(family, body, ToolCall("f", '{"city": "Rome", "days": 3, "step": 0.5}', "a1b2c3d4e"))
     assert not follows(family, body, ToolCall("f", '{"city": "Rome", "days": "x"}', "a1b2c3d4e"))
+
+
+DESCRIPTION = "What this is, in as many words as the authors of such schemas use for it. " * 4
+MANY: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        **{f"text_{i}": {"type": "string", "description": DESCRIPTION} for i in range(3)},
+        "n": {"type": "integer", "minimum": 1, "default": 3, "description": DESCRIPTION},
+        "kind": {"enum": ["one", "two", "three"], "title": "Kind"},
+        "description": {"type": "array", "items": {"type": "object", "properties": {"title": {"type": "string"}}}},
+    },
+    "required": ["text_0", "n"],
+}
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3-coder"])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_the_calls_of_200_tools_can_be_constrained(family: str, choice: str) -> None:
+    tools = [named(f"mcp__server__tool_{i}", MANY, strict=True) for i in range(200)]
+    assert len(json.dumps(tools)) > 2 * MAX_CONSTRAINT_CHARS
+    grammar = constraint(family, {"tools": tools, "tool_choice": choice})
+    assert len(grammar) < MAX_GRAMMAR_CHARS
+    assert "many words" not in grammar
+    matcher = LLMatcher(BYTES, grammar, log_level=0)
+    call = ToolCall(
+        "mcp__server__tool_199", '{"text_0": "a", "n": 3, "description": [{"title": "b"}]}', "a1b2c3d4e"
+    )
+    assert matcher.consume_tokens(BYTES.tokenize_bytes(made(family).render([call]).encode()))
+    assert matcher.is_accepting()
+
+
+def test_what_is_too_long_is_said_in_plain_words() -> None:
+    enum = {"enum": [f"{i:05d}" + "x" * 100 for i in range(1000)]}
+    tools = [named(f"f{i}", {"type": "object", "properties": {"a": enum}}) for i in range(6)]
+    body = {"tools": tools, "tool_choice": "required"}
+    with pytest.raises(InvalidRequestError, match="'tools': the grammar made of it has"):
+        constraint("hermes", body)
+    assert constraint("hermes", {**body, "tools": tools[:1]})
+    tools[2] = named("f2", {"type": "object", "properties": {"a": {"const": "x" * MAX_CONSTRAINT_CHARS}}})
+    with pytest.raises(InvalidRequestError, match="is longer than") as error:
+        constraint("hermes", body)
+    assert error.value.param == "tools[2].function.parameters"
+    schema = {"const": "x" * MAX_CONSTRAINT_CHARS}
+    for form in (schema, json.dumps(schema)):
+        with pytest.raises(InvalidRequestError, match="'json_schema' is longer than"):
+            constraint("hermes", {"json_schema": form})
+    with pytest.raises(InvalidRequestError, match="'guided_choice' is longer than"):
+        constraint("hermes", {"guided_choice": ["x" * MAX_CONSTRAINT_CHARS]})
 
 
 @pytest.mark.parametrize("family", ["hermes", "qwen3-coder", "gemma4"])

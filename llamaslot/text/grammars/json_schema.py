@@ -9,7 +9,7 @@ llguidance follows a schema, and refuses by name the keywords that it does not k
 - As in llama-server, a schema that only says what the items of an array or the properties of an object are is for
   arrays or objects, although every other value matches it too, and a tuple of schemas is for just as many items.
 - Keywords without effect that llguidance refuses are removed: `uniqueItems: false`, and formats that JSON Schema
-  does not define, such as OpenAPI's `int32`.
+  does not define, such as OpenAPI's `int32`. So are descriptions, which are most of the text of tools' schemas.
 - `multipleOf` is bounded: the time to compile it grows with its square.
 - What llguidance gets wrong is rewritten (`schema_fixes.py`).
 """
@@ -51,10 +51,11 @@ _KNOWN_FORMATS = frozenset(
     """.split()  # noqa: SIM905 - one name a line would take a page
 )
 """Formats of JSON Schema; llguidance refuses those of them that it cannot follow."""
-_ANNOTATIONS = frozenset(
-    {"$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples"}
-    | {"deprecated", "readOnly", "writeOnly"}
+_WORDS = frozenset(
+    {"$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 )
+"""Keywords for readers."""
+_ANNOTATIONS = frozenset({"$schema", "$id", "$defs", "definitions"}) | _WORDS
 _OBJECT = frozenset({"type", "properties", "required"})
 """Keywords beside which an object can be closed."""
 _ARRAY = frozenset({"type", "items", "prefixItems"})
@@ -118,6 +119,8 @@ def _prepare(root: Schema, param: str, *, limits_digits: bool) -> None:
     root.pop("x-guidance", None)
     open_ = _open_schemas(root)
     for each in _subschemas(root):
+        for name in _WORDS & each.keys():
+            del each[name]
         if each.get("uniqueItems") is False:
             del each["uniqueItems"]
         if isinstance(each.get("format"), str) and each["format"] not in _KNOWN_FORMATS:
