@@ -12,6 +12,7 @@ from llamaslot.base.errors import InvalidRequestError
 from llamaslot.protocol.anthropic.messages import conversation_of
 from llamaslot.protocol.responses.items import Turns
 from llamaslot.protocol.responses.tools import Toolbox
+from llamaslot.text.call_arguments import parsed_arguments
 from llamaslot.text.roles import fitted
 from llamaslot.text.template import ChatTemplate
 
@@ -52,6 +53,12 @@ def tools() -> Any:
     return toolbox.functions
 
 
+def arguments() -> Any:
+    texts = parsed_arguments('{"a": ["b", ' + '{"c": "d"}, ' * N)["a"][1:]
+    assert parsed_arguments("{" + '"a": {' * N) == {"arguments": "{" + '"a": {' * N}, "nested too deep"
+    return texts
+
+
 def results() -> Any:
     template = ChatTemplate(NO_RESULTS, bos_token="", eos_token="")
     question = {"role": "user", "content": "?"}
@@ -62,7 +69,8 @@ def results() -> Any:
 
 
 @pytest.mark.parametrize(
-    "read", [users, assistants, lambda: items_of("user"), lambda: items_of("system"), reminders, tools, results]
+    "read",
+    [users, assistants, lambda: items_of("user"), lambda: items_of("system"), reminders, tools, results, arguments],
 )
 def test_long_requests_are_read_in_linear_time(read: Callable[[], Any]) -> None:
     started = time.process_time()
