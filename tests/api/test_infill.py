@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from llamaslot.base.model import FimTokens
+from llamaslot.base.tokens import Tokens
 from llamaslot.protocol.infill import CUT_TOKENS
 from tests.api.conftest import Server, Start
-from tests.fake_backend import BOS, FakeBackend
+from tests.fake_backend import BOS, FakeBackend, FakeVocab
 
 INFILL, TEXT = "/infill", "/v1/completions"
 PRE, SUF, MID, REP, SEP = "\x01", "\x02", "\x03", "\x04", "\x05"
@@ -164,3 +165,40 @@ async def test_a_suffix_cannot_be_combined_with_echo(start: Start) -> None:
     server = await infilling(start)
     status, reply = await server.post(TEXT, {"prompt": "a", "suffix": "b", "echo": True})
     assert (status, reply["error"]["param"]) == (400, "suffix")
+
+
+class CountingVocab(FakeVocab):
+    """Counts the characters that are tokenized, and the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_characters = self.n_calls = 0
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
+        self.n_characters, self.n_calls = self.n_characters + len(text), self.n_calls + 1
+        return super().tokenize(text, add_special=add_special, parse_special=parse_special)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"input_extra": [{"text": "", "filename": "a"}] * 20_000}, 200),
+        ({"input_extra": [{"text": "x" * 10**6}]}, 200),
+        ({"input_extra": [{"text": "x", "filename": "a" * 10**6}]}, 200),
+        ({"input_prefix": "x" * 400_000, "input_suffix": "x" * 400_000}, 200),
+        ({"prompt": "x" * 10**6}, 400),
+        ({"input_prefix": ["x"] * 100_000}, 400),
+        ({"input_suffix": ["x" * 10**6]}, 400),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_little_more_is_tokenized_than_can_fit(start: Start, fields: dict[str, Any], status: int) -> None:
+    backend = FakeBackend(n_ctx=1024, n_slots=1)
+    backend.info = msgspec.structs.replace(backend.info, fim=ALL)
+    backend.vocab = vocab = CountingVocab()
+    server = await start(backend=backend)
+    vocab.n_characters = vocab.n_calls = 0
+    reply = await server.post(INFILL, {"input_prefix": "", "input_suffix": "", **SHORT, **fields})
+    assert reply[0] == status, reply
+    assert vocab.n_characters < 200_000
+    assert vocab.n_calls < 10_000
