@@ -243,6 +243,27 @@ async def test_messages_are_found_only_in_their_namespace(start: Any) -> None:
     assert (await chat.ask(QUESTION, yours, *results(yours), cache_salt="yours"))["cache"]["restored_tokens"] > 0
 
 
+async def test_messages_are_found_only_with_the_key_that_got_them(start: Any) -> None:
+    server = await start(
+        backend=FakeBackend(n_ctx=4096, n_slots=2, n_reserved=2),
+        template=TEMPLATE,
+        engine={"grammars": [f"start: {json.dumps(CALL)}", *['start: "x"'] * 2]},
+        api_keys=("one", "two"),
+        cache_salt_from_api_key=True,
+    )
+
+    async def ask(key: str, *messages: dict[str, Any]) -> dict[str, Any]:
+        body = {"messages": messages, "tools": [TOOL]}
+        status, reply = await server.post(CHAT, body, headers={"Authorization": f"Bearer {key}"})
+        assert status == 200, reply
+        return dict(reply)
+
+    message = reply_of(await ask("one", QUESTION))
+    told = QUESTION, message, *results(message)
+    assert (await ask("two", *told))["cache"]["restored_tokens"] == 0
+    assert (await ask("one", *told))["cache"]["restored_tokens"] > 0
+
+
 async def test_restoring_can_be_turned_off(start: Any) -> None:
     chat = await chats(start, CALL, "x", restore_messages=False)
     message = reply_of(await chat.ask(QUESTION))
