@@ -35,6 +35,11 @@ _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "f", "description": "?", "parameters": {"type": "object", "properties": {"a": {}}}},
 }
+_SCHEMA: dict[str, Any] = {
+    "type": "object", "required": ["a"], "$defs": {"x": {"enum": [1, "b", None]}},
+    "properties": {"a": {"$ref": "#/$defs/x"}, "b": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+                   "c": {"type": "string", "pattern": "^[a-c]+$"}, "d": {"anyOf": [{"type": "null"}, {}]}},
+}  # fmt: skip
 _MESSAGES: dict[str, Any] = {
     "system": [{"type": "text", "text": "You are a cat.", "cache_control": {"type": "ephemeral"}}],
     "messages": [
@@ -73,6 +78,8 @@ VALID: dict[str, list[dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": STORY}], **_SAMPLED},
         {"messages": _CHAT["messages"][:2], "tools": [_TOOL], "tool_choice": "required", "max_tokens": 8,
          "parallel_tool_calls": False, "verbose": True, "reasoning_format": "none", "reasoning_effort": "low"},
+        {"messages": _CHAT["messages"][:2], "tools": [{**_TOOL, "function": {**_TOOL["function"], "strict": True}}],
+         "response_format": {"type": "json_schema", "json_schema": {"schema": _SCHEMA}}, "max_tokens": 8},
     ],
     "/v1/messages": [
         {**_MESSAGES, "max_tokens": 4, "stop_sequences": ["zz"], "thinking": {"type": "disabled"}, "top_k": 5},
@@ -104,13 +111,24 @@ VALID: dict[str, list[dict[str, Any]]] = {
          "return_tokens": True, "timings_per_token": True, "samplers": "edkypmxt", "n_probs": 3,
          "dry_multiplier": 1, "dry_sequence_breakers": ["a", "cat"], "mirostat": 2, "return_progress": True,
          "logit_bias": [["a", 1], [5, False]]},
+        {"prompt": STORY, "n_predict": 8, "json_schema": _SCHEMA},
+        {"prompt": STORY, "n_predict": 8, "grammar": 'root ::= "a" [b-d]{1,3} | <[5]> root'},
+        {"prompt": STORY, "n_predict": 8, "structured_outputs": {"regex": "a(b|c)*"}},
+        {"prompt": STORY, "n_predict": 8, "guided_choice": ["one", "two"]},
+    ],
+    "/infill": [
+        {"input_prefix": "def f(", "input_suffix": ["):", 5], "prompt": "a", **_SAMPLED,
+         "input_extra": [{"text": "x = 1", "filename": "a.py"}]},
+        {"input_prefix": "", "input_suffix": STORY, "n_predict": 2, "n": 2, "stream": True, "n_probs": 2},
     ],
     "/tokenize": [{"content": STORY, "add_special": True, "with_pieces": True}, {"content": ["a", 5, "b"]}],
     "/detokenize": [{"tokens": [1, 2, 3, 4]}],
     "/slots/{id_slot}": [{"filename": "a.bin"}],
     "/sessions/{session_id:.+}": [{"cache_salt": "x"}],
     "/cache/clear": [{}],
-    "/cache/probe": [{"prompt": "Hello"}, {"messages": [{"role": "user", "content": "Hello"}]}],
+    "/cache/probe": [{"prompt": "Hello"}, {"messages": [{"role": "user", "content": "Hello"}]}, _CHAT],
+    "/v1/responses/{response_id}": [{}],
+    "/v1/responses/{response_id}/input_items": [{}],
 }  # fmt: skip
 """Valid bodies by the path in the route table, one path for each handler."""
 _EDGES: list[Any] = [
@@ -143,15 +161,15 @@ class BodyFuzzer:
         self._random = random.Random(seed)
         described = document(ROUTES)
         self._schemas = described["components"]["schemas"]
-        self._methods = {pattern: method for method, pattern, _, _ in ROUTES if pattern in VALID}
-        self._body_schemas = {
-            pattern: operation["requestBody"]["content"]["application/json"]["schema"]
-            for pattern in VALID
-            if "requestBody" in (operation := self._operation(described, pattern))
-        }
-
-    def _operation(self, described: Any, pattern: str) -> Any:
-        return described["paths"][pattern.replace(":.+", "")][self._methods[pattern].lower()]
+        self._methods: dict[str, list[str]] = {pattern: [] for pattern in VALID}
+        self._body_schemas: dict[str, Any] = {}
+        for method, pattern, _, _ in ROUTES:
+            if pattern in VALID:
+                self._methods[pattern].append(method)
+                operation = described["paths"][pattern.replace(":.+", "")][method.lower()]
+                if "requestBody" in operation:
+                    content = operation["requestBody"]["content"]["application/json"]
+                    self._body_schemas[pattern] = content["schema"]
 
     def requests(self, n: int) -> Iterator[Request]:
         """Yield so many requests."""
@@ -162,14 +180,19 @@ class BodyFuzzer:
             for _ in range(self._random.choice((0, 1, 1, 1, 2, 4))):
                 body = self._mutated(body, self._body_schemas.get(pattern, {}))
             _bound(body)
-            yield Request(self._methods[pattern], pattern, self._path(pattern), self._encoded(body))
+            method = self._random.choice(self._methods[pattern])
+            yield Request(method, pattern, self._path(pattern), self._encoded(body))
 
     def _path(self, pattern: str) -> str:
         chance = self._random
         slot = chance.choice(("0", "0", "1", "3", "4", "99999999999999", "-1", "a", "0x1", "%00"))
         action = chance.choice(("save", "restore", "erase", "", "Save", "save&action=erase"))
         session = chance.choice(("s", "none", "%ff", "a/b", "..", quote("é" * 300)))
-        return pattern.replace("{id_slot}", f"{slot}?action={action}").replace("{session_id:.+}", session)
+        path = pattern.replace("{id_slot}", f"{slot}?action={action}").replace("{session_id:.+}", session)
+        path = path.replace("{response_id}", chance.choice(("resp_1", "%00", "..", "%ff", quote("é" * 300))))
+        if path.endswith("/input_items"):
+            path += chance.choice(("", "?limit=0", "?limit=5&order=asc", "?order=up", "?after=%ff&limit=1e3"))
+        return path
 
     def _mutated(self, body: Any, schema: Any) -> Any:
         chance = self._random

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
+from llamaslot.api.http_server import ROUTES
 from llamaslot.backend.disk import SlotFiles
 from llamaslot.base.errors import ServerError
+from llamaslot.base.model import FimTokens
 from tests.conftest import LONG, new_seed
 from tests.fake_backend import FakeBackend
 from tests.fuzz.bodies import STORY, VALID, BodyFuzzer, Request
@@ -26,6 +29,7 @@ REFERENCE = {"prompt": STORY, "n_predict": 16, "temperature": 0, "ignore_eos": T
 
 async def test_no_body_brings_a_500_or_a_hang(start: Any, tmp_path: Path) -> None:
     backend = FakeBackend(n_ctx=512)
+    backend.info = msgspec.structs.replace(backend.info, fim=FimTokens(1, 2, 3))
     assert backend.info.segment_size is not None
     store = SlotFiles(tmp_path, lambda: bytes(32), backend.info.segment_size, backend.info.n_ctx_slot)
     server = await start(backend=backend, n_predict=4, engine={"snapshots": store})
@@ -56,6 +60,8 @@ def test_requests_are_the_same_for_a_seed_and_reach_every_endpoint() -> None:
     assert requests == list(BodyFuzzer(5).requests(200))
     assert requests != list(BodyFuzzer(6).requests(200))
     assert {request.pattern for request in requests} == set(VALID)
+    changing = {handler for method, _, handler, _ in ROUTES if method != "GET"}
+    assert changing <= {handler for _, pattern, handler, _ in ROUTES if pattern in VALID}
 
 
 @pytest.mark.skipif(not LONG, reason="takes minutes")
