@@ -144,7 +144,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Stop one completion, queued or running, or a `PromptQuery`; unknown ids are ignored."""
+    """Stop one completion, queued or running, or a query that the prompt worker has; others are ignored."""
 
     request_id: str
 

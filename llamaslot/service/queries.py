@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import convert
 
@@ -17,12 +17,21 @@ from llamaslot.base.stats import CacheProbe, CacheState, EngineState
 from llamaslot.prompts.prompt_jobs import (
     ClearTexts,
     DroppedSession,
+    Job,
     Locate,
     Located,
     Release,
     TokenizePrompt,
 )
 from llamaslot.prompts.prompt_worker import PromptWorker, on_result
+
+
+class _Pending(NamedTuple):
+    """A query that the prompt worker has."""
+
+    future: asyncio.Future[Any]
+    submit: commands.Submit | None
+    """The request whose prompt is tokenized, and kept by the prompt worker until it is released."""
 
 
 class Queries:
@@ -32,8 +41,8 @@ class Queries:
         self._prompts = prompts
         self._emit = emit
         self._send: Callable[[Query], None] | None = None
-        self._prompt_queries: dict[str, asyncio.Future[Any]] = {}
-        """Those that only the prompt worker answers."""
+        self._in_prompt_worker: dict[str, _Pending] = {}
+        """Those that may be cancelled."""
         self._in_engine: dict[str, QueryBody] = {}
 
     def connect(self, send: Callable[[Query], None]) -> None:
@@ -62,36 +71,39 @@ class Queries:
             case commands.DropSession():
                 on_result(self._prompts.call(body), lambda dropped: self._drop(query, dropped), failed)
             case commands.ProbeCache(submit):
-                on_result(
-                    self._prompts.call(TokenizePrompt(submit)),
+                self._call(
+                    request_id,
+                    TokenizePrompt(submit),
                     lambda tokenized: self._pass_on(
                         Query(request_id, commands.ProbePrompt(submit.without_prompt(), tokenized))
                     ),
-                    failed,
                 )
             case commands.CountTokens(submit):
-                on_result(
-                    self._prompts.call(TokenizePrompt(submit)),
+                self._call(
+                    request_id,
+                    TokenizePrompt(submit),
                     lambda tokenized: self._counted(request_id, submit, tokenized),
-                    failed,
                 )
             case commands.ClearCache():
                 # First the texts: what is being remembered now is dropped too.
                 on_result(self._prompts.call(ClearTexts()), lambda _: self._pass_on(query), failed)
             case _ if isinstance(body, PromptQuery):
-                self._answer(request_id, body)
+                self._call(request_id, body, lambda answer: self._emit(Reply(request_id, answer)))
             case _:
                 self._pass_on(query)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a prompt query; other ids are ignored."""
-        query = self._prompt_queries.pop(request_id, None)
-        if query is not None:
-            query.cancel()
+        """Cancel a query that the prompt worker has; other ids are ignored."""
+        query = self._in_prompt_worker.pop(request_id, None)
+        if query is None:
+            return
+        query.future.cancel()
+        if query.submit is not None:
+            self._release(query.submit)
 
     def cancel_all(self) -> None:
-        """Cancel all prompt queries."""
-        for request_id in list(self._prompt_queries):
+        """Cancel all queries that the prompt worker has."""
+        for request_id in list(self._in_prompt_worker):
             self.cancel(request_id)
 
     def replied(self, reply: Reply) -> Reply | None:
@@ -132,17 +144,21 @@ class Queries:
         self._emit(Reply(request_id, CountedTokens(tokenized.n_tokens)))
         self._release(submit)
 
-    def _answer(self, request_id: str, body: PromptQuery) -> None:
-        def respond(reply: Reply) -> None:
-            if self._prompt_queries.pop(request_id, None) is not None:
-                self._emit(reply)
+    def _call(self, request_id: str, job: Job, then: Callable[[Any], None]) -> None:
+        """Have the prompt worker carry out a job, which may be cancelled; an error is the reply to the query."""
+        future = self._prompts.call(job)
+        submit = job.submit if isinstance(job, TokenizePrompt) else None
+        self._in_prompt_worker[request_id] = _Pending(future, submit)
 
-        future = self._prompt_queries[request_id] = self._prompts.call(body)
-        on_result(
-            future,
-            lambda answer: respond(Reply(request_id, answer)),
-            lambda error: respond(Reply(request_id, error=error.info())),
-        )
+        def done(result: Any) -> None:
+            if self._in_prompt_worker.pop(request_id, None) is not None:
+                then(result)
+
+        def failed(error: LlamaslotError) -> None:
+            if self._in_prompt_worker.pop(request_id, None) is not None:
+                self._emit(Reply(request_id, error=error.info()))
+
+        on_result(future, done, failed)
 
     def _drop(self, query: Query, dropped: DroppedSession) -> None:
         """Continue `DropSession` in the engine, which has the session's KV, and the disk with its record."""

@@ -20,7 +20,9 @@ import structlog
 from llamaslot.base.commands import (
     Cancel,
     Command,
+    CountTokens,
     InspectEngine,
+    ProbeCache,
     PromptQuery,
     Query,
     QueryBody,
@@ -55,6 +57,8 @@ from llamaslot.service.metrics import Metrics, per_second
 _log = structlog.get_logger(__name__)
 _R = TypeVar("_R", bound=msgspec.Struct)
 
+_CANCELLABLE = PromptQuery | ProbeCache | CountTokens
+"""Queries that read or tokenize texts, which may be long."""
 _MAX_RETRY_AFTER_S = 60
 """OpenAI's clients ignore a longer one."""
 _MEAN_DECAY = 0.9
@@ -103,7 +107,9 @@ class Service:
         self._is_running: Callable[[], bool] = lambda: True
         self._generations: dict[str, Generation] = {}
         self._n_of_client: Counter[str] = Counter()
-        """Requests of each client that were submitted and have not ended."""
+        """Requests of each client that were submitted and have not ended, and prompts that it has tokenized."""
+        self._n_tokenizing = 0
+        """Prompts that are tokenized, and not run."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
         """By request id: the timer that ends it at its deadline."""
         self._expired: set[str] = set()
@@ -140,7 +146,7 @@ class Service:
         """
         if self._refusal:
             raise self._refusal
-        limits = [_Limit("--max-queue", self.max_in_flight, self.n_in_flight)]
+        limits = [_Limit("--max-queue", self.max_in_flight, self.n_in_flight + self._n_tokenizing)]
         if self._max_per_client:
             most = self.info.n_slots + self._max_per_client
             limits.append(_Limit("--max-queue-per-client", most, self._n_of_client[client], " of this client"))
@@ -202,10 +208,25 @@ class Service:
             self.send(submit)
         return generations
 
+    async def ask_about(self, query: ProbeCache | CountTokens, reply_type: type[_R]) -> _R:
+        """Return the reply to a query about a prompt, which counts as a request of its client meanwhile.
+
+        Raises what `check_capacity` raises, or the error of the reply.
+        """
+        client = query.submit.client
+        self.check_capacity(1, client)
+        self._n_tokenizing += 1
+        self._n_of_client[client] += 1
+        try:
+            return await self.ask(query, reply_type)
+        finally:
+            self._n_tokenizing -= 1
+            self._release_client(client)
+
     async def ask(self, body: QueryBody, reply_type: type[_R]) -> _R:
         """Return the reply to a query, or raise its error.
 
-        If this is cancelled, so is a `PromptQuery` that has not begun; other queries run, their reply is ignored.
+        If this is cancelled, so is a query that the prompt worker has not begun; others run, unheard.
         """
         if self.stopped.done():
             raise self._refusal or UnavailableError("the engine is not running")
@@ -216,7 +237,7 @@ class Service:
             self.send(Query(request_id, body))
             return msgspec.convert(await future, reply_type)
         finally:
-            if self._replies.pop(request_id, None) is not None and isinstance(body, PromptQuery):
+            if self._replies.pop(request_id, None) is not None and isinstance(body, _CANCELLABLE):
                 self.send(Cancel(request_id))
 
     async def exposition(self) -> bytes:
@@ -274,13 +295,17 @@ class Service:
 
     def _remove(self, submit: Submit) -> None:
         del self._generations[submit.request_id]
-        self._n_of_client[submit.client] -= 1
-        if not self._n_of_client[submit.client]:
-            del self._n_of_client[submit.client]
+        self._release_client(submit.client)
         self._expired.discard(submit.request_id)
         timer = self._timers.pop(submit.request_id, None)
         if timer is not None:
             timer.cancel()
+
+    def _release_client(self, client: str) -> None:
+        """Count one request of a client less."""
+        self._n_of_client[client] -= 1
+        if not self._n_of_client[client]:
+            del self._n_of_client[client]
 
     def _log_end(self, event: Finished | Failed | Cancelled, client_request_id: str) -> None:
         reason = _reason(event)

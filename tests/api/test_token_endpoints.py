@@ -1,4 +1,6 @@
-"""`/tokenize` and `/detokenize`: long texts delay no completion, and are dropped once their client is gone."""
+"""`/tokenize`, `/detokenize`, and counts of tokens: long texts are dropped once their client is gone, and those of
+the first two delay no completion.
+"""
 
 from __future__ import annotations
 
@@ -99,3 +101,40 @@ async def test_too_many_long_texts_are_refused(gated: Any) -> None:
         assert response.headers["Retry-After"] == "1"
     vocab.gate.set()
     assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * 4
+
+
+MESSAGES = [{"role": "user", "content": LONG}]
+COUNTS = {
+    "/cache/probe": {"prompt": LONG},
+    "/v1/chat/completions/input_tokens": {"messages": MESSAGES},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+    "/v1/responses/input_tokens": {"input": LONG},
+}
+
+
+@pytest.fixture
+async def roomy(start: Any) -> Any:
+    """A server whose prompts may be long texts."""
+    backend = FakeBackend(n_ctx=2 * len(LONG))
+    backend.vocab = GatedVocab()
+    server = await start(backend=backend)
+    yield server, backend.vocab
+    backend.vocab.gate.set()
+
+
+@pytest.mark.parametrize("path", COUNTS)
+async def test_a_prompt_is_not_counted_whose_client_has_gone(roomy: Any, path: str) -> None:
+    server, vocab = roomy
+    abandoned = [asyncio.create_task(server.post(path, COUNTS[path])) for _ in range(3)]
+    await begun(vocab, 1)
+    await asyncio.sleep(0.2)
+    for each in abandoned:
+        each.cancel()
+    await asyncio.wait(abandoned)
+    await asyncio.sleep(0.1)
+    vocab.gate.set()
+    await server.ok("/completion", {"prompt": "Hello", "n_predict": 1})
+    assert vocab.n_begun == 1, "the others had not begun"
+    async with asyncio.timeout(10):
+        while server.local.prompts.n_contexts:
+            await asyncio.sleep(0.005)

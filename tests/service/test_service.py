@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,9 +18,11 @@ from llamaslot.base.backend import Decoded, Run
 from llamaslot.base.commands import (
     Cancel,
     Command,
+    CountTokens,
     Detokenize,
     Detokenized,
     InspectEngine,
+    ProbeCache,
     Query,
     Submit,
     TextPart,
@@ -36,7 +39,8 @@ from llamaslot.base.errors import (
 )
 from llamaslot.base.events import Event, Finished, Output, Progress, Reply, Stopped
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.stats import EngineState, SlotState
+from llamaslot.base.prompt import CountedTokens
+from llamaslot.base.stats import CacheProbe, EngineState, SlotState
 from llamaslot.service.generations import Generations
 from llamaslot.service.metrics import Metrics
 from llamaslot.service.service import Service
@@ -385,6 +389,27 @@ async def test_the_capacity_is_the_slots_and_the_queue() -> None:
     assert wire.service.n_in_flight == len(wire.sent) == 4
     wire.finish(last.submit.request_id, seconds=1)
     wire.service.generate([submit()])
+
+
+@pytest.mark.parametrize(("query", "reply"), [(ProbeCache, CacheProbe), (CountTokens, CountedTokens)])
+async def test_a_prompt_that_is_only_counted_is_limited_as_a_request_is(query: Any, reply: Any) -> None:
+    wire = Wire(n_slots=1, max_queue=2)
+    service = wire.service
+    running = service.generate([submit()])
+    counts = [asyncio.create_task(service.ask_about(query(submit()), reply)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFullError, match="--max-queue "):
+        await asyncio.wait_for(service.ask_about(query(submit()), reply), 5)
+    with pytest.raises(QueueFullError):
+        service.generate([submit()])
+    counts[0].cancel()
+    await asyncio.wait(counts[:1])
+    assert isinstance(wire.sent[-1], Cancel), "the prompt worker need not tokenize it"
+    counts[1].cancel()
+    await asyncio.wait(counts)
+    wire.finish(running.all[0].submit.request_id, seconds=1)
+    service.check_capacity(3)
+    assert not service._n_of_client
 
 
 async def test_retry_after_is_the_time_that_those_in_flight_should_take() -> None:

@@ -70,7 +70,7 @@ async def inspect_prompt(
     context = _context(request, f"prompt-{request[UNIQUE_ID]}")
     async with service.limited_by(service.deadline()):
         (submit,), _ = await _read(request, kind, context, find, is_run=False)
-        return await service.ask(query(submit), reply_type)
+        return await service.ask_about(query(submit), reply_type)
 
 
 async def count_prompt_tokens(request: web.Request, kind: BodyKind, find: Find | None = None) -> int:
