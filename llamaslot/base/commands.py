@@ -13,7 +13,7 @@ import msgspec
 
 from llamaslot.base.generation.replies import ChatTurn
 from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
-from llamaslot.base.generation.responses import EarlierItems, References
+from llamaslot.base.generation.responses import EarlierItems, ListItems, References
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ReasoningBudget, ReasoningDefaults
 from llamaslot.base.prompt import TokenizedPrompt
@@ -213,8 +213,8 @@ class JsonReply(msgspec.Struct, frozen=True, tag="json_reply"):
     data: bytes
 
 
-PromptQuery: TypeAlias = Detokenize | ParseBody | AnswerBody
-"""Queries that need the chat template and the vocabulary only. They may be cancelled."""
+PromptQuery: TypeAlias = Detokenize | ParseBody | AnswerBody | ListItems
+"""Queries that only the prompt worker answers."""
 
 
 class InspectEngine(msgspec.Struct, frozen=True, tag="inspect_engine"):

@@ -21,11 +21,13 @@ from llamaslot.base.commands import (
     ParsedBody,
     Submit,
 )
+from llamaslot.base.generation.responses import ListItems
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.text_records import TextRecord
 from llamaslot.base.tokens import unpacked
 from llamaslot.prompts.sessions import session_digest
+from llamaslot.protocol.responses.listing import list_items
 
 if TYPE_CHECKING:
     # The parent of a worker process, which knows its jobs, needs neither numpy nor Jinja.
@@ -111,6 +113,7 @@ Job: TypeAlias = (
     | Detokenize
     | ParseBody
     | AnswerBody
+    | ListItems
 )
 
 JobResult: TypeAlias = (
@@ -129,7 +132,7 @@ def client_of(job: Job) -> str | None:
         case ParseBody():
             # The session in its body is not known yet.
             return job.context.sender.client(job.context.session_id)
-        case Detokenize() | AnswerBody():
+        case Detokenize() | AnswerBody() | ListItems():
             return job.client
         case _:
             return None
@@ -142,6 +145,7 @@ _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
     ClearTexts: "dropping text anchors and sessions",
     Restore: "restoring text anchors and sessions",
     Detokenize: "detokenizing the tokens",
+    ListItems: "listing the items",
     **dict.fromkeys(("text", "native", "infill"), "reading the request body"),
     **dict.fromkeys(
         ("chat", "messages", "responses", "probe"), "reading the request body and rendering its messages"
@@ -178,6 +182,7 @@ class PromptJobs:
             Detokenize: tokenizer.detokenize,
             ParseBody: reader.read,
             AnswerBody: reader.answer,
+            ListItems: list_items,
         }
 
     @property

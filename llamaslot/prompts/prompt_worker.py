@@ -13,6 +13,7 @@ import structlog
 from llamaslot.base.commands import AnswerBody, ParseBody
 from llamaslot.base.errors import InvalidRequestError, LlamaslotError, QueueFullError, ServerError
 from llamaslot.base.executors import close_after_queue
+from llamaslot.base.generation.responses import ListItems
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.turns import Turns
 from llamaslot.prompts.prompt_jobs import (
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 _MAX_SHORT_QUERY = 2**14
 """Bytes of a body up to which a query is answered on the thread of the prompts."""
 _MAX_SHORT_BODY_BYTES = 2**20
-"""Bytes up to which the body of a request is read on that thread: many are conversations of agents."""
+"""Bytes up to which the body of a request, with earlier items that it names, is read on that thread: many are
+conversations of agents.
+"""
 MAX_LONG_QUERIES = 4
 """Longer queries in progress or waiting; one more gets a 429."""
 
@@ -41,12 +44,14 @@ _log = structlog.get_logger(__name__)
 
 def is_long_query(job: Job) -> bool:
     """True if a job belongs to no completion, and is so long that it must not hold up prompts."""
-    return isinstance(job, AnswerBody) and job.size > _MAX_SHORT_QUERY
+    return isinstance(job, AnswerBody | ListItems) and job.size > _MAX_SHORT_QUERY
 
 
 def is_long(job: Job) -> bool:
     """True if a job must not hold up prompts."""
-    return is_long_query(job) or (isinstance(job, ParseBody) and len(job.body) > _MAX_SHORT_BODY_BYTES)
+    if not isinstance(job, ParseBody):
+        return is_long_query(job)
+    return len(job.body) + (job.earlier.size if job.earlier is not None else 0) > _MAX_SHORT_BODY_BYTES
 
 
 def too_many_queries() -> QueueFullError:

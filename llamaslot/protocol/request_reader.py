@@ -188,6 +188,8 @@ class RequestReader:
         unique_id = job.context.request_id.partition("_")[2]
         request = responses.read_request(body, job.earlier or EarlierItems(), unique_id)
         try:
+            # What tools have beside that which is in the prompt.
+            self._check_size((TextPart(request.fields.echo.decode()),))
             parsed = self._chat(request.chat, job)
         except LlamaslotError as error:
             raise renamed(error, request.field_names) from error

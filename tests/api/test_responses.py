@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 
+from llamaslot.api.generation.logprobs import Prob
+from llamaslot.api.responses.responses import _TokenTexts
 from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.recognition import format_of
+from llamaslot.protocol.responses.chat import MAX_REPEATED_BYTES
 from tests.api.response_events import RESPONSES, events_of, kinds, plain, put_together, text_of
 from tests.api.test_tools import CALL, CITY, PARAMETERS, leading_to, served, template
 from tests.fake_backend import FakeBackend
@@ -115,6 +119,36 @@ async def test_a_call_that_a_stop_string_cuts_is_incomplete(start: Any) -> None:
     assert (response["status"], response["incomplete_details"]) == ("completed", None)
     (call,) = (await both(server, {**BODY, "stop": ["</tool_call>"]}))["output"]
     assert (call["status"], call["arguments"]) == ("completed", CITY)
+
+
+def test_the_tokens_of_a_long_text_are_found_in_linear_time() -> None:
+    n, texts = 200_000, _TokenTexts()
+    probs = [Prob(i, "eight...", []) for i in range(n)]
+    started = time.process_time()
+    found = list(texts.add("eight..." * n + "rest", probs))
+    assert time.process_time() - started < 3, "copying the text for each token takes ten times as long"
+    assert [piece for piece, _ in found] == ["eight..."] * n
+    assert texts.rest() == "rest"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("user", "x" * MAX_REPEATED_BYTES),
+        ("safety_identifier", "x" * MAX_REPEATED_BYTES),
+        ("tool_choice", {"type": "function", "name": "now", "x": "x" * MAX_REPEATED_BYTES}),
+        ("reasoning", {"effort": "x" * MAX_REPEATED_BYTES}),
+    ],
+)
+async def test_what_the_reply_repeats_is_limited(server: Any, field: str, value: Any) -> None:
+    status, reply = await server.post(RESPONSES, {"input": "Hello", "tools": [NOW], field: value})
+    assert (status, reply["error"]["param"]) == (400, field)
+
+
+async def test_what_tools_have_beside_what_is_in_the_prompt_is_limited_by_the_context(server: Any) -> None:
+    tools = [{**NOW, "more": "x" * 10**6}]
+    status, reply = await server.post(RESPONSES, {"input": "Hello", "tools": tools, "store": False})
+    assert (status, reply["error"]["type"]) == (400, "exceed_context_size_error")
 
 
 async def test_the_reply_repeats_the_request(start: Any) -> None:
@@ -428,7 +462,9 @@ async def test_an_error_in_a_stream_is_an_event_and_ends_the_response(start: Any
 )
 async def test_what_cannot_be_done_is_refused_by_field(start: Any, changes: dict[str, Any], param: str) -> None:
     server = await served(start, "hermes")
-    for path in (RESPONSES, f"{RESPONSES}/input_tokens"):
+    # Tokens are counted whatever the reply would have to match.
+    paths = [RESPONSES] if param == "text.format.schema" else [RESPONSES, f"{RESPONSES}/input_tokens"]
+    for path in paths:
         status, reply = await server.post(path, {**BODY, **changes, "stream": True})
         assert (status, reply["error"]["param"]) == (400, param), reply
         assert "messages" not in reply["error"]["message"]

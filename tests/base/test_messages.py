@@ -43,6 +43,7 @@ from llamaslot.base.commands import (
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import TERMINAL, Event, Generated, Progress, Reply
 from llamaslot.base.generation.request_context import ReplyOptions, RequestContext
+from llamaslot.base.generation.responses import ListItems
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import CachePrefix, CacheState, CacheStats, CellStats, DiskStats, EngineState, SlotState
@@ -88,6 +89,7 @@ PROMPT_QUERIES = [
         RequestContext("r", ApiSettings().request_limits(2), SAMPLING, session_id="mine", key_secret="a b"),
     ),
     AnswerBody("tokenize", b"\xff"),
+    ListItems((b"[]", b'[{"id": "a"}]'), 20, is_descending=True),
 ]
 QUERIES = [
     *PROMPT_QUERIES,

@@ -27,6 +27,7 @@ from llamaslot.base.commands import (
     TokensPart,
 )
 from llamaslot.base.errors import ContextSizeError, InvalidRequestError, QueueFullError, ServerError
+from llamaslot.base.generation.responses import EarlierItems, ListItems
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import AnchorStats, ReplyStats, SessionStats
 from llamaslot.base.text_records import TextRecord
@@ -44,7 +45,7 @@ from llamaslot.prompts.prompt_jobs import (
     TokenizePrompt,
     activity_of,
 )
-from llamaslot.prompts.prompt_worker import PromptThread
+from llamaslot.prompts.prompt_worker import PromptThread, is_long, is_long_query
 from llamaslot.prompts.tokenizer import Tokenizer
 from tests.fake_backend import FakeVocab
 from tests.prompt_threads import CONTEXT, long_query, parse, prompt_thread, tokenize
@@ -205,6 +206,17 @@ async def test_a_large_body_does_not_hold_up_prompts() -> None:
     vocab.gate.set()
     assert isinstance(await large, ParsedBody)
     worker.close()
+
+
+def test_a_small_body_that_continues_a_large_response_does_not_hold_up_prompts() -> None:
+    assert not is_long(ParseBody("responses", b"{}", CONTEXT, earlier=EarlierItems((b"[]",))))
+    assert is_long(ParseBody("responses", b"{}", CONTEXT, earlier=EarlierItems((b"[]", b" " * 2**20))))
+    assert is_long(ParseBody("responses", b"{}", CONTEXT, earlier=EarlierItems((), {"msg_1": b" " * 2**20})))
+
+
+def test_a_long_list_of_items_is_a_long_query() -> None:
+    assert not is_long_query(ListItems((b"[]",), 20, is_descending=True))
+    assert is_long_query(ListItems((b"[]", b" " * 2**20), 20, is_descending=True))
 
 
 async def test_what_is_being_remembered_is_cleared_too(worker: PromptThread) -> None:

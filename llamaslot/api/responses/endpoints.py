@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from contextlib import closing
-from typing import Any
 
-import msgspec
 from aiohttp import web
 
+from llamaslot.api.context import READINESS
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import json_response
-from llamaslot.api.middleware import KEYS, given_key
-from llamaslot.api.responses.reply_bodies import Deleted, InputTokens, ItemList
+from llamaslot.api.middleware import KEYS, caller_of, given_key, valid_unicode
+from llamaslot.api.responses.reply_bodies import Deleted, InputTokens
 from llamaslot.api.responses.responses import STORE_ACCESS, ResponsesReplyWriter
 from llamaslot.api.responses.store import ResponseStore, StoreAccess, StoredResponse
+from llamaslot.base.commands import JsonReply
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
+from llamaslot.base.generation.responses import ListItems
 from llamaslot.base.namespaces import tenant_name
 
 RESPONSES = web.AppKey("RESPONSES", ResponseStore)
@@ -58,23 +58,16 @@ async def input_items(request: web.Request) -> web.Response:
         raise InvalidRequestError(f"'limit' must be an integer from 1 to {MAX_LIMIT}", param="limit")
     if order not in ("asc", "desc"):
         raise InvalidRequestError("'order' must be asc or desc", param="order")
-    lists = _stored(request).input_lists()
-    # A long conversation takes long to decode.
-    items = await asyncio.to_thread(_decoded, lists)
-    if order == "desc":
-        items.reverse()
-    if after := request.query.get("after"):
-        place = next((i for i, item in enumerate(items) if item.get("id") == after), None)
-        if place is None:
-            raise InvalidRequestError(f"'after': there is no item '{after}'", param="after")
-        items = items[place + 1 :]
-    page = items[: int(limit)]
-    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return json_response(ItemList(page, first, last, has_more=len(items) > len(page)))
-
-
-def _decoded(lists: list[bytes]) -> list[dict[str, Any]]:
-    return [item for each in lists for item in msgspec.json.decode(each, type=list[dict[str, Any]])]
+    caller = caller_of(request)
+    job = ListItems(
+        tuple(_stored(request).input_lists()),
+        int(limit),
+        is_descending=order == "desc",
+        after=valid_unicode(request.query.get("after", "")),
+        client=caller.sender.client(caller.session_id),
+    )
+    reply = await request.app[READINESS].check().ask(job, JsonReply)
+    return web.Response(body=reply.data, content_type="application/json")
 
 
 def _stored(request: web.Request) -> StoredResponse:

@@ -20,30 +20,32 @@ class Event(msgspec.Struct, kw_only=True, tag_field="type"):
     """With `timings_per_token`, and in the last event."""
 
 
-class _Lifecycle(Event, kw_only=True):
+class Lifecycle(Event, kw_only=True):
+    """An event with the response as it is then."""
+
     response: Response
-    """Encoded already, as JSON."""
+    """Written into the event when it is encoded."""
 
 
-class Created(_Lifecycle, kw_only=True, tag="response.created"):
+class Created(Lifecycle, kw_only=True, tag="response.created"):
     """The first event."""
 
 
-class InProgress(_Lifecycle, kw_only=True, tag="response.in_progress"):
+class InProgress(Lifecycle, kw_only=True, tag="response.in_progress"):
     """The second event; further ones come with `return_progress` before the first text."""
 
     prompt_progress: PromptProgress | UnsetType = UNSET
 
 
-class Completed(_Lifecycle, kw_only=True, tag="response.completed"):
+class Completed(Lifecycle, kw_only=True, tag="response.completed"):
     """The last event of a response that is complete."""
 
 
-class Incomplete(_Lifecycle, kw_only=True, tag="response.incomplete"):
+class Incomplete(Lifecycle, kw_only=True, tag="response.incomplete"):
     """The last event of a response that a limit has cut."""
 
 
-class Failed(_Lifecycle, kw_only=True, tag="response.failed"):
+class Failed(Lifecycle, kw_only=True, tag="response.failed"):
     """The last event of a response that failed."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -41,6 +41,9 @@ _CODES = {
 """OpenAI's codes of failed responses by our types of errors."""
 LLAMA_SERVER_PATH = "/responses"
 """Path on which a stream that a limit has cut ends with `response.completed`, as llama-server's clients expect."""
+_Json: TypeAlias = tuple[bytes, ...]
+"""Parts of a JSON text."""
+_EMPTY: Any = msgspec.Raw(b"{}")
 STORE_ACCESS = web.RequestKey("STORE_ACCESS", StoreAccess)
 
 
@@ -53,6 +56,7 @@ class ResponsesReplyWriter(ReplyWriter):
         super().__init__(reply, generations)
         (self._generation,) = generations
         self._fields = reply.options.response
+        self._echo = self._fields.echo[1:]
         self._output = OutputItems(reply.id.removeprefix(self.id_prefix), self._fields)
         self._message = self.new_message(self._generation)
         self._tokens = _TokenTexts()
@@ -63,16 +67,18 @@ class ResponsesReplyWriter(ReplyWriter):
     def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
         """Yield the beginning once, then the events of each item, then the end."""
         if not self._n_events:
-            yield self._event(events.Created(response=self._response("in_progress")))
-            yield self._event(events.InProgress(response=self._response("in_progress")))
+            yield from self._lifecycle(events.Created, self._response("in_progress"))
+            yield from self._lifecycle(events.InProgress, self._response("in_progress"))
         if progress := PromptProgress.of(output):
-            yield self._event(events.InProgress(response=self._response("in_progress"), prompt_progress=progress))
+            yield from self._lifecycle(events.InProgress, self._response("in_progress"), prompt_progress=progress)
         for each in self._added(output):
             if self._options.timings_per_token:
                 each.timings = timings([output.progress])
             yield self._event(each)
         if isinstance(output, Finished):
-            yield self._last_event(output)
+            is_cut = _status(output) == "incomplete" and self._reply.request.path != LLAMA_SERVER_PATH
+            kind = events.Incomplete if is_cut else events.Completed
+            yield from self._lifecycle(kind, self._finished(output), timings=timings([output.progress]))
 
     def closing(self) -> Iterable[bytes]:
         """Yield nothing: the end of the only completion ends the stream."""
@@ -81,10 +87,10 @@ class ResponsesReplyWriter(ReplyWriter):
     def failure(self, error: LlamaslotError) -> Iterator[bytes]:
         """Yield the error, and the response as it has failed."""
         if not self._n_events:
-            yield self._event(events.Created(response=self._response("in_progress")))
+            yield from self._lifecycle(events.Created, self._response("in_progress"))
         details = ErrorDetails(_CODES.get(error.type, "server_error"), error.message)
         yield self._event(events.Error(code=error.type, message=error.message, param=error.param))
-        yield self._event(events.Failed(response=self._response("failed", error=details)))
+        yield from self._lifecycle(events.Failed, self._response("failed", error=details))
 
     def whole(self) -> Any:
         """Return the response."""
@@ -92,7 +98,7 @@ class ResponsesReplyWriter(ReplyWriter):
         end = msgspec.structs.replace(generation.end, content=generation.text, probs=None)
         for _ in self._added(end, generation.probs):
             pass
-        return self._finished(end)
+        return msgspec.Raw(b"".join(self._finished(end)))
 
     def _added(self, output: Output | Finished, probs: Sequence[Any] | None = None) -> Iterator[events.ItemEvent]:
         """Add the text of an event, and yield the events of that."""
@@ -121,12 +127,7 @@ class ResponsesReplyWriter(ReplyWriter):
             probs, self._pending = self._pending[first:], []
             yield from self._output.add(part, probs)
 
-    def _last_event(self, end: Finished) -> bytes:
-        is_cut = _status(end) == "incomplete" and self._reply.request.path != LLAMA_SERVER_PATH
-        kind = events.Incomplete if is_cut else events.Completed
-        return self._event(kind(response=self._finished(end), timings=timings([end.progress])))
-
-    def _finished(self, end: Finished) -> Any:
+    def _finished(self, end: Finished) -> _Json:
         """Return the response that is complete; it is stored before the client can ask for it."""
         status, output = _status(end), self._output.items
         fields = {
@@ -140,12 +141,15 @@ class ResponsesReplyWriter(ReplyWriter):
         if self._fields.store:
             items = {item.id: encode(item) for item in output}
             access = self._reply.request[STORE_ACCESS]
-            if not access.put(self._reply.id, bytes(response), self._fields.input, items):
+            if not access.put(self._reply.id, b"".join(response), self._fields.input, items):
                 return self._response(status, store=False, **fields)
         return response
 
-    def _response(self, status: Status, *, store: bool = True, **fields: Any) -> Any:
-        """Return the JSON of a response: its own fields, and those that it repeats."""
+    def _response(self, status: Status, *, store: bool = True, **fields: Any) -> _Json:
+        """Return the JSON of a response: its own fields, and those that it repeats of the request.
+
+        The latter may be many MiB of tools, of which each copy would hold up the event loop.
+        """
         sampling = self._generation.submit.sampling
         generated = Generated(
             id=self._reply.id,
@@ -157,7 +161,7 @@ class ResponsesReplyWriter(ReplyWriter):
             top_p=sampling.top_p,
             **fields,
         )
-        return msgspec.Raw(encode(generated)[:-1] + b"," + self._fields.echo[1:])
+        return encode(generated)[:-1] + b",", self._echo
 
     def _usage(self) -> ResponseUsage:
         counts = chat_usage([self._generation])
@@ -171,6 +175,13 @@ class ResponsesReplyWriter(ReplyWriter):
             OutputDetails(round(share * counts.completion_tokens)),
             counts.total_tokens,
         )
+
+    def _lifecycle(self, kind: type[events.Lifecycle], response: _Json, **fields: Any) -> Iterator[bytes]:
+        """Yield the parts of an event with the response."""
+        start, name, end = self._event(kind(response=_EMPTY, **fields)).partition(b'"response":')
+        yield start + name
+        yield from response
+        yield end.removeprefix(bytes(_EMPTY))
 
     def _event(self, event: events.Event) -> bytes:
         event.sequence_number = self._n_events
@@ -186,21 +197,23 @@ class _TokenTexts:
 
     def __init__(self) -> None:
         self._text = ""
+        self._at = 0
+        """Characters of it that belong to tokens already."""
         self._probs: deque[Prob] = deque()
 
     def add(self, text: str, probs: Iterable[Prob]) -> Iterator[tuple[str, list[Prob]]]:
         """Add text and tokens; yield each token whose text is there."""
-        self._text += text
+        # Not for each token: a whole reply has a hundred thousand.
+        self._text, self._at = self._text[self._at :] + text, 0
         self._probs.extend(probs)
-        while self._probs and len(self._probs[0].token) <= len(self._text):
+        while self._probs and self._at + len(self._probs[0].token) <= len(self._text):
             prob = self._probs.popleft()
-            n = len(prob.token)
-            piece, self._text = self._text[:n], self._text[n:]
-            yield piece, [prob]
+            start, self._at = self._at, self._at + len(prob.token)
+            yield self._text[start : self._at], [prob]
 
     def rest(self) -> str:
         """Return the text that no token has."""
-        return self._text
+        return self._text[self._at :]
 
 
 def _status(end: Output | Finished) -> Status:

@@ -49,3 +49,25 @@ class EarlierItems(msgspec.Struct, frozen=True):
     """JSON lists of items, in the order of the conversation."""
     items: Mapping[str, bytes] = {}
     """JSON objects by id."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all items."""
+        return sum(map(len, self.history)) + sum(map(len, self.items.values()))
+
+
+class ListItems(msgspec.Struct, frozen=True, tag="list_items"):
+    """List some of the items of a conversation, which may take long to decode; answered by `JsonReply`."""
+
+    lists: tuple[bytes, ...]
+    """JSON lists of items, in the order of the conversation."""
+    limit: int
+    is_descending: bool
+    after: str = ""
+    """The id of the item before the first one; empty for all."""
+    client: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all items."""
+        return sum(map(len, self.lists))

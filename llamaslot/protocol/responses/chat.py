@@ -21,6 +21,10 @@ _SAME_AS_CHAT = (
     "parallel_tool_calls", "chat_template_kwargs", "reasoning_format", "reasoning_budget_tokens",
     "thinking_budget_tokens",
 )  # fmt: skip
+MAX_REPEATED_BYTES = 2**18
+"""Bytes of each field that the reply repeats: of a schema, more than is followed."""
+_IN_PROMPT = ("instructions", "tools")
+"""Fields that are in the prompt, whose length is limited already."""
 _FIELD_NAMES: FieldNames = (
     (r"response_format\.json_schema\.schema", "text.format.schema"),
     (r"response_format\.schema", "text.format"),
@@ -123,7 +127,7 @@ def _echo(body: ResponsesBody, toolbox: Toolbox) -> dict[str, Any]:
     """Return the fields that the reply repeats, with OpenAI's defaults."""
     reasoning, text = body.reasoning, body.text or TextOptions()
     form = text.format or TextFormat("text")
-    return {
+    echo = {
         "background": False,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -145,3 +149,7 @@ def _echo(body: ResponsesBody, toolbox: Toolbox) -> dict[str, Any]:
         "truncation": "disabled",
         "user": body.user,
     }
+    for name, value in echo.items():
+        if name not in _IN_PROMPT and len(msgspec.json.encode(value)) > MAX_REPEATED_BYTES:
+            raise InvalidRequestError(f"'{name}' is longer than {MAX_REPEATED_BYTES} bytes", param=name)
+    return echo
