@@ -14,7 +14,7 @@ import msgspec
 from llamaslot.base.commands import Constraint, TextPart
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.generation.request_context import RequestContext
-from llamaslot.base.generation.tools import ParserOptions, ReasoningBudget, ReasoningDefaults
+from llamaslot.base.generation.tools import ParserOptions, ReasoningBudget, ReasoningDefaults, packed
 from llamaslot.formats.grammar import Thinking
 from llamaslot.formats.recognition import format_of
 from llamaslot.protocol.bodies import ChatBody
@@ -86,7 +86,7 @@ class ChatReader:
         parts = self._rendered(body, inputs)
         opened = self._reasoning_open(body, "".join(part.text for part in parts))
         parser = ParserOptions(
-            tools=use.tools,
+            packed_tools=packed(use.tools),
             parse_tools=use.mode != "none",
             parallel=use.parallel,
             reasoning_open=opened,

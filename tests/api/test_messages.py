@@ -18,7 +18,7 @@ from llamaslot.api.context import ApiSettings
 from llamaslot.api.http_server import create_app, serve
 from llamaslot.base.backend import Status
 from llamaslot.base.errors import QueueFullError
-from llamaslot.base.generation.tools import ParserOptions
+from llamaslot.base.generation.tools import ParserOptions, packed
 from llamaslot.formats.calls import ToolCall
 from llamaslot.formats.format import Format
 from llamaslot.formats.parsed_message import ParsedMessage
@@ -397,7 +397,7 @@ async def test_an_error_in_a_stream_is_its_last_event(start: Any) -> None:
 
 def written(format_: Format, tools: Any, pieces: list[str], options: dict[str, Any]) -> list[BlockEvent]:
     """The events of a message whose text arrives in pieces."""
-    message = ParsedMessage(format_, ParserOptions(tuple(tools), **options), "msg_1")
+    message = ParsedMessage(format_, ParserOptions(packed(tools), **options), "msg_1")
     writer = BlockEvents(omit_thinking=False)
     found = [each for piece in pieces for each in writer.add(message.push(piece, is_last=False))]
     return [*found, *writer.add(message.push("", is_last=True)), *writer.close()]

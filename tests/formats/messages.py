@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llamaslot.base.generation.tools import ParserOptions, Tool
+from llamaslot.base.generation.tools import ParserOptions, Tool, packed
 from llamaslot.formats.calls import Delta, ToolCall
 from llamaslot.formats.format import Format
 from llamaslot.formats.message import OutputParser
@@ -110,7 +110,7 @@ def fed(parser: OutputParser, pieces: Sequence[str]) -> Message:
 
 def parsed(name: str, text: str, **options: Any) -> Message:
     """The message of an output that arrives at once."""
-    return fed(made(name).parser(ParserOptions(tuple(options.pop("tools", TOOLS)), **options)), [text])
+    return fed(made(name).parser(ParserOptions(packed(options.pop("tools", TOOLS)), **options)), [text])
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -43,7 +43,8 @@ class ReasoningBudget(msgspec.Struct, frozen=True):
 class ParserOptions(msgspec.Struct, frozen=True):
     """The part of a chat request and of its prompt that the reply's parser depends on (`llamaslot.formats`)."""
 
-    tools: tuple[Tool, ...] = ()
+    packed_tools: bytes = b""
+    """From `packed`: schemas of many MiB would hold up the event loops that pass the options on."""
     parse_tools: bool = True
     """False leaves calls in the content."""
     parallel: bool = True
@@ -56,9 +57,17 @@ class ParserOptions(msgspec.Struct, frozen=True):
     @property
     def reads_calls(self) -> bool:
         """True if calls are looked for: without tools there are none."""
-        return self.parse_tools and bool(self.tools)
+        return self.parse_tools and bool(self.packed_tools)
 
     @property
     def tools_by_name(self) -> dict[str, Tool]:
-        """The tools by their names."""
-        return {tool.name: tool for tool in self.tools}
+        """The tools by their names, decoded each time."""
+        return {tool.name: tool for tool in _decode(self.packed_tools)} if self.packed_tools else {}
+
+
+def packed(tools: Sequence[Tool]) -> bytes:
+    """Return tools for `ParserOptions`."""
+    return msgspec.msgpack.encode(tools) if tools else b""
+
+
+_decode = msgspec.msgpack.Decoder(tuple[Tool, ...]).decode

@@ -115,6 +115,7 @@ class _Messages:
         self._reader = reader
         self._output = output
         self._options = options
+        self._tools = options.tools_by_name
         self._read_call = read_call
         self._in_content = False
 
@@ -148,7 +149,7 @@ class _Messages:
         channel = channels[-1] if channels else "final"
         recipient = recipients[-1] if recipients else "assistant"
         name = recipient.removeprefix(_NAMESPACE)
-        if recipient != name or recipient in self._options.tools_by_name:
+        if recipient != name or recipient in self._tools:
             yield from self._call(name)
         elif recipient != "assistant":
             yield from self._reader.until(_BODY_END, _leave_out)
