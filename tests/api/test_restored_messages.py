@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections import Counter
@@ -82,7 +83,7 @@ class Chats:
         return await self.server.ok(CHAT, body)
 
 
-async def chats(start: Any, *texts: str, n_ctx: int = 4096, **settings: Any) -> Chats:
+async def chats(start: Any, *texts: str, n_ctx: int = 4096, template: str = TEMPLATE, **settings: Any) -> Chats:
     """A server that replies with texts, and then with what the fake model likes.
 
     The choice at the end of each text has all before it computed.
@@ -90,7 +91,7 @@ async def chats(start: Any, *texts: str, n_ctx: int = 4096, **settings: Any) -> 
     grammars = [f'start: {json.dumps(text)} " "?' for text in texts] + ["start: /x{1,9}/"] * (len(texts) == 1)
     backend = FakeBackend(n_ctx=n_ctx, n_slots=2, n_reserved=2)
     return Chats(
-        await start(backend=backend, template=TEMPLATE, engine={"grammars": grammars, **settings}, metrics=True)
+        await start(backend=backend, template=template, engine={"grammars": grammars, **settings}, metrics=True)
     )
 
 
@@ -130,7 +131,12 @@ async def test_a_prompt_continues_with_the_tokens_of_a_call(start: Any) -> None:
     assert cache["restored_tokens"] == n_restored
     assert cache["computed"] <= len(chat.prompts[-1]) - len(first) - n_restored + 1
     assert second["usage"]["prompt_tokens"] == len(chat.prompts[-1])
-    _, listing = await chat.server.get("/cache")
+    for _ in range(500):
+        _, listing = await chat.server.get("/cache")
+        if listing["messages"]["known"] == 2:
+            break
+        # The last reply is remembered while its client gets it.
+        await asyncio.sleep(0.01)
     assert listing["messages"]["known"] == 2
     assert listing["messages"]["bytes"] > 0
     assert (listing["requests"]["restored"], listing["prompt_tokens"]["restored"]) == (1, n_restored)
@@ -440,6 +446,18 @@ async def test_messages_are_dropped_with_their_session_and_with_the_cache(start:
     assert await n_restored(two)
     await chat.server.ok("/cache/clear", {})
     assert not await n_restored(two)
+
+
+async def test_a_dropped_session_leaves_the_messages_of_that_name_in_other_namespaces(start: Any) -> None:
+    chat = await chats(start, CALL, CALL, "x", "x", "x", "x")
+    salts = "mine", "yours"
+    messages = {salt: reply_of(await chat.ask(QUESTION, session_id="one", cache_salt=salt)) for salt in salts}
+    path = chat.server.url + "/sessions/one"
+    async with chat.server.session.delete(path, json={"cache_salt": "mine"}) as response:
+        assert response.status == 200
+    for salt, message in messages.items():
+        reply = await chat.ask(QUESTION, message, *results(message), cache_salt=salt)
+        assert (reply["cache"]["restored_tokens"] > 0) is (salt == "yours")
 
 
 async def test_sessions_are_extended_by_restored_prompts(start: Any) -> None:

@@ -12,6 +12,7 @@ on the namespace and on the template's variables. So a reply is only found behin
 
 from __future__ import annotations
 
+import sys
 from typing import Protocol
 
 import msgspec
@@ -51,13 +52,15 @@ class RememberedReply(msgspec.Struct, frozen=True):
     @property
     def n_bytes(self) -> int:
         """Bytes in memory, estimated."""
-        return len(self.tokens) + len(self.opening) + len(self.closing) + OVERHEAD
+        # Clients choose the beginning, and characters take up to 4 bytes.
+        texts = (self.opening, self.begun, self.closing)
+        return len(self.tokens) + sum(map(sys.getsizeof, texts)) + OVERHEAD
 
 
 MAX_BYTES = 32 * 2**20
 """Memory that all remembered replies may take, and again on disk; estimated."""
-OVERHEAD = 500
-"""Bytes that one takes in addition to its tokens, about."""
+OVERHEAD = 600
+"""Bytes that one takes in addition to its tokens and texts, about."""
 
 
 class RestoredReplies(msgspec.Struct, frozen=True):
