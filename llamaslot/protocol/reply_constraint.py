@@ -16,7 +16,7 @@ from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import Thinking
 from llamaslot.protocol.structured_output import ConstraintReader, GrammarTooLongError
 from llamaslot.protocol.tools import ToolUse
-from llamaslot.text.grammars.json_schema import prepared_schema
+from llamaslot.text.grammars.json_schema import MAX_PROPERTIES, prepared_schema
 
 RAW_GRAMMAR = "grammar"
 """The field whose grammar matches all that the model generates, as in llama-server, reasoning included."""
@@ -118,10 +118,11 @@ def _written(grammar: Callable[[], str], param: str) -> Constraint:
 
 def _loose(tool: Tool) -> Tool:
     """Return a tool whose arguments have the declared names, or any where others may be allowed, and any value."""
-    if tool.parameters.get("additionalProperties") or any(key in tool.parameters for key in _UNDECLARED):
-        return Tool(tool.name, {"type": "object", "additionalProperties": True})
     properties = tool.parameters.get("properties")
     names = properties if isinstance(properties, dict) else {}
+    is_open = tool.parameters.get("additionalProperties") or any(key in tool.parameters for key in _UNDECLARED)
+    if is_open or len(names) > MAX_PROPERTIES:
+        return Tool(tool.name, {"type": "object", "additionalProperties": True})
     return Tool(tool.name, {"type": "object", "properties": {name: {} for name in names}})
 
 

@@ -17,6 +17,7 @@ from llamaslot.protocol.reply_constraint import ReplyConstraints
 from llamaslot.protocol.structured_output import MAX_GRAMMAR_CHARS, ConstraintReader
 from llamaslot.protocol.tools import read_tools
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker
+from llamaslot.text.grammars.json_schema import MAX_PROPERTIES
 from tests.fake_backend import FakeBackend
 from tests.formats.messages import EXCERPTS, made
 
@@ -165,8 +166,9 @@ def test_patterns_are_anchored_as_they_say(family: str, pattern: str, good: str,
         {"anyOf": [PARAMETERS, {"type": "object", "properties": {"zip": {"type": "integer"}}}]},
         {"$ref": "#/$defs/a", "$defs": {"a": PARAMETERS}},
         {"type": "object", "additionalProperties": {"type": "string"}},
+        {"type": "object", "properties": {"city": {}, **{f"p{i}": {} for i in range(MAX_PROPERTIES)}}},
     ],
-    ids=["anyOf", "$ref", "additionalProperties"],
+    ids=["anyOf", "$ref", "additionalProperties", "too many to list"],
 )
 def test_tools_beside_a_strict_one_take_the_names_that_their_schemas_allow(
     family: str, parameters: dict[str, Any]

@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.text.grammars.compiling import GrammarChecker, compile_grammar
-from llamaslot.text.grammars.json_schema import MAX_MULTIPLE_OF, json_schema_constraint
+from llamaslot.text.grammars.json_schema import MAX_MULTIPLE_OF, MAX_PROPERTIES, json_schema_constraint
 from llamaslot.text.grammars.schema_fixes import ecmascript_pattern
 from tests.conftest import LONG, new_seed
 from tests.fake_backend import byte_tokenizer
@@ -89,6 +89,10 @@ def test_every_allowed_text_is_valid_and_few_schemas_are_refused(is_rough: bool)
         ({"type": "integer", "minimum": 3, "maximum": 2}, "Unsatisfiable"),
         ({"type": "integer", "multipleOf": MAX_MULTIPLE_OF + 1}, "'multipleOf'"),
         ({"items": [{"multipleOf": 6000}, {"multipleOf": 0.6}, {"multipleOf": 6000}]}, "'multipleOf'"),
+        (
+            {"items": {"properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}}},
+            f"{MAX_PROPERTIES} are supported",
+        ),
         ({"type": "hiccup"}, "hiccup"),
         ({"type": 123}, "type"),
         (123, "must be a JSON schema"),
