@@ -14,8 +14,9 @@ from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.generation.tools import Tool
 from llamaslot.formats.format import Format
 from llamaslot.formats.grammar import Thinking
-from llamaslot.protocol.structured_output import ConstraintReader, GrammarTooLongError
+from llamaslot.protocol.structured_output import ConstraintReader
 from llamaslot.protocol.tools import ToolUse
+from llamaslot.text.grammars.compiling import GrammarTooLongError
 from llamaslot.text.grammars.json_schema import MAX_PROPERTIES, prepared_schema
 
 RAW_GRAMMAR = "grammar"

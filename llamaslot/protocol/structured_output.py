@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.protocol.structured_options import StructuredOptions
-from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker, too_long
+from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker, GrammarTooLongError, too_long
 from llamaslot.text.grammars.gbnf import TokenOf, gbnf_to_lark, is_lark
 from llamaslot.text.grammars.json_schema import json_schema_constraint
 
@@ -21,10 +21,6 @@ MAX_GRAMMAR_CHARS = 2**19
 The calls of 200 tools with five parameters take 200,000 to 300,000, which compile in 2 s. The engine keeps one
 compiled grammar of this length at most.
 """
-
-
-class GrammarTooLongError(InvalidRequestError):
-    """The grammar that was made of what a client sent is too long to be compiled."""
 
 
 class ConstraintReader:

@@ -135,6 +135,9 @@ def test_what_is_too_long_is_said_in_plain_words() -> None:
     with pytest.raises(InvalidRequestError, match="'tools': the grammar made of it has"):
         constraint("hermes", body)
     assert constraint("hermes", {**body, "tools": tools[:1]})
+    parts = {"type": "object", "properties": {f"p{i}": {} for i in range(3000)}}
+    with pytest.raises(InvalidRequestError, match="'tools': the grammar made of it has too many parts"):
+        constraint("hermes", {**body, "tools": [named(f"f{i}", parts) for i in range(6)]})
     tools[2] = named("f2", {"type": "object", "properties": {"a": {"const": "x" * MAX_CONSTRAINT_CHARS}}})
     with pytest.raises(InvalidRequestError, match="is longer than") as error:
         constraint("hermes", body)

@@ -28,8 +28,14 @@ _MAX_GOOD = 1024
 _SPECIAL_PREFIX = b"\xff"
 """llguidance's mark of tokens that are no text."""
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
+_TOO_MANY_SYMBOLS = "grammar.symbols.len()"
+"""Part of the assertion that fails in llguidance at 65,525 symbols, such as of 16,000 optional properties."""
 _HARMLESS = "no tokenizer"
 """Beginning of the warnings about what cannot be checked without a vocabulary."""
+
+
+class GrammarTooLongError(InvalidRequestError):
+    """The grammar that was made of what a client sent is too long to be compiled."""
 
 
 class _ByteVocabulary:
@@ -107,6 +113,10 @@ def grammar_error(message: str, param: str) -> InvalidRequestError:
     if found := _UNIMPLEMENTED.search(message):
         names = found[1].replace('"', "'")
         return InvalidRequestError(f"'{param}': JSON Schema's {names} is not supported", param=param)
+    if _TOO_MANY_SYMBOLS in message:
+        return GrammarTooLongError(
+            f"'{param}': the grammar made of it has too many parts; make it simpler", param=param
+        )
     return InvalidRequestError(f"'{param}': {first_lines(message)}", param=param)
 
 
