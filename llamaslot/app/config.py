@@ -82,6 +82,11 @@ class Config:
         "where offloading to RAM was measured to make prefill faster",
         words={"-1": "all"},
     )
+    cache_one_shot: Count = _own(
+        16,
+        "prompts of requests for at most so many tokens, without a session, are not expected again: until they "
+        "come again, they are evicted first, and not written to disk; 0 for none",
+    )
     cache_ram: CountOrMinusOne | Literal["auto"] = _llama(
         "auto",
         "MiB of RAM for prefixes offloaded from the pool; 0 for none, -1 for all that is free, auto for half of "

@@ -15,6 +15,8 @@ class EngineSettings:
 
     gap_ms: float
     """About how long prefill may make the time between two tokens of a stream."""
+    one_shot_tokens: int = 0
+    """Most tokens that a one-shot request may ask for; 0 if no request is one."""
     idle_cells: int | None = None
     """Cells that idle prefixes may keep; None for all that nothing else needs."""
     offload_after: int | None = None
@@ -44,6 +46,7 @@ def cache_settings(backend: Backend, settings: EngineSettings, disk: SegmentDisk
         n_seqs=backend.n_seqs,
         unified=info.unified,
         can_trim=info.reuse,
+        one_shot_tokens=settings.one_shot_tokens,
         idle_cells=settings.idle_cells,
         offload_after=settings.offload_after,
         ram_bytes=settings.ram_bytes,

@@ -175,6 +175,7 @@ class KVCache:
         now = self._sequences.advance()
         for match in matches:
             self._tree.touch(match.resident_end, now)
+            self._tree.promote(match.resident_end, match.n_resident)
 
     def sharing(self, match: Match, slots: Sequence[int], n_in_flight: int) -> Sharing:
         """Decide how a request gets a prefix of which others are computing `n_in_flight` tokens."""
@@ -182,17 +183,31 @@ class KVCache:
 
     # --- a running request ---
 
-    def acquire(self, slots: Sequence[int], match: Match, *, is_new: bool = True) -> Acquired:
-        """Give the resident part of a match to the best of `slots`, all idle, and pin it against eviction."""
+    def acquire(
+        self, slots: Sequence[int], match: Match, *, is_new: bool = True, is_one_shot: bool = False
+    ) -> Acquired:
+        """Give the resident part of a match to the best of `slots`, all idle, and pin it against eviction.
+
+        What is computed behind it for a one-shot request is evicted first, and not written to disk, until another
+        request uses it. A request that continues everything that an earlier one left is none.
+        """
         miss = _miss_reason(match, self._ghosts, self.settings.min_shared)
+        # A path that ends there because its end was evicted is no conversation.
+        is_one_shot = is_one_shot and (miss == "evicted" or not match.is_whole_path)
         self._tiers.shares.use(tenant_of(match.namespace), is_new=is_new)
         slot, n_copied = self._pool.acquire(slots, match)
         self._tree.touch(self._sequences.end(slot), self._sequences.advance(), hits=1)
-        self._tiers.touch(self._tree.match(match.namespace, match.tokens).segments)
+        now_cached = self._tree.match(match.namespace, match.tokens)
+        self._tree.promote(now_cached.matched_end, now_cached.n_matched)
+        self._tiers.touch(now_cached.segments)
         if match.public is not None:
             self._public.mark_used(match.tokens)
         self._pool.ensure_free_id()
         self._n_cached_at[slot] = match.n_cached
+        if is_one_shot:
+            n_computed = max(match.n_cached, match.n_matched)
+            n_computed = self._ghosts.computed_end(match.namespace, match.tokens, n_computed)
+            self._sequences.one_shot_from[slot] = n_computed
         return Acquired(slot, match.n_cached, self.length(slot), n_copied, miss)
 
     def load(self, seq: int, tokens: bytes) -> Loaded:
@@ -224,6 +239,7 @@ class KVCache:
         self._tiers.unpin(seq)
         end = self._tree.end_node(seq)
         n_cached = self._n_cached_at.pop(seq, 0)
+        one_shot_from = self._sequences.one_shot_from.pop(seq, None)
         if end is None:
             return
         if not is_private(end.namespace):
@@ -231,7 +247,7 @@ class KVCache:
         if end.is_root:
             self._tree.release(seq)
         else:
-            self._tree.unpin(seq, self._sequences.advance())
+            self._tree.unpin(seq, self._sequences.advance(), one_shot_from)
             self._public.save_if_public(seq, has_ended=True)
         if not self.settings.can_trim:
             self._sequences.clear(seq)
@@ -239,6 +255,7 @@ class KVCache:
     def invalidate(self, seq: int) -> None:
         """Remove a sequence whose content is unknown after a failed decode."""
         self._tiers.unpin(seq)
+        self._sequences.one_shot_from.pop(seq, None)
         end = self._tree.end_node(seq)
         if end is not None:
             self._tree.touch(end, self._sequences.advance())

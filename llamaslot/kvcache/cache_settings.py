@@ -26,6 +26,8 @@ class CacheSettings:
     """True if all sequences share one pool."""
     can_trim: bool = True
     """True if a sequence can be trimmed and continued; without that nothing is reused."""
+    one_shot_tokens: int = 0
+    """Most tokens that a one-shot request may ask for; 0 if no request is one."""
     idle_cells: int | None = None
     """Cells that idle prefixes may keep; None for all that nothing else needs."""
     offload_after: int | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import takewhile
 
 from llamaslot.base.tokens import WIDTH
 
@@ -35,9 +36,13 @@ class GhostList:
     def continues(self, namespace: str, tokens: bytes, n: int) -> bool:
         """True if the first whole block that ends after the first `n` tokens was computed once."""
         end = (n // BLOCK_TOKENS + 1) * BLOCK_TOKENS * WIDTH
-        if end > len(tokens):
-            return False
-        return next(_digests(namespace, tokens[:end], n)) in self._blocks
+        return end <= len(tokens) and self.computed_end(namespace, tokens[:end], n) > n
+
+    def computed_end(self, namespace: str, tokens: bytes, n: int) -> int:
+        """The end of the whole blocks after the first `n` tokens that were computed once; `n` without any."""
+        computed = takewhile(self._blocks.__contains__, _digests(namespace, tokens, n))
+        n_computed = sum(1 for _ in computed)
+        return (n // BLOCK_TOKENS + n_computed) * BLOCK_TOKENS if n_computed else n
 
 
 def _digests(namespace: str, tokens: bytes, start: int) -> Iterator[bytes]:

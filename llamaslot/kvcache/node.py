@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Set
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from llamaslot.base.namespaces import tenant_of
 from llamaslot.base.tokens import WIDTH
 
 if TYPE_CHECKING:
     from llamaslot.kvcache.segment import Segment
+
+
+class EvictionRank(NamedTuple):
+    """Place of a node in the order of eviction; the lowest is evicted first."""
+
+    is_kept: bool
+    """False for what only a one-shot request has used."""
+    last_used: int
 
 
 class Node:
@@ -22,6 +32,7 @@ class Node:
         "children",
         "end_of",
         "hits",
+        "is_one_shot",
         "last_used",
         "n_pins",
         "n_resident_children",
@@ -54,6 +65,8 @@ class Node:
         """The latest use on the logical clock; never less than that of a resident child."""
         self.hits = 0
         """Requests that started from here or from below."""
+        self.is_one_shot = False
+        """True if only a one-shot request has used it: it is evicted first. So is all that continues it."""
 
     @property
     def n_tokens(self) -> int:
@@ -64,6 +77,11 @@ class Node:
     def end(self) -> int:
         """Tokens on the path up to the end of this node."""
         return self.start + len(self.run) // WIDTH
+
+    @property
+    def rank(self) -> EvictionRank:
+        """Its place in the order of eviction."""
+        return EvictionRank(not self.is_one_shot, self.last_used)
 
     @property
     def is_root(self) -> bool:
@@ -105,6 +123,22 @@ class Node:
             yield node
             rest += node.children.values()
 
+    def check(self, pinned: Set[int]) -> None:
+        """Verify what holds for a node and its neighbours while these sequences are pinned."""
+        parent, children = self.parent, self.children.values()
+        assert parent is not None
+        assert parent.children[bytes(self.run[:WIDTH])] is self
+        assert (self.start, self.namespace) == (parent.end, parent.namespace)
+        assert self.n_tokens > 0
+        assert self.children or self.end_of or self.segment, "a leaf without KV"
+        (only,) = children if len(children) == 1 else (None,)
+        is_one = only is not None and (only.segment, only.is_one_shot) == (self.segment, self.is_one_shot)
+        assert not is_one or self.end_of, "a chain that could be one node"
+        assert self.n_resident_children == sum(child.is_resident for child in children)
+        assert self.n_pins == sum(child.n_pins for child in children) + len(self.end_of & pinned)
+        assert all(self.rank >= child.rank for child in children)
+        assert not (self.is_one_shot and (self.n_pins or not all(child.is_one_shot for child in children)))
+
     def holders(self) -> Iterator[int]:
         """Yield the sequences that hold this node."""
         rest = [self]
@@ -112,3 +146,22 @@ class Node:
             node = rest.pop()
             yield from sorted(node.end_of)
             rest += [child for child in node.children.values() if child.is_resident]
+
+
+def walk(node: Node, tokens: bytes) -> Iterator[tuple[Node, int]]:
+    """Yield the nodes below `node` on the path of some tokens, and the position up to which each agrees."""
+    at = 0
+    while (child := node.children.get(tokens[at : at + WIDTH])) is not None:
+        if not tokens.startswith(child.run, at):
+            yield child, child.start + n_equal(child.run, tokens, at)
+            return
+        at += len(child.run)
+        yield child, child.end
+        node = child
+
+
+def n_equal(run: bytearray, tokens: bytes, at: int) -> int:
+    """Leading tokens that `run` shares with `tokens[at:]`; at least one."""
+    n = min(len(run), len(tokens) - at) // WIDTH
+    same = np.frombuffer(run, "<i4", n) == np.frombuffer(tokens, "<i4", n, at)
+    return n if same.all() else int(same.argmin())

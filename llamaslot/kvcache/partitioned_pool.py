@@ -42,7 +42,7 @@ class PartitionedPool:
 
     def acquire(self, slots: Sequence[int], match: Match) -> tuple[int, int]:
         """Choose the slot that holds most of a match; copy a sequence that holds more to it, if that pays."""
-        held = self._tree.held(match, slots)
+        held = self._sequences.held(match, slots)
         seq = self._choose(slots, held)
         own = held[seq]
         source = self._source(match, own) if seq not in self._copying else None
@@ -80,7 +80,7 @@ class PartitionedPool:
 
     def sharing(self, match: Match, slots: Sequence[int], n_in_flight: int) -> Sharing:
         """Share if copying a sequence beats computing what the best of `slots` lacks."""
-        own = max(self._tree.held(match, slots).values())
+        own = max(self._sequences.held(match, slots).values())
         n_missing = max(n_in_flight, match.n_resident) - own
         if n_missing <= 0 or not self._is_copy_worth(n_missing):
             return Sharing.COMPUTE
@@ -98,10 +98,14 @@ class PartitionedPool:
         n_lost = self._tree.length(seq) - keep
         may_copy = seq not in self._copying and self._is_copy_worth(n_lost)
         targets = [each for each in sequences.spare if each not in self._copying] if may_copy else []
+        if sequences.end(seq).is_one_shot:
+            targets = [each for each in targets if not sequences.rank(each).is_kept]
         if not targets:
             self._counters.evicted_tokens += n_lost
             return
-        target = min(targets, key=lambda each: (sequences.n_own(each), sequences.last_used(each)))
+        target = min(
+            targets, key=lambda each: (sequences.rank(each).is_kept * sequences.n_own(each), sequences.rank(each))
+        )
         self._counters.evicted_tokens += sequences.n_own(target)
         sequences.clear(target)
         end = sequences.end(seq)
@@ -110,11 +114,12 @@ class PartitionedPool:
         self._counters.moved_prefixes += 1
 
     def _choose(self, slots: Sequence[int], held: dict[int, int]) -> int:
-        """The longest match; while a slot is empty, none that would lose over half of its tokens."""
+        """The longest match, then a one-shot path; while a slot is empty, none that would lose over half."""
         empty = [seq for seq in slots if not self._tree.length(seq)]
         kept = [seq for seq in slots if held[seq] and 2 * held[seq] >= self._tree.length(seq)]
         candidates = (kept or empty) if empty else slots
-        return max(candidates, key=lambda seq: (held[seq], -self._sequences.last_used(seq), -seq))
+        ranks = {seq: self._sequences.rank(seq) for seq in candidates}
+        return max(candidates, key=lambda seq: (held[seq], not ranks[seq].is_kept, -ranks[seq].last_used, -seq))
 
     @property
     def _copying(self) -> set[int]:

@@ -21,15 +21,13 @@ llama.cpp, of time or of requests; `now` is a logical clock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
-
-import numpy as np
 
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.eviction import EvictionQueue
 from llamaslot.kvcache.match import Match, segment_parts
-from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.node import Node, n_equal, walk
 from llamaslot.kvcache.segment import Segment
 
 
@@ -61,11 +59,11 @@ class RadixTree:
         """Return the longest cached prefix of `tokens` in a namespace."""
         node = resident = self._roots.get(namespace) or Node(bytearray(), None, 0, namespace)
         at = resident_until = 0  # in bytes
-        # The same walk as `_walk`, without a generator: prompts have hundreds of nodes, and each is looked up.
+        # The same walk as `walk`, without a generator: prompts have hundreds of nodes, and each is looked up.
         while (child := node.children.get(tokens[at : at + WIDTH])) is not None:
             node, run = child, child.run
             is_whole = tokens.startswith(run, at)
-            at += len(run) if is_whole else _n_equal(run, tokens, at) * WIDTH
+            at += len(run) if is_whole else n_equal(run, tokens, at) * WIDTH
             if node.end_of or node.n_resident_children:
                 resident, resident_until = node, at
             if not is_whole:
@@ -86,15 +84,6 @@ class RadixTree:
     def is_pinned(self, seq: int) -> bool:
         """True while a request runs in the sequence."""
         return seq in self._pinned
-
-    def held(self, match: Match, seqs: Iterable[int]) -> dict[int, int]:
-        """For each of some sequences the number of leading tokens of a match that it holds."""
-        ends = {id(node): min(node.end, match.n_resident) for node in match.resident_end.path_to_root()}
-        held = {}
-        for seq in seqs:
-            end = self._ends.get(seq)
-            held[seq] = next((ends[id(n)] for n in end.path_to_root() if id(n) in ends), 0) if end else 0
-        return held
 
     def nodes(self, namespace: str | None = None) -> Iterator[Node]:
         """Yield every node but the roots, parents first; of one namespace or of all."""
@@ -123,12 +112,14 @@ class RadixTree:
         self.version += 1
         end = self._ends[seq]
         n_held = 0
-        for node, at in _walk(end, tokens):
+        for node, at in walk(end, tokens):
             end = self._split(node, at)
             n_held = at if end.is_resident else n_held
         n_held = max(n_held - self._ends[seq].end, 0)
         rest = tokens[(end.end - self._ends[seq].end) * WIDTH :]
         is_own = not end.is_root and not end.children and end.end_of == {seq}
+        if rest and end.is_one_shot:
+            self.promote(end, end.end)
         if rest and is_own and end.segment is None:
             end.run += rest
             self.n_tokens += len(rest) // WIDTH
@@ -172,11 +163,20 @@ class RadixTree:
         self._pinned.add(seq)
         self._count_pins(self._ends[seq], None, +1)
 
-    def unpin(self, seq: int, now: int) -> None:
-        """Remove the protection of a path from eviction; it was used at `now`."""
+    def unpin(self, seq: int, now: int, one_shot_from: int | None = None) -> None:
+        """Remove the protection of a path from eviction; it was used at `now`.
+
+        What no other sequence ever held after its first `one_shot_from` tokens is evicted first until it is used
+        again, unless a segment covers it already.
+        """
         self._pinned.remove(seq)
         end = self._ends[seq]
         self._count_pins(end, None, -1)
+        is_own = end.end_of == {seq} and not (end.children or end.n_pins or end.hits or end.segment)
+        if one_shot_from is not None and is_own and one_shot_from < end.end:
+            if one_shot_from > end.start:
+                self._split(end, one_shot_from)
+            end.is_one_shot = True
         self.touch(end, now)
 
     def touch(self, node: Node, now: int, hits: int = 0) -> None:
@@ -186,15 +186,30 @@ class RadixTree:
             each.hits += hits
         self.eviction.offer(node)
 
+    def promote(self, node: Node, n: int) -> None:
+        """Record that the first `n` tokens of the path to a node are used again: they are evicted by last use."""
+        while node.parent is not None and n <= node.start:
+            node = node.parent
+        if not node.is_one_shot:
+            return
+        promoted = [each for each in self._split(node, n).path_to_root() if each.is_one_shot]
+        for each in promoted:
+            each.is_one_shot = False
+        for each in reversed(promoted):
+            if each.parent is not None:
+                self._join(each.parent)
+        self.eviction.offer(node)
+
     # --- segments ---
 
     def insert(self, namespace: str, tokens: bytes) -> Node:
         """Return the node that ends where `tokens` do; a new one needs a segment at once."""
         root = self._roots.setdefault(namespace, Node(bytearray(), None, 0, namespace))
         node = root
-        for each, end in _walk(root, tokens):
+        for each, end in walk(root, tokens):
             node = self._split(each, end)
         if node.end < len(tokens) // WIDTH:
+            self.promote(node, node.end)
             child = Node(bytearray(tokens[node.end * WIDTH :]), node, node.end, namespace)
             node.children[bytes(child.run[:WIDTH])] = child
             node = child
@@ -250,19 +265,8 @@ class RadixTree:
         n_tokens, n_pinned = Counter[str](), 0
         covered: dict[Segment, list[Node]] = {}
         for node in self.nodes():
-            parent = node.parent
-            assert parent is not None
-            assert parent.children[bytes(node.run[:WIDTH])] is node
-            assert (node.start, node.namespace) == (parent.end, parent.namespace)
-            assert node.n_tokens > 0
-            assert node.children or node.end_of or node.segment, "a leaf without KV"
-            (only,) = node.children.values() if len(node.children) == 1 else (None,)
-            assert only is None or node.end_of or only.segment is not node.segment, "a chain that could be one node"
-            children = node.children.values()
-            assert node.n_resident_children == sum(child.is_resident for child in children)
-            assert node.n_pins == sum(child.n_pins for child in children) + len(node.end_of & self._pinned)
+            node.check(self._pinned)
             assert not node.is_idle_leaf or node in self.eviction, "a leaf that cannot be evicted"
-            assert all(node.last_used >= child.last_used for child in children)
             n_tokens[node.tenant] += node.n_tokens * node.is_resident
             n_pinned += node.n_tokens * bool(node.n_pins)
             if node.segment is not None:
@@ -293,6 +297,7 @@ class RadixTree:
         upper = Node(node.run[:at], node.parent, node.start, node.namespace)
         upper.n_resident_children, upper.n_pins = int(node.is_resident), node.n_pins
         upper.last_used, upper.hits, upper.segment = node.last_used, node.hits, node.segment
+        upper.is_one_shot = node.is_one_shot
         node.parent.children[bytes(upper.run[:WIDTH])] = upper
         del node.run[:at]
         node.start, node.parent = n, upper
@@ -335,6 +340,8 @@ class RadixTree:
 
     def _count_pins(self, node: Node, above: Node | None, by: int) -> None:
         """Change the pins from a node up to, and without, one of its ancestors (None: the root)."""
+        if node.is_one_shot:
+            self.promote(node, node.end)
         n_changed = 0  # bytes of tokens that became pinned, or are no longer
         while node is not above and node.parent is not None:
             n_before = node.n_pins
@@ -359,7 +366,7 @@ class RadixTree:
             self._roots.pop(node.namespace, None)
 
     def _join(self, node: Node) -> None:
-        """Make a node one with its only child, if no sequence ends between them and one segment or none has both.
+        """Make a node one with its only child, if nothing separates them: no end of a sequence, segment, or rank.
 
         The child stays, because sequences refer to it as their end node.
         """
@@ -367,7 +374,7 @@ class RadixTree:
         if node.parent is None or node.end_of or len(node.children) != 1:
             return
         (child,) = node.children.values()
-        if child.segment is not node.segment:
+        if child.segment is not node.segment or child.is_one_shot != node.is_one_shot:
             return
         self.version += 1
         node.parent.children[bytes(node.run[:WIDTH])] = child
@@ -379,22 +386,3 @@ class RadixTree:
             node.segment.nodes.remove(node)
         node.parent, node.last_used = None, -1
         self.eviction.offer(child)
-
-
-def _walk(node: Node, tokens: bytes) -> Iterator[tuple[Node, int]]:
-    """Yield the nodes below `node` on the path of some tokens, and the position up to which each agrees."""
-    at = 0
-    while (child := node.children.get(tokens[at : at + WIDTH])) is not None:
-        if not tokens.startswith(child.run, at):
-            yield child, child.start + _n_equal(child.run, tokens, at)
-            return
-        at += len(child.run)
-        yield child, child.end
-        node = child
-
-
-def _n_equal(run: bytearray, tokens: bytes, at: int) -> int:
-    """Leading tokens that `run` shares with `tokens[at:]`; at least one."""
-    n = min(len(run), len(tokens) - at) // WIDTH
-    same = np.frombuffer(run, "<i4", n) == np.frombuffer(tokens, "<i4", n, at)
-    return n if same.all() else int(same.argmin())

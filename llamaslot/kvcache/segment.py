@@ -99,9 +99,11 @@ class IllegalTransitionError(AssertionError):
     """An event that the state of a segment does not allow: a bug, never caused by input."""
 
 
-class LruRank(NamedTuple):
-    """Place of a segment in the LRU order; the lowest is evicted first."""
+class SegmentRank(NamedTuple):
+    """Place of a segment in the order of eviction; the lowest is evicted first."""
 
+    is_kept: bool
+    """False for what only a one-shot request has used."""
     last_used: int
     minus_start: int
     """Of segments used together, the one furthest from the root goes first."""
@@ -172,9 +174,14 @@ class Segment:
         return self.end - self.start
 
     @property
-    def rank(self) -> LruRank:
-        """Its place in the LRU order."""
-        return LruRank(self.last_used, -self.start, self.number)
+    def rank(self) -> SegmentRank:
+        """Its place in the order of eviction."""
+        return SegmentRank(not self.is_one_shot, self.last_used, -self.start, self.number)
+
+    @property
+    def is_one_shot(self) -> bool:
+        """True if only a one-shot request has used its tokens."""
+        return bool(self.nodes) and self.nodes[0].is_one_shot
 
     @property
     def parent(self) -> Segment | None:

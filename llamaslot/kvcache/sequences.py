@@ -6,9 +6,12 @@ them out, in order, before it decodes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from llamaslot.base.kv_ops import Operation, Remove
 from llamaslot.kvcache.duplicates import DuplicateCells
-from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.node import EvictionRank, Node
 from llamaslot.kvcache.radix_tree import RadixTree
 
 
@@ -23,6 +26,8 @@ class Sequences:
         self.duplicates = DuplicateCells(tree)
         self.clock = 0
         """Logical time: counts uses and computed prompt tokens."""
+        self.one_shot_from: dict[int, int] = {}
+        """By slot in which a one-shot request runs: the number of tokens before those that only it has used."""
         self._tree = tree
 
     @property
@@ -53,9 +58,18 @@ class Sequences:
         """True if all that a sequence holds is held by another one too."""
         return self.end(seq).is_shared
 
-    def last_used(self, seq: int) -> int:
-        """Logical time of the last use of a path; 0 for a sequence that is not in use."""
-        return self.end(seq).last_used if self.in_use(seq) else 0
+    def rank(self, seq: int) -> EvictionRank:
+        """Place of a path in the order of eviction; the lowest for a sequence that is not in use."""
+        return self.end(seq).rank if self.in_use(seq) else EvictionRank(False, 0)
+
+    def held(self, match: Match, seqs: Iterable[int]) -> dict[int, int]:
+        """For each of some sequences the number of leading tokens of a match that it holds."""
+        ends = {id(node): min(node.end, match.n_resident) for node in match.resident_end.path_to_root()}
+        held = {}
+        for seq in seqs:
+            path = self.end(seq).path_to_root() if self.in_use(seq) else ()
+            held[seq] = next((ends[id(n)] for n in path if id(n) in ends), 0)
+        return held
 
     def n_own(self, seq: int) -> int:
         """Tokens at the end of a path that no other sequence holds."""

@@ -147,7 +147,11 @@ class Admission:
 
     def _start(self, request: Request, choices: Sequence[int], now: float) -> None:
         self.queue.remove(request)
-        request.admit(self._cache.acquire(choices, self.match(request), is_new=request.slot < 0), now)
+        is_one_shot = request.is_one_shot(self._cache.settings.one_shot_tokens)
+        acquired = self._cache.acquire(
+            choices, self.match(request), is_new=request.slot < 0, is_one_shot=is_one_shot
+        )
+        request.admit(acquired, now)
         self._slots[request.slot].request = request
         self._in_flight.add(request)
         self._shares.take_turn(request.submit.client)

@@ -161,7 +161,14 @@ ELSEWHERE = {
         "log_format",
         "log_level",
     ),
-    *("cache_salt_from_api_key", "cache_idle_cells", "debug_invariants", "text_anchors", "drop_volatile"),
+    *(
+        "cache_one_shot",
+        "cache_salt_from_api_key",
+        "cache_idle_cells",
+        "debug_invariants",
+        "text_anchors",
+        "drop_volatile",
+    ),
     *("session_min_match", "slot_save_path", "escape_special", "jinja"),
     *("in_process", "step_timeout", "prompt_timeout", "ssl_key_file", "ssl_cert_file"),
 }
@@ -503,9 +510,9 @@ async def test_what_the_engine_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int | str, kept: int | None
 ) -> None:
     made = cache_settings(monkeypatch)
-    async with serving(tmp_path, FakeBackend(), prefill_gap_ms=7.0, cache_idle_cells=given):
+    async with serving(tmp_path, FakeBackend(), prefill_gap_ms=7.0, cache_idle_cells=given, cache_one_shot=9):
         [settings] = made
-        assert (settings.gap_ms, settings.idle_cells) == (7.0, kept)
+        assert (settings.gap_ms, settings.idle_cells, settings.one_shot_tokens) == (7.0, kept, 9)
 
 
 async def test_where_idle_prefixes_live_is_said_and_kept_to(

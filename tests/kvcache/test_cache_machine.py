@@ -36,6 +36,7 @@ from llamaslot.base.model import SegmentSize, StepCost
 from llamaslot.base.namespaces import PUBLIC_SALT, key_salt, key_secret
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import packed, unpacked
+from llamaslot.kvcache import ghost_list
 from llamaslot.kvcache.cache import Acquired, KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match
@@ -77,6 +78,7 @@ COUNTS: Counter[str] = Counter()
 OFTEN = (
     *("requests", "plans", "steps", "tokens", "ended", "cancelled", "broke", "reused tokens", "extra steps"),
     *("saves", "written", "losses", "looked for what is cached", "dropped: path", "RAM reduced"),
+    "one-shot prefixes",
 )
 """Events that must come up in any run, for else a check is vacuous."""
 SHARES = "lost of its share", "lost beyond its share"
@@ -86,6 +88,7 @@ SELDOM = (
     *("losses for RAM", "losses for cells", "slots saved", "slots restored", "padded steps"),
     *("padded steps with extra ones", "looked for idle prefixes that slow prompts", "wrote everything at the end"),
     *("dropped: everything", "dropped: namespace"),
+    *("evicted one-shot prefixes", "evicted what is kept", "one-shot prefixes in RAM", "lost of RAM what is kept"),
 )
 """Events that must come up in a long run."""
 
@@ -109,6 +112,7 @@ class Shape:
     disk: float
     """The disk tier, in pools; 0 for none."""
     eos_every: int
+    one_shot_tokens: int
 
     @property
     def shares(self) -> bool:
@@ -142,6 +146,8 @@ class Asked:
     n_overtaken: int = 0
     has_waited: bool = False
     """True if it ever had a leader to wait for."""
+    shared: set[int] = field(default_factory=set)
+    """Prefixes from which others started while it ran."""
 
     @property
     def tokens(self) -> list[int]:
@@ -211,6 +217,7 @@ class CacheMachine(RuleBasedStateMachine):
         eos_every=st.sampled_from([6, 12, 10**9]),
         n_expected=st.sampled_from([1, 1, 2, 64]),
         query_block=st.sampled_from([None, 4, 12]),
+        one_shot_tokens=st.sampled_from([0, 3, 8]),
     )
     def start(
         self,
@@ -228,11 +235,13 @@ class CacheMachine(RuleBasedStateMachine):
         eos_every: int,
         n_expected: int,
         query_block: int | None,
+        one_shot_tokens: int,
     ) -> None:
         # Small pools are outgrown only if requests are expected to be short.
         self.patches = [
             mock.patch.object(admission, "MIN_EXPECTED_TOKENS", n_expected),
             mock.patch.object(disk_pacing, "PARTIAL_DELAY_S", 0.005),
+            mock.patch.object(ghost_list, "BLOCK_TOKENS", 2 * MIN_SHARED),
             mock.patch.object(padding, "QUERY_BLOCK", (query_block or 64) * self.stretch),
             mock.patch.object(step_planner, "QUERY_BLOCK", (query_block or 64) * self.stretch),
         ]
@@ -245,7 +254,10 @@ class CacheMachine(RuleBasedStateMachine):
         n_spare = n_spare + self.more_spare if name in ("shared", "copied partitions") else 0
         ram = ram if name == "shared" else 0
         disk = disk if ram else 0
-        shape = Shape(name, n_slots, n_spare, n_ctx, n_ubatch, idle_cells, offload_after, ram, disk, eos_every)
+        shape = Shape(
+            *(name, n_slots, n_spare, n_ctx, n_ubatch, idle_cells, offload_after, ram, disk, eos_every),
+            one_shot_tokens=one_shot_tokens * self.stretch,
+        )
         self.shape = shape
         self.backend = Recorder(self.new_backend(shape), self.public)
         info = self.backend.info
@@ -274,6 +286,7 @@ class CacheMachine(RuleBasedStateMachine):
                 n_seqs=self.backend.n_seqs,
                 unified=info.unified,
                 can_trim=info.reuse,
+                one_shot_tokens=shape.one_shot_tokens,
                 idle_cells=idle_cells,
                 offload_after=offload_after,
                 ram_bytes=self.ram_bytes,
@@ -295,6 +308,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.acquire_slot, self.cache.acquire = self.cache.acquire, self.acquire
         self.is_sound = True
         self.asked: list[Asked] = []
+        self.used_once: set[int] = set()
+        """Prefixes that one request has used, and that one asked for few tokens without a session."""
         self.now = 0.0
         self.shaken: set[int] = set()
         """Slots whose sequence the last step, which failed, may have left in any state."""
@@ -316,7 +331,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def new_request(
         self, prompt: list[int], *, salt: int = 0, cached: bool = True, max_tokens: int = 1, seed: int = 0,
-        greedy: bool = True, group: str = "", pin: int = -1, endless: bool = False,
+        greedy: bool = True, group: str = "", pin: int = -1, endless: bool = False, session: str = "",
     ) -> None:  # fmt: skip
         prompt = prompt[: self.n_ctx_slot - 1]
         name = f"r{len(self.asked)}"
@@ -328,6 +343,7 @@ class CacheMachine(RuleBasedStateMachine):
             cache_prompt=cached,
             cache_salt=self.salts[salt],
             group=group,
+            session_id=session,
             id_slot=pin if pin < self.shape.n_slots else -1,
         )
         can_trim = self.backend.info.reuse
@@ -355,14 +371,15 @@ class CacheMachine(RuleBasedStateMachine):
         origin=st.integers(0, 5), share=st.sampled_from([0, 0.3, 0.5, 0.9, 1, 1]), tail=tails,
         n_tail=st.integers(1, 40), salt=kinds[0], cached=kinds[1], max_tokens=lengths,
         pin=st.sampled_from([-1, -1, -1, -1, 0, 1, 2]), greedy=st.booleans(), endless=st.booleans(),
+        session=st.sampled_from(["", "", "a session"]),
     )  # fmt: skip
     def ask(
         self, *, origin: int, share: float, tail: int, n_tail: int, salt: int, cached: bool, max_tokens: int,
-        pin: int, greedy: bool, endless: bool,
+        pin: int, greedy: bool, endless: bool, session: str,
     ) -> None:  # fmt: skip
         self.new_request(
             self.prompt(origin, share, tail, n_tail), salt=salt, cached=cached, max_tokens=max_tokens, pin=pin,
-            greedy=greedy, endless=endless,
+            greedy=greedy, endless=endless, session=session,
         )  # fmt: skip
 
     @precondition(lambda self: self.n_waiting < 6)
@@ -405,8 +422,16 @@ class CacheMachine(RuleBasedStateMachine):
 
     def end(self, asked: Asked) -> None:
         self.scheduler.end(asked.request, self.now)
-        asked.has_ended, asked.slot = True, -1
+        self.mark_ended(asked)
         COUNTS["cancelled"] += 1
+
+    def mark_ended(self, asked: Asked) -> None:
+        """Record the end of a request, and what only it has used if it is not expected to come again."""
+        submit = asked.submit
+        is_short = 0 < submit.max_tokens <= self.shape.one_shot_tokens and not submit.session_id
+        if asked.slot >= 0 and is_short and not asked.is_private and asked.namespace != self.public:
+            self.used_once |= {*self.prefixes(asked)[asked.n_start :]} - asked.shared
+        asked.has_ended, asked.slot = True, -1
 
     # --- events ---
 
@@ -583,6 +608,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.states[number] = self.backend.kv_of(number)
                 saved = self.backend.saved[number]
                 assert not saved.namespace.startswith("private"), "a private prefix is written"
+                assert not self.one_shots().issuperset(saved.prefixes), "a one-shot prefix is written"
 
     @property
     def is_squeezed(self) -> bool:
@@ -615,6 +641,11 @@ class CacheMachine(RuleBasedStateMachine):
         for asked in admitted:
             asked.n_start = self.n_cached(asked, self.queued_saves[asked.slot])
             asked.expected_prefixes = [*self.prefixes(asked)]
+            asked.shared = set()
+            self.used_once -= {*asked.expected_prefixes[:-1]}
+            for other in self.running:
+                if other is not asked and self.shape.shares:
+                    other.shared |= {*asked.expected_prefixes[: asked.n_start]}
         # A step is compared once, after its decode, unless a later operation was pending then.
         if not plan.work or self.was_pending:
             self.check_agreement()
@@ -627,6 +658,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.check_waiting(before, plan, admitted)
         if self.shape.shares:
             self.check_losses(before, plan)
+            self.check_one_shots(before, plan)
         self.check_work(plan, was_suspected)
         self.is_recovering, self.shaken = False, set()
         return replace(plan, operations=[], jobs=[])
@@ -722,7 +754,7 @@ class CacheMachine(RuleBasedStateMachine):
                 sampled.remove(asked.request.id)
                 assert outcome.reason == self.reason(asked, outcome)
             if isinstance(outcome, DecodeFailed) or outcome.reason:
-                asked.has_ended, asked.slot = True, -1
+                self.mark_ended(asked)
                 COUNTS["ended"] += 1
             else:
                 asked.has_started = True
@@ -793,6 +825,41 @@ class CacheMachine(RuleBasedStateMachine):
             if node.segment is not None:
                 saved = backend.saved[node.segment.number]
                 assert prefixes[saved.start :] == saved.prefixes[: node.end - saved.start], "another path"
+
+    def one_shots(self) -> set[int]:
+        """Prefixes that are evicted first: none of them was used by two requests, or by one that may go on."""
+        namespaces = {asked.request.namespace: asked.namespace for asked in self.asked}
+        named: dict[Node | None, list[int]] = {}
+        found: set[int] = set()
+        self.used_once -= self.backend.prefixes(asked.slot for asked in self.running)
+        for node in self.cache._tree.nodes():
+            if node.is_one_shot:
+                prefix = unpacked(node.prefix()).tolist()
+                named[node] = self.backend.named(namespaces[node.namespace], prefix)
+                found |= {*named[node][node.start :]}
+        assert found <= self.used_once, "evicted before what was used no more often"
+        COUNTS["one-shot prefixes"] += bool(found)
+        return found
+
+    def check_one_shots(self, before: Before, plan: StepPlan) -> None:
+        """Neither in the pool nor in RAM is anything evicted before one-shot prefixes."""
+        one_shots = self.one_shots()
+        gone = before.in_pool - self.backend.prefixes()
+        COUNTS["evicted one-shot prefixes"] += bool(gone & before.one_shots)
+        COUNTS["one-shot prefixes in RAM"] += not one_shots.isdisjoint(self.offloaded)
+        # Ids, ages and preemption take cells too, by other rules.
+        n_empty = sum(not held.cells for held in self.backend.held)
+        if self.is_recovering or plan.preempted or self.pools_per_key or self.public is not None:
+            return
+        if gone - before.one_shots and self.shape.offload_after is None and n_empty > 2:
+            COUNTS["evicted what is kept"] += 1
+            assert not one_shots & self.idle, "evicted before a one-shot prefix"
+        lost = before.offloaded - self.offloaded - self.backend.prefixes()
+        if lost - before.one_shots and not self.was_short:
+            COUNTS["lost of RAM what is kept"] += 1
+            pinned = {s.number for pins in self.tiers.load_pins.values() for s in pins} | {*self.tiers.busy}
+            left = {p for n, each in self.backend.segments.items() if n not in pinned for p in each.prefixes}
+            assert not one_shots & left, "lost before a one-shot prefix"
 
     def check_running(self, before: Before, plan: StepPlan) -> None:
         """Nothing was taken from requests that ran already, and each used cell holds another prefix."""
@@ -1084,7 +1151,7 @@ class CacheMachine(RuleBasedStateMachine):
             and n_free > 2 * self.size_of(self.largest)
         ):
             written = {each for number in self.disk.kept for each in self.backend.saved[number].prefixes}
-            assert self.backend.prefixes() <= written, "not written before the end"
+            assert self.backend.prefixes() - self.one_shots() <= written, "not written before the end"
             COUNTS["wrote everything at the end"] += 1
 
     def check_samplers(self) -> None:
@@ -1174,6 +1241,9 @@ class Before:
         self.running = {asked: list(held[asked.slot].prefixes) for asked in machine.running}
         self.fresh = {asked for asked in machine.living if asked.slot < 0 and not asked.has_started}
         self.held = [(each.namespace, set(each.prefixes)) for each in held]
+        self.one_shots = machine.one_shots()
+        self.in_pool = machine.backend.prefixes()
+        self.offloaded = machine.offloaded
         self.cells: dict[str, set[int]] = defaultdict(set)
         """Prefixes in the pool, by namespace."""
         for namespace, prefixes in self.held:

@@ -17,6 +17,7 @@ from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import Segment
+from llamaslot.kvcache.sequences import Sequences
 from tests.pool import tokens_of
 
 SEQS = 8
@@ -55,10 +56,13 @@ class TreeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tree = RadixTree()
+        self.sequences = Sequences(self.tree, n_slots=SEQS, n_seqs=SEQS)
         self.held: dict[int, tuple[str, Path]] = {}
         self.segments: dict[Segment, tuple[str, Path]] = {}
         """Segments with all tokens up to their end."""
         self.pinned: set[int] = set()
+        self.one_shot: set[tuple[str, Path]] = set()
+        """Prefixes whose last token only a one-shot request has used."""
         self.now = 0
         self.numbers = count()
         self.matches: list[Match] = []
@@ -85,8 +89,11 @@ class TreeMachine(RuleBasedStateMachine):
 
     def in_tree(self) -> set[tuple[str, Path]]:
         """Every prefix that is held or offloaded, or above such a one."""
-        below = {(ns, path[: n + 1]) for ns, path in self.segments.values() for n in range(len(path))}
-        return self.prefixes() | below
+        return self.prefixes() | self.below_segments()
+
+    def below_segments(self) -> set[tuple[str, Path]]:
+        """Every prefix that is offloaded, or above such a one."""
+        return {(ns, path[: n + 1]) for ns, path in self.segments.values() for n in range(len(path))}
 
     def longest(self, namespace: str, tokens: Path, prefixes: set[tuple[str, Path]]) -> int:
         return next(n for n in range(len(tokens), -1, -1) if n == 0 or (namespace, tokens[:n]) in prefixes)
@@ -115,6 +122,9 @@ class TreeMachine(RuleBasedStateMachine):
     def extend(self, index: int, tokens: Path) -> None:
         seq = self.pick(index, set(self.held))
         namespace, path = self.held[seq]
+        n_tracked = self.longest(namespace, path + tokens, self.in_tree())
+        if seq in self.pinned or n_tracked < len(path + tokens):
+            self.use_again(namespace, (path + tokens)[:n_tracked])
         n_held = max(0, self.longest(namespace, path + tokens, self.prefixes()) - len(path))
         assert self.tree.extend(seq, run_of(tokens)) == n_held
         self.held[seq] = (namespace, path + tokens)
@@ -141,14 +151,35 @@ class TreeMachine(RuleBasedStateMachine):
         seq = self.pick(index, set(self.held) - self.pinned)
         self.tree.pin(seq)
         self.pinned.add(seq)
+        self.use_again(*self.held[seq])
 
     @precondition(lambda self: self.pinned)
-    @rule(index=st.integers(0, 7))
-    def unpin(self, index: int) -> None:
+    @rule(index=st.integers(0, 7), one_shot_from=st.sampled_from([None, 0, 0, 1, 3, 6]))
+    def unpin(self, index: int, one_shot_from: int | None) -> None:
         seq = self.pick(index, self.pinned)
+        namespace, path = self.held[seq]
         self.now += 1
-        self.tree.unpin(seq, self.now)
+        has_hits = end_of(self.tree, seq).hits > 0
+        self.tree.unpin(seq, self.now, one_shot_from)
         self.pinned.discard(seq)
+        if one_shot_from is None or has_hits:
+            return
+        others = self.prefixes(set(self.held) - {seq}) | self.below_segments()
+        for n in range(len(path), one_shot_from, -1):
+            if (namespace, path[:n]) in others:
+                break
+            self.one_shot.add((namespace, path[:n]))
+
+    @rule(namespace=NAMESPACES, origin=st.integers(0, 20), keep=st.integers(0, 12))
+    def promote(self, namespace: str, origin: int, keep: int) -> None:
+        tracked = [path for ns, path in (*self.held.values(), *self.segments.values()) if ns == namespace] or [()]
+        tokens = tracked[origin % len(tracked)][:keep]
+        match = self.tree.match(namespace, run_of(tokens))
+        self.tree.promote(match.matched_end, match.n_matched)
+        self.use_again(namespace, tokens[: match.n_matched])
+
+    def use_again(self, namespace: str, path: Path) -> None:
+        self.one_shot -= {(namespace, path[: n + 1]) for n in range(len(path))}
 
     @rule(n_cells=st.integers(0, 30))
     def evict(self, n_cells: int) -> None:
@@ -174,6 +205,7 @@ class TreeMachine(RuleBasedStateMachine):
         assert len(before) - len(after) == plan.n_cells == min(n_cells, len(before - safe))
         assert len(evicted) == plan.n_cells
         assert set(evicted) == before - after
+        assert set(evicted) <= self.one_shot or not self.one_shot & after, "one-shot prefixes go first"
 
     # --- segments ---
 
@@ -192,6 +224,8 @@ class TreeMachine(RuleBasedStateMachine):
         if any(each.start < start or self.segments[each][1] != path[: each.end] for each in old):
             return
         segment = Segment(next(self.numbers), start, len(path), 1)
+        if (namespace, path) not in self.in_tree():
+            self.use_again(namespace, path)
         node = self.tree.insert(namespace, run_of(path))
         replaced = self.tree.attach(segment, node)
         assert replaced == sorted(old, key=lambda each: each.start)
@@ -234,7 +268,7 @@ class TreeMachine(RuleBasedStateMachine):
         n, n_matched = (self.longest(namespace, tokens, each) for each in (self.prefixes(), self.in_tree()))
         assert (match.n_resident, match.n_cached, match.n_matched) == (n, n, n_matched)
         shared = {s: common(path, tokens[:n]) if held == namespace else 0 for s, (held, path) in self.held.items()}
-        assert self.tree.held(match, range(SEQS)) == dict.fromkeys(range(SEQS), 0) | shared
+        assert self.sequences.held(match, range(SEQS)) == dict.fromkeys(range(SEQS), 0) | shared
         assert match.n_idle == n - max((shared[s] for s in self.pinned), default=0)
         if n:
             assert sorted(match.resident_end.holders()) == sorted(s for s in shared if shared[s] == n)
@@ -270,6 +304,10 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.n_tokens == len(self.prefixes())
         assert self.tree.n_pinned_tokens == len(self.prefixes(self.pinned))
         assert sum(node.n_tokens for node in self.tree.nodes()) == len(self.in_tree())
+        self.one_shot &= self.in_tree()
+        assert sum(node.n_tokens for node in self.tree.nodes() if node.is_one_shot) == len(self.one_shot)
+        for namespace, path in self.one_shot:
+            assert self.tree.match(namespace, run_of(path)).matched_end.is_one_shot
         for seq, (_, path) in self.held.items():
             assert tuple(tokens_of(self.tree, seq)) == path
             assert self.tree.length(seq) == len(path)

@@ -52,6 +52,7 @@ class Driver:
         self,
         *,
         gap_ms: float = 125.0,
+        one_shot_tokens: int = 0,
         idle_cells: int | None = None,
         offload_after: int | None = None,
         ram_bytes: int = 0,
@@ -76,6 +77,7 @@ class Driver:
                 n_seqs=self.backend.n_seqs,
                 unified=info.unified,
                 can_trim=info.reuse,
+                one_shot_tokens=one_shot_tokens,
                 idle_cells=idle_cells,
                 offload_after=offload_after,
                 ram_bytes=ram_bytes,
@@ -135,9 +137,9 @@ class Driver:
             self.step()
         raise AssertionError([f"{request.id}: {request.state}" for request in requests])
 
-    def run(self, prompt: str, *, max_tokens: int = 1, id_slot: int = -1) -> Request:
+    def run(self, prompt: str, *, max_tokens: int = 1, id_slot: int = -1, **fields: object) -> Request:
         """A request from its submission to its end."""
-        request = self.submit(prompt, max_tokens=max_tokens, id_slot=id_slot)
+        request = self.submit(prompt, max_tokens=max_tokens, id_slot=id_slot, **fields)
         self.finish(request)
         return request
 

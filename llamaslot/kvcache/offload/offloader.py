@@ -116,7 +116,8 @@ class Offloader:
         """Save about `max_tokens` resident tokens that no segment covers; they stay resident. Returns how many.
 
         `with_running` includes what running requests hold, but for private namespaces and for the last, partial
-        range, which still grows: it would be replaced again and again.
+        range, which still grows: it would be replaced again and again. What only one-shot requests have used is
+        left out.
         """
         if self._ahead_at != self._sequences.clock:
             self._ahead_at, self._offloaded_ahead = self._sequences.clock, set()
@@ -127,10 +128,11 @@ class Offloader:
             runs = tree.is_pinned(seq)
             if node is None or (runs and (not with_running or is_private(node.namespace))):
                 continue
-            ranges = self._missing_of_path(seq, with_partial=not runs)
+            end = min(self._kept_end(node), self._sequences.one_shot_from.get(seq, node.end))
+            ranges = self._missing_of_path(seq, end, with_partial=not runs)
             if not self._offloaded_ahead.isdisjoint((seq, *each) for each in ranges):
                 continue
-            done = self._offload(seq, ranges, node.end, max_tokens - n_done)
+            done = self._offload(seq, ranges, end, max_tokens - n_done)
             self._offloaded_ahead.update((seq, *each) for each in done)
             n_done += _n_tokens(done)
             if n_done >= max_tokens:
@@ -142,8 +144,8 @@ class Offloader:
 
         `with_partial` includes the last range if it is less than a segment.
         """
-        ranges = self._missing_of_path(seq, with_partial=with_partial)
-        self._offload(seq, ranges, self._sequences.end(seq).end)
+        end = self._sequences.end(seq).end
+        self._offload(seq, self._missing_of_path(seq, end, with_partial=with_partial), end)
 
     def tenants_beyond_ids(self) -> set[str]:
         """Tenants that have more than their share of the sequence ids."""
@@ -227,6 +229,17 @@ class Offloader:
         prefill_us = self._settings.prefill_us
         return read_us / prefill_us if read_us and prefill_us else _UNKNOWN_READ_COST
 
+    def _fits_free_ram(self, tenant: str, n_tokens: int) -> bool:
+        """True if a segment fits into RAM without evicting another one; False for a while after memory ran out."""
+        tiers, size = self._tiers, self._settings.segment_size
+        if size is None or tiers.now < tiers.saves_again_at:
+            return False
+        return not tiers.shares.losers(tiers.ram, tenant, size.of(n_tokens))
+
+    def _kept_end(self, node: Node) -> int:
+        """Tokens of the path to a node without what only one-shot requests have used, which is at its end."""
+        return next((each.end for each in node.path_to_root() if not each.is_one_shot), 0)
+
     def _node_at(self, seq: int, end: int) -> Node:
         """The node on the path of a sequence that has the token before `end`."""
         return next(node for node in self._sequences.end(seq).path_to_root() if node.start < end)
@@ -241,10 +254,9 @@ class Offloader:
             each for each in _missing(node, min(start, node.start), end, self._tiers.max_tokens) if each[1] > start
         ]
 
-    def _missing_of_path(self, seq: int, *, with_partial: bool) -> list[tuple[int, int]]:
-        """Ranges of the whole path of a sequence that no segment covers."""
-        end = self._sequences.end(seq)
-        ranges = _missing(end, 0, end.end, self._tiers.max_tokens)
+    def _missing_of_path(self, seq: int, end: int, *, with_partial: bool) -> list[tuple[int, int]]:
+        """Ranges of the first `end` tokens of a sequence that no segment covers."""
+        ranges = _missing(self._node_at(seq, end), 0, end, self._tiers.max_tokens) if end else []
         if not with_partial:
             ranges = [(start, stop) for start, stop in ranges if stop - start == self._tiers.max_tokens]
         return ranges
@@ -255,18 +267,22 @@ class Offloader:
         """Offload ranges of a sequence, about `max_tokens`, if RAM has room for its whole path up to `end`; returns
         those that were.
 
-        The node is looked up for each range, for adding a segment may split and join nodes.
+        The node is looked up for each range, for adding a segment may split and join nodes. What only a one-shot
+        request has used gets room that is free.
         """
         if not ranges:
             return ()
         node = self._node_at(seq, end)
-        if not self._tiers.fits(node, _missing(node, 0, end, self._tiers.max_tokens)):
-            return ()
+        end = min(end, self._kept_end(node))
+        missing = _missing(node, 0, end, self._tiers.max_tokens)
+        fits = end > 0 and self._tiers.fits(self._node_at(seq, end), missing)
         done: list[tuple[int, int]] = []
         for start, stop in ranges:
             if max_tokens is not None and _n_tokens(done) >= max_tokens:
                 break
-            segment = self._tiers.add(self._node_at(seq, end), start, stop)
+            if not (fits if stop <= end else self._fits_free_ram(node.tenant, stop - start)):
+                continue
+            segment = self._tiers.add(self._node_at(seq, stop), start, stop)
             self.free_evicted()
             self._sequences.operations.append(Save(segment.number, seq, start, stop, self.scratch))
             self._counters.ram.saved_bytes += segment.n_bytes
@@ -282,19 +298,30 @@ def _missing(node: Node, start: int, end: int, max_tokens: int) -> list[tuple[in
     """Ranges to offload, each as large as possible, so that segments cover `[start, end)` of the path to a
     node.
 
-    A range that continues a partial segment starts with it, and replaces it.
+    A range that continues a partial segment starts with it, and replaces it. None has both what is kept and what
+    only a one-shot request has used.
     """
     ranges: list[tuple[int, int]] = []
     at = start
     last: Segment | None = None
-    above = [each for each in node.path_to_root() if each.start < end]
-    covered = [(each, each.segment) for each in above if each.segment is not None]
-    for each, segment in (*reversed(covered), (None, None)):
-        until = each.start if each is not None else end
-        if at < until:
-            first = last.start if last is not None and last.is_partial(max_tokens) else at
-            ranges += [(a, min(a + max_tokens, until)) for a in range(first, until, max_tokens)]
-        if each is not None:
-            at = max(at, each.end)
-        last = segment if segment is not None and each is not None and segment.end == each.end == at else None
-    return ranges
+    is_one_shot = False
+    path = [each for each in node.path_to_root() if each.start < end][::-1]
+    for each in path:
+        if each.is_one_shot and not is_one_shot:
+            ranges += _cut(at, each.start, last, max_tokens)
+            at, last, is_one_shot = max(at, each.start), None, True
+        segment = each.segment
+        if segment is None:
+            continue
+        ranges += _cut(at, each.start, last, max_tokens)
+        at = max(at, each.end)
+        last = segment if segment.end == each.end == at and segment.is_one_shot == is_one_shot else None
+    return ranges + _cut(at, end, last, max_tokens)
+
+
+def _cut(start: int, end: int, last: Segment | None, max_tokens: int) -> list[tuple[int, int]]:
+    """Ranges of at most `max_tokens` that cover `[start, end)`, and the partial segment that ends at `start`."""
+    if start >= end:
+        return []
+    first = last.start if last is not None and last.is_partial(max_tokens) else start
+    return [(at, min(at + max_tokens, end)) for at in range(first, end, max_tokens)]

@@ -21,7 +21,7 @@ from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import SegmentEvent, SegmentState
+from llamaslot.kvcache.segment import Segment, SegmentEvent, SegmentRank, SegmentState
 from llamaslot.kvcache.sequences import Sequences
 
 
@@ -80,7 +80,7 @@ class OffloadPolicy:
             self._offloader.evict(self._at_most(self._tree.n_idle_tokens - budget))
 
     def keep_ram_budget(self, n_bytes: int) -> None:
-        """Evict from RAM what exceeds `n_bytes`: segments that are on disk too, then others.
+        """Evict from RAM what exceeds `n_bytes`: one-shot segments, those that are on disk too, then others.
 
         What is being read, written or loaded stays, so this is to be called again until that has ended.
         """
@@ -88,7 +88,7 @@ class OffloadPolicy:
         if ram.n_bytes > n_bytes:
             kept = {*self._tiers.busy.values()}.union(*self._tiers.load_pins.values())
             evictable = [segment for segment in ram if segment not in kept]
-            for segment in sorted(evictable, key=lambda each: (each.state is not SegmentState.CLEAN, each.rank)):
+            for segment in sorted(evictable, key=_order_when_short):
                 if ram.n_bytes <= n_bytes:
                     break
                 self._tiers.transition(segment, SegmentEvent.EVICT_RAM)
@@ -159,3 +159,8 @@ class OffloadPolicy:
         n_idle = self._tree.n_idle_tokens
         idle_share = n_idle / (n_idle + n_free) if n_idle else 1.0
         return self._sequences.clock + min(n_prefill - round(after * idle_share), 0)
+
+
+def _order_when_short(segment: Segment) -> tuple[bool, bool, SegmentRank]:
+    """Sort key of eviction while memory is short."""
+    return not segment.is_one_shot, segment.state is not SegmentState.CLEAN, segment.rank

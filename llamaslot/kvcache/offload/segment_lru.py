@@ -10,7 +10,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 
-from llamaslot.kvcache.segment import LruRank, Segment
+from llamaslot.kvcache.segment import Segment, SegmentRank
 
 _MAX_STALE_ENTRIES = 64
 """Heap entries of segments that have left, beside one per segment, before the heap is rebuilt."""
@@ -29,7 +29,7 @@ class SegmentLru:
         self.n_tokens = 0
         """Tokens whose KV is here."""
         self._segments: dict[int, Segment] = {}
-        self._by_rank: dict[str, list[LruRank]] = {}
+        self._by_rank: dict[str, list[SegmentRank]] = {}
         """A heap for each tenant."""
 
     def __len__(self) -> int:
@@ -81,8 +81,8 @@ class SegmentLru:
         ]
         return min(filter(None, each_oldest), key=lambda segment: segment.rank, default=None)
 
-    def _oldest_of(self, heap: list[LruRank], may_evict: Callable[[Segment], bool]) -> Segment | None:
-        passed: list[LruRank] = []
+    def _oldest_of(self, heap: list[SegmentRank], may_evict: Callable[[Segment], bool]) -> Segment | None:
+        passed: list[SegmentRank] = []
         found = None
         while heap and found is None:
             rank = heapq.heappop(heap)

@@ -1,9 +1,9 @@
 """Segments in RAM and on disk: which are added, evicted, written and read.
 
 `segment.py` has the states and their transitions; here is what each transition entails for budgets, jobs and the
-radix tree. In each tier the least recently used segment is evicted first, of those whose tenants have more than
-their share (`tenant_shares.py`). A path is always used from its end to its start, so no segment is evicted before
-its children.
+radix tree. In each tier one-shot segments are evicted first, then the least recently used, of those whose tenants
+have more than their share (`tenant_shares.py`). A path is always used from its end to its start, so no segment is
+evicted before its children.
 
 Nothing here knows of cells, of sequences or of llama.cpp.
 """

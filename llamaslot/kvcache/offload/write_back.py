@@ -3,7 +3,8 @@
 A segment is written once its parent is on disk, and evicted from disk only after its children: so its own tokens
 and the number of its parent are all that the index needs, and after a restart every path on disk is complete. The
 last segment of a path is replaced by a longer one as a conversation goes on, so it is written only after a while,
-and the file that it replaces is erased only once it is written itself.
+and the file that it replaces is erased only once it is written itself. What only a one-shot request has used is not
+written before it is used again.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class WriteBack:
         assert set(self._queue) == {segment for segment in segments if segment.state is S.DIRTY}
 
     def _may_write(self, segment: Segment) -> bool:
-        if not self._tiers.disk.capacity or is_private(segment.namespace):
+        if not self._tiers.disk.capacity or is_private(segment.namespace) or segment.is_one_shot:
             return False
         parent = segment.parent
         return segment.start == 0 or (
