@@ -38,6 +38,7 @@ from bench.report import default_threads, model_file, notes
 from bench.soak import run as soak
 from bench.suite import run as suite
 from bench.synthetic import SHAPES
+from bench.traces import one_shot
 from bench.traces import run as traces
 from llamaslot.app.models import resolve_model
 
@@ -91,6 +92,7 @@ def parser() -> ArgumentParser:
     _threads(comparing)
 
     _add_traces(commands.add_parser("traces", help="recorded agent sessions, beside llama-server"))
+    _add_one_shot(commands.add_parser("one-shot", help="bytes and hits with one-shot prompts evicted first"))
     _add_parity(commands.add_parser("parity", help="60 greedy requests to llama-server and llamaslot"))
 
     publishing = commands.add_parser("publish", help="the published comparison: one run with a fixed plan")
@@ -227,40 +229,62 @@ def _peers(options: Namespace) -> None:
 
 def _add_traces(command: ArgumentParser) -> None:
     _common(command, run=_traces, repeats=(3, 1), of="replays on each server")
-    text = "folder of recorded sessions (*.json) in the format of kv-cache-tester"
-    command.add_argument("--dir", type=Path, required=True, metavar="DIR", help=text)
-    for flag, usual, text in (
-        ("--sessions", 12, "sessions side by side"),
-        ("--requests", 240, "requests of all sessions together"),
-        ("--slots", 4, "slots of each server"),
-        ("--context", 4096, "tokens of each slot; a session ends at its first request that does not fit"),
-    ):
-        command.add_argument(flag, type=_positive, default=usual, metavar="N", help=f"{text} (default: {usual})")
+    _add_recordings(command, required=True)
     text = "factor for the recorded pauses, each of one minute at most (default: 0.01)"
     command.add_argument("--time-scale", type=float, default=0.01, metavar="X", help=text)
     text = "one request after another, without pauses: counts repeat exactly, times mean nothing"
     command.add_argument("--in-turn", action="store_true", help=text)
-    command.add_argument(
-        "--seed", type=_count, default=1, metavar="N", help="of the choice of sessions (default: 1)"
-    )
     text = f"{', '.join(traces.NAMES)} (may be repeated; default: {', '.join(traces.USUAL)})"
     command.add_argument("--against", action="append", choices=traces.NAMES, metavar="SERVER", help=text)
     _threads(command)
 
 
+def _add_one_shot(command: ArgumentParser) -> None:
+    _common(command, run=_one_shot, repeats=(1, 1), of="runs, each with other texts and sessions", shape="tiny")
+    _add_recordings(command, required=False)
+    text = "title requests: one after so many of the recorded ones (default: 3)"
+    command.add_argument("--titles-every", type=_positive, default=3, metavar="N", help=text)
+
+
+def _add_recordings(command: ArgumentParser, *, required: bool) -> None:
+    """Add the options that choose what is replayed of a folder of recordings."""
+    text = "folder of recorded sessions (*.json) in the format of kv-cache-tester"
+    command.add_argument("--dir", type=Path, required=required, metavar="DIR", help=text)
+    for flag, usual, text in (
+        ("--sessions", 12, "sessions side by side"),
+        ("--requests", 240, "requests of all sessions together"),
+        ("--slots", 4, "slots of each server"),
+        ("--context", 4096, "tokens of each slot; a session ends at its first request that does not fit"),
+        ("--seed", 1, "of the choice of sessions"),
+    ):
+        command.add_argument(flag, type=_positive, default=usual, metavar="N", help=f"{text} (default: {usual})")
+
+
 def _traces(options: Namespace) -> None:
-    settings = traces.Settings(
+    settings = _recordings(options, time_scale=options.time_scale, in_turn=options.in_turn)
+    common = _measured(options) | {"repeats": options.repeats, "threads": options.threads}
+    traces.run(settings=settings, **common, against=options.against or ())
+
+
+def _one_shot(options: Namespace) -> None:
+    settings = _recordings(options, time_scale=0.0, in_turn=True) if options.dir else None
+    options.model = options.model or options.shape
+    common = _measured(options) | {"repeats": options.repeats}
+    scale = 0.1 if options.quick else 0.35
+    one_shot.run(settings=settings, titles_every=options.titles_every, scale=scale, **common)
+
+
+def _recordings(options: Namespace, *, time_scale: float, in_turn: bool) -> traces.Settings:
+    return traces.Settings(
         directory=options.dir,
         n_sessions=options.sessions,
         n_requests=min(options.requests, 40) if options.quick else options.requests,
         n_slots=options.slots,
         n_ctx_slot=options.context,
-        time_scale=options.time_scale,
-        in_turn=options.in_turn,
+        time_scale=time_scale,
+        in_turn=in_turn,
         seed=options.seed,
     )
-    common = _measured(options) | {"repeats": options.repeats, "threads": options.threads}
-    traces.run(settings=settings, **common, against=options.against or ())
 
 
 def _add_parity(command: ArgumentParser) -> None:

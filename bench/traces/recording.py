@@ -14,8 +14,8 @@ have ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,13 @@ class Planned:
     """Number of the request before it in its context."""
     after: tuple[int, ...]
     """Numbers of the requests that must be answered before its delay begins."""
+    has_session: bool = True
+    """False if the request does not name its session."""
+
+    def renumbered(self, number: Mapping[int, int]) -> Planned:
+        """Return the same with other numbers for other requests."""
+        previous = number[self.previous] if self.previous is not None else None
+        return replace(self, previous=previous, after=tuple(sorted(number[i] for i in self.after)))
 
 
 class _Entry(msgspec.Struct):
@@ -151,13 +158,7 @@ def plan(sessions: Sequence[tuple[float, Context]], n_requests: int) -> list[Pla
         _add(planned, session, start, ())
     order = sorted(range(len(planned)), key=lambda i: (planned[i].at_s, i))[:n_requests]
     number = {old: new for new, old in enumerate(order)}
-    return [_renumbered(planned[i], number) for i in order]
-
-
-def _renumbered(each: Planned, number: dict[int, int]) -> Planned:
-    previous = number[each.previous] if each.previous is not None else None
-    after = tuple(sorted(number[i] for i in each.after))
-    return Planned(each.at_s, each.context, each.scope, each.request, previous, after)
+    return [planned[i].renumbered(number) for i in order]
 
 
 def _add(planned: list[Planned], context: Context, start: float, after: tuple[int, ...]) -> tuple[float, list[int]]:

@@ -165,11 +165,11 @@ class _Replays:
                 replay = Replay(process.client, tokens, self.plan, settings.time_scale)
                 with progress(f"{server.name}, repeat {repeat + 1}:", len(self.plan), interval_s=5.0) as advance:
                     await (replay.in_turn(advance) if settings.in_turn else replay.side_by_side(advance))
-                written = await _written(process.client) if is_own else (None, None)
-        return result(server.name, repeat, replay.sent, written)
+                n_bytes = await written(process.client) if is_own else (None, None)
+        return result(server.name, repeat, replay.sent, n_bytes)
 
 
-async def _written(client: Client) -> tuple[int | None, int | None]:
+async def written(client: Client) -> tuple[int | None, int | None]:
     """Bytes of KV that llamaslot has saved to RAM and written to disk, once it has nothing more to write."""
     before = None
     while True:
@@ -181,7 +181,7 @@ async def _written(client: Client) -> tuple[int | None, int | None]:
         await asyncio.sleep(WRITES_POLL_S)
 
 
-def result(server: str, repeat: int, sent: Sequence[Replayed], written: tuple[int | None, int | None]) -> TraceRun:
+def result(server: str, repeat: int, sent: Sequence[Replayed], n_bytes: tuple[int | None, int | None]) -> TraceRun:
     """Return the figures of a replay."""
     replies = [each.reply for each in sent]
     return TraceRun(
@@ -195,8 +195,8 @@ def result(server: str, repeat: int, sent: Sequence[Replayed], written: tuple[in
         contexts=[each.planned.context for each in sent],
         prompt_tokens=[len(each.prompt) for each in sent],
         computed_tokens=[reply.computed for reply in replies],
-        ram_bytes=written[0],
-        disk_bytes=written[1],
+        ram_bytes=n_bytes[0],
+        disk_bytes=n_bytes[1],
     )
 
 
@@ -232,7 +232,7 @@ def _cells(runs: Sequence[TraceRun]) -> list[str]:
     cells.append(f"{statistics.median(r.share_of_hits for r in runs):.1%}")
     cells += [f"{time:,.0f}" for time in ttft]
     cells.append(f"{statistics.median(r.wall for r in runs):,.1f}")
-    for written in ([r.ram_bytes for r in runs], [r.disk_bytes for r in runs]):
-        known = [n for n in written if n is not None]
+    for n_bytes in ([r.ram_bytes for r in runs], [r.disk_bytes for r in runs]):
+        known = [n for n in n_bytes if n is not None]
         cells.append(f"{statistics.median(known) / 2**20:,.1f}" if known else "")
     return cells
