@@ -3,7 +3,7 @@
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\\n' }}"
     "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\\n' }}{% endif %}{{ '<tools>' }}"
-    "{% for tool in tools %}{{ '\\n{\"name\": ' }}{{ tool.function.name | tojson }}{{ ', \"parameters\": {' }}"
+    "{% for tool in tools %}{{ '\\n{\"name\": ' }}{{ tool.function.name | tojson }}{{ ', \"arguments\": {' }}"
     "{% for name, schema in (tool.function.parameters.properties or {}).items() %}"
     "{{ name | tojson }}{{ ': ' }}{{ (schema.type or 'any') | tojson }}{% if not loop.last %}{{ ', ' }}{% endif %}"
     "{% endfor %}{{ '}}' }}{% endfor %}{{ '\\n</tools><|im_end|>\\n' }}{% endif %}"
@@ -21,4 +21,4 @@ CHAT_TEMPLATE = (
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""ChatML, and tools in the form of Hermes and Qwen 2.5, with only the names and types of their schemas."""
+"""ChatML, and tools in the form of Hermes and Qwen 2.5, but listed as calls with types for values."""

@@ -33,7 +33,13 @@ class Tool:
     parameters: tuple[tuple[str, str], ...]
 
     def line(self) -> str:
-        """The tool as the chat template writes it: no more of its schema than names and types."""
+        """The tool as the chat template writes it: a call of it, with types for values.
+
+        So a call repeats what stands behind the same name before, which small models learn first.
+        """
+        return json.dumps({"name": self.name, "arguments": dict(self.parameters)})
+
+    def signature(self) -> str:
         return json.dumps({"name": self.name, "parameters": dict(self.parameters)})
 
 
@@ -106,7 +112,7 @@ class ToolWriter:
     def _drawn(self, kind: ToolKind) -> Tool:
         while True:
             tool = Tool(kind, self.rng.choice(kind.names), self.rng.choice(kind.parameters))
-            if is_held_out("tool", tool.line()) == self.writer.held_out:
+            if is_held_out("tool", tool.signature()) == self.writer.held_out:
                 return tool
 
     def request(self, tool: Tool) -> Request:
@@ -220,7 +226,7 @@ def tool_talk(rng: random.Random, characters: int) -> list[Message]:
     tools = _opened(rng, held_out=False)
     while sum(len(message["content"]) for message in tools.writer.messages) < characters:
         roll = rng.random()
-        if roll < 0.78:
+        if roll < 0.74:
             tools.call(rng.choice(tools.tools))
         elif roll < 0.84 and tools.missing:
             tools.ask_in_vain()
@@ -294,11 +300,11 @@ def openai_form(messages: list[Message]) -> tuple[list[dict[str, Any]], list[dic
     return result, tools
 
 
-def _definition(name: str, parameters: Mapping[str, str]) -> dict[str, Any]:
+def _definition(name: str, arguments: Mapping[str, str]) -> dict[str, Any]:
     """A tool as clients send it."""
     schemas: dict[str, Any] = {
         key: {"type": kind, "items": {"type": "number"}} if kind == "array" else {"type": kind}
-        for key, kind in parameters.items()
+        for key, kind in arguments.items()
     }
     schema = {"type": "object", "properties": schemas, "required": list(schemas)}
     return {"type": "function", "function": {"name": name, "parameters": schema}}

@@ -81,7 +81,7 @@ def test_the_template_has_tools_calls_and_results_and_is_of_the_hermes_family() 
 def test_schemas_of_any_kind_are_rendered(parameters: dict[str, object], line: str) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     (part,) = template().render([{"role": "user", "content": "?"}], tools=[tool])
-    expected = f'<tools>\n{{"name": "f", "parameters": {line}}}\n</tools><|im_end|>\n'
+    expected = f'<tools>\n{{"name": "f", "arguments": {line}}}\n</tools><|im_end|>\n'
     assert part.text.startswith(f"<|im_start|>system\n{expected}<|im_start|>user\n?")
 
 
@@ -134,7 +134,7 @@ def test_no_signature_and_no_city_is_both_taught_and_examined(examined: bool) ->
     for seed in range(200):
         tools = ToolWriter(TalkWriter(random.Random(seed), held_out=examined), 3)
         for tool in tools.tools:
-            assert is_held_out("tool", tool.line()) == examined
+            assert is_held_out("tool", tool.signature()) == examined
             tools.call(tool)
             call, _, arguments = plain(tools.writer.messages[-3]["content"]).partition('"arguments": ')
             assert tool.name in call
