@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from llamaslot.api.context import ApiSettings
+from llamaslot.api.http_server import create_app
+from llamaslot.api.responses.endpoints import RESPONSES as STORE
 from llamaslot.api.responses.store import ResponseStore, StoreAccess, StoredResponse
 from llamaslot.base.errors import NotFoundError
 from llamaslot.base.generation.responses import References
@@ -63,8 +66,11 @@ async def test_the_result_of_a_call_continues_it(start: Any) -> None:
     count = await server.ok(f"{RESPONSES}/input_tokens", {"input": items, "tools": [WEATHER]})
     assert count["input_tokens"] == second["usage"]["input_tokens"]
     named = [items[0], *({"type": "item_reference", "id": item["id"]} for item in (message, call)), result]
-    count = await server.ok(f"{RESPONSES}/input_tokens", {"input": named, "tools": [WEATHER]})
-    assert count["input_tokens"] == second["usage"]["input_tokens"]
+    for without_type in (False, True):
+        if without_type:
+            named[1:3] = [{"id": message["id"]}, {"type": None, "id": call["id"]}]
+        count = await server.ok(f"{RESPONSES}/input_tokens", {"input": named, "tools": [WEATHER]})
+        assert count["input_tokens"] == second["usage"]["input_tokens"]
 
 
 async def test_a_stored_response_is_returned_with_its_input(start: Any) -> None:
@@ -118,6 +124,28 @@ async def test_a_deleted_response_is_gone_and_those_after_it_are_not(start: Any)
     assert len(items["data"]) == 3
     third = await server.ok(RESPONSES, {"input": "Three", "previous_response_id": second["id"], **SHORT})
     assert third["usage"]["input_tokens"] > second["usage"]["total_tokens"]
+
+
+async def test_requests_that_continue_a_response_keep_it_until_they_end(start: Any) -> None:
+    app = create_app(ApiSettings())
+    server = await start(app=app)
+    first = await server.ok(RESPONSES, {"input": "One", **SHORT})
+    body = {"input": "Two", "previous_response_id": first["id"], "store": False, **SHORT}
+    await server.ok(RESPONSES, body)
+    await events_of(server, body)
+    await server.ok(f"{RESPONSES}/input_tokens", body)
+    for wrong in (
+        {"temperature": "x"},
+        {"input": "x" * 5000},
+        {"input": [{"type": "item_reference", "id": "none"}]},
+    ):
+        for path in (RESPONSES, f"{RESPONSES}/input_tokens"):
+            assert (await server.post(path, {**body, **wrong}))[0] in (400, 404)
+    store = app[STORE]
+    assert store.n_bytes > 0
+    async with server.session.delete(f"{server.url}{RESPONSES}/{first['id']}") as reply:
+        assert reply.status == 200
+    assert (len(store), store.n_bytes) == (0, 0)
 
 
 async def test_keys_do_not_see_each_others_responses(start: Any) -> None:
@@ -194,6 +222,15 @@ def test_items_that_a_later_response_needs_are_kept_and_counted() -> None:
     assert not store.put(stored("large", 1000))
     assert store.put(stored("4", 900))
     assert (len(store), store.n_bytes) == (1, 904)
+
+
+def test_a_response_that_does_not_fit_with_those_it_continues_evicts_none() -> None:
+    store = ResponseStore(max_responses=8, max_bytes=1000)
+    first = stored("1", 500)
+    assert store.put(stored("other", 200))
+    assert store.put(first)
+    assert not store.put(stored("2", 600, first))
+    assert (len(store), store.n_bytes) == (2, 708)
 
 
 def test_a_response_that_a_request_continues_is_kept_until_it_ends() -> None:

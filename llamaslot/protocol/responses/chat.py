@@ -47,7 +47,7 @@ class ResponsesRequest:
 def references(body: ResponsesBody) -> References | None:
     """Return what a body names of earlier responses, None if nothing."""
     items = body.input if isinstance(body.input, list) else []
-    named = tuple(str(item.get("id")) for item in items if item.get("type") == "item_reference")
+    named = tuple(str(item.get("id")) for item in items if _is_reference(item))
     return References(body.previous_response_id or "", named) if body.previous_response_id or named else None
 
 
@@ -86,8 +86,15 @@ def _user(text: str) -> Item:
     return {"role": "user", "content": text}
 
 
+def _is_reference(item: Item) -> bool:
+    """Return True for an item that is nothing but an id; its type may be left out."""
+    return item.get("type") == "item_reference" or (
+        "id" in item and all(item[key] is None for key in item if key != "id")
+    )
+
+
 def _referenced(item: Item, index: int, earlier: EarlierItems) -> Item:
-    if item.get("type") != "item_reference":
+    if not _is_reference(item):
         return item
     found: dict[str, Any] = msgspec.json.decode(earlier.items[str(item.get("id"))])
     return found
