@@ -26,6 +26,11 @@ class OutputParser(Protocol):
         """End the output and return the rest."""
         ...
 
+    @property
+    def is_partial(self) -> bool:
+        """True if the model has written something that the message does not have."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTags:
@@ -79,6 +84,11 @@ class StreamParser:
         self._machine.end()
         self._output.finish()
         return self._output.take()
+
+    @property
+    def is_partial(self) -> bool:
+        """True if the model has written something that the message does not have."""
+        return self._output.is_partial
 
 
 class TaggedMessage:

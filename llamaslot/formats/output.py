@@ -37,6 +37,8 @@ class Output:
 
     def __init__(self, *, trim: bool, reasoning_as_content: bool, parallel: bool) -> None:
         self.n_calls = 0
+        self.is_partial = False
+        """True if the model has written something that the message does not have."""
         self.on_call: Callable[[], object] = lambda: None
         """Called when a call is certain."""
         self._trims = trim
@@ -81,6 +83,10 @@ class Output:
             self._reasoning_began = True
         if text[-1:].isspace():
             self._reasoning_whitespace.append(text[len(text.rstrip()) :])
+
+    def leave_out(self, text: str) -> None:
+        """Leave out text that is no part of the message."""
+        self.is_partial |= bool(text.strip())
 
     def begin_reasoning(self, marker: str, *, continued: bool = False) -> None:
         """Begin a section of reasoning, which the prompt may have `continued`; whitespace before it is left out."""

@@ -74,6 +74,11 @@ class ParsedMessage:
         arguments = "".join(part.arguments for part in self._calls[-1]) if self._calls else "{}"
         return end.reason != "eos" and not is_object(arguments)
 
+    @property
+    def is_partial(self) -> bool:
+        """True if the model has written something that the message does not have."""
+        return self._parser is not None and self._parser.is_partial
+
     def _with_ids(self, part: Delta) -> Delta:
         return replace(part, tool_calls=tuple(map(self._with_id, part.tool_calls)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from llamaslot.base.commands import Submit
 from llamaslot.base.prompt import TokenizedPrompt
@@ -19,3 +20,12 @@ class PromptContext:
     """None where the prompt's text gets no tokens but its own."""
     n_head: int | None = None
     """Tokens before the last cut point; None where it lies within a token."""
+
+
+class SentReply(NamedTuple):
+    """A reply as it was sent."""
+
+    text: str
+    tokens: list[int]
+    has_ended: bool
+    """True if the model ended it; otherwise a limit or a stop string did."""

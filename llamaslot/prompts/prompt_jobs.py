@@ -211,8 +211,8 @@ class PromptJobs:
         # Of a reply that was cancelled, the client may have received less than was sent.
         if not job.completion_id or context.submit.chat is None:
             return TextRecords(records)
-        text, ids = self.tokenizer.sent(generated.tolist(), job.n_sent, context.submit.preserved_tokens)
-        reply = self.tokenizer.replies.remember(context, job.completion_id, text, ids, self._reader.output_format)
+        sent = self.tokenizer.sent(generated.tolist(), job.n_sent, context.submit.preserved_tokens)
+        reply = self.tokenizer.replies.remember(context, job.completion_id, sent, self._reader.output_format)
         return TextRecords(records if reply is None else (*records, reply))
 
     def _locate(self, job: Locate) -> Located:

@@ -23,7 +23,7 @@ from llamaslot.base.tokens import WIDTH, packed
 from llamaslot.formats.format import Format
 from llamaslot.formats.parsed_message import ParsedMessage
 from llamaslot.prompts.lru_cache import LruCache
-from llamaslot.prompts.prompt_context import PromptContext
+from llamaslot.prompts.prompt_context import PromptContext, SentReply
 from llamaslot.prompts.sessions import session_digest
 from llamaslot.protocol.replies.meaning import digest_of, reasoning_meaning, reply_meaning
 from llamaslot.protocol.replies.rendering import Rendering
@@ -71,10 +71,10 @@ class ReplyMemory(ReplyStore):
         self.use(reply.key)
 
     def remember(
-        self, context: PromptContext, completion_id: str, text: str, ids: list[int], format_: Format
+        self, context: PromptContext, completion_id: str, sent: SentReply, format_: Format
     ) -> TextRecord | None:
         """Remember the reply to a prompt and return its record; None where `remembered_reply` returns nothing."""
-        reply = remembered_reply(context, completion_id, text, ids, format_)
+        reply = remembered_reply(context, completion_id, sent, format_)
         if reply is None:
             return None
         self.add(reply)
@@ -97,16 +97,19 @@ class ReplyMemory(ReplyStore):
 
 
 def remembered_reply(
-    context: PromptContext, completion_id: str, text: str, ids: list[int], format_: Format
+    context: PromptContext, completion_id: str, sent: SentReply, format_: Format
 ) -> RememberedReply | None:
     """Return the reply to a prompt; None if it has no meaning, or if its client got less than its tokens.
 
-    `text` is what was sent, and `ids` are its tokens.
+    So is a reply with calls that the model did not end: a part of the last one's markup is missing.
     """
     submit, turn = context.submit, context.submit.chat
+    text, ids, has_ended = sent
     if turn is None or not ids:
         return None
     message = _received(turn, completion_id, text, format_)
+    if message is not None and message.has_calls and not has_ended:
+        return None
     meaning = reply_meaning(message.content, message.calls) if message is not None else None
     before = _before(context, turn)
     if message is None or meaning is None or before is None:
@@ -168,8 +171,10 @@ def _before(context: PromptContext, turn: ChatTurn) -> _Before | None:
 
 
 def _received(turn: ChatTurn, completion_id: str, text: str, format_: Format) -> ParsedMessage | None:
-    """Return the message that the client got, None if calls were left out of it."""
+    """Return the message that the client got, None if calls or other texts were left out of it."""
     message = _parsed(turn.parser, completion_id, turn.begun + text, format_)
+    if message.is_partial:
+        return None
     parser = structs.replace(turn.parser, parse_tools=True, parallel=True)
     if parser != turn.parser and _parsed(parser, completion_id, turn.begun + text, format_).calls != message.calls:
         return None

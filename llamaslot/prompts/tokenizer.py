@@ -45,7 +45,7 @@ from llamaslot.base.tokens import Tokens, n_common, packed, unpacked
 from llamaslot.prompts.cut_points import CutPoint, PromptText, TextScanner, exact_cut_tokens, n_characters
 from llamaslot.prompts.detokenized import DetokenizedText, detokenize_with_markers
 from llamaslot.prompts.lru_cache import LruCache
-from llamaslot.prompts.prompt_context import PromptContext
+from llamaslot.prompts.prompt_context import PromptContext, SentReply
 from llamaslot.prompts.reply_memory import ReplyMemory
 from llamaslot.prompts.session_matching import SessionComparison
 from llamaslot.prompts.sessions import MAX_BYTES, Session, session_digest
@@ -145,7 +145,7 @@ class Tokenizer:
         """Remember the tokens of a reply, of which `n_sent` characters were sent; return the new records."""
         if context.text is None and not context.submit.session_id:
             return ()
-        reply, ids = self.sent(generated.tolist(), n_sent, context.submit.preserved_tokens)
+        reply, ids, _ = self.sent(generated.tolist(), n_sent, context.submit.preserved_tokens)
         anchor = self._add_anchor(context, reply, ids) if ids else None
         records = (anchor.record(),) if anchor is not None else ()
         return (*records, self._put_session(context, generated, ids)) if context.submit.session_id else records
@@ -318,24 +318,26 @@ class Tokenizer:
         self.sessions.put(digest, session)
         return session.record(digest)
 
-    def sent(self, generated: list[int], n_sent: int, preserved_tokens: Container[int]) -> tuple[str, list[int]]:
+    def sent(self, generated: list[int], n_sent: int, preserved_tokens: Container[int]) -> SentReply:
         """Return the text of a reply that was sent, and its tokens.
 
         Both are empty where a token of the reply gives no text, and where the sending ended within a token.
         """
-        if generated and generated[-1] in self._vocab.eog:
+        has_ended = bool(generated) and generated[-1] in self._vocab.eog
+        if has_ended:
             generated.pop()
         pieces = [
             self._vocab.detokenize([token]) if token in preserved_tokens else self._vocab.piece(token)
             for token in generated
         ]
         if not all(pieces):
-            return "", []
+            return SentReply("", [], has_ended)
         text = b"".join(pieces).decode(errors="replace")
         while pieces and len(text) > n_sent:
             pieces.pop()
             text = b"".join(pieces).decode(errors="replace")
-        return (text, generated[: len(pieces)]) if len(text) == n_sent else ("", [])
+        is_exact = len(text) == n_sent
+        return SentReply(text if is_exact else "", generated[: len(pieces)] if is_exact else [], has_ended)
 
     def _anchored_cut(self, text: PromptText) -> CutPoint | None:
         """Return the last cut point that has a text anchor."""

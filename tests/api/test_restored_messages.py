@@ -306,6 +306,24 @@ async def test_a_call_that_the_client_did_not_get_is_not_restored(start: Any) ->
     assert chat.text.count("<tool_call>") == 1
 
 
+async def test_a_message_to_another_recipient_that_the_client_did_not_get_is_not_restored(start: Any) -> None:
+    # gpt-oss writes messages to tools that were not offered.
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}{% for c in m.tool_calls or [] %} to=functions."
+        "{{ c.function.name }}<|channel|>commentary<|message|>{{ c.function.arguments | tojson }}{% else %}"
+        "<|message|>{{ m.content }}{% endfor %}<|end|>{% endfor %}<|start|>assistant"
+    )
+    call = " to=functions.look<|channel|>commentary<|message|>{ }"
+    to_browser = f" to=browser.open<|message|>it<|end|><|start|>assistant{call}"
+    for text in (call, to_browser):
+        chat = await chats(start, text, "x", template=template)
+        message = reply_of(await chat.ask(QUESTION))
+        assert len(message["tool_calls"]) == 1
+        reply = await chat.ask(QUESTION, message, *results(message))
+        assert (reply["cache"]["restored_tokens"] > 0) is (text == call)
+        assert "browser" not in chat.text
+
+
 async def test_a_stop_string_is_not_restored(start: Any) -> None:
     chat = await chats(start, "One. Two. Three.", "x", "x")
     message = reply_of(await chat.ask(QUESTION, stop=[" Three"]))
@@ -328,6 +346,15 @@ async def test_a_reply_that_was_cut_is_restored_as_far_as_it_was_sent(start: Any
     after = await chat.ask(QUESTION, message, QUESTION, cut, *results(cut))
     assert after["cache"]["restored_tokens"] == 8
     assert after["cache"]["cells"] == called["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("cut", [{"max_tokens": len(CALL.encode()) - 14}, {"stop": ["</tool_call>"]}], ids=list)
+async def test_a_call_that_was_cut_behind_its_arguments_is_rendered(start: Any, cut: dict[str, Any]) -> None:
+    chat = await chats(start, CALL, "x")
+    message = reply_of(await chat.ask(QUESTION, **cut))
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"far": True, "n": 1, "at": "é"}
+    assert (await chat.ask(QUESTION, message, *results(message)))["cache"]["restored_tokens"] == 0
+    assert "}\n</tool_call></s>" in chat.text
 
 
 async def test_a_cancelled_reply_is_not_restored(start: Any) -> None:

@@ -152,7 +152,7 @@ class _Messages:
         if recipient != name or recipient in self._tools:
             yield from self._call(name)
         elif recipient != "assistant":
-            yield from self._reader.until(_BODY_END, _leave_out)
+            yield from self._reader.until(_BODY_END, self._output.leave_out)
         elif channel == "analysis":
             self._output.begin_reasoning(ANALYSIS)
             yield from self._reasoning()
@@ -161,13 +161,13 @@ class _Messages:
 
     def _call(self, name: str) -> Steps[None]:
         if not self._options.reads_calls:
-            yield from self._reader.until(_BODY_END, _leave_out)
+            yield from self._reader.until(_BODY_END, self._output.leave_out)
             return
         mark = self._reader.mark()
         is_call = yield from self._read_call(name)
         rejected = self._reader.release(mark)
         if is_call:
-            yield from self._reader.until(_BODY_END, _leave_out)
+            yield from self._reader.until(_BODY_END, self._output.leave_out)
         elif (yield from self._reader.looking_at(START, END, CALL, RETURN)):
             self._output.call(name, None)
             self._output.arguments("{}")
@@ -184,7 +184,3 @@ class _Messages:
             self._output.content("\n")
         self._in_content = True
         yield from self._reader.until(_BODY_END, self._output.content)
-
-
-def _leave_out(_: str) -> None:
-    pass
