@@ -640,3 +640,14 @@ async def test_a_message_that_is_the_whole_conversation_is_continued(start: Any)
     server = await start()
     body = {"messages": [{"role": "assistant", "content": "Once upon a"}], "max_tokens": 2}
     assert (await server.ok("/v1/chat/completions", body))["usage"]["completion_tokens"] <= 2
+
+
+async def test_a_question_in_parts_is_the_same_as_its_text(start: Any) -> None:
+    chat = await chats(start, CALL, "x", "x")
+    message = reply_of(await chat.ask(QUESTION))
+    parts = {"role": "user", "content": [{"type": "text", "text": QUESTION["content"]}]}
+    reply = await chat.ask(parts, message, *results(message))
+    assert reply["cache"]["restored_tokens"] == len(chat.generated[0]) - 1
+    divided = {"role": "user", "content": [{"type": "text", "text": text} for text in ("What is ", "there?")]}
+    reply = await chat.ask(divided, message, *results(message))
+    assert reply["cache"]["restored_tokens"] == 0, "the template writes another text"

@@ -85,7 +85,10 @@ class Meanings:
     def with_message(self, conversation: bytes, message: Message) -> bytes:
         """Return the digest of a conversation with one more message."""
         meaning = self.of(message) if message["role"] == "assistant" else None
-        return with_meaning(conversation, digest_of(_encoded(message)) if meaning is None else meaning)
+        if meaning is None:
+            # Clients turn a text into parts, such as to mark it for a cache.
+            meaning = digest_of(_encoded({**message, "content": content_of(message)}))
+        return with_meaning(conversation, meaning)
 
     def _of_call(self, call: Message) -> bytes | None:
         if id(call) not in self._calls:
