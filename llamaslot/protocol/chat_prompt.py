@@ -135,7 +135,8 @@ class ChatReader:
         """
         if not _wants_reply(body):
             return chat, None
-        start = digest_of(namespace.encode(), json.dumps(chat.inputs.kwargs, sort_keys=True).encode())
+        variables = json.dumps(chat.inputs.kwargs, sort_keys=True).encode()
+        start = digest_of(namespace.encode(), variables)
         found = restorer.prompt(
             self.template.prepared(body.messages),
             chat.parts,
@@ -145,6 +146,7 @@ class ChatReader:
             ),
             start,
             lambda bare: msgspec.structs.replace(chat.parser, reasoning_open=self.format.reasoning_open_at(bare)),
+            variables=digest_of(variables, b"tools" if chat.inputs.tools else b""),
         )
         if found is not None and found.turn.begun:
             opened = self._reasoning_open(body, found.text)

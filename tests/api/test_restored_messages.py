@@ -145,6 +145,50 @@ async def test_a_prompt_continues_with_the_tokens_of_a_call(start: Any) -> None:
     assert f"llamaslot_restored_tokens_total {n_restored}.0" in metrics
 
 
+async def test_a_prompt_goes_on_at_the_end_of_turn_behind_an_id_that_follows_the_arguments(start: Any) -> None:
+    template = TEMPLATE.replace("+ '}\n</tool", """+ ', "id": "' + c.id + '"}\n</tool""")
+    chat = await chats(start, CALL, "x", TWO_CALLS, "x", template=template)
+    messages: list[dict[str, Any]] = [QUESTION]
+    for _ in range(2):
+        message = reply_of(await chat.ask(*messages))
+        messages += [message, *results(message)]
+        before = chat.vocab.detokenize(chat.prompts[-1] + chat.generated[-1][:-1]).decode()
+        await chat.ask(*messages, max_tokens=0)
+        told = "[tool]a wall</s>\n" * len(message["tool_calls"])
+        assert chat.text == f"{before}</s>\n{told}[assistant]"
+
+
+async def test_a_prompt_goes_on_at_the_end_of_turn_behind_a_list_of_calls(start: Any) -> None:
+    # The template writes no calls: they are written as a list if there are several.
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>\n{% endfor %}[assistant]"
+    calls = ", ".join('{"name":"look",  "arguments":{}}' for _ in range(2))
+    chat = await chats(start, f"[{calls}]", "x", template=template)
+    message = reply_of(await chat.ask(QUESTION))
+    assert len(message["tool_calls"]) == 2
+    before = chat.vocab.detokenize(chat.prompts[-1] + chat.generated[-1][:-1]).decode()
+    assert (await chat.ask(QUESTION, message, *results(message)))["cache"]["restored_tokens"] > 0
+    assert chat.text.startswith(f"{before}</s>\n[")
+
+
+async def test_a_prompt_goes_on_behind_calls_with_and_without_arguments_that_no_token_ends(start: Any) -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}\n<tool_call>"
+        "{{ c.function.name }}\n{% for key, value in c.function.arguments.items() %}<arg_key>{{ key }}</arg_key>\n"
+        "<arg_value>{{ value }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}{% endfor %}<|assistant|>"
+    )
+    calls = (
+        "<tool_call>look\n</tool_call>",
+        "<tool_call>look<arg_key>n</arg_key><arg_value>1</arg_value></tool_call>",
+    )
+    for text in (*calls, "".join(calls), "".join(reversed(calls))):
+        chat = await chats(start, text, "x", template=template)
+        message = reply_of(await chat.ask(QUESTION))
+        before = chat.vocab.detokenize(chat.prompts[-1] + chat.generated[-1][:-1]).decode()
+        await chat.ask(QUESTION, message, *results(message))
+        told = "<|tool|>a wall" * len(message["tool_calls"])
+        assert chat.text == f"{before}{told}<|assistant|>"
+
+
 SAME = {
     "all as it was": lambda m: m,
     "without its reasoning": without_reasoning,
@@ -642,6 +686,20 @@ async def test_a_message_that_is_the_whole_conversation_is_continued(start: Any)
     assert (await server.ok("/v1/chat/completions", body))["usage"]["completion_tokens"] <= 2
 
 
+async def test_what_a_variable_of_the_template_does_counts_for_requests_with_it(start: Any) -> None:
+    template = TEMPLATE.replace("loop.index0 > ns.last", "(keep_thinking or loop.index0 > ns.last)")
+    keeping = {"chat_template_kwargs": {"keep_thinking": True}}
+    for fields, others in (({}, keeping), (keeping, {})):
+        chat = await chats(start, *[REASONED, "A wall.", "x"] * 2, template=template)
+        for each in (fields, others):
+            called = reply_of(await chat.ask(QUESTION, **each))
+            told = reply_of(await chat.ask(QUESTION, called, *results(called), **each))
+            turn = QUESTION, without_reasoning(called), *results(called), told
+            reply = await chat.ask(*turn, QUESTION, **each)
+            assert (reply["cache"]["restored_tokens"] > 0) is (each is keeping)
+            assert chat.text.count("I should look.") == (each is keeping)
+
+
 async def test_a_question_in_parts_is_the_same_as_its_text(start: Any) -> None:
     chat = await chats(start, CALL, "x", "x")
     message = reply_of(await chat.ask(QUESTION))
@@ -651,3 +709,32 @@ async def test_a_question_in_parts_is_the_same_as_its_text(start: Any) -> None:
     divided = {"role": "user", "content": [{"type": "text", "text": text} for text in ("What is ", "there?")]}
     reply = await chat.ask(divided, message, *results(message))
     assert reply["cache"]["restored_tokens"] == 0, "the template writes another text"
+
+
+async def test_a_reply_that_cannot_be_restored_keeps_none_before_it_from_that(start: Any) -> None:
+    chat = await chats(start, "A wall.", CALL, "A wall.", "x", "x")
+    other = {"type": "function", "function": {"name": "listen", "parameters": {"type": "object", "properties": {}}}}
+    told = reply_of(await chat.ask(QUESTION, cache_salt="another"))
+    # Behind the rendered answer, and behind other tools than later.
+    message = reply_of(await chat.ask(QUESTION, told, QUESTION, tools=[TOOL, other]))
+    again = reply_of(await chat.ask(QUESTION))
+    assert again["content"].strip() == told["content"].strip()
+    reply = await chat.ask(QUESTION, told, QUESTION, message, *results(message))
+    assert reply["cache"]["restored_tokens"] == len(chat.generated[2]) - 1
+
+
+async def test_a_message_behind_a_question_that_is_now_written_otherwise_is_rendered(start: Any) -> None:
+    # As in Mistral Nemo's template, which writes the system message where the last one is a question.
+    system = "{% if loop.last and m.role == 'user' %}{{ messages[0].content }}{% endif %}"
+    template = TEMPLATE.replace("{%- else %}{{ '['", "{%- elif m.role != 'system' %}" + system + "{{ '['")
+    chat = await chats(start, CALL, CALL, "x", "x", template=template)
+    rules = {"role": "system", "content": "Look well."}
+    first = reply_of(await chat.ask(rules, QUESTION))
+    assert chat.text.startswith("<s>lookLook well.[user]")
+    turn = rules, QUESTION, first, *results(first)
+    reply = await chat.ask(*turn)
+    assert reply["cache"]["restored_tokens"] == 0
+    assert "Look well." not in chat.text
+    second = reply_of(reply)
+    reply = await chat.ask(*turn, second, *results(second))
+    assert reply["cache"]["restored_tokens"] == len(chat.generated[1]) - 1

@@ -20,6 +20,7 @@ from llamaslot.text.conversation import Message
 
 _IGNORED = re.compile(r"[\s\"'\])}]+")
 """Whitespace, and characters that close values: models and templates write them differently."""
+_TAG = re.compile(r"<[^<>]+>")
 _CLOSERS = re.compile(r"(?:\s*[\"'\])}])*")
 
 
@@ -114,7 +115,8 @@ class ReplySpan:
         """Return the offset at which the prompt goes on behind the tokens of the reply.
 
         That is its end-of-turn token. `own` is what the template writes behind the last placeholder of a message.
-        Where that has no such token, it is behind the text with which both `own` and the reply (`closing`) end.
+        Where that has no such token, it is behind the text, or the tag, with which both `own` and the reply
+        (`closing`) end.
         """
         own = own[: n_common_characters(own, self.text[self.last : self.last + len(own)])]
         ends = [at for token in end_tokens if (at := own.find(token)) >= 0]
@@ -131,6 +133,10 @@ class ReplySpan:
                     n_closed = i + 1
         if n_closed:
             return self.last + n_closed
+        # The reply has fewer of these tags if its last call has no arguments.
+        for tag in reversed([*_TAG.finditer(own)]):
+            if told.endswith(_IGNORED.sub("", tag[0])):
+                return self.last + tag.end()
         closers = _CLOSERS.match(own)
         return self.last + (closers.end() if closers else 0)
 

@@ -29,19 +29,14 @@ from llamaslot.protocol.replies.meaning import (
     with_meaning,
     with_merged_replies,
 )
+from llamaslot.protocol.replies.probing import CALL, ProbedTemplate, Probes, Render
 from llamaslot.protocol.replies.rendering import Placeholders, Rendering, n_common_characters
 from llamaslot.text.conversation import Conversation, Message
-
-Render = Callable[[Conversation, bool], Sequence[TextPart]]
-"""Renders messages, with or without a generation prompt; raises `InvalidRequestError`."""
 
 _MAX_TRIES = 8
 """Renderings of a conversation until nothing is restored."""
 _MAX_EARLIER = 8
 """States of earlier replies behind which a reply is looked up that is not found behind the last one."""
-_CALL: Message = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": "{}"}}
-_QUESTION: Message = {"role": "user", "content": "?"}
-_RESULT: Message = {"role": "tool", "content": "!", "tool_call_id": "call00001"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +55,7 @@ class _Found:
     """A remembered reply in a conversation."""
 
     reply: RememberedReply
-    has_calls: bool
+    calls: Sequence[Message]
     is_in_loop: bool
     """True if no message of a user follows."""
 
@@ -102,8 +97,7 @@ class ReplyRestorer:
         self._store = store
         self._vocab = vocab
         self._end_tokens = [text for token in vocab.eog if (text := self._text_of([token]))]
-        self._own: dict[bool, str] = {}
-        self._strips: dict[bool, bool] = {}
+        self._probes = Probes()
 
     def prompt(
         self,
@@ -112,16 +106,19 @@ class ReplyRestorer:
         render: Render,
         start: bytes,
         parser_of: Callable[[str], ParserOptions],
+        *,
+        variables: bytes,
     ) -> TurnPrompt | None:
         """Return the prompt of a conversation that is rendered as `parts`; None if its reply cannot be remembered.
 
-        `start` is the state of an empty chain, and `parser_of` returns the options of the parser of
-        a message behind a prompt.
+        `start` is the state of an empty chain, `parser_of` returns the options of the parser of a message behind a
+        prompt, and `variables` is a digest of what `render` depends on beside the messages.
         """
+        template = ProbedTemplate(render, self._probes.of(variables))
         history, begun = conversation, conversation[-1] if conversation[-1]["role"] == "assistant" else None
         if begun is not None:
             history = conversation[:-1]
-        plan, rendering, ends = self._restorable(history, Rendering(parts), begun, render, start)
+        plan, rendering, ends = self._restorable(history, Rendering(parts), begun, template, start)
         at = ends[-1] if ends else 0
         try:
             bare = Rendering(render(plan.messages, True)) if begun is not None else rendering
@@ -156,30 +153,37 @@ class ReplyRestorer:
         return self._vocab.detokenize(tokens).decode(errors="replace")
 
     def _restorable(
-        self, history: Conversation, plain: Rendering, begun: Message | None, render: Render, start: bytes
+        self, history: Conversation, plain: Rendering, begun: Message | None, template: ProbedTemplate, start: bytes
     ) -> tuple[_Plan, Rendering, list[int]]:
         """Return the conversation with placeholders for what is restored, its text, and where each of them ends."""
         excluded: set[bytes] = set()
+        superseded: set[bytes] = set()
         meanings = Meanings()
         for n_left in reversed(range(_MAX_TRIES)):
-            plan = self._plan(history, _Plan(start, meanings), excluded if n_left else None, render)
+            plan = self._plan(history, _Plan(start, meanings), excluded | superseded if n_left else None, template)
             if plan.superseded:
-                excluded |= plan.superseded
+                superseded |= plan.superseded
                 continue
             if not plan.found:
                 return plan, plain, []
             try:
-                rendering = Rendering(render([*plan.messages, *([begun] if begun is not None else [])], True))
+                messages = [*plan.messages, *([begun] if begun is not None else [])]
+                rendering = Rendering(template.render(messages, True))
             except InvalidRequestError:
                 excluded.add(plan.found[0].reply.key)
+                superseded.clear()
                 continue
-            ends = self._ends(plan, rendering, render)
+            ends = self._ends(plan, rendering, template)
             if len(ends) == len(plan.found):
                 return plan, rendering, ends
             excluded.add(plan.found[len(ends)].reply.key)
+            # Perhaps by this one.
+            superseded.clear()
         raise AssertionError("the last try finds nothing")
 
-    def _plan(self, history: Conversation, plan: _Plan, excluded: set[bytes] | None, render: Render) -> _Plan:
+    def _plan(
+        self, history: Conversation, plan: _Plan, excluded: set[bytes] | None, template: ProbedTemplate
+    ) -> _Plan:
         """Look up the replies of a conversation, but for those `excluded`; all of them if that is None.
 
         Fills and returns `plan`.
@@ -192,8 +196,8 @@ class ReplyRestorer:
             found = None
             for merged in merged_replies(runs, at) if is_reply else ():
                 is_in_loop = at + merged.n_runs > last_question
-                reply = self._find(plan, merged, is_in_loop=is_in_loop, render=render)
-                if reply is not None and reply.key not in (excluded or ()):
+                reply = self._find(plan, merged, excluded or set(), is_in_loop=is_in_loop, template=template)
+                if reply is not None:
                     found = merged, reply
                     break
             if found is None:
@@ -206,7 +210,7 @@ class ReplyRestorer:
             meaning = plan.meanings.of(merged.message)
             assert meaning is not None
             plan.conversation = with_meaning(plan.conversation, meaning)
-            plan.found.append(_Found(reply, bool(calls), at + merged.n_runs > last_question))
+            plan.found.append(_Found(reply, calls, at + merged.n_runs > last_question))
             for result in merged.results:
                 plan.add(result)
             at += merged.n_runs
@@ -222,7 +226,9 @@ class ReplyRestorer:
         if meaning is not None:
             plan.conversation = with_meaning(before, meaning)
 
-    def _find(self, plan: _Plan, merged: Merged, *, is_in_loop: bool, render: Render) -> RememberedReply | None:
+    def _find(
+        self, plan: _Plan, merged: Merged, excluded: set[bytes], *, is_in_loop: bool, template: ProbedTemplate
+    ) -> RememberedReply | None:
         """Return the reply that a message is, if nothing but the text before it may still differ."""
         message = merged.message
         meaning = plan.meanings.of(message)
@@ -230,19 +236,21 @@ class ReplyRestorer:
             return None
         states = [plan.start, *(each.reply.state for each in plan.found)]
         for i, state in reversed([*enumerate(states)][-_MAX_EARLIER:]):
-            reply = self._store.find(digest_of(state, plan.conversation, meaning))
-            if reply is not None and self._may_be(message, reply, is_in_loop=is_in_loop, render=render):
+            key = digest_of(state, plan.conversation, meaning)
+            reply = self._store.find(key) if key not in excluded else None
+            if reply is not None and self._may_be(message, reply, is_in_loop=is_in_loop, template=template):
                 plan.superseded |= {each.reply.key for each in plan.found[i:]}
                 return reply
         return None
 
-    def _may_be(self, message: Message, reply: RememberedReply, *, is_in_loop: bool, render: Render) -> bool:
+    def _may_be(
+        self, message: Message, reply: RememberedReply, *, is_in_loop: bool, template: ProbedTemplate
+    ) -> bool:
         if not _has_same_reasoning(message, reply):
             return False
         # Only to save a rendering: `_ends` would find it out.
-        has_calls = bool(message.get("tool_calls"))
-        is_stripped = not is_in_loop and self._strips_reasoning(render, has_calls=has_calls)
-        return not (reply.has_reasoning and is_stripped)
+        is_kept = is_in_loop or not reply.has_reasoning
+        return is_kept or not template.strips_reasoning(message.get("tool_calls", ()))
 
     def _continued(self, plan: _Plan, begun: Message | None, bare: Rendering, at: int) -> RememberedReply | None:
         """Return the remembered reply that the prompt's message continues."""
@@ -257,7 +265,7 @@ class ReplyRestorer:
         )
         return reply if is_same else None
 
-    def _ends(self, plan: _Plan, rendering: Rendering, render: Render) -> list[int]:
+    def _ends(self, plan: _Plan, rendering: Rendering, template: ProbedTemplate) -> list[int]:
         """Return where the prompt goes on behind each reply, up to the first that cannot be restored."""
         ends: list[int] = []
         text, at = rendering.text, 0
@@ -267,11 +275,14 @@ class ReplyRestorer:
             before = at + reply.n_text
             if span is None or span.start < before or rendering.digest(at, before) != reply.text:
                 break
-            keeps = span.has_reasoning or (each.is_in_loop and each.has_calls)
-            if not keeps and (reply.has_reasoning or not text.startswith(reply.opening, before)):
+            keeps = span.has_reasoning or (each.is_in_loop and bool(each.calls))
+            if not keeps and reply.has_reasoning:
                 break
-            own = self._own_end(render, has_calls=each.has_calls)
-            end = span.end(own, reply.closing, self._end_tokens, has_calls=each.has_calls)
+            # Some templates write a question otherwise once a reply follows.
+            if not text.startswith(reply.opening, before) and not (keeps and template.opens_replies(reply.opening)):
+                break
+            own = template.own_end(each.calls)
+            end = span.end(own, reply.closing, self._end_tokens, has_calls=bool(each.calls))
             # Some templates write a part of a message elsewhere.
             if span.until > end:
                 break
@@ -281,40 +292,13 @@ class ReplyRestorer:
 
     def _with_reply(self, plan: _Plan, render: Render) -> str:
         """Return the text of the conversation with another reply."""
-        for calls in ([_CALL], []):
+        for calls in ([CALL], []):
             reply = plan.placeholders.message(len(plan.found), calls)
             try:
                 return Rendering(render([*plan.messages, reply], False)).text
             except InvalidRequestError:
                 continue
         return ""
-
-    def _own_end(self, render: Render, *, has_calls: bool) -> str:
-        """Return what the template writes behind the last placeholder of a message."""
-        if has_calls not in self._own:
-            placeholders = Placeholders()
-            message = placeholders.message(0, [_CALL] if has_calls else [])
-            try:
-                text = Rendering(render([_QUESTION, message], False)).text
-            except InvalidRequestError:
-                text = ""
-            span = placeholders.spans(text).get(0)
-            self._own[has_calls] = text[span.last :] if span is not None else ""
-        return self._own[has_calls]
-
-    def _strips_reasoning(self, render: Render, *, has_calls: bool) -> bool:
-        """Return True if the template leaves out the reasoning of a reply once another question follows."""
-        if has_calls not in self._strips:
-            placeholders = Placeholders()
-            reply = placeholders.message(0, [_CALL] if has_calls else [])
-            results = [_RESULT] if has_calls else []
-            try:
-                text = Rendering(render([_QUESTION, reply, *results, _QUESTION], True)).text
-            except InvalidRequestError:
-                text = ""
-            span = placeholders.spans(text).get(0)
-            self._strips[has_calls] = span is not None and not span.has_reasoning
-        return self._strips[has_calls]
 
 
 def _has_same_reasoning(message: Message, reply: RememberedReply) -> bool:

@@ -1,0 +1,104 @@
+"""What a chat template writes around replies, found out by rendering small conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from llamaslot.base.commands import TextPart
+from llamaslot.base.errors import InvalidRequestError
+from llamaslot.protocol.replies.rendering import Placeholders, Rendering, ReplySpan
+from llamaslot.text.conversation import Conversation, Message
+
+Render = Callable[[Conversation, bool], Sequence[TextPart]]
+"""Renders messages, with or without a generation prompt; raises `InvalidRequestError`."""
+
+_NAME = "name_of_a_probed_function"
+_CALLS: list[Message] = [
+    {"type": "function", "id": call_id, "function": {"name": _NAME, "arguments": "{}"}}
+    for call_id in ("call00001", "call00002")
+]
+CALL = _CALLS[0]
+_QUESTION: Message = {"role": "user", "content": "?"}
+_MAX_PROBES = 64
+"""Combinations of variables for which findings are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What was found out, by the number of the reply's calls; 2 stands for more."""
+
+    own_ends: dict[int, str] = field(default_factory=dict)
+    strips: dict[int, bool] = field(default_factory=dict)
+    prompts: list[str] = field(default_factory=list)
+    """Those of a question, and of the result of a call."""
+
+
+class Probes:
+    """Findings of a template by the variables of requests, on which they depend."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Findings] = {}
+
+    def of(self, variables: bytes) -> Findings:
+        """Return what is known for these variables, to be added to."""
+        if variables not in self._known and len(self._known) >= _MAX_PROBES:
+            # Clients choose variables; most never send any.
+            self._known.clear()
+        return self._known.setdefault(variables, Findings())
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedTemplate:
+    """A template with the tools and the variables of a request."""
+
+    render: Render
+    known: Findings
+
+    def own_end(self, calls: Sequence[Message]) -> str:
+        """Return what the template writes behind the last placeholder of a message with these calls."""
+        n_calls = min(len(calls), len(_CALLS))
+        if n_calls not in self.known.own_ends:
+            text, span = self._probe(n_calls, is_last=True)
+            self.known.own_ends[n_calls] = text[span.last :] if span is not None else ""
+        own = self.known.own_ends[n_calls]
+        if not calls:
+            return own
+        # Some templates write the id behind the arguments.
+        own = own.replace(_CALLS[n_calls - 1]["id"], calls[-1].get("id", ""))
+        return own.replace(_NAME, calls[-1]["function"]["name"])
+
+    def strips_reasoning(self, calls: Sequence[Message]) -> bool:
+        """Return True if the template leaves out the reasoning of a reply once another question follows."""
+        n_calls = min(len(calls), len(_CALLS))
+        if n_calls not in self.known.strips:
+            _, span = self._probe(n_calls, is_last=False)
+            self.known.strips[n_calls] = span is not None and not span.has_reasoning
+        return self.known.strips[n_calls]
+
+    def opens_replies(self, text: str) -> bool:
+        """Return True if a text is what the template writes before replies, and nothing of a message."""
+        if not self.known.prompts:
+            result = {"role": "tool", "content": "!", "tool_call_id": CALL["id"]}
+            called = [_QUESTION, Placeholders().message(0, [CALL]), result]
+            self.known.prompts.extend(map(self._prompt, ([_QUESTION], called)))
+        return any(prompt.endswith(text) for prompt in self.known.prompts)
+
+    def _prompt(self, messages: Conversation) -> str:
+        try:
+            return Rendering(self.render(messages, True)).text
+        except InvalidRequestError:
+            return ""
+
+    def _probe(self, n_calls: int, *, is_last: bool) -> tuple[str, ReplySpan | None]:
+        """Render a reply that is the last message, or that is followed by another question; return its place."""
+        placeholders = Placeholders()
+        calls = _CALLS[:n_calls]
+        reply = placeholders.message(0, calls)
+        results = [{"role": "tool", "content": "!", "tool_call_id": call["id"]} for call in calls]
+        followers = [] if is_last else [*results, _QUESTION]
+        try:
+            text = Rendering(self.render([_QUESTION, reply, *followers], not is_last)).text
+        except InvalidRequestError:
+            text = ""
+        return text, placeholders.spans(text).get(0)
