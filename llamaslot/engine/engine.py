@@ -172,7 +172,7 @@ class Engine:
             self._end_all()
             self._outbox.append(Stopped(reason))
             self._flush()
-            ends = [self._slot_actions.close(), self._constraints.close()]
+            ends = [self._slot_actions.close(), *self._constraints.close()]
             self._is_closed = True
             if self._disk is not None:
                 ends += self._disk.close()

@@ -222,14 +222,15 @@ async def test_an_invalid_grammar_fails_its_request() -> None:
 
 
 class SlowBackend(FakeBackend):
-    """Compiles nothing before `go` is set."""
+    """Compiles nothing before `go` is set, or only those that are not `slow`."""
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__(**sizes)
         self.go = threading.Event()
+        self.slow: list[Constraint] = []
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
-        assert self.go.wait(30)
+        assert (self.slow and constraint not in self.slow) or self.go.wait(30)
         return super().compile(constraint)
 
 
@@ -267,6 +268,28 @@ async def test_compiling_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> No
         assert "not compiled within" in end.error.message
         backend.go.set()
     assert constraint_worker.COMPILE_TIMEOUT_S > 1
+
+
+async def test_a_compilation_that_goes_on_after_the_limit_does_not_hold_up_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = SlowBackend(n_slots=1)
+    slow = [of_lark(f'start: "slow {i}"') for i in range(constraint_worker.MAX_BUSY_THREADS + 1)]
+    backend.slow = slow
+    async with running(backend) as harness:
+        worker = harness.engine._constraints
+        for i, constraint in enumerate(slow):
+            await harness.submit(f"free {i}", f"free {i}", constraint=PERSON, max_tokens=200)
+            monkeypatch.setattr(worker, "_timeout_s", 0.05)
+            harness.submit(f"slow {i}", "slow", constraint=constraint)
+            assert isinstance(await harness.ends[f"slow {i}"], Failed)
+            monkeypatch.setattr(worker, "_timeout_s", 30)
+        # No more threads are begun: the next one waits for the last.
+        harness.submit("waits", "waits", constraint=PERSON, max_tokens=200)
+        await harness.submit("free", "free")
+        assert not harness.ends["waits"].done()
+        backend.go.set()
+        await ended(harness, "waits")
 
 
 async def test_an_engine_that_stops_fails_what_is_being_compiled() -> None:

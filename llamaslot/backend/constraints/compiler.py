@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +47,7 @@ class Compiled:
 
 
 class ConstraintCompiler:
-    """Compiles on one thread at a time; `close` before the vocabulary is freed.
+    """Compiles on any thread; `close` before the vocabulary is freed.
 
     `make_tokenizer` takes a second for a large vocabulary, so it is called for the first constraint. `eog` are the
     tokens that end a generation, first the one that a grammar's end forces.
@@ -62,6 +63,7 @@ class ConstraintCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._cache: OrderedDict[str, Compiled] = OrderedDict()
         self._n_bytes = 0
+        self._lock = threading.Lock()
 
     @property
     def n_cached(self) -> int:
@@ -71,17 +73,19 @@ class ConstraintCompiler:
     def compile(self, constraint: Constraint) -> Compiled:
         """Return a compiled constraint; raises `InvalidRequestError`, or `NotSupportedError` for the vocabulary."""
         grammar = constraint.grammar
-        if (found := self._cache.get(grammar)) is not None:
-            self._cache.move_to_end(grammar)
-            return found
-        if self._tokenizer is None:
-            self._tokenizer = self._make_tokenizer()
+        with self._lock:
+            if (found := self._cache.get(grammar)) is not None:
+                self._cache.move_to_end(grammar)
+                return found
+            if self._tokenizer is None:
+                self._tokenizer = self._make_tokenizer()
         state = compile_grammar(constraint, self._tokenizer)
         first = next_mask(state, self.n_vocab)
         if state.is_error():
             raise grammar_error(state.get_error(), constraint.param)
         compiled = Compiled(state, first, self)
-        self._keep(grammar, compiled)
+        with self._lock:
+            self._keep(grammar, compiled)
         return compiled
 
     def close(self) -> None:
@@ -89,8 +93,9 @@ class ConstraintCompiler:
         self.executor.shutdown()
 
     def _keep(self, grammar: str, compiled: Compiled) -> None:
+        if grammar not in self._cache:
+            self._n_bytes += _estimate(grammar)
         self._cache[grammar] = compiled
-        self._n_bytes += _estimate(grammar)
         while self._n_bytes > MAX_CACHE_BYTES and len(self._cache) > 1:
             oldest, _ = self._cache.popitem(last=False)
             self._n_bytes -= _estimate(oldest)
