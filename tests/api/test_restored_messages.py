@@ -478,6 +478,18 @@ async def test_a_reply_is_continued_with_its_tokens_and_is_one_message(start: An
     assert chat.prompts[-1] == chat.prompts[0] + chat.generated[0] + chat.generated[1][:-1]
 
 
+async def test_a_reply_behind_another_text_or_with_another_reasoning_is_continued_as_it_is_rendered(
+    start: Any,
+) -> None:
+    chat = await chats(start, "<think>Hm.</think>One. Two. Three.", "x", "x", "x")
+    first = reply_of(await chat.ask(QUESTION, max_tokens=25))
+    other = {"type": "function", "function": {"name": "hear", "parameters": {"type": "object", "properties": {}}}}
+    for message, tool in ((first, other), ({**first, "reasoning_content": "Ha."}, TOOL), (first, TOOL)):
+        reply = await chat.ask(QUESTION, message, tools=[tool])
+        assert (reply["cache"]["restored_tokens"] > 0) is (message is first and tool is TOOL)
+        assert chat.text.startswith("<s>hear") is (tool is other)
+
+
 async def test_a_beginning_and_its_reply_are_one_message(start: Any) -> None:
     chat = await chats(start, "is  a wall.", "x", "x")
     begun = {"role": "assistant", "content": "It "}
