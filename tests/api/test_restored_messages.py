@@ -531,6 +531,18 @@ async def test_messages_are_dropped_with_their_session_and_with_the_cache(start:
     assert not await n_restored(two)
 
 
+async def test_a_message_that_is_restored_outlives_one_that_is_not(start: Any) -> None:
+    chat = await chats(start, CALL, CALL, "x", CALL, "x", "x")
+    first, other = [reply_of(await chat.ask(QUESTION, cache_salt=salt)) for salt in ("one", "two")]
+    await chat.ask(QUESTION, first, *results(first), cache_salt="one", max_tokens=0)
+    memory = chat.server.local.prompts._jobs.tokenizer.replies
+    memory._replies.max_bytes = memory.n_bytes
+    await chat.ask(QUESTION, cache_salt="three")
+    for salt, message in (("one", first), ("two", other)):
+        reply = await chat.ask(QUESTION, message, *results(message), cache_salt=salt, max_tokens=0)
+        assert (reply["cache"]["restored_tokens"] > 0) is (salt == "one")
+
+
 async def test_a_dropped_session_leaves_the_messages_of_that_name_in_other_namespaces(start: Any) -> None:
     chat = await chats(start, CALL, CALL, "x", "x", "x", "x")
     salts = "mine", "yours"
