@@ -513,6 +513,20 @@ async def test_a_restored_prompt_that_is_too_long_is_rendered(start: Any) -> Non
     assert len(chat.prompts[-1]) + 300 > 700
 
 
+async def test_a_restored_prompt_leaves_a_token_of_the_context_for_the_reply(start: Any) -> None:
+    spaces = CALL.replace('"far":true', '"far":' + " " * 300 + "true")
+    chat = await chats(start, spaces, "x", n_ctx=700)
+    message = reply_of(await chat.ask(QUESTION))
+    (result,) = results(message)
+    behind = chat.vocab.tokenize("</s>\n[tool]</s>\n[assistant]", add_special=False, parse_special=True)
+    n_before = len(chat.prompts[0]) + len(chat.generated[0]) - 1 + len(behind)
+    for n_prompt in (699, 700):
+        changed = {**result, "content": "w" * (n_prompt - n_before)}
+        reply = await chat.ask(QUESTION, message, changed, max_tokens=1)
+        assert (reply["cache"]["restored_tokens"] > 0) is (n_prompt == 699)
+        assert (len(chat.prompts[-1]) == 699) is (n_prompt == 699)
+
+
 async def test_messages_are_dropped_with_their_session_and_with_the_cache(start: Any) -> None:
     chat = await chats(start, CALL, CALL, "x", "x", "x", "x", "x")
     one = reply_of(await chat.ask(QUESTION, session_id="one"))
