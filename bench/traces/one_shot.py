@@ -1,6 +1,6 @@
 """`python -m bench one-shot`: bytes that are not written because one-shot prompts are evicted first.
 
-Each workload runs on llamaslot twice, one request after another: with `--cache-one-shot 0` and with the default.
+Each workload runs on llamaslot twice, one request after another: with `--cache-one-shot` 0 and 16.
 The figures are counts: prompt tokens that were computed, and bytes of KV that went to RAM and to disk. Workloads
 are the coding agent of `bench.peers` and, if a folder is given, recorded sessions with title requests between them,
 which the recordings do not have.
@@ -27,7 +27,7 @@ from bench.traces.recording import Planned, Recorded
 from bench.traces.replay import BlockTokens, Replay
 from bench.traces.run import Settings, chosen, written
 
-SIDES = {"off": ("--cache-one-shot", "0"), "on": ()}
+SIDES = {"off": ("--cache-one-shot", "0"), "on": ("--cache-one-shot", "16")}
 AGENT_TOKENS = 10_600
 """Tokens of the agent's longest prompt with its reply."""
 TITLE_BLOCKS = 40, 240

@@ -83,7 +83,7 @@ class Config:
         words={"-1": "all"},
     )
     cache_one_shot: Count = _own(
-        16,
+        0,
         "prompts of requests for at most so many tokens, without a session, are not expected again: until they "
         "come again, they are evicted first, and not written to disk; 0 for none",
     )
