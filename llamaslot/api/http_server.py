@@ -15,7 +15,8 @@ from aiohttp import web
 from llamaslot.api import cache_endpoints, server_endpoints, slot_endpoints, token_endpoints
 from llamaslot.api.anthropic import messages
 from llamaslot.api.body_reader import BodyReader, accept_expect
-from llamaslot.api.completions import chat_completions, native_completion, text_completions
+from llamaslot.api.completions import chat_completions, native_completion, stored_chats, text_completions
+from llamaslot.api.completions.chat_store import CHATS, ChatStore
 from llamaslot.api.connections import (
     Connection,
     Connections,
@@ -51,6 +52,11 @@ ROUTES = (
     ("POST", "/v1/chat/completions", chat_completions.chat_completions, Access.USER),
     ("POST", "/chat/completions/input_tokens", chat_completions.count_tokens, Access.USER),
     ("POST", "/v1/chat/completions/input_tokens", chat_completions.count_tokens, Access.USER),
+    ("GET", "/v1/chat/completions", stored_chats.list_chats, Access.USER),
+    ("GET", "/v1/chat/completions/{completion_id}", stored_chats.retrieve, Access.USER),
+    ("POST", "/v1/chat/completions/{completion_id}", stored_chats.update, Access.USER),
+    ("DELETE", "/v1/chat/completions/{completion_id}", stored_chats.delete, Access.USER),
+    ("GET", "/v1/chat/completions/{completion_id}/messages", stored_chats.list_messages, Access.USER),
     ("POST", LLAMA_SERVER_PATH, responses.create, Access.USER),
     ("POST", "/v1/responses", responses.create, Access.USER),
     ("POST", "/v1/responses/input_tokens", responses.count, Access.USER),
@@ -92,6 +98,7 @@ def create_app(settings: ApiSettings) -> web.Application:
     app[RESPONSES] = ResponseStore(
         max_responses=settings.max_stored_responses, max_bytes=settings.max_stored_responses_bytes
     )
+    app[CHATS] = ChatStore(max_chats=settings.max_stored_responses, max_bytes=settings.max_stored_responses_bytes)
     app[READINESS] = Readiness()
     app[OPENAPI] = OpenApi(ROUTES)
     app.on_response_prepare.append(add_headers)

@@ -22,6 +22,7 @@ from llamaslot.api.context import CLIENT_REQUEST_ID, READINESS, SETTINGS, UNIQUE
 from llamaslot.api.http_errors import Handler
 from llamaslot.api.keys import GRANTED, Access, ApiKeys
 from llamaslot.base.errors import AuthenticationError, ForbiddenError, InvalidRequestError
+from llamaslot.base.namespaces import tenant_name
 from llamaslot.base.turns import Sender
 from llamaslot.protocol.bodies import MAX_SESSION_ID_CHARS
 
@@ -203,6 +204,11 @@ def given_key(request: web.Request) -> str:
         return request.headers.get("X-Api-Key", "")
     scheme, _, key = authorization.partition(" ")
     return key.strip() if scheme.lower() == "bearer" else authorization
+
+
+def key_namespace(request: web.Request) -> str:
+    """Return the namespace of what is stored for a request: its API key's; without keys all requests share one."""
+    return tenant_name(given_key(request)) if request.app[KEYS] else ""
 
 
 def origin_allowed(origin: str, allowed: Sequence[str]) -> bool:

@@ -46,6 +46,10 @@ Samplers: TypeAlias = (
 """Names, or a string of llama-server's letters."""
 Salt: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 SessionId: TypeAlias = Annotated[str, Meta(max_length=MAX_SESSION_ID_CHARS)]
+Metadata: TypeAlias = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+"""OpenAI's `metadata` of what is stored."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -144,6 +148,9 @@ class ChatBody(Options, kw_only=True):
     reasoning_format: ReasoningFormat | None = None
     reasoning_budget_tokens: Count | None = None
     thinking_budget_tokens: Count | None = None
+    store: bool | None = None
+    metadata: Any = None
+    """Of a completion that is stored."""
 
 
 class CompletionBody(Options, kw_only=True):
@@ -185,6 +192,12 @@ class SlotBody(msgspec.Struct, kw_only=True):
     """`POST /slots/{id}?action=save` and `restore`."""
 
     filename: str
+
+
+class StoredChatBody(msgspec.Struct, kw_only=True):
+    """`POST /v1/chat/completions/{id}`."""
+
+    metadata: Metadata | None
 
 
 class SessionBody(msgspec.Struct, kw_only=True):

@@ -74,8 +74,8 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 def _named(message: str) -> InvalidRequestError:
     """Return msgspec's message as a sentence about a field, with that field as `param`."""
-    complaint, _, path = message.partition(" - at `$")
-    param = path.rstrip("`").removeprefix(".").partition("[...]")[0]
+    complaint, *where = re.split(r" - at (?:`key` in )?`\$", message, maxsplit=1)
+    param = "".join(where).rstrip("`").removeprefix(".").partition("[...]")[0]
     if missing := _MISSING.match(complaint):
         param = f"{param}.{missing[1]}" if param else missing[1]
         return InvalidRequestError(f"'{param}' is required", param=param)

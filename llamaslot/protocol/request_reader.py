@@ -37,6 +37,7 @@ from llamaslot.protocol.decoding import decode, renamed, too_deep
 from llamaslot.protocol.default_grammars import DefaultGrammars
 from llamaslot.protocol.infill import InfillPrompts
 from llamaslot.protocol.replies.restoring import ReplyRestorer
+from llamaslot.protocol.replies.storing import chat_to_store
 from llamaslot.protocol.responses import chat as responses
 from llamaslot.protocol.responses.bodies import ResponsesBody
 from llamaslot.protocol.structured_output import ConstraintReader
@@ -176,7 +177,11 @@ class RequestReader:
             preserved_tokens=self._chats.preserved_tokens,
             session_branch=conversation_branch(self.template, body),
         )
-        options = msgspec.structs.replace(_reply_options(body, (submit,), context), parser=chat.parser)
+        options = msgspec.structs.replace(
+            _reply_options(body, (submit,), context),
+            parser=chat.parser,
+            chat=chat_to_store(body, context.request_id) if job.is_run else None,
+        )
         return ParsedBody((submit,), options)
 
     def _response(self, job: ParseBody) -> ParsedBody:

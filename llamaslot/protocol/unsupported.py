@@ -19,9 +19,13 @@ def _off(is_off: Callable[[Any], bool]) -> msgspec.Meta:
     return msgspec.Meta(extra={"is_off": is_off})
 
 
+def _only_scores(moderation: Any) -> bool:
+    """Return True for OpenAI's `moderation` without a policy that blocks: scores would not change the reply."""
+    return "block" not in msgspec.json.encode(moderation).decode()
+
+
 _FALSY = _off(lambda value: not value)
 _NO_CHOICE = _off(lambda value: value in ("none", "auto"))
-_NEVER = _off(lambda value: False)
 
 
 class UnsupportedOptions(msgspec.Struct, kw_only=True):
@@ -31,7 +35,7 @@ class UnsupportedOptions(msgspec.Struct, kw_only=True):
     function_call: Annotated[Any, _NO_CHOICE] = None
     lora: Annotated[Any, _FALSY] = None
     modalities: Annotated[list[str] | None, _off(lambda value: value == ["text"])] = None
-    web_search_options: Annotated[Any, _NEVER] = None
+    moderation: Annotated[Any, _off(_only_scores)] = None
 
 
 _OFF: dict[str, Callable[[Any], bool]] = {
@@ -45,5 +49,7 @@ def refuse(options: UnsupportedOptions) -> None:
     """Raise `NotSupportedError` for the first feature that a request turns on."""
     for name, is_off in _OFF.items():
         value = getattr(options, name)
+        if name == "functions" and options.function_call == "none":
+            continue
         if value is not None and not is_off(value):
             raise NotSupportedError(f"'{name}' asks for something that is not supported yet", param=name)

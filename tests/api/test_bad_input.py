@@ -146,10 +146,25 @@ async def test_best_of_is_for_openais_completions(server: Any, path: str) -> Non
         ("samplers", ["top_k", "infill"]),
         ("samplers", "ki"),
         ("modalities", ["text", "audio"]),
+        ("moderation", {"model": "m", "policy": {"input": {"mode": "score"}, "output": {"mode": "block"}}}),
     ],
 )
 async def test_an_unsupported_feature_is_refused_by_field(server: Any, path: str, field: str, value: Any) -> None:
     await expect(server, path, {**HELLO, "prompt": "Hello", field: value}, UNBUILT, field)
+
+
+async def test_fields_that_leave_a_reply_as_it_is_are_accepted(server: Any) -> None:
+    scored = {"model": "m", "policy": {"input": {"mode": "score"}, "output": None}}
+    more = {
+        "functions": [{"name": "f"}], "function_call": "none", "modalities": ["text"], "moderation": scored,
+        "audio": {"format": "wav", "voice": "x"}, "metadata": {"a": 1}, "user": "u", "safety_identifier": "s",
+        "service_tier": "flex", "verbosity": "low", "prediction": {"type": "content", "content": "x"},
+        "prompt_cache_retention": "24h", "web_search_options": {"search_context_size": "low"},
+    }  # fmt: skip
+    fields = {"max_tokens": 4, "temperature": 0}
+    plain, given = [await server.ok(CHAT, {**HELLO, **fields, **each}) for each in ({}, more)]
+    assert given["choices"] == plain["choices"]
+    assert given["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -314,7 +329,7 @@ async def test_a_request_whose_choices_exceed_the_queue_starts_none(start: Any) 
 async def test_unknown_addresses_and_methods_are_refused(server: Any) -> None:
     status, reply = await server.get("/v1/nothing")
     assert (status, reply["error"]["type"]) == (404, "not_found_error")
-    async with server.session.get(server.url + CHAT) as response:
+    async with server.session.get(server.url + TEXT) as response:
         assert response.status == 405
         assert response.headers["Allow"] == "POST"
         assert (await response.json())["error"]["code"] == 405

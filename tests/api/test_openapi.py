@@ -37,6 +37,7 @@ RESPONSE_FIELDS = {
     "metadata": {"a": "b"},
 }
 STORED = "/v1/responses/{response_id}"
+CHATS = "/v1/chat/completions/{completion_id}"
 
 REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
     ("GET", "/health", {}, None),
@@ -71,9 +72,17 @@ REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
     *[("POST", "/v1/responses", {}, {**RESPONSE, **more}) for more in ({}, SCORED, {"n": 2}, RESPONSE_FIELDS)],
     ("POST", "/v1/responses/input_tokens", {}, {"input": "Hello"}),
     ("GET", STORED, {}, None),
+    ("GET", STORED, {"": "?stream=true"}, None),
     ("GET", f"{STORED}/input_items", {}, None),
     ("DELETE", STORED, {}, None),
     ("GET", STORED, {}, None),
+    ("POST", "/v1/chat/completions", {}, {**CHAT, "store": True}),
+    ("GET", "/v1/chat/completions", {}, None),
+    ("GET", CHATS, {}, None),
+    ("POST", CHATS, {}, {"metadata": {"a": "b"}}),
+    ("GET", f"{CHATS}/messages", {}, None),
+    ("DELETE", CHATS, {}, None),
+    ("GET", CHATS, {}, None),
     *[("POST", "/slots/{id_slot}", {"id_slot": "0", "": f"?action={verb}"}, FILE) for verb in ("save", "restore")],
     ("POST", "/slots/{id_slot}", {"id_slot": "0", "": "?action=erase"}, None),
     ("POST", "/slots/{id_slot}", {"id_slot": "0"}, None),
@@ -131,16 +140,17 @@ async def test_replies_are_what_is_described(start: Any, tmp_path: Path) -> None
     server = await start(backend=backend, metrics=True, alias="fake", engine={"snapshots": store})
     endpoints = set()
     stored = (await server.ok("/v1/responses", RESPONSE))["id"]
+    chat = (await server.ok("/v1/chat/completions", {**CHAT, "store": True}))["id"]
     for method, pattern, variables, body in REQUESTS:
-        path = pattern.replace("{response_id}", stored)
+        path = pattern.replace("{response_id}", stored).replace("{completion_id}", chat)
         for name, value in variables.items():
             path = path.replace(f"{{{name}}}", value) if name else path + value
         takes_stream = operation_of(method, pattern).chunk is not None
         for stream in (False, True) if takes_stream else (None,):
-            sent = {**body, "session_id": "mine", "stream": stream} if stream is not None else body
+            sent = {**(body or {}), "session_id": "mine", "stream": stream} if stream is not None else body
             async with server.session.request(method, server.url + path, json=sent) as response:
                 reply = await _checked(method, pattern, response, "response_fields" in (body or ()))
-            assert stream is not True or response.status != 200 or len(reply) > 1
+            assert stream is not True or body is None or response.status != 200 or len(reply) > 1
             endpoints.add((response.status, pattern))
     succeeded = {pattern for status, pattern in endpoints if status == 200}
     aliases = {"/v1/health", "/models", "/completions", "/responses"}

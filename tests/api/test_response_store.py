@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from contextlib import suppress
 from typing import Any
@@ -101,8 +102,51 @@ async def test_a_stored_response_is_returned_with_its_input(start: Any) -> None:
     for query in ({"limit": "0"}, {"limit": "101"}, {"limit": "x"}, {"order": "up"}, {"after": "none"}):
         status, reply = await server.get(path, params=query)
         assert (status, reply["error"]["param"]) == (400, next(iter(query)))
-    status, _ = await server.get(f"{RESPONSES}/{first['id']}", params={"stream": "true"})
-    assert status == 400
+
+
+async def test_a_stored_response_is_streamed(start: Any) -> None:
+    shell = {"type": "local_shell"}
+    custom = {"type": "custom", "name": "apply_patch"}
+    calls = [
+        f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+        for name, arguments in (
+            ("get_weather", {"city": "Rome"}),
+            ("apply_patch", {"input": '{"input": 1}'}),
+            ("local_shell", {"command": ["ls", "-l"], "timeout_ms": 5}),
+        )
+    ]
+    text = "<think>\nHm.\n</think>\n\nLet me see.\n" + "\n".join(calls)
+    server = await served(start, "hermes-thinking", text, "")
+    fields = {"include": ["reasoning.encrypted_content"], "logprobs": True}
+    whole = await server.ok(RESPONSES, {"input": "One", "tools": [WEATHER, custom, shell], **fields})
+    kinds = ["reasoning", "message", "function_call", "custom_tool_call", "local_shell_call"]
+    assert [item["type"] for item in whole["output"]] == kinds
+    cut = await server.ok(RESPONSES, {"input": "One", "max_output_tokens": 0})
+    for response in (whole, cut):
+        path = f"{RESPONSES}/{response['id']}"
+        streamed = await stored_events(server, path)
+        assert await stored_events(server, path, starting_after="0") == streamed[1:]
+        assert put_together(streamed) == response
+    status, reply = await server.get(path, params={"stream": "true", "starting_after": "2"})
+    assert (status, reply["error"]["param"]) == (400, "starting_after")
+
+
+async def stored_events(server: Any, path: str, **query: str) -> list[dict[str, Any]]:
+    async with server.session.get(server.url + path, params={"stream": "true", **query}) as response:
+        assert (response.status, response.content_type) == (200, "text/event-stream")
+        return [json.loads(block.split("data: ")[1]) for block in (await response.text()).split("\n\n")[:-1]]
+
+
+async def test_without_input_a_response_is_continued(start: Any) -> None:
+    server = await start(backend=FakeBackend(n_ctx=2048))
+    first = await server.ok(RESPONSES, {"input": "One", **SHORT})
+    second = await server.ok(RESPONSES, {"previous_response_id": first["id"], **SHORT})
+    assert second["usage"]["input_tokens"] == first["usage"]["total_tokens"], "the last message is continued"
+    _, items = await server.get(f"{RESPONSES}/{second['id']}/input_items")
+    assert len(items["data"]) == 2
+    empty = await server.ok(RESPONSES, SHORT)
+    message = await server.ok(f"{RESPONSES}/input_tokens", {"input": ""})
+    assert empty["usage"]["input_tokens"] == message["input_tokens"]
 
 
 async def test_a_deleted_response_is_gone_and_those_after_it_are_not(start: Any) -> None:

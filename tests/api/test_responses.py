@@ -423,7 +423,6 @@ async def test_an_error_in_a_stream_is_an_event_and_ends_the_response(start: Any
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": [{"role": "pope", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
+from llamaslot.api.completions.chat_store import CHATS, StoredChat
 from llamaslot.api.completions.openai_writer import OpenAIReplyWriter
 from llamaslot.api.completions.reply_bodies import (
     REASONS,
@@ -24,7 +25,9 @@ from llamaslot.api.generation.reply_stats import PromptProgress, TokenCount, sta
 from llamaslot.api.generation.reply_writer import ReplyContext
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import encode, json_response
+from llamaslot.api.middleware import key_namespace
 from llamaslot.base.events import Finished, Output
+from llamaslot.base.generation.chats import ChatToStore
 from llamaslot.base.generation.token_probs import TokenProb
 from llamaslot.formats.calls import Delta as ParsedDelta
 from llamaslot.formats.parsed_message import ParsedMessage
@@ -85,11 +88,26 @@ class ChatReplyWriter(OpenAIReplyWriter):
         """Yield the usage, if it was asked for, and the end mark."""
         if self._options.include_usage:
             yield self._chunk([], **self._totals())
+        if self._options.chat is not None:
+            self._store(self._options.chat, self._all_choices())
         yield from super().closing()
 
     def whole(self) -> Envelope:
         """Return one body with all choices."""
+        body = self._all_choices()
+        if self._options.chat is not None:
+            self._store(self._options.chat, body)
+        return body
+
+    def _all_choices(self) -> Envelope:
         return self._whole([self._choice(each) for each in self._generations])
+
+    def _store(self, chat: ChatToStore, body: Envelope) -> None:
+        """Store the completion before the client can ask for it."""
+        request = self._reply.request
+        reply = encode(structs.replace(body, verbose=UNSET))
+        stored = StoredChat(body.id, body.model, reply, chat.messages, chat.metadata)
+        request.app[CHATS].put(key_namespace(request), stored)
 
     def _choice(self, generation: Generation) -> ChatChoice:
         message = self.new_message(generation)

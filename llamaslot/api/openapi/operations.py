@@ -10,7 +10,8 @@ import msgspec
 from llamaslot.api import cache_endpoints, server_endpoints, slot_endpoints, token_endpoints
 from llamaslot.api.anthropic import messages, reply_bodies
 from llamaslot.api.anthropic.errors import AnthropicError
-from llamaslot.api.completions import chat_completions, native_completion, text_completions
+from llamaslot.api.completions import chat_completions, native_completion, stored_chats, text_completions
+from llamaslot.api.generation.pages import MAX_LIMIT, ListReply
 from llamaslot.api.generation.reply_stats import TokenCount
 from llamaslot.api.http_errors import ErrorBody, Handler
 from llamaslot.api.middleware import SESSION_HEADERS
@@ -18,6 +19,7 @@ from llamaslot.api.openapi import reply_types
 from llamaslot.api.responses import endpoints as responses
 from llamaslot.api.responses import events
 from llamaslot.api.responses import reply_bodies as responses_bodies
+from llamaslot.api.responses.replay import N_FIRST
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.stats import CacheProbe, CacheState
 from llamaslot.protocol import bodies
@@ -58,11 +60,17 @@ _SESSION = tuple(
     Parameter(name, "header", {"type": "string", "maxLength": bodies.MAX_SESSION_ID_CHARS})
     for name in SESSION_HEADERS
 )
-_PAGE = (
-    Parameter("limit", "query", {"type": "integer", "minimum": 1, "maximum": responses.MAX_LIMIT}),
-    Parameter("order", "query", {"enum": ["asc", "desc"]}),
-    Parameter("after", "query", _STRING),
-)
+
+
+def _page(min_limit: int) -> tuple[Parameter, ...]:
+    """Return the parameters of a list."""
+    return (
+        Parameter("limit", "query", {"type": "integer", "minimum": min_limit, "maximum": MAX_LIMIT}),
+        Parameter("order", "query", {"enum": ["asc", "desc"]}),
+        Parameter("after", "query", _STRING),
+    )
+
+
 _ACTION = Parameter("action", "query", {"enum": ["save", "restore", "erase"]}, required=True)
 _TOP = Parameter("top", "query", {"type": "integer", "minimum": 1, "maximum": cache_endpoints.MAX_TOP})
 
@@ -94,6 +102,13 @@ OPERATIONS: dict[Handler, Operation] = {
         body=bodies.ChatBody, reply=reply_types.ChatReply, chunk=reply_types.ChatChunk, parameters=_SESSION
     ),
     chat_completions.count_tokens: Operation(body=bodies.ChatBody, reply=TokenCount, parameters=_SESSION),
+    stored_chats.list_chats: Operation(
+        reply=ListReply[reply_types.StoredChatReply], parameters=(*_page(0), Parameter("model", "query", _STRING))
+    ),
+    stored_chats.retrieve: Operation(reply=reply_types.StoredChatReply),
+    stored_chats.update: Operation(body=bodies.StoredChatBody, reply=reply_types.StoredChatReply),
+    stored_chats.delete: Operation(reply=stored_chats.ChatDeleted),
+    stored_chats.list_messages: Operation(reply=ListReply[dict[str, Any]], parameters=_page(0)),
     messages.messages: Operation(
         body=MessagesBody,
         reply=reply_bodies.AnthropicMessage,
@@ -112,9 +127,17 @@ OPERATIONS: dict[Handler, Operation] = {
         parameters=_SESSION,
     ),
     responses.count: Operation(body=ResponsesBody, reply=responses_bodies.InputTokens, parameters=_SESSION),
-    responses.retrieve: Operation(reply=responses_bodies.Response),
+    responses.retrieve: Operation(
+        reply=responses_bodies.Response,
+        chunk=events.Created,
+        other_chunks=get_args(events.AnyEvent)[1:],
+        parameters=(
+            Parameter("stream", "query", {"type": "boolean"}),
+            Parameter("starting_after", "query", {"type": "integer", "minimum": 0, "maximum": N_FIRST - 1}),
+        ),
+    ),
     responses.delete: Operation(reply=responses_bodies.Deleted),
-    responses.input_items: Operation(reply=responses_bodies.ItemList, parameters=_PAGE),
+    responses.input_items: Operation(reply=ListReply[dict[str, Any]], parameters=_page(1)),
     token_endpoints.apply_template: Operation(body=bodies.ChatBody, reply=reply_types.TemplateReply),
     text_completions.completions: Operation(
         body=bodies.CompletionBody, reply=reply_types.TextReply, chunk=reply_types.TextReply, parameters=_SESSION

@@ -26,6 +26,12 @@ class ChatReply(Envelope, kw_only=True):
     choices: Sequence[ChatChoice]
 
 
+class StoredChatReply(ChatReply, kw_only=True):
+    """A stored chat completion."""
+
+    metadata: dict[str, str]
+
+
 class ChatChunk(Envelope, kw_only=True):
     """An event of a streamed chat completion."""
 

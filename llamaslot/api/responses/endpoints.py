@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import re
+import asyncio
 from contextlib import closing
 
 from aiohttp import web
 
 from llamaslot.api.context import READINESS
+from llamaslot.api.generation.pages import Paging
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import json_response
-from llamaslot.api.middleware import KEYS, caller_of, given_key, valid_unicode
+from llamaslot.api.middleware import caller_of, key_namespace, valid_unicode
+from llamaslot.api.responses.replay import N_FIRST, replayed
 from llamaslot.api.responses.reply_bodies import Deleted, InputTokens
 from llamaslot.api.responses.responses import STORE_ACCESS, ResponsesReplyWriter
 from llamaslot.api.responses.store import ResponseStore, StoreAccess, StoredResponse
 from llamaslot.base.commands import JsonReply
-from llamaslot.base.errors import InvalidRequestError, NotSupportedError
+from llamaslot.base.errors import NotSupportedError
 from llamaslot.base.generation.responses import ListItems
-from llamaslot.base.namespaces import tenant_name
 
 RESPONSES = web.AppKey("RESPONSES", ResponseStore)
-_DEFAULT_LIMIT, MAX_LIMIT = 20, 100
-_IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
 
 
 async def create(request: web.Request) -> web.StreamResponse:
@@ -38,10 +37,17 @@ async def count(request: web.Request) -> web.Response:
 
 
 async def retrieve(request: web.Request) -> web.Response:
-    """Return a stored response."""
-    if request.query.get("stream") == "true":
-        raise NotSupportedError("'stream': a stored response is returned as a whole", param="stream")
-    return web.Response(body=_stored(request).body, content_type="application/json")
+    """Return a stored response, as a whole or, with `stream`, as events."""
+    body = _stored(request).body
+    if request.query.get("stream") != "true":
+        return web.Response(body=body, content_type="application/json")
+    after = request.query.get("starting_after")
+    if after is not None and after not in map(str, range(N_FIRST)):
+        message = "'starting_after': later events have other numbers than when the response was generated"
+        raise NotSupportedError(message, param="starting_after")
+    # A long response takes long to decode.
+    events = await asyncio.to_thread(replayed, body, 0 if after is None else int(after) + 1)
+    return web.Response(body=events, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
 async def delete(request: web.Request) -> web.Response:
@@ -53,17 +59,13 @@ async def delete(request: web.Request) -> web.Response:
 
 async def input_items(request: web.Request) -> web.Response:
     """Return the items that a stored response answers, those of earlier turns included."""
-    limit, order = request.query.get("limit", str(_DEFAULT_LIMIT)), request.query.get("order", "desc")
-    if not _IS_COUNT(limit) or not 1 <= int(limit) <= MAX_LIMIT:
-        raise InvalidRequestError(f"'limit' must be an integer from 1 to {MAX_LIMIT}", param="limit")
-    if order not in ("asc", "desc"):
-        raise InvalidRequestError("'order' must be asc or desc", param="order")
+    paging = Paging(request, "desc", 1)
     caller = caller_of(request)
     job = ListItems(
         tuple(_stored(request).input_lists()),
-        int(limit),
-        is_descending=order == "desc",
-        after=valid_unicode(request.query.get("after", "")),
+        paging.limit,
+        is_descending=paging.is_reversed,
+        after=valid_unicode(paging.after),
         client=caller.sender.client(caller.session_id),
     )
     reply = await request.app[READINESS].check().ask(job, JsonReply)
@@ -71,13 +73,8 @@ async def input_items(request: web.Request) -> web.Response:
 
 
 def _stored(request: web.Request) -> StoredResponse:
-    return request.app[RESPONSES].get(_namespace(request), request.match_info["response_id"])
+    return request.app[RESPONSES].get(key_namespace(request), request.match_info["response_id"])
 
 
 def _store_access(request: web.Request) -> StoreAccess:
-    return StoreAccess(request.app[RESPONSES], _namespace(request))
-
-
-def _namespace(request: web.Request) -> str:
-    """Return the namespace of the request's API key; all requests share one on a server without keys."""
-    return tenant_name(given_key(request)) if request.app[KEYS] else ""
+    return StoreAccess(request.app[RESPONSES], key_namespace(request))

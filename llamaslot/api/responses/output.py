@@ -32,6 +32,7 @@ from llamaslot.api.responses.reply_bodies import (
 from llamaslot.base.generation.responses import CallForm, ResponseFields
 from llamaslot.formats.calls import Delta, ToolCallDelta
 from llamaslot.protocol.responses.items import encoded_reasoning
+from llamaslot.protocol.responses.tools import custom_arguments
 
 _FUNCTION = CallForm()
 
@@ -216,6 +217,34 @@ class ShellArguments(msgspec.Struct):
 
 
 _KINDS = {"function": (_Function, "fc"), "custom": (_Custom, "ctc"), "local_shell": (_Shell, "lsh")}
+
+
+def item_events(item: Item, index: int) -> Iterator[ItemEvent]:
+    """Yield the events of a complete item, with all of its text in one."""
+    opened, text, probs = _opened(item, index)
+    yield from opened.begin()
+    if text:
+        yield from opened.add(text, probs)
+    yield from opened.end(item.status)
+
+
+def _opened(item: Item, index: int) -> tuple[_OpenItem, str, Sequence[Prob]]:
+    """Return a complete item as it was when it began, and what was added to it."""
+    if isinstance(item, MessageItem):
+        (part,) = item.content
+        return _Message(item.id, index), part.text, part.logprobs
+    if isinstance(item, ReasoningItem):
+        encoded = item.encrypted_content is not UNSET
+        return _Reasoning(item.id, index, encoded=encoded), item.content[0].text, ()
+    call = ToolCallDelta(0, id=item.call_id)
+    if isinstance(item, ShellCall):
+        action = item.action
+        arguments = ShellArguments(action.command, action.working_directory, action.timeout_ms)
+        return _Shell(item.id, index, call, _FUNCTION), msgspec.json.encode(arguments).decode(), ()
+    form = CallForm(name=item.name, namespace=item.namespace or "")
+    if isinstance(item, FunctionCall):
+        return _Function(item.id, index, call, form), item.arguments, ()
+    return _Custom(item.id, index, call, form), custom_arguments(item.input), ()
 
 
 class OutputItems:

@@ -176,16 +176,6 @@ class Deleted(msgspec.Struct):
     deleted: Literal[True] = True
 
 
-class ItemList(msgspec.Struct):
-    """A page of the items that a response answers."""
-
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: Literal["list"] = "list"
-
-
 class InputTokens(msgspec.Struct):
     """Length of a prompt."""
 

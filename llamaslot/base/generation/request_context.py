@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from llamaslot.base.generation.chats import ChatToStore
 from llamaslot.base.generation.responses import ResponseFields
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ParserOptions, ReasoningDefaults
@@ -73,3 +74,5 @@ class ReplyOptions(msgspec.Struct, frozen=True):
     sse_ping_interval: int | None = None
     response: ResponseFields = ResponseFields()
     """Further fields of a Responses request."""
+    chat: ChatToStore | None = None
+    """A chat that is to be stored."""

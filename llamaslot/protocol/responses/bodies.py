@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from llamaslot.base.errors import InvalidRequestError, NotSupportedError
 from llamaslot.base.generation.tools import ReasoningFormat
-from llamaslot.protocol.bodies import Count, Options
+from llamaslot.protocol.bodies import Count, Metadata, Options
 
 REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
@@ -26,10 +26,6 @@ _INCLUDES = frozenset(
     }
 )
 """Values of `include`. All but the first two are about items that no reply of this server has."""
-
-Metadata: TypeAlias = Annotated[
-    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
-]
 
 
 class ReasoningOptions(msgspec.Struct):
@@ -58,9 +54,9 @@ class TextOptions(msgspec.Struct):
 
 
 class ResponsesBody(Options, kw_only=True):
-    """`POST /v1/responses` and `POST /v1/responses/input_tokens`."""
+    """`POST /v1/responses` and `POST /v1/responses/input_tokens`; `input` may be absent, as in OpenAI's API."""
 
-    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None

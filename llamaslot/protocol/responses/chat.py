@@ -58,7 +58,7 @@ def read_request(body: ResponsesBody, earlier: EarlierItems, request_id: str) ->
     """
     refuse(body)
     is_text = isinstance(body.input, str)
-    given: Sequence[Item] = body.input if isinstance(body.input, list) else [_user(body.input)]
+    given: Sequence[Item] = [_user(body.input)] if isinstance(body.input, str) else body.input or []
     items = [_referenced(item, index, earlier) for index, item in enumerate(given)]
     turns = Turns()
     if body.instructions:
@@ -68,6 +68,9 @@ def read_request(body: ResponsesBody, earlier: EarlierItems, request_id: str) ->
             turns.add(each, "previous_response_id")
     for index, item in enumerate(items):
         turns.add(item, "input" if is_text else f"input[{index}]")
+    if not items and not earlier.history:
+        # Templates need a message.
+        turns.add(_user(""), "input")
     toolbox = Toolbox(body.tools or ())
     store = body.store is not False
     fields = ResponseFields(

@@ -1,0 +1,91 @@
+"""Store of chat completions, in memory, with a limit of their number and one of their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from llamaslot.api.json_bodies import encode
+from llamaslot.base.errors import NotFoundError
+
+
+@dataclass(slots=True)
+class StoredChat:
+    """A chat completion, with the messages that it answers."""
+
+    id: str
+    model: str
+    reply: bytes
+    """As it was returned, a JSON object."""
+    messages: bytes
+    """A JSON list; each message has an id."""
+    metadata: Mapping[str, str]
+
+    @property
+    def body(self) -> bytes:
+        """The completion with its metadata, a JSON object."""
+        return self.reply[:-1] + b',"metadata":' + encode(self.metadata) + b"}"
+
+    @property
+    def size(self) -> int:
+        """Bytes that are kept of it."""
+        return (
+            len(self.reply) + len(self.messages) + sum(len(key) + len(self.metadata[key]) for key in self.metadata)
+        )
+
+
+class ChatStore:
+    """Chat completions by namespace and id; the oldest are evicted."""
+
+    def __init__(self, *, max_chats: int, max_bytes: int) -> None:
+        self._max_chats = max_chats
+        self._max_bytes = max_bytes
+        self._chats: dict[tuple[str, str], StoredChat] = {}
+        """In the order in which they were stored."""
+        self._n_bytes = 0
+
+    def put(self, namespace: str, chat: StoredChat) -> None:
+        """Store a completion, unless it is too large, and evict others for it."""
+        if not self._max_chats or chat.size > self._max_bytes:
+            return
+        while len(self._chats) >= self._max_chats or self._n_bytes + chat.size > self._max_bytes:
+            self._drop(next(iter(self._chats)))
+        self._chats[namespace, chat.id] = chat
+        self._n_bytes += chat.size
+
+    def get(self, namespace: str, chat_id: str) -> StoredChat:
+        """Return a completion; raises `NotFoundError`."""
+        try:
+            return self._chats[namespace, chat_id]
+        except KeyError:
+            raise NotFoundError(
+                f"there is no chat completion '{chat_id}': it was not stored ('store': true), was deleted, or was "
+                "evicted (--max-stored-responses, --max-stored-responses-mb)"
+            ) from None
+
+    def all_of(self, namespace: str) -> Iterator[StoredChat]:
+        """Yield all completions of a namespace, the oldest first."""
+        return (chat for (owner, _), chat in self._chats.items() if owner == namespace)
+
+    def update(self, namespace: str, chat_id: str, metadata: Mapping[str, str]) -> StoredChat:
+        """Replace the metadata of a completion, and return it; raises `NotFoundError`."""
+        chat = self.get(namespace, chat_id)
+        self._n_bytes -= chat.size
+        chat.metadata = metadata
+        self._n_bytes += chat.size
+        while self._n_bytes > self._max_bytes:
+            self._drop(next(iter(self._chats)))
+        return chat
+
+    def delete(self, namespace: str, chat_id: str) -> None:
+        """Delete a completion; raises `NotFoundError`."""
+        self.get(namespace, chat_id)
+        self._drop((namespace, chat_id))
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        self._n_bytes -= self._chats.pop(key).size
+
+
+CHATS = web.AppKey("CHATS", ChatStore)

@@ -1,0 +1,77 @@
+"""The endpoints of stored chat completions, which are found with the API key that made them only."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+
+from llamaslot.api.completions.chat_store import CHATS, StoredChat
+from llamaslot.api.generation.pages import ListReply, Paging
+from llamaslot.api.json_bodies import json_response, read
+from llamaslot.api.middleware import key_namespace
+from llamaslot.protocol.bodies import StoredChatBody
+
+_FILTER = "metadata["
+
+
+class ChatDeleted(msgspec.Struct):
+    """Result of deleting a completion."""
+
+    id: str
+    object: Literal["chat.completion.deleted"] = "chat.completion.deleted"
+    deleted: Literal[True] = True
+
+
+async def list_chats(request: web.Request) -> web.Response:
+    """Return the stored chat completions, those of a `model` or with some `metadata` only if that is asked for."""
+    paging, model = Paging(request, "asc", 0), request.query.get("model")
+    wanted = [
+        (name.removeprefix(_FILTER).removesuffix("]"), value)
+        for name, value in request.query.items()
+        if name.startswith(_FILTER)
+    ]
+    chats = [
+        chat
+        for chat in request.app[CHATS].all_of(key_namespace(request))
+        if model in (None, chat.model) and all(chat.metadata.get(name) == value for name, value in wanted)
+    ]
+    page = paging.page(chats, lambda chat: chat.id)
+    bodies = [msgspec.Raw(chat.body) for chat in page.data]
+    return json_response(ListReply(bodies, page.first_id, page.last_id, page.has_more))
+
+
+async def retrieve(request: web.Request) -> web.Response:
+    """Return a stored chat completion."""
+    return _body_of(request.app[CHATS].get(*_key(request)))
+
+
+async def update(request: web.Request) -> web.Response:
+    """Replace the metadata of a stored chat completion."""
+    body = await read(request, StoredChatBody)
+    return _body_of(request.app[CHATS].update(*_key(request), body.metadata or {}))
+
+
+async def delete(request: web.Request) -> web.Response:
+    """Delete a stored chat completion."""
+    namespace, chat_id = _key(request)
+    request.app[CHATS].delete(namespace, chat_id)
+    return json_response(ChatDeleted(chat_id))
+
+
+async def list_messages(request: web.Request) -> web.Response:
+    """Return the messages that a stored chat completion answers."""
+    paging, chat = Paging(request, "asc", 0), request.app[CHATS].get(*_key(request))
+    # A long conversation takes long to decode.
+    messages: list[dict[str, Any]] = await asyncio.to_thread(msgspec.json.decode, chat.messages)
+    return json_response(paging.page(messages, lambda message: str(message["id"])))
+
+
+def _key(request: web.Request) -> tuple[str, str]:
+    return key_namespace(request), request.match_info["completion_id"]
+
+
+def _body_of(chat: StoredChat) -> web.Response:
+    return web.Response(body=chat.body, content_type="application/json")
