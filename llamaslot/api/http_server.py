@@ -33,7 +33,7 @@ from llamaslot.api.middleware import ACCESS, KEYS, add_headers, admit, identify
 from llamaslot.api.openapi.document import OPENAPI, PATH, OpenApi, openapi
 from llamaslot.api.responses import endpoints as responses
 from llamaslot.api.responses.endpoints import RESPONSES
-from llamaslot.api.responses.responses import LLAMA_SERVER_PATH
+from llamaslot.api.responses.responses import LLAMA_SERVER_PATH, RUNNING
 from llamaslot.api.responses.store import ResponseStore
 from llamaslot.base.errors import ConfigError
 
@@ -60,6 +60,8 @@ ROUTES = (
     ("POST", LLAMA_SERVER_PATH, responses.create, Access.USER),
     ("POST", "/v1/responses", responses.create, Access.USER),
     ("POST", "/v1/responses/input_tokens", responses.count, Access.USER),
+    ("POST", "/v1/responses/compact", responses.compact, Access.USER),
+    ("POST", "/v1/responses/{response_id}/cancel", responses.cancel, Access.USER),
     ("GET", "/v1/responses/{response_id}", responses.retrieve, Access.USER),
     ("DELETE", "/v1/responses/{response_id}", responses.delete, Access.USER),
     ("GET", "/v1/responses/{response_id}/input_items", responses.input_items, Access.USER),
@@ -98,6 +100,7 @@ def create_app(settings: ApiSettings) -> web.Application:
     app[RESPONSES] = ResponseStore(
         max_responses=settings.max_stored_responses, max_bytes=settings.max_stored_responses_bytes
     )
+    app[RUNNING] = {}
     app[CHATS] = ChatStore(max_chats=settings.max_stored_responses, max_bytes=settings.max_stored_responses_bytes)
     app[READINESS] = Readiness()
     app[OPENAPI] = OpenApi(ROUTES)

@@ -22,7 +22,7 @@ from llamaslot.base.text_records import TextRecord
 N_SEEDS = 2**32 - 1
 """Seeds are 32 bits wide; the highest one means "random" to llama.cpp and is never passed on."""
 
-BodyKind: TypeAlias = Literal["chat", "responses", "messages", "text", "native", "infill", "probe"]
+BodyKind: TypeAlias = Literal["chat", "responses", "compact", "messages", "text", "native", "infill", "probe"]
 SlotVerb: TypeAlias = Literal["save", "restore", "erase"]
 
 

@@ -100,7 +100,7 @@ class RequestReader:
         match job.kind:
             case "chat":
                 return self._chat(decode(job.body, ChatBody), job)
-            case "responses":
+            case "responses" | "compact":
                 return self._response(job)
             case "messages":
                 return self._messages(job)
@@ -191,7 +191,8 @@ class RequestReader:
         if missing is not None:
             return ParsedBody((), ReplyOptions(), missing)
         unique_id = job.context.request_id.partition("_")[2]
-        request = responses.read_request(body, job.earlier or EarlierItems(), unique_id)
+        read = responses.read_request if job.kind == "responses" else responses.read_compaction
+        request = read(body, job.earlier or EarlierItems(), unique_id)
         try:
             # What tools have beside that which is in the prompt.
             self._check_size((TextPart(request.fields.echo.decode()),))

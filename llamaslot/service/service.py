@@ -197,7 +197,7 @@ class Service:
         client = submits[0].client
         self.check_capacity(sum(submit.n for submit in submits), client)
         completions = [completion for submit in submits for completion in submit.completions()]
-        generations = Generations(completions, self._cancel)
+        generations = Generations(completions, self.cancel)
         self._generations |= {each.submit.request_id: each for each in generations.all}
         self._n_of_client[client] += len(completions)
         if deadline is not None:
@@ -267,9 +267,10 @@ class Service:
     def _expire(self, request_id: str) -> None:
         """End a request at its deadline: it fails once the engine has freed its slot."""
         self._expired.add(request_id)
-        self._cancel(request_id)
+        self.cancel(request_id)
 
-    def _cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str) -> None:
+        """Cancel a completion, if it runs or waits: it fails."""
         if request_id in self._generations:
             self.send(Cancel(request_id))
 

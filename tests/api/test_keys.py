@@ -38,6 +38,8 @@ ROUTES = {
         ("POST", "/responses"),
         ("POST", "/v1/responses"),
         ("POST", "/v1/responses/input_tokens"),
+        ("POST", "/v1/responses/compact"),
+        ("POST", "/v1/responses/{response_id}/cancel"),
         ("GET", "/v1/responses/{response_id}"),
         ("DELETE", "/v1/responses/{response_id}"),
         ("GET", "/v1/responses/{response_id}/input_items"),

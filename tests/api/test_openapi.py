@@ -71,6 +71,8 @@ REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
     ("POST", "/infill", {}, {"prompt": "x"}),
     *[("POST", "/v1/responses", {}, {**RESPONSE, **more}) for more in ({}, SCORED, {"n": 2}, RESPONSE_FIELDS)],
     ("POST", "/v1/responses/input_tokens", {}, {"input": "Hello"}),
+    ("POST", "/v1/responses/compact", {}, {"input": "Hello", "max_output_tokens": 3}),
+    ("POST", f"{STORED}/cancel", {}, None),
     ("GET", STORED, {}, None),
     ("GET", STORED, {"": "?stream=true"}, None),
     ("GET", f"{STORED}/input_items", {}, None),

@@ -15,6 +15,7 @@ from llamaslot.api.responses.endpoints import RESPONSES as STORE
 from llamaslot.api.responses.store import ResponseStore, StoreAccess, StoredResponse
 from llamaslot.base.errors import NotFoundError
 from llamaslot.base.generation.responses import References
+from llamaslot.protocol.responses.items import decoded_reasoning
 from tests.api.response_events import RESPONSES, events_of, put_together, text_of
 from tests.api.test_tools import CALL, PARAMETERS, served
 from tests.fake_backend import FakeBackend
@@ -135,6 +136,58 @@ async def stored_events(server: Any, path: str, **query: str) -> list[dict[str, 
     async with server.session.get(server.url + path, params={"stream": "true", **query}) as response:
         assert (response.status, response.content_type) == (200, "text/event-stream")
         return [json.loads(block.split("data: ")[1]) for block in (await response.text()).split("\n\n")[:-1]]
+
+
+async def test_a_conversation_is_made_short(start: Any) -> None:
+    texts = (CALL, "<think>\nHm.\n</think>\n\nIt was sunny.", "Short.")
+    server = await served(start, "hermes-thinking", *texts)
+    first = await server.ok(RESPONSES, {"input": "The weather?", "tools": [WEATHER]})
+    result = {"type": "function_call_output", "call_id": first["output"][0]["call_id"], "output": "sunny"}
+    asked = {"input": [result], "previous_response_id": first["id"], "tools": [WEATHER]}
+    counted = (await server.ok(f"{RESPONSES}/input_tokens", asked))["input_tokens"]
+    short = await server.ok(f"{RESPONSES}/compact", asked)
+    (item,) = short["output"]
+    assert (short["object"], item["type"]) == ("response.compaction", "compaction")
+    assert short["usage"]["input_tokens"] > counted
+    assert short["cache"]["cells"] >= len("user: The weather?\n"), "the prefix is that of the conversation"
+    assert (await server.get(f"{RESPONSES}/{short['id']}"))[0] == 404, "it is not stored"
+    question = {"role": "user", "content": "And now?"}
+    shown = await server.ok("/v1/chat/completions/input_tokens", {"messages": [written("The weather?"), question]})
+    count = await server.ok(f"{RESPONSES}/input_tokens", {"input": [item, question]})
+    assert count == {"input_tokens": shown["input_tokens"], "object": "response.input_tokens"}
+    again = await server.ok(f"{RESPONSES}/compact", {"input": [item, question]})
+    content = json.loads(decoded_reasoning(again["output"][0]["encrypted_content"]))
+    assert content == {"user": ["The weather?", "And now?"], "summary": "Short."}
+    for body, param in (
+        ({"input": [{"type": "compaction", "encrypted_content": "theirs"}]}, "input[0].encrypted_content"),
+        ({"input": "x", "stream": True}, "stream"),
+    ):
+        status, reply = await server.post(f"{RESPONSES}/compact", body)
+        assert (status, reply["error"]["param"]) == (400, param)
+
+
+def written(text: str) -> dict[str, str]:
+    """The message that stands for a conversation with one text of the user."""
+    content = f"What I wrote before:\n<message>\n{text}\n</message>\n\nA summary of our conversation until now:\n"
+    return {"role": "user", "content": f"{content}It was sunny."}
+
+
+async def test_a_running_response_is_cancelled_by_its_id(start: Any) -> None:
+    server = await start(backend=FakeBackend(n_ctx=60_000), api_keys=("one", "two"))
+    mine, other = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    body = {"input": "x", "ignore_eos": True, "stream": True}
+    async with server.session.post(server.url + RESPONSES, json=body, headers=mine) as response:
+        line = await response.content.readuntil(b"\n\n")
+        created = json.loads(line.split(b"data: ")[1])["response"]
+        path = f"{RESPONSES}/{created['id']}/cancel"
+        assert (await server.post(path, {}, headers=other))[0] == 404
+        status, reply = await server.post(path, {}, headers=mine)
+        assert (status, reply) == (200, {**created, "status": "cancelled"})
+        assert b"response.failed" in await response.content.read()
+    assert (await server.post(path, {}, headers=mine))[0] == 404, "it is not stored"
+    assert (await server.idle()).n_queued == 0
+    _, ended = await server.post(RESPONSES, {"input": "x", **SHORT}, headers=mine)
+    assert await server.post(f"{RESPONSES}/{ended['id']}/cancel", {}, headers=mine) == (200, ended)
 
 
 async def test_without_input_a_response_is_continued(start: Any) -> None:

@@ -19,6 +19,7 @@ from llamaslot.api.openapi import reply_types
 from llamaslot.api.responses import endpoints as responses
 from llamaslot.api.responses import events
 from llamaslot.api.responses import reply_bodies as responses_bodies
+from llamaslot.api.responses.compaction import Compaction
 from llamaslot.api.responses.replay import N_FIRST
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.stats import CacheProbe, CacheState
@@ -126,6 +127,8 @@ OPERATIONS: dict[Handler, Operation] = {
         other_chunks=get_args(events.AnyEvent)[1:],
         parameters=_SESSION,
     ),
+    responses.compact: Operation(body=ResponsesBody, reply=Compaction, parameters=_SESSION),
+    responses.cancel: Operation(reply=responses_bodies.Response),
     responses.count: Operation(body=ResponsesBody, reply=responses_bodies.InputTokens, parameters=_SESSION),
     responses.retrieve: Operation(
         reply=responses_bodies.Response,

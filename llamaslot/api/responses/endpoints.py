@@ -7,16 +7,17 @@ from contextlib import closing
 
 from aiohttp import web
 
-from llamaslot.api.context import READINESS
+from llamaslot.api.context import READINESS, UNIQUE_ID
 from llamaslot.api.generation.pages import Paging
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import json_response
 from llamaslot.api.middleware import caller_of, key_namespace, valid_unicode
+from llamaslot.api.responses.compaction import CompactionWriter
 from llamaslot.api.responses.replay import N_FIRST, replayed
 from llamaslot.api.responses.reply_bodies import Deleted, InputTokens
-from llamaslot.api.responses.responses import STORE_ACCESS, ResponsesReplyWriter
+from llamaslot.api.responses.responses import RUNNING, STORE_ACCESS, ResponsesReplyWriter
 from llamaslot.api.responses.store import ResponseStore, StoreAccess, StoredResponse
-from llamaslot.base.commands import JsonReply
+from llamaslot.base.commands import BodyKind, JsonReply
 from llamaslot.base.errors import NotSupportedError
 from llamaslot.base.generation.responses import ListItems
 
@@ -25,9 +26,34 @@ RESPONSES = web.AppKey("RESPONSES", ResponseStore)
 
 async def create(request: web.Request) -> web.StreamResponse:
     """Reply to text or items, and store the response unless `store` is false."""
+    return await _complete(request, "responses", ResponsesReplyWriter)
+
+
+async def compact(request: web.Request) -> web.StreamResponse:
+    """Return an item that stands for a conversation, with a summary of it."""
+    return await _complete(request, "compact", CompactionWriter)
+
+
+async def cancel(request: web.Request) -> web.Response:
+    """Cancel a response that runs, for its client too; return one that has ended as it is."""
+    service, key = request.app[READINESS].check(), (key_namespace(request), request.match_info["response_id"])
+    running = request.app[RUNNING].get(key)
+    if running is None:
+        return web.Response(body=_stored(request).body, content_type="application/json")
+    service.cancel(running.id)
+    return json_response(running.cancelled())
+
+
+async def _complete(
+    request: web.Request, kind: BodyKind, writer_type: type[ResponsesReplyWriter]
+) -> web.StreamResponse:
+    key = (key_namespace(request), writer_type.id_prefix + request[UNIQUE_ID])
     with closing(_store_access(request)) as access:
         request[STORE_ACCESS] = access
-        return await complete(request, "responses", ResponsesReplyWriter, access.find)
+        try:
+            return await complete(request, kind, writer_type, access.find)
+        finally:
+            request.app[RUNNING].pop(key, None)
 
 
 async def count(request: web.Request) -> web.Response:

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 from llamaslot.api.generation.logprobs import Prob
 from llamaslot.api.generation.reply_stats import CacheUse, Timings
 
-Status: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed"]
+Status: TypeAlias = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
@@ -85,6 +85,13 @@ class ShellCall(_Item, kw_only=True, tag="local_shell_call"):
 
     call_id: str
     action: ShellAction = msgspec.field(default_factory=ShellAction)
+
+
+class CompactionItem(msgspec.Struct, kw_only=True, tag_field="type", tag="compaction"):
+    """An item that stands for a conversation; the content is encoded, and no secret."""
+
+    id: str
+    encrypted_content: str
 
 
 Item: TypeAlias = MessageItem | ReasoningItem | FunctionCall | CustomCall | ShellCall

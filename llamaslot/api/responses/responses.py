@@ -15,6 +15,7 @@ from llamaslot.api.generation.reply_stats import PromptProgress, stats_of, timin
 from llamaslot.api.generation.reply_stats import usage as chat_usage
 from llamaslot.api.generation.reply_writer import ReplyContext, ReplyWriter
 from llamaslot.api.json_bodies import encode
+from llamaslot.api.middleware import key_namespace
 from llamaslot.api.responses import events
 from llamaslot.api.responses.output import OutputItems
 from llamaslot.api.responses.reply_bodies import (
@@ -63,6 +64,16 @@ class ResponsesReplyWriter(ReplyWriter):
         self._pending: list[Prob] = []
         """Probabilities of tokens of which it is open to which item they belong."""
         self._n_events = 0
+        reply.request.app[RUNNING][key_namespace(reply.request), reply.id] = self
+
+    @property
+    def id(self) -> str:
+        """The id of the response, and of its completion."""
+        return self._reply.id
+
+    def cancelled(self) -> Any:
+        """Return the response as one that was cancelled."""
+        return self._response("cancelled")
 
     def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
         """Yield the beginning once, then the events of each item, then the end."""
@@ -187,6 +198,10 @@ class ResponsesReplyWriter(ReplyWriter):
         event.sequence_number = self._n_events
         self._n_events += 1
         return typed_event(event)
+
+
+RUNNING = web.AppKey("RUNNING", dict[tuple[str, str], ResponsesReplyWriter])
+"""Responses that are being generated, by the namespace of their API key and their id."""
 
 
 class _TokenTexts:

@@ -29,6 +29,8 @@ class ResponseFields(msgspec.Struct, frozen=True):
     store: bool = True
     previous: str = ""
     """Id of the response that this one continues."""
+    user_texts: tuple[str, ...] = ()
+    """All that the user wrote, for a compaction."""
     returns_reasoning: bool = False
     """Reasoning items have `encrypted_content`."""
     forms: Mapping[str, CallForm] = {}

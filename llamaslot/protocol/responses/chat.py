@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from llamaslot.base.errors import InvalidRequestError
+from llamaslot.base.errors import InvalidRequestError, NotSupportedError
 from llamaslot.base.generation.responses import EarlierItems, References, ResponseFields
 from llamaslot.protocol.bodies import ChatBody, options_of
 from llamaslot.protocol.decoding import FieldNames, whole
@@ -32,6 +32,11 @@ _FIELD_NAMES: FieldNames = (
     (r"\bmax_tokens\b", "max_output_tokens"),
 )
 """Those of all requests."""
+SUMMARIZE = (
+    "Summarize our conversation so far, for a reader who continues it and has not seen it: what was asked, what "
+    "was found and done, names and values that matter, and what is still to be done. Answer with the summary alone."
+)
+"""Request of a compaction, behind the conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,35 @@ def read_request(body: ResponsesBody, earlier: EarlierItems, request_id: str) ->
     New items get ids that are made of `request_id`.
     """
     refuse(body)
+    items, turns = _items_and_turns(body, earlier)
+    toolbox = Toolbox(body.tools or ())
+    store = body.store is not False
+    fields = ResponseFields(
+        echo=msgspec.json.encode(_echo(body, toolbox)),
+        input=msgspec.json.encode(with_ids(items, request_id)) if store else b"[]",
+        store=store,
+        previous=body.previous_response_id or "",
+        returns_reasoning=REASONING in (body.include or ()),
+        forms=toolbox.forms,
+    )
+    return _request(body, turns, toolbox, fields)
+
+
+def read_compaction(body: ResponsesBody, earlier: EarlierItems, request_id: str) -> ResponsesRequest:
+    """Read a body that asks for a summary of its conversation; raises `InvalidRequestError`."""
+    refuse(body)
+    if body.stream:
+        raise NotSupportedError("'stream': a compaction is returned as a whole", param="stream")
+    _, turns = _items_and_turns(body, earlier)
+    fields = ResponseFields(store=False, user_texts=tuple(turns.user_texts))
+    turns.add(_user(SUMMARIZE), "input")
+    request = _request(body, turns, Toolbox(body.tools or ()), fields)
+    request.chat.tool_choice = "none"
+    return request
+
+
+def _items_and_turns(body: ResponsesBody, earlier: EarlierItems) -> tuple[list[Item], Turns]:
+    """Return the items of a request, and the messages of its whole conversation."""
     is_text = isinstance(body.input, str)
     given: Sequence[Item] = [_user(body.input)] if isinstance(body.input, str) else body.input or []
     items = [_referenced(item, index, earlier) for index, item in enumerate(given)]
@@ -71,16 +105,10 @@ def read_request(body: ResponsesBody, earlier: EarlierItems, request_id: str) ->
     if not items and not earlier.history:
         # Templates need a message.
         turns.add(_user(""), "input")
-    toolbox = Toolbox(body.tools or ())
-    store = body.store is not False
-    fields = ResponseFields(
-        echo=msgspec.json.encode(_echo(body, toolbox)),
-        input=msgspec.json.encode(with_ids(items, request_id)) if store else b"[]",
-        store=store,
-        previous=body.previous_response_id or "",
-        returns_reasoning=REASONING in (body.include or ()),
-        forms=toolbox.forms,
-    )
+    return items, turns
+
+
+def _request(body: ResponsesBody, turns: Turns, toolbox: Toolbox, fields: ResponseFields) -> ResponsesRequest:
     tool_names = [(rf"tools\[{i}\]\.function", place) for i, place in enumerate(toolbox.places)]
     return ResponsesRequest(_chat(body, turns.messages(), toolbox), fields, (*tool_names, *_FIELD_NAMES))
 

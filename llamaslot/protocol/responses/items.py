@@ -40,6 +40,20 @@ def decoded_reasoning(text: object) -> str:
         return ""
 
 
+def encoded_compaction(user_texts: Iterable[str], summary: str) -> str:
+    """Return a conversation as the `encrypted_content` of the item that stands for it."""
+    return encoded_reasoning(json.dumps({"user": list(user_texts), "summary": summary}, ensure_ascii=False))
+
+
+def _compaction(item: Item, where: str) -> tuple[list[str], str]:
+    """Return what the user wrote in a conversation, and its summary."""
+    try:
+        content = json.loads(decoded_reasoning(item.get("encrypted_content")))
+        return [str(text) for text in content["user"]], str(content["summary"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        refuse_field(f"{where}.encrypted_content", "must be what this server returned")
+
+
 def with_ids(items: Iterable[Item], new_id: str) -> list[Item]:
     """Return items as the API lists them: each has a type and an id, which begins with `new_id` if it is new."""
     found: list[Item] = []
@@ -65,6 +79,8 @@ class Turns:
         self._messages: list[Message] = []
         self._instructions: list[str] = []
         """Texts of the system message at the beginning, of which most templates read one only."""
+        self.user_texts: list[str] = []
+        """All that the user wrote, before compactions too."""
         self._is_open = False
         """True if the last message is a turn of the assistant that may continue."""
 
@@ -91,6 +107,8 @@ class Turns:
                 self._add_call(item, LOCAL_SHELL, _shell_arguments(item, where), where)
             case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
                 self._add_output(item, where)
+            case "compaction" | "compaction_summary":
+                self._add_compaction(item, where)
             case _:
                 message = f"'{where}' is of type '{kind}', which this server does not know"
                 raise NotSupportedError(message, param=where)
@@ -105,6 +123,8 @@ class Turns:
             turn["content"] = content
             return
         self._is_open = False
+        if role == "user":
+            self.user_texts.append(joined(content, "\n"))
         if role in _SYSTEM and len(self._messages) == min(len(self._instructions), 1):
             self._instructions.append(joined(content, "\n"))
             if self._messages:
@@ -127,6 +147,14 @@ class Turns:
         self._is_open = False
         content = _content(item.get("output"), f"{where}.output")
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def _add_compaction(self, item: Item, where: str) -> None:
+        user_texts, summary = _compaction(item, where)
+        self._is_open = False
+        self.user_texts += user_texts
+        written = "".join(f"<message>\n{text}\n</message>\n" for text in user_texts)
+        content = f"What I wrote before:\n{written}\nA summary of our conversation until now:\n{summary}"
+        self._messages.append({"role": "user", "content": content})
 
     def _turn(self, *, fits: Callable[[Message], bool]) -> Message:
         """Return the assistant's turn that an item belongs to: the open one if it `fits`, else a new one."""

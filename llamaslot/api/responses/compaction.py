@@ -1,0 +1,53 @@
+"""`POST /v1/responses/compact`: an item that stands for a conversation, with a summary by the model.
+
+The summary is asked for behind the conversation, whose prefix is in the cache already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from llamaslot.api.generation.reply_stats import CacheUse, Timings, stats_of
+from llamaslot.api.responses.reply_bodies import CompactionItem, ResponseUsage
+from llamaslot.api.responses.responses import ResponsesReplyWriter
+from llamaslot.base.errors import ServerError
+from llamaslot.base.events import Finished, Output
+from llamaslot.protocol.responses.items import encoded_compaction
+from llamaslot.service.generations import Generation
+
+
+class Compaction(msgspec.Struct, kw_only=True):
+    """A conversation that was made short."""
+
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    output: list[CompactionItem]
+    usage: ResponseUsage
+    timings: Timings
+    cache: CacheUse
+
+
+class CompactionWriter(ResponsesReplyWriter):
+    """One item: what the user wrote, word for word, and a summary of the rest."""
+
+    def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
+        """Raise an error: a request for a stream was refused."""
+        raise ServerError("a compaction is not streamed")
+
+    def whole(self) -> Any:
+        """Return the compaction."""
+        end = self._generation.end
+        self._message.push(self._generation.text, is_last=True)
+        content = encoded_compaction(self._fields.user_texts, self._message.content.strip())
+        item_id = self._reply.id.replace(self.id_prefix, "cmp_", 1)
+        return Compaction(
+            id=self._reply.id,
+            created_at=self._reply.created,
+            output=[CompactionItem(id=item_id, encrypted_content=content)],
+            usage=self._usage(),
+            **stats_of([end.progress]),
+        )
