@@ -15,7 +15,7 @@ SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTH
 # Hundreds of processes are started here: each would compile every module that it imports, which takes over a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help serve setup test test-slow check audit bench bench-peers bench-publish eval-demo size clean setup-dev setup-bench fuzz setup-fuzz soak
+.PHONY: help serve setup test test-slow check audit bench bench-peers bench-publish eval-demo size clean setup-dev setup-bench fuzz setup-fuzz soak test-clients
 
 help: ## list the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,9 @@ test-slow: setup-dev ## all tests, the random ones 20 times as long
 
 fuzz: setup-fuzz ## 10,000 mutated bodies, files, templates and messages, and schemathesis: a quarter of an hour
 	LLAMASLOT_TESTS=long $(BIN)/python -m pytest tests/fuzz tests/processes/test_channel.py $(ARGS)
+
+test-clients: setup ## other projects' clients against a server, each in an environment of its own: ARGS="litellm llm"
+	$(BIN)/python .ci/clients.py $(ARGS)
 
 check: setup-dev ## ruff, mypy and the import contracts
 	@$(CHECKS)
@@ -62,7 +65,7 @@ size: setup-dev ## code lines and modules of the package, and its size limits
 	$(BIN)/python -m bench size $(ARGS)
 
 clean: ## remove .venv and everything generated; built wheels stay in the cache (docs/install.md)
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find llamaslot tests bench .ci -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup-fuzz:
