@@ -54,7 +54,8 @@ class LlamaslotTests(ChatModelIntegrationTests):
         self.extra = QUOTES if "structured" in name or "json" in name else {}
         if name == "test_json_mode":
             self.extra = {**QUOTES, "json_schema": JOKE}
-        return self.chat_model_class(**{**self.standard_chat_model_params, **self.chat_model_params})
+        more = getattr(request, "param", None) or {}
+        return self.chat_model_class(**{**self.standard_chat_model_params, **self.chat_model_params, **more})
 
     @property
     def supports_model_override(self) -> bool:
