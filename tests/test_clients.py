@@ -53,7 +53,8 @@ def test_the_versions_in_the_document_are_those_that_are_installed(clients: Modu
 
 
 def test_every_exception_is_in_the_document_with_its_reason() -> None:
-    rows = re.findall(r"^\| `[^|]+ \| (\d+) \| (.+) \|$", DOCUMENT, re.MULTILINE)
+    tables, _, _ = DOCUMENT.partition("## langchain-tests")
+    rows = re.findall(r"^\| `[^|]+ \| (\d+) \| (.+) \|$", tables, re.MULTILINE)
     assert sorted(why for _, why in rows) == sorted(why for _, why in EXCEPTIONS)
     total = re.search(r"^\| all \| (\d+) \| (\d+) \| (\d+) \|$", DOCUMENT, re.MULTILINE)
     assert total is not None
