@@ -41,7 +41,6 @@ def of_blocks(*blocks: dict[str, Any]) -> dict[str, Any]:
         (CHAT, {"messages": [HELLO], "tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0]"),
         (CHAT, {"messages": [HELLO, {**ASKED, "tool_calls": [{"type": "custom"}]}]}, "messages[1].tool_calls[0]"),
         (CHAT, {"messages": [HELLO], "modalities": ["text", "audio"]}, "modalities"),
-        (CHAT, {"messages": [HELLO], "web_search_options": {}}, "web_search_options"),
         (RESPONSES, of_items({"role": "user", "content": [{"type": "input_image"}]}), "input[1].content[0]"),
         (RESPONSES, of_items({"role": "user", "content": [{"type": "input_file"}]}), "input[1].content[0]"),
         *[
@@ -58,7 +57,7 @@ def of_blocks(*blocks: dict[str, Any]) -> dict[str, Any]:
                 *("tool_search_call", "tool_search_output", "web_search_call", "file_search_call", "computer_call"),
                 *("computer_call_output", "code_interpreter_call", "image_generation_call", "mcp_list_tools"),
                 *("mcp_call", "mcp_approval_request", "mcp_approval_response", "shell_call", "shell_call_output"),
-                *("apply_patch_call", "apply_patch_call_output", "compaction"),
+                *("apply_patch_call", "apply_patch_call_output"),
             )
         ],
         *[

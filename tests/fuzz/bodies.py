@@ -128,6 +128,9 @@ VALID: dict[str, list[dict[str, Any]]] = {
     "/cache/clear": [{}],
     "/cache/probe": [{"prompt": "Hello"}, {"messages": [{"role": "user", "content": "Hello"}]}, _CHAT],
     "/v1/responses/{response_id}": [{}],
+    "/v1/responses/{response_id}/cancel": [{}],
+    "/v1/responses/compact": [_RESPONSES],
+    "/v1/chat/completions/{completion_id}": [{"metadata": {"a": "b"}}],
     "/v1/responses/{response_id}/input_items": [{}],
 }  # fmt: skip
 """Valid bodies by the path in the route table, one path for each handler."""

@@ -41,7 +41,7 @@ async def cancel(request: web.Request) -> web.Response:
     if running is None:
         return web.Response(body=_stored(request).body, content_type="application/json")
     service.cancel(running.id)
-    return json_response(running.cancelled())
+    return web.Response(body=running.cancelled(), content_type="application/json")
 
 
 async def _complete(

@@ -71,9 +71,9 @@ class ResponsesReplyWriter(ReplyWriter):
         """The id of the response, and of its completion."""
         return self._reply.id
 
-    def cancelled(self) -> Any:
-        """Return the response as one that was cancelled."""
-        return self._response("cancelled")
+    def cancelled(self) -> bytes:
+        """Return the JSON of the response as one that was cancelled."""
+        return b"".join(self._response("cancelled"))
 
     def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
         """Yield the beginning once, then the events of each item, then the end."""
