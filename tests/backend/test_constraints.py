@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import llama_cpp
 import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from bench import synthetic
 from llamaslot import demo
 from llamaslot.backend.constraints import compiler as compiling
 from llamaslot.backend.constraints.compiler import ConstraintCompiler
@@ -343,6 +345,41 @@ def test_long_forced_texts_are_tokenized_in_parts(vocab: LlamaVocab) -> None:
     tokens = matcher.forced()
     assert json.loads(text_of([quote, *tokens[:-1]], vocab)) == text
     assert len(text.encode()) > 4096
+    compiler.close()
+
+
+class TaggedWriter(gguf.GGUFWriter):
+    """Makes the last token of a vocabulary an added tag, as Qwen3 and others have it."""
+
+    def add_token_list(self, tokens: Any) -> None:
+        super().add_token_list([*tokens[:-1], "<tool_call>"])
+
+    def add_token_types(self, types: Any) -> None:
+        super().add_token_types([*types[:-1], gguf.TokenType.USER_DEFINED])
+
+    def add_token_merges(self, merges: Any) -> None:
+        super().add_token_merges([merge for merge in merges if merge != merges[-1]])
+
+
+def test_texts_with_added_tags_are_forced_without_the_tags_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp finds the token of `<tool_call>` in any text, and a grammar's text does not allow it."""
+    monkeypatch.setattr(gguf, "GGUFWriter", TaggedWriter)
+    vocab = LlamaVocab.load(synthetic.ensure("tiny", folder=tmp_path))
+    assert list(vocab.added_tags) == ["<tool_call>"]
+    tag = vocab.added_tags["<tool_call>"]
+    tokenizer = ConstraintTokenizer(vocab)
+    compiler = ConstraintCompiler(lambda: tokenizer.make(tuple(vocab.eog)), n_vocab=vocab.n_tokens, eog=[0])
+    lark = gbnf_to_lark(r'root ::= "<tool_call>\nA" [ab] "</tool_call> of <tool_call>"', "grammar", lambda _: None)
+    matcher = compiler.compile(of_lark(lark)).matcher()
+    first = min(allowed(matcher.mask(), vocab.n_tokens), key=lambda token: len(vocab.piece(token)))
+    matcher.accept(first)
+    tokens = [first, *matcher.forced()]
+    assert text_of(tokens, vocab) == "<tool_call>\nA"
+    assert tag not in tokens
+    named = compiler.compile(of_lark(f"start: <[{tag}]>")).matcher()
+    assert allowed(named.mask(), vocab.n_tokens) == {tag}
     compiler.close()
 
 

@@ -28,13 +28,16 @@ class ConstraintTokenizer:
 
     def __init__(self, vocab: LlamaVocab) -> None:
         self._vocab = vocab
-        self._callback = _TOKENIZE(_tokenize_in_parts)
+        self._tag_parts = {token: self._without_tag(text) for text, token in vocab.added_tags.items()}
+        """Tokens that write an added tag as text: llama.cpp finds the tag's own token in any text."""
+        self._callback = _TOKENIZE(self._tokenize)
 
     def make(self, eog: tuple[int, ...]) -> LLTokenizer:
         """Return the tokenizer, a second later for 151,936 tokens; raises `NotSupportedError`."""
         vocab = self._vocab
         tokens = [_token_bytes(vocab, token) for token in range(vocab.n_tokens)]
-        function: Any = self._callback if vocab.stack_bytes else llama_cpp.llama_cpp._lib.llama_tokenize
+        is_native = not vocab.stack_bytes and not self._tag_parts
+        function: Any = llama_cpp.llama_cpp._lib.llama_tokenize if is_native else self._callback
         try:
             return LLTokenizer.from_llamacpp(  # type: ignore[attr-defined, no-any-return]
                 tokens=tokens,
@@ -46,6 +49,45 @@ class ConstraintTokenizer:
         except ValueError as error:
             raise NotSupportedError(f"replies of this model cannot be constrained: {error}") from error
 
+    def _without_tag(self, text: str) -> list[int]:
+        parts = (
+            self._vocab.tokenize(part, add_special=False, parse_special=False) for part in (text[:1], text[1:])
+        )
+        return [token for part in parts for token in part.tolist()]
+
+    def _tokenize(  # noqa: PLR0917 - the type of `llama_tokenize`
+        self, vocab: int, text: Any, n_bytes: int, tokens: Any, n_max: int, add_special: bool, parse_special: bool
+    ) -> int:
+        """Tokenize like `llama_tokenize`, but without the tokens of added tags, which a text does not allow.
+
+        A long text is tokenized in parts where llama.cpp takes stack for it: at their ends, tokens may differ.
+        """
+        data = ctypes.string_at(text, n_bytes)
+        size = _PART_BYTES if self._vocab.stack_bytes else max(n_bytes, 1)
+        found: list[int] = []
+        at = 0
+        while at < n_bytes or (at == 0 and not found):
+            end = min(at + size, n_bytes)
+            while end < n_bytes and data[end] & 0xC0 == 0x80:
+                end -= 1
+            part = data[at:end]
+            out = (ctypes.c_int32 * (len(part) + 8))()
+            n: int = llama_cpp.llama_tokenize(
+                vocab, part, len(part), out, len(out), add_special and at == 0, parse_special
+            )
+            if n < 0:
+                return n
+            for token in out[:n]:
+                found += self._tag_parts.get(token) or (token,)
+            at = end
+            if end == n_bytes:
+                break
+        if len(found) > n_max:
+            return -len(found)
+        for i, token in enumerate(found):
+            tokens[i] = token
+        return len(found)
+
 
 def _token_bytes(vocab: LlamaVocab, token: int) -> bytes:
     """Return what a client gets of a token, or the name of one of which it gets nothing."""
@@ -54,32 +96,3 @@ def _token_bytes(vocab: LlamaVocab, token: int) -> bytes:
     if text and vocab.named_tokens.get(name.decode(errors="replace")) != token:
         return text
     return _SPECIAL_PREFIX + name if name else b""
-
-
-def _tokenize_in_parts(  # noqa: PLR0917 - the type of `llama_tokenize`
-    vocab: int, text: Any, n_bytes: int, tokens: Any, n_max: int, add_special: bool, parse_special: bool
-) -> int:
-    """Tokenize like `llama_tokenize`, but a long text in parts: at their ends, tokens may differ."""
-    data = ctypes.string_at(text, n_bytes)
-    found: list[int] = []
-    at = 0
-    while at < n_bytes or (at == 0 and not found):
-        end = min(at + _PART_BYTES, n_bytes)
-        while end < n_bytes and data[end] & 0xC0 == 0x80:
-            end -= 1
-        part = data[at:end]
-        out = (ctypes.c_int32 * (len(part) + 8))()
-        n: int = llama_cpp.llama_tokenize(
-            vocab, part, len(part), out, len(out), add_special and at == 0, parse_special
-        )
-        if n < 0:
-            return n
-        found += out[:n]
-        at = end
-        if end == n_bytes:
-            break
-    if len(found) > n_max:
-        return -len(found)
-    for i, token in enumerate(found):
-        tokens[i] = token
-    return len(found)

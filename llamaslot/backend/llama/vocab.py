@@ -147,12 +147,14 @@ class LlamaVocab:
     @cached_property
     def named_tokens(self) -> dict[str, int]:
         """Ids by text of the tokens that a grammar allows by id only: control tokens, and added tags (`<name>`)."""
+        controls = {text: token for token in self._controls if (text := self.text(token))}
+        return self.added_tags | controls
+
+    @cached_property
+    def added_tags(self) -> dict[str, int]:
+        """Ids by text of the tags (`<name>`) that are no control tokens: llama.cpp finds them in any text."""
         added = (token for token in range(self.n_tokens) if self._is_user_defined(token))
-        return {
-            text: token
-            for token in (*added, *self._controls)
-            if (text := self.text(token)) and (token in self._controls or is_tag(text))
-        }
+        return {text: token for token in added if token not in self._controls and is_tag(text := self.text(token))}
 
     def _is_user_defined(self, token: int) -> bool:
         return bool(self._attributes(token) & llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED)
