@@ -148,7 +148,8 @@ _ACTIVITIES: dict[type[msgspec.Struct] | str, str] = {
     ListItems: "listing the items",
     **dict.fromkeys(("text", "native", "infill"), "reading the request body"),
     **dict.fromkeys(
-        ("chat", "messages", "responses", "probe"), "reading the request body and rendering its messages"
+        ("chat", "messages", "responses", "compact", "probe"),
+        "reading the request body and rendering its messages",
     ),
     "apply_template": "rendering the messages",
     "tokenize": "tokenizing the text",
