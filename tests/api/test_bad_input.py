@@ -204,7 +204,7 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": DE
 USE = {"type": "tool_use", "id": "a", "name": "f", "input": DEEP}
 
 
-@pytest.mark.parametrize(
+PLACES = pytest.mark.parametrize(
     ("path", "fields"),
     [
         *[(path, {"tools": [{**TOOL, "type": "function"}]}) for path in (CHAT, "/apply-template", "/cache/probe")],
@@ -215,6 +215,10 @@ USE = {"type": "tool_use", "id": "a", "name": "f", "input": DEEP}
     ],
     ids=str,
 )
+"""Places of the value in bodies, by path."""
+
+
+@PLACES
 async def test_tools_and_arguments_of_any_depth_are_taken_or_refused(
     server: Any, path: str, fields: dict[str, Any]
 ) -> None:
@@ -227,6 +231,18 @@ async def test_tools_and_arguments_of_any_depth_are_taken_or_refused(
             statuses.add(response.status)
             assert response.status in (200, 400), (depth, await response.text())
     assert 400 in statuses
+
+
+@PLACES
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**400], ids=("large", "negative", "huge"))
+async def test_tools_and_arguments_may_have_integers_of_any_size(
+    server: Any, path: str, fields: dict[str, Any], number: int
+) -> None:
+    data = json.dumps({**HELLO, "input": "x", "max_tokens": 4, **fields})
+    data = data.replace(json.dumps(DEEP), json.dumps({"type": "object", "properties": {"a": {"const": number}}}))
+    async with server.session.post(server.url + path, data=data.encode()) as response:
+        assert response.status in (200, 400), await response.text()
+        assert response.status == 200 or number == 10**400, await response.text()
 
 
 async def test_a_body_with_a_wrong_content_encoding_is_refused(server: Any) -> None:

@@ -66,8 +66,8 @@ class ParserOptions(msgspec.Struct, frozen=True):
 
 
 def packed(tools: Sequence[Tool]) -> bytes:
-    """Return tools for `ParserOptions`."""
-    return msgspec.msgpack.encode(tools) if tools else b""
+    """Return tools for `ParserOptions`, as JSON: a schema may have integers of more than 64 bits."""
+    return msgspec.json.encode(tools) if tools else b""
 
 
-_decode = msgspec.msgpack.Decoder(tuple[Tool, ...]).decode
+_decode = msgspec.json.Decoder(tuple[Tool, ...]).decode
