@@ -25,6 +25,8 @@ def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
     command = [Path(sys.executable).parent / "schemathesis", "run", "-H", f"Authorization: Bearer {KEY}"]
     # Features that are not supported are refused although their values fit the schema.
     command += ["--exclude-checks", "positive_data_acceptance", "--warnings", "off", "--request-timeout", "60"]
+    # The embedded model has no tokens for /infill, which answers 501.
+    command += ["--exclude-path", "/infill"]
     command += ["--max-examples", "100", "--max-time", str(SECONDS), "--continue-on-failure"]
     with serving(tmp_path, *flags, "--api-key-file", tmp_path / "keys") as server:
         result = subprocess.run(

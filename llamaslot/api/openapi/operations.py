@@ -57,10 +57,8 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     error: Any = ErrorBody
 
 
-_SESSION = tuple(
-    Parameter(name, "header", {"type": "string", "maxLength": bodies.MAX_SESSION_ID_CHARS})
-    for name in SESSION_HEADERS
-)
+_SESSION = tuple(Parameter(name, "header", {"type": "string"}) for name in SESSION_HEADERS)
+"""Only the first one that a request has is read: the others may be of any length."""
 
 
 def _page(min_limit: int) -> tuple[Parameter, ...]:
