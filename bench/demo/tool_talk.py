@@ -45,7 +45,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Request:
-    """What a user wants of a tool, and all that follows from it; the assistant's texts are marked."""
+    """A user's request, the tool calls that it takes, their results and the answer; learned texts are marked."""
 
     said: str
     call: str

@@ -32,7 +32,7 @@ class BlockTokens:
         return [token for block in blocks for token in self._of(scope, block)]
 
     def add_reply(self, scope: str, blocks: Sequence[int], reply: Sequence[int]) -> None:
-        """Let the tokens of a reply stand for the first of some blocks that are not known yet."""
+        """Assign the tokens of a reply to the first of some blocks that have no tokens yet."""
         at = 0
         for block in blocks:
             if (scope, block) in self._known or at >= len(reply):

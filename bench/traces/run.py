@@ -40,7 +40,7 @@ two seconds.
 
 @dataclass(frozen=True)
 class Settings:
-    """What is replayed, and how."""
+    """The recordings of a replay, and its parameters."""
 
     directory: Path
     """Folder of the recorded sessions."""

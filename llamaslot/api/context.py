@@ -70,7 +70,7 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     n_predict: int = -1
     cache_prompt: bool = True
     reasoning: bool = True
-    """Let the model reason before it answers, if its chat template leaves the choice."""
+    """True if the model reasons before it answers; only for chat templates that leave the choice."""
     reasoning_budget: int = -1
     """Tokens that the model may reason; -1 for no limit."""
     reasoning_format: ReasoningFormat = "auto"

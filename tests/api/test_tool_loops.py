@@ -122,7 +122,7 @@ def written(format_: Format, name: str, values: dict[str, Any], call_id: str, rn
 
 @dataclass
 class Step:
-    """What the model writes in one step, and what is in it."""
+    """A step's output as text, and the reasoning, content and calls in it."""
 
     text: str
     calls: list[tuple[str, Any]] = field(default_factory=list)

@@ -32,7 +32,7 @@ def degrees_in(city: str) -> str:
 
 
 def run(folder: Path, server: Server, *arguments: str) -> str:
-    """What `llm` prints."""
+    """Run `llm` and return its output."""
     (folder / "extra-openai-models.yaml").write_text(MODELS.format(url=server.url))
     environ = {**os.environ, "LLM_USER_PATH": str(folder)}
     command = [sys.executable, "-m", "llm", *arguments]

@@ -8,7 +8,7 @@ import msgspec
 
 
 class ChatToStore(msgspec.Struct, frozen=True):
-    """What is stored of a chat beside its reply."""
+    """The fields of a stored chat that its reply does not have."""
 
     messages: bytes
     """The request's messages, each with an id, as a JSON list."""

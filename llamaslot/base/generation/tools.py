@@ -22,7 +22,7 @@ class ReasoningDefaults(msgspec.Struct, frozen=True):
     """The server's defaults for the reasoning of a chat; the fields of a request override them."""
 
     enabled: bool = True
-    """Let the model reason before it answers, if its chat template leaves the choice."""
+    """True if the model reasons before it answers; only for chat templates that leave the choice."""
     budget: int = -1
     """Tokens that the model may reason; -1 for no limit."""
     format: ReasoningFormat = "auto"

@@ -1,4 +1,4 @@
-"""What a chat template writes around replies, found out by rendering small conversations."""
+"""Probes of a chat template: small conversations, rendered to find the text that it writes around replies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_PROBES = 64
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What was found out, by the number of the reply's calls; 2 stands for more."""
+    """Results of the probes, by the number of the reply's calls; 2 stands for more."""
 
     own_ends: dict[int, str] = field(default_factory=dict)
     strips: dict[int, bool] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from tests.clients.servers import ROOT
 
 CACHE = ROOT / "build" / "sdk-tests"
 TAKEN = ("tests/__init__.py", "tests/utils.py", "tests/api_resources/")
-"""What the tests of endpoints need; `conftest.py` is replaced by the plugin."""
+"""Files that the tests of endpoints import; the plugin replaces `conftest.py`."""
 
 
 def source_of(package: str) -> Path:
