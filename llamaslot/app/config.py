@@ -83,9 +83,9 @@ class Config:
         words={"-1": "all"},
     )
     cache_one_shot: Count = _own(
-        0,
+        16,
         "prompts of requests for at most so many tokens, without a session, are not expected again: until they "
-        "come again, they are evicted first, and not written to disk; 0 for none",
+        "come again, they are evicted earlier, and written to disk only at shutdown; 0 for none",
     )
     cache_ram: CountOrMinusOne | Literal["auto"] = _llama(
         "auto",

@@ -86,7 +86,7 @@ class KVCache:
         self.settings = settings
         self._counters = CacheStats()
         """The fields that only grow, counted where it happens."""
-        self._tree = RadixTree()
+        self._tree = RadixTree(settings.one_shot_age)
         n_seqs = max(settings.n_slots, settings.n_seqs - 1) if settings.shares_cells else settings.n_seqs
         self._sequences = Sequences(self._tree, n_slots=settings.n_slots, n_seqs=n_seqs)
         self._tiers = SegmentTiers(

@@ -73,6 +73,14 @@ class CacheSettings:
         return MIN_POOLS_IN_RAM * self.segment_size.of(self.n_cells) if self.segment_size is not None else 0
 
     @property
+    def one_shot_age(self) -> int:
+        """Logical time by which a one-shot prefix counts as used earlier: idle prefixes' cells, in prompt tokens.
+
+        So it is evicted first, but not before what no request used while as many tokens were computed.
+        """
+        return max(1, self.n_cells if self.idle_cells is None else min(self.idle_cells, self.n_cells))
+
+    @property
     def shares_cells(self) -> bool:
         """True if sequences may share cells."""
         return self.unified and self.can_trim

@@ -1,4 +1,6 @@
-"""Eviction from the pool: idle leaves only, one-shot ones first, then the least recently used.
+"""Eviction from the pool: idle leaves only, the least recently used first.
+
+What only a one-shot request has used counts as used earlier than it was (`Node.rank`).
 
 Of several tenants, those that exceed their share of the pool lose their leaves first.
 
@@ -14,9 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from llamaslot.kvcache.node import EvictionRank, Node
+from llamaslot.kvcache.node import Node
 
-_Entry: TypeAlias = tuple[EvictionRank, int, Node]
+_Entry: TypeAlias = tuple[int, int, Node]
 """Rank of the node, a serial number that breaks ties by age, and the node."""
 
 
@@ -75,10 +77,10 @@ class EvictionQueue:
         n_left: dict[int, int] = {}
         while plan.n_cells < n_cells and (entry := leaves.next()) is not None:
             rank, age, node = entry
-            if before is not None and rank.last_used >= before:
-                if rank.is_kept:
-                    break
-                continue  # all that was used longer ago has a higher rank than one-shot leaves
+            if before is not None and rank >= before:
+                break
+            if before is not None and node.last_used >= before:
+                continue  # a one-shot leaf, of a lower rank than others that were used as recently
             holders = node.end_of or {heirs[id(node)]}
             wanted = n_cells - plan.n_cells
             if wanted < node.n_tokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,14 +12,6 @@ from llamaslot.base.tokens import WIDTH
 
 if TYPE_CHECKING:
     from llamaslot.kvcache.segment import Segment
-
-
-class EvictionRank(NamedTuple):
-    """Place of a node in the order of eviction; the lowest is evicted first."""
-
-    is_kept: bool
-    """False for what only a one-shot request has used."""
-    last_used: int
 
 
 class Node:
@@ -32,11 +24,11 @@ class Node:
         "children",
         "end_of",
         "hits",
-        "is_one_shot",
         "last_used",
         "n_pins",
         "n_resident_children",
         "namespace",
+        "one_shot_age",
         "parent",
         "run",
         "segment",
@@ -65,8 +57,8 @@ class Node:
         """The latest use on the logical clock; never less than that of a resident child."""
         self.hits = 0
         """Requests that started from here or from below."""
-        self.is_one_shot = False
-        """True if only a one-shot request has used it: it is evicted first. So is all that continues it."""
+        self.one_shot_age = 0
+        """By how much earlier its last use counts, since only a one-shot request has used it; 0 if others have."""
 
     @property
     def n_tokens(self) -> int:
@@ -79,9 +71,14 @@ class Node:
         return self.start + len(self.run) // WIDTH
 
     @property
-    def rank(self) -> EvictionRank:
-        """Its place in the order of eviction."""
-        return EvictionRank(not self.is_one_shot, self.last_used)
+    def is_one_shot(self) -> bool:
+        """True if only a one-shot request has used it; then this is so for all that continues it too."""
+        return self.one_shot_age > 0
+
+    @property
+    def rank(self) -> int:
+        """Its place in the order of eviction from the pool, in logical time; the lowest is evicted first."""
+        return self.last_used - self.one_shot_age
 
     @property
     def is_root(self) -> bool:
@@ -132,7 +129,7 @@ class Node:
         assert self.n_tokens > 0
         assert self.children or self.end_of or self.segment, "a leaf without KV"
         (only,) = children if len(children) == 1 else (None,)
-        is_one = only is not None and (only.segment, only.is_one_shot) == (self.segment, self.is_one_shot)
+        is_one = only is not None and (only.segment, only.one_shot_age) == (self.segment, self.one_shot_age)
         assert not is_one or self.end_of, "a chain that could be one node"
         assert self.n_resident_children == sum(child.is_resident for child in children)
         assert self.n_pins == sum(child.n_pins for child in children) + len(self.end_of & pinned)

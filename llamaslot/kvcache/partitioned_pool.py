@@ -99,12 +99,13 @@ class PartitionedPool:
         may_copy = seq not in self._copying and self._is_copy_worth(n_lost)
         targets = [each for each in sequences.spare if each not in self._copying] if may_copy else []
         if sequences.end(seq).is_one_shot:
-            targets = [each for each in targets if not sequences.rank(each).is_kept]
+            targets = [each for each in targets if sequences.rank(each) < sequences.rank(seq)]
         if not targets:
             self._counters.evicted_tokens += n_lost
             return
         target = min(
-            targets, key=lambda each: (sequences.rank(each).is_kept * sequences.n_own(each), sequences.rank(each))
+            targets,
+            key=lambda each: (not sequences.is_one_shot(each) and sequences.n_own(each), sequences.rank(each)),
         )
         self._counters.evicted_tokens += sequences.n_own(target)
         sequences.clear(target)
@@ -114,12 +115,11 @@ class PartitionedPool:
         self._counters.moved_prefixes += 1
 
     def _choose(self, slots: Sequence[int], held: dict[int, int]) -> int:
-        """The longest match, then a one-shot path; while a slot is empty, none that would lose over half."""
+        """The longest match, then the lowest rank; while a slot is empty, none that would lose over half."""
         empty = [seq for seq in slots if not self._tree.length(seq)]
         kept = [seq for seq in slots if held[seq] and 2 * held[seq] >= self._tree.length(seq)]
         candidates = (kept or empty) if empty else slots
-        ranks = {seq: self._sequences.rank(seq) for seq in candidates}
-        return max(candidates, key=lambda seq: (held[seq], not ranks[seq].is_kept, -ranks[seq].last_used, -seq))
+        return max(candidates, key=lambda seq: (held[seq], -self._sequences.rank(seq), -seq))
 
     @property
     def _copying(self) -> set[int]:

@@ -32,9 +32,13 @@ from llamaslot.kvcache.segment import Segment
 
 
 class RadixTree:
-    """Paths of all namespaces. Sequence ids are integers from 0 on."""
+    """Paths of all namespaces. Sequence ids are integers from 0 on.
 
-    def __init__(self) -> None:
+    What only a one-shot request has used is evicted as if it was used `one_shot_age` earlier, at least 1.
+    """
+
+    def __init__(self, one_shot_age: int = 1) -> None:
+        self._one_shot_age = one_shot_age
         self._roots: dict[str, Node] = {}
         self._ends: dict[int, Node] = {}
         self._pinned: set[int] = set()
@@ -166,8 +170,8 @@ class RadixTree:
     def unpin(self, seq: int, now: int, one_shot_from: int | None = None) -> None:
         """Remove the protection of a path from eviction; it was used at `now`.
 
-        What no other sequence ever held after its first `one_shot_from` tokens is evicted first until it is used
-        again, unless a segment covers it already.
+        What no other sequence ever held after its first `one_shot_from` tokens is a one-shot prefix until it is
+        used again, unless a segment covers it already.
         """
         self._pinned.remove(seq)
         end = self._ends[seq]
@@ -176,7 +180,7 @@ class RadixTree:
         if one_shot_from is not None and is_own and one_shot_from < end.end:
             if one_shot_from > end.start:
                 self._split(end, one_shot_from)
-            end.is_one_shot = True
+            end.one_shot_age = self._one_shot_age
         self.touch(end, now)
 
     def touch(self, node: Node, now: int, hits: int = 0) -> None:
@@ -194,7 +198,7 @@ class RadixTree:
             return
         promoted = [each for each in self._split(node, n).path_to_root() if each.is_one_shot]
         for each in promoted:
-            each.is_one_shot = False
+            each.one_shot_age = 0
         for each in reversed(promoted):
             if each.parent is not None:
                 self._join(each.parent)
@@ -297,7 +301,7 @@ class RadixTree:
         upper = Node(node.run[:at], node.parent, node.start, node.namespace)
         upper.n_resident_children, upper.n_pins = int(node.is_resident), node.n_pins
         upper.last_used, upper.hits, upper.segment = node.last_used, node.hits, node.segment
-        upper.is_one_shot = node.is_one_shot
+        upper.one_shot_age = node.one_shot_age
         node.parent.children[bytes(upper.run[:WIDTH])] = upper
         del node.run[:at]
         node.start, node.parent = n, upper
@@ -374,7 +378,7 @@ class RadixTree:
         if node.parent is None or node.end_of or len(node.children) != 1:
             return
         (child,) = node.children.values()
-        if child.segment is not node.segment or child.is_one_shot != node.is_one_shot:
+        if child.segment is not node.segment or child.one_shot_age != node.one_shot_age:
             return
         self.version += 1
         node.parent.children[bytes(node.run[:WIDTH])] = child

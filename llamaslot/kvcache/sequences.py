@@ -6,12 +6,13 @@ them out, in order, before it decodes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from llamaslot.base.kv_ops import Operation, Remove
 from llamaslot.kvcache.duplicates import DuplicateCells
 from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.node import EvictionRank, Node
+from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.radix_tree import RadixTree
 
 
@@ -58,9 +59,13 @@ class Sequences:
         """True if all that a sequence holds is held by another one too."""
         return self.end(seq).is_shared
 
-    def rank(self, seq: int) -> EvictionRank:
+    def is_one_shot(self, seq: int) -> bool:
+        """True if only a one-shot request has used the end of a path."""
+        return self.in_use(seq) and self.end(seq).is_one_shot
+
+    def rank(self, seq: int) -> float:
         """Place of a path in the order of eviction; the lowest for a sequence that is not in use."""
-        return self.end(seq).rank if self.in_use(seq) else EvictionRank(False, 0)
+        return self.end(seq).rank if self.in_use(seq) else -math.inf
 
     def held(self, match: Match, seqs: Iterable[int]) -> dict[int, int]:
         """For each of some sequences the number of leading tokens of a match that it holds."""

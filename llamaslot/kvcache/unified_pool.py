@@ -45,8 +45,8 @@ class UnifiedPool:
 
         1. a slot whose whole path lies on the match, the longest (an empty slot holds 0 tokens), else
         2. a slot whose path others hold too: nothing is lost with it, else
-        3. the slot that holds most of the match, then a one-shot path, then the least recently used; its path moves
-           to a spare sequence.
+        3. the slot that holds most of the match, then the one with the lowest rank; its path moves to a spare
+           sequence.
         """
         held = self._sequences.held(match, slots)
         seq = self._choose(slots, held)
@@ -103,8 +103,8 @@ class UnifiedPool:
     def ensure_free_id(self) -> None:
         """Make sure that a spare id is free.
 
-        If need be, an idle path is evicted: of a tenant with more than its share of the ids first, then a one-shot
-        one, then one with few tokens of its own, then the least recently used.
+        If need be, an idle path is evicted: of a tenant with more than its share of the ids first, then one with
+        few tokens of its own, then the one with the lowest rank.
         """
         sequences = self._sequences
         self._release_covered()
@@ -114,10 +114,9 @@ class UnifiedPool:
 
         beyond = self._offloader.tenants_beyond_ids()
 
-        def order(seq: int) -> tuple[bool, bool, bool, int]:
+        def order(seq: int) -> tuple[bool, bool, float]:
             is_long = sequences.n_own(seq) >= self._settings.min_shared
-            rank = sequences.rank(seq)
-            return sequences.end(seq).tenant not in beyond, rank.is_kept, is_long, rank.last_used
+            return sequences.end(seq).tenant not in beyond, is_long, sequences.rank(seq)
 
         victim: int = min(idle, key=order)
         end = sequences.end(victim).end
@@ -134,8 +133,7 @@ class UnifiedPool:
         if whole:
             return max(whole, key=lambda seq: (held[seq], -seq))
         covered = [seq for seq in slots if self._sequences.is_covered(seq)]
-        ranks = {seq: self._sequences.rank(seq) for seq in slots}
-        return max(covered or slots, key=lambda seq: (held[seq], not ranks[seq].is_kept, -ranks[seq].last_used))
+        return max(covered or slots, key=lambda seq: (held[seq], -self._sequences.rank(seq)))
 
     def _release_covered(self) -> None:
         for seq in self._sequences.spare:

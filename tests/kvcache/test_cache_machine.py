@@ -7,6 +7,7 @@ own account of a request. Tokens are two letters, so that prefixes are shared, b
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -278,6 +279,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.is_short = self.was_short = False
         """True while there is no memory to save in, and true if there ever was none, or little."""
         self.memory_read_at = 0.0
+        self.is_shutting_down = False
         self.scheduler = Scheduler(
             msgspec.structs.replace(info, step_cost=ALWAYS_PADDED if query_block else None),
             CacheSettings(
@@ -608,7 +610,8 @@ class CacheMachine(RuleBasedStateMachine):
                 self.states[number] = self.backend.kv_of(number)
                 saved = self.backend.saved[number]
                 assert not saved.namespace.startswith("private"), "a private prefix is written"
-                assert not self.one_shots().issuperset(saved.prefixes), "a one-shot prefix is written"
+                is_one_shot = self.one_shots().issuperset(saved.prefixes)
+                assert self.is_shutting_down or not is_one_shot, "a one-shot prefix is written"
 
     @property
     def is_squeezed(self) -> bool:
@@ -826,23 +829,31 @@ class CacheMachine(RuleBasedStateMachine):
                 saved = backend.saved[node.segment.number]
                 assert prefixes[saved.start :] == saved.prefixes[: node.end - saved.start], "another path"
 
-    def one_shots(self) -> set[int]:
-        """Prefixes that are evicted first: none of them was used by two requests, or by one that may go on."""
+    def own_prefixes(self, node: Node) -> list[int]:
+        """The prefixes that end in a node."""
         namespaces = {asked.request.namespace: asked.namespace for asked in self.asked}
-        named: dict[Node | None, list[int]] = {}
+        prefix = unpacked(node.prefix()).tolist()
+        return [*self.backend.named(namespaces[node.namespace], prefix)[node.start :]]
+
+    def one_shots(self) -> set[int]:
+        """One-shot prefixes: none of them was used by two requests, or by one that may go on."""
         found: set[int] = set()
         self.used_once -= self.backend.prefixes(asked.slot for asked in self.running)
         for node in self.cache._tree.nodes():
             if node.is_one_shot:
-                prefix = unpacked(node.prefix()).tolist()
-                named[node] = self.backend.named(namespaces[node.namespace], prefix)
-                found |= {*named[node][node.start :]}
+                found |= {*self.own_prefixes(node)}
         assert found <= self.used_once, "evicted before what was used no more often"
         COUNTS["one-shot prefixes"] += bool(found)
         return found
 
+    def ranks(self) -> dict[int, int]:
+        """The place of every prefix of the tree in the order of eviction."""
+        if not self.shape.one_shot_tokens:
+            return {}
+        return {each: node.rank for node in self.cache._tree.nodes() for each in self.own_prefixes(node)}
+
     def check_one_shots(self, before: Before, plan: StepPlan) -> None:
-        """Neither in the pool nor in RAM is anything evicted before one-shot prefixes."""
+        """In the pool one-shot prefixes are evicted by their rank, in RAM nothing is evicted before them."""
         one_shots = self.one_shots()
         gone = before.in_pool - self.backend.prefixes()
         COUNTS["evicted one-shot prefixes"] += bool(gone & before.one_shots)
@@ -851,15 +862,22 @@ class CacheMachine(RuleBasedStateMachine):
         n_empty = sum(not held.cells for held in self.backend.held)
         if self.is_recovering or plan.preempted or self.pools_per_key or self.public is not None:
             return
-        if gone - before.one_shots and self.shape.offload_after is None and n_empty > 2:
+        if gone - before.one_shots and before.ranks and self.shape.offload_after is None and n_empty > 2:
             COUNTS["evicted what is kept"] += 1
-            assert not one_shots & self.idle, "evicted before a one-shot prefix"
+            ranks = self.ranks()
+            lowest = min((ranks[each] for each in one_shots & self.idle), default=math.inf)
+            COUNTS["kept a one-shot prefix"] += lowest < math.inf
+            # What was deleted by a client is in no node.
+            newest = max((before.ranks.get(each, 0) for each in gone - before.one_shots), default=0)
+            assert newest <= lowest, "evicted before a one-shot prefix"
         lost = before.offloaded - self.offloaded - self.backend.prefixes()
         if lost - before.one_shots and not self.was_short:
             COUNTS["lost of RAM what is kept"] += 1
             pinned = {s.number for pins in self.tiers.load_pins.values() for s in pins} | {*self.tiers.busy}
-            left = {p for n, each in self.backend.segments.items() if n not in pinned for p in each.prefixes}
-            assert not one_shots & left, "lost before a one-shot prefix"
+            left = [set(each.prefixes) for n, each in self.backend.segments.items() if n not in pinned]
+            # A segment with a prefix that is kept is kept whole; one that was saved in this step is in free room.
+            is_left = any(each <= one_shots & before.offloaded for each in left)
+            assert not is_left, "lost before a one-shot prefix"
 
     def check_running(self, before: Before, plan: StepPlan) -> None:
         """Nothing was taken from requests that ran already, and each used cell holds another prefix."""
@@ -1135,6 +1153,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.change_free_memory(free=40)
         assert not self.is_squeezed
         self.now += disk_pacing.RETRY_DELAY_S
+        self.is_shutting_down = True
         self.scheduler.stop(self.now)
         for _ in range(1000):
             plan = self.scheduler.plan(self.now)
@@ -1151,7 +1170,7 @@ class CacheMachine(RuleBasedStateMachine):
             and n_free > 2 * self.size_of(self.largest)
         ):
             written = {each for number in self.disk.kept for each in self.backend.saved[number].prefixes}
-            assert self.backend.prefixes() - self.one_shots() <= written, "not written before the end"
+            assert self.backend.prefixes() <= written, "not written before the end"
             COUNTS["wrote everything at the end"] += 1
 
     def check_samplers(self) -> None:
@@ -1242,6 +1261,7 @@ class Before:
         self.fresh = {asked for asked in machine.living if asked.slot < 0 and not asked.has_started}
         self.held = [(each.namespace, set(each.prefixes)) for each in held]
         self.one_shots = machine.one_shots()
+        self.ranks = machine.ranks()
         self.in_pool = machine.backend.prefixes()
         self.offloaded = machine.offloaded
         self.cells: dict[str, set[int]] = defaultdict(set)

@@ -1,4 +1,4 @@
-"""One-shot prompts: evicted first from the pool and from RAM, not written to disk, until they are used again."""
+"""One-shot prompts: evicted earlier from the pool and from RAM, not written to disk, until they are used again."""
 
 from __future__ import annotations
 
@@ -245,8 +245,36 @@ def test_a_long_one_shot_prompt_is_not_written_while_it_runs_either(session_id: 
     assert any(isinstance(job, Write) for job in jobs) == bool(session_id)
 
 
-def test_what_is_left_at_the_end_is_not_written() -> None:
+@pytest.mark.parametrize("is_in_ram", [False, True])
+def test_what_is_left_at_the_end_is_written(is_in_ram: bool) -> None:
     shared = disk_driver()
     shared.run("t" * 30)
+    if is_in_ram:
+        need_cells(shared, 500)
+        need_cells(shared, 2)
+        assert not shared.match("t" * 30).n_resident
+    assert 30 not in [len(each.meta.tokens) // 4 for each in finish_writes(shared)]
     shared.scheduler.stop(shared.backend.now)
-    assert finish_writes(shared) == []
+    assert 30 in [len(each.meta.tokens) // 4 for each in finish_writes(shared)]
+
+
+def test_what_is_left_at_the_end_takes_no_room_of_what_is_kept() -> None:
+    size = driver().backend.info.segment_size
+    assert size is not None
+    shared = driver(ram_bytes=10**6, disk_bytes=size.of(60))
+    shared.run("a" * 40, session_id="a session")
+    shared.run("t" * 30)
+    shared.scheduler.stop(shared.backend.now)
+    assert [len(each.meta.tokens) // 4 for each in finish_writes(shared)] == [40]
+    assert shared.cache.stats().disk.tokens == 40
+
+
+def test_a_one_shot_prompt_outlives_what_was_not_used_while_a_pool_of_tokens_was_computed() -> None:
+    shared = driver()
+    shared.run("a" * 30, session_id="a session")
+    for letter in "tuvwx":
+        shared.run(letter * 30)
+    assert shared.holders("a" * 30), "one-shot prompts were evicted before it"
+    need_cells(shared, 90)
+    assert shared.holders("x" * 30)
+    assert not shared.holders("a" * 30)

@@ -21,6 +21,7 @@ from llamaslot.kvcache.sequences import Sequences
 from tests.pool import tokens_of
 
 SEQS = 8
+ONE_SHOT_AGE = 3
 NAMESPACES = st.sampled_from(["", "salt"])
 SOME = st.lists(st.integers(1, 3), max_size=8).map(tuple)
 Path = tuple[int, ...]
@@ -55,7 +56,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tree = RadixTree()
+        self.tree = RadixTree(one_shot_age=ONE_SHOT_AGE)
         self.sequences = Sequences(self.tree, n_slots=SEQS, n_seqs=SEQS)
         self.held: dict[int, tuple[str, Path]] = {}
         self.segments: dict[Segment, tuple[str, Path]] = {}
@@ -156,7 +157,24 @@ class TreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pinned)
     @rule(index=st.integers(0, 7), one_shot_from=st.sampled_from([None, 0, 0, 1, 3, 6]))
     def unpin(self, index: int, one_shot_from: int | None) -> None:
-        seq = self.pick(index, self.pinned)
+        self.end_request(self.pick(index, self.pinned), one_shot_from)
+
+    @precondition(lambda self: len(self.held) < SEQS)
+    @rule(namespace=NAMESPACES, tokens=SOME.filter(bool))
+    def run_one_shot(self, namespace: str, tokens: Path) -> None:
+        """Run a one-shot request in a free sequence from the start to the end."""
+        seq = min(set(range(SEQS)) - self.held.keys())
+        match = self.tree.match(namespace, run_of(tokens))
+        n, n_matched = match.n_resident, match.n_matched
+        self.tree.hold(seq, namespace, match.resident_end, n)
+        self.tree.pin(seq)
+        self.tree.extend(seq, run_of(tokens[n:]))
+        self.use_again(namespace, tokens[:n_matched])
+        self.held[seq] = (namespace, tokens)
+        self.end_request(seq, n_matched)
+
+    def end_request(self, seq: int, one_shot_from: int | None) -> None:
+        """Unpin a sequence, and note what of it is a one-shot prefix then."""
         namespace, path = self.held[seq]
         self.now += 1
         has_hits = end_of(self.tree, seq).hits > 0
@@ -181,9 +199,10 @@ class TreeMachine(RuleBasedStateMachine):
     def use_again(self, namespace: str, path: Path) -> None:
         self.one_shot -= {(namespace, path[: n + 1]) for n in range(len(path))}
 
-    @rule(n_cells=st.integers(0, 30))
+    @rule(n_cells=st.one_of(st.integers(1, 4), st.integers(0, 30)))
     def evict(self, n_cells: int) -> None:
         before, safe = self.prefixes(), self.prefixes(self.pinned)
+        ranks = {each: self.rank(*each) for each in before}
         plan = self.tree.eviction.plan(n_cells)
         assert plan == self.tree.eviction.plan(n_cells)
         evicted = [
@@ -205,7 +224,13 @@ class TreeMachine(RuleBasedStateMachine):
         assert len(before) - len(after) == plan.n_cells == min(n_cells, len(before - safe))
         assert len(evicted) == plan.n_cells
         assert set(evicted) == before - after
-        assert set(evicted) <= self.one_shot or not self.one_shot & after, "one-shot prefixes go first"
+        left = [ranks[each] for each in after - safe]
+        assert all(ranks[each] <= min(left, default=ranks[each]) for each in evicted), "not in the order of ranks"
+
+    def rank(self, namespace: str, path: Path) -> int:
+        """Place of a prefix in the order of eviction: its last use, a few uses earlier if it is a one-shot one."""
+        last_used = self.tree.match(namespace, run_of(path)).matched_end.last_used
+        return last_used - ONE_SHOT_AGE * ((namespace, path) in self.one_shot)
 
     # --- segments ---
 
@@ -615,6 +640,17 @@ def test_a_node_whose_children_are_only_offloaded_can_be_evicted() -> None:
     holding(tree, (1, 2))
     offload(tree, 0, (1, 2, 3), 2)
     assert tree.eviction.plan(9).keeps == {0: 0}
+
+
+@pytest.mark.parametrize(("n_uses", "evicted"), [(ONE_SHOT_AGE - 1, 1), (ONE_SHOT_AGE + 1, 0)])
+def test_the_use_of_a_one_shot_prefix_counts_as_earlier(n_uses: int, evicted: int) -> None:
+    tree = RadixTree(ONE_SHOT_AGE)
+    holding(tree, (1, 2, 3), (2, 3, 4))
+    for seq, now, one_shot_from in ((0, 1, None), (1, 1 + n_uses, 0)):
+        tree.pin(seq)
+        tree.unpin(seq, now, one_shot_from)
+    assert tree.eviction.plan(1).evicted == [(evicted, 2, 3)]
+    assert tree.eviction.plan(9, before=1 + n_uses).evicted == [(0, 0, 3)], "the cutoff is by real use"
 
 
 def test_a_path_diverges_where_the_tree_goes_on_with_another_token() -> None:

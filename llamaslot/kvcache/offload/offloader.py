@@ -112,12 +112,12 @@ class Offloader:
         self._counters.evicted_tokens += n_missing
         self._counters.offloaded_tokens += n - n_missing
 
-    def offload_ahead(self, max_tokens: int, *, with_running: bool) -> int:
+    def offload_ahead(self, max_tokens: int, *, with_running: bool, with_one_shots: bool = False) -> int:
         """Save about `max_tokens` resident tokens that no segment covers; they stay resident. Returns how many.
 
         `with_running` includes what running requests hold, but for private namespaces and for the last, partial
         range, which still grows: it would be replaced again and again. What only one-shot requests have used is
-        left out.
+        left out unless asked for, and gets room that is free.
         """
         if self._ahead_at != self._sequences.clock:
             self._ahead_at, self._offloaded_ahead = self._sequences.clock, set()
@@ -128,7 +128,9 @@ class Offloader:
             runs = tree.is_pinned(seq)
             if node is None or (runs and (not with_running or is_private(node.namespace))):
                 continue
-            end = min(self._kept_end(node), self._sequences.one_shot_from.get(seq, node.end))
+            end = node.end
+            if not with_one_shots:
+                end = min(self._kept_end(node), self._sequences.one_shot_from.get(seq, end))
             ranges = self._missing_of_path(seq, end, with_partial=not runs)
             if not self._offloaded_ahead.isdisjoint((seq, *each) for each in ranges):
                 continue

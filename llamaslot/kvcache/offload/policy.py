@@ -115,7 +115,9 @@ class OffloadPolicy:
             return
         n_done = 0
         if self._settings.offloads_ahead:
-            n_done = self._offloader.offload_ahead(self._settings.segment_tokens, with_running=False)
+            n_done = self._offloader.offload_ahead(
+                self._settings.segment_tokens, with_running=False, with_one_shots=self._is_flushing
+            )
         if not n_done:
             self._idle_work_at = None
 

@@ -4,7 +4,7 @@ A segment is written once its parent is on disk, and evicted from disk only afte
 and the number of its parent are all that the index needs, and after a restart every path on disk is complete. The
 last segment of a path is replaced by a longer one as a conversation goes on, so it is written only after a while,
 and the file that it replaces is erased only once it is written itself. What only a one-shot request has used is not
-written before it is used again.
+written before it is used again, or the server shuts down.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class WriteBack:
         self._tiers = tiers
         self._budget = WriteBudget(bytes_per_day, written)
         self._queue = WriteQueue(tiers.max_tokens, self._budget)
+        self._is_flushing = False
         self._replaced: dict[int, tuple[str, int]] = {}
         """Tenant and bytes of files that stay until what replaces them is written, by number."""
 
@@ -73,8 +74,11 @@ class WriteBack:
             self._tiers.transition(segment, E.QUEUE)
 
     def flush(self) -> None:
-        """Make all writes due at once: the server is shutting down."""
+        """Make all writes due at once, of one-shot segments too: the server is shutting down."""
         self._queue.flush()
+        self._is_flushing = True
+        for segment in self._tiers.ram:
+            self.queue(segment)
 
     def replace(self, old: Segment, new: Segment) -> None:
         """Keep the file of a segment until the one that replaces it is written."""
@@ -128,7 +132,9 @@ class WriteBack:
         assert set(self._queue) == {segment for segment in segments if segment.state is S.DIRTY}
 
     def _may_write(self, segment: Segment) -> bool:
-        if not self._tiers.disk.capacity or is_private(segment.namespace) or segment.is_one_shot:
+        if not self._tiers.disk.capacity or is_private(segment.namespace):
+            return False
+        if segment.is_one_shot and not self._is_flushing:
             return False
         parent = segment.parent
         return segment.start == 0 or (
