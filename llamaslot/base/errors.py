@@ -19,19 +19,21 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     n_prompt_tokens: int = 0
     n_ctx: int = 0
     retry_after: int = 0
+    at_least: bool = False
 
     def exception(self) -> LlamaslotError:
         """Return the exception that this describes."""
         kinds = LlamaslotError.__subclasses__()
         kind = next((each for each in kinds if each.type == self.type), ServerError)
         sizes = {"n_prompt_tokens": self.n_prompt_tokens, "n_ctx": self.n_ctx}
-        return kind(self.message, param=self.param, retry_after=self.retry_after, **sizes)
+        return kind(self.message, param=self.param, retry_after=self.retry_after, at_least=self.at_least, **sizes)
 
 
 class LlamaslotError(Exception):
     """An error with a message for the user; `param` names the request field or the flag that caused it.
 
-    `retry_after` is in seconds. The sizes are those of `ContextSizeError`.
+    `retry_after` is in seconds. The sizes are those of `ContextSizeError`; with `at_least` the prompt was not
+    tokenized, and may have more than `n_prompt_tokens`.
     """
 
     type: ClassVar[str] = "server_error"
@@ -44,6 +46,7 @@ class LlamaslotError(Exception):
         n_prompt_tokens: int = 0,
         n_ctx: int = 0,
         retry_after: int = 0,
+        at_least: bool = False,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -51,10 +54,12 @@ class LlamaslotError(Exception):
         self.n_prompt_tokens = n_prompt_tokens
         self.n_ctx = n_ctx
         self.retry_after = retry_after
+        self.at_least = at_least
 
     def info(self) -> ErrorInfo:
         """Return the error as a plain value."""
-        return ErrorInfo(self.type, self.message, self.param, self.n_prompt_tokens, self.n_ctx, self.retry_after)
+        sizes = (self.n_prompt_tokens, self.n_ctx)
+        return ErrorInfo(self.type, self.message, self.param, *sizes, self.retry_after, self.at_least)
 
 
 class InvalidRequestError(LlamaslotError):
@@ -76,7 +81,7 @@ class ContextSizeError(LlamaslotError):
             f"the request ({count}) exceeds the available context size of a slot ({n_ctx} tokens); "
             "shorten the prompt or raise --ctx-size"
         )
-        return cls(message, n_prompt_tokens=n_prompt_tokens, n_ctx=n_ctx)
+        return cls(message, n_prompt_tokens=n_prompt_tokens, n_ctx=n_ctx, at_least=at_least)
 
 
 class TooLargeError(LlamaslotError):

@@ -77,7 +77,7 @@ VALUES: dict[str, Any] = {
     "reason": "word",
     "content": "text",
     "n_prompt": 9,
-    "error": ErrorInfo("exceed_context_size_error", "too long", n_prompt_tokens=9, n_ctx=8),
+    "error": ErrorInfo("exceed_context_size_error", "too long", n_prompt_tokens=9, n_ctx=8, at_least=True),
 }
 CACHE = CacheStats(cells=CellStats(total=64), disk=DiskStats(corrupt_files=3), miss_reasons={"cold": 2})
 PREFIX = CachePrefix(

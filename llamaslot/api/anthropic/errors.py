@@ -67,7 +67,8 @@ def anthropic_error(error: LlamaslotError, request_id: str) -> AnthropicError:
     message = error.message
     if isinstance(error, ContextSizeError):
         # Anthropic's words: Claude Code compacts the conversation when it reads them.
-        message = f"prompt is too long: {error.n_prompt_tokens} tokens > {error.n_ctx} maximum"
+        least = "at least " if error.at_least else ""
+        message = f"prompt is too long: {least}{error.n_prompt_tokens} tokens > {error.n_ctx} maximum"
     detail = AnthropicErrorDetail(_TYPES.get(error.type, "invalid_request_error"), message)
     if error.param == THREAD:
         # Anthropic's client then sends the whole conversation, without the field.
