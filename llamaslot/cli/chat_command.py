@@ -29,7 +29,10 @@ _HELP = "/clear forgets the conversation, /system TEXT sets the system prompt, /
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `llamaslot chat`."""
-    parser.add_argument("--url", default=DEFAULT_URL, help="the server (default: %(default)s)")
+    parser.add_argument(
+        "url", nargs="?", default=DEFAULT_URL, metavar="URL", help="the server (default: %(default)s)"
+    )
+    parser.add_argument("--url", dest="named_url", metavar="URL", help="the same")
     add_access(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
     parser.add_argument("--temp", type=float, metavar="X", help="the temperature (default: the server's)")
@@ -43,12 +46,13 @@ def run(args: argparse.Namespace) -> int:
     """
     options = {"temperature": args.temp, "max_tokens": args.max_tokens}
     options = {key: value for key, value in options.items() if value is not None}
-    server = Server(args.url, args.api_key, args.cacert, options)
+    url = args.named_url or args.url
+    server = Server(url, args.api_key, args.cacert, options)
     chat = Chat(server, args.system, Console(stderr=True, highlight=False, markup=False, emoji=False))
     interactive = sys.stdin.isatty()
     model = server.model()
     if interactive:
-        chat.notes.print(f"{model} at {args.url}. {_HELP}; Ctrl-C stops an answer.", style="dim")
+        chat.notes.print(f"{model} at {url}. {_HELP}; Ctrl-C stops an answer.", style="dim")
     try:
         for line in _typed_lines() if interactive else sys.stdin:
             try:

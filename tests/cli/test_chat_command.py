@@ -163,6 +163,14 @@ async def test_each_line_is_a_turn_of_one_conversation(server: Server):
     ]
 
 
+async def test_the_address_may_be_an_argument_without_a_flag(server: Server):
+    variables = {**os.environ, "COLUMNS": "200", "TERM": "dumb"}
+    command = (sys.executable, "-m", "llamaslot.cli.main", "chat", server.url)
+    process = await asyncio.create_subprocess_exec(*command, env=variables, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    status, out, _ = await finish(process, "hi\n")
+    assert (status, out) == (0, "You said 1 words: hi\n")
+
+
 async def test_each_answer_is_followed_by_reused_tokens_and_speed(server: Server):
     _, _, notes = await chat(server, "hello there\nagain\n")
     first, second = notes
