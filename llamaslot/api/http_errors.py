@@ -146,7 +146,7 @@ def translated(request: web.BaseRequest, error: web.HTTPException) -> errors.Lla
             f"{request.path} does not take {error.method}", allowed=set(error.allowed_methods)
         )
     if isinstance(error, web.HTTPNotFound):
-        return errors.NotFoundError(f"there is nothing at {request.path}")
+        return errors.NotFoundError(f"there is nothing at {request.path}; GET /openapi.json lists the endpoints")
     if isinstance(error, web.HTTPExpectationFailed):
         return ExpectationFailedError("'Expect' may only be 100-continue")
     if isinstance(error, web.HTTPRequestEntityTooLarge):

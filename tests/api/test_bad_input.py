@@ -345,6 +345,7 @@ async def test_a_request_whose_choices_exceed_the_queue_starts_none(start: Any) 
 async def test_unknown_addresses_and_methods_are_refused(server: Any) -> None:
     status, reply = await server.get("/v1/nothing")
     assert (status, reply["error"]["type"]) == (404, "not_found_error")
+    assert "GET /openapi.json" in reply["error"]["message"]
     async with server.session.get(server.url + TEXT) as response:
         assert response.status == 405
         assert response.headers["Allow"] == "POST"
