@@ -1,6 +1,6 @@
 """A streamed conversation with the openai client, printing the reused tokens of each turn.
 
-Usage: python examples/openai_chat.py [URL]
+Usage: python examples/openai_chat.py [URL] (after `pip install openai`)
 """
 
 import sys
