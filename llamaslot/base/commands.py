@@ -181,6 +181,10 @@ class ParseBody(msgspec.Struct, frozen=True, tag="parse_body"):
     """
     earlier: EarlierItems | None = None
     """The `references` of this body, which an earlier `ParsedBody` has named."""
+    may_compile: bool = False
+    """True if a grammar may be compiled to check it, which takes seconds; otherwise a body is deferred unless its
+    grammar is known to be valid.
+    """
 
 
 class ParsedBody(msgspec.Struct, frozen=True, tag="parsed_body"):
@@ -190,6 +194,8 @@ class ParsedBody(msgspec.Struct, frozen=True, tag="parsed_body"):
     options: ReplyOptions
     references: References | None = None
     """Earlier items without which the body cannot be read; there are no `submits` then."""
+    is_deferred: bool = False
+    """True if the body must be read again with `may_compile`; there are no `submits` then."""
 
 
 class AnswerBody(msgspec.Struct, frozen=True, tag="answer_body"):

@@ -1,9 +1,9 @@
 """The prompt worker in a process of its own: a prompt on which it crashes or hangs fails, and no other.
 
-Jobs wait here in two lanes, long queries and request bodies apart from the others. The process has one job of each
-lane at a time; clients take turns. When it ends, a new one is started, and first gets the records of what was
-remembered and the prompts of requests that have not ended. If two jobs were running when it crashed, they are tried
-again one by one.
+Jobs wait here in lanes (`lanes_of`): long queries and request bodies, and those whose grammars must be compiled,
+apart from the others. The process has one job of each lane at a time; clients take turns. When it ends, a new one
+is started, and first gets the records of what was remembered and the prompts of requests that have not ended. If
+several jobs were running when it crashed, they are tried again one by one.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ from llamaslot.prompts.prompt_jobs import (
 )
 from llamaslot.prompts.prompt_worker import (
     MAX_LONG_QUERIES,
+    N_LANES,
     PromptWorker,
     invalid_unicode,
-    is_long,
     is_long_query,
+    lanes_of,
     too_many_queries,
 )
 
@@ -93,6 +94,11 @@ class _Lane:
         self.turns = Turns()
         self.running: _Pending | None = None
         self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def n_jobs(self) -> int:
+        """Jobs waiting or running."""
+        return len(self.waiting) + (self.running is not None)
 
     @property
     def n_queries(self) -> int:
@@ -138,8 +144,7 @@ class PromptSupervisor(PromptWorker):
         self._loaded.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._refusal: LlamaslotError | None = None
         self._numbers = itertools.count(1)
-        self._lanes = _Lane(), _Lane()
-        """Prompts and all that belongs to them; long queries."""
+        self._lanes = tuple(_Lane() for _ in range(N_LANES))
         self._overdue: _Pending | None = None
         self._records: dict[RecordKind, LruCache[TextRecord]] = {
             "anchor": LruCache(text_anchors.MAX_BYTES),
@@ -207,7 +212,7 @@ class PromptSupervisor(PromptWorker):
     def call(self, job: Job) -> asyncio.Future[Any]:
         """Start a job; at most `MAX_LONG_QUERIES` long queries wait, further ones fail at once."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        lane = self._lanes[is_long(job)]
+        lane = min((self._lanes[number] for number in lanes_of(job)), key=lambda each: each.n_jobs)
         if self._process.is_stopping:
             future.set_exception(UnavailableError("the server is shutting down"))
         elif is_long_query(job) and lane.n_queries >= MAX_LONG_QUERIES:

@@ -39,6 +39,11 @@ conversations of agents.
 MAX_LONG_QUERIES = 4
 """Longer queries in progress or waiting; one more gets a 429."""
 
+_N_GRAMMAR_LANES = 2
+"""Bodies whose grammars are compiled at once; llguidance releases the GIL meanwhile, but cannot be interrupted."""
+N_LANES = 2 + _N_GRAMMAR_LANES
+"""Lanes of jobs; in each, one job is carried out after the other."""
+
 _log = structlog.get_logger(__name__)
 
 
@@ -52,6 +57,15 @@ def is_long(job: Job) -> bool:
     if not isinstance(job, ParseBody):
         return is_long_query(job)
     return len(job.body) + (job.earlier.size if job.earlier is not None else 0) > _MAX_SHORT_BODY_BYTES
+
+
+def lanes_of(job: Job) -> range:
+    """Return the numbers of the lanes that may take a job: the first one for prompts and all that belongs to them,
+    the second for long jobs, the others for bodies whose grammars may be compiled.
+    """
+    if isinstance(job, ParseBody) and job.may_compile:
+        return range(2, N_LANES)
+    return range(1, 2) if is_long(job) else range(1)
 
 
 def too_many_queries() -> QueueFullError:
@@ -91,7 +105,7 @@ def _job_error(error: BaseException, job: Job) -> LlamaslotError:
 
 
 class PromptWorker(Protocol):
-    """Carries out jobs: long ones (`is_long`) one at a time, and beside them all others one at a time.
+    """Carries out the jobs of each lane (`lanes_of`) one at a time, beside those of the others.
 
     Clients take turns, so that many prompts of one delay a prompt of another by one job at most.
     """
@@ -109,13 +123,13 @@ class PromptWorker(Protocol):
 
 
 class PromptThread(PromptWorker):
-    """Runs jobs on one thread, long ones on a second. All methods are called on the event loop."""
+    """Runs jobs, each lane on a thread of its own. All methods are called on the event loop."""
 
     def __init__(self, tokenizer: Tokenizer, reader: RequestReader) -> None:
         self._jobs = PromptJobs(tokenizer, reader)
         self._reader = reader
-        self._thread = _JobThread("tokenizer", tokenizer.stack_bytes, self._jobs)
-        self._query_thread = _JobThread("queries", tokenizer.stack_bytes, self._jobs)
+        names = ("tokenizer", "queries", *["grammars"] * _N_GRAMMAR_LANES)
+        self._threads = [_JobThread(name, tokenizer.stack_bytes, self._jobs) for name in names]
         self._n_queries = 0
 
     @property
@@ -141,23 +155,24 @@ class PromptThread(PromptWorker):
 
     def start(self) -> None:
         """Probe for exact cut points, so that the first prompt need not wait for it."""
-        self._thread.executor.submit(self._prepare)
+        self._threads[0].executor.submit(self._prepare)
 
     def close(self) -> list[Future[None]]:
         """End the threads, which must not outlive the vocabulary; the futures are done once their jobs are."""
-        return [close_after_queue(self._thread.executor), close_after_queue(self._query_thread.executor)]
+        return [close_after_queue(each.executor) for each in self._threads]
 
     def call(self, job: Job) -> asyncio.Future[Any]:
         """Start a job; at most `MAX_LONG_QUERIES` long queries wait, further ones fail at once."""
+        thread = min((self._threads[lane] for lane in lanes_of(job)), key=lambda each: each.n_jobs)
         if not is_long_query(job):
-            return asyncio.wrap_future((self._query_thread if is_long(job) else self._thread).submit(job))
+            return asyncio.wrap_future(thread.submit(job))
         loop = asyncio.get_running_loop()
         if self._n_queries >= MAX_LONG_QUERIES:
             refused: asyncio.Future[Any] = loop.create_future()
             refused.set_exception(too_many_queries())
             return refused
         self._n_queries += 1
-        future = asyncio.wrap_future(self._query_thread.submit(job))
+        future = asyncio.wrap_future(thread.submit(job))
         future.add_done_callback(self._count_query_end)
         return future
 
@@ -181,6 +196,8 @@ class _JobThread:
         self._lock = threading.Lock()
         self._waiting: dict[Future[JobResult], Job] = {}
         self._turns = Turns()
+        self.n_jobs = 0
+        """Jobs waiting or running."""
 
     def submit(self, job: Job) -> Future[JobResult]:
         """Add a job; one that is cancelled before it has begun is forgotten."""
@@ -192,6 +209,7 @@ class _JobThread:
                 for each in released:
                     del self._waiting[each]
             self._waiting[future] = job
+            self.n_jobs += 1
         future.add_done_callback(self._remove)
         self.executor.submit(self._run_next)
         return future
@@ -199,6 +217,7 @@ class _JobThread:
     def _remove(self, future: Future[JobResult]) -> None:
         with self._lock:
             self._waiting.pop(future, None)
+            self.n_jobs -= 1
 
     def _run_next(self) -> None:
         """Carry out the job whose turn it is; there is a call for each job, so none is left."""

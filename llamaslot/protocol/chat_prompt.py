@@ -62,21 +62,20 @@ class ChatReader:
     def __init__(
         self,
         template: ChatTemplate,
-        constraints: ConstraintReader,
         named_tokens: Mapping[str, int],
         tokens_of: Callable[[str], tuple[int, ...]],
     ) -> None:
         self.template = template
-        self._constraints = constraints
         self._tokens_of = tokens_of
         self.format = format_of(template.source, named_tokens)
-        self._replies = ReplyConstraints(self.format, constraints)
         self.preserved_tokens = tuple(
             sorted(named_tokens[text] for text in self.format.preserved if text in named_tokens)
         )
         """Control tokens that the parser of replies needs in their text."""
 
-    def read(self, body: ChatBody, context: RequestContext, *, is_run: bool = True) -> ChatPrompt:
+    def read(
+        self, body: ChatBody, context: RequestContext, constraints: ConstraintReader, *, is_run: bool = True
+    ) -> ChatPrompt:
         """Read a chat request; raises `InvalidRequestError` if it is invalid or cannot be rendered.
 
         Unless it is run, its reply has no constraint, which need not be possible then.
@@ -97,8 +96,8 @@ class ChatReader:
         )
         if self.format.reasoning is None:
             thinking = "none"
-        own = self._constraints.read(body) if is_run else None
-        constraint = self._replies.constraint(own, use, thinking) if is_run else None
+        own = constraints.read(body) if is_run else None
+        constraint = ReplyConstraints(self.format, constraints).constraint(own, use, thinking) if is_run else None
         is_raw = own is not None and own.param == RAW_GRAMMAR
         budget = self._budget(body, context, is_open=bool(opened), is_raw=is_raw) if thinking != "none" else None
         return ChatPrompt(parts, constraint, budget, own is not None, parser, inputs)

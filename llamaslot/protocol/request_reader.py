@@ -51,7 +51,7 @@ from llamaslot.protocol.submission import (
     submissions,
     wants_probs,
 )
-from llamaslot.text.grammars.compiling import GrammarChecker
+from llamaslot.text.grammars.compiling import GrammarChecker, UnknownGrammarError
 from llamaslot.text.template import ChatTemplate
 
 
@@ -84,7 +84,8 @@ class RequestReader:
         checker = GrammarChecker(info.control_tokens, info.n_vocab)
         self._restorer = restorer
         self._constraints = ConstraintReader(checker, self._token_of)
-        self._chats = ChatReader(template, self._constraints, named_tokens, self._tag_tokens)
+        self._known_constraints = ConstraintReader(checker, self._token_of, may_compile=False)
+        self._chats = ChatReader(template, named_tokens, self._tag_tokens)
         self._defaults = DefaultGrammars([self._constraints.grammar(*each) for each in grammars])
         self._infill = InfillPrompts(info, tokenizer.tokenize, self._check_size)
         self._answers = BodyAnswers(self._chats, tokenizer, info)
@@ -93,6 +94,8 @@ class RequestReader:
         """Read the body of a request for completions; raises `InvalidRequestError`."""
         try:
             return self._read(job)
+        except UnknownGrammarError:
+            return ParsedBody((), ReplyOptions(), is_deferred=True)
         except RecursionError as error:
             raise too_deep() from error
 
@@ -126,8 +129,9 @@ class RequestReader:
                 prompts = [self._infill.of_suffix(prompt, body, job.context) for prompt in prompts]
         for prompt in prompts:
             self._check_size(prompt)
+        own = self._constraints_for(job).read(body)
         default = self._defaults.next() if job.is_run else None
-        constraint = self._constraints.read(body) or default
+        constraint = own or default
         submits = submissions(body, prompts, job.context, self._info, self._tokens_of, constraint=constraint)
         return ParsedBody(submits, _reply_options(body, submits, job.context))
 
@@ -156,7 +160,7 @@ class RequestReader:
         """Read a chat: the body of a job, or what a body of another API was converted to."""
         context = job.context
         refuse_missing(body)
-        chat = self._chats.read(body, context, is_run=job.is_run)
+        chat = self._chats.read(body, context, self._constraints_for(job), is_run=job.is_run)
         self._check_size(chat.parts)
         default = self._defaults.next() if job.is_run else None
         budget = chat.reasoning_budget
@@ -202,6 +206,9 @@ class RequestReader:
         return msgspec.structs.replace(
             parsed, options=msgspec.structs.replace(parsed.options, response=request.fields)
         )
+
+    def _constraints_for(self, job: ParseBody) -> ConstraintReader:
+        return self._constraints if job.may_compile else self._known_constraints
 
     def _check_size(self, prompt: Prompt) -> None:
         """Refuse what cannot fit: millions of ids or texts, or a text of many MiB, would hold up the server's event

@@ -24,11 +24,15 @@ compiled grammar of this length at most.
 
 
 class ConstraintReader:
-    """Reads and checks constraints, on any thread."""
+    """Reads and checks constraints, on any thread.
 
-    def __init__(self, checker: GrammarChecker, token_of: TokenOf) -> None:
+    Without `may_compile`, methods raise `UnknownGrammarError` for a grammar that was not checked before.
+    """
+
+    def __init__(self, checker: GrammarChecker, token_of: TokenOf, *, may_compile: bool = True) -> None:
         self._checker = checker
         self._token_of = token_of
+        self._may_compile = may_compile
 
     def read(self, options: StructuredOptions) -> Constraint | None:
         """Return the constraint that a request asks for; raises `InvalidRequestError` for what is not supported."""
@@ -58,7 +62,7 @@ class ConstraintReader:
                 f"have {MAX_GRAMMAR_CHARS} at most; make it simpler"
             )
             raise GrammarTooLongError(message, param=constraint.param)
-        self._checker.check(constraint)
+        self._checker.check(constraint, may_compile=self._may_compile)
 
     def _constraint(self, param: str, kind: str, value: Any, *, compact: bool) -> Constraint:
         # Before it is converted, which takes long for a long text.

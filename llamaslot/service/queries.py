@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from msgspec import convert
+from msgspec import convert, structs
 
 from llamaslot.base import commands
 from llamaslot.base.commands import PromptQuery, Query, QueryBody
@@ -87,6 +87,8 @@ class Queries:
             case commands.ClearCache():
                 # First the texts: what is being remembered now is dropped too.
                 on_result(self._prompts.call(ClearTexts()), lambda _: self._pass_on(query), failed)
+            case commands.ParseBody():
+                self._call(request_id, body, lambda parsed: self._parsed(query, body, parsed))
             case _ if isinstance(body, PromptQuery):
                 self._call(request_id, body, lambda answer: self._emit(Reply(request_id, answer)))
             case _:
@@ -139,6 +141,13 @@ class Queries:
 
         on_result(self._prompts.call(job), located, lambda error: self._emit(Reply(request_id, error=error.info())))
         self._release(query.submit)
+
+    def _parsed(self, query: Query, job: commands.ParseBody, parsed: commands.ParsedBody) -> None:
+        """Reply with what a body has; one that was deferred is read again where its grammar delays no prompts."""
+        if parsed.is_deferred:
+            self.ask(Query(query.request_id, structs.replace(job, may_compile=True)))
+        else:
+            self._emit(Reply(query.request_id, parsed))
 
     def _counted(self, request_id: str, submit: commands.Submit, tokenized: TokenizedPrompt) -> None:
         self._emit(Reply(request_id, CountedTokens(tokenized.n_tokens)))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
 
-from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS
+from llamaslot.base.commands import Constraint
+from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker
 from tests.fake_backend import FakeBackend
 
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/completion"
@@ -186,3 +189,59 @@ async def test_a_control_token_can_be_named(start: Any) -> None:
     server = await start(backend=FakeBackend(n_ctx=512))
     reply = await server.ok(NATIVE, BODY | {"grammar": 'root ::= "a" <[256]> "b" <[99]>', "return_tokens": True})
     assert reply["tokens"][:4] == [97, 256, 98, 99]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Is waited for where a grammar with the text "expensive" is checked."""
+    gate, check = threading.Event(), GrammarChecker._check
+
+    def gated(self: GrammarChecker, constraint: Constraint, *args: Any) -> None:
+        assert "expensive" not in constraint.grammar or gate.wait(30)
+        check(self, constraint, *args)
+
+    monkeypatch.setattr(GrammarChecker, "_check", gated)
+    return gate
+
+
+async def test_a_grammar_that_takes_long_to_check_delays_no_other_request(
+    server: Any, gate: threading.Event
+) -> None:
+    expensive = asyncio.create_task(server.ok(CHAT, BODY | {"grammar": 'root ::= "expensive"'}))
+    async with asyncio.timeout(10):
+        await server.ok(CHAT, BODY | {"max_tokens": 3})
+        await server.ok(NATIVE, BODY | {"max_tokens": 3})
+        assert text_of(await server.ok(CHAT, BODY | {"grammar": 'root ::= "cheap"'})) == "cheap"
+    assert not expensive.done()
+    gate.set()
+    assert text_of(await expensive) == "expensive"
+
+
+async def test_a_grammar_is_not_checked_for_a_client_that_has_gone(server: Any, gate: threading.Event) -> None:
+    def ask(text: str) -> asyncio.Task[Any]:
+        return asyncio.create_task(server.ok(NATIVE, BODY | {"grammar": f'root ::= "{text}"'}))
+
+    busy = [ask(f"expensive {i}") for i in range(2)]
+    while sum(thread.n_jobs for thread in server.local.prompts._threads) < 2:
+        await asyncio.sleep(0.01)
+    gone, waiting = ask("gone"), ask("waiting")
+    while sum(thread.n_jobs for thread in server.local.prompts._threads) < 4:
+        await asyncio.sleep(0.01)
+    gone.cancel()
+    while sum(thread.n_jobs for thread in server.local.prompts._threads) > 3:
+        await asyncio.sleep(0.01)
+    gate.set()
+    assert [text_of(reply) for reply in await asyncio.gather(*busy, waiting)] == [
+        *("expensive 0", "expensive 1"),
+        "waiting",
+    ]
+
+
+async def test_a_request_whose_own_grammar_has_to_be_checked_counts_once(start: Any) -> None:
+    server = await start(engine={"grammars": [f'root ::= "{i}"' for i in range(5)]})
+    for i in (0, 3):
+        assert text_of(await server.ok(CHAT, BODY)) == str(i)
+        if i == 0:
+            for path in (CHAT, NATIVE):
+                assert text_of(await server.ok(path, BODY | {"guided_regex": f"own {path}"})) == f"own {path}"
+    assert text_of(await server.ok(NATIVE, BODY)) == "4"

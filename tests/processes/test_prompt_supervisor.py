@@ -52,6 +52,13 @@ def restore(self, records):
         os.abort()
     return _restore(self, records)
 Tokenizer.restore = restore
+from llamaslot.text.grammars.compiling import GrammarChecker
+_check = GrammarChecker._check
+def check(self, constraint, tokenizer):
+    if "HANG" in constraint.grammar:
+        time.sleep(60)
+    return _check(self, constraint, tokenizer)
+GrammarChecker._check = check
 """
 Start = Callable[..., Awaitable[PromptSupervisor]]
 
@@ -214,6 +221,28 @@ async def test_a_template_that_does_not_end_fails_its_request_only(start: Start)
     assert isinstance(error, LlamaslotError)
     assert "reading the request body and rendering its messages took more than 1 s (--prompt-timeout)" in str(error)
     assert error.param is None
+
+
+async def test_a_grammar_whose_check_does_not_end_fails_its_request_only(start: Start) -> None:
+    worker = await start(1.0)
+    pid = worker.pid
+
+    def read(text: str, *, may_compile: bool) -> asyncio.Future[ParsedBody]:
+        job = parse("native", {"prompt": "a", "grammar": f'root ::= "{text}"'})
+        return worker.call(msgspec.structs.replace(job, may_compile=may_compile))
+
+    assert (await read("HANG", may_compile=False)).is_deferred
+    hanging = read("HANG", may_compile=True)
+    async with asyncio.timeout(0.9):
+        assert (await read("fine", may_compile=True)).submits[0].constraint is not None
+        # It is known by now.
+        assert (await read("fine", may_compile=False)).submits[0].constraint is not None
+        assert await outcomes(*(worker.call(chat(text)) for text in "abc")) == [ParsedBody] * 3
+    assert not hanging.done()
+    assert await outcomes(hanging) == [InvalidRequestError]
+    assert "took more than 1 s (--prompt-timeout)" in str(hanging.exception())
+    assert await outcomes(worker.call(tokenize("b", "b"))) == [TokenizedPrompt]
+    assert worker.pid != pid
 
 
 async def test_a_template_that_does_not_end_when_it_is_tried_is_refused(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 
 import pytest
 from llguidance import LLMatcher
@@ -184,3 +186,22 @@ def test_the_checker_knows_the_names_and_the_number_of_tokens() -> None:
     for bad in ("start: <think>", "start: <[1000]>", 'start: "a', "start: start", 'start: %json {"not": {}}'):
         with pytest.raises(InvalidRequestError, match="'grammar'"):
             checker.check(Constraint(LLMatcher.grammar_from_lark(bad), "grammar"))
+
+
+def test_the_checker_lets_other_threads_run() -> None:
+    """Otherwise prompts, which are tokenized on another thread, would wait for it."""
+    checker = GrammarChecker((), 1000)
+    checker.check(Constraint(LLMatcher.grammar_from_lark('start: "a"'), "grammar"))
+    many = 4000
+    rules = "\n".join(f"x{i}: /a/ x{i}?" for i in range(many))
+    lark = f"start: {' | '.join(f'x{i} /!/' for i in range(many))}\n{rules}"
+    thread = threading.Thread(target=checker.check, args=[Constraint(LLMatcher.grammar_from_lark(lark), "grammar")])
+    begin = time.perf_counter()
+    thread.start()
+    n_turns, longest, last = 0, 0.0, begin
+    while thread.is_alive():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        n_turns, longest, last = n_turns + 1, max(longest, now - last), now
+    assert n_turns > 20
+    assert longest < (last - begin) / 2, "it held the GIL"

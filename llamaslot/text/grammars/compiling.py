@@ -38,6 +38,10 @@ class GrammarTooLongError(InvalidRequestError):
     """The grammar that was made of what a client sent is too long to be compiled."""
 
 
+class UnknownGrammarError(Exception):
+    """The grammar has to be compiled to check it. Caught in `RequestReader.read`; no client gets it."""
+
+
 class _ByteVocabulary:
     """A token for each byte and each control token: as much of a vocabulary as checking a grammar takes."""
 
@@ -64,13 +68,18 @@ class GrammarChecker:
         self._good: OrderedDict[bytes, None] = OrderedDict()
         """Digests of the latest grammars that passed: most requests come with one of a few."""
 
-    def check(self, constraint: Constraint) -> None:
-        """Raise `InvalidRequestError` for a grammar that is invalid or not supported; on any thread."""
+    def check(self, constraint: Constraint, *, may_compile: bool = True) -> None:
+        """Raise `InvalidRequestError` for a grammar that is invalid or not supported; on any thread.
+
+        Raises `UnknownGrammarError` for one that must be compiled for that, unless it may be.
+        """
         digest = blake2b(constraint.grammar.encode(), digest_size=16).digest()
         with self._lock:
             if digest in self._good:
                 self._good.move_to_end(digest)
                 return
+            if not may_compile:
+                raise UnknownGrammarError
             if self._tokenizer is None:
                 self._tokenizer = LLTokenizer(TokenizerWrapper(self._vocabulary))
         self._check(constraint, self._tokenizer)
