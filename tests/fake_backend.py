@@ -49,15 +49,19 @@ N_VOCAB = 258
 
 class FakeVocab:
     """A token for each byte, and the control tokens `<s>`, `end`, and others; `ends` of them end generations too.
+    `tags` are added tokens that are text in a reply.
 
     `<s>` in a text is not parsed.
     """
 
     stack_bytes = 0
 
-    def __init__(self, others: Sequence[str] = (), *, end: str = "</s>", ends: Sequence[str] = ()) -> None:
-        self.names = {BOS: "<s>", EOS: end} | dict(enumerate(others, N_VOCAB))
+    def __init__(
+        self, others: Sequence[str] = (), *, end: str = "</s>", ends: Sequence[str] = (), tags: Sequence[str] = ()
+    ) -> None:
+        self.names = {BOS: "<s>", EOS: end} | dict(enumerate((*others, *tags), N_VOCAB))
         self.named_tokens = {name: token for token, name in self.names.items()}
+        self.added_tags = {name: self.named_tokens[name] for name in tags}
         self.n_tokens = BOS + len(self.names)
         self.eog = frozenset({EOS, *(self.named_tokens[name] for name in ends)})
         self.special_tokens = tuple(self.names.values())
@@ -75,8 +79,10 @@ class FakeVocab:
         return np.array([*ids, *text[done:].encode()], dtype=np.int32)
 
     def piece(self, token: int) -> bytes:
-        """Return one byte, or none for a control token."""
-        return bytes([token]) if token < BOS else b""
+        """Return one byte, the text of an added tag, or nothing for a control token."""
+        if token < BOS:
+            return bytes([token])
+        return self.names[token].encode() if self.names[token] in self.added_tags else b""
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         """Return the bytes of all tokens, control tokens written out."""

@@ -61,6 +61,8 @@ def prompt_thread(
     parsed = ChatTemplate(template, bos_token=info.bos_token, eos_token=info.eos_token)
     named = [(f"grammar {i}", grammar) for i, grammar in enumerate(grammars)]
     restorer = ReplyRestorer(tokenizer.replies, restoring) if restoring is not None else None
-    names = (restoring or FakeVocab()).named_tokens
-    reader = RequestReader(info, parsed, tokenizer, names, named, restorer=restorer)
+    vocab = restoring or FakeVocab()
+    reader = RequestReader(
+        info, parsed, tokenizer, vocab.named_tokens, named, tags=vocab.added_tags, restorer=restorer
+    )
     return PromptThread(tokenizer, reader)

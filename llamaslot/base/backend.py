@@ -142,6 +142,10 @@ class Vocab(Protocol):
     def named_tokens(self) -> Mapping[str, int]:
         """Ids by text of the tokens that a grammar allows by id only: control tokens, and added tags (`<name>`)."""
 
+    @property
+    def added_tags(self) -> Mapping[str, int]:
+        """Ids by text of the added tags, whose tokens have that text in a reply."""
+
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
         """Token ids of `text`; `add_special` adds BOS/EOS where the model wants them.
 

@@ -76,6 +76,7 @@ class RequestReader:
         named_tokens: Mapping[str, int] = MappingProxyType({}),
         grammars: Iterable[tuple[str, str]] = (),
         *,
+        tags: Mapping[str, int] = MappingProxyType({}),
         restorer: ReplyRestorer | None = None,
     ) -> None:
         self._info = info
@@ -83,8 +84,8 @@ class RequestReader:
         self._tokenizer = tokenizer
         checker = GrammarChecker(info.control_tokens, info.n_vocab)
         self._restorer = restorer
-        self._constraints = ConstraintReader(checker, self._token_of)
-        self._known_constraints = ConstraintReader(checker, self._token_of, may_compile=False)
+        self._constraints = ConstraintReader(checker, self._token_of, tags)
+        self._known_constraints = ConstraintReader(checker, self._token_of, tags, may_compile=False)
         self._chats = ChatReader(template, named_tokens, self._tag_tokens)
         self._defaults = DefaultGrammars([self._constraints.grammar(*each) for each in grammars])
         self._infill = InfillPrompts(info, tokenizer.tokenize, self._check_size)

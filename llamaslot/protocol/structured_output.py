@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -29,9 +31,17 @@ class ConstraintReader:
     Without `may_compile`, methods raise `UnknownGrammarError` for a grammar that was not checked before.
     """
 
-    def __init__(self, checker: GrammarChecker, token_of: TokenOf, *, may_compile: bool = True) -> None:
+    def __init__(
+        self,
+        checker: GrammarChecker,
+        token_of: TokenOf,
+        tags: Mapping[str, int] = MappingProxyType({}),
+        *,
+        may_compile: bool = True,
+    ) -> None:
         self._checker = checker
         self._token_of = token_of
+        self._tags = tags
         self._may_compile = may_compile
 
     def read(self, options: StructuredOptions) -> Constraint | None:
@@ -77,7 +87,7 @@ class ConstraintReader:
                     raise too_long(param)
                 return Constraint(LLMatcher.grammar_from_lark(f"start: {options}"), param)
             case "grammar":
-                lark = value if is_lark(value) else gbnf_to_lark(value, param, self._token_of)
+                lark = value if is_lark(value) else gbnf_to_lark(value, param, self._token_of, self._tags)
                 return Constraint(LLMatcher.grammar_from_lark(lark), param)
         if isinstance(value, str):
             try:

@@ -12,7 +12,7 @@ import pytest
 
 from llamaslot.base.commands import Constraint
 from llamaslot.text.grammars.compiling import MAX_CONSTRAINT_CHARS, GrammarChecker
-from tests.fake_backend import FakeBackend
+from tests.fake_backend import FakeBackend, FakeVocab
 
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/completion"
 SCHEMA = {
@@ -189,6 +189,17 @@ async def test_a_control_token_can_be_named(start: Any) -> None:
     server = await start(backend=FakeBackend(n_ctx=512))
     reply = await server.ok(NATIVE, BODY | {"grammar": 'root ::= "a" <[256]> "b" <[99]>', "return_tokens": True})
     assert reply["tokens"][:4] == [97, 256, 98, 99]
+
+
+@pytest.mark.parametrize("path", [CHAT, NATIVE])
+async def test_a_tag_in_a_grammar_is_generated_as_its_token(start: Any, path: str) -> None:
+    server = await start(backend=FakeBackend(n_ctx=512, vocab=FakeVocab(tags=["<tool_call>"])))
+    reply = await server.ok(path, BODY | {"grammar": 'root ::= "a<tool_call>b"', "return_tokens": True})
+    assert text_of(reply) == "a<tool_call>b"
+    if path == NATIVE:
+        assert reply["tokens"][:3] == [97, 258, 98]
+    else:
+        assert reply["usage"]["completion_tokens"] == 4
 
 
 @pytest.fixture

@@ -383,6 +383,97 @@ def test_texts_with_added_tags_are_forced_without_the_tags_tokens(
     compiler.close()
 
 
+@pytest.fixture
+def tagged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LlamaVocab, ConstraintCompiler]]:
+    """A vocabulary with the added tag `<tool_call>`."""
+    monkeypatch.setattr(gguf, "GGUFWriter", TaggedWriter)
+    vocab = LlamaVocab.load(synthetic.ensure("tiny", folder=tmp_path))
+    tokenizer = ConstraintTokenizer(vocab)
+    eog = tuple(vocab.eog)
+    compiler = ConstraintCompiler(lambda: tokenizer.make(eog), n_vocab=vocab.n_tokens, eog=eog)
+    yield vocab, compiler
+    compiler.close()
+
+
+def test_a_tag_in_a_literal_is_offered_and_forced_as_its_token(
+    tagged: tuple[LlamaVocab, ConstraintCompiler],
+) -> None:
+    vocab, compiler = tagged
+    tag = vocab.added_tags["<tool_call>"]
+    grammar = r'root ::= call+ "." #' "\n" r'call ::= "<tool_call>\n" [ab] " <tool_call>; "'
+    texts = []
+    for tags in ({}, vocab.added_tags):
+        matcher = compiler.compile(of_lark(gbnf_to_lark(grammar, "grammar", lambda _: None, tags))).matcher()
+        first = allowed(matcher.mask(), vocab.n_tokens)
+        assert (first == {tag}) if tags else (tag not in first)
+        tokens: list[int] = []
+        for wanted in (b"<", b"a", b"<", b"b", b"."):
+            mask = allowed(matcher.mask(), vocab.n_tokens)
+            # Greedy: the longest token among those that begin as wanted.
+            begins = [token for token in mask if vocab.piece(token).startswith(wanted)]
+            tokens.append(max(begins, key=lambda token: len(vocab.piece(token))))
+            matcher.accept(tokens[-1])
+            tokens += matcher.forced()
+        texts.append(text_of([token for token in tokens if token not in vocab.eog], vocab))
+        assert tokens.count(tag) == (4 if tags else 0)
+    assert texts == ["<tool_call>\na <tool_call>; <tool_call>\nb <tool_call>; ."] * 2
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= [a-c]{0,2} "<tool_call>"? "a"',
+        'root ::= [a-c]{0,2} x "a"\nx ::= "b" | "<tool_call>"',
+        'root ::= [a-c]* x "c"\nx ::= "a<tool_call>"?',
+        'root ::= ([a-c] | "<tool_call>") [a-c]* "<tool_call>" "a"',
+    ],
+)
+def test_a_tag_that_would_split_a_terminal_is_allowed_as_token_and_as_text(
+    tagged: tuple[LlamaVocab, ConstraintCompiler], grammar: str
+) -> None:
+    vocab, compiler = tagged
+    tag = vocab.added_tags["<tool_call>"]
+    plain, both = (
+        compiler.compile(of_lark(gbnf_to_lark(grammar, "grammar", lambda _: None, tags)))
+        for tags in ({}, vocab.added_tags)
+    )
+    n_tags = 0
+    for seed in range(20):
+        choice, text, tagged_text = random.Random(seed), plain.matcher(), both.matcher()
+        for _ in range(30):
+            ours, theirs = (allowed(each.mask(), vocab.n_tokens) for each in (tagged_text, text))
+            n_tags += tag in ours
+            assert ours - {tag} == theirs
+            token = choice.choice(sorted(theirs))
+            if token in vocab.eog:
+                break
+            text.accept(token)
+            tagged_text.accept(token)
+    assert n_tags
+
+
+def test_the_token_of_a_tag_is_offered_where_llama_cpp_offers_it_but_not_in_free_text(
+    tagged: tuple[LlamaVocab, ConstraintCompiler],
+) -> None:
+    vocab, compiler = tagged
+    tag = vocab.added_tags["<tool_call>"]
+    grammar = 'root ::= "<tool_call>" text "<tool_call>"\ntext ::= "\\"" [^"]* "\\""'
+    matcher = compiler.compile(
+        of_lark(gbnf_to_lark(grammar, "grammar", lambda _: None, vocab.added_tags))
+    ).matcher()
+    sampler = llama_cpp.llama_sampler_init_grammar(vocab.pointer, grammar.encode(), b"root")
+    controls = {token for token in range(vocab.n_tokens) if not vocab.piece(token)}
+    for text in (None, b'"', b"a", b"<", b'"', None):
+        ours, theirs = allowed(matcher.mask(), vocab.n_tokens), _llama_allows(sampler, vocab)
+        assert (tag in ours) == (text is None)
+        assert {each for each in ours if vocab.piece(each) != b"\0"} <= theirs
+        assert not ours & controls
+        token = tag if text is None else next(each for each in sorted(ours) if vocab.piece(each) == text)
+        matcher.accept(token)
+        llama_cpp.llama_sampler_accept(sampler, token)
+    llama_cpp.llama_sampler_free(sampler)
+
+
 GRAMMARS = (
     'root ::= "a" [a-z]* "a" | "é" .{2,3} [^a-c]',
     'root ::= e\ne ::= t ("+" t)*\nt ::= [0-9]+ | "(" e ")"',

@@ -46,7 +46,8 @@ def prompt_worker(config: Config, vocab: Vocab, model: SetModel) -> PromptThread
     restorer = ReplyRestorer(tokenizer.replies, vocab) if restores else None
     grammars = _grammars(config.grammar_file)
     try:
-        reader = RequestReader(info, template, tokenizer, vocab.named_tokens, grammars, restorer=restorer)
+        named, tags = vocab.named_tokens, vocab.added_tags
+        reader = RequestReader(info, template, tokenizer, named, grammars, tags=tags, restorer=restorer)
     except InvalidRequestError as error:
         raise ConfigError(f"--grammar-file: {error.message}", param="--grammar-file") from None
     return PromptThread(tokenizer, reader)

@@ -6,21 +6,28 @@ such as `<[12]>`, takes `.` to exclude newlines, and `&&`, `--` and `~~` in char
 llguidance splits text into lexemes, each as long as possible, so that in `name: /[a-z]*/ "a"` the letter would
 never come. GBNF has no lexemes. Therefore whatever has no recursion becomes a single terminal, in which such a
 sequence is exact. What is left: a part without recursion takes all text that it can before a recursive one begins.
+
+llguidance keeps the tokens of added tags such as `<tool_call>` out of text. A model was trained on them, so a
+literal with a tag stands for its token; for the tag's characters too where the token would split a terminal.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypeAlias
 
 from llamaslot.base.errors import InvalidRequestError
+from llamaslot.text.grammars.gbnf_nodes import Choice, Concatenation, Leaf, Node, Reference, Repeat, leaves
+from llamaslot.text.grammars.gbnf_tags import keeps_terminals
 
 TokenOf: TypeAlias = Callable[[str], int | None]
 """Gives the id of the one token that a text is, None if it is no token or several."""
 
+_NO_TAGS: Mapping[str, int] = MappingProxyType({})
 _MAX_REPEAT = 2000
 """Repetitions that may be required, as in llama.cpp; where more are allowed, any number is."""
 _MAX_DEPTH = 100
@@ -37,67 +44,50 @@ _TOKEN_ID = re.compile(r"(!?)<\[(\d{1,9})\]>")
 _TOKEN_TEXT = re.compile(r"(!?)(<[^>\s]+>)")
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """Lark for a text, a character or a token."""
-
-    lark: str
-    is_token: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    name: str
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    items: tuple[_Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    options: tuple[_Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Repeat:
-    item: _Node
-    least: int
-    most: int | None
-
-
-_Node: TypeAlias = _Leaf | _Reference | _Sequence | _Choice | _Repeat
-
-
 def is_lark(text: str) -> bool:
     """Return True for Lark: a line begins with `%llguidance`, as in llama.cpp, or with a rule `start:`."""
     return _LARK.search(text) is not None
 
 
-def gbnf_to_lark(text: str, param: str, token_of: TokenOf) -> str:
-    """Return a GBNF grammar as Lark; raises `InvalidRequestError` with the line of what is wrong."""
+def gbnf_to_lark(text: str, param: str, token_of: TokenOf, tags: Mapping[str, int] = _NO_TAGS) -> str:
+    """Return a GBNF grammar as Lark; raises `InvalidRequestError` with the line of what is wrong.
+
+    `tags` has the ids of added tags by their text, which is also that of the tokens in a reply.
+    """
     rules = _Parser(text, param, token_of).rules()
     if "root" not in rules:
         raise InvalidRequestError(f"'{param}': there is no rule 'root'", param=param)
-    return _Writer(rules).lark()
+    tagged = _Parser(text, param, token_of, tags).rules() if any(tag in text for tag in tags) else rules
+    if tagged == rules:
+        return _lark(_Writer(rules))
+    writer, texts = _Writer(tagged, prefix="t"), _Writer(rules)
+    return _lark(writer) if keeps_terminals(tagged, texts.regular) else _lark(writer, texts)
+
+
+def _lark(*writers: _Writer) -> str:
+    """Return the grammar of texts that match the rules of one writer."""
+    written = [line for writer in writers for line in writer.lines()]
+    start = " | ".join(writer.names["root"] for writer in writers)
+    return "\n".join(["%llguidance {}", f"start: {start}", *written]) + "\n"
 
 
 class _Parser:
     """Recursive descent; `_at` is the position of the next character."""
 
-    def __init__(self, text: str, param: str, token_of: TokenOf) -> None:
+    def __init__(self, text: str, param: str, token_of: TokenOf, tags: Mapping[str, int] = _NO_TAGS) -> None:
         self._text = text
         self._param = param
         self._token_of = token_of
+        self._tags = tags
+        ordered = sorted(tags, key=len, reverse=True)
+        self._tag = re.compile("(" + ("|".join(map(re.escape, ordered)) or "(?!)") + ")")
         self._at = 0
         self._depth = 0
 
-    def rules(self) -> dict[str, _Node]:
+    def rules(self) -> dict[str, Node]:
         """Parse the whole text."""
-        rules: dict[str, _Node] = {}
-        references: list[_Reference] = []
+        rules: dict[str, Node] = {}
+        references: list[Reference] = []
         self._skip(_BLANKS_AND_LINES)
         while self._at < len(self._text):
             name = self._match(_NAME, "the name of a rule")[0]
@@ -115,26 +105,26 @@ class _Parser:
                 raise self._error(f"there is no rule '{each.name}'", each.at)
         return rules
 
-    def _choice(self, references: list[_Reference], *, is_nested: bool) -> _Node:
+    def _choice(self, references: list[Reference], *, is_nested: bool) -> Node:
         options = [self._sequence(references, is_nested=is_nested)]
         while self._next() == "|":
             self._at += 1
             self._skip(_BLANKS_AND_LINES)
             options.append(self._sequence(references, is_nested=is_nested))
-        return options[0] if len(options) == 1 else _Choice(tuple(options))
+        return options[0] if len(options) == 1 else Choice(tuple(options))
 
-    def _sequence(self, references: list[_Reference], *, is_nested: bool) -> _Node:
-        items: list[_Node] = []
+    def _sequence(self, references: list[Reference], *, is_nested: bool) -> Node:
+        items: list[Node] = []
         blanks = _BLANKS_AND_LINES if is_nested else _BLANKS
         while (item := self._item(references)) is not None:
             self._skip(blanks)
             while (counts := self._counts()) is not None:
                 self._skip(blanks)
-                item = _Repeat(item, *counts)
-            items.append(item)
-        return items[0] if len(items) == 1 else _Sequence(tuple(items))
+                item = Repeat(item, *counts)
+            items += item.items if isinstance(item, Concatenation) else [item]
+        return items[0] if len(items) == 1 else Concatenation(tuple(items))
 
-    def _item(self, references: list[_Reference]) -> _Node | None:
+    def _item(self, references: list[Reference]) -> Node | None:
         char = self._next()
         leaves = {'"': self._literal, "[": self._class, "<": self._token, "!": self._token, ".": self._any}
         if char in leaves:
@@ -150,25 +140,32 @@ class _Parser:
             self._depth -= 1
             return found
         if name := _NAME.match(self._text, self._at):
-            reference = _Reference(name[0], self._at)
+            reference = Reference(name[0], self._at)
             references.append(reference)
             self._at = name.end()
             return reference
         return None
 
-    def _any(self) -> _Leaf:
+    def _any(self) -> Leaf:
         self._at += 1
-        return _Leaf(r"/(?s:.)/")
+        return Leaf(r"/(?s:.)/")
 
-    def _literal(self) -> _Leaf:
+    def _literal(self) -> Node:
         self._at += 1
         text = ""
         while self._next() != '"':
             text += self._char()
         self._at += 1
-        return _Leaf(_quoted(text))
+        parts = [part for part in self._tag.split(text) if part] or [""]
+        leaves = tuple(
+            Leaf(f"<[{self._tags[part]}]>", is_token=True, is_tag=True)
+            if part in self._tags
+            else Leaf(_quoted(part))
+            for part in parts
+        )
+        return leaves[0] if len(leaves) == 1 else Concatenation(leaves)
 
-    def _class(self) -> _Leaf:
+    def _class(self) -> Leaf:
         self._at += 1
         is_negated = self._next() == "^"
         self._at += is_negated
@@ -184,7 +181,7 @@ class _Parser:
         self._at += 1
         if not ranges:
             raise self._error("an empty class of characters")
-        return _Leaf(f"/[{'^' * is_negated}{ranges}]/")
+        return Leaf(f"/[{'^' * is_negated}{ranges}]/")
 
     def _char(self) -> str:
         """Return the next character of a literal or class, with its escape resolved."""
@@ -206,7 +203,7 @@ class _Parser:
             raise self._error(f"'\\{kind}{digits}' is no escape of a character")
         return chr(code)
 
-    def _token(self) -> _Leaf:
+    def _token(self) -> Leaf:
         if found := _TOKEN_ID.match(self._text, self._at):
             token: int | None = int(found[2])
         elif found := _TOKEN_TEXT.match(self._text, self._at):
@@ -216,7 +213,7 @@ class _Parser:
         if token is None:
             raise self._error(f"'{found[2]}' is not one token of this model's vocabulary")
         self._at = found.end()
-        return _Leaf(f"<[{'^' * bool(found[1])}{token}]>", is_token=True)
+        return Leaf(f"<[{'^' * bool(found[1])}{token}]>", is_token=True)
 
     def _counts(self) -> tuple[int, int | None] | None:
         char = self._next()
@@ -267,24 +264,27 @@ class _Parser:
 class _Writer:
     """Writes rules as Lark: terminals in capitals for what has neither recursion nor tokens."""
 
-    rules: dict[str, _Node]
+    rules: dict[str, Node]
+    prefix: str = ""
+    """Of the names of rules, so that several writers can write one grammar."""
     regular: dict[str, bool] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     terminals: dict[str, str] = field(default_factory=dict)
     """Names of terminals by their Lark, so that equal parts share one."""
 
-    def lark(self) -> str:
-        """Return the grammar."""
+    def __post_init__(self) -> None:
+        """Find the rules without recursion and tokens."""
         for name in self.rules:
             self._find_regular(name)
+
+    def lines(self) -> list[str]:
+        """Return the rules and terminals."""
         for i, name in enumerate(self.rules):
-            self.names[name] = f"T{i}" if self.regular[name] else f"r{i}"
-        lines = ["%llguidance {}", f"start: {self.names['root']}"]
+            self.names[name] = f"{self.prefix.upper()}T{i}" if self.regular[name] else f"{self.prefix}r{i}"
         # Terminals first: writing rules adds further ones.
         written = {name: self._write(node, is_terminal=self.regular[name]) for name, node in self.rules.items()}
-        lines += [f"{self.names[name]}: {lark}" for name, lark in written.items()]
-        lines += [f"{name}: {lark}" for lark, name in self.terminals.items()]
-        return "\n".join(lines) + "\n"
+        lines = [f"{self.names[name]}: {lark}" for name, lark in written.items()]
+        return [*lines, *(f"{name}: {lark}" for lark, name in self.terminals.items())]
 
     def _find_regular(self, start: str) -> None:
         """Find out whether rules have recursion or tokens, by depth-first search without recursion of its own."""
@@ -309,72 +309,57 @@ class _Writer:
             self.regular[name] = is_regular and all(self.regular[each] for each in self._references(name))
 
     def _references(self, name: str) -> list[str]:
-        return [each.name for each in _leaves(self.rules[name]) if isinstance(each, _Reference)]
+        return [each.name for each in leaves(self.rules[name]) if isinstance(each, Reference)]
 
-    def _has_tokens(self, node: _Node) -> bool:
-        return any(isinstance(each, _Leaf) and each.is_token for each in _leaves(node))
+    def _has_tokens(self, node: Node) -> bool:
+        return any(isinstance(each, Leaf) and each.is_token for each in leaves(node))
 
-    def _is_terminal(self, node: _Node) -> bool:
+    def _is_terminal(self, node: Node) -> bool:
         return all(
-            self.regular[each.name] if isinstance(each, _Reference) else not each.is_token for each in _leaves(node)
+            self.regular[each.name] if isinstance(each, Reference) else not each.is_token for each in leaves(node)
         )
 
-    def _write(self, node: _Node, *, is_terminal: bool) -> str:
+    def _write(self, node: Node, *, is_terminal: bool) -> str:
         """Return the Lark of a node, in a terminal or in a rule, where parts without recursion get a terminal."""
-        if not is_terminal and not isinstance(node, _Reference) and self._is_terminal(node):
+        if not is_terminal and not isinstance(node, Reference) and self._is_terminal(node):
             return self._terminal(node)
         match node:
-            case _Leaf(lark):
+            case Leaf(lark):
                 return lark
-            case _Reference(name):
+            case Reference(name):
                 return self.names[name]
-            case _Sequence(items):
+            case Concatenation(items):
                 parts = [*items] if is_terminal else _joined(items, self._is_terminal)
                 return " ".join(self._group(each, is_terminal=is_terminal) for each in parts) or '""'
-            case _Choice(options):
+            case Choice(options):
                 return " | ".join(self._write(each, is_terminal=is_terminal) for each in options)
-            case _Repeat(item, least, most):
+            case Repeat(item, least, most):
                 return self._group(item, is_terminal=is_terminal) + _suffix(least, most)
 
-    def _group(self, node: _Node, *, is_terminal: bool) -> str:
+    def _group(self, node: Node, *, is_terminal: bool) -> str:
         lark = self._write(node, is_terminal=is_terminal)
-        is_one = isinstance(node, _Leaf | _Reference) or (not is_terminal and self._is_terminal(node))
+        is_one = isinstance(node, Leaf | Reference) or (not is_terminal and self._is_terminal(node))
         return lark if is_one else f"({lark})"
 
-    def _terminal(self, node: _Node) -> str:
+    def _terminal(self, node: Node) -> str:
         lark = self._write(node, is_terminal=True)
-        return self.terminals.setdefault(lark, f"P{len(self.terminals)}")
+        return self.terminals.setdefault(lark, f"{self.prefix.upper()}P{len(self.terminals)}")
 
 
-def _joined(items: Sequence[_Node], is_terminal: Callable[[_Node], bool]) -> list[_Node]:
+def _joined(items: Sequence[Node], is_terminal: Callable[[Node], bool]) -> list[Node]:
     """Return the items of a sequence with neighbours that are terminals as one."""
-    result: list[_Node] = []
-    run: list[_Node] = []
+    result: list[Node] = []
+    run: list[Node] = []
     for item in [*items, None]:
         if item is not None and is_terminal(item):
             run.append(item)
             continue
         if run:
-            result.append(run[0] if len(run) == 1 else _Sequence(tuple(run)))
+            result.append(run[0] if len(run) == 1 else Concatenation(tuple(run)))
             run = []
         if item is not None:
             result.append(item)
     return result
-
-
-def _leaves(node: _Node) -> list[_Leaf | _Reference]:
-    """Return the texts, characters, tokens and references in a node."""
-    found: list[_Leaf | _Reference] = []
-    todo = [node]
-    while todo:
-        match todo.pop():
-            case _Sequence(children) | _Choice(children):
-                todo += children
-            case _Repeat(item):
-                todo.append(item)
-            case leaf:
-                found.append(leaf)
-    return found
 
 
 def _suffix(least: int, most: int | None) -> str:
