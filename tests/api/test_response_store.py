@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from llamaslot.api.context import ApiSettings
 from llamaslot.api.http_server import create_app
@@ -130,6 +131,26 @@ async def test_a_stored_response_is_streamed(start: Any) -> None:
         assert put_together(streamed) == response
     status, reply = await server.get(path, params={"stream": "true", "starting_after": "2"})
     assert (status, reply["error"]["param"]) == (400, "starting_after")
+
+
+async def test_a_long_stored_response_is_written_in_parts(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = create_app(ApiSettings())
+    server = await start(app=app)
+    response = await server.ok(RESPONSES, {"input": "One", **SHORT})
+    response["tools"] = [{"type": "custom", "name": "f", "description": "x" * 3_000_000}]
+    body = json.dumps(response).encode()
+    app[STORE].put(StoredResponse("", "long", body, b"[]", {}))
+    written: list[int] = []
+    write = web.StreamResponse.write
+
+    async def counted(self: web.StreamResponse, data: bytes) -> None:
+        written.append(len(data))
+        await write(self, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", counted)
+    assert put_together(await stored_events(server, f"{RESPONSES}/long")) == response
+    assert sum(written) > 3 * 3_000_000, "it is in three events"
+    assert max(written) <= 2**20
 
 
 async def stored_events(server: Any, path: str, **query: str) -> list[dict[str, Any]]:

@@ -112,6 +112,16 @@ def post(server: Server, path: str, data: bytes) -> int:
     return status
 
 
+def read(server: Server, path: str) -> bytes:
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=120)
+    connection.request("GET", path)
+    with connection.getresponse() as reply:
+        assert reply.status == 200
+        data = reply.read()
+    connection.close()
+    return data
+
+
 class Stream(threading.Thread):
     """A stream without end, and the longest time between two of its events."""
 
@@ -165,8 +175,11 @@ def test_a_large_request_stalls_no_other(server: Server, name: str) -> None:
 def test_a_large_response_stalls_none_when_it_is_listed_and_continued(server: Server) -> None:
     body = {"input": [*MESSAGES, *[{"type": "reasoning"}] * 900_000], "max_output_tokens": 1}
     stored = server.post("/v1/responses", body)["id"]
+    messages = [{**MESSAGES[0], "extra": [[]] * 6_000_000}]
+    chat = server.post("/v1/chat/completions", {"messages": messages, "store": True, "max_tokens": 1})["id"]
     longest = 0.0
     for action in (
+        lambda: read(server, f"/v1/chat/completions/{chat}/messages"),
         lambda: server.get(f"/v1/responses/{stored}/input_items?limit=5"),
         lambda: server.get(f"/v1/responses/{stored}/input_items?limit=100&order=asc"),
         lambda: server.post(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from aiohttp import web
 
 from llamaslot.api.completions.chat_store import CHATS, StoredChat
-from llamaslot.api.generation.pages import ListReply, Paging
+from llamaslot.api.generation.pages import ListReply, Paging, page_of_stored
 from llamaslot.api.json_bodies import json_response, read
 from llamaslot.api.middleware import key_namespace
 from llamaslot.protocol.bodies import StoredChatBody
@@ -63,10 +62,8 @@ async def delete(request: web.Request) -> web.Response:
 
 async def list_messages(request: web.Request) -> web.Response:
     """Return the messages that a stored chat completion answers."""
-    paging, chat = Paging(request, "asc", 0), request.app[CHATS].get(*_key(request))
-    # A long conversation takes long to decode.
-    messages: list[dict[str, Any]] = await asyncio.to_thread(msgspec.json.decode, chat.messages)
-    return json_response(paging.page(messages, lambda message: str(message["id"])))
+    paging = Paging(request, "asc", 0)
+    return await page_of_stored(request, (request.app[CHATS].get(*_key(request)).messages,), paging)
 
 
 def _key(request: web.Request) -> tuple[str, str]:

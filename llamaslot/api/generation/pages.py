@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
 
+from llamaslot.api.context import READINESS
+from llamaslot.api.middleware import caller_of, valid_unicode
+from llamaslot.base.commands import JsonReply
 from llamaslot.base.errors import InvalidRequestError
+from llamaslot.base.generation.responses import ListItems
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 _IS_COUNT = re.compile(r"[0-9]{1,9}").fullmatch
@@ -56,3 +60,20 @@ class Paging:
         page = listed[: self.limit]
         first, last = (id_of(page[0]), id_of(page[-1])) if page else (None, None)
         return ListReply(page, first, last, has_more=len(listed) > len(page))
+
+
+async def page_of_stored(request: web.Request, lists: Sequence[bytes], paging: Paging) -> web.Response:
+    """Return the page of stored items, which are JSON lists in ascending order.
+
+    The prompt worker decodes them: here, even on another thread, many MiB would hold up the event loop.
+    """
+    caller = caller_of(request)
+    job = ListItems(
+        tuple(lists),
+        paging.limit,
+        is_descending=paging.is_reversed,
+        after=valid_unicode(paging.after),
+        client=caller.sender.client(caller.session_id),
+    )
+    reply = await request.app[READINESS].check().ask(job, JsonReply)
+    return web.Response(body=reply.data, content_type="application/json")

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import closing
+from contextlib import closing, suppress
 
 from aiohttp import web
 
-from llamaslot.api.context import READINESS, UNIQUE_ID
-from llamaslot.api.generation.pages import Paging
+from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID
+from llamaslot.api.generation.pages import Paging, page_of_stored
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import json_response
-from llamaslot.api.middleware import caller_of, key_namespace, valid_unicode
+from llamaslot.api.middleware import key_namespace
 from llamaslot.api.responses.compaction import CompactionWriter
 from llamaslot.api.responses.replay import N_FIRST, replayed
 from llamaslot.api.responses.reply_bodies import Deleted, InputTokens
 from llamaslot.api.responses.responses import RUNNING, STORE_ACCESS, ResponsesReplyWriter
 from llamaslot.api.responses.store import ResponseStore, StoreAccess, StoredResponse
-from llamaslot.base.commands import BodyKind, JsonReply
+from llamaslot.api.sse import EventStream
+from llamaslot.base.commands import BodyKind
 from llamaslot.base.errors import NotSupportedError
-from llamaslot.base.generation.responses import ListItems
 
 RESPONSES = web.AppKey("RESPONSES", ResponseStore)
+_MAX_WRITE_BYTES = 2**20
+"""Bytes of a stored response that are written at a time."""
 
 
 async def create(request: web.Request) -> web.StreamResponse:
@@ -62,7 +64,7 @@ async def count(request: web.Request) -> web.Response:
         return json_response(InputTokens(await count_prompt_tokens(request, "responses", access.find)))
 
 
-async def retrieve(request: web.Request) -> web.Response:
+async def retrieve(request: web.Request) -> web.StreamResponse:
     """Return a stored response, as a whole or, with `stream`, as events."""
     body = _stored(request).body
     if request.query.get("stream") != "true":
@@ -71,9 +73,16 @@ async def retrieve(request: web.Request) -> web.Response:
     if after is not None and after not in map(str, range(N_FIRST)):
         message = "'starting_after': later events have other numbers than when the response was generated"
         raise NotSupportedError(message, param="starting_after")
-    # A long response takes long to decode.
-    events = await asyncio.to_thread(replayed, body, 0 if after is None else int(after) + 1)
-    return web.Response(body=events, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    stream = EventStream(request, 0, request.app[SETTINGS].max_stream_buffer_bytes)
+    await stream.open()
+    events = replayed(body, 0 if after is None else int(after) + 1)
+    with suppress(ConnectionError):
+        # Events that repeat a long response take long to encode and to copy: each on a thread, and in parts.
+        while event := await asyncio.to_thread(next, events, b""):
+            for start in range(0, len(event), _MAX_WRITE_BYTES):
+                await stream.send([event[start : start + _MAX_WRITE_BYTES]])
+        await stream.close()
+    return stream.response
 
 
 async def delete(request: web.Request) -> web.Response:
@@ -86,16 +95,7 @@ async def delete(request: web.Request) -> web.Response:
 async def input_items(request: web.Request) -> web.Response:
     """Return the items that a stored response answers, those of earlier turns included."""
     paging = Paging(request, "desc", 1)
-    caller = caller_of(request)
-    job = ListItems(
-        tuple(_stored(request).input_lists()),
-        paging.limit,
-        is_descending=paging.is_reversed,
-        after=valid_unicode(paging.after),
-        client=caller.sender.client(caller.session_id),
-    )
-    reply = await request.app[READINESS].check().ask(job, JsonReply)
-    return web.Response(body=reply.data, content_type="application/json")
+    return await page_of_stored(request, _stored(request).input_lists(), paging)
 
 
 def _stored(request: web.Request) -> StoredResponse:

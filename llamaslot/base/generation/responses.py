@@ -59,7 +59,7 @@ class EarlierItems(msgspec.Struct, frozen=True):
 
 
 class ListItems(msgspec.Struct, frozen=True, tag="list_items"):
-    """List some of the items of a conversation, which may take long to decode; answered by `JsonReply`."""
+    """List some of the items or messages of a conversation, which may be long; answered by `JsonReply`."""
 
     lists: tuple[bytes, ...]
     """JSON lists of items, in the order of the conversation."""
