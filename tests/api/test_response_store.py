@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +15,9 @@ from aiohttp import web
 from llamaslot.api.context import ApiSettings
 from llamaslot.api.http_server import create_app
 from llamaslot.api.responses.endpoints import RESPONSES as STORE
+from llamaslot.api.responses.responses import RUNNING
 from llamaslot.api.responses.store import ResponseStore, StoreAccess, StoredResponse
+from llamaslot.api.sse import EventStream
 from llamaslot.base.errors import NotFoundError
 from llamaslot.base.generation.responses import References
 from llamaslot.protocol.responses.items import decoded_reasoning
@@ -209,6 +213,46 @@ async def test_a_running_response_is_cancelled_by_its_id(start: Any) -> None:
     assert (await server.idle()).n_queued == 0
     _, ended = await server.post(RESPONSES, {"input": "x", **SHORT}, headers=mine)
     assert await server.post(f"{RESPONSES}/{ended['id']}/cancel", {}, headers=mine) == (200, ended)
+
+
+async def test_a_cancelled_response_is_no_error_of_the_server(start: Any) -> None:
+    app = create_app(ApiSettings())
+    server = await start(app=app, backend=FakeBackend(n_ctx=60_000))
+    reply = asyncio.create_task(server.post(RESPONSES, {"input": "x", "ignore_eos": True}))
+    await server.state_where(lambda state: any(slot.request_id for slot in state.slots))
+    ((_, running),) = app[RUNNING]
+    cancelled = await server.post(f"{RESPONSES}/{running}/cancel", {})
+    assert (cancelled[0], cancelled[1]["status"]) == (200, "cancelled")
+    assert await reply == cancelled, "clients repeat a request that gets a 500"
+    await server.idle()
+    compaction = asyncio.create_task(server.post(f"{RESPONSES}/compact", {"input": "x", "ignore_eos": True}))
+    state = await server.state_where(lambda state: any(slot.request_id for slot in state.slots))
+    (running,) = filter(None, (slot.request_id for slot in state.slots))
+    assert (await server.post(f"{RESPONSES}/{running}/cancel", {}))[0] == 404, "it is no response"
+    compaction.cancel()
+
+
+async def test_a_response_that_has_ended_is_not_cancelled_while_its_stream_is_read(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = create_app(ApiSettings())
+    server = await start(app=app)
+    is_read = asyncio.Event()
+    close = EventStream.close
+
+    async def closed_late(self: EventStream, events: Iterable[bytes] = ()) -> None:
+        await is_read.wait()
+        await close(self, events)
+
+    monkeypatch.setattr(EventStream, "close", closed_late)
+    events = asyncio.create_task(events_of(server, {"input": "x", **SHORT}))
+    async with asyncio.timeout(10):
+        while not len(app[STORE]):
+            await asyncio.sleep(0.005)
+    ((_, ended),) = app[STORE]._listed
+    status, reply = await server.post(f"{RESPONSES}/{ended}/cancel", {})
+    is_read.set()
+    assert (status, reply) == (200, put_together(await events))
 
 
 async def test_without_input_a_response_is_continued(start: Any) -> None:

@@ -34,6 +34,8 @@ class Compaction(msgspec.Struct, kw_only=True):
 class CompactionWriter(ResponsesReplyWriter):
     """One item: what the user wrote, word for word, and a summary of the rest."""
 
+    is_cancellable = False
+
     def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
         """Raise an error: a request for a stream was refused."""
         raise ServerError("a compaction is not streamed")

@@ -19,7 +19,7 @@ from llamaslot.api.responses.responses import RUNNING, STORE_ACCESS, ResponsesRe
 from llamaslot.api.responses.store import ResponseStore, StoreAccess, StoredResponse
 from llamaslot.api.sse import EventStream
 from llamaslot.base.commands import BodyKind
-from llamaslot.base.errors import NotSupportedError
+from llamaslot.base.errors import LlamaslotError, NotSupportedError
 
 RESPONSES = web.AppKey("RESPONSES", ResponseStore)
 _MAX_WRITE_BYTES = 2**20
@@ -42,6 +42,7 @@ async def cancel(request: web.Request) -> web.Response:
     running = request.app[RUNNING].get(key)
     if running is None:
         return web.Response(body=_stored(request).body, content_type="application/json")
+    running.is_cancelled = True
     service.cancel(running.id)
     return web.Response(body=running.cancelled(), content_type="application/json")
 
@@ -54,6 +55,12 @@ async def _complete(
         request[STORE_ACCESS] = access
         try:
             return await complete(request, kind, writer_type, access.find)
+        except LlamaslotError:
+            running = request.app[RUNNING].get(key)
+            if running is None or not running.is_cancelled:
+                raise
+            # For an error of the server, OpenAI's clients would send the request again.
+            return web.Response(body=running.cancelled(), content_type="application/json")
         finally:
             request.app[RUNNING].pop(key, None)
 

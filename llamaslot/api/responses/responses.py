@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -52,6 +52,8 @@ class ResponsesReplyWriter(ReplyWriter):
     """Writes OpenAI's responses, with llama-server's `timings` and this server's `cache` beside the usage."""
 
     id_prefix = "resp_"
+    is_cancellable: ClassVar[bool] = True
+    """True if its id cancels the response while it runs."""
 
     def __init__(self, reply: ReplyContext, generations: Sequence[Generation]) -> None:
         super().__init__(reply, generations)
@@ -64,12 +66,19 @@ class ResponsesReplyWriter(ReplyWriter):
         self._pending: list[Prob] = []
         """Probabilities of tokens of which it is open to which item they belong."""
         self._n_events = 0
-        reply.request.app[RUNNING][key_namespace(reply.request), reply.id] = self
+        self.is_cancelled = False
+        """True once the response was cancelled by its id."""
+        if self.is_cancellable:
+            reply.request.app[RUNNING][self._key] = self
 
     @property
     def id(self) -> str:
         """The id of the response, and of its completion."""
         return self._reply.id
+
+    @property
+    def _key(self) -> tuple[str, str]:
+        return key_namespace(self._reply.request), self._reply.id
 
     def cancelled(self) -> bytes:
         """Return the JSON of the response as one that was cancelled."""
@@ -140,6 +149,8 @@ class ResponsesReplyWriter(ReplyWriter):
 
     def _finished(self, end: Finished) -> _Json:
         """Return the response that is complete; it is stored before the client can ask for it."""
+        # Its client may read the end of a stream long after.
+        self._reply.request.app[RUNNING].pop(self._key, None)
         status, output = _status(end), self._output.items
         fields = {
             "completed_at": int(time.time()),
