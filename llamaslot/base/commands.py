@@ -96,6 +96,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """The client's name for the conversation; empty for none."""
     session_branch: str = ""
     """Tells apart conversations of one session, such as those of sub-agents, by what they begin with."""
+    owner: str = ""
+    """The `Sender.owner` to whose share counts what is remembered of the reply."""
     client: str = ""
     """A digest that tells clients apart: of the API key, else of the session, else of the address.
 

@@ -21,6 +21,8 @@ class TextRecord(msgspec.Struct, frozen=True):
     content: bytes
     parent: bytes = b""
     """Digest of the anchor that an anchor continues, or of the session that a branch belongs to; empty for none."""
+    owner: str = ""
+    """The client to whose share a reply counts; not on disk, where only its content has it."""
 
     @property
     def n_bytes(self) -> int:

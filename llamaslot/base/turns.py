@@ -33,6 +33,14 @@ class Sender(msgspec.Struct, frozen=True):
         """Return the sender with this key (None for a server without keys) and address."""
         return cls("" if api_key is None else tenant_name(api_key), _digest("address", address))
 
+    @property
+    def owner(self) -> str:
+        """The id to whose share of a memory counts what is kept for it: the key's, else the address's.
+
+        Not the session's, as of turns: clients may make as many sessions as they like.
+        """
+        return self.key or self.address
+
     def client(self, session_id: str) -> str:
         """Return the id by which a request takes turns: the key's, else the session's, else the address's."""
         if self.key:

@@ -188,7 +188,7 @@ class PromptSupervisor(PromptWorker):
         """
         self._model = model
         for each in records:
-            self._records[each.kind].put(each.digest, each)
+            self._records[each.kind].put(each.digest, each, each.owner)
         self._process.send(self._model)
         limit = max(self._timeout, _READY_TIMEOUT_S)
         try:
@@ -320,7 +320,7 @@ class PromptSupervisor(PromptWorker):
                 self._prompts[job.submit.request_id] = job
             case _, TextRecords(records):
                 for record in records:
-                    self._records[record.kind].put(record.digest, record)
+                    self._records[record.kind].put(record.digest, record, record.owner)
             case DropSession(), DroppedSession():
                 for kept in (self._records["session"], self._records["reply"]):
                     for each in [each for each in kept.values() if result.digest in (each.digest, each.parent)]:

@@ -1,10 +1,12 @@
-"""A mapping that stays below a number of bytes."""
+"""A mapping that stays below a number of bytes, in which clients have shares."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
+
+from llamaslot.base.generation.client_shares import ClientShares
 
 
 class Sized(Protocol):
@@ -19,15 +21,20 @@ V = TypeVar("V", bound=Sized)
 
 
 class LruCache(Generic[V]):
-    """Values by digest; beyond `max_bytes` the least recently used one goes.
+    """Values by digest; beyond `max_bytes` the least recently used one goes, of the client that holds most.
 
     One thread changes it; others may read its length and `n_bytes`.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.n_bytes = 0
         self._values: OrderedDict[bytes, V] = OrderedDict()
+        self._shares: ClientShares[bytes] = ClientShares()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all values, estimated."""
+        return self._shares.n_bytes
 
     def __len__(self) -> int:
         """Count the values."""
@@ -54,26 +61,34 @@ class LruCache(Generic[V]):
         value = self._values.get(digest)
         if value is not None:
             self._values.move_to_end(digest)
+            self._shares.use(digest)
         return value
 
-    def put(self, digest: bytes, value: V) -> None:
-        """Set a value, in place of an earlier one; a value that is too large alone is not kept."""
+    def put(self, digest: bytes, value: V, owner: str = "") -> None:
+        """Set a value of a client, in place of an earlier one.
+
+        Not kept is a value that is too large alone, or for which a client would hold more than all others.
+        """
         self.drop(digest)
         if value.n_bytes > self.max_bytes:
             return
+        while self.n_bytes + value.n_bytes > self.max_bytes:
+            evicted = self._shares.evicted_next(owner, value.n_bytes)
+            if evicted is None:
+                return
+            self.drop(evicted)
         self._values[digest] = value
-        self.n_bytes += value.n_bytes
-        while self.n_bytes > self.max_bytes:
-            self.drop(next(iter(self._values)))
+        self._shares.add(digest, owner)
+        self._shares.charge(owner, value.n_bytes)
 
     def drop(self, digest: bytes) -> V | None:
         """Remove and return a value."""
         value = self._values.pop(digest, None)
         if value is not None:
-            self.n_bytes -= value.n_bytes
+            self._shares.charge(self._shares.remove(digest), -value.n_bytes)
         return value
 
     def clear(self) -> None:
         """Remove all values."""
         self._values.clear()
-        self.n_bytes = 0
+        self._shares.clear()

@@ -35,7 +35,9 @@ _decode = msgspec.msgpack.Decoder(RememberedReply).decode
 
 
 class ReplyMemory(ReplyStore):
-    """The remembered replies of all namespaces; the least recently used go first, and none before those behind it.
+    """The remembered replies of all namespaces, in which clients have shares.
+
+    Of the client that holds most, the least recently used go first, and none before those behind it.
 
     Replies are looked up on any thread, and added on one.
     """
@@ -67,7 +69,7 @@ class ReplyMemory(ReplyStore):
     def add(self, reply: RememberedReply) -> None:
         """Remember a reply, in place of an earlier one with its key."""
         with self._lock:
-            self._replies.put(reply.key, reply)
+            self._replies.put(reply.key, reply, reply.owner)
         self.use(reply.key)
 
     def remember(
@@ -78,7 +80,7 @@ class ReplyMemory(ReplyStore):
         if reply is None:
             return None
         self.add(reply)
-        return TextRecord("reply", reply.key, _encode(reply), reply.session)
+        return TextRecord("reply", reply.key, _encode(reply), reply.session, reply.owner)
 
     def restore(self, record: TextRecord) -> None:
         """Take over the record of an earlier process; raises `msgspec.MsgspecError`."""
@@ -130,6 +132,7 @@ def remembered_reply(
         tokens=own,
         n_reply=before.n_reply + len(ids),
         session=session_digest(salt_namespace(submit.cache_salt), submit.session_id) if submit.session_id else b"",
+        owner=submit.owner,
     )
 
 

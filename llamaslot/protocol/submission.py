@@ -120,6 +120,7 @@ def submissions(
             return_tokens=context.return_tokens or bool(options.echo) or is_verbose(options, context),
             client_request_id=context.client_request_id,
             session_id=session_id if len(prompts) == 1 else "",
+            owner=context.sender.owner,
             client=context.sender.client(session_id),
             n=n,
             prompt_probs=prompt_probs,

@@ -351,6 +351,19 @@ async def test_a_response_is_not_stored_if_that_is_not_wanted_or_not_possible(st
     assert "--max-stored-responses" in reply["error"]["message"]
 
 
+@pytest.mark.parametrize("limit", [{"max_stored_responses": 4}, {"max_stored_responses_bytes": 8000}], ids=str)
+async def test_no_key_evicts_what_another_stored_within_its_share(start: Any, limit: dict[str, int]) -> None:
+    server = await start(api_keys=("one", "two"), **limit)
+    mine, other = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    body = {"input": "One", **SHORT}
+    _, first = await server.post(RESPONSES, body, headers=mine)
+    stored = [(await server.post(RESPONSES, body, headers=other))[1] for _ in range(9)]
+    assert all(each["store"] for each in stored)
+    for headers, kept in ((mine, first), (other, stored[-1]), (other, stored[-2])):
+        assert (await server.get(f"{RESPONSES}/{kept['id']}", headers=headers))[0] == 200
+    assert (await server.get(f"{RESPONSES}/{stored[0]['id']}", headers=other))[0] == 404
+
+
 async def test_the_least_recently_used_response_is_evicted(start: Any) -> None:
     server = await start(max_stored_responses=2)
     first = await server.ok(RESPONSES, {"input": "One", **SHORT})

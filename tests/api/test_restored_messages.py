@@ -559,6 +559,33 @@ async def test_a_message_that_is_restored_outlives_one_that_is_not(start: Any) -
         assert (reply["cache"]["restored_tokens"] > 0) is (salt == "one")
 
 
+async def test_no_key_evicts_a_message_of_another_within_its_share(start: Any) -> None:
+    server = await start(
+        backend=FakeBackend(n_ctx=4096, n_slots=2, n_reserved=2),
+        template=TEMPLATE,
+        engine={"grammars": [*[f"start: {json.dumps(CALL)}"] * 6, *['start: "x"'] * 6]},
+        api_keys=("one", "two"),
+    )
+
+    async def ask(key: str, *messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        body = {"messages": messages, "tools": [TOOL], **fields}
+        status, reply = await server.post(CHAT, body, headers={"Authorization": f"Bearer {key}"})
+        assert status == 200, reply
+        return dict(reply)
+
+    message = reply_of(await ask("one", QUESTION))
+    memory = server.local.prompts._jobs.tokenizer.replies
+    async with asyncio.timeout(10):
+        while not len(memory):
+            await asyncio.sleep(0.005)
+    memory._replies.max_bytes = 5 * memory.n_bytes // 2
+    theirs = [reply_of(await ask("two", QUESTION, cache_salt=salt)) for salt in "abcde"]
+    assert (await ask("one", QUESTION, message, *results(message), max_tokens=0))["cache"]["restored_tokens"] > 0
+    for salt, each in zip("abcde", theirs, strict=True):
+        reply = await ask("two", QUESTION, each, *results(each), cache_salt=salt, max_tokens=0)
+        assert (reply["cache"]["restored_tokens"] > 0) is (salt == "e")
+
+
 async def test_a_dropped_session_leaves_the_messages_of_that_name_in_other_namespaces(start: Any) -> None:
     chat = await chats(start, CALL, CALL, "x", "x", "x", "x")
     salts = "mine", "yours"

@@ -130,6 +130,18 @@ async def test_stored_bytes_are_limited(start: Any) -> None:
     assert await ids(server) == [last, longer], "one that is too large evicts nothing"
 
 
+@pytest.mark.parametrize("limit", [{"max_stored_responses": 4}, {"max_stored_responses_bytes": 5000}], ids=str)
+async def test_no_key_evicts_what_another_stored_within_its_share(start: Any, limit: dict[str, int]) -> None:
+    server = await start(api_keys=("one", "two"), **limit)
+    mine, other = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    _, chat = await server.post(CHATS, BODY, headers=mine)
+    last = [(await server.post(CHATS, BODY, headers=other))[1]["id"] for _ in range(9)][-1]
+    for headers, kept in ((mine, chat["id"]), (other, last)):
+        assert (await server.get(f"{CHATS}/{kept}", headers=headers))[0] == 200
+    listed = (await server.get(CHATS, headers=other))[1]["data"]
+    assert 1 < len(listed) < 5
+
+
 async def test_keys_do_not_see_each_others_completions(start: Any) -> None:
     server = await start(api_keys=("one", "two"))
     mine, other = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))

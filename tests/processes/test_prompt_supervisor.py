@@ -154,6 +154,29 @@ async def check_remembered(worker: PromptSupervisor, branch: str) -> None:
     assert (await worker.call(again)).session_match == "new"
 
 
+async def test_messages_of_a_client_within_its_share_survive_its_crash(start: Start) -> None:
+    worker = await start(template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ")
+    (added, reply) = [(await worker.call(tokenize(text, text))).packed_tokens for text in ("", "a  time")]
+
+    async def remember(owner: str, question: str) -> None:
+        messages = [{"role": "user", "content": question}]
+        (submit,) = (await worker.call(parse("chat", {"messages": messages}))).submits
+        await worker.call(TokenizePrompt(msgspec.structs.replace(submit, request_id=question, owner=owner)))
+        await worker.call(Remember(question, reply.removeprefix(added), len("a  time"), question))
+
+    await remember("one", "Once upon")
+    copies = worker._records["reply"]
+    copies.max_bytes = 5 * copies.n_bytes // 2
+    for question in ("Twice upon", "Thrice upon", "Never upon"):
+        await remember("two", question)
+    await outcomes(worker.call(tokenize("x", "CRASH")))
+    for question, is_known in (("Once upon", True), ("Thrice upon", False), ("Never upon", True)):
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "a  time"}]
+        asked = {"messages": [*messages, {"role": "user", "content": "?"}]}
+        (submit,) = (await worker.call(parse("chat", asked))).submits
+        assert (submit.chat.restored is not None) is is_known
+
+
 async def test_remembered_messages_survive_its_crash(start: Start) -> None:
     worker = await start(template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ")
     question = {"role": "user", "content": "Once upon"}

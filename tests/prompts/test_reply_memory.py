@@ -55,6 +55,16 @@ def test_tokens_count() -> None:
     assert len(memory) == 3
 
 
+def test_no_client_evicts_a_reply_of_another_that_is_within_its_share() -> None:
+    memory = ReplyMemory(4 * reply(b"a").n_bytes)
+    memory.add(reply(b"a", owner="one"))
+    for key in b"uvwxyz":
+        memory.add(reply(key.to_bytes(), owner="two"))
+    assert known(memory, b"auvwxyz") == b"axyz"
+    memory.add(reply(b"b", b"a", owner="one"))
+    assert known(memory, b"abuvwxyz") == b"abyz"
+
+
 def test_finding_a_reply_is_no_use() -> None:
     memory = ReplyMemory(2 * reply(b"a").n_bytes)
     memory.add(reply(b"a"))

@@ -25,7 +25,7 @@ from llamaslot.api.generation.reply_stats import PromptProgress, TokenCount, sta
 from llamaslot.api.generation.reply_writer import ReplyContext
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import encode, json_response
-from llamaslot.api.middleware import key_namespace
+from llamaslot.api.middleware import caller_of, key_namespace
 from llamaslot.base.events import Finished, Output
 from llamaslot.base.generation.chats import ChatToStore
 from llamaslot.base.generation.token_probs import TokenProb
@@ -106,7 +106,8 @@ class ChatReplyWriter(OpenAIReplyWriter):
         """Store the completion before the client can ask for it."""
         request = self._reply.request
         reply = encode(structs.replace(body, verbose=UNSET))
-        stored = StoredChat(body.id, body.model, reply, chat.messages, chat.metadata)
+        owner = caller_of(request).sender.owner
+        stored = StoredChat(body.id, body.model, reply, chat.messages, chat.metadata, owner)
         request.app[CHATS].put(key_namespace(request), stored)
 
     def _choice(self, generation: Generation) -> ChatChoice:

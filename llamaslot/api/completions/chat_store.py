@@ -9,6 +9,7 @@ from aiohttp import web
 
 from llamaslot.api.json_bodies import encode
 from llamaslot.base.errors import NotFoundError
+from llamaslot.base.generation.client_shares import ClientShares
 
 
 @dataclass(slots=True)
@@ -22,6 +23,8 @@ class StoredChat:
     messages: bytes
     """A JSON list; each message has an id."""
     metadata: Mapping[str, str]
+    owner: str = ""
+    """The client to whose share it counts."""
 
     @property
     def body(self) -> bytes:
@@ -37,23 +40,29 @@ class StoredChat:
 
 
 class ChatStore:
-    """Chat completions by namespace and id; the oldest are evicted."""
+    """Chat completions by namespace and id; evicted is the oldest one of the client that holds most."""
 
     def __init__(self, *, max_chats: int, max_bytes: int) -> None:
         self._max_chats = max_chats
         self._max_bytes = max_bytes
         self._chats: dict[tuple[str, str], StoredChat] = {}
         """In the order in which they were stored."""
-        self._n_bytes = 0
+        self._shares: ClientShares[tuple[str, str]] = ClientShares()
 
     def put(self, namespace: str, chat: StoredChat) -> None:
         """Store a completion, unless it is too large, and evict others for it."""
         if not self._max_chats or chat.size > self._max_bytes:
             return
-        while len(self._chats) >= self._max_chats or self._n_bytes + chat.size > self._max_bytes:
-            self._drop(next(iter(self._chats)))
+        while (
+            is_full := len(self._chats) >= self._max_chats
+        ) or self._shares.n_bytes + chat.size > self._max_bytes:
+            evicted = self._shares.evicted_next(chat.owner, chat.size, by_count=is_full)
+            if evicted is None:
+                return
+            self._drop(evicted)
         self._chats[namespace, chat.id] = chat
-        self._n_bytes += chat.size
+        self._shares.add((namespace, chat.id), chat.owner)
+        self._shares.charge(chat.owner, chat.size)
 
     def get(self, namespace: str, chat_id: str) -> StoredChat:
         """Return a completion; raises `NotFoundError`."""
@@ -72,11 +81,11 @@ class ChatStore:
     def update(self, namespace: str, chat_id: str, metadata: Mapping[str, str]) -> StoredChat:
         """Replace the metadata of a completion, and return it; raises `NotFoundError`."""
         chat = self.get(namespace, chat_id)
-        self._n_bytes -= chat.size
+        before = chat.size
         chat.metadata = metadata
-        self._n_bytes += chat.size
-        while self._n_bytes > self._max_bytes:
-            self._drop(next(iter(self._chats)))
+        self._shares.charge(chat.owner, chat.size - before)
+        while self._shares.n_bytes > self._max_bytes and (evicted := self._shares.evicted_next(chat.owner, 0)):
+            self._drop(evicted)
         return chat
 
     def delete(self, namespace: str, chat_id: str) -> None:
@@ -85,7 +94,8 @@ class ChatStore:
         self._drop((namespace, chat_id))
 
     def _drop(self, key: tuple[str, str]) -> None:
-        self._n_bytes -= self._chats.pop(key).size
+        chat = self._chats.pop(key)
+        self._shares.charge(self._shares.remove(key), -chat.size)
 
 
 CHATS = web.AppKey("CHATS", ChatStore)

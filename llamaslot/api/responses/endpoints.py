@@ -11,7 +11,7 @@ from llamaslot.api.context import READINESS, SETTINGS, UNIQUE_ID
 from llamaslot.api.generation.pages import Paging, page_of_stored
 from llamaslot.api.generation.request_handling import complete, count_prompt_tokens
 from llamaslot.api.json_bodies import json_response
-from llamaslot.api.middleware import key_namespace
+from llamaslot.api.middleware import caller_of, key_namespace
 from llamaslot.api.responses.compaction import CompactionWriter
 from llamaslot.api.responses.replay import N_FIRST, replayed
 from llamaslot.api.responses.reply_bodies import Deleted, InputTokens
@@ -110,4 +110,4 @@ def _stored(request: web.Request) -> StoredResponse:
 
 
 def _store_access(request: web.Request) -> StoreAccess:
-    return StoreAccess(request.app[RESPONSES], key_namespace(request))
+    return StoreAccess(request.app[RESPONSES], key_namespace(request), caller_of(request).sender.owner)

@@ -6,11 +6,11 @@ item is stored once for all turns of a conversation, and memory is freed from th
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from llamaslot.base.errors import NotFoundError
+from llamaslot.base.generation.client_shares import ClientShares
 from llamaslot.base.generation.responses import EarlierItems, References
 
 
@@ -27,6 +27,8 @@ class StoredResponse:
     output: Mapping[str, bytes]
     """Its output items by id, JSON objects."""
     previous: StoredResponse | None = None
+    owner: str = ""
+    """The client to whose share it counts."""
     is_listed: bool = False
     """True if it can be found by its id."""
     n_holders: int = field(default=0)
@@ -56,16 +58,20 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by namespace and id; the least recently used are evicted."""
+    """Responses by namespace and id; evicted is the least recently used one of the client that holds most."""
 
     def __init__(self, *, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._listed: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+        self._listed: dict[tuple[str, str], StoredResponse] = {}
         self._by_item: dict[tuple[str, str], StoredResponse] = {}
         """By the ids of output items."""
-        self.n_bytes = 0
+        self._shares: ClientShares[tuple[str, str]] = ClientShares()
+
+    @property
+    def n_bytes(self) -> int:
         """Bytes of all responses that are listed, or continued by others."""
+        return self._shares.n_bytes
 
     def __len__(self) -> int:
         """Return how many responses can be found."""
@@ -76,29 +82,29 @@ class ResponseStore:
         key = (namespace, response_id)
         if key not in self._listed:
             raise _not_found(f"response '{response_id}'", None)
-        self._listed.move_to_end(key)
+        self._shares.use(key)
         return self._listed[key]
 
     def put(self, response: StoredResponse) -> bool:
-        """Store a response that is complete, and evict others for it; return False if it is too large."""
+        """Store a response that is complete, and evict others for it; return False if there is no room for it."""
         chain = sum(turn.size for turn in response.turns())
         if not self._max_responses or chain > self._max_bytes:
             return False
         if response.previous is not None:
             self.hold(response.previous)
-        while self._listed and (
-            len(self._listed) >= self._max_responses or self.n_bytes + response.size > self._max_bytes
-        ):
-            self._unlist(next(iter(self._listed.values())))
-        if self.n_bytes + response.size > self._max_bytes:
-            # Requests that run hold the rest.
-            if response.previous is not None:
-                self.release(response.previous)
-            return False
+        while (is_full := len(self) >= self._max_responses) or self.n_bytes + response.size > self._max_bytes:
+            evicted = self._shares.evicted_next(response.owner, response.size, by_count=is_full)
+            if evicted is None:
+                # Requests that run, or others within their shares, hold the rest.
+                if response.previous is not None:
+                    self.release(response.previous)
+                return False
+            self._unlist(self._listed[evicted])
         response.is_listed = True
         self._listed[response.namespace, response.id] = response
+        self._shares.add((response.namespace, response.id), response.owner)
+        self._shares.charge(response.owner, response.size)
         self._by_item |= {(response.namespace, item_id): response for item_id in response.output}
-        self.n_bytes += response.size
         return True
 
     def delete(self, namespace: str, response_id: str) -> None:
@@ -122,7 +128,9 @@ class ResponseStore:
         return response.output[item_id]
 
     def _unlist(self, response: StoredResponse) -> None:
-        del self._listed[response.namespace, response.id]
+        key = (response.namespace, response.id)
+        del self._listed[key]
+        self._shares.remove(key)
         for item_id in response.output:
             del self._by_item[response.namespace, item_id]
         response.is_listed = False
@@ -132,7 +140,7 @@ class ResponseStore:
         """Free a response that nothing keeps, and then those that only it has kept."""
         each: StoredResponse | None = response
         while each is not None and not (each.is_listed or each.n_holders):
-            self.n_bytes -= each.size
+            self._shares.charge(each.owner, -each.size)
             previous, each.previous = each.previous, None
             if previous is not None:
                 previous.n_holders -= 1
@@ -142,8 +150,9 @@ class ResponseStore:
 class StoreAccess:
     """Access of one request to the store: to the response that it continues, and to add its own."""
 
-    def __init__(self, store: ResponseStore, namespace: str) -> None:
+    def __init__(self, store: ResponseStore, namespace: str, owner: str = "") -> None:
         self._store = store
+        self._owner = owner
         self._namespace = namespace
         self._previous: StoredResponse | None = None
 
@@ -165,8 +174,10 @@ class StoreAccess:
         return EarlierItems(tuple(history), items)
 
     def put(self, response_id: str, body: bytes, input_: bytes, output: Mapping[str, bytes]) -> bool:
-        """Store the response to this request; return False if it is too large."""
-        return self._store.put(StoredResponse(self._namespace, response_id, body, input_, output, self._previous))
+        """Store the response to this request; return False if there is no room for it."""
+        return self._store.put(
+            StoredResponse(self._namespace, response_id, body, input_, output, self._previous, self._owner)
+        )
 
     def close(self) -> None:
         """Release the response that the request continues."""

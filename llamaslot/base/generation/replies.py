@@ -48,6 +48,8 @@ class RememberedReply(msgspec.Struct, frozen=True):
     """Tokens of the reply that were generated."""
     session: bytes = b""
     """Digest of the session that it belongs to; empty for none."""
+    owner: str = ""
+    """The client to whose share it counts, by `Sender.owner`."""
 
     @property
     def n_bytes(self) -> int:

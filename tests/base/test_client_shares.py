@@ -1,0 +1,124 @@
+"""Shares of clients in a bounded memory: against a simple model, and what no client can do to another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llamaslot.api.responses.store import ResponseStore, StoredResponse
+from llamaslot.prompts.lru_cache import LruCache
+
+CAPACITY = 20
+Step = tuple[str, str, int, int]
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "use", "drop"]), st.sampled_from("abc"), st.integers(0, 9), st.integers(0, 22)
+    ),
+    max_size=60,
+)
+
+
+@dataclass
+class Value:
+    owner: str
+    n_bytes: int
+
+
+class Model:
+    """A list in the order of last use, which is read anew for each decision."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[bytes, str, int]] = []
+
+    def held(self) -> Counter[str]:
+        held: Counter[str] = Counter()
+        for _, owner, size in self.entries:
+            held[owner] += size
+        return held
+
+    def drop(self, key: bytes) -> None:
+        self.entries = [each for each in self.entries if each[0] != key]
+
+    def use(self, key: bytes) -> None:
+        self.entries.sort(key=lambda each: each[0] == key)
+
+    def put(self, key: bytes, owner: str, size: int) -> None:
+        self.drop(key)
+        if size > CAPACITY:
+            return
+        while sum(self.held().values()) + size > CAPACITY:
+            held = self.held()
+            held[owner] += size
+            most = max(held.values())
+            largest = owner if held[owner] == most else max(each for each in held if held[each] == most)
+            theirs = [entry for entry in self.entries if entry[1] == largest]
+            if not theirs:
+                return
+            self.entries.remove(theirs[0])
+        self.entries.append((key, owner, size))
+
+
+@given(STEPS)
+def test_a_cache_with_shares_is_as_the_model(steps: list[Step]) -> None:
+    cache: LruCache[Value] = LruCache(CAPACITY)
+    model = Model()
+    for action, owner, number, size in steps:
+        key = number.to_bytes()
+        if action == "put":
+            cache.put(key, Value(owner, size), owner)
+            model.put(key, owner, size)
+        elif action == "use":
+            cache.get(key)
+            model.use(key)
+        else:
+            cache.drop(key)
+            model.drop(key)
+        found = [(key, value.owner, value.n_bytes) for key, value in cache.items()]
+        assert found == model.entries
+        assert cache.n_bytes == sum(model.held().values()) <= CAPACITY
+
+
+@given(STEPS)
+def test_no_client_evicts_an_entry_of_one_that_is_below_its_share(steps: list[Step]) -> None:
+    cache: LruCache[Value] = LruCache(CAPACITY)
+    for i, (_, owner, _, size) in enumerate(steps):
+        before = dict(cache.items())
+        held: Counter[str] = Counter()
+        for value in before.values():
+            held[value.owner] += value.n_bytes
+        cache.put(i.to_bytes(), Value(owner, size), owner)
+        share = CAPACITY / len({*held, owner})
+        for key, value in before.items():
+            assert key in cache or held[value.owner] > share or value.owner == owner
+
+
+@given(STEPS, st.lists(st.booleans(), min_size=60, max_size=60))
+def test_no_client_evicts_a_response_of_one_that_is_below_its_share(
+    steps: list[Step], continues: list[bool]
+) -> None:
+    store = ResponseStore(max_responses=8, max_bytes=CAPACITY)
+    known: list[StoredResponse] = []
+    for i, (action, owner, number, size) in enumerate(steps):
+        held, n_listed = Counter[str](), Counter[str]()
+        for each in {each for one in known for each in one.turns()}:
+            held[each.owner] += each.size
+        n_listed.update(each.owner for each in known)
+        if action == "drop" and known:
+            store.delete(known[number % len(known)].namespace, known[number % len(known)].id)
+        elif action == "put":
+            own = [each for each in known if each.owner == owner]
+            previous = own[number % len(own)] if own and continues[i] else None
+            response = StoredResponse(owner, str(i), b"", b"x" * size, {}, previous, owner)
+            n_clients = len({*held, owner})
+            if store.put(response):
+                known.append(response)
+            for each in known:
+                is_within = held[each.owner] <= CAPACITY / n_clients and n_listed[each.owner] <= 8 / n_clients
+                assert each.is_listed or each.owner == owner or not is_within
+        known = [each for each in known if each.is_listed]
+        assert len(known) == len(store) <= 8
+        kept = {each for one in known for each in one.turns()}
+        assert store.n_bytes == sum(each.size for each in kept) <= CAPACITY
