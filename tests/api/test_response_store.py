@@ -83,7 +83,7 @@ async def test_the_result_of_a_call_continues_it(start: Any) -> None:
 async def test_a_stored_response_is_returned_with_its_input(start: Any) -> None:
     server = await start(backend=FakeBackend(n_ctx=2048))
     first = await server.ok(RESPONSES, {"input": "One", **SHORT})
-    items = [{"role": "user", "content": "Two"}, {"role": "user", "content": "Three", "id": "mine"}]
+    items = [{"role": "user", "content": "Two"}, {"type": None, "role": "user", "content": "Three", "id": "mine"}]
     body = {"input": items, "previous_response_id": first["id"], **SHORT}
     second = put_together(await events_of(server, body))
     for response in (first, second):

@@ -60,6 +60,7 @@ def with_ids(items: Iterable[Item], new_id: str) -> list[Item]:
     for index, item in enumerate(items):
         kind = item.get("type") or "message"
         complete = {"type": kind, **item}
+        complete["type"] = kind
         if kind == "message" and isinstance(content := item.get("content"), str):
             is_reply = item.get("role") == "assistant"
             part = {"type": "output_text", "annotations": []} if is_reply else {"type": "input_text"}
