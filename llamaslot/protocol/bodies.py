@@ -178,10 +178,13 @@ class InfillBody(Options, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """`POST /tokenize`, in llama-server's form with `content`, or in vLLM's with `prompt`."""
+    """`POST /tokenize`, in llama-server's form with `content`, or in vLLM's with `prompt` or `messages`."""
 
     prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    """As of a chat, whose other fields may be there too."""
     add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
     content: str | Parts | None = None
     add_special: bool | None = None
     parse_special: bool | None = None

@@ -34,19 +34,23 @@ class BodyAnswers:
 
     def _apply_template(self, job: AnswerBody) -> dict[str, str]:
         """Return the prompt that the template makes of a conversation and its tools."""
+        return {"prompt": "".join(part.text for part in self._rendered(job))}
+
+    def _rendered(self, job: AnswerBody) -> tuple[TextPart, ...]:
         body = decode(job.body, ChatBody)
         refuse_missing(body)
-        parts = self._chats.render(body, job.reasoning)
-        return {"prompt": "".join(part.text for part in parts)}
+        return self._chats.render(body, job.reasoning)
 
     def _tokens(self, job: AnswerBody) -> dict[str, Any]:
         """Return the token ids of a text or of texts and ids, with the text of each token if asked for."""
         body = decode(job.body, TokenizeBody)
-        if body.prompt is not None:
-            tokens = self._tokenizer.tokenize(
-                (TextPart(body.prompt),), add_special=body.add_special_tokens is not False
-            )
-            return {"tokens": tokens, "count": len(tokens), "max_model_len": self._info.n_ctx_slot}
+        if body.prompt is not None or body.messages is not None:
+            text = (TextPart(body.prompt),) if body.prompt is not None else self._rendered(job)
+            tokens = self._tokenizer.tokenize(text, add_special=body.add_special_tokens is not False)
+            reply = {"tokens": tokens, "count": len(tokens), "max_model_len": self._info.n_ctx_slot}
+            if body.return_token_strs:
+                reply["token_strs"] = [self._tokenizer.piece(token).decode(errors="replace") for token in tokens]
+            return reply
         if body.content is None or body.content == []:
             return {"tokens": []}
         special = body.parse_special is not False

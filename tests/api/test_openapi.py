@@ -53,7 +53,7 @@ REQUESTS: list[tuple[str, str, dict[str, str], Any]] = [
     ("POST", "/v1/chat/completions/input_tokens", {}, CHAT),
     ("POST", "/tokenize", {}, {"content": "aé"}),
     ("POST", "/tokenize", {}, {"content": "aé", "with_pieces": True}),
-    ("POST", "/tokenize", {}, {"prompt": "aé"}),
+    ("POST", "/tokenize", {}, {"prompt": "aé", "return_token_strs": True}),
     ("POST", "/detokenize", {}, {"tokens": [97, 98]}),
     ("GET", "/tokenizer_info", {}, None),
     ("POST", "/cache/clear", {}, None),

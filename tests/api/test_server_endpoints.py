@@ -134,6 +134,19 @@ async def test_tokenize_as_vllm_does(server: Any) -> None:
     assert (await server.ok("/detokenize", {"tokens": tokens[1:-1]}))["prompt"] == "Grüße "
 
 
+async def test_the_messages_of_a_chat_are_tokenized_as_vllm_does(server: Any) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    reply = await server.ok("/tokenize", {**chat, "model": "any", "return_token_strs": True})
+    counted = await server.ok("/v1/chat/completions/input_tokens", chat)
+    assert reply["count"] == len(reply["tokens"]) == counted["input_tokens"]
+    assert "".join(reply["token_strs"]) == "<s>user: Hi\nassistant: "
+    without = await server.ok("/tokenize", {**chat, "add_generation_prompt": False, "add_special_tokens": False})
+    assert bytes(without["tokens"]) == b"user: Hi\n"
+    for messages, param in (([{"role": "x"}], "messages[0].role"), ("x", "messages")):
+        status, error = await server.post("/tokenize", {"messages": messages})
+        assert (status, error["error"]["param"]) == (400, param)
+
+
 async def test_tokens_that_are_not_utf8_are_returned_as_bytes(server: Any) -> None:
     reply = await server.ok("/tokenize", {"content": "aü", "with_pieces": True})
     assert reply["tokens"] == [

@@ -250,6 +250,8 @@ class TokenizeReply(msgspec.Struct, forbid_unknown_fields=True):
     count: int | UnsetType = UNSET
     max_model_len: int | UnsetType = UNSET
     """In vLLM's form."""
+    token_strs: list[str] | UnsetType = UNSET
+    """The text of each token, if `return_token_strs` asks for it."""
 
 
 class DetokenizeReply(msgspec.Struct, forbid_unknown_fields=True):
