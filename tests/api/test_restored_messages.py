@@ -9,15 +9,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from llamaslot.base.commands import Generate
 from llamaslot.base.events import Finished
-from llamaslot.base.tokens import ids_of
+from llamaslot.base.tokens import Tokens, ids_of
 from llamaslot.prompts.reply_memory import ReplyMemory
 from llamaslot.protocol.replies import meaning
 from tests.conftest import LONG
-from tests.fake_backend import FakeBackend, FakeVocab
+from tests.fake_backend import BOS, FakeBackend, FakeVocab
 
 CHAT = "/v1/chat/completions"
 THINK = "<think>"
@@ -805,3 +806,86 @@ async def test_a_message_behind_a_question_that_is_now_written_otherwise_is_rend
     second = reply_of(reply)
     reply = await chat.ask(*turn, second, *results(second))
     assert reply["cache"]["restored_tokens"] == len(chat.generated[1]) - 1
+
+
+async def test_a_reply_is_not_restored_where_the_template_writes_its_reasoning_behind_it(start: Any) -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}</s>\n{% endfor %}"
+        "[assistant]"
+    )
+    chat = await chats(start, "A  wall.", "<think>Hm.</think>A  door.", "x", template=template)
+    messages = [QUESTION]
+    for _ in range(2):
+        messages += [reply_of(await chat.ask(*messages)), QUESTION]
+    reply = await chat.ask(*messages, max_tokens=1)
+    assert reply["cache"]["restored_tokens"] == 0
+    plain = await chat.server.ok("/apply-template", {"messages": messages, "tools": [TOOL]})
+    assert chat.text == "<s>" + plain["prompt"]
+
+
+async def test_a_call_is_rendered_by_a_template_that_refuses_a_conversation_that_ends_with_it(start: Any) -> None:
+    # Neither the text behind a reply nor the one before it can be found.
+    refusal = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}"
+    chat = await chats(start, CALL, "x", template=refusal + TEMPLATE)
+    message = reply_of(await chat.ask(QUESTION))
+    messages = [QUESTION, message, *results(message)]
+    reply = await chat.ask(*messages, max_tokens=1)
+    assert reply["cache"]["restored_tokens"] == 0
+    plain = await chat.server.ok("/apply-template", {"messages": messages, "tools": [TOOL]})
+    assert chat.text == "<s>" + plain["prompt"]
+
+
+async def test_a_reply_that_cannot_be_restored_leaves_those_before_it(start: Any) -> None:
+    # Of questions, only the last one gets a hint.
+    hint = "{% if loop.last and 'well' in m.content %}Hint: {% endif %}"
+    template = TEMPLATE.replace("{%- else %}{{ '['", "{%- else %}" + hint + "{{ '['")
+    chat = await chats(start, "A  wall.", CALL, "x", template=template)
+    told = reply_of(await chat.ask(QUESTION))
+    turn = QUESTION, told, {"role": "user", "content": "Look well."}
+    message = reply_of(await chat.ask(*turn))
+    assert "Hint: " in chat.text
+    reply = await chat.ask(*turn, message, *results(message))
+    assert "Hint: " not in chat.text
+    assert reply["cache"]["restored_tokens"] == len(chat.generated[0]) - 1
+
+
+async def test_a_reply_behind_another_generation_prompt_is_continued_as_it_is_rendered(start: Any) -> None:
+    prompt = "{{- '[assistant]' + tools | map(attribute='function.description') | join }}{% endif %}"
+    template = TEMPLATE[: TEMPLATE.index("{{ '[assistant]' + (")] + prompt
+    chat = await chats(start, "A  wall. A door.", "x", "x", template=template)
+    begun = reply_of(await chat.ask(QUESTION, max_tokens=10))
+    # It differs by the tools' descriptions, which this template writes nowhere else.
+    other = {"type": "function", "function": {**TOOL["function"], "description": "(far)"}}
+    for tool in (other, TOOL):
+        reply = await chat.ask(QUESTION, begun, tools=[tool], max_tokens=1)
+        assert (reply["cache"]["restored_tokens"] > 0) is (tool is TOOL)
+        assert chat.text.endswith(f"[assistant]{tool['function'].get('description', '')}{begun['content']}")
+
+
+class SpacePrefixVocab(FakeVocab):
+    """Adds a space before text at the beginning and behind control tokens, as SentencePiece vocabularies do."""
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Tokens:
+        """Return the UTF-8 bytes of `text` and these spaces as tokens."""
+        ids = super().tokenize(text, add_special=add_special, parse_special=parse_special).tolist()
+        spaced: list[int] = []
+        for token in ids:
+            if token < BOS and (not spaced or spaced[-1] >= BOS):
+                spaced.append(ord(" "))
+            spaced.append(token)
+        return np.array(spaced, dtype=np.int32)
+
+
+@pytest.mark.parametrize("end", ["</s>", ""], ids=["an end token", "text"])
+async def test_a_reply_is_restored_only_before_text_that_gets_no_space_from_the_vocabulary(
+    start: Any, end: str
+) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "\n{% endfor %}assistant: "
+    backend = FakeBackend(vocab=SpacePrefixVocab(), n_ctx=4096, n_slots=2, n_reserved=2)
+    grammars = ['start: "A  wall."', 'start: "x"']
+    chat = Chats(await start(backend=backend, template=template, engine={"grammars": grammars}))
+    message = reply_of(await chat.server.ok(CHAT, {"messages": [QUESTION]}))
+    reply = await chat.server.ok(CHAT, {"messages": [QUESTION, message, QUESTION], "max_tokens": 1})
+    assert (reply["cache"]["restored_tokens"] > 0) is bool(end)
+    assert f"A  wall.{end}" in chat.text
