@@ -200,8 +200,9 @@ class Tokenizer:
             return None
         known = unpacked(restored.tokens)
         own = tokenize_parts(self._vocab, submit.rest, add_special=False)
-        # Some vocabularies add a space before a text.
-        if submit.rest and submit.rest[0].text[0] != " " and self._vocab.detokenize(own[:4].tolist())[:1] == b" ":
+        # Some vocabularies add a space before a text, also before one that begins with a space.
+        n_blanks = _n_leading_blanks(submit.rest[0].text.encode(errors="replace")) if submit.rest else 0
+        if _n_leading_blanks(self._vocab.detokenize(own[: n_blanks + 4].tolist())) > n_blanks:
             return None
         prompt = TokenizedPrompt(
             packed(np.concatenate([known, own])), n_restored=len(known), n_replies=restored.n_reply
@@ -372,3 +373,7 @@ def _session_digest(submit: Submit) -> bytes:
 def _with(context: PromptContext, **changes: object) -> PromptContext:
     """Return a copy with other fields of its prompt."""
     return replace(context, prompt=structs.replace(context.prompt, **changes))
+
+
+def _n_leading_blanks(text: bytes) -> int:
+    return len(text) - len(text.lstrip(b" "))

@@ -877,7 +877,7 @@ class SpacePrefixVocab(FakeVocab):
         return np.array(spaced, dtype=np.int32)
 
 
-@pytest.mark.parametrize("end", ["</s>", ""], ids=["an end token", "text"])
+@pytest.mark.parametrize("end", ["</s>", "", " "], ids=["an end token", "text", "a space"])
 async def test_a_reply_is_restored_only_before_text_that_gets_no_space_from_the_vocabulary(
     start: Any, end: str
 ) -> None:
@@ -887,5 +887,6 @@ async def test_a_reply_is_restored_only_before_text_that_gets_no_space_from_the_
     chat = Chats(await start(backend=backend, template=template, engine={"grammars": grammars}))
     message = reply_of(await chat.server.ok(CHAT, {"messages": [QUESTION]}))
     reply = await chat.server.ok(CHAT, {"messages": [QUESTION, message, QUESTION], "max_tokens": 1})
-    assert (reply["cache"]["restored_tokens"] > 0) is bool(end)
+    assert (reply["cache"]["restored_tokens"] > 0) is (end == "</s>")
     assert f"A  wall.{end}" in chat.text
+    assert "A  wall.  " not in chat.text
