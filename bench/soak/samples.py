@@ -61,6 +61,7 @@ class Observer:
         if cache is not None and slots is not None:
             result |= {
                 "tier_bytes": cache["ram"]["used_bytes"],
+                "remembered_bytes": sum(cache[each]["bytes"] for each in ("anchors", "sessions", "messages")),
                 "disk_bytes": cache["disk"]["used_bytes"],
                 "corrupt_files": cache["disk"]["corrupt_files"],
                 "pinned_cells": cache["cells"]["pinned"],
@@ -106,6 +107,18 @@ def engine_less_tier(samples: Sequence[Sample]) -> list[tuple[float, float]]:
         (sample["t"], sample["processes"][ENGINE]["rss"] - sample["tier_bytes"])
         for sample in samples
         if ENGINE in sample["processes"] and "tier_bytes" in sample
+    ]
+
+
+def parent_less_records(samples: Sequence[Sample]) -> list[tuple[float, float]]:
+    """Time and bytes of the parent without the replies and conversations that it remembers.
+
+    It keeps a copy of them for a prompt worker that is started again, 56 MiB at most.
+    """
+    return [
+        (sample["t"], sample["processes"][PARENT]["rss"] - sample["remembered_bytes"])
+        for sample in samples
+        if PARENT in sample["processes"] and "remembered_bytes" in sample
     ]
 
 

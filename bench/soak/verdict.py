@@ -6,7 +6,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.soak.samples import ENGINE, MIB, PARENT, PROMPTS, Sample, engine_less_tier, memory_of
+from bench.soak.samples import (
+    ENGINE,
+    MIB,
+    PARENT,
+    PROMPTS,
+    Sample,
+    engine_less_tier,
+    memory_of,
+    parent_less_records,
+)
 
 FULL_S = 3600
 """Seconds of a soak whose memory is judged: before, allocators and caches still fill."""
@@ -55,7 +64,10 @@ def verdict(samples: Sequence[Sample], idle: Sequence[Sample], seconds: float, u
     slowest = _percentile([sample["health_s"] for sample in samples], 0.99)
     corrupt = max((sample.get("corrupt_files", 0) for sample in samples), default=0)
     return [
-        _memory("parent", growth(memory_of(samples, PARENT), seconds), PARENT_GROWTH_MIB, is_judged),
+        _memory("parent", growth(memory_of(samples, PARENT), seconds), None, is_judged),
+        _memory(
+            "parent less its records", growth(parent_less_records(samples), seconds), PARENT_GROWTH_MIB, is_judged
+        ),
         _memory(
             "engine less its RAM tier", growth(engine_less_tier(samples), seconds), ENGINE_GROWTH_MIB, is_judged
         ),

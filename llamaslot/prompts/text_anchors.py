@@ -18,7 +18,7 @@ from llamaslot.base.text_records import TextRecord
 from llamaslot.base.tokens import WIDTH, Tokens, packed, unpacked
 from llamaslot.prompts.lru_cache import LruCache
 
-MAX_BYTES = 32 * 2**20
+MAX_BYTES = 8 * 2**20
 """Memory that all anchors may take, and again on disk; estimated."""
 OVERHEAD = 200
 """Bytes that an anchor takes in addition to its tokens, about."""

@@ -59,7 +59,7 @@ class RememberedReply(msgspec.Struct, frozen=True):
         return len(self.tokens) + sum(map(sys.getsizeof, texts)) + OVERHEAD
 
 
-MAX_BYTES = 32 * 2**20
+MAX_BYTES = 16 * 2**20
 """Memory that all remembered replies may take, and again on disk; estimated."""
 OVERHEAD = 600
 """Bytes that one takes in addition to its tokens and texts, about."""
