@@ -258,6 +258,22 @@ def test_what_is_left_at_the_end_is_written(is_in_ram: bool) -> None:
     assert 30 in [len(each.meta.tokens) // 4 for each in finish_writes(shared)]
 
 
+def test_one_shot_prompts_are_written_last() -> None:
+    shared = driver(n_ctx=128, ram_bytes=10**5, disk_bytes=10**6)
+    size = shared.backend.info.segment_size
+    assert size is not None
+    for letter in "tuvwx":
+        shared.run(letter * 60)
+    shared.run("a" * 40, session_id="a session")
+    shared.step()
+    one_shots = shared.cache.stats().ram.tokens
+    assert one_shots >= 180, "they left the pool"
+    shared.scheduler.stop(shared.backend.now)
+    written = [len(each.meta.tokens) // 4 for each in finish_writes(shared)]
+    assert written[0] == 40
+    assert written.count(60) >= 3
+
+
 def test_what_is_left_at_the_end_takes_no_room_of_what_is_kept() -> None:
     size = driver().backend.info.segment_size
     assert size is not None

@@ -115,8 +115,12 @@ class OffloadPolicy:
             return
         n_done = 0
         if self._settings.offloads_ahead:
+            n_done = self._offloader.offload_ahead(self._settings.segment_tokens, with_running=False)
+        if not n_done and self._is_flushing:
+            # Only now: they must not delay what is kept, since there is little time.
+            self._tiers.writer.flush_one_shots()
             n_done = self._offloader.offload_ahead(
-                self._settings.segment_tokens, with_running=False, with_one_shots=self._is_flushing
+                self._settings.segment_tokens, with_running=False, with_one_shots=True
             )
         if not n_done:
             self._idle_work_at = None

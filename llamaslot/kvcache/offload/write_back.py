@@ -37,7 +37,7 @@ class WriteBack:
         self._tiers = tiers
         self._budget = WriteBudget(bytes_per_day, written)
         self._queue = WriteQueue(tiers.max_tokens, self._budget)
-        self._is_flushing = False
+        self._writes_one_shots = False
         self._replaced: dict[int, tuple[str, int]] = {}
         """Tenant and bytes of files that stay until what replaces them is written, by number."""
 
@@ -74,11 +74,17 @@ class WriteBack:
             self._tiers.transition(segment, E.QUEUE)
 
     def flush(self) -> None:
-        """Make all writes due at once, of one-shot segments too: the server is shutting down."""
+        """Make all writes due at once: the server is shutting down."""
         self._queue.flush()
-        self._is_flushing = True
+
+    def flush_one_shots(self) -> None:
+        """Write one-shot segments too, behind those that are queued."""
+        if self._writes_one_shots:
+            return
+        self._writes_one_shots = True
         for segment in self._tiers.ram:
             self.queue(segment)
+        self.tick()
 
     def replace(self, old: Segment, new: Segment) -> None:
         """Keep the file of a segment until the one that replaces it is written."""
@@ -134,7 +140,7 @@ class WriteBack:
     def _may_write(self, segment: Segment) -> bool:
         if not self._tiers.disk.capacity or is_private(segment.namespace):
             return False
-        if segment.is_one_shot and not self._is_flushing:
+        if segment.is_one_shot and not self._writes_one_shots:
             return False
         parent = segment.parent
         return segment.start == 0 or (
