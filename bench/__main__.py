@@ -92,7 +92,7 @@ def parser() -> ArgumentParser:
     _threads(comparing)
 
     _add_traces(commands.add_parser("traces", help="recorded agent sessions, beside llama-server"))
-    _add_one_shot(commands.add_parser("one-shot", help="bytes and hits with one-shot prompts evicted first"))
+    _add_one_shot(commands.add_parser("one-shot", help="bytes and hits with one-shot prompts evicted earlier"))
     _add_parity(commands.add_parser("parity", help="60 greedy requests to llama-server and llamaslot"))
 
     publishing = commands.add_parser("publish", help="the published comparison: one run with a fixed plan")

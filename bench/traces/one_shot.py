@@ -1,4 +1,4 @@
-"""`python -m bench one-shot`: bytes that are not written because one-shot prompts are evicted first.
+"""`python -m bench one-shot`: bytes that are not written because one-shot prompts are evicted earlier.
 
 Each workload runs on llamaslot twice, one request after another: with `--cache-one-shot` 0 and 16.
 The figures are counts: prompt tokens that were computed, and bytes of KV that went to RAM and to disk. Workloads
