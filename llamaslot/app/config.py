@@ -256,7 +256,7 @@ class Config:
     max_stop_strings: Count = _own(256, "stop strings that a request may have")
     max_stop_chars: Count = _own(8192, "characters that the stop strings of a request may have in all")
     max_stored_responses: Count = _own(
-        1024, "responses of /v1/responses that are kept in memory, to be continued by their ids; 0 for none"
+        1024, "stored responses, and likewise stored chats, that are kept in memory; 0 for none"
     )
     max_stored_responses_mb: Positive = _own(64, "MiB that they may take; the least recently used are evicted")
     max_connections: Positive = _own(

@@ -97,7 +97,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     session_branch: str = ""
     """Tells apart conversations of one session, such as those of sub-agents, by what they begin with."""
     owner: str = ""
-    """The `Sender.owner` to whose share counts what is remembered of the reply."""
+    """The `Sender.owner` whose share of memory is charged for the remembered reply."""
     client: str = ""
     """A digest that tells clients apart: of the API key, else of the session, else of the address.
 
@@ -184,8 +184,8 @@ class ParseBody(msgspec.Struct, frozen=True, tag="parse_body"):
     earlier: EarlierItems | None = None
     """The `references` of this body, which an earlier `ParsedBody` has named."""
     may_compile: bool = False
-    """True if a grammar may be compiled to check it, which takes seconds; otherwise a body is deferred unless its
-    grammar is known to be valid.
+    """True if a grammar may be compiled to check it, which may take seconds; otherwise a body is deferred unless
+    its grammar is known to be valid.
     """
 
 

@@ -32,8 +32,8 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 class LlamaslotError(Exception):
     """An error with a message for the user; `param` names the request field or the flag that caused it.
 
-    `retry_after` is in seconds. The sizes are those of `ContextSizeError`; with `at_least` the prompt was not
-    tokenized, and may have more than `n_prompt_tokens`.
+    `retry_after` is in seconds. The sizes are those of `ContextSizeError`; with `at_least`, `n_prompt_tokens` is a
+    lower bound, since a prompt that is far too long is not tokenized.
     """
 
     type: ClassVar[str] = "server_error"

@@ -35,9 +35,9 @@ class Sender(msgspec.Struct, frozen=True):
 
     @property
     def owner(self) -> str:
-        """The id to whose share of a memory counts what is kept for it: the key's, else the address's.
+        """The id whose share of a memory is charged for what is kept for the sender: the key's, else the address's.
 
-        Not the session's, as of turns: clients may make as many sessions as they like.
+        Unlike the client of a turn it is never a session, since a client may open any number of sessions.
         """
         return self.key or self.address
 

@@ -188,8 +188,8 @@ class KVCache:
     ) -> Acquired:
         """Give the resident part of a match to the best of `slots`, all idle, and pin it against eviction.
 
-        What is computed behind it for a one-shot request is evicted first, and not written to disk, until another
-        request uses it. A request that continues everything that an earlier one left is none.
+        What is computed after it for a one-shot request is evicted earlier, and written to disk only at shutdown,
+        until another request uses it. A request that continues everything that an earlier one left is not one-shot.
         """
         miss = _miss_reason(match, self._ghosts, self.settings.min_shared)
         # A path that ends there because its end was evicted is no conversation.

@@ -74,9 +74,11 @@ class CacheSettings:
 
     @property
     def one_shot_age(self) -> int:
-        """Logical time by which a one-shot prefix counts as used earlier: idle prefixes' cells, in prompt tokens.
+        """Prompt tokens by which the last use of a one-shot prefix counts as earlier: as many as idle prefixes may
+        have cells.
 
-        So it is evicted first, but not before what no request used while as many tokens were computed.
+        So it is evicted before what was used at the same time, but after what was not used while as many prompt
+        tokens were computed.
         """
         return max(1, self.n_cells if self.idle_cells is None else min(self.idle_cells, self.n_cells))
 

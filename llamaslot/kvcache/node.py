@@ -58,7 +58,7 @@ class Node:
         self.hits = 0
         """Requests that started from here or from below."""
         self.one_shot_age = 0
-        """By how much earlier its last use counts, since only a one-shot request has used it; 0 if others have."""
+        """Logical time by which its last use counts as earlier, if only a one-shot request has used it; else 0."""
 
     @property
     def n_tokens(self) -> int:
@@ -72,7 +72,7 @@ class Node:
 
     @property
     def is_one_shot(self) -> bool:
-        """True if only a one-shot request has used it; then this is so for all that continues it too."""
+        """True if only a one-shot request has used it; all nodes below it are one-shot too then."""
         return self.one_shot_age > 0
 
     @property

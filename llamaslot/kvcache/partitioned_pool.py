@@ -105,7 +105,7 @@ class PartitionedPool:
             return
         target = min(
             targets,
-            key=lambda each: (not sequences.is_one_shot(each) and sequences.n_own(each), sequences.rank(each)),
+            key=lambda each: (0 if sequences.is_one_shot(each) else sequences.n_own(each), sequences.rank(each)),
         )
         self._counters.evicted_tokens += sequences.n_own(target)
         sequences.clear(target)

@@ -34,7 +34,8 @@ from llamaslot.kvcache.segment import Segment
 class RadixTree:
     """Paths of all namespaces. Sequence ids are integers from 0 on.
 
-    What only a one-shot request has used is evicted as if it was used `one_shot_age` earlier, at least 1.
+    What only a one-shot request has used is evicted as if it was last used `one_shot_age` (at least 1) earlier on
+    the logical clock.
     """
 
     def __init__(self, one_shot_age: int = 1) -> None:

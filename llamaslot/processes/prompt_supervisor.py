@@ -1,7 +1,7 @@
 """The prompt worker in a process of its own: a prompt on which it crashes or hangs fails, and no other.
 
-Jobs wait here in lanes (`lanes_of`): long queries and request bodies, and those whose grammars must be compiled,
-apart from the others. The process has one job of each lane at a time; clients take turns. When it ends, a new one
+Jobs wait here in lanes (`lanes_of`): long queries, large bodies, and bodies whose grammars must be compiled wait
+apart from prompts. The process has one job of each lane at a time; clients take turns. When it ends, a new one
 is started, and first gets the records of what was remembered and the prompts of requests that have not ended. If
 several jobs were running when it crashed, they are tried again one by one.
 """

@@ -1,4 +1,4 @@
-"""The prompt worker: carries out jobs on a thread of its own, so that no step waits; clients take turns."""
+"""The prompt worker: carries out jobs on threads of its own, so that no step waits; clients take turns."""
 
 from __future__ import annotations
 
@@ -39,10 +39,12 @@ conversations of agents.
 MAX_LONG_QUERIES = 4
 """Longer queries in progress or waiting; one more gets a 429."""
 
-_N_GRAMMAR_LANES = 2
-"""Bodies whose grammars are compiled at once; llguidance releases the GIL meanwhile, but cannot be interrupted."""
-N_LANES = 2 + _N_GRAMMAR_LANES
-"""Lanes of jobs; in each, one job is carried out after the other."""
+_PROMPT_LANES, _LONG_LANES, _GRAMMAR_LANES = range(1), range(1, 2), range(2, 4)
+"""Numbers of the lanes for prompts and all that belongs to them, for long jobs, and for bodies whose grammars may
+be compiled; llguidance releases the GIL meanwhile, but cannot be interrupted.
+"""
+N_LANES = _GRAMMAR_LANES.stop
+"""Number of lanes; in each, one job is carried out after the other."""
 
 _log = structlog.get_logger(__name__)
 
@@ -60,12 +62,10 @@ def is_long(job: Job) -> bool:
 
 
 def lanes_of(job: Job) -> range:
-    """Return the numbers of the lanes that may take a job: the first one for prompts and all that belongs to them,
-    the second for long jobs, the others for bodies whose grammars may be compiled.
-    """
+    """Return the numbers of the lanes that may take a job; the one with the fewest jobs gets it."""
     if isinstance(job, ParseBody) and job.may_compile:
-        return range(2, N_LANES)
-    return range(1, 2) if is_long(job) else range(1)
+        return _GRAMMAR_LANES
+    return _LONG_LANES if is_long(job) else _PROMPT_LANES
 
 
 def too_many_queries() -> QueueFullError:
@@ -123,12 +123,12 @@ class PromptWorker(Protocol):
 
 
 class PromptThread(PromptWorker):
-    """Runs jobs, each lane on a thread of its own. All methods are called on the event loop."""
+    """Carries out the jobs of each lane on a thread of its own. All methods are called on the event loop."""
 
     def __init__(self, tokenizer: Tokenizer, reader: RequestReader) -> None:
         self._jobs = PromptJobs(tokenizer, reader)
         self._reader = reader
-        names = ("tokenizer", "queries", *["grammars"] * _N_GRAMMAR_LANES)
+        names = ("tokenizer", "queries", *["grammars"] * len(_GRAMMAR_LANES))
         self._threads = [_JobThread(name, tokenizer.stack_bytes, self._jobs) for name in names]
         self._n_queries = 0
 

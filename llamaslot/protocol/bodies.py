@@ -182,7 +182,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    """As of a chat, whose other fields may be there too."""
+    """Messages of a chat; the body may have a chat's other fields too, such as `tools`."""
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     content: str | Parts | None = None

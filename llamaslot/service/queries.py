@@ -143,7 +143,7 @@ class Queries:
         self._release(query.submit)
 
     def _parsed(self, query: Query, job: commands.ParseBody, parsed: commands.ParsedBody) -> None:
-        """Reply with what a body has; one that was deferred is read again where its grammar delays no prompts."""
+        """Reply with a parsed body; a deferred one is read again where its grammar delays no prompts."""
         if parsed.is_deferred:
             self.ask(Query(query.request_id, structs.replace(job, may_compile=True)))
         else:

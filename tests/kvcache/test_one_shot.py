@@ -1,4 +1,6 @@
-"""One-shot prompts: evicted earlier from the pool and from RAM, not written to disk, until they are used again."""
+"""One-shot prompts, until they are used again: evicted earlier from the pool, first from RAM, and written to disk
+only at shutdown.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def driver(**shape: float | None) -> Driver:
 
 
 def is_one_shot(shared: Driver, prompt: str) -> bool:
-    """True if the last of these tokens is evicted first."""
+    """True if only a one-shot request has used the last of these tokens."""
     match = shared.match(prompt)
     assert match.n_matched == len(prompt)
     return match.matched_end.is_one_shot

@@ -63,9 +63,10 @@ class Paging:
 
 
 async def page_of_stored(request: web.Request, lists: Sequence[bytes], paging: Paging) -> web.Response:
-    """Return the page of stored items, which are JSON lists in ascending order.
+    """Return a page of stored items, which are given as JSON lists, the oldest item first.
 
-    The prompt worker decodes them: here, even on another thread, many MiB would hold up the event loop.
+    The prompt worker decodes them. Here many MiB would hold up the event loop, on another thread too, since
+    `msgspec` keeps the GIL.
     """
     caller = caller_of(request)
     job = ListItems(

@@ -59,7 +59,7 @@ async def _complete(
             running = request.app[RUNNING].get(key)
             if running is None or not running.is_cancelled:
                 raise
-            # For an error of the server, OpenAI's clients would send the request again.
+            # After a 500, OpenAI's clients would send the request again.
             return web.Response(body=running.cancelled(), content_type="application/json")
         finally:
             request.app[RUNNING].pop(key, None)

@@ -37,9 +37,8 @@ _StoredItem: TypeAlias = _Message | ReasoningItem | FunctionCall | CustomCall | 
 
 
 class _Stored(Response, kw_only=True):
-    """A response whose largest fields stay encoded: decoding many MiB of them would hold up the event loop.
-
-    That is so on another thread too, since `msgspec` keeps Python's global lock.
+    """A response whose largest fields stay encoded: decoding many MiB of them would hold up the event loop, on
+    another thread too, since `msgspec` keeps the GIL.
     """
 
     output: list[_StoredItem]  # type: ignore[assignment]

@@ -53,7 +53,7 @@ class ResponsesReplyWriter(ReplyWriter):
 
     id_prefix = "resp_"
     is_cancellable: ClassVar[bool] = True
-    """True if its id cancels the response while it runs."""
+    """True if `POST /v1/responses/{id}/cancel` cancels it while it runs."""
 
     def __init__(self, reply: ReplyContext, generations: Sequence[Generation]) -> None:
         super().__init__(reply, generations)
@@ -149,7 +149,7 @@ class ResponsesReplyWriter(ReplyWriter):
 
     def _finished(self, end: Finished) -> _Json:
         """Return the response that is complete; it is stored before the client can ask for it."""
-        # Its client may read the end of a stream long after.
+        # From here on it cannot be cancelled, although its client may take long to read the end of the stream.
         self._reply.request.app[RUNNING].pop(self._key, None)
         status, output = _status(end), self._output.items
         fields = {

@@ -116,8 +116,8 @@ class Offloader:
         """Save about `max_tokens` resident tokens that no segment covers; they stay resident. Returns how many.
 
         `with_running` includes what running requests hold, but for private namespaces and for the last, partial
-        range, which still grows: it would be replaced again and again. What only one-shot requests have used is
-        left out unless asked for, and gets room that is free.
+        range, which still grows: it would be replaced again and again. `with_one_shots` includes what only one-shot
+        requests have used, which is saved into free RAM only.
         """
         if self._ahead_at != self._sequences.clock:
             self._ahead_at, self._offloaded_ahead = self._sequences.clock, set()

@@ -39,7 +39,7 @@ class GrammarTooLongError(InvalidRequestError):
 
 
 class UnknownGrammarError(Exception):
-    """The grammar has to be compiled to check it. Caught in `RequestReader.read`; no client gets it."""
+    """The grammar must be compiled to check it. `RequestReader.read` catches this; no client gets it."""
 
 
 class _ByteVocabulary:
@@ -71,7 +71,7 @@ class GrammarChecker:
     def check(self, constraint: Constraint, *, may_compile: bool = True) -> None:
         """Raise `InvalidRequestError` for a grammar that is invalid or not supported; on any thread.
 
-        Raises `UnknownGrammarError` for one that must be compiled for that, unless it may be.
+        Without `may_compile`, raise `UnknownGrammarError` for one that is not known to be valid.
         """
         digest = blake2b(constraint.grammar.encode(), digest_size=16).digest()
         with self._lock:

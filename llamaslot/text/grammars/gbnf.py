@@ -52,7 +52,9 @@ def is_lark(text: str) -> bool:
 def gbnf_to_lark(text: str, param: str, token_of: TokenOf, tags: Mapping[str, int] = _NO_TAGS) -> str:
     """Return a GBNF grammar as Lark; raises `InvalidRequestError` with the line of what is wrong.
 
-    `tags` has the ids of added tags by their text, which is also that of the tokens in a reply.
+    `tags` has the token ids of added tags by their text, which a reply has for these tokens. A grammar with tags
+    in its texts is parsed twice, with tokens and with text for them. The first form is enough unless a token would
+    split a terminal; then both are alternatives.
     """
     rules = _Parser(text, param, token_of).rules()
     if "root" not in rules:
@@ -65,7 +67,7 @@ def gbnf_to_lark(text: str, param: str, token_of: TokenOf, tags: Mapping[str, in
 
 
 def _lark(*writers: _Writer) -> str:
-    """Return the grammar of texts that match the rules of one writer."""
+    """Return one Lark grammar, for what matches the rule `root` of any of the writers."""
     written = [line for writer in writers for line in writer.lines()]
     start = " | ".join(writer.names["root"] for writer in writers)
     return "\n".join(["%llguidance {}", f"start: {start}", *written]) + "\n"
@@ -121,14 +123,15 @@ class _Parser:
             while (counts := self._counts()) is not None:
                 self._skip(blanks)
                 item = Repeat(item, *counts)
+            # Flat, so that neighbours can become one terminal: a text with tags is several items.
             items += item.items if isinstance(item, Concatenation) else [item]
         return items[0] if len(items) == 1 else Concatenation(tuple(items))
 
     def _item(self, references: list[Reference]) -> Node | None:
         char = self._next()
-        leaves = {'"': self._literal, "[": self._class, "<": self._token, "!": self._token, ".": self._any}
-        if char in leaves:
-            return leaves[char]()
+        readers = {'"': self._literal, "[": self._class, "<": self._token, "!": self._token, ".": self._any}
+        if char in readers:
+            return readers[char]()
         if char == "(":
             self._depth += 1
             if self._depth > _MAX_DEPTH:
@@ -157,13 +160,13 @@ class _Parser:
             text += self._char()
         self._at += 1
         parts = [part for part in self._tag.split(text) if part] or [""]
-        leaves = tuple(
+        items = tuple(
             Leaf(f"<[{self._tags[part]}]>", is_token=True, is_tag=True)
             if part in self._tags
             else Leaf(_quoted(part))
             for part in parts
         )
-        return leaves[0] if len(leaves) == 1 else Concatenation(leaves)
+        return items[0] if len(items) == 1 else Concatenation(items)
 
     def _class(self) -> Leaf:
         self._at += 1
@@ -266,7 +269,7 @@ class _Writer:
 
     rules: dict[str, Node]
     prefix: str = ""
-    """Of the names of rules, so that several writers can write one grammar."""
+    """Prefix of the names that it writes, so that several writers can write one grammar."""
     regular: dict[str, bool] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     terminals: dict[str, str] = field(default_factory=dict)

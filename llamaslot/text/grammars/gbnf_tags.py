@@ -12,14 +12,15 @@ from collections.abc import Mapping
 from llamaslot.text.grammars.gbnf_nodes import Choice, Concatenation, Leaf, Node, Reference, Repeat, leaves
 
 _MAX_DEPTH = 100
+"""Nested parts and references that are followed; a part that is nested deeper counts as not bounded."""
 
 
 def keeps_terminals(rules: Mapping[str, Node], regular: Mapping[str, bool]) -> bool:
     """Return True if the rules, with tokens for tags, match all that they match with text for tags.
 
-    `regular` has the rules that are single terminals then, by their names.
+    `regular` says by their names which rules are single terminals as long as tags are text.
     """
-    check = _Check(rules, regular)
+    check = _TagCheck(rules, regular)
     return all(
         check.is_bounded(item)
         for name, node in rules.items()
@@ -30,8 +31,8 @@ def keeps_terminals(rules: Mapping[str, Node], regular: Mapping[str, bool]) -> b
     )
 
 
-class _Check:
-    """Looks at the rules that are single terminals as long as tags are text; they have no recursion."""
+class _TagCheck:
+    """Looks for tags in the rules that are single terminals as long as tags are text; they have no recursion."""
 
     def __init__(self, rules: Mapping[str, Node], regular: Mapping[str, bool]) -> None:
         self._rules = rules
@@ -48,7 +49,7 @@ class _Check:
             if any(isinstance(each, Leaf) and each.is_tag for each in found):
                 todo.append(name)
         self._tagged: set[str] = set()
-        """Those with tags, their own ones or by reference."""
+        """Names of the rules that have tags, in themselves or in a rule that they refer to."""
         while todo:
             name = todo.pop()
             if name not in self._tagged:
