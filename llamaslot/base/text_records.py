@@ -22,7 +22,7 @@ class TextRecord(msgspec.Struct, frozen=True):
     parent: bytes = b""
     """Digest of the anchor that an anchor continues, or of the session that a branch belongs to; empty for none."""
     owner: str = ""
-    """The client to whose share a reply counts; not on disk, where only its content has it."""
+    """The `Sender.owner` whose share is charged for a reply; on disk it is in the content only."""
 
     @property
     def n_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""A mapping that stays below a number of bytes, in which clients have shares."""
+"""A mapping that stays below a number of bytes, in which owners have shares."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
-from llamaslot.base.generation.client_shares import ClientShares
+from llamaslot.base.generation.owner_shares import OwnerShares
 
 
 class Sized(Protocol):
@@ -21,7 +21,7 @@ V = TypeVar("V", bound=Sized)
 
 
 class LruCache(Generic[V]):
-    """Values by digest; beyond `max_bytes` the least recently used one goes, of the client that holds most.
+    """Values by digest; beyond `max_bytes` the least recently used one of the owner that holds most is evicted.
 
     One thread changes it; others may read its length and `n_bytes`.
     """
@@ -29,7 +29,7 @@ class LruCache(Generic[V]):
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._values: OrderedDict[bytes, V] = OrderedDict()
-        self._shares: ClientShares[bytes] = ClientShares()
+        self._shares: OwnerShares[bytes] = OwnerShares()
 
     @property
     def n_bytes(self) -> int:
@@ -65,9 +65,9 @@ class LruCache(Generic[V]):
         return value
 
     def put(self, digest: bytes, value: V, owner: str = "") -> None:
-        """Set a value of a client, in place of an earlier one.
+        """Set a value of an owner, in place of an earlier one.
 
-        Not kept is a value that is too large alone, or for which a client would hold more than all others.
+        It is not kept if it is larger than `max_bytes`, or if its owner would hold most and has no other to evict.
         """
         self.drop(digest)
         if value.n_bytes > self.max_bytes:

@@ -35,9 +35,9 @@ _decode = msgspec.msgpack.Decoder(RememberedReply).decode
 
 
 class ReplyMemory(ReplyStore):
-    """The remembered replies of all namespaces, in which clients have shares.
+    """The remembered replies of all namespaces, in which owners have shares.
 
-    Of the client that holds most, the least recently used go first, and none before those behind it.
+    Of the owner that holds most, the least recently used are evicted first, and none before those behind it.
 
     Replies are looked up on any thread, and added on one.
     """

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from llamaslot.api.json_bodies import encode
 from llamaslot.base.errors import NotFoundError
-from llamaslot.base.generation.client_shares import ClientShares
+from llamaslot.base.generation.owner_shares import OwnerShares
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class StoredChat:
     """A JSON list; each message has an id."""
     metadata: Mapping[str, str]
     owner: str = ""
-    """The client to whose share it counts."""
+    """The `Sender.owner` whose share is charged for it."""
 
     @property
     def body(self) -> bytes:
@@ -40,14 +40,14 @@ class StoredChat:
 
 
 class ChatStore:
-    """Chat completions by namespace and id; evicted is the oldest one of the client that holds most."""
+    """Chat completions by namespace and id; of the owner that holds most, the oldest one is evicted."""
 
     def __init__(self, *, max_chats: int, max_bytes: int) -> None:
         self._max_chats = max_chats
         self._max_bytes = max_bytes
         self._chats: dict[tuple[str, str], StoredChat] = {}
         """In the order in which they were stored."""
-        self._shares: ClientShares[tuple[str, str]] = ClientShares()
+        self._shares: OwnerShares[tuple[str, str]] = OwnerShares()
 
     def put(self, namespace: str, chat: StoredChat) -> None:
         """Store a completion, unless it is too large, and evict others for it."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from llamaslot.base.errors import NotFoundError
-from llamaslot.base.generation.client_shares import ClientShares
+from llamaslot.base.generation.owner_shares import OwnerShares
 from llamaslot.base.generation.responses import EarlierItems, References
 
 
@@ -28,7 +28,7 @@ class StoredResponse:
     """Its output items by id, JSON objects."""
     previous: StoredResponse | None = None
     owner: str = ""
-    """The client to whose share it counts."""
+    """The `Sender.owner` whose share is charged for it."""
     is_listed: bool = False
     """True if it can be found by its id."""
     n_holders: int = field(default=0)
@@ -58,7 +58,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by namespace and id; evicted is the least recently used one of the client that holds most."""
+    """Responses by namespace and id; of the owner that holds most, the least recently used one is evicted."""
 
     def __init__(self, *, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
@@ -66,7 +66,7 @@ class ResponseStore:
         self._listed: dict[tuple[str, str], StoredResponse] = {}
         self._by_item: dict[tuple[str, str], StoredResponse] = {}
         """By the ids of output items."""
-        self._shares: ClientShares[tuple[str, str]] = ClientShares()
+        self._shares: OwnerShares[tuple[str, str]] = OwnerShares()
 
     @property
     def n_bytes(self) -> int:

@@ -1,3 +1,3 @@
 """Plain values of a request: sampling, log-probabilities, tools, reasoning, remembered replies, responses;
-and the shares of clients in what is kept of them.
+and the shares of owners in what is kept of them.
 """

@@ -1,4 +1,4 @@
-"""Shares of clients in a bounded memory: against a simple model, and what no client can do to another."""
+"""Shares of owners in a bounded memory: against a simple model, and what no owner can do to another."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ def test_no_client_evicts_a_response_of_one_that_is_below_its_share(
             own = [each for each in known if each.owner == owner]
             previous = own[number % len(own)] if own and continues[i] else None
             response = StoredResponse(owner, str(i), b"", b"x" * size, {}, previous, owner)
-            n_clients = len({*held, owner})
+            n_owners = len({*held, owner})
             if store.put(response):
                 known.append(response)
             for each in known:
-                is_within = held[each.owner] <= CAPACITY / n_clients and n_listed[each.owner] <= 8 / n_clients
+                is_within = held[each.owner] <= CAPACITY / n_owners and n_listed[each.owner] <= 8 / n_owners
                 assert each.is_listed or each.owner == owner or not is_within
         known = [each for each in known if each.is_listed]
         assert len(known) == len(store) <= 8

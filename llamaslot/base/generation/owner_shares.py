@@ -1,0 +1,88 @@
+"""Shares of owners (`Sender.owner`) in a bounded memory of replies: which entry is evicted first.
+
+The least recently used entry of the owner that holds most is evicted. That owner has at least its equal share, so
+one that sends much never evicts an entry of an owner that is below its share. Owners may use what others leave, as
+with the KV of tenants (`kvcache/offload/tenant_shares.py`).
+
+    capacity   |-- owner 1 ---|---------- owner 2 -----------|-- owner 3 ---|
+                                 evicted first
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class OwnerShares(Generic[K]):
+    """Keys of entries by owner, in the order of their last use, and the bytes that each owner holds."""
+
+    def __init__(self) -> None:
+        self._owner_of: dict[K, str] = {}
+        self._keys: dict[str, OrderedDict[K, None]] = {}
+        """By owner, the least recently used first."""
+        self._bytes: Counter[str] = Counter()
+        self.n_bytes = 0
+        """Bytes of all owners."""
+
+    def __len__(self) -> int:
+        """Count the entries."""
+        return len(self._owner_of)
+
+    def __contains__(self, key: object) -> bool:
+        """True if there is an entry."""
+        return key in self._owner_of
+
+    def __iter__(self) -> Iterator[K]:
+        """Iterate over the keys of all entries."""
+        return iter(self._owner_of)
+
+    def add(self, key: K, owner: str) -> None:
+        """Add an entry that is not here, as the most recently used one; `charge` adds its bytes."""
+        self._owner_of[key] = owner
+        self._keys.setdefault(owner, OrderedDict())[key] = None
+
+    def use(self, key: K) -> None:
+        """Make an entry the most recently used one of its owner."""
+        self._keys[self._owner_of[key]].move_to_end(key)
+
+    def remove(self, key: K) -> str:
+        """Remove an entry and return its owner, which keeps its bytes until they are charged back."""
+        owner = self._owner_of.pop(key)
+        del self._keys[owner][key]
+        if not self._keys[owner]:
+            del self._keys[owner]
+        return owner
+
+    def charge(self, owner: str, n_bytes: int) -> None:
+        """Count bytes that an owner holds, or with a negative number holds no more."""
+        self.n_bytes += n_bytes
+        self._bytes[owner] += n_bytes
+        if not self._bytes[owner]:
+            del self._bytes[owner]
+
+    def clear(self) -> None:
+        """Remove all entries and bytes."""
+        self._owner_of.clear()
+        self._keys.clear()
+        self._bytes.clear()
+        self.n_bytes = 0
+
+    def evicted_next(self, owner: str, n_bytes: int, *, by_count: bool = False) -> K | None:
+        """Return the key to evict before an owner gets `n_bytes` more in an entry.
+
+        It is of the owner that would hold most bytes, or with `by_count` most entries. None if that one has no
+        entry to be evicted: it must do without, as no other holds more.
+        """
+
+        def held(each: str) -> tuple[int, bool, str]:
+            amount = len(self._keys.get(each, ())) if by_count else self._bytes[each]
+            added = (1 if by_count else n_bytes) if each == owner else 0
+            # Where several hold as much, the one that wants more gives way.
+            return amount + added, each == owner, each
+
+        largest = max({*self._bytes, *self._keys, owner}, key=held)
+        return next(iter(self._keys.get(largest, ())), None)
