@@ -19,7 +19,7 @@ from llamaslot.base.generation.request_context import RequestContext
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import ModelInfo
 from llamaslot.prompts.prompt_jobs import TokenizePrompt
-from llamaslot.prompts.prompt_worker import PromptThread
+from llamaslot.prompts.prompt_worker import PromptThreads
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.request_reader import RequestReader
@@ -52,7 +52,7 @@ def prompt_thread(
     grammars: Sequence[str] = (),
     *,
     restoring: FakeVocab | None = None,
-) -> PromptThread:
+) -> PromptThreads:
     """A prompt worker in this process, by default for the fake model; `grammars` as of `--grammar-file`.
 
     Messages of chats are restored for the vocabulary `restoring`.
@@ -65,4 +65,4 @@ def prompt_thread(
     reader = RequestReader(
         info, parsed, tokenizer, vocab.named_tokens, named, tags=vocab.added_tags, restorer=restorer
     )
-    return PromptThread(tokenizer, reader)
+    return PromptThreads(tokenizer, reader)

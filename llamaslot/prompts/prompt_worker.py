@@ -122,7 +122,7 @@ class PromptWorker(Protocol):
         """Start a job; the future has its result or a `LlamaslotError`. Cancelling it cancels the job."""
 
 
-class PromptThread(PromptWorker):
+class PromptThreads(PromptWorker):
     """Carries out the jobs of each lane on a thread of its own. All methods are called on the event loop."""
 
     def __init__(self, tokenizer: Tokenizer, reader: RequestReader) -> None:

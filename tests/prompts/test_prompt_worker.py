@@ -45,7 +45,7 @@ from llamaslot.prompts.prompt_jobs import (
     TokenizePrompt,
     activity_of,
 )
-from llamaslot.prompts.prompt_worker import PromptThread, is_long, is_long_query
+from llamaslot.prompts.prompt_worker import PromptThreads, is_long, is_long_query
 from llamaslot.prompts.tokenizer import Tokenizer
 from tests.fake_backend import FakeVocab
 from tests.prompt_threads import CONTEXT, long_query, parse, prompt_thread, tokenize
@@ -70,13 +70,13 @@ class GatedVocab(FakeVocab):
 
 
 @pytest.fixture
-async def worker() -> AsyncIterator[PromptThread]:
+async def worker() -> AsyncIterator[PromptThreads]:
     worker = prompt_thread(Tokenizer(FakeVocab(), 100, min_match=0.8))
     yield worker
     worker.close()
 
 
-async def test_a_reply_is_remembered_until_its_request_is_released(worker: PromptThread) -> None:
+async def test_a_reply_is_remembered_until_its_request_is_released(worker: PromptThreads) -> None:
     prompt = await worker.call(tokenize("a", session_id="mine"))
     assert isinstance(prompt, TokenizedPrompt)
     new = await worker.call(Remember("a", BROKEN, 2))
@@ -88,13 +88,13 @@ async def test_a_reply_is_remembered_until_its_request_is_released(worker: Promp
     assert worker.n_contexts == 0
 
 
-async def test_a_second_reply_to_the_same_prompt_is_remembered_too(worker: PromptThread) -> None:
+async def test_a_second_reply_to_the_same_prompt_is_remembered_too(worker: PromptThreads) -> None:
     await worker.call(tokenize("a"))
     for reply in (BROKEN, BROKEN * 2):
         assert len((await worker.call(Remember("a", reply, len(reply) // 4))).records) == 1
 
 
-async def test_records_are_restored_by_another_worker(worker: PromptThread) -> None:
+async def test_records_are_restored_by_another_worker(worker: PromptThreads) -> None:
     await worker.call(tokenize("a", session_id="mine"))
     reply = np.array([ord("!")] * 2, dtype=np.int32).tobytes()
     new = await worker.call(Remember("a", reply, 2))
@@ -107,7 +107,7 @@ async def test_records_are_restored_by_another_worker(worker: PromptThread) -> N
     other.close()
 
 
-async def test_positions_are_found_in_the_text_of_a_prompt(worker: PromptThread) -> None:
+async def test_positions_are_found_in_the_text_of_a_prompt(worker: PromptThreads) -> None:
     prompt = await worker.call(tokenize("a", "hello"))
     assert await worker.call(Locate("a", len(prompt.tokens) - 1)) == Located(4)
 
@@ -121,7 +121,7 @@ async def test_positions_are_found_in_the_text_of_a_prompt(worker: PromptThread)
     ids=["long", "ids"],
 )
 async def test_a_refused_prompt_leaves_nothing(
-    worker: PromptThread, part: TextPart | TokensPart, error: type[Exception], word: str
+    worker: PromptThreads, part: TextPart | TokensPart, error: type[Exception], word: str
 ) -> None:
     with pytest.raises(error, match=word):
         await worker.call(TokenizePrompt(Submit("a", (part,))))
@@ -131,7 +131,7 @@ async def test_a_refused_prompt_leaves_nothing(
 
 
 @pytest.mark.parametrize("prompt", ["x" * 1000, ["x" * 250, 1, "x" * 250]], ids=["text", "parts"])
-async def test_a_prompt_that_cannot_fit_is_refused_with_its_body(worker: PromptThread, prompt: object) -> None:
+async def test_a_prompt_that_cannot_fit_is_refused_with_its_body(worker: PromptThreads, prompt: object) -> None:
     """To pass its text on would hold up the server's event loop."""
     with pytest.raises(ContextSizeError, match="at least"):
         await worker.call(parse("native", {"prompt": prompt}))
@@ -219,14 +219,14 @@ def test_a_long_list_of_items_is_a_long_query() -> None:
     assert is_long_query(ListItems((b"[]", b" " * 2**20), 20, is_descending=True))
 
 
-async def test_what_is_being_remembered_is_cleared_too(worker: PromptThread) -> None:
+async def test_what_is_being_remembered_is_cleared_too(worker: PromptThreads) -> None:
     await worker.call(tokenize("a", session_id="mine"))
     jobs = [worker.call(Remember("a", BROKEN, 2)), worker.call(ClearTexts())]
     await asyncio.gather(*jobs)
     assert worker.stats == (AnchorStats(), SessionStats(), ReplyStats())
 
 
-async def test_a_dropped_session_gives_its_tokens_once(worker: PromptThread) -> None:
+async def test_a_dropped_session_gives_its_tokens_once(worker: PromptThreads) -> None:
     prompt = await worker.call(tokenize("a", session_id="mine"))
     worker.call(Remember("a", BROKEN, 2))
     found = [await worker.call(DropSession("mine")) for _ in range(2)]
@@ -234,7 +234,7 @@ async def test_a_dropped_session_gives_its_tokens_once(worker: PromptThread) -> 
     assert [each.paths for each in found] == [(prompt.packed_tokens + BROKEN,), ()]
 
 
-async def test_a_session_is_dropped_with_its_branches(worker: PromptThread) -> None:
+async def test_a_session_is_dropped_with_its_branches(worker: PromptThreads) -> None:
     texts = {"": "a", "title": "b", "agent": "c"}
     for branch, text in texts.items():
         await worker.call(tokenize(text, text, session_id="mine", session_branch=branch))

@@ -13,7 +13,7 @@ from llamaslot.base.backend import Vocab
 from llamaslot.base.errors import ConfigError, InvalidRequestError
 from llamaslot.base.model import ModelInfo
 from llamaslot.processes.messages import SetModel
-from llamaslot.prompts.prompt_worker import PromptThread
+from llamaslot.prompts.prompt_worker import PromptThreads
 from llamaslot.prompts.tokenizer import Tokenizer
 from llamaslot.protocol.replies.restoring import ReplyRestorer
 from llamaslot.protocol.request_reader import RequestReader
@@ -25,7 +25,7 @@ _log = structlog.get_logger(__name__)
 _FALLBACK_TEMPLATE = "chatml"
 
 
-def prompt_worker(config: Config, vocab: Vocab, model: SetModel) -> PromptThread:
+def prompt_worker(config: Config, vocab: Vocab, model: SetModel) -> PromptThreads:
     """Return the prompt worker for a loaded model. Raises `ConfigError` for an unusable template."""
     info, source, flag = model.info, model.template, model.template_flag
     if not config.jinja and not source:
@@ -50,7 +50,7 @@ def prompt_worker(config: Config, vocab: Vocab, model: SetModel) -> PromptThread
         reader = RequestReader(info, template, tokenizer, named, grammars, tags=tags, restorer=restorer)
     except InvalidRequestError as error:
         raise ConfigError(f"--grammar-file: {error.message}", param="--grammar-file") from None
-    return PromptThread(tokenizer, reader)
+    return PromptThreads(tokenizer, reader)
 
 
 def _grammars(files: Sequence[str]) -> list[tuple[str, str]]:

@@ -29,7 +29,7 @@ from llamaslot.processes.messages import (
     Stop,
     ToPrompts,
 )
-from llamaslot.prompts.prompt_worker import PromptThread, invalid_unicode
+from llamaslot.prompts.prompt_worker import PromptThreads, invalid_unicode
 
 
 class PromptMain:
@@ -39,7 +39,7 @@ class PromptMain:
         self._channel: Channel[ToPrompts] = channel_to_parent(ToPrompts, self._receive)
         self._config: Config
         self._vocab: LlamaVocab
-        self._worker: PromptThread
+        self._worker: PromptThreads
 
     async def run(self, fd: int) -> None:
         """Serve the parent until it says stop, or ends."""

@@ -15,7 +15,7 @@ from llamaslot.processes.engine_supervisor import EngineSupervisor
 from llamaslot.processes.messages import Loaded, SetModel
 from llamaslot.processes.prompt_supervisor import PromptSupervisor
 from llamaslot.prompts.prompt_jobs import Restore
-from llamaslot.prompts.prompt_worker import PromptThread, PromptWorker
+from llamaslot.prompts.prompt_worker import PromptThreads, PromptWorker
 
 if TYPE_CHECKING:
     from llamaslot.engine.engine import Engine
@@ -74,7 +74,7 @@ class InProcessRuntime:
         self._given = backend
         self._is_interrupted = False
         self._host = EngineHost(config)
-        self._prompts: PromptThread | None = None
+        self._prompts: PromptThreads | None = None
         self._engine: Engine | None = None
         self._running: asyncio.Task[None] | None = None
 
@@ -99,7 +99,7 @@ class InProcessRuntime:
         return loaded
 
     @property
-    def prompts(self) -> PromptThread:
+    def prompts(self) -> PromptThreads:
         """The prompt worker, once the model is loaded."""
         assert self._prompts is not None
         return self._prompts
