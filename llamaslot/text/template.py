@@ -66,6 +66,9 @@ class ChatTemplate:
             self._template = _ENVIRONMENT.from_string(source)
             tree = _ENVIRONMENT.parse(source)
             self._control = ControlTokens(control_tokens if mark_control_tokens else (), tree)
+            # As gpt-oss and LFM 2.5 name it; gpt-oss refuses a call with a text beside that.
+            self._reads_thinking = ".thinking" in source and "reasoning_content" not in source
+            self._takes_either = "both content and thinking" in source
             self._reads_functions = "functions" in find_undeclared_variables(tree)
         except TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is wrong in line {error.lineno}: {error.message}") from error
@@ -284,7 +287,12 @@ class ChatTemplate:
             content = [{"type": "text", "text": content}]
         elif not isinstance(content, str) and not self._takes_parts:
             content = joined(content, "\n")
-        return {**message, "content": content}
+        shaped = {**message, "content": content}
+        if self._reads_thinking and "reasoning_content" in message:
+            shaped["thinking"] = message["reasoning_content"]
+            if "tool_calls" in message and self._takes_either:
+                shaped["content"] = ""
+        return shaped
 
 
 @dataclass(frozen=True, slots=True)

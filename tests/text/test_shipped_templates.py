@@ -292,6 +292,13 @@ def test_reasoning_is_kept_behind_the_last_question_only() -> None:
         assert "Snow is wet." not in rendered(ours(name), [*turns, {"role": "user", "content": "Are you sure?"}])
 
 
+@pytest.mark.parametrize("content", [None, "I look outside."])
+def test_reasoning_gets_the_name_that_the_template_reads(content: str | None) -> None:
+    reply = {"role": "assistant", "content": content, "reasoning_content": "Snow is wet.", "tool_calls": [CALL]}
+    prompt = rendered(ours("channels"), [TOOL_TURNS[0], reply, TOOL_TURNS[2]], tools=TOOLS)
+    assert prompt.count("<|channel|>analysis<|message|>Snow is wet.<|end|>") == 1
+
+
 def test_thoughts_can_be_switched_off() -> None:
     for name in ("xml_calls_with_reasoning", "thoughts_closed_by_default"):
         assert "</think>" not in rendered(ours(name), TURNS[:1])
