@@ -426,6 +426,11 @@ def test_a_tag_in_a_literal_is_offered_and_forced_as_its_token(
         'root ::= [a-c]{0,2} x "a"\nx ::= "b" | "<tool_call>"',
         'root ::= [a-c]* x "c"\nx ::= "a<tool_call>"?',
         'root ::= ([a-c] | "<tool_call>") [a-c]* "<tool_call>" "a"',
+        'root ::= ("<tool_call>a" | "<tool_call>ab") "bc"',
+        r'root ::= ("<tool_call>\n" | "<tool_call>\n\n") "\nA"',
+        'root ::= x "bc" | "<tool_call>abb"\nx ::= "<tool_call>a"',
+        'root ::= x "bc"\nx ::= ("<tool_call>" | "<tool_call>ab<tool_call>") "a"',
+        'root ::= x "bc"\nx ::= ("<tool_call>abb"){1,2} "<tool_call>a"',
     ],
 )
 def test_a_tag_that_would_split_a_terminal_is_allowed_as_token_and_as_text(

@@ -1,13 +1,16 @@
 """Finds out if the tokens of tags can take the place of their text in a grammar.
 
 Tokens split terminals. `[a-z]* "<tag>"? "a"` is a single terminal as long as the tag is text; otherwise the letters
-take the last `a` too. That cannot happen where a part begins with a tag and ends with one or with fixed text.
+take the last `a` too. That cannot happen where a part begins with a tag and ends with one. A part may end with text
+too, if no longer text can follow its last tag: in `("<tag>x" | "<tag>xy") "yz"`, `xy` is taken of `xyz`.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from llamaslot.text.grammars.gbnf_nodes import Choice, Concatenation, Leaf, Node, Reference, Repeat, leaves
 
@@ -31,6 +34,23 @@ def keeps_terminals(rules: Mapping[str, Node], regular: Mapping[str, bool]) -> b
     )
 
 
+class _Following(NamedTuple):
+    """The text right behind a token in its sequence."""
+
+    token: Leaf
+    text: str
+    is_whole: bool
+    """True if neither characters nor other rules continue it."""
+
+    def may_exceed(self, other: _Following) -> bool:
+        """Return True if text that is longer than the other can come where the other can."""
+        # A token that the grammar names by its id may be a tag's; one that it excludes may be any.
+        if self.token.is_tag and self.token != other.token:
+            return False
+        is_longer = self.text.startswith(other.text) and self.text != other.text
+        return is_longer or (not self.is_whole and other.text.startswith(self.text))
+
+
 class _TagCheck:
     """Looks for tags in the rules that are single terminals as long as tags are text; they have no recursion."""
 
@@ -39,6 +59,7 @@ class _TagCheck:
         self._bounded: dict[str, bool] = {}
         users: defaultdict[str, list[str]] = defaultdict(list)
         todo = []
+        self._following = [each for node in rules.values() for each in _all_following(node)]
         for name, node in rules.items():
             if not regular[name]:
                 continue
@@ -63,7 +84,7 @@ class _TagCheck:
         )
 
     def is_bounded(self, node: Node, depth: int = 0) -> bool:
-        """Return True for a part that begins with a tag, and ends with one or with fixed text."""
+        """Return True for a part that begins with a tag, and ends with one or with text that ends there."""
         if depth > _MAX_DEPTH:
             return False
         match node:
@@ -80,9 +101,51 @@ class _TagCheck:
                 return least > 0 and self.is_bounded(item, depth + 1)
             case Concatenation(items):
                 tagged = [i for i, each in enumerate(items) if self.has_tags(each)]
-                rest = items[tagged[-1] + 1 :] if tagged else ()
                 return (
                     tagged[:1] == [0]
                     and all(self.is_bounded(items[i], depth + 1) for i in tagged)
-                    and all(isinstance(each, Leaf) and each.lark.startswith('"') for each in rest)
+                    and self._ends(items, tagged[-1])
                 )
+
+    def _ends(self, items: Sequence[Node], last: int) -> bool:
+        """Return True if a sequence ends with its last part with tags, or with text that ends there."""
+        if last == len(items) - 1:
+            return True
+        tag = items[last]
+        if not isinstance(tag, Leaf):
+            return False
+        end = _following(tag, items[last + 1 :])
+        return end.is_whole and not any(each.may_exceed(end) for each in self._following)
+
+
+def _all_following(start: Node) -> list[_Following]:
+    """Return what follows each token of a rule."""
+    found: list[_Following] = []
+    todo: list[Node] = [start]
+    while todo:
+        match todo.pop():
+            case Concatenation(items):
+                for i, each in enumerate(items):
+                    if isinstance(each, Leaf) and each.is_token:
+                        found.append(_following(each, items[i + 1 :]))
+                    elif not isinstance(each, Leaf):
+                        todo.append(each)
+            case Choice(options):
+                todo += options
+            case Repeat(item):
+                todo.append(item)
+            case Leaf() as leaf if leaf.is_token:
+                found.append(_following(leaf, ()))
+            case _:
+                pass
+    return found
+
+
+def _following(token: Leaf, rest: Sequence[Node]) -> _Following:
+    """Return what follows a token, in a sequence that has that rest behind it."""
+    text = ""
+    for each in rest:
+        if not isinstance(each, Leaf) or not each.lark.startswith('"'):
+            return _Following(token, text, isinstance(each, Leaf) and each.is_token)
+        text += json.loads(each.lark)
+    return _Following(token, text, bool(text))
