@@ -1,8 +1,8 @@
 """The prompt worker in a process of its own: a prompt on which it crashes or hangs fails, and no other.
 
-Jobs wait here in lanes (`lanes_of`): long queries, large bodies, and bodies whose grammars must be compiled wait
-apart from prompts. The process has one job of each lane at a time; clients take turns. When it ends, a new one
-is started, and first gets the records of what was remembered and the prompts of requests that have not ended. If
+Jobs wait here in lanes (`lane_of`): long queries, large bodies, and bodies whose grammars must be compiled wait
+apart from prompts. The process has `JOBS_AT_ONCE` of each lane; clients take turns. When it ends, a new one is
+started, and first gets the records of what was remembered and the prompts of requests that have not ended. If
 several jobs were running when it crashed, they are tried again one by one.
 """
 
@@ -49,12 +49,12 @@ from llamaslot.prompts.prompt_jobs import (
     client_of,
 )
 from llamaslot.prompts.prompt_worker import (
+    JOBS_AT_ONCE,
     MAX_LONG_QUERIES,
-    N_LANES,
     PromptWorker,
     invalid_unicode,
     is_long_query,
-    lanes_of,
+    lane_of,
     too_many_queries,
 )
 
@@ -84,33 +84,33 @@ class _Pending:
     n_tries: int = 0
     is_suspect: bool = False
     """True if it, or another job that ran beside it, has crashed the process: it is tried alone."""
+    timer: asyncio.TimerHandle | None = None
 
 
 class _Lane:
-    """Jobs that are carried out one after the other."""
+    """Jobs of which as many as `n_at_once` are carried out at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_at_once: int) -> None:
         self.waiting: OrderedDict[int, _Pending] = OrderedDict()
         self.turns = Turns()
-        self.running: _Pending | None = None
-        self.timer: asyncio.TimerHandle | None = None
+        self.running: dict[int, _Pending] = {}
+        self._n_at_once = n_at_once
 
     @property
-    def n_jobs(self) -> int:
-        """Jobs waiting or running."""
-        return len(self.waiting) + (self.running is not None)
+    def is_free(self) -> bool:
+        """True if a further job may be carried out."""
+        return len(self.running) < self._n_at_once
 
     @property
     def n_queries(self) -> int:
         """Long queries, waiting or running."""
-        pending = [*self.waiting.values(), *([self.running] if self.running is not None else [])]
-        return sum(is_long_query(each.job) for each in pending)
+        return sum(is_long_query(each.job) for each in (*self.waiting.values(), *self.running.values()))
 
-    def end(self) -> _Pending | None:
-        """Return the job that was running; none is any more."""
-        ended, self.running = self.running, None
-        if self.timer is not None:
-            self.timer.cancel()
+    def end(self, number: int) -> _Pending | None:
+        """Return the job of that number if it was running; it is not any more."""
+        ended = self.running.pop(number, None)
+        if ended is not None and ended.timer is not None:
+            ended.timer.cancel()
         return ended
 
     def put_back(self, pending: _Pending) -> None:
@@ -144,7 +144,7 @@ class PromptSupervisor(PromptWorker):
         self._loaded.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._refusal: LlamaslotError | None = None
         self._numbers = itertools.count(1)
-        self._lanes = tuple(_Lane() for _ in range(N_LANES))
+        self._lanes = tuple(map(_Lane, JOBS_AT_ONCE))
         self._overdue: _Pending | None = None
         self._records: dict[RecordKind, LruCache[TextRecord]] = {
             "anchor": LruCache(text_anchors.MAX_BYTES),
@@ -212,7 +212,7 @@ class PromptSupervisor(PromptWorker):
     def call(self, job: Job) -> asyncio.Future[Any]:
         """Start a job; at most `MAX_LONG_QUERIES` long queries wait, further ones fail at once."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        lane = min((self._lanes[number] for number in lanes_of(job)), key=lambda each: each.n_jobs)
+        lane = self._lanes[lane_of(job)]
         if self._process.is_stopping:
             future.set_exception(UnavailableError("the server is shutting down"))
         elif is_long_query(job) and lane.n_queries >= MAX_LONG_QUERIES:
@@ -266,8 +266,8 @@ class PromptSupervisor(PromptWorker):
         self._send_next()
 
     def _send_next(self) -> None:
-        """Send what may be carried out now: the next job of each lane that is free, but a suspect alone."""
-        if not self._is_ready or any(lane.running and lane.running.is_suspect for lane in self._lanes):
+        """Send what may be carried out now: the next jobs of each lane that is free, but a suspect alone."""
+        if not self._is_ready or any(each.is_suspect for lane in self._lanes for each in lane.running.values()):
             return
         waiting = [pending for lane in self._lanes for pending in lane.waiting.values()]
         if any(pending.is_suspect for pending in waiting):
@@ -277,7 +277,7 @@ class PromptSupervisor(PromptWorker):
                 self._send(alone.pop(0))
             return
         for lane in self._lanes:
-            while lane.running is None and lane.waiting:
+            while lane.is_free and lane.waiting:
                 self._send(lane.turns.next(lane.waiting.values(), lambda each: each.client))
 
     def _send(self, pending: _Pending) -> None:
@@ -290,8 +290,8 @@ class PromptSupervisor(PromptWorker):
             return
         if pending.client is not None:
             lane.turns.take(pending.client)
-        lane.running = pending
-        lane.timer = asyncio.get_running_loop().call_later(self._timeout, self._is_overdue, pending)
+        lane.running[pending.number] = pending
+        pending.timer = asyncio.get_running_loop().call_later(self._timeout, self._is_overdue, pending)
 
     def _is_overdue(self, pending: _Pending) -> None:
         self._overdue = pending
@@ -299,12 +299,10 @@ class PromptSupervisor(PromptWorker):
 
     def _done(self, done: JobDone) -> None:
         self._stats = done.anchors, done.sessions, done.messages
-        lane = next((each for each in self._lanes if each.running and each.running.number == done.number), None)
-        if lane is None:
+        pending = next((ended for lane in self._lanes if (ended := lane.end(done.number)) is not None), None)
+        if pending is None:
             return
         self._n_answered += 1
-        pending = lane.end()
-        assert pending is not None
         if not pending.future.done():
             if done.error is not None:
                 pending.future.set_exception(done.error.exception())
@@ -332,7 +330,9 @@ class PromptSupervisor(PromptWorker):
     def _ended(self, end: Exit) -> float | None:
         """Find the job that ended the process; return the seconds until the next start."""
         self._is_ready = False
-        running = [pending for lane in self._lanes if (pending := lane.end()) is not None]
+        running = [pending for lane in self._lanes for pending in lane.running.values()]
+        for pending in running:
+            pending.lane.end(pending.number)
         if self._process.is_stopping:
             error = UnavailableError("the server is shutting down")
             for pending in running:

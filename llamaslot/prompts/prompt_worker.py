@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
@@ -39,12 +39,14 @@ conversations of agents.
 MAX_LONG_QUERIES = 4
 """Longer queries in progress or waiting; one more gets a 429."""
 
-_PROMPT_LANES, _LONG_LANES, _GRAMMAR_LANES = range(1), range(1, 2), range(2, 4)
+_PROMPT_LANE, _LONG_LANE, _GRAMMAR_LANE = range(3)
 """Numbers of the lanes for prompts and all that belongs to them, for long jobs, and for bodies whose grammars may
-be compiled; llguidance releases the GIL meanwhile, but cannot be interrupted.
+be compiled.
 """
-N_LANES = _GRAMMAR_LANES.stop
-"""Number of lanes; in each, one job is carried out after the other."""
+JOBS_AT_ONCE = (1, 1, 2)
+"""Jobs of each lane that are carried out at once. Of the last one two, so that a grammar that takes long holds up
+no other: llguidance releases the GIL while it compiles, but cannot be interrupted.
+"""
 
 _log = structlog.get_logger(__name__)
 
@@ -61,11 +63,11 @@ def is_long(job: Job) -> bool:
     return len(job.body) + (job.earlier.size if job.earlier is not None else 0) > _MAX_SHORT_BODY_BYTES
 
 
-def lanes_of(job: Job) -> range:
-    """Return the numbers of the lanes that may take a job; the one with the fewest jobs gets it."""
+def lane_of(job: Job) -> int:
+    """Return the number of the lane that takes a job."""
     if isinstance(job, ParseBody) and job.may_compile:
-        return _GRAMMAR_LANES
-    return _LONG_LANES if is_long(job) else _PROMPT_LANES
+        return _GRAMMAR_LANE
+    return _LONG_LANE if is_long(job) else _PROMPT_LANE
 
 
 def too_many_queries() -> QueueFullError:
@@ -105,7 +107,7 @@ def _job_error(error: BaseException, job: Job) -> LlamaslotError:
 
 
 class PromptWorker(Protocol):
-    """Carries out the jobs of each lane (`lanes_of`) one at a time, beside those of the others.
+    """Carries out the jobs of each lane, `JOBS_AT_ONCE` at a time, beside those of the others.
 
     Clients take turns, so that many prompts of one delay a prompt of another by one job at most.
     """
@@ -123,13 +125,15 @@ class PromptWorker(Protocol):
 
 
 class PromptThreads(PromptWorker):
-    """Carries out the jobs of each lane on a thread of its own. All methods are called on the event loop."""
+    """Carries out the jobs of each lane on threads of its own. All methods are called on the event loop."""
 
     def __init__(self, tokenizer: Tokenizer, reader: RequestReader) -> None:
         self._jobs = PromptJobs(tokenizer, reader)
         self._reader = reader
-        names = ("tokenizer", "queries", *["grammars"] * len(_GRAMMAR_LANES))
-        self._threads = [_JobThread(name, tokenizer.stack_bytes, self._jobs) for name in names]
+        self._lanes = [
+            _JobLane([_thread(name, tokenizer.stack_bytes) for _ in range(n)], self._jobs)
+            for name, n in zip(("tokenizer", "queries", "grammars"), JOBS_AT_ONCE, strict=True)
+        ]
         self._n_queries = 0
 
     @property
@@ -155,24 +159,24 @@ class PromptThreads(PromptWorker):
 
     def start(self) -> None:
         """Probe for exact cut points, so that the first prompt need not wait for it."""
-        self._threads[0].executor.submit(self._prepare)
+        self._lanes[0].threads[0].submit(self._prepare)
 
     def close(self) -> list[Future[None]]:
         """End the threads, which must not outlive the vocabulary; the futures are done once their jobs are."""
-        return [close_after_queue(each.executor) for each in self._threads]
+        return [close_after_queue(thread) for lane in self._lanes for thread in lane.threads]
 
     def call(self, job: Job) -> asyncio.Future[Any]:
         """Start a job; at most `MAX_LONG_QUERIES` long queries wait, further ones fail at once."""
-        thread = min((self._threads[lane] for lane in lanes_of(job)), key=lambda each: each.n_jobs)
+        lane = self._lanes[lane_of(job)]
         if not is_long_query(job):
-            return asyncio.wrap_future(thread.submit(job))
+            return asyncio.wrap_future(lane.submit(job))
         loop = asyncio.get_running_loop()
         if self._n_queries >= MAX_LONG_QUERIES:
             refused: asyncio.Future[Any] = loop.create_future()
             refused.set_exception(too_many_queries())
             return refused
         self._n_queries += 1
-        future = asyncio.wrap_future(thread.submit(job))
+        future = asyncio.wrap_future(lane.submit(job))
         future.add_done_callback(self._count_query_end)
         return future
 
@@ -187,11 +191,11 @@ class PromptThreads(PromptWorker):
             _log.exception("prompt_worker.failed", job="prepare")
 
 
-class _JobThread:
-    """A thread that carries out jobs, chosen when it is free."""
+class _JobLane:
+    """Threads that carry out jobs, each chosen when one of them is free."""
 
-    def __init__(self, name: str, stack_bytes: int, jobs: PromptJobs) -> None:
-        self.executor = _thread(name, stack_bytes)
+    def __init__(self, threads: Sequence[Executor], jobs: PromptJobs) -> None:
+        self.threads = list(threads)
         self._jobs = jobs
         self._lock = threading.Lock()
         self._waiting: dict[Future[JobResult], Job] = {}
@@ -211,7 +215,8 @@ class _JobThread:
             self._waiting[future] = job
             self.n_jobs += 1
         future.add_done_callback(self._remove)
-        self.executor.submit(self._run_next)
+        for thread in self.threads:
+            thread.submit(self._run_next)
         return future
 
     def _remove(self, future: Future[JobResult]) -> None:
@@ -220,7 +225,7 @@ class _JobThread:
             self.n_jobs -= 1
 
     def _run_next(self) -> None:
-        """Carry out the job whose turn it is; there is a call for each job, so none is left."""
+        """Carry out the job whose turn it is, if any; each thread has a call for each job, so none is left."""
         with self._lock:
             if not self._waiting:
                 return

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -204,11 +205,12 @@ async def test_a_tag_in_a_grammar_is_generated_as_its_token(start: Any, path: st
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Is waited for where a grammar with the text "expensive" is checked."""
+    """Is waited for where a grammar with the text "expensive" is checked; one with "slow" takes 0.3 s."""
     gate, check = threading.Event(), GrammarChecker._check
 
     def gated(self: GrammarChecker, constraint: Constraint, *args: Any) -> None:
         assert "expensive" not in constraint.grammar or gate.wait(30)
+        time.sleep(0.3 if "slow" in constraint.grammar else 0)
         check(self, constraint, *args)
 
     monkeypatch.setattr(GrammarChecker, "_check", gated)
@@ -222,7 +224,9 @@ async def test_a_grammar_that_takes_long_to_check_delays_no_other_request(
     async with asyncio.timeout(10):
         await server.ok(CHAT, BODY | {"max_tokens": 3})
         await server.ok(NATIVE, BODY | {"max_tokens": 3})
-        assert text_of(await server.ok(CHAT, BODY | {"grammar": 'root ::= "cheap"'})) == "cheap"
+        # The second waits for the first only.
+        cheap = [server.ok(CHAT, BODY | {"grammar": f'root ::= "{text}"'}) for text in ("slow", "cheap")]
+        assert [text_of(reply) for reply in await asyncio.gather(*cheap)] == ["slow", "cheap"]
     assert not expensive.done()
     gate.set()
     assert text_of(await expensive) == "expensive"
@@ -233,13 +237,13 @@ async def test_a_grammar_is_not_checked_for_a_client_that_has_gone(server: Any, 
         return asyncio.create_task(server.ok(NATIVE, BODY | {"grammar": f'root ::= "{text}"'}))
 
     busy = [ask(f"expensive {i}") for i in range(2)]
-    while sum(thread.n_jobs for thread in server.local.prompts._threads) < 2:
+    while sum(lane.n_jobs for lane in server.local.prompts._lanes) < 2:
         await asyncio.sleep(0.01)
     gone, waiting = ask("gone"), ask("waiting")
-    while sum(thread.n_jobs for thread in server.local.prompts._threads) < 4:
+    while sum(lane.n_jobs for lane in server.local.prompts._lanes) < 4:
         await asyncio.sleep(0.01)
     gone.cancel()
-    while sum(thread.n_jobs for thread in server.local.prompts._threads) > 3:
+    while sum(lane.n_jobs for lane in server.local.prompts._lanes) > 3:
         await asyncio.sleep(0.01)
     gate.set()
     assert [text_of(reply) for reply in await asyncio.gather(*busy, waiting)] == [

@@ -104,7 +104,7 @@ class Harness:
         self.local = LocalEngine(backend, self._receive, **settings)
         self.engine = self.local.engine
         if isinstance(backend, FakeBackend) and self.is_inline:
-            thread = self.local.prompts._threads[0].executor = Inline()
+            thread = self.local.prompts._lanes[0].threads[0] = Inline()
             ahead = random.Random(1)
             worker = Worker(backend, thread, self.engine._clock, lambda: ahead.random() < 0.5)
             worker.run = self._watched(worker.run)

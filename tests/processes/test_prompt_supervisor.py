@@ -55,8 +55,8 @@ Tokenizer.restore = restore
 from llamaslot.text.grammars.compiling import GrammarChecker
 _check = GrammarChecker._check
 def check(self, constraint, tokenizer):
-    if "HANG" in constraint.grammar:
-        time.sleep(60)
+    if "HANG" in constraint.grammar or "SLOW" in constraint.grammar:
+        time.sleep(60 if "HANG" in constraint.grammar else 0.2)
     return _check(self, constraint, tokenizer)
 GrammarChecker._check = check
 """
@@ -257,7 +257,10 @@ async def test_a_grammar_whose_check_does_not_end_fails_its_request_only(start: 
     assert (await read("HANG", may_compile=False)).is_deferred
     hanging = read("HANG", may_compile=True)
     async with asyncio.timeout(0.9):
-        assert (await read("fine", may_compile=True)).submits[0].constraint is not None
+        # The second waits for the first only.
+        slow, fine = (read(text, may_compile=True) for text in ("SLOW", "fine"))
+        assert (await fine).submits[0].constraint is not None
+        assert slow.done()
         # It is known by now.
         assert (await read("fine", may_compile=False)).submits[0].constraint is not None
         assert await outcomes(*(worker.call(chat(text)) for text in "abc")) == [ParsedBody] * 3
