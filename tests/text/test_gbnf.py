@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import InvalidRequestError
-from llamaslot.text.grammars.compiling import GrammarChecker
+from llamaslot.text.grammars import compiling
+from llamaslot.text.grammars.compiling import GrammarChecker, UnknownGrammarError
 from llamaslot.text.grammars.gbnf import gbnf_to_lark, is_lark
 from tests.fake_backend import byte_tokenizer
 
@@ -186,6 +188,27 @@ def test_the_checker_knows_the_names_and_the_number_of_tokens() -> None:
     for bad in ("start: <think>", "start: <[1000]>", 'start: "a', "start: start", 'start: %json {"not": {}}'):
         with pytest.raises(InvalidRequestError, match="'grammar'"):
             checker.check(Constraint(LLMatcher.grammar_from_lark(bad), "grammar"))
+
+
+def test_no_check_waits_until_the_tokenizer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, gate = threading.Event(), threading.Event()
+
+    def made(vocabulary: TokenizerWrapper) -> LLTokenizer:
+        begun.set()
+        assert gate.wait(10)
+        return LLTokenizer(vocabulary)
+
+    monkeypatch.setattr(compiling, "LLTokenizer", made)
+    checker = GrammarChecker((), 1000)
+    constraint = Constraint(LLMatcher.grammar_from_lark('start: "a"'), "grammar")
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(checker.check, constraint)
+        assert begun.wait(10)
+        prompt = threads.submit(checker.check, constraint, may_compile=False)
+        error = wait([prompt], 1).done and prompt.exception()
+        gate.set()
+        first.result()
+    assert isinstance(error, UnknownGrammarError)
 
 
 def test_the_checker_lets_other_threads_run() -> None:

@@ -78,11 +78,12 @@ class GrammarChecker:
             if digest in self._good:
                 self._good.move_to_end(digest)
                 return
-            if not may_compile:
-                raise UnknownGrammarError
-            if self._tokenizer is None:
-                self._tokenizer = LLTokenizer(TokenizerWrapper(self._vocabulary))
-        self._check(constraint, self._tokenizer)
+        if not may_compile:
+            raise UnknownGrammarError
+        # Without the lock, which prompts wait for; two threads may both make one.
+        tokenizer = self._tokenizer or LLTokenizer(TokenizerWrapper(self._vocabulary))
+        self._tokenizer = tokenizer
+        self._check(constraint, tokenizer)
         with self._lock:
             self._good[digest] = None
             if len(self._good) > _MAX_GOOD:
