@@ -145,7 +145,7 @@ class PromptSupervisor(PromptWorker):
         self._refusal: LlamaslotError | None = None
         self._numbers = itertools.count(1)
         self._lanes = tuple(map(_Lane, JOBS_AT_ONCE))
-        self._overdue: _Pending | None = None
+        self._overdue: list[_Pending] = []
         self._records: dict[RecordKind, LruCache[TextRecord]] = {
             "anchor": LruCache(text_anchors.MAX_BYTES),
             "session": LruCache(sessions.MAX_BYTES),
@@ -294,7 +294,7 @@ class PromptSupervisor(PromptWorker):
         pending.timer = asyncio.get_running_loop().call_later(self._timeout, self._is_overdue, pending)
 
     def _is_overdue(self, pending: _Pending) -> None:
-        self._overdue = pending
+        self._overdue.append(pending)
         self._process.kill()
 
     def _done(self, done: JobDone) -> None:
@@ -356,18 +356,18 @@ class PromptSupervisor(PromptWorker):
 
     def _blame(self, running: list[_Pending], end: Exit) -> None:
         """Fail the job that ended the process, or have the candidates tried one at a time."""
-        overdue, self._overdue = self._overdue, None
-        is_only_one = len(running) == 1 and end.is_crash and overdue is None
+        overdue, self._overdue = self._overdue, []
+        is_only_one = len(running) == 1 and end.is_crash and not overdue
         for pending in running:
             pending.n_tries += 1
-            if pending is overdue:
+            if pending in overdue:
                 message = f"{activity_of(pending.job)} took more than {self._timeout:g} s (--prompt-timeout)"
                 param = "prompt" if isinstance(pending.job, TokenizePrompt) else None
                 _fail(pending, InvalidRequestError(message, param=param))
             elif is_only_one or pending.n_tries >= _MAX_TRIES:
                 _fail(pending, ServerError(f"{activity_of(pending.job)} ended the prompt worker: {end.text}"))
             elif not pending.future.done():
-                pending.is_suspect |= end.is_crash and overdue is None
+                pending.is_suspect |= end.is_crash and not overdue
                 pending.lane.put_back(pending)
             if pending.future.done() and isinstance(pending.job, TokenizePrompt):
                 self._prompts.pop(pending.job.submit.request_id, None)

@@ -129,6 +129,17 @@ async def test_a_prompt_that_takes_too_long_fails_by_the_flags_name(start: Start
     assert "tokenizing the prompt took more than 1 s (--prompt-timeout)" in str(futures[1].exception())
 
 
+async def test_two_that_take_too_long_fail_at_once(start: Start) -> None:
+    worker = await start(limit=1.0)
+    futures = [worker.call(tokenize("a", "HANG")), worker.call(long_query("HANG"))]
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+    assert all(future.done() for future in futures), "one hangs another process"
+    assert await outcomes(*futures, worker.call(tokenize("b", "b"))) == [
+        *[InvalidRequestError] * 2,
+        TokenizedPrompt,
+    ]
+
+
 async def test_what_was_remembered_survives_its_crash(start: Start) -> None:
     await check_remembered(await start(), branch="")
 
