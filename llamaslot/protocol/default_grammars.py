@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from llamaslot.base.commands import Constraint
@@ -12,11 +13,11 @@ class DefaultGrammars:
 
     def __init__(self, grammars: Sequence[Constraint] = ()) -> None:
         self._grammars = grammars
-        self._n_requests = 0
+        self._numbers = itertools.count()
 
     def next(self) -> Constraint | None:
-        """Return the grammar of the next request."""
-        self._n_requests += 1
+        """Return the grammar of the next request; on any thread."""
+        number = next(self._numbers)
         if len(self._grammars) == 1:
             return self._grammars[0]
-        return self._grammars[self._n_requests - 1] if self._n_requests <= len(self._grammars) else None
+        return self._grammars[number] if number < len(self._grammars) else None
