@@ -87,7 +87,7 @@ class ConstraintReader:
                     raise too_long(param)
                 return Constraint(LLMatcher.grammar_from_lark(f"start: {options}"), param)
             case "grammar":
-                lark = value if is_lark(value) else gbnf_to_lark(value, param, self._token_of, self._tags)
+                lark = value if is_lark(value) else self._lark(value, param)
                 return Constraint(LLMatcher.grammar_from_lark(lark), param)
         if isinstance(value, str):
             try:
@@ -95,6 +95,13 @@ class ConstraintReader:
             except msgspec.DecodeError as error:
                 raise InvalidRequestError(f"'{param}' is not valid JSON: {error}", param=param) from error
         return json_schema_constraint(value, param, compact=compact)
+
+    def _lark(self, gbnf: str, param: str) -> str:
+        """Return a GBNF grammar as Lark, with text for tags if it is too long with their tokens besides."""
+        lark = gbnf_to_lark(gbnf, param, self._token_of, self._tags)
+        if len(LLMatcher.grammar_from_lark(lark)) <= MAX_GRAMMAR_CHARS:
+            return lark
+        return gbnf_to_lark(gbnf, param, self._token_of)
 
 
 def _asked(options: StructuredOptions) -> list[tuple[str, str, Any]]:

@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.formats.calls import ToolCall
+from llamaslot.protocol import structured_output
 from llamaslot.protocol.bodies import ChatBody
 from llamaslot.protocol.reply_constraint import ReplyConstraints
 from llamaslot.protocol.structured_output import MAX_GRAMMAR_CHARS, ConstraintReader
@@ -148,6 +149,20 @@ def test_what_is_too_long_is_said_in_plain_words() -> None:
             constraint("hermes", {"json_schema": form})
     with pytest.raises(InvalidRequestError, match="'guided_choice' is longer than"):
         constraint("hermes", {"guided_choice": ["x" * MAX_CONSTRAINT_CHARS]})
+
+
+def test_a_grammar_that_is_too_long_with_tokens_for_tags_has_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = msgspec.convert({"messages": QUESTION, "grammar": 'root ::= [a-c]{0,2} "<tool_call>"? "a"'}, ChatBody)
+    texts, both = (
+        ConstraintReader(GrammarChecker((), 1000), lambda _: None, tags) for tags in ({}, {"<tool_call>": 99})
+    )
+    long, short = both.read(options), texts.read(options)
+    assert long is not None
+    assert short is not None
+    assert len(short.grammar) < len(long.grammar)
+    for limit, expected in ((len(long.grammar), long), (len(long.grammar) - 1, short)):
+        monkeypatch.setattr(structured_output, "MAX_GRAMMAR_CHARS", limit)
+        assert both.read(options) == expected
 
 
 @pytest.mark.parametrize("family", ["hermes", "qwen3-coder", "gemma4"])
