@@ -115,6 +115,9 @@ def test_no_client_evicts_a_response_of_one_that_is_below_its_share(
             n_owners = len({*held, owner})
             if store.put(response):
                 known.append(response)
+            else:
+                chain = sum(each.size for each in response.turns())
+                assert chain > CAPACITY or held[owner] + response.size > CAPACITY / n_owners
             for each in known:
                 is_within = held[each.owner] <= CAPACITY / n_owners and n_listed[each.owner] <= 8 / n_owners
                 assert each.is_listed or each.owner == owner or not is_within
@@ -122,3 +125,19 @@ def test_no_client_evicts_a_response_of_one_that_is_below_its_share(
         assert len(known) == len(store) <= 8
         kept = {each for one in known for each in one.turns()}
         assert store.n_bytes == sum(each.size for each in kept) <= CAPACITY
+
+
+def test_a_conversation_that_a_request_continues_neither_refuses_others_nor_loses_turns() -> None:
+    store = ResponseStore(max_responses=8, max_bytes=64)
+    chain: StoredResponse | None = None
+    for i in range(4):
+        chain = StoredResponse("", f"a{i}", b"", b"x" * 10, {}, chain, "a")
+        assert store.put(chain)
+    assert chain is not None
+    assert store.put(StoredResponse("", "c", b"", b"x" * 24, {}, None, "c"))
+    store.hold(chain)
+    assert store.put(StoredResponse("", "b", b"", b"x", {}, None, "b")), "what owner a holds stays"
+    assert store.put(StoredResponse("", "a4", b"", b"x" * 10, {}, chain, "a"))
+    store.release(chain)
+    assert [store.get("", f"a{i}").is_listed for i in range(5)] == [True] * 5
+    assert store.n_bytes == 51

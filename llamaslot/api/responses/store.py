@@ -58,7 +58,10 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by namespace and id; of the owner that holds most, the least recently used one is evicted."""
+    """Responses by namespace and id; of the owner that holds most, the least recently used one is evicted.
+
+    For memory, only responses are evicted that no other and no request continues: the rest would not be freed.
+    """
 
     def __init__(self, *, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
@@ -93,7 +96,12 @@ class ResponseStore:
         if response.previous is not None:
             self.hold(response.previous)
         while (is_full := len(self) >= self._max_responses) or self.n_bytes + response.size > self._max_bytes:
-            evicted = self._shares.evicted_next(response.owner, response.size, by_count=is_full)
+            evicted = self._shares.evicted_next(
+                response.owner,
+                response.size,
+                by_count=is_full,
+                can_evict=lambda key: is_full or not self._listed[key].n_holders,
+            )
             if evicted is None:
                 # Requests that run, or others within their shares, hold the rest.
                 if response.previous is not None:

@@ -11,7 +11,7 @@ with the KV of tenants (`kvcache/offload/tenant_shares.py`).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -71,11 +71,18 @@ class OwnerShares(Generic[K]):
         self._bytes.clear()
         self.n_bytes = 0
 
-    def evicted_next(self, owner: str, n_bytes: int, *, by_count: bool = False) -> K | None:
+    def evicted_next(
+        self,
+        owner: str,
+        n_bytes: int,
+        *,
+        by_count: bool = False,
+        can_evict: Callable[[K], bool] = lambda key: True,
+    ) -> K | None:
         """Return the key to evict before an owner gets `n_bytes` more in an entry.
 
-        It is of the owner that would hold most bytes, or with `by_count` most entries. None if that one has no
-        entry to be evicted: it must do without, as no other holds more.
+        It is of the owner that would hold most bytes, or with `by_count` most entries, among those that have an
+        entry which `can_evict`. None if the owner itself would hold most and has none: it must do without.
         """
 
         def held(each: str) -> tuple[int, bool, str]:
@@ -84,5 +91,7 @@ class OwnerShares(Generic[K]):
             # Where several hold as much, the one that wants more gives way.
             return amount + added, each == owner, each
 
-        largest = max({*self._bytes, *self._keys, owner}, key=held)
-        return next(iter(self._keys.get(largest, ())), None)
+        # What requests in progress keep of an owner cannot be evicted: that must not stop the others.
+        first = {each: next(filter(can_evict, keys), None) for each, keys in self._keys.items()}
+        largest = max({owner, *(each for each, key in first.items() if key is not None)}, key=held)
+        return first.get(largest)
