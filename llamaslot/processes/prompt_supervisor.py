@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -149,7 +150,7 @@ class PromptSupervisor(PromptWorker):
         self._records: dict[RecordKind, LruCache[TextRecord]] = {
             "anchor": LruCache(text_anchors.MAX_BYTES),
             "session": LruCache(sessions.MAX_BYTES),
-            "reply": LruCache(replies.MAX_BYTES),
+            "reply": LruCache(replies.MAX_BYTES, time.monotonic),
         }
         """Copies of what is remembered, to be restored in a new process."""
         self._prompts: dict[str, TokenizePrompt] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
 from llamaslot.base.generation.owner_shares import OwnerShares
@@ -23,13 +23,13 @@ V = TypeVar("V", bound=Sized)
 class LruCache(Generic[V]):
     """Values by digest; beyond `max_bytes` the least recently used one of the owner that holds most is evicted.
 
-    One thread changes it; others may read its length and `n_bytes`.
+    One thread changes it; others may read its length and `n_bytes`. `clock` is as in `OwnerShares`.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, clock: Callable[[], float] = lambda: 0.0) -> None:
         self.max_bytes = max_bytes
         self._values: OrderedDict[bytes, V] = OrderedDict()
-        self._shares: OwnerShares[bytes] = OwnerShares()
+        self._shares: OwnerShares[bytes] = OwnerShares(clock)
 
     @property
     def n_bytes(self) -> int:

@@ -8,6 +8,7 @@ messages of a conversation here, and has its prompt continue with their tokens.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -39,11 +40,11 @@ class ReplyMemory(ReplyStore):
 
     Of the owner that holds most, the least recently used are evicted first, and none before those behind it.
 
-    Replies are looked up on any thread, and added on one.
+    Replies are looked up on any thread, and added on one. `clock` is as in `OwnerShares`.
     """
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._replies: LruCache[RememberedReply] = LruCache(max_bytes)
+    def __init__(self, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self._replies: LruCache[RememberedReply] = LruCache(max_bytes, clock)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:

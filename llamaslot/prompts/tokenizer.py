@@ -20,7 +20,7 @@ never give tokens to a text.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -76,14 +76,22 @@ class Tokenizer:
 
     `use_anchors` is false where texts always get their own tokens. `template` is the model's chat template. A
     prompt that departs from its session's text must keep `min_match` of its characters to keep its tokens.
+    `clock` is that of the shares that owners have of `replies`.
     """
 
     def __init__(
-        self, vocab: Vocab, n_ctx: int, *, min_match: float, use_anchors: bool = True, template: str = ""
+        self,
+        vocab: Vocab,
+        n_ctx: int,
+        *,
+        min_match: float,
+        use_anchors: bool = True,
+        template: str = "",
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.anchors = TextAnchors()
         self.sessions: LruCache[Session] = LruCache(MAX_BYTES)
-        self.replies = ReplyMemory()
+        self.replies = ReplyMemory(clock=clock)
         self._vocab = vocab
         self._n_ctx = n_ctx
         self._use_anchors = use_anchors

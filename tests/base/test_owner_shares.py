@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamaslot.api.responses.store import ResponseStore, StoredResponse
+from llamaslot.base.generation.owner_shares import INACTIVE_S
 from llamaslot.prompts.lru_cache import LruCache
 
 CAPACITY = 20
@@ -141,3 +142,21 @@ def test_a_conversation_that_a_request_continues_neither_refuses_others_nor_lose
     store.release(chain)
     assert [store.get("", f"a{i}").is_listed for i in range(5)] == [True] * 5
     assert store.n_bytes == 51
+
+
+def test_clients_that_are_inactive_for_an_hour_have_no_share() -> None:
+    now = 0.0
+    store = ResponseStore(max_responses=3, max_bytes=1000, clock=lambda: now)
+
+    def put(owner: str) -> bool:
+        return store.put(StoredResponse("", owner, b"", b"x", {}, None, owner))
+
+    assert all(map(put, "abc"))
+    now += INACTIVE_S - 1
+    store.get("", "a")
+    assert not put("d"), "the others hold as much, and are active"
+    now += 1
+    assert put("d")
+    assert put("e")
+    assert not put("f")
+    assert {key for key in "abcde" if ("", key) in store._listed} == {"a", "d", "e"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from llamaslot.base.generation.owner_shares import INACTIVE_S
 from llamaslot.base.generation.replies import RememberedReply
 from llamaslot.prompts.reply_memory import ReplyMemory
 
@@ -93,3 +94,17 @@ def test_replies_of_a_session_are_dropped() -> None:
     assert known(memory, b"abcd") == b"bd"
     memory.clear()
     assert (len(memory), memory.n_bytes) == (0, 0)
+
+
+def test_a_client_that_got_no_reply_for_an_hour_gives_way_to_others() -> None:
+    now = 0.0
+    memory = ReplyMemory(3 * reply(b"a").n_bytes, lambda: now)
+    for key in (b"a", b"b", b"c"):
+        memory.add(reply(key, owner=key.decode()))
+    now += INACTIVE_S - 1
+    memory.use(b"a")
+    memory.add(reply(b"d", owner="d"))
+    assert known(memory, b"abcd") == b"abc"
+    now += 1
+    memory.add(reply(b"d", owner="d"))
+    assert known(memory, b"abcd") == b"acd"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ class ChatStore:
         self._max_bytes = max_bytes
         self._chats: dict[tuple[str, str], StoredChat] = {}
         """In the order in which they were stored."""
-        self._shares: OwnerShares[tuple[str, str]] = OwnerShares()
+        self._shares: OwnerShares[tuple[str, str]] = OwnerShares(time.monotonic)
 
     def put(self, namespace: str, chat: StoredChat) -> None:
         """Store a completion, unless it is too large, and evict others for it."""

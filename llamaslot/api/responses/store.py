@@ -6,7 +6,8 @@ item is stored once for all turns of a conversation, and memory is freed from th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from llamaslot.base.errors import NotFoundError
@@ -61,15 +62,16 @@ class ResponseStore:
     """Responses by namespace and id; of the owner that holds most, the least recently used one is evicted.
 
     For memory, only responses are evicted that no other and no request continues: the rest would not be freed.
+    `clock` gives seconds.
     """
 
-    def __init__(self, *, max_responses: int, max_bytes: int) -> None:
+    def __init__(self, *, max_responses: int, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._listed: dict[tuple[str, str], StoredResponse] = {}
         self._by_item: dict[tuple[str, str], StoredResponse] = {}
         """By the ids of output items."""
-        self._shares: OwnerShares[tuple[str, str]] = OwnerShares()
+        self._shares: OwnerShares[tuple[str, str]] = OwnerShares(clock)
 
     @property
     def n_bytes(self) -> int:

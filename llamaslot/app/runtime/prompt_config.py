@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 
 import structlog
@@ -40,6 +41,7 @@ def prompt_worker(config: Config, vocab: Vocab, model: SetModel) -> PromptThread
         use_anchors=config.text_anchors and info.reuse and not info.adds_eos,
         min_match=config.session_min_match,
         template=info.chat_template,
+        clock=time.monotonic,
     )
     # Prompts of models that reuse nothing gain nothing by it.
     restores = config.restore_messages and info.reuse and not info.adds_eos

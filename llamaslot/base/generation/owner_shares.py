@@ -2,7 +2,8 @@
 
 The least recently used entry of the owner that holds most is evicted. That owner has at least its equal share, so
 one that sends much never evicts an entry of an owner that is below its share. Owners may use what others leave, as
-with the KV of tenants (`kvcache/offload/tenant_shares.py`).
+with the KV of tenants (`kvcache/offload/tenant_shares.py`). One that has added and used nothing for an hour has no
+share: its entries are evicted first.
 
     capacity   |-- owner 1 ---|---------- owner 2 -----------|-- owner 3 ---|
                                  evicted first
@@ -14,16 +15,24 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
+INACTIVE_S = 3600.0
+"""Time without a use after which an owner has no share."""
 K = TypeVar("K", bound=Hashable)
 
 
 class OwnerShares(Generic[K]):
-    """Keys of entries by owner, in the order of their last use, and the bytes that each owner holds."""
+    """Keys of entries by owner, in the order of their last use, and the bytes that each owner holds.
 
-    def __init__(self) -> None:
+    `clock` gives seconds; without one no owner is ever inactive.
+    """
+
+    def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self._clock = clock
         self._owner_of: dict[K, str] = {}
-        self._keys: dict[str, OrderedDict[K, None]] = {}
-        """By owner, the least recently used first."""
+        self._keys: OrderedDict[str, OrderedDict[K, None]] = OrderedDict()
+        """By owner, the least recently used first; so are the owners."""
+        self._last_used: dict[str, float] = {}
+        """Times of owners that have entries."""
         self._bytes: Counter[str] = Counter()
         self.n_bytes = 0
         """Bytes of all owners."""
@@ -44,17 +53,20 @@ class OwnerShares(Generic[K]):
         """Add an entry that is not here, as the most recently used one; `charge` adds its bytes."""
         self._owner_of[key] = owner
         self._keys.setdefault(owner, OrderedDict())[key] = None
+        self._keep_active(owner)
 
     def use(self, key: K) -> None:
         """Make an entry the most recently used one of its owner."""
-        self._keys[self._owner_of[key]].move_to_end(key)
+        owner = self._owner_of[key]
+        self._keys[owner].move_to_end(key)
+        self._keep_active(owner)
 
     def remove(self, key: K) -> str:
         """Remove an entry and return its owner, which keeps its bytes until they are charged back."""
         owner = self._owner_of.pop(key)
         del self._keys[owner][key]
         if not self._keys[owner]:
-            del self._keys[owner]
+            del self._keys[owner], self._last_used[owner]
         return owner
 
     def charge(self, owner: str, n_bytes: int) -> None:
@@ -68,6 +80,7 @@ class OwnerShares(Generic[K]):
         """Remove all entries and bytes."""
         self._owner_of.clear()
         self._keys.clear()
+        self._last_used.clear()
         self._bytes.clear()
         self.n_bytes = 0
 
@@ -81,8 +94,9 @@ class OwnerShares(Generic[K]):
     ) -> K | None:
         """Return the key to evict before an owner gets `n_bytes` more in an entry.
 
-        It is of the owner that would hold most bytes, or with `by_count` most entries, among those that have an
-        entry which `can_evict`. None if the owner itself would hold most and has none: it must do without.
+        It is of an inactive owner, or else of the one that would hold most bytes, or with `by_count` most entries,
+        among those that have an entry which `can_evict`. None if the owner itself would hold most and has none:
+        it must do without.
         """
 
         def held(each: str) -> tuple[int, bool, str]:
@@ -93,5 +107,15 @@ class OwnerShares(Generic[K]):
 
         # What requests in progress keep of an owner cannot be evicted: that must not stop the others.
         first = {each: next(filter(can_evict, keys), None) for each, keys in self._keys.items()}
+        inactive_since = self._clock() - INACTIVE_S
+        for each, key in first.items():
+            if self._last_used[each] > inactive_since:
+                break
+            if key is not None and each != owner:
+                return key
         largest = max({owner, *(each for each, key in first.items() if key is not None)}, key=held)
         return first.get(largest)
+
+    def _keep_active(self, owner: str) -> None:
+        self._keys.move_to_end(owner)
+        self._last_used[owner] = self._clock()
