@@ -84,7 +84,7 @@ Sink: TypeAlias = Callable[[Generation, Output], None]
 class Generations:
     """An async context manager. Inside it every completion is accepted, and `next_batch` returns their events."""
 
-    def __init__(self, submits: Sequence[Submit], cancel: Callable[[str], None]) -> None:
+    def __init__(self, submits: Sequence[Submit], cancel: Callable[[str], object]) -> None:
         self.all = [Generation(index, submit, self._put) for index, submit in enumerate(submits)]
         self._cancel = cancel
         self._queue: asyncio.Queue[tuple[Generation, RequestEvent | Exception]] = asyncio.Queue()

@@ -269,10 +269,12 @@ class Service:
         self._expired.add(request_id)
         self.cancel(request_id)
 
-    def cancel(self, request_id: str) -> None:
-        """Cancel a completion, if it runs or waits: it fails."""
-        if request_id in self._generations:
-            self.send(Cancel(request_id))
+    def cancel(self, request_id: str) -> bool:
+        """Cancel a completion, if it runs or waits: it fails. Return False if it has ended."""
+        if request_id not in self._generations:
+            return False
+        self.send(Cancel(request_id))
+        return True
 
     def _resolve(self, reply: Reply) -> None:
         future = self._replies.pop(reply.request_id, None)

@@ -255,6 +255,34 @@ async def test_a_response_that_has_ended_is_not_cancelled_while_its_stream_is_re
     assert (status, reply) == (200, put_together(await events))
 
 
+async def test_a_response_whose_rest_is_unread_is_in_progress_and_not_cancelled(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = create_app(ApiSettings())
+    server = await start(app=app)
+    is_read = asyncio.Event()
+    send = EventStream.send
+
+    async def sent_late(self: EventStream, events: Iterable[bytes]) -> None:
+        await is_read.wait()
+        await send(self, events)
+
+    monkeypatch.setattr(EventStream, "send", sent_late)
+    events = asyncio.create_task(events_of(server, {"input": "x", **SHORT}))
+    async with asyncio.timeout(10):
+        while not app[RUNNING]:
+            await asyncio.sleep(0.005)
+    await server.idle()
+    ((_, ended),) = app[RUNNING]
+    path = f"{RESPONSES}/{ended}"
+    status, reply = await server.post(f"{path}/cancel", {})
+    assert (status, reply["status"]) == (200, "in_progress")
+    is_read.set()
+    response = put_together(await events)
+    assert response["status"] in ("completed", "incomplete")
+    assert await server.post(f"{path}/cancel", {}) == await server.get(path) == (200, response)
+
+
 async def test_without_input_a_response_is_continued(start: Any) -> None:
     server = await start(backend=FakeBackend(n_ctx=2048))
     first = await server.ok(RESPONSES, {"input": "One", **SHORT})

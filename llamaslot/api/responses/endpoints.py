@@ -37,14 +37,16 @@ async def compact(request: web.Request) -> web.StreamResponse:
 
 
 async def cancel(request: web.Request) -> web.Response:
-    """Cancel a response that runs, for its client too; return one that has ended as it is."""
+    """Cancel a response that runs, for its client too; return one that has ended as it is.
+
+    If its generation has ended, and its client has yet to read the rest, it is in progress until then.
+    """
     service, key = request.app[READINESS].check(), (key_namespace(request), request.match_info["response_id"])
     running = request.app[RUNNING].get(key)
     if running is None:
         return web.Response(body=_stored(request).body, content_type="application/json")
-    running.is_cancelled = True
-    service.cancel(running.id)
-    return web.Response(body=running.cancelled(), content_type="application/json")
+    running.is_cancelled |= service.cancel(running.id)
+    return web.Response(body=running.unfinished(), content_type="application/json")
 
 
 async def _complete(
@@ -60,7 +62,7 @@ async def _complete(
             if running is None or not running.is_cancelled:
                 raise
             # After a 500, OpenAI's clients would send the request again.
-            return web.Response(body=running.cancelled(), content_type="application/json")
+            return web.Response(body=running.unfinished(), content_type="application/json")
         finally:
             request.app[RUNNING].pop(key, None)
 

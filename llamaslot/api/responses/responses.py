@@ -80,9 +80,9 @@ class ResponsesReplyWriter(ReplyWriter):
     def _key(self) -> tuple[str, str]:
         return key_namespace(self._reply.request), self._reply.id
 
-    def cancelled(self) -> bytes:
-        """Return the JSON of the response as one that was cancelled."""
-        return b"".join(self._response("cancelled"))
+    def unfinished(self) -> bytes:
+        """Return the JSON of the response as one that was cancelled, or else is in progress."""
+        return b"".join(self._response("cancelled" if self.is_cancelled else "in_progress"))
 
     def chunks(self, generation: Generation, output: Output | Finished) -> Iterator[bytes]:
         """Yield the beginning once, then the events of each item, then the end."""
