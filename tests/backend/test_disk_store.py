@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
@@ -42,6 +43,7 @@ from llamaslot.prompts import sessions, text_anchors
 from llamaslot.prompts.sessions import Session
 from llamaslot.prompts.text_anchors import TextAnchor
 from tests.conftest import LONG
+from tests.prompts.test_reply_memory import reply
 
 KEY, OTHER = b"k" * KEY_BYTES, b"o" * KEY_BYTES
 PATH = b"p" * 16
@@ -408,6 +410,20 @@ def test_the_oldest_anchors_beyond_the_limit_are_deleted(folder: Path, monkeypat
     database.close()
     again = opened(folder)
     assert anchors(again) == [anchor(4), anchor(5), anchor(6)]
+    again.close()
+
+
+def test_replies_are_read_with_their_owners(folder: Path) -> None:
+    store = opened(folder)
+    for owner in ("one", "two"):
+        known = reply(owner.encode(), owner=owner)
+        store.texts.write(TextRecord("reply", known.key, msgspec.msgpack.encode(known), b"", owner))
+    store.texts.write(TextRecord("reply", b"x", b"no msgpack"))
+    written = store.texts.records()
+    store.close()
+    again = opened(folder)
+    assert [each.owner for each in again.texts.records()] == ["one", "two", ""]
+    assert written == again.texts.records()
     again.close()
 
 

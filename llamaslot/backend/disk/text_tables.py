@@ -105,7 +105,8 @@ class TextTables:
             for *row, checksum in connection.execute(query, (self._key,)):
                 if checksum == _checksum(row):
                     digest, parent, content = row
-                    found.append(TextRecord(kind, digest, content, parent))
+                    owner = replies.owner_of(content) if kind == "reply" else ""
+                    found.append(TextRecord(kind, digest, content, parent, owner))
         return found
 
     @contextmanager
@@ -131,7 +132,7 @@ def _trim(connection: sqlite3.Connection) -> None:
 
 
 def _trim_table(connection: sqlite3.Connection, table: str, overhead: int, max_bytes: int) -> int:
-    """Delete the oldest rows of a table beyond its limit, and return how many."""
+    """Delete the oldest rows of a table beyond its limit, whoever they belong to, and return how many."""
     return connection.execute(
         f"DELETE FROM {table} WHERE number IN (SELECT number FROM (SELECT number, sum(length(content) + ?) "
         f"OVER (ORDER BY number DESC) AS n_bytes FROM {table}) WHERE n_bytes > ?)",

@@ -59,6 +59,23 @@ class RememberedReply(msgspec.Struct, frozen=True):
         return len(self.tokens) + sum(map(sys.getsizeof, texts)) + OVERHEAD
 
 
+class _Owned(msgspec.Struct):
+    """The owner alone: decoding skips the tokens."""
+
+    owner: str = ""
+
+
+_owned = msgspec.msgpack.Decoder(_Owned).decode
+
+
+def owner_of(content: bytes) -> str:
+    """Return the owner of a reply that is encoded; empty if it cannot be decoded."""
+    try:
+        return _owned(content).owner
+    except msgspec.MsgspecError:
+        return ""
+
+
 MAX_BYTES = 16 * 2**20
 """Memory that all remembered replies may take, and again on disk; estimated."""
 OVERHEAD = 600
