@@ -181,8 +181,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     """`POST /tokenize`, in llama-server's form with `content`, or in vLLM's with `prompt` or `messages`."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    """Messages of a chat; the body may have a chat's other fields too, such as `tools`."""
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    """Messages of a chat; the body may have a chat's other fields too, such as `tools`, and is decoded as a chat then."""
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     content: str | Parts | None = None

@@ -44,7 +44,8 @@ class BodyAnswers:
     def _tokens(self, job: AnswerBody) -> dict[str, Any]:
         """Return the token ids of a text or of texts and ids, with the text of each token if asked for."""
         body = decode(job.body, TokenizeBody)
-        if body.prompt is not None or body.messages is not None:
+        has_messages = body.messages is not msgspec.UNSET and bytes(body.messages) != b"null"
+        if body.prompt is not None or has_messages:
             text = (TextPart(body.prompt),) if body.prompt is not None else self._rendered(job)
             tokens = self._tokenizer.tokenize(text, add_special=body.add_special_tokens is not False)
             reply = {"tokens": tokens, "count": len(tokens), "max_model_len": self._info.n_ctx_slot}

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
+import msgspec
+
+from llamaslot.protocol.bodies import TokenizeBody
+from llamaslot.protocol.decoding import decode
 from tests.fake_backend import FakeBackend
 
 
@@ -145,6 +150,13 @@ async def test_the_messages_of_a_chat_are_tokenized_as_vllm_does(server: Any) ->
     for messages, param in (([{"role": "x"}], "messages[0].role"), ("x", "messages")):
         status, error = await server.post("/tokenize", {"messages": messages})
         assert (status, error["error"]["param"]) == (400, param)
+
+
+async def test_messages_are_not_decoded_before_the_chat_is(server: Any) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    raw = json.dumps({"messages": messages}).encode()
+    assert decode(raw, TokenizeBody).messages == msgspec.Raw(json.dumps(messages).encode())
+    assert await server.ok("/tokenize", {"messages": None, "content": "a"}) == {"tokens": [97]}
 
 
 async def test_tokens_that_are_not_utf8_are_returned_as_bytes(server: Any) -> None:
