@@ -58,7 +58,7 @@ def prompt_thread(
     Messages of chats are restored for the vocabulary `restoring`.
     """
     info = info or FakeBackend().info
-    parsed = ChatTemplate(template, bos_token=info.bos_token, eos_token=info.eos_token)
+    parsed = ChatTemplate(template, bos_token=info.bos_token, eos_token=info.eos_token, adds_bos=info.adds_bos)
     named = [(f"grammar {i}", grammar) for i, grammar in enumerate(grammars)]
     restorer = ReplyRestorer(tokenizer.replies, restoring) if restoring is not None else None
     vocab = restoring or FakeVocab()

@@ -36,18 +36,20 @@ class BodyAnswers:
         """Return the prompt that the template makes of a conversation and its tools."""
         return {"prompt": "".join(part.text for part in self._rendered(job))}
 
-    def _rendered(self, job: AnswerBody) -> tuple[TextPart, ...]:
+    def _rendered(self, job: AnswerBody, *, keeps_added: bool = False) -> tuple[TextPart, ...]:
         body = decode(job.body, ChatBody)
         refuse_missing(body)
-        return self._chats.render(body, job.reasoning)
+        return self._chats.render(body, job.reasoning, keeps_added=keeps_added)
 
     def _tokens(self, job: AnswerBody) -> dict[str, Any]:
         """Return the token ids of a text or of texts and ids, with the text of each token if asked for."""
         body = decode(job.body, TokenizeBody)
         has_messages = body.messages is not msgspec.UNSET and bytes(body.messages) != b"null"
         if body.prompt is not None or has_messages:
-            text = (TextPart(body.prompt),) if body.prompt is not None else self._rendered(job)
-            tokens = self._tokenizer.tokenize(text, add_special=body.add_special_tokens is not False)
+            adds = body.add_special_tokens is not False
+            own = body.prompt
+            text = (TextPart(own),) if own is not None else self._rendered(job, keeps_added=not adds)
+            tokens = self._tokenizer.tokenize(text, add_special=adds)
             reply = {"tokens": tokens, "count": len(tokens), "max_model_len": self._info.n_ctx_slot}
             if body.return_token_strs:
                 reply["token_strs"] = [self._tokenizer.piece(token).decode(errors="replace") for token in tokens]

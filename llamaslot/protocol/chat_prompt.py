@@ -152,18 +152,26 @@ class ChatReader:
             chat = replace(chat, parser=msgspec.structs.replace(chat.parser, reasoning_open=opened))
         return chat, found
 
-    def render(self, body: ChatBody, defaults: ReasoningDefaults) -> tuple[TextPart, ...]:
-        """Return the conversation as prompt parts; raises `InvalidRequestError` if it cannot be rendered."""
-        return self._rendered(body, _TemplateInputs(read_tools(body).definitions, _template_kwargs(body, defaults)))
+    def render(
+        self, body: ChatBody, defaults: ReasoningDefaults, *, keeps_added: bool = False
+    ) -> tuple[TextPart, ...]:
+        """Return the conversation as prompt parts; raises `InvalidRequestError` if it cannot be rendered.
 
-    def _rendered(self, body: ChatBody, inputs: _TemplateInputs) -> tuple[TextPart, ...]:
+        `keeps_added` is for a tokenizer that adds no BOS or EOS: those of the template stay.
+        """
+        inputs = _TemplateInputs(read_tools(body).definitions, _template_kwargs(body, defaults))
+        return self._rendered(body, inputs, keeps_added=keeps_added)
+
+    def _rendered(
+        self, body: ChatBody, inputs: _TemplateInputs, *, keeps_added: bool = False
+    ) -> tuple[TextPart, ...]:
         for i, message in enumerate(body.messages):
             role = message.get("role")
             if not isinstance(role, str) or role not in _ROLES:
                 raise InvalidRequestError(
                     f"'messages[{i}].role' must be one of {', '.join(sorted(_ROLES))}", param=f"messages[{i}].role"
                 )
-        return self._render(body.messages, inputs, wants_reply=_wants_reply(body))
+        return self._render(body.messages, inputs, wants_reply=_wants_reply(body), keeps_added=keeps_added)
 
     def _render(
         self,
@@ -172,11 +180,17 @@ class ChatReader:
         *,
         wants_reply: bool,
         only_text: bool = False,
+        keeps_added: bool = False,
     ) -> tuple[TextPart, ...]:
         messages = with_text_of_tools(self.template, self.format, messages, inputs.tools)
         tools = inputs.tools if self.template.takes_tools else ()
         return self.template.render(
-            messages, tools=tools, add_generation_prompt=wants_reply, kwargs=inputs.kwargs, only_text=only_text
+            messages,
+            tools=tools,
+            add_generation_prompt=wants_reply,
+            kwargs=inputs.kwargs,
+            only_text=only_text,
+            keeps_added=keeps_added,
         )
 
     def _reasoning_open(self, body: ChatBody, prompt: str) -> str:

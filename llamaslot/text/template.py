@@ -93,8 +93,11 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
         only_text: bool = False,
+        keeps_added: bool = False,
     ) -> tuple[TextPart, ...]:
         """Render a conversation in OpenAI's form; `kwargs` are further variables for the template.
+
+        With `keeps_added`, the BOS and EOS that the template writes are kept where the tokenizer would add them.
 
         With the generation prompt, a last message of the assistant is the beginning of the reply: its text follows
         the generation prompt. Control tokens that the caller wrote are parts in which none are parsed, so usually
@@ -116,6 +119,7 @@ class ChatTemplate:
             tools=[clean_tool(tool, index) for index, tool in enumerate(tools or ())],
             add_generation_prompt=add_generation_prompt,
             kwargs=kwargs or {},
+            keeps_added=keeps_added,
         )
         prompt = self._prompt(inputs)
         try:
@@ -164,7 +168,7 @@ class ChatTemplate:
             raise
         except Exception as error:
             raise _RefusedError(f"the chat template fails on the messages: {_described(error)}") from error
-        return text[self._kept(restored(text, placeholders or {}))]
+        return text if inputs.keeps_added else text[self._kept(restored(text, placeholders or {}))]
 
     def _variables(self, inputs: _Inputs) -> dict[str, Any]:
         """Return the variables of a template, in copies that it may change."""
@@ -305,6 +309,7 @@ class _Inputs:
     tools: Sequence[Message] = ()
     add_generation_prompt: bool = False
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    keeps_added: bool = False
 
 
 class _RefusedError(Exception):

@@ -152,6 +152,16 @@ async def test_the_messages_of_a_chat_are_tokenized_as_vllm_does(server: Any) ->
         assert (status, error["error"]["param"]) == (400, param)
 
 
+async def test_without_special_tokens_the_template_keeps_its_bos(start: Any) -> None:
+    backend = FakeBackend()
+    backend.info = msgspec.structs.replace(backend.info, adds_bos=True)
+    server = await start(backend=backend, template="{{ bos_token }}{{ messages[0].content }}")
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    assert (await server.ok("/tokenize", chat))["tokens"] == [256, *b"Hi"]
+    without = await server.ok("/tokenize", {**chat, "add_special_tokens": False})
+    assert bytes(without["tokens"]) == b"<s>Hi", "the fake vocabulary does not parse it"
+
+
 async def test_messages_are_not_decoded_before_the_chat_is(server: Any) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     raw = json.dumps({"messages": messages}).encode()
