@@ -182,7 +182,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
     prompt: str | None = None
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    """Messages of a chat; the body may have a chat's other fields too, such as `tools`, and is decoded as a chat then."""
+    """Messages of a chat: the body is decoded as one, and may have its other fields too, such as `tools`."""
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     content: str | Parts | None = None
