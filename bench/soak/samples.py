@@ -113,7 +113,7 @@ def engine_less_tier(samples: Sequence[Sample]) -> list[tuple[float, float]]:
 def parent_less_records(samples: Sequence[Sample]) -> list[tuple[float, float]]:
     """Time and bytes of the parent without the replies and conversations that it remembers.
 
-    It keeps a copy of them for a prompt worker that is started again, 56 MiB at most.
+    It keeps a copy of them for a prompt worker that is started again, 34 MiB at most.
     """
     return [
         (sample["t"], sample["processes"][PARENT]["rss"] - sample["remembered_bytes"])

@@ -149,7 +149,7 @@ class PromptSupervisor(PromptWorker):
         self._overdue: list[_Pending] = []
         self._records: dict[RecordKind, LruCache[TextRecord]] = {
             "anchor": LruCache(text_anchors.MAX_BYTES),
-            "session": LruCache(sessions.MAX_BYTES),
+            "session": LruCache(sessions.MAX_RECORD_BYTES),
             "reply": LruCache(replies.MAX_BYTES, time.monotonic),
         }
         """Copies of what is remembered, to be restored in a new process."""

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from llamaslot.prompts.detokenized import DetokenizedText
 
 MAX_BYTES = 32 * 2**20
-"""Memory that all sessions may take, and again on disk; estimated."""
+"""Memory that all sessions may take; estimated."""
+MAX_RECORD_BYTES = 10 * 2**20
+"""Bytes of all their records, in memory and on disk: they have no texts, so that the records of all sessions that
+`MAX_BYTES` admits are about this large, if these have 100 tokens or more.
+"""
 OVERHEAD = 400
 """Bytes that a session takes in addition to its tokens and their text, about."""
 _TOKEN_BYTES = 16

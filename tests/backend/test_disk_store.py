@@ -837,7 +837,7 @@ def test_a_changed_session_is_skipped(folder: Path, column: str, value: object) 
 
 
 def test_the_oldest_sessions_beyond_the_limit_are_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_BYTES", 2 * (sessions.OVERHEAD + 28))
+    monkeypatch.setattr(sessions, "MAX_RECORD_BYTES", 2 * (sessions.OVERHEAD + 28))
     store = opened(folder)
     for n in range(4):
         store.texts.write(session(n).record(b"%d" % n))

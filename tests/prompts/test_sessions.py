@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from llamaslot.prompts.lru_cache import LruCache
-from llamaslot.prompts.sessions import OVERHEAD, Session, session_digest
+from llamaslot.prompts.sessions import MAX_BYTES, MAX_RECORD_BYTES, OVERHEAD, Session, session_digest
 
 SIZE = 16 * 4 + OVERHEAD
 
@@ -78,3 +79,11 @@ def test_earlier_sequences_stay_as_branches_unless_a_later_one_contains_them() -
         last = path(1, 7, 100 + n).continuing(last)
     assert len(last.branches) == 8
     assert last.n_bytes > path(1, 7, 119).n_bytes
+
+
+@pytest.mark.parametrize("n_tokens", [100, 1_000, 10_000])
+def test_the_records_of_all_sessions_that_are_kept_are_kept_too(n_tokens: int) -> None:
+    kept = session(0, n_tokens)
+    n_sessions = MAX_BYTES // kept.n_bytes
+    share = n_sessions * kept.record(b"0" * 16).n_bytes / MAX_RECORD_BYTES
+    assert 0.7 < share <= 1

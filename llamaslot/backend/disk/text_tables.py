@@ -122,7 +122,7 @@ class TextTables:
 def _trim(connection: sqlite3.Connection) -> None:
     """Delete the oldest rows of all keys where a table has too many, and anchors whose parent is gone."""
     n_deleted = _trim_table(connection, "anchors", text_anchors.OVERHEAD, text_anchors.MAX_BYTES)
-    _trim_table(connection, "sessions", sessions.OVERHEAD, sessions.MAX_BYTES)
+    _trim_table(connection, "sessions", sessions.OVERHEAD, sessions.MAX_RECORD_BYTES)
     _trim_table(connection, "replies", replies.OVERHEAD, replies.MAX_BYTES)
     while n_deleted:
         n_deleted = connection.execute(
