@@ -2,7 +2,10 @@
 
 A grammar makes random weights call one tool in every step, with arguments and spacing of their own: the template
 renders the call in another way when it comes back. As many agents do, the client sends back the calls and drops the
-reasoning. The vocabulary is Qwen3's and so is the template, from the source of llama.cpp. The servers take turns.
+reasoning. The vocabulary is Qwen3's and so is the template, from the source of llama.cpp.
+
+All servers run at once, and one after the other takes each step, in random order: so a machine whose speed changes
+within minutes is equally fast for all.
 
 llama-server takes no grammar beside tools. There the template gets the tools as a variable, and the client reads
 the call from the text: prompts are the same.
@@ -11,11 +14,13 @@ the call from the text: prompts are the same.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import re
 import secrets
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +33,7 @@ from bench.peers import build
 from bench.peers.servers import CommonSettings, ServerSetup
 from bench.progress import progress
 from bench.report import Summary, console, machine, write_json
-from bench.server import serving
+from bench.server import Server, serving
 from bench.tokens import Tokens
 
 SHAPE = "60m-qwen3"
@@ -115,31 +120,40 @@ def run(
 async def _measure(common: CommonSettings, tokens: Tokens, repeats: int, folder: Path) -> list[Step]:
     steps: list[Step] = []
     run_id = secrets.token_hex(8)
-    kinds = [(setup, reasons) for setup in SERVERS for reasons in GRAMMARS]
-    with progress("tool loops", repeats * len(kinds)) as advance:
-        for repeat in range(repeats):
-            for setup, reasons in kinds if repeat % 2 == 0 else kinds[::-1]:
-                words = random.Random(f"{run_id} {repeat} {reasons}")
-                log = folder / f"toolloop-{'-'.join((setup.kind, *setup.flags))}.log"
-                command = setup.command(common)
-                if not setup.is_peer:
-                    grammar = folder / "toolloop.gbnf"
-                    grammar.write_text(GRAMMARS[reasons])
-                    command += ["--grammar-file", str(grammar)]
-                async with serving(command, log=log) as server:
-                    loop = _Loop(server.client, tokens, reasons=reasons, is_peer=setup.is_peer)
+    order = random.Random(run_id)
+    with progress("tool loops", 2 * repeats * STEPS) as advance:
+        for repeat, reasons in itertools.product(range(repeats), GRAMMARS):
+            async with AsyncExitStack() as running:
+                loops = {}
+                for setup in SERVERS:
+                    server = await running.enter_async_context(_serving(setup, common, folder, reasons=reasons))
+                    client = server.client
                     # The first constraint waits for the grammar's tokenizer.
-                    await loop.run(random.Random("warm-up"), 1)
-                    answers = await loop.run(words, STEPS)
-                steps += [_step(answer, setup.name, reasons, repeat, i) for i, answer in enumerate(answers, 1)]
-                advance(setup.name)
+                    await _Loop(client, tokens, "warm-up", reasons=reasons, is_peer=setup.is_peer).step()
+                    words = f"{run_id} {repeat} {reasons}"
+                    loops[setup.name] = _Loop(client, tokens, words, reasons=reasons, is_peer=setup.is_peer)
+                for number in range(1, STEPS + 1):
+                    for name in order.sample(list(loops), len(loops)):
+                        steps.append(_step(await loops[name].step(), name, reasons, repeat, number))
+                    advance(f"step {number}")
     return steps
 
 
-class _Loop:
-    """An agent that calls the tool in every step."""
+def _serving(
+    setup: ServerSetup, common: CommonSettings, folder: Path, *, reasons: bool
+) -> AbstractAsyncContextManager[Server]:
+    command = setup.command(common)
+    if not setup.is_peer:
+        grammar = folder / f"toolloop-{'reasoning' if reasons else 'call'}.gbnf"
+        grammar.write_text(GRAMMARS[reasons])
+        command += ["--grammar-file", str(grammar)]
+    return serving(command, log=folder / f"toolloop-{'-'.join((setup.kind, *setup.flags))}.log")
 
-    def __init__(self, client: Client, tokens: Tokens, *, reasons: bool, is_peer: bool) -> None:
+
+class _Loop:
+    """An agent that calls the tool in every step; `words` is the seed of its texts."""
+
+    def __init__(self, client: Client, tokens: Tokens, words: str, *, reasons: bool, is_peer: bool) -> None:
         self._client = client
         self._tokens = tokens
         self._is_peer = is_peer
@@ -147,25 +161,23 @@ class _Loop:
         self._fields: dict[str, Any] = {"tools": [_TOOL], "chat_template_kwargs": variables}
         if is_peer:
             self._fields = {"grammar": GRAMMARS[reasons], "chat_template_kwargs": variables | {"tools": [_TOOL]}}
-
-    async def run(self, words: random.Random, n_steps: int) -> list[Answer]:
-        """Run a loop about random words, and return the answers with the calls."""
-        messages: list[Message] = [
-            {"role": "system", "content": self._tokens.draw(words, SYSTEM_TOKENS)},
-            {"role": "user", "content": self._tokens.draw(words, TASK_TOKENS)},
+        self._words = random.Random(words)
+        self._messages: list[Message] = [
+            {"role": "system", "content": tokens.draw(self._words, SYSTEM_TOKENS)},
+            {"role": "user", "content": tokens.draw(self._words, TASK_TOKENS)},
         ]
-        answers: list[Answer] = []
-        for number in range(n_steps):
-            seed = words.randrange(2**31)
-            answer = await self._client.chat(
-                messages, max_tokens=MAX_TOKENS, temperature=1.0, seed=seed, **self._fields
-            )
-            answers.append(answer)
-            call = self._call(answer, number)
-            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-            result = self._tokens.draw(words, RESULT_TOKENS)
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-        return answers
+
+    async def step(self) -> Answer:
+        """Send the conversation, and add the call and its result to it."""
+        seed = self._words.randrange(2**31)
+        answer = await self._client.chat(
+            self._messages, max_tokens=MAX_TOKENS, temperature=1.0, seed=seed, **self._fields
+        )
+        call = self._call(answer, len(self._messages))
+        self._messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        result = self._tokens.draw(self._words, RESULT_TOKENS)
+        self._messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        return answer
 
     def _call(self, answer: Answer, number: int) -> dict[str, Any]:
         if self._is_peer and (found := TEXT_CALL.search(answer.text)):
