@@ -66,14 +66,12 @@ class ChatTemplate:
             self._template = _ENVIRONMENT.from_string(source)
             tree = _ENVIRONMENT.parse(source)
             self._control = ControlTokens(control_tokens if mark_control_tokens else (), tree)
-            # As gpt-oss and LFM 2.5 name it; gpt-oss refuses a call with a text beside that.
-            self._reads_thinking = ".thinking" in source and "reasoning_content" not in source
-            self._takes_either = "both content and thinking" in source
             self._reads_functions = "functions" in find_undeclared_variables(tree)
         except TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is wrong in line {error.lineno}: {error.message}") from error
         except Exception as error:
             raise ConfigError(f"the chat template does not compile: {_described(error)}") from error
+        self._reads_thinking = self._takes_either = False
         self._probe()
 
     def prepared(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
@@ -257,12 +255,30 @@ class ChatTemplate:
         call = {"type": "function", "id": "call00001", "function": function}
         calling: Conversation = [question, {**asked, "tool_calls": [call]}, result]
         self.takes_calls = "a_call_to_be_found" in self._attempt(list(map(self._shaped, calling)), tools=[tool])
+        self._probe_reasoning(calling, tool)
         text = "a result to be found"
         conversation = [*conversation[:2], {**conversation[2], "content": text}]
         as_result = self._attempt([self._shaped(m) for m in conversation], tools=[tool])
         conversation[2]["role"] = "user"
         as_question = self._attempt([self._shaped(m) for m in conversation], tools=[tool])
         self._takes_results = text in as_result or text not in as_question
+
+    def _probe_reasoning(self, calling: Conversation, tool: Message) -> None:
+        """Find out under which name the template reads the reasoning before a call.
+
+        gpt-oss and LFM 2.5 name it `thinking`, and gpt-oss refuses a call with a text beside that.
+        """
+        thought = "a thought to be found"
+        question, call, result = map(self._shaped, calling)
+        beside = self._shaped({**call, "content": "?"})
+
+        def attempt(asked: Message, name: str) -> str:
+            return self._attempt([question, {**asked, name: thought}, result], tools=[tool])
+
+        self._reads_thinking = thought in attempt(call, "thinking") and thought not in attempt(
+            call, "reasoning_content"
+        )
+        self._takes_either = self._reads_thinking and not attempt(beside, "thinking")
 
     def _attempt(self, conversation: Conversation, tools: Sequence[Message] = ()) -> str:
         """Return the prompt, or nothing if the template refuses the conversation."""
