@@ -1,8 +1,8 @@
 """Dialogues in which tools are offered: a call, its result, and an answer that uses the result.
 
 Messages are texts here, in the form in which the model's chat template renders tools, calls and results (Hermes, as
-in Qwen 2.5); `openai_form` turns them back into what a client sends. Names of tools and parameters are drawn as
-values are, so that a call has to be copied from the conversation; one signature in eight is for the evaluation.
+in Qwen 2.5); `openai_form` turns them back into what a client sends. Arguments are drawn as values are, so they
+have to be copied from the conversation; one in eight is for the evaluation.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from bench.demo import grammar as g
 from bench.demo import tool_grammar as t
 from bench.demo.corpus import Dialogue
-from bench.demo.tool_grammar import ToolKind
+from bench.demo.tool_grammar import Tool
 from bench.demo.values import is_held_out
 from bench.demo.writer import Message, TalkWriter, fill, mark, plain
 
@@ -22,25 +22,6 @@ TOOLS_OPEN, TOOLS_CLOSE = "<tools>", "</tools>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>\n", "\n</tool_call>"
 RESULT_OPEN, RESULT_CLOSE = "<tool_response>\n", "\n</tool_response>"
 Arguments = Mapping[str, str | int | list[int]]
-
-
-@dataclass(frozen=True)
-class Tool:
-    """A tool that a conversation offers."""
-
-    kind: ToolKind
-    name: str
-    parameters: tuple[tuple[str, str], ...]
-
-    def line(self) -> str:
-        """The tool as the chat template writes it: a call of it, with types for values.
-
-        So a call repeats what stands behind the same name before, which small models learn first.
-        """
-        return json.dumps({"name": self.name, "arguments": dict(self.parameters)})
-
-    def signature(self) -> str:
-        return json.dumps({"name": self.name, "parameters": dict(self.parameters)})
 
 
 @dataclass(frozen=True)
@@ -99,8 +80,8 @@ class ToolWriter:
 
     def __init__(self, writer: TalkWriter, count: int) -> None:
         self.writer, self.rng = writer, writer.rng
-        self.tools = [self._drawn(kind) for kind in self.rng.sample(t.KINDS, count)]
-        self.missing = [kind for kind in t.KINDS if all(tool.kind != kind for tool in self.tools)]
+        self.tools = self.rng.sample(t.TOOLS, count)
+        self.missing = [tool for tool in t.TOOLS if tool not in self.tools]
         self.notes: dict[str, str] = {}
         block = "\n".join((TOOLS_OPEN, *(tool.line() for tool in self.tools), TOOLS_CLOSE))
         messages = writer.messages
@@ -109,14 +90,8 @@ class ToolWriter:
         else:
             messages.insert(0, {"role": "system", "content": block})
 
-    def _drawn(self, kind: ToolKind) -> Tool:
-        while True:
-            tool = Tool(kind, self.rng.choice(kind.names), self.rng.choice(kind.parameters))
-            if is_held_out("tool", tool.signature()) == self.writer.held_out:
-                return tool
-
     def request(self, tool: Tool) -> Request:
-        return getattr(self, f"_{tool.kind.key}")(tool)  # type: ignore[no-any-return]
+        return getattr(self, f"_{tool.name}")(tool)  # type: ignore[no-any-return]
 
     def call(self, tool: Tool) -> None:
         """The user asks for something, the assistant calls the tool and answers with the result."""
@@ -126,9 +101,8 @@ class ToolWriter:
 
     def ask_in_vain(self) -> None:
         """The user asks for something that no offered tool does."""
-        kind = self.rng.choice(self.missing)
         notes = dict(self.notes)
-        request = self.request(Tool(kind, kind.names[0], kind.parameters[0]))
+        request = self.request(self.rng.choice(self.missing))
         self.notes = notes
         self.writer.say(self.writer.rough(request.said), t.NO_TOOL)
 
@@ -144,38 +118,37 @@ class ToolWriter:
         else:
             writer.ask(self.rng.choice(known))
 
-    def _unseen(self, kind: str, *values: str) -> bool:
+    def _unseen(self, tool: str, *values: str) -> bool:
         """True if these values of an argument belong to this conversation's part of the corpus."""
-        return is_held_out(f"tool {kind}", "|".join(values)) == self.writer.held_out
+        return is_held_out(f"tool {tool}", "|".join(values)) == self.writer.held_out
 
     def _failure(self, kind: str, value: str) -> str:
         return self.rng.choice(t.ERRORS[kind]).format(v=value)
 
-    def _weather(self, tool: Tool) -> Request:
-        while not self._unseen("weather", city := self.writer.values.draw("city")):
+    def _get_weather(self, tool: Tool) -> Request:
+        while not self._unseen("get_weather", city := self.writer.values.draw("city")):
             pass
-        said = self.rng.choice(tool.kind.requests).format(v=city)
-        call = call_text(tool.name, {tool.parameters[0][0]: city})
+        said = self.rng.choice(tool.requests).format(v=city)
+        call = call_text(tool.name, {"city": city})
         if self.rng.random() < 0.06:
-            failure = self._failure("weather", city)
+            failure = self._failure("get_weather", city)
             return Request(said, call, f"{t.ERROR}{failure}", fill(t.FAILED, r=mark(failure)))
         sky, also = self.rng.sample(t.CONDITIONS, 2)
         result = self.rng.choice(t.WEATHER_RESULTS).format(c=sky, d=also, n=self.rng.randint(0, 39))
-        return Request(said, call, result, fill(tool.kind.answer, v=mark(city), r=mark(result)))
+        return Request(said, call, result, fill(tool.answer, v=mark(city), r=mark(result)))
 
-    def _sum(self, tool: Tool) -> Request:
-        names = [name for name, _ in tool.parameters]
-        count = 3 if len(names) == 1 and self.rng.random() < 0.3 else 2
+    def _add(self, tool: Tool) -> Request:
+        count = 3 if self.rng.random() < 0.3 else 2
         while True:
             numbers = [self.rng.randint(0, self.rng.choice((9, 99, 999, 9999))) for _ in range(count)]
             digits = [str(number) for number in numbers]
-            if self._unseen("sum", *digits):
+            if self._unseen("add", *digits):
                 break
         listed = f"{', '.join(digits[:-1])} and {digits[-1]}"
-        said = self.rng.choice(tool.kind.requests).format(plus=" plus ".join(digits), list=listed)
-        arguments: Arguments = {names[0]: numbers} if len(names) == 1 else dict(zip(names, numbers, strict=True))
+        said = self.rng.choice(tool.requests).format(plus=" plus ".join(digits), list=listed)
         result = str(sum(numbers))
-        return Request(said, call_text(tool.name, arguments), result, fill(tool.kind.answer, r=mark(result)))
+        call = call_text(tool.name, {"numbers": numbers})
+        return Request(said, call, result, fill(tool.answer, r=mark(result)))
 
     def _title(self) -> str:
         if self.rng.random() < 0.6:
@@ -188,29 +161,28 @@ class ToolWriter:
         slots |= {"object": self.rng.choice(g.OBJECTS), "counted": self.rng.choice(g.COUNTED)}
         return self.rng.choice(t.NOTE_TEXTS).format(noun=self.rng.choice(g.NOUNS), **slots)
 
-    def _save(self, tool: Tool) -> Request:
+    def _save_note(self, tool: Tool) -> Request:
         while True:
             title, text = self._title(), self._note()
-            if self._unseen("save", title, text):
+            if self._unseen("save_note", title, text):
                 break
         self.notes[title] = text
-        said = self.rng.choice(tool.kind.requests).format(t=title, x=text)
-        (name, _), (content, _) = tool.parameters
+        said = self.rng.choice(tool.requests).format(t=title, x=text)
         result = self.rng.choice(t.SAVE_RESULTS).format(t=title, n=self.rng.randint(1, 99))
-        call = call_text(tool.name, {name: title, content: text})
-        return Request(said, call, result, fill(tool.kind.answer, r=mark(result)))
+        call = call_text(tool.name, {"title": title, "text": text})
+        return Request(said, call, result, fill(tool.answer, r=mark(result)))
 
-    def _read(self, tool: Tool) -> Request:
+    def _read_note(self, tool: Tool) -> Request:
         title = self.rng.choice(list(self.notes)) if self.notes and self.rng.random() < 0.6 else self._title()
-        while not self._unseen("read", title):
+        while not self._unseen("read_note", title):
             title = self._title()
-        said = self.rng.choice(tool.kind.requests).format(t=title)
-        call = call_text(tool.name, {tool.parameters[0][0]: title})
+        said = self.rng.choice(tool.requests).format(t=title)
+        call = call_text(tool.name, {"title": title})
         if title not in self.notes and self.rng.random() < 0.12:
-            failure = self._failure("read", title)
+            failure = self._failure("read_note", title)
             return Request(said, call, f"{t.ERROR}{failure}", fill(t.FAILED, r=mark(failure)))
         result = self.notes.get(title) or self._note()
-        return Request(said, call, result, fill(tool.kind.answer, r=mark(result)))
+        return Request(said, call, result, fill(tool.answer, r=mark(result)))
 
 
 def _opened(rng: random.Random, *, held_out: bool) -> ToolWriter:
@@ -218,7 +190,7 @@ def _opened(rng: random.Random, *, held_out: bool) -> ToolWriter:
     writer = TalkWriter(rng, held_out=held_out)
     if rng.random() < 0.25:
         writer.system_prompt(facts=rng.choice((0, 0, 1, 2)), rules=rng.choice((0, 0, 1, 2)))
-    return ToolWriter(writer, rng.choice((2, 3, 3, 4)))
+    return ToolWriter(writer, rng.choice((2, 2, 3, 3, 4)))
 
 
 def tool_talk(rng: random.Random, characters: int) -> list[Message]:
@@ -226,7 +198,7 @@ def tool_talk(rng: random.Random, characters: int) -> list[Message]:
     tools = _opened(rng, held_out=False)
     while sum(len(message["content"]) for message in tools.writer.messages) < characters:
         roll = rng.random()
-        if roll < 0.74:
+        if roll < 0.66:
             tools.call(rng.choice(tools.tools))
         elif roll < 0.84 and tools.missing:
             tools.ask_in_vain()
@@ -251,7 +223,7 @@ def _plain(messages: list[Message]) -> list[Message]:
 
 
 def held_out_calls(n: int, seed: int) -> Iterator[ToolDialogue]:
-    """`n` conversations that end in a request for a tool, with signatures and values that training never draws."""
+    """`n` conversations that end in a request for a tool, with arguments that training never draws."""
     for index in range(n):
         rng = random.Random(f"held out call {seed} {index}")
         tools = _begun(rng)
@@ -259,7 +231,7 @@ def held_out_calls(n: int, seed: int) -> Iterator[ToolDialogue]:
         tools.call(tool)
         *before, asked, call, result, answer = _plain(tools.writer.messages)
         returned = result["content"].removeprefix(RESULT_OPEN).removesuffix(RESULT_CLOSE)
-        yield ToolDialogue([*before, asked], call["content"], returned, answer["content"], tool.kind.key)
+        yield ToolDialogue([*before, asked], call["content"], returned, answer["content"], tool.name)
 
 
 def held_out_without_call(n: int, seed: int) -> Iterator[Dialogue]:
