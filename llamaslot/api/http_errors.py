@@ -37,6 +37,11 @@ _STATUS = {
     "timeout_error": 504,
 }
 
+_OTHER_MODELS = {
+    **dict.fromkeys(("/embedding", "/embeddings", "/v1/embeddings"), "embeddings"),
+    **dict.fromkeys(("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), "reranking"),
+}
+"""Endpoints of llama-server that need another kind of model, and what they are for."""
 _encoder = msgspec.json.Encoder()
 _log = structlog.get_logger(__name__)
 
@@ -107,8 +112,8 @@ def response(error: errors.LlamaslotError, request: web.BaseRequest) -> web.Resp
         headers["Retry-After"] = str(error.retry_after)
     if isinstance(error, errors.AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
-    elif isinstance(error, errors.DeadlineError):
-        # OpenAI's clients obey this; otherwise they would send the request again, to take as long.
+    elif isinstance(error, errors.DeadlineError | errors.NotSupportedError):
+        # OpenAI's clients obey this; otherwise they would send the request again, to take as long or fail again.
         headers["X-Should-Retry"] = "false"
     elif isinstance(error, MethodNotAllowedError):
         headers["Allow"] = ", ".join(sorted(error.allowed))
@@ -146,7 +151,7 @@ def translated(request: web.BaseRequest, error: web.HTTPException) -> errors.Lla
             f"{request.path} does not take {error.method}", allowed=set(error.allowed_methods)
         )
     if isinstance(error, web.HTTPNotFound):
-        return errors.NotFoundError(f"there is nothing at {request.path}; GET /openapi.json lists the endpoints")
+        return _not_found(request)
     if isinstance(error, web.HTTPExpectationFailed):
         return ExpectationFailedError("'Expect' may only be 100-continue")
     if isinstance(error, web.HTTPRequestEntityTooLarge):
@@ -154,3 +159,9 @@ def translated(request: web.BaseRequest, error: web.HTTPException) -> errors.Lla
     if error.status < 500:
         return errors.InvalidRequestError(error.reason)
     return errors.ServerError(error.reason)
+
+
+def _not_found(request: web.BaseRequest) -> errors.LlamaslotError:
+    if request.method == "POST" and (feature := _OTHER_MODELS.get(request.path)) is not None:
+        return errors.NotSupportedError(f"this server generates text; it has no {feature}")
+    return errors.NotFoundError(f"there is nothing at {request.path}; GET /openapi.json lists the endpoints")

@@ -258,7 +258,9 @@ class Config:
     max_stored_responses: Count = _own(
         1024, "stored responses, and likewise stored chats, that are kept in memory; 0 for none"
     )
-    max_stored_responses_mb: Positive = _own(64, "MiB that they may take; the least recently used are evicted")
+    max_stored_responses_mb: Positive = _own(
+        64, "MiB that they may take, responses and chats each; the least recently used are evicted"
+    )
     max_connections: Positive = _own(
         1024, "connections that may be open; a new one replaces the one that has been idle longest"
     )
