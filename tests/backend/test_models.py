@@ -17,7 +17,7 @@ import pytest
 
 from bench import synthetic
 from llamaslot.app.models import resolve_model
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings, loading
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, library, loading
 from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Finished
@@ -133,7 +133,7 @@ def test_sampling_that_the_file_recommends_is_read(tiny_model: Path, monkeypatch
     values = {"temp": "0.500000", "top_k": "20", "top_p": "nan", "min_p": "much", "penalty_last_n": "-1"}
     with loaded(tiny_model) as backend:
         assert backend.info.sampling == {}
-        monkeypatch.setattr(loading, "metadata", lambda _, key: values.get(key.rpartition(".")[2], ""))
+        monkeypatch.setattr(library, "metadata", lambda _, key: values.get(key.rpartition(".")[2], ""))
         assert loading.sampling_defaults(backend._model) == {"temperature": 0.5, "top_k": 20, "repeat_last_n": -1}
         values = {"xtc_probability": "1", "mirostat": "2", "mirostat_tau": "4.5"}
         assert loading.sampling_defaults(backend._model) == {

@@ -24,7 +24,7 @@ from llamaslot.backend.llama import kv_bytes as kv_bytes_module
 from llamaslot.backend.llama.kv_bytes import KvBytes, from_log, kv_bytes, layer_bytes, layers_on_gpu
 from llamaslot.backend.llama.library import Device
 from llamaslot.backend.llama.llama_settings import sequences
-from llamaslot.backend.llama.loading import in_parts, load_model, logged_bytes, metadata, padded
+from llamaslot.backend.llama.loading import in_parts, load_model, logged_bytes, padded
 from llamaslot.backend.llama.sizing import (
     HOST,
     MAX_AUTO_CELLS_GPU,
@@ -414,11 +414,13 @@ def load_model_and_context(model: Path) -> None:
 def test_compressed_or_unequal_kv_is_measured(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
+    metadata = library.metadata
+
     def with_key(model: object, wanted: str) -> str:
         value = "[1, 2]" if key == "head_count_kv" else "512"
         return value if wanted == f"llama.attention.{key}" else metadata(model, wanted)
 
-    monkeypatch.setattr(kv_bytes_module, "metadata", with_key)
+    monkeypatch.setattr(library, "metadata", with_key)
     measured = [0]
 
     def counted(*args: Any) -> Any:

@@ -17,7 +17,7 @@ import llama_cpp
 
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.llama_settings import CACHE_TYPES, LlamaSettings
-from llamaslot.backend.llama.loading import PADDING, context_params, metadata, padded
+from llamaslot.backend.llama.loading import PADDING, context_params, padded
 
 _OTHER_ATTENTION = ("kv_lora_rank", "key_length_mla", "indexer.key_length", "shared_kv_layers")
 """Metadata of attention whose cells are not simply K and V of every layer."""
@@ -57,20 +57,20 @@ def layers_on_gpu(n_layer: int, n_nextn: int, n_gpu_layers: int) -> int:
 
 def _is_uniform(model: Any) -> bool:
     """True if every layer keeps K and V of the same width in every cell."""
-    return _number(model, "attention.head_count_kv") > 0 and not (
+    return library.number(model, "attention.head_count_kv") > 0 and not (
         llama_cpp.llama_model_is_recurrent(model)
         or llama_cpp.llama_model_is_hybrid(model)
         or llama_cpp.llama_model_n_swa(model) > 0
-        or any(_number(model, f"attention.{key}") for key in _OTHER_ATTENTION)
+        or any(library.number(model, f"attention.{key}") for key in _OTHER_ATTENTION)
     )
 
 
 def layer_bytes(model: Any, type_k: str, type_v: str) -> int:
     """Bytes of one cell in one layer of a model whose layers are alike."""
     head = llama_cpp.llama_model_n_embd(model) // max(llama_cpp.llama_model_n_head(model), 1)
-    n_heads = _number(model, "attention.head_count_kv")
-    k = _number(model, "attention.key_length") or head
-    v = _number(model, "attention.value_length") or head
+    n_heads = library.number(model, "attention.head_count_kv")
+    k = library.number(model, "attention.key_length") or head
+    v = library.number(model, "attention.value_length") or head
     row_k = library.row_bytes(CACHE_TYPES[type_k], n_heads * k)
     return row_k + library.row_bytes(CACHE_TYPES[type_v], n_heads * v)
 
@@ -119,9 +119,3 @@ def from_log(lines: Iterable[str], n_window_cells: int) -> tuple[KvBytes, KvByte
                     per_cell[is_host] += size
             buffers = []
     return KvBytes(per_cell[0], fixed[0]), KvBytes(per_cell[1], fixed[1])
-
-
-def _number(model: Any, key: str) -> int:
-    """A number of the architecture's metadata; 0 where there is none, or one for each layer."""
-    text = metadata(model, f"{metadata(model, 'general.architecture')}.{key}")
-    return int(text) if text.isdecimal() else 0

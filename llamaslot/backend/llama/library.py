@@ -1,4 +1,4 @@
-"""The shared library itself: initialised once, its log caught, its devices named."""
+"""The shared library itself: initialised once, its log caught, its devices named, metadata of models read."""
 
 from __future__ import annotations
 
@@ -72,6 +72,25 @@ def paths() -> list[Path]:
     """The files of the library: llama.cpp's own, and those that compute for it."""
     own = Path(llama_cpp.llama_cpp._lib._name)
     return sorted(each for each in own.parent.iterdir() if each.suffix == own.suffix)
+
+
+def metadata(model: Any, key: str) -> str:
+    """Return a value of the file's metadata, or an empty text."""
+    size = 256
+    while True:
+        buffer = ctypes.create_string_buffer(size)
+        n = llama_cpp.llama_model_meta_val_str(model, key.encode(), buffer, size)
+        if n < 0:
+            return ""
+        if n < size:
+            return buffer.value.decode(errors="replace")
+        size = n + 1
+
+
+def number(model: Any, key: str) -> int:
+    """Return a number of the architecture's metadata; 0 where there is none, or one for each layer."""
+    text = metadata(model, f"{metadata(model, 'general.architecture')}.{key}")
+    return int(text) if text.isdecimal() else 0
 
 
 def row_bytes(kind: int, width: int) -> int:

@@ -204,9 +204,9 @@ class LlamaBackend:
         gpus = library.gpus() if settings.n_gpu_layers != 0 else []
         template = (llama_cpp.llama_model_chat_template(model, None) or b"").decode(errors="replace")
         return ModelInfo(
-            name=loading.metadata(model, "general.name") or settings.model.stem,
+            name=library.metadata(model, "general.name") or settings.model.stem,
             path=str(settings.model),
-            architecture=loading.metadata(model, "general.architecture"),
+            architecture=library.metadata(model, "general.architecture"),
             description=_description(model),
             n_params=llama_cpp.llama_model_n_params(model),
             size_bytes=llama_cpp.llama_model_size(model),

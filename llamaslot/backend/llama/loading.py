@@ -117,8 +117,8 @@ def kv_files(path: Path) -> tuple[ModelFile, ...]:
 
 def kv_facts(model: Any, context: Any, settings: LlamaSettings, *, flash_attn: bool) -> str:
     """Return `ModelInfo.kv_facts`. A model with long RoPE takes its factors by the size of the context."""
-    architecture = metadata(model, "general.architecture")
-    n_short = metadata(model, f"{architecture}.rope.scaling.original_context_length")
+    architecture = library.metadata(model, "general.architecture")
+    n_short = library.metadata(model, f"{architecture}.rope.scaling.original_context_length")
     n_ctx_short = int(n_short) if n_short.isdecimal() else llama_cpp.llama_model_n_ctx_train(model)
     facts = {
         "llama-cpp-python": llama_cpp.__version__,
@@ -209,19 +209,6 @@ def logged_bytes(what: str, lines: Iterable[str]) -> int:
     return sum(round(float(found[1]) * 2**20) for line in lines if (found := pattern.search(line)))
 
 
-def metadata(model: Any, key: str) -> str:
-    """Return a value of the file's metadata, or an empty text."""
-    size = 256
-    while True:
-        buffer = ctypes.create_string_buffer(size)
-        n = llama_cpp.llama_model_meta_val_str(model, key.encode(), buffer, size)
-        if n < 0:
-            return ""
-        if n < size:
-            return buffer.value.decode(errors="replace")
-        size = n + 1
-
-
 def sampling_defaults(model: Any) -> dict[str, int | float]:
     """Return the fields of `Sampling` for which the model file recommends a value (`general.sampling.*`).
 
@@ -229,7 +216,7 @@ def sampling_defaults(model: Any) -> dict[str, int | float]:
     """
     found: dict[str, int | float] = {}
     for key, (name, kind, low, high) in _SAMPLING_KEYS.items():
-        text = metadata(model, f"general.sampling.{key}")
+        text = library.metadata(model, f"general.sampling.{key}")
         try:
             value = kind(text) if text else math.nan
         except ValueError:

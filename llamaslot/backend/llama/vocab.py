@@ -11,7 +11,8 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
-from llamaslot.backend.llama.loading import load_vocab, metadata
+from llamaslot.backend.llama import library
+from llamaslot.backend.llama.loading import load_vocab
 from llamaslot.base.errors import InvalidRequestError
 from llamaslot.base.kv_ops import IllegalCallError
 from llamaslot.base.model import FimTokens
@@ -69,7 +70,9 @@ class LlamaVocab:
         texts = (llama_cpp.llama_vocab_get_text(self._vocab, token) for token in range(self.n_tokens))
         self.longest_piece = max(len(text) for text in texts) if keeps_text else 0
         is_bpe = self.type == llama_cpp.LLAMA_VOCAB_TYPE_BPE
-        self._splits_by_regex = is_bpe and metadata(model, "tokenizer.ggml.pre") not in _SPLITTERS_WITHOUT_REGEX
+        self._splits_by_regex = (
+            is_bpe and library.metadata(model, "tokenizer.ggml.pre") not in _SPLITTERS_WITHOUT_REGEX
+        )
         self.stack_bytes = _REGEX_STACK_BYTES if self._splits_by_regex else 0
         self._pieces: dict[int, bytes] = {}
 
