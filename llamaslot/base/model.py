@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 
 import msgspec
@@ -95,6 +96,46 @@ class ModelFile(msgspec.Struct, frozen=True):
         return cls(str(path), f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}")
 
 
+class StateKind(StrEnum):
+    """Kinds of state that a model keeps besides KV of every token; none of it can be trimmed to any position."""
+
+    NONE = "none"
+    WINDOW = "window"
+    """Some layers keep KV of the last tokens only."""
+    RECURRENT = "recurrent"
+    """All layers keep a state of fixed size, which each token changes."""
+    HYBRID = "hybrid"
+    """Some layers keep such a state, the others KV of every token."""
+    HYBRID_WINDOW = "hybrid_window"
+    """Some layers keep such a state, and some of the others KV of the last tokens only."""
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """Properties of the state that a model keeps of what it has computed, and what can be done with it."""
+
+    kind: StateKind = StateKind.NONE
+    can_trim: bool = True
+    """A sequence may be cut at any position and continued from there."""
+    can_shift: bool = True
+    """llama.cpp can move tokens of a sequence to other positions."""
+    has_own_cache: bool = False
+    """llama.cpp keeps it in a cache class made for this architecture, of which nothing else is known here."""
+    n_swa: int = 0
+    """Tokens of a sliding window; 0 without one."""
+    n_window_cells: int = 0
+    """Cells that layers with a sliding window have, all sequences together."""
+    n_layers: int = 0
+    """All layers, also those without any state."""
+    n_attention_layers: int = 0
+    """Layers that keep KV of every token; 0 where llama.cpp does not say."""
+    n_window_layers: int = 0
+    """Layers that keep KV of a window; 0 where llama.cpp does not say."""
+    has_mla: bool = False
+    """Multi-head latent attention: K and V are compressed into one row."""
+    has_mrope: bool = False
+    """Positions have several dimensions (M-RoPE), as in models of images."""
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
     """Facts about the loaded model and its context; fixed once the engine runs."""
 
@@ -127,6 +168,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """True if the KV of this model may be trimmed and continued."""
     reuse_reason: str = ""
     """The reason where `reuse` is false."""
+    state: Capabilities = Capabilities()
     chat_template: str = ""
     """The Jinja source in the model's metadata, or empty."""
     builtin_template: str = ""

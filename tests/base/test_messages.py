@@ -47,6 +47,7 @@ from llamaslot.base.generation.request_context import ReplyOptions, RequestConte
 from llamaslot.base.generation.responses import ListItems
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ParserOptions, Tool, packed
+from llamaslot.base.model import Capabilities, ModelInfo, StateKind
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import CachePrefix, CacheState, CacheStats, CellStats, DiskStats, EngineState, SlotState
 from llamaslot.base.text_records import TextRecord
@@ -192,6 +193,13 @@ def test_the_completions_of_a_prompt_have_ids_and_seeds_of_their_own_and_one_gro
     assert [each.sampling.seed for each in completions] == [2**32 - 2, 0, 1]
     assert {(each.group, each.n, each.prompt) for each in completions} == {("r", 1, submit.prompt)}
     assert [each.group for each in Submit("r", ()).completions()] == [""]
+
+
+def test_the_facts_about_a_model_come_back_equal() -> None:
+    state = Capabilities(kind=StateKind.HYBRID_WINDOW, can_trim=False, n_swa=32, n_layers=4, n_attention_layers=2)
+    info = msgspec.structs.replace(example(ModelInfo), state=state, sampling={"top_k": 5})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=ModelInfo) == info
+    assert msgspec.to_builtins(state)["kind"] == "hybrid_window"
 
 
 def test_every_terminal_event_is_an_event() -> None:

@@ -17,12 +17,14 @@ from llamaslot.backend.llama import kv_cost, library, loading, measurements, siz
 from llamaslot.backend.llama.batch import Batch
 from llamaslot.backend.llama.constraint_tokenizer import ConstraintTokenizer
 from llamaslot.backend.llama.llama_settings import LlamaSettings, sequences
+from llamaslot.backend.llama.loading import Context
 from llamaslot.backend.llama.measurements import Measurements
 from llamaslot.backend.llama.sampling.candidates import Logits
 from llamaslot.backend.llama.sampling.dry import BreakerIndex
 from llamaslot.backend.llama.sampling.probabilities import score_of
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
 from llamaslot.backend.llama.segments import SegmentStore
+from llamaslot.backend.llama.state import capabilities
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import CompiledConstraint, Decoded, Run, Sampler, Status, check_runs
@@ -46,21 +48,20 @@ class LlamaBackend:
         files = loading.kv_files(settings.model)
         self._model, n_mapped = loading.load_model(settings, on_progress)
         try:
-            n_cache_seqs, n_seqs = sequences(settings, reusable=not loading.why_not_reusable(self._model))
+            n_cache_seqs, n_seqs = sequences(settings, reusable=not capabilities.why_not_reusable(self._model))
             n_ctx, size = sizing.choose(self._model, settings, n_seqs, n_mapped)
-            self._context, flash_attn = loading.make_context(
-                self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads
-            )
+            context = loading.make_context(self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads)
         except ConfigError:
             llama_cpp.llama_model_free(self._model)
             raise
+        self._context = context.handle
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._segments = SegmentStore(self._context)
         self.vocab = LlamaVocab(self._model)
         self._breakers = BreakerIndex(self.vocab)
         self._constraints = _constraint_compiler(self.vocab)
         self.n_seqs: int = llama_cpp.llama_n_seq_max(self._context)
-        self.info = self._describe(settings, flash_attn, n_cache_seqs, size, files)
+        self.info = self._describe(settings, context, n_cache_seqs, size, files)
         self._batch = Batch(self.info.n_ubatch)
         self._lengths = [0] * self.n_seqs
         self._rows: dict[int, int] = {}
@@ -195,12 +196,12 @@ class LlamaBackend:
         return view
 
     def _describe(
-        self, settings: LlamaSettings, flash_attn: bool, n_cache_seqs: int, size: str, files: tuple[ModelFile, ...]
+        self, settings: LlamaSettings, made: Context, n_cache_seqs: int, size: str, files: tuple[ModelFile, ...]
     ) -> ModelInfo:
         model, context, vocab = self._model, self._context, self.vocab
         n_ctx_train = llama_cpp.llama_model_n_ctx_train(model)
         n_ctx_seq = llama_cpp.llama_n_ctx_seq(context)
-        reason = loading.why_not_reusable(model)
+        reason = capabilities.why_not_reusable(model, made.caches)
         gpus = library.gpus() if settings.n_gpu_layers != 0 else []
         template = (llama_cpp.llama_model_chat_template(model, None) or b"").decode(errors="replace")
         return ModelInfo(
@@ -222,8 +223,8 @@ class LlamaBackend:
             n_ubatch=llama_cpp.llama_n_ubatch(context),
             n_scored=loading.n_scored(model, llama_cpp.llama_n_ubatch(context)),
             unified=settings.unified,
-            flash_attn=flash_attn,
-            kv_facts=loading.kv_facts(model, context, settings, flash_attn=flash_attn),
+            flash_attn=made.flash_attn,
+            kv_facts=loading.kv_facts(model, context, settings, flash_attn=made.flash_attn),
             kv_files=files,
             sizing=size,
             cache_type_k=settings.cache_type_k,
@@ -231,6 +232,7 @@ class LlamaBackend:
             device=", ".join(f"{each.name} ({each.description})" for each in gpus) or "CPU",
             reuse=not reason,
             reuse_reason=reason,
+            state=capabilities.read(model, context, made.caches),
             chat_template=template,
             builtin_template=loading.builtin_template(template),
             sampling=loading.sampling_defaults(model),

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import llama_cpp
 
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.llama_settings import CACHE_TYPES, LlamaSettings
+from llamaslot.backend.llama.state import capabilities
+from llamaslot.backend.llama.state.capabilities import Caches
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.gguf_file import check_file, parts
 from llamaslot.base.model import ModelFile
@@ -60,6 +63,15 @@ _MAX_SCORED_BYTES = 32 * 2**20
 
 class LoadingStopped(Exception):  # noqa: N818 - nothing went wrong
     """Loading was stopped on request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A context of llama.cpp, and what is known of it from the log alone."""
+
+    handle: Any
+    flash_attn: bool
+    caches: Caches
 
 
 def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) -> tuple[Any, int]:
@@ -130,13 +142,8 @@ def kv_facts(model: Any, context: Any, settings: LlamaSettings, *, flash_attn: b
     return "; ".join(f"{name}: {value}" for name, value in facts.items())
 
 
-def make_context(
-    model: Any, settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_threads: int
-) -> tuple[Any, bool]:
-    """Return a context for `n_seqs` sequences with `n_ctx` cells for the slots, and whether flash attention is on.
-
-    Raises `ConfigError`.
-    """
+def make_context(model: Any, settings: LlamaSettings, *, n_ctx: int, n_seqs: int, n_threads: int) -> Context:
+    """Return a context for `n_seqs` sequences with `n_ctx` cells for the slots. Raises `ConfigError`."""
     params = context_params(settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads)
     params.n_outputs_max += n_scored(model, settings.n_ubatch)
     with library.watched() as (lines, errors):
@@ -156,7 +163,8 @@ def make_context(
                 param="--parallel",
             )
         disabled = settings.flash_attn == "off" or any("Flash Attention not supported" in line for line in lines)
-    return context, not disabled
+        caches = capabilities.caches_from_log(lines)
+    return Context(context, flash_attn=not disabled, caches=caches)
 
 
 def n_scored(model: Any, n_ubatch: int) -> int:
@@ -242,22 +250,6 @@ def _prompt_by_builtin(template: bytes) -> bytes:
     buffer = ctypes.create_string_buffer(4096)
     n = llama_cpp.llama_chat_apply_template(template, chat, len(roles), True, buffer, len(buffer))
     return buffer.raw[: max(n, 0)]
-
-
-def why_not_reusable(model: Any) -> str:
-    """Return the reason why the KV of this model cannot be trimmed and continued; empty where it can.
-
-    Read from the model, never inferred from what `seq_rm` answers: on sliding-window models a trim claims success
-    and leaves wrong logits behind.
-    """
-    if llama_cpp.llama_model_is_recurrent(model):
-        return "recurrent model: its state cannot be cut back"
-    if llama_cpp.llama_model_is_hybrid(model):
-        return "hybrid model: its recurrent state cannot be cut back"
-    window = llama_cpp.llama_model_n_swa(model)
-    if window > 0:
-        return f"sliding-window model: it forgets what is more than {window} tokens back"
-    return ""
 
 
 def _reason(errors: Any) -> str:

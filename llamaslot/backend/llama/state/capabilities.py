@@ -1,0 +1,128 @@
+"""Capabilities of a model and its context, read from llama.cpp before anything is computed.
+
+They come from llama.cpp's predicates, from the file's metadata and from what llama.cpp logs of the caches that it
+creates, never from what `seq_rm` answers: on sliding-window models a trim claims success and leaves wrong logits
+behind (fact 11).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import llama_cpp
+
+from llamaslot.backend.llama import library
+from llamaslot.base.model import Capabilities, StateKind
+
+_OWN_CACHES = frozenset({"deepseek32", "deepseek4", "dots3note", "glm-dsa", "glm5-next", "minimax-m3", "qwen4exp"})
+"""Architectures for which llama.cpp's `create_memory` makes a cache class of their own, always with an indexer.
+
+HY V4 gets one only where the file has an indexer, so it is recognized by its metadata.
+"""
+_COMMON_CACHES = frozenset(
+    {
+        "llama_kv_cache",
+        "llama_kv_cache_iswa",
+        "llama_memory_recurrent",
+        "llama_memory_hybrid",
+        "llama_memory_hybrid_iswa",
+    }
+)
+"""Memory classes whose way to trim and copy sequences is known."""
+_MROPE = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYPE_IMROPE)
+_LOGGED_CLASS = re.compile(r"(llama_(?:kv_cache|memory)\w*|operator\(\)): ")
+_LOGGED_SIZE = re.compile(r"llama_kv_cache: size = .*\( *(\d+) cells, *(\d+) layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """The caches that llama.cpp created for a context, as it logged them."""
+
+    n_layers: int = 0
+    """Layers that keep KV of every token."""
+    n_window_layers: int = 0
+    n_window_cells: int = 0
+    unknown: str = ""
+    """A class that is none of `_COMMON_CACHES`, or the name of an indexer's cache."""
+
+
+def kind_of(model: Any) -> StateKind:
+    """Return the kind of state that cannot be trimmed, by llama.cpp's predicates."""
+    has_window = llama_cpp.llama_model_n_swa(model) > 0
+    if llama_cpp.llama_model_is_recurrent(model):
+        return StateKind.RECURRENT
+    if llama_cpp.llama_model_is_hybrid(model):
+        return StateKind.HYBRID_WINDOW if has_window else StateKind.HYBRID
+    return StateKind.WINDOW if has_window else StateKind.NONE
+
+
+def has_own_cache(model: Any) -> bool:
+    """Return True if llama.cpp keeps this model's state in a cache class made for its architecture."""
+    architecture = library.metadata(model, "general.architecture")
+    return architecture in _OWN_CACHES or library.number(model, "attention.indexer.top_k") > 0
+
+
+def why_not_reusable(model: Any, caches: Caches | None = None) -> str:
+    """Return the reason why KV of this model cannot be trimmed and continued; empty where it can.
+
+    `caches` are those of its context, once there is one: one that was never tested is not trusted either.
+    """
+    if has_own_cache(model):
+        architecture = library.metadata(model, "general.architecture")
+        return f"{architecture} model: reuse of its own kind of cache in llama.cpp is untested"
+    match kind_of(model):
+        case StateKind.RECURRENT:
+            return "recurrent model: its state cannot be cut back"
+        case StateKind.HYBRID | StateKind.HYBRID_WINDOW:
+            return "hybrid model: its recurrent state cannot be cut back"
+        case StateKind.WINDOW:
+            n_swa = llama_cpp.llama_model_n_swa(model)
+            return f"sliding-window model: it forgets what is more than {n_swa} tokens back"
+        case StateKind.NONE:
+            unknown = caches.unknown if caches is not None else ""
+            return f"reuse of this kind of cache in llama.cpp is untested: {unknown}" if unknown else ""
+
+
+def read(model: Any, context: Any, caches: Caches) -> Capabilities:
+    """Return `ModelInfo.state`."""
+    return Capabilities(
+        kind=kind_of(model),
+        can_trim=not why_not_reusable(model, caches),
+        can_shift=llama_cpp.llama_memory_can_shift(llama_cpp.llama_get_memory(context)),
+        has_own_cache=has_own_cache(model) or bool(caches.unknown),
+        n_swa=llama_cpp.llama_model_n_swa(model),
+        n_window_cells=caches.n_window_cells,
+        n_layers=llama_cpp.llama_model_n_layer(model),
+        n_attention_layers=caches.n_layers,
+        n_window_layers=caches.n_window_layers,
+        has_mla=library.number(model, "attention.key_length_mla") > 0,
+        has_mrope=llama_cpp.llama_model_rope_type(model) in _MROPE,
+    )
+
+
+def caches_from_log(lines: Iterable[str]) -> Caches:
+    """Return the caches of a context from what llama.cpp logged while it made it.
+
+    A cache logs its size when it is there; one that consists of several announces each before it makes it. The
+    layers of a class that is not known are not told apart, so they are not counted.
+    """
+    n_layers = n_window_layers = n_window_cells = 0
+    is_window = False
+    unknown = ""
+    for line in lines:
+        found = _LOGGED_CLASS.match(line)
+        if found and found[1] not in _COMMON_CACHES and "creating" in line:
+            unknown = unknown or ("a cache with an indexer" if "indexer" in line else found[1])
+        elif found and "SWA KV cache" in line:
+            is_window = "non-SWA" not in line
+        elif size := _LOGGED_SIZE.match(line):
+            if is_window:
+                n_window_layers, n_window_cells = int(size[2]), int(size[1])
+            else:
+                n_layers = int(size[2])
+    if unknown:
+        return Caches(unknown=unknown)
+    return Caches(n_layers, n_window_layers, n_window_cells)

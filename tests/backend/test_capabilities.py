@@ -1,0 +1,268 @@
+"""Capabilities are those that llama.cpp has for a model: reuse where its state can be trimmed, else a reason.
+
+A kind of cache that was never tested counts as not reusable, for llama.cpp would claim to have trimmed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from bench import synthetic
+from llamaslot.backend.llama import loading
+from llamaslot.backend.llama.state import capabilities
+from llamaslot.base.errors import ConfigError
+from llamaslot.base.events import Finished
+from llamaslot.base.kv_ops import IllegalCallError, Remove
+from llamaslot.base.model import Capabilities, StateKind
+from tests.backend.test_models import OTHER, PROMPT, cold, feed, load, loaded
+from tests.engine.harness import running
+from tests.gguf_copies import rewritten
+
+SHAPES = {
+    "tiny": Capabilities(n_layers=3, n_attention_layers=3),
+    "tiny-swa": Capabilities(
+        kind=StateKind.WINDOW,
+        can_trim=False,
+        can_shift=False,
+        n_swa=32,
+        n_window_cells=256,
+        n_layers=6,
+        n_attention_layers=1,
+        n_window_layers=5,
+    ),
+    "tiny-lfm2": Capabilities(kind=StateKind.HYBRID, can_trim=False, n_layers=4, n_attention_layers=2),
+    "tiny-mamba": Capabilities(kind=StateKind.RECURRENT, can_trim=False, n_layers=2),
+}
+OWN_CACHE = {"deepseek32", "deepseek4", "dots3note", "glm-dsa", "glm5-next", "minimax-m3", "qwen4exp"}
+RECURRENT = {"arwkv7", "mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7"}
+HYBRID = {
+    *("bailingmoe3", "deepseek4", "falcon-h1", "glm5-next", "granitehybrid", "jamba", "kimi-k3", "kimi-linear"),
+    *("lfm2", "lfm2moe", "minimax-01", "nemotron_h", "nemotron_h_moe", "plamo2", "qwen35", "qwen35moe"),
+    *("qwen3next", "qwen4exp"),
+}
+TESTED_CLASSES = {"kv_cache", "kv_cache_iswa", "memory_recurrent", "memory_hybrid", "memory_hybrid_iswa"}
+OWN_CLASSES = {"kv_cache_dsa", "kv_cache_dsa_iswa", "kv_cache_dsv4", "kv_cache_msa", "memory_hybrid_idx"}
+N_LAYERS, WIDTH, N_HEADS, HEAD_DIM = 3, 128, 2, 64
+INDEXER = {"head_count": 1, "key_length": HEAD_DIM, "top_k": 4, "block_size": 16, "local_blocks": 1}
+DENSE = {"leading_dense_block_count": N_LAYERS, "expert_feed_forward_length": 64, "expert_shared_count": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def tiny(folder: Path) -> Path:
+    return synthetic.ensure("tiny", folder=folder)
+
+
+@pytest.fixture(scope="module")
+def minimax(folder: Path, tiny: Path) -> Path:
+    """A model with dense layers alone, for which llama.cpp makes an indexer's cache all the same."""
+    norms = {
+        f"blk.{i}.attn_{name}_norm.weight": np.full(HEAD_DIM, 2, np.float32)
+        for i, name in itertools.product(range(N_LAYERS), "qk")
+    }
+    return rewritten(
+        tiny,
+        folder / "minimax.gguf",
+        "minimax-m3",
+        values=DENSE
+        | {"expert_gating_func": 2}
+        | {f"attention.indexer.{name}": value for name, value in INDEXER.items()},
+        tensors=norms | {"output.weight": matrix(512, WIDTH)},
+    )
+
+
+@pytest.fixture(scope="module")
+def mla(folder: Path, tiny: Path) -> Path:
+    """A DeepSeek-V2 model with dense feed-forward layers."""
+    lora_q, lora_kv, rope, nope, value = 64, 96, 32, 32, 32
+    layer = {
+        "attn_q_a.weight": matrix(lora_q, WIDTH),
+        "attn_q_a_norm.weight": np.ones(lora_q, np.float32),
+        "attn_q_b.weight": matrix(N_HEADS * (nope + rope), lora_q),
+        "attn_kv_a_mqa.weight": matrix(lora_kv + rope, WIDTH),
+        "attn_kv_a_norm.weight": np.ones(lora_kv, np.float32),
+        "attn_k_b.weight": matrix(N_HEADS, lora_kv, nope),
+        "attn_v_b.weight": matrix(N_HEADS, value, lora_kv),
+        "attn_output.weight": matrix(WIDTH, N_HEADS * value),
+    }
+    return rewritten(
+        tiny,
+        folder / "mla.gguf",
+        "deepseek2",
+        values=DENSE
+        | {"attention.q_lora_rank": lora_q, "attention.kv_lora_rank": lora_kv}
+        | {"attention.key_length": lora_kv + rope, "attention.value_length": lora_kv}
+        | {"attention.key_length_mla": nope + rope, "attention.value_length_mla": value}
+        | {"rope.dimension_count": rope, "attention.head_count_kv": 1},
+        dropped=("attn_q.weight", "attn_k.weight", "attn_v.weight", "attn_output.weight"),
+        tensors={f"blk.{i}.{name}": data for i in range(N_LAYERS) for name, data in layer.items()},
+    )
+
+
+def matrix(*shape: int) -> npt.NDArray[np.float32]:
+    drawn = np.random.default_rng(sum(shape)).standard_normal(shape, dtype=np.float32)
+    return drawn / np.float32(shape[-1] ** 0.5)
+
+
+@pytest.fixture(scope="module")
+def known(folder: Path) -> Iterator[dict[str, Any]]:
+    """A model of each architecture that both gguf and llama.cpp know, with a vocabulary and nothing else."""
+    models = {}
+    for name in gguf.MODEL_ARCH_NAMES.values():
+        path = folder / f"vocabulary-{name}.gguf"
+        write_vocabulary(path, name)
+        with contextlib.suppress(ConfigError):
+            models[name] = loading.load_vocab(path)
+    yield models
+    for model in models.values():
+        llama_cpp.llama_model_free(model)
+
+
+def write_vocabulary(path: Path, architecture: str, **values: int) -> None:
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_tokenizer_model("no_vocab")
+    for key, value in values.items():
+        writer.add_uint32(f"{architecture}.attention.{key.replace('__', '.')}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_capabilities_of_each_shape(folder: Path, shape: str) -> None:
+    with loaded(synthetic.ensure(shape, folder=folder)) as backend:
+        assert backend.info.state == SHAPES[shape]
+        assert backend.info.reuse == (shape == "tiny")
+
+
+def test_full_size_windows_have_the_cells_of_the_pool(folder: Path) -> None:
+    with loaded(synthetic.ensure("tiny-swa", folder=folder), swa_full=True) as backend:
+        assert backend.info.state.n_window_cells == backend.info.n_ctx == 512
+        assert not backend.info.reuse
+
+
+def test_a_hybrid_model_with_a_window(folder: Path) -> None:
+    lfm2 = synthetic.ensure("tiny-lfm2", folder=folder)
+    values = {"attention.sliding_window": 16}
+    with loaded(rewritten(lfm2, folder / "lfm2-swa.gguf", "lfm2", values=values)) as backend:
+        state = backend.info.state
+        assert (state.kind, state.n_swa) == (StateKind.HYBRID_WINDOW, 16)
+        assert not backend.info.reuse
+
+
+def test_positions_of_several_dimensions_are_reused_but_not_shifted(folder: Path, tiny: Path) -> None:
+    values: dict[str, Any] = {"rope.dimension_sections": [8, 12, 12, 0]}
+    with loaded(rewritten(tiny, folder / "mrope.gguf", "qwen2vl", values=values)) as backend:
+        state = backend.info.state
+        assert (state.kind, state.has_mrope, state.can_shift) == (StateKind.NONE, True, False)
+        assert backend.info.reuse
+
+
+def test_latent_attention(mla: Path) -> None:
+    with loaded(mla) as backend:
+        state = backend.info.state
+        assert (state.kind, state.has_mla, state.n_attention_layers) == (StateKind.NONE, True, N_LAYERS)
+        assert backend.info.reuse
+        assert feed(backend, 0, [300]).status == 0
+
+
+def test_kinds_by_architecture_are_those_of_llama_cpp(known: dict[str, Any]) -> None:
+    assert len(known) > 100
+    kinds = {name: capabilities.kind_of(model) for name, model in known.items()}
+    assert {name for name, kind in kinds.items() if kind is StateKind.RECURRENT} == RECURRENT & known.keys()
+    assert {name for name, kind in kinds.items() if kind is StateKind.HYBRID} == HYBRID & known.keys()
+    for name, model in known.items():
+        by_llama_cpp = (llama_cpp.llama_model_is_recurrent(model), llama_cpp.llama_model_is_hybrid(model))
+        assert by_llama_cpp == (name in RECURRENT, name in HYBRID), name
+        reason = capabilities.why_not_reusable(model)
+        if name in OWN_CACHE:
+            assert reason.startswith(f"{name} model: "), name
+        else:
+            assert bool(reason) == (name in RECURRENT | HYBRID), name
+
+
+@pytest.mark.parametrize("architecture", sorted({*OWN_CACHE, *RECURRENT, *HYBRID, "hy_v4"}))
+def test_llama_cpp_knows_each_architecture_that_is_named_here(folder: Path, architecture: str) -> None:
+    path = folder / f"named-{architecture}.gguf"
+    write_vocabulary(path, architecture)
+    model = loading.load_vocab(path)
+    try:
+        assert capabilities.has_own_cache(model) == (architecture in OWN_CACHE)
+    finally:
+        llama_cpp.llama_model_free(model)
+
+
+@pytest.mark.parametrize(("n_chosen", "is_reusable"), [(0, True), (2048, False)])
+def test_an_indexer_makes_an_own_cache(folder: Path, n_chosen: int, is_reusable: bool) -> None:
+    path = folder / f"indexer-{n_chosen}.gguf"
+    write_vocabulary(path, "hy_v4", indexer__top_k=n_chosen)
+    model = loading.load_vocab(path)
+    try:
+        assert (capabilities.why_not_reusable(model) == "") is is_reusable
+    finally:
+        llama_cpp.llama_model_free(model)
+
+
+def test_all_memory_classes_of_the_library_were_reviewed() -> None:
+    """A new class must be added to those that are tested for reuse, or its architectures to those that are not."""
+    data = Path(llama_cpp.llama_cpp._lib._name).read_bytes()
+    found = {
+        name.decode().removeprefix("llama_")
+        for length, name in re.findall(rb"(\d\d)(llama_(?:kv_cache|memory)\w*)\0", data)
+        if len(name) == int(length) and not name.endswith((b"_context", b"_i"))
+    }
+    assert found == TESTED_CLASSES | OWN_CLASSES
+
+
+def test_a_cache_of_its_own_is_only_cleared_whole(minimax: Path) -> None:
+    with loaded(minimax) as backend:
+        info = backend.info
+        assert not info.reuse
+        assert info.reuse_reason.startswith("minimax-m3 model: ")
+        assert info.state == Capabilities(can_trim=False, has_own_cache=True, n_layers=N_LAYERS)
+        assert backend.n_seqs == info.n_slots
+        feed(backend, 0, [300, 301, 302])
+        with pytest.raises(IllegalCallError):
+            backend.change(Remove(0, 2))
+        backend.change(Remove(0, 0))
+        assert backend.seq_len(0) == 0
+
+
+def test_a_cache_class_of_an_unknown_architecture_is_not_trusted(
+    minimax: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capabilities, "has_own_cache", lambda _: False)
+    with loaded(minimax) as backend:
+        assert not backend.info.reuse
+        assert "untested" in backend.info.reuse_reason
+        assert backend.info.state.has_own_cache
+        feed(backend, 0, [300, 301, 302])
+        with pytest.raises(IllegalCallError):
+            backend.change(Remove(0, 2))
+
+
+async def test_a_second_turn_on_a_cache_of_its_own_is_computed_whole(minimax: Path) -> None:
+    async with running(load(minimax)) as harness:
+        await harness.submit("first", PROMPT)
+        prompt = PROMPT + harness.text("first") + OTHER
+        second = await harness.submit("second", prompt)
+        text = harness.text("second")
+    assert isinstance(second, Finished)
+    assert (second.progress.n_cached, second.progress.n_prompt_computed) == (0, second.progress.n_prompt)
+    assert text == await cold(minimax, prompt)
