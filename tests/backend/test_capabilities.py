@@ -19,7 +19,8 @@ import numpy.typing as npt
 import pytest
 
 from bench import synthetic
-from llamaslot.backend.llama import loading
+from llamaslot.backend.llama import LlamaBackend, library, loading
+from llamaslot.backend.llama.llama_settings import LlamaSettings
 from llamaslot.backend.llama.state import capabilities
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Finished
@@ -50,6 +51,11 @@ HYBRID = {
     *("bailingmoe3", "deepseek4", "falcon-h1", "glm5-next", "granitehybrid", "jamba", "kimi-k3", "kimi-linear"),
     *("lfm2", "lfm2moe", "minimax-01", "nemotron_h", "nemotron_h_moe", "plamo2", "qwen35", "qwen35moe"),
     *("qwen3next", "qwen4exp"),
+}
+REFUSED = {
+    **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), "diffusion model"),
+    **dict.fromkeys(("t5", "eagle3", "dflash"), "encoder-decoder model"),
+    "t5encoder": "encoder",
 }
 TESTED_CLASSES = {"kv_cache", "kv_cache_iswa", "memory_recurrent", "memory_hybrid", "memory_hybrid_iswa"}
 OWN_CLASSES = {"kv_cache_dsa", "kv_cache_dsa_iswa", "kv_cache_dsv4", "kv_cache_msa", "memory_hybrid_idx"}
@@ -197,13 +203,22 @@ def test_kinds_by_architecture_are_those_of_llama_cpp(known: dict[str, Any]) -> 
             assert bool(reason) == (name in RECURRENT | HYBRID), name
 
 
-@pytest.mark.parametrize("architecture", sorted({*OWN_CACHE, *RECURRENT, *HYBRID, "hy_v4"}))
+def test_models_that_do_not_generate_token_by_token_are_refused(known: dict[str, Any]) -> None:
+    refused = {name: reason for name, model in known.items() if (reason := capabilities.why_not_served(model))}
+    assert refused.keys() == REFUSED.keys() & known.keys()
+    for name, reason in refused.items():
+        assert REFUSED[name] in reason
+        assert f"({name})" in reason
+
+
+@pytest.mark.parametrize("architecture", sorted({*OWN_CACHE, *RECURRENT, *HYBRID, *REFUSED, "hy_v4"}))
 def test_llama_cpp_knows_each_architecture_that_is_named_here(folder: Path, architecture: str) -> None:
     path = folder / f"named-{architecture}.gguf"
     write_vocabulary(path, architecture)
     model = loading.load_vocab(path)
     try:
         assert capabilities.has_own_cache(model) == (architecture in OWN_CACHE)
+        assert REFUSED.get(architecture, "") in capabilities.why_not_served(model)
     finally:
         llama_cpp.llama_model_free(model)
 
@@ -266,3 +281,13 @@ async def test_a_second_turn_on_a_cache_of_its_own_is_computed_whole(minimax: Pa
     assert isinstance(second, Finished)
     assert (second.progress.n_cached, second.progress.n_prompt_computed) == (0, second.progress.n_prompt)
     assert text == await cold(minimax, prompt)
+
+
+@pytest.mark.parametrize("architecture", ["llada", "dream"])
+def test_a_diffusion_model_is_refused_in_one_line(folder: Path, tiny: Path, architecture: str) -> None:
+    path = rewritten(tiny, folder / f"{architecture}.gguf", architecture)
+    library.initialise()
+    with pytest.raises(ConfigError) as refused:
+        LlamaBackend(LlamaSettings(path, n_ctx=512, n_threads=1))
+    assert str(refused.value).startswith(f"{path} is a diffusion model ({architecture})")
+    assert "\n" not in str(refused.value)

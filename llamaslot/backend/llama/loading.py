@@ -100,9 +100,9 @@ def load_model(settings: LlamaSettings, on_progress: Callable[[float], bool]) ->
             reason = f"it is damaged, incomplete or of a kind that llama.cpp does not know ({_reason(errors)})"
             raise ConfigError(f"cannot load {settings.model}: {reason}", param="--model")
         n_mapped = logged_bytes("_Mapped model buffer", lines)
-    if not llama_cpp.llama_model_has_decoder(model) or llama_cpp.llama_model_has_encoder(model):
+    if reason := capabilities.why_not_served(model):
         llama_cpp.llama_model_free(model)
-        raise ConfigError(f"{settings.model} is not a text generation model", param="--model")
+        raise ConfigError(f"{settings.model} {reason}", param="--model")
     if llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)) == 0:
         llama_cpp.llama_model_free(model)
         raise ConfigError(f"{settings.model} has no vocabulary", param="--model")

@@ -1,1 +1,1 @@
-"""State that a model keeps besides KV that can be trimmed, and what can be done with it."""
+"""State that a model keeps besides KV that can be trimmed: what it is, and which models cannot be served."""

@@ -49,6 +49,19 @@ class Caches:
     """A class that is none of `_COMMON_CACHES`, or the name of an indexer's cache."""
 
 
+def why_not_served(model: Any) -> str:
+    """Return the reason why no text can be generated with this model token by token; empty where it can."""
+    architecture = library.metadata(model, "general.architecture")
+    if llama_cpp.llama_model_is_diffusion(model):
+        return f"is a diffusion model ({architecture}); only models that generate token by token are served"
+    has_encoder = llama_cpp.llama_model_has_encoder(model)
+    if has_encoder and llama_cpp.llama_model_has_decoder(model):
+        return f"is an encoder-decoder model ({architecture}); only models with a decoder alone are served"
+    if has_encoder:
+        return f"is an encoder ({architecture}); only models that generate text are served"
+    return ""
+
+
 def kind_of(model: Any) -> StateKind:
     """Return the kind of state that cannot be trimmed, by llama.cpp's predicates."""
     has_window = llama_cpp.llama_model_n_swa(model) > 0
