@@ -35,7 +35,7 @@ from llamaslot.base.backend import (
 from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
-from llamaslot.base.model import ModelInfo, SegmentSize
+from llamaslot.base.model import Capabilities, ModelInfo, SegmentSize
 from llamaslot.base.tokens import Tokens
 from tests.fake_pool import CellPool
 
@@ -151,7 +151,8 @@ class FakeBackend:
             n_vocab=self.vocab.n_tokens, vocab_type=2, n_embd=1, n_ctx_train=n_ctx, n_ctx=n_ctx,
             n_ctx_slot=n_ctx if unified else n_ctx // n_slots, n_slots=n_slots, n_batch=n_ubatch,
             n_ubatch=n_ubatch, unified=unified, flash_attn=True, cache_type_k="f16", cache_type_v="f16",
-            device="none", reuse=reuse, reuse_reason="" if reuse else "turned off by the test", bos_token="<s>",
+            device="none", reuse=reuse, reuse_reason="" if reuse else "turned off by the test",
+            state=Capabilities(can_trim=reuse), bos_token="<s>",
             eos_token=self.vocab.names[EOS], eog=(EOS,), n_cache_seqs=n_reserved, stream_copy_ms=stream_copy_ms,
             segment_size=segment_size if has_scratch else None, n_scored=n_scored,
         )  # fmt: skip

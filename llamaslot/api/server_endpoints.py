@@ -70,6 +70,7 @@ async def props(request: web.Request) -> web.Response:
             "eos_token": info.eos_token,
             "build_info": FINGERPRINT,
             "is_sleeping": False,
+            "prefix_reuse": {"enabled": info.reuse, "reason": info.reuse_reason, "state": info.state},
         }
     )
 

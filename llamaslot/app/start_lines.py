@@ -11,7 +11,7 @@ import structlog
 
 from llamaslot import __version__
 from llamaslot.app.config import Config
-from llamaslot.base.model import QUERY_BLOCK, StepCost
+from llamaslot.base.model import QUERY_BLOCK, ModelInfo, StateKind, StepCost
 from llamaslot.processes.messages import Loaded
 
 _log = structlog.get_logger(__name__)
@@ -31,8 +31,7 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
         f"request{spare}; KV {info.cache_type_k}/{info.cache_type_v}, flash attention "
         f"{'on' if info.flash_attn else 'off'}"
     )
-    if not info.reuse:
-        print(_yellow(f"No prefix is reused ({info.reuse_reason}): every prompt is computed whole."))
+    print(_reuse_line(info) if info.reuse else _yellow(_reuse_line(info)))
     print(loaded.ram_line)
     if info.step_cost is not None:
         print(_small_steps_line(info.step_cost))
@@ -76,6 +75,23 @@ def _yellow(text: str) -> str:
 def _styled(text: str, code: int) -> str:
     """Text in an ANSI style, on terminals alone. Not by rich: importing it would make every start take longer."""
     return f"\033[{code}m{text}\033[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
+
+
+def _reuse_line(info: ModelInfo) -> str:
+    """Return what is reused, or why nothing is, and which layers keep what."""
+    state = info.state
+    latent = " (MLA)" if state.has_mla else ""
+    kept = []
+    if state.n_attention_layers:
+        kept.append(f"KV of every token in {state.n_attention_layers}{latent}")
+    if state.n_window_layers:
+        kept.append(f"KV of the last {state.n_swa:,} in {state.n_window_layers}")
+    if state.kind is StateKind.RECURRENT:
+        kept.append("a recurrent state in all")
+    layers = f"; {state.n_layers} layers: {', '.join(kept)}" if kept else ""
+    if info.reuse:
+        return f"Prefix reuse: on{layers}"
+    return f"Prefix reuse: off, every prompt is computed whole ({info.reuse_reason}){layers}"
 
 
 def _small_steps_line(cost: StepCost) -> str:

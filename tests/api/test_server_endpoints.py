@@ -62,6 +62,14 @@ async def test_props(start: Any) -> None:
         await server.ok(path, body)
 
 
+async def test_props_say_what_is_reused(start: Any) -> None:
+    server = await start(backend=FakeBackend(reuse=False))
+    reuse = (await server.get("/props"))[1]["prefix_reuse"]
+    assert (reuse["enabled"], reuse["reason"]) == (False, "turned off by the test")
+    assert reuse["state"]["kind"] == "none"
+    assert reuse["state"]["can_trim"] is False
+
+
 async def test_slots_show_running_requests(start: Any) -> None:
     server = await start(backend=FakeBackend(n_ctx=20_000, n_slots=2))
     _, slots = await server.get("/slots")

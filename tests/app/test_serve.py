@@ -14,6 +14,7 @@ import pytest
 
 from tests.conftest import LONG
 from tests.forked import Command
+from tests.gguf_copies import rewritten
 from tests.live import Server, serving
 
 IMPORTS = "import atexit, sys\natexit.register(lambda: print('numpy' in sys.modules, flush=True))"
@@ -39,6 +40,7 @@ def test_it_says_what_runs_where_and_reuses_the_first_turn(tiny_model: Path, tmp
             "2 slots, 2,048 cells",
             "4 more sequences for idle prefixes",
             "on CPU",
+            "Prefix reuse: on; 3 layers: KV of every token in 3",
             f"listening on {server.url}",
             "curl",
         ):
@@ -107,6 +109,8 @@ def test_wrong_models_and_flags_are_one_line(tiny_model: Path, tmp_path: Path) -
     empty = tmp_path / "empty.gguf"
     empty.touch()
     assert "cannot load" in refused(tmp_path, "-m", cut)
+    diffusion = rewritten(tiny_model, tmp_path / "diffusion.gguf", "llada")
+    assert "is a diffusion model (llada); only" in refused(tmp_path, "-m", diffusion)
     for words, *args in (
         ("nosuch.gguf", "-m", "nosuch.gguf"),
         ("not a GGUF file", "-m", text),

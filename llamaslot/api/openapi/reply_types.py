@@ -18,6 +18,7 @@ from llamaslot.api.generation.logprobs import Prob
 from llamaslot.api.generation.reply_stats import CacheUse, PromptProgress, Timings
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.model import Capabilities
 
 
 class ChatReply(Envelope, kw_only=True):
@@ -170,6 +171,15 @@ class DefaultSettings(msgspec.Struct, forbid_unknown_fields=True):
     params: DefaultParams  # type: ignore[valid-type]
 
 
+class PrefixReuse(msgspec.Struct, forbid_unknown_fields=True):
+    """Reuse of prefixes by this model."""
+
+    enabled: bool
+    reason: str
+    """The reason where every prompt is computed whole."""
+    state: Capabilities
+
+
 class Props(msgspec.Struct, forbid_unknown_fields=True):
     """The server's properties."""
 
@@ -188,6 +198,7 @@ class Props(msgspec.Struct, forbid_unknown_fields=True):
     eos_token: str
     build_info: str
     is_sleeping: bool
+    prefix_reuse: PrefixReuse
 
 
 class NextToken(msgspec.Struct, forbid_unknown_fields=True):
