@@ -1,7 +1,8 @@
 """A backend without a model for tests, with the KV cells of llama.cpp.
 
 A cell holds a token, its position and the set of sequence ids that use it, as in llama.cpp (`seq_rm`, `seq_cp`).
-A generated token is a hash of the (position, token) pairs of its sequence, so wrong KV gives a wrong token.
+A generated token is a hash of the (position, token) pairs of its sequence, so wrong KV gives a wrong token. So does
+a wrong partial state, in models of a `kind` that has one: a hash of the tokens that were computed in the sequence.
 Constraints are followed by the real matcher, on a vocabulary of bytes. Tests choose which decodes fail. The state
 machine that tests the real backend (`tests/backend/test_state_machine.py`) tests this one too, so it cannot be bent
 to pass.
@@ -35,7 +36,7 @@ from llamaslot.base.backend import (
 from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
-from llamaslot.base.model import Capabilities, ModelInfo, SegmentSize
+from llamaslot.base.model import Capabilities, ModelInfo, SegmentSize, StateKind
 from llamaslot.base.tokens import Tokens
 from tests.fake_pool import CellPool
 
@@ -44,6 +45,8 @@ _Saved: TypeAlias = list[tuple[int, int]]
 
 SEGMENT_SIZE = SegmentSize(100, 10)
 BOS, EOS = 256, 257
+WINDOW = 8
+"""Tokens of a sliding window."""
 N_VOCAB = 258
 
 
@@ -142,19 +145,24 @@ class FakeBackend:
         segment_size: SegmentSize | None = SEGMENT_SIZE,
         n_scored: int = 8,
         eos_every: int = 40,
+        kind: StateKind = StateKind.NONE,
     ) -> None:
         self.vocab = vocab or FakeVocab()
+        has_states = kind is not StateKind.NONE
+        reuse = reuse and not has_states
+        n_seqs = n_seqs or (n_slots + n_reserved + 2 if has_states else None)
         self.n_seqs = n_seqs or n_slots + n_reserved + 2 * (unified and reuse)
-        has_scratch = unified and reuse and self.n_seqs > n_slots
+        has_scratch = unified and (reuse or has_states) and self.n_seqs > n_slots
         self.info = ModelInfo(
             name="fake", path="fake.gguf", architecture="fake", description="fake", n_params=0, size_bytes=0,
             n_vocab=self.vocab.n_tokens, vocab_type=2, n_embd=1, n_ctx_train=n_ctx, n_ctx=n_ctx,
             n_ctx_slot=n_ctx if unified else n_ctx // n_slots, n_slots=n_slots, n_batch=n_ubatch,
             n_ubatch=n_ubatch, unified=unified, flash_attn=True, cache_type_k="f16", cache_type_v="f16",
             device="none", reuse=reuse, reuse_reason="" if reuse else "turned off by the test",
-            state=Capabilities(can_trim=reuse), bos_token="<s>",
+            bos_token="<s>",
             eos_token=self.vocab.names[EOS], eog=(EOS,), n_cache_seqs=n_reserved, stream_copy_ms=stream_copy_ms,
             segment_size=segment_size if has_scratch else None, n_scored=n_scored,
+            state=Capabilities(kind=kind, can_trim=reuse, n_swa=WINDOW), keeps_checkpoints=has_states,
         )  # fmt: skip
         self.failures: deque[tuple[Status, int]] = deque()
         self.poison: set[int] = set()
@@ -171,6 +179,11 @@ class FakeBackend:
         self._rows: dict[int, int] = {}
         self._targets: dict[int, Run] = {}
         self._copying: set[int] = set()
+        self.states = kv_ops.StateRecord(kind, WINDOW)
+        self._partial: dict[int, int] = {}
+        """The partial state of each sequence that has one: a hash of all tokens that it stands for."""
+        self._taken: dict[int, int] = {}
+        """That of each checkpoint, by number."""
         self.segments: dict[int, range] = {}
         """Token positions of each saved segment, by number."""
         self._states: dict[int, _Saved] = {}
@@ -180,18 +193,22 @@ class FakeBackend:
 
     def change(self, operation: kv_ops.Operation) -> None:
         """Carry out an operation on sequences."""
-        shares = self.info.unified and self.info.reuse
-        kv_ops.check_operation(operation, length_of=self.seq_len, segments=self.segments, shares=shares)
+        shares = self.info.unified and (self.info.reuse or self.states.has_states)
+        kv_ops.check_operation(
+            operation, length_of=self.seq_len, segments=self.segments, shares=shares, states=self.states
+        )
         match operation:
             case kv_ops.Remove(seq, keep):
-                if not self.info.reuse and 0 < keep < self.seq_len(seq):
+                if not shares and not self.info.reuse and 0 < keep < self.seq_len(seq):
                     raise kv_ops.IllegalCallError("this model's sequences can only be cleared whole")
-                self._pool(seq).remove(seq, keep, self.seq_len(seq))
+                self._remove(seq, keep)
             case kv_ops.Share(src, dst, start, end):
                 self._pool(dst).remove(dst, start, end)
                 self._pool(dst).copy(src, dst, start, end)
             case kv_ops.Copy(src, dst, start, end):
+                self.states.copy(operation, self.seq_len(src))
                 self._pool(dst).copy(src, dst, start, end)
+                self._set_state(dst, self._partial.get(src))
             case kv_ops.CopyStream(src, dst, keep):
                 self._copy_stream(src, dst, keep)
             case kv_ops.Save(segment, src, start, end):
@@ -204,6 +221,17 @@ class FakeBackend:
                 self._place(scratch, self._states[segment], is_bad=segment in self.bad_segments)
                 self._pool(dst).copy(scratch, dst, start, end)
                 self._pool(scratch).remove(scratch, 0, self.seq_len(scratch))
+                self.states.load(dst)
+                self._set_state(dst, None)
+            case kv_ops.Take(checkpoint, src, end):
+                self.states.checkpoints[checkpoint] = end
+                self._taken[checkpoint] = self._partial[src]
+            case kv_ops.Restore(checkpoint, dst):
+                self._pool(dst).remove(dst, self.states.checkpoints[checkpoint], self.seq_len(dst))
+                self.states.restore(dst)
+                self._set_state(dst, self._taken[checkpoint])
+            case kv_ops.Free(checkpoint) if checkpoint in self._taken:
+                del self.states.checkpoints[checkpoint], self._taken[checkpoint]
             case kv_ops.Free(segment):
                 del self.segments[segment], self._states[segment]
                 self.bad_segments.discard(segment)
@@ -241,7 +269,7 @@ class FakeBackend:
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """Place a batch in the pool, or fail as `failures` says."""
-        check_runs(runs, length_of=self.seq_len, info=self.info)
+        check_runs(runs, length_of=self.seq_len, info=self.info, states=self.states)
         self._copying.clear()
         sent = {run.seq: (run.start, len(run.tokens)) for run in runs}
         status, n_applied = self.failures.popleft() if self.failures else (Status.OK, len(runs))
@@ -252,9 +280,13 @@ class FakeBackend:
         for run in runs[:n_applied]:
             self._place(run.seq, [(token, run.start + i) for i, token in enumerate(run.tokens.tolist())])
             self.n_decoded += len(run.tokens)
+            if self.states.has_states:
+                self._partial[run.seq] = _state_of(run.tokens.tolist(), self._partial.get(run.seq, 0))
             if status is Status.OK and run.output:
                 is_bad = self._pool(run.seq).is_bad(run.seq, self.poison)
                 self._rows[run.seq] = NO_TOKEN if is_bad else self._logits(run.seq)
+        if self.states.has_states and status in (Status.ABORTED, Status.FATAL):
+            self._lose_states(runs)
         return Decoded(status, sent)
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
@@ -325,6 +357,33 @@ class FakeBackend:
             raise kv_ops.IllegalCallError(f"{len(saved)} tokens cannot be placed in {pool.n_free} cells")
         pool.place(seq, saved, is_bad=is_bad)
 
+    def _remove(self, seq: int, keep: int) -> None:
+        length = self.seq_len(seq)
+        if keep >= length:
+            return
+        self.states.truncate(seq, length, keep)
+        self._pool(seq).remove(seq, keep, length)
+        if self.states.is_live(seq) and keep:
+            # A window that was never exceeded: it has lost nothing.
+            self._partial[seq] = _state_of([token for _, token in self.seen(seq)])
+        else:
+            self._set_state(seq, None)
+
+    def _set_state(self, seq: int, state: int | None) -> None:
+        """Give a sequence a partial state, or none if it is not to have one."""
+        if state is None or not self.states.is_live(seq):
+            self._partial.pop(seq, None)
+        else:
+            self._partial[seq] = state
+
+    def _lose_states(self, runs: Sequence[Run]) -> None:
+        starts = {run.seq: run.start for run in runs}
+        for seq, start in starts.items():
+            self._pool(seq).remove(seq, start, self.seq_len(seq))
+        self.states.fail(starts, {seq: self.seq_len(seq) for seq in range(self.n_seqs)})
+        for seq in range(self.n_seqs):
+            self._set_state(seq, self._partial.get(seq) if self.seq_len(seq) else None)
+
     def _copy_stream(self, src: int, dst: int, keep: int) -> None:
         if self.info.unified or not self.info.reuse or self._copying & {src, dst}:
             raise kv_ops.IllegalCallError(f"the stream of {src} cannot be copied to that of {dst} now")
@@ -360,6 +419,8 @@ class FakeBackend:
         return token
 
     def _logits(self, seq: int) -> int:
+        if self.states.has_states:
+            return _digest((*self.seen(seq), self._partial[seq]))
         return _digest(self.seen(seq))
 
     def _fits(self, runs: Sequence[Run]) -> bool:
@@ -411,3 +472,10 @@ def byte_tokenizer(vocab: FakeVocab | None = None) -> LLTokenizer:
 
 def _digest(value: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "big")
+
+
+def _state_of(tokens: Sequence[int], state: int = 0) -> int:
+    """The partial state behind further tokens."""
+    for token in tokens:
+        state = _digest((state, token))
+    return state

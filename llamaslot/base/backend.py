@@ -14,7 +14,7 @@ from typing import Protocol
 from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
-from llamaslot.base.kv_ops import IllegalCallError, Kv, Operation
+from llamaslot.base.kv_ops import IllegalCallError, Kv, Operation, StateRecord
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.tokens import Tokens
 
@@ -54,7 +54,13 @@ class Run:
     """The tokens that follow the first ones of `tokens`, if they are to be scored: their logits are needed too."""
 
 
-def check_runs(runs: Sequence[Run], *, length_of: Callable[[int], int], info: ModelInfo) -> None:
+def check_runs(
+    runs: Sequence[Run],
+    *,
+    length_of: Callable[[int], int],
+    info: ModelInfo,
+    states: StateRecord,
+) -> None:
     """Raise `IllegalCallError` for a batch that llama.cpp must not see; `length_of` refuses wrong sequence ids."""
     n_vocab = info.n_vocab
     if not runs or len({run.seq for run in runs}) != len(runs):
@@ -70,6 +76,8 @@ def check_runs(runs: Sequence[Run], *, length_of: Callable[[int], int], info: Mo
     for run in runs:
         if run.start != length_of(run.seq) or not len(run.tokens):
             raise IllegalCallError(f"a run at {run.start} does not continue sequence {run.seq}")
+        if not states.is_live(run.seq):
+            raise IllegalCallError(f"sequence {run.seq} has lost its state")
         if run.targets is not None and len(run.targets) > len(run.tokens):
             raise IllegalCallError("more tokens to score than are computed")
         least, most = (run.tokens.min(), run.tokens.max()) if len(run.tokens) > 1 else (run.tokens[0],) * 2

@@ -2,6 +2,14 @@
 
 llama.cpp aborts the process on many illegal calls, so each operation is checked before it reaches ctypes.
 Positions count tokens from 0; a sequence of n tokens holds the positions 0 to n - 1, without a gap.
+
+Some models have a *partial state* besides the KV of every token: a recurrent state, or KV of a sliding window. It
+is that of one position only. A sequence is *live* if it has the state of its last token, and only then can it be
+computed on. An operation that leaves it without one makes it *stateless*, until a checkpoint is restored:
+
+    live      --Remove some--> stateless     live source --Copy to its end--> live target (recurrent state)
+    stateless --Restore------> live          any other Copy, and Load     --> stateless target
+    any       --Remove all---> live, empty
 """
 
 from __future__ import annotations
@@ -9,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
+
+from llamaslot.base.model import StateKind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +33,7 @@ class IllegalCallError(AssertionError):
 
 
 class NotSavedError(Exception):
-    """The host has no memory for a `Save`; nothing was changed."""
+    """The host has no memory for a `Save` or `Take`; nothing was changed."""
 
     def __init__(self, segment: int) -> None:
         super().__init__(f"no memory for segment {segment}")
@@ -31,7 +41,7 @@ class NotSavedError(Exception):
 
 
 class NotLoadedError(Exception):
-    """The host has no memory for a `Load`; the target sequence was not changed."""
+    """The host has no memory for a `Load`, and the target was not changed, or for a `Restore`, and it is empty."""
 
     def __init__(self, segment: int) -> None:
         super().__init__(f"segment {segment} could not be loaded")
@@ -109,14 +119,103 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Take:
+    """Copy the partial state of live `src`, which holds `end` tokens, to host memory: a checkpoint.
+
+    Its number is not in use, by segments neither. Raises `NotSavedError` if there is no memory for it.
+    """
+
+    checkpoint: int
+    src: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Truncate `dst` to where a checkpoint was taken, and give it that state.
+
+    `dst` must begin with the tokens behind which it was taken. Raises `NotLoadedError` without memory for it.
+    """
+
+    checkpoint: int
+    dst: int
+
+
+@dataclass(frozen=True, slots=True)
 class Free:
-    """Free the host memory of a segment."""
+    """Free the host memory of a segment or checkpoint."""
 
     segment: int
 
 
-Operation: TypeAlias = Remove | Copy | Share | CopyStream | Save | Load | Free
+Operation: TypeAlias = Remove | Copy | Share | CopyStream | Save | Load | Take | Restore | Free
 """One change of sequences or segments between two decodes."""
+
+
+class StateRecord:
+    """Record of the partial states of a context: which sequences are live, and the checkpoints that were taken.
+
+    Backends update it with each operation that they carry out; `length` is that of the sequence before it.
+    """
+
+    def __init__(self, kind: StateKind, n_swa: int) -> None:
+        self._kind = kind
+        self._n_swa = n_swa
+        self._stateless: set[int] = set()
+        self.checkpoints: dict[int, int] = {}
+        """Number of tokens behind which each was taken, by number."""
+
+    @property
+    def has_states(self) -> bool:
+        """True for a model with a partial state; without one, every sequence is live."""
+        return self._kind is not StateKind.NONE
+
+    def is_live(self, seq: int) -> bool:
+        """Return True if a sequence can be computed on."""
+        return seq not in self._stateless
+
+    def truncate(self, seq: int, length: int, keep: int) -> None:
+        """Record that a sequence of `length` tokens is cut to fewer, `keep`."""
+        # A window that was never exceeded has lost nothing.
+        is_whole = self._kind is StateKind.WINDOW and length <= self._n_swa and self.is_live(seq)
+        self._set(seq, is_live=not keep or is_whole)
+
+    def copy(self, operation: Copy, length: int) -> None:
+        """Record a copy of cells from a sequence of `length` tokens.
+
+        llama.cpp shares a recurrent state until one of both is computed on. It would share the cells of a window as
+        well, which are never free again then, so these are not kept.
+        """
+        forks = self._kind in (StateKind.RECURRENT, StateKind.HYBRID) and operation.end == length
+        self._set(operation.dst, is_live=forks and self.is_live(operation.src))
+
+    def load(self, seq: int) -> None:
+        """Record that segments, which have no partial state, were loaded to a sequence."""
+        self._set(seq, is_live=False)
+
+    def restore(self, seq: int) -> None:
+        """Record that a sequence got a checkpoint's state."""
+        self._set(seq, is_live=True)
+
+    def fail(self, starts: Mapping[int, int], lengths: Mapping[int, int]) -> None:
+        """Record that computing a batch failed; `starts` are the positions at which its sequences began.
+
+        Within a batch llama.cpp moves the recurrent states of other sequences too, so none can be trusted then.
+        `lengths` are those of all sequences.
+        """
+        lost = starts.keys() if self._kind is StateKind.WINDOW else {**lengths, **starts}.keys()
+        for seq in lost:
+            self._set(seq, is_live=not starts.get(seq, lengths.get(seq, 0)))
+
+    def clear(self) -> None:
+        """Record that all sequences are empty."""
+        self._stateless.clear()
+
+    def _set(self, seq: int, *, is_live: bool) -> None:
+        if is_live or not self.has_states:
+            self._stateless.discard(seq)
+        else:
+            self._stateless.add(seq)
 
 
 def check_seq(seq: int, n_seqs: int) -> None:
@@ -126,9 +225,14 @@ def check_seq(seq: int, n_seqs: int) -> None:
 
 
 def check_operation(
-    operation: Operation, *, length_of: Callable[[int], int], segments: Mapping[int, range], shares: bool
+    operation: Operation,
+    *,
+    length_of: Callable[[int], int],
+    segments: Mapping[int, range],
+    shares: bool,
+    states: StateRecord,
 ) -> None:
-    """Raise `IllegalCallError` if an operation would leave a hole, a duplicate position or a foreign cell.
+    """Raise `IllegalCallError` if an operation would leave a hole, a duplicate position, a foreign cell or state.
 
     `length_of` returns the tokens of a sequence, `segments` has the positions of each saved segment by number, and
     `shares` says if sequences can share cells.
@@ -138,6 +242,13 @@ def check_operation(
             raise IllegalCallError(f"{operation} keeps less than nothing")
         length_of(operation.seq)
         return
+    if isinstance(operation, Take | Restore):
+        _check_checkpoint(operation, length_of, segments, states)
+        return
+    if isinstance(operation, Free) and operation.segment in states.checkpoints:
+        return
+    if isinstance(operation, Share | CopyStream) and states.has_states:
+        raise IllegalCallError(f"{operation}: the target would get the source's state")
     if isinstance(operation, CopyStream):
         n_src = length_of(operation.src)
         length_of(operation.dst)
@@ -147,7 +258,7 @@ def check_operation(
     if not shares:
         raise IllegalCallError("cells cannot be shared here")
     if isinstance(operation, Save | Load | Free):
-        _check_segment(operation, length_of, segments)
+        _check_segment(operation, length_of, segments, states)
         return
     start, end = operation.start, operation.end
     n_src, n_dst = length_of(operation.src), length_of(operation.dst)
@@ -157,10 +268,36 @@ def check_operation(
         raise IllegalCallError(f"{operation}: the target holds {n_dst} tokens")
 
 
+def _check_checkpoint(
+    operation: Take | Restore,
+    length_of: Callable[[int], int],
+    segments: Mapping[int, range],
+    states: StateRecord,
+) -> None:
+    end = states.checkpoints.get(operation.checkpoint)
+    if not states.has_states:
+        raise IllegalCallError(f"{operation}: this model has no state to keep")
+    if isinstance(operation, Restore):
+        if end is None or length_of(operation.dst) < end:
+            raise IllegalCallError(f"{operation}: the checkpoint is at {end}, the target is shorter")
+        return
+    if end is not None or operation.checkpoint in segments:
+        raise IllegalCallError(f"{operation}: the number is in use")
+    if not 0 < operation.end == length_of(operation.src):
+        raise IllegalCallError(f"{operation}: the source holds {length_of(operation.src)} tokens")
+    if not states.is_live(operation.src):
+        raise IllegalCallError(f"{operation}: the source has no state")
+
+
 def _check_segment(
-    operation: Save | Load | Free, length_of: Callable[[int], int], segments: Mapping[int, range]
+    operation: Save | Load | Free,
+    length_of: Callable[[int], int],
+    segments: Mapping[int, range],
+    states: StateRecord,
 ) -> None:
     saved = segments.get(operation.segment)
+    if isinstance(operation, Save) and operation.segment in states.checkpoints:
+        raise IllegalCallError(f"{operation}: a checkpoint has this number")
     if (saved is None) != isinstance(operation, Save):
         raise IllegalCallError(f"{operation}: the segment is {'not ' if saved is None else ''}saved")
     if isinstance(operation, Free):

@@ -169,6 +169,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     reuse_reason: str = ""
     """The reason where `reuse` is false."""
     state: Capabilities = Capabilities()
+    keeps_checkpoints: bool = False
+    """True if the backend takes and restores checkpoints of the state that cannot be trimmed."""
     chat_template: str = ""
     """The Jinja source in the model's metadata, or empty."""
     builtin_template: str = ""

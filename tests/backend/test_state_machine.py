@@ -1,27 +1,44 @@
 """One state machine for every backend: whatever is done to sequences, each sees exactly its own tokens.
 
 The oracle is a list of (cell, token) pairs per sequence id. What a sequence answers is compared with the answer
-that a second, fresh backend gives to the same tokens computed cold.
+that a second, fresh backend gives to the same tokens computed cold. Models with a partial state run through it too:
+there the oracle also knows which sequences are live, and the tokens behind which each checkpoint was taken.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import llama_cpp
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
 from llamaslot.base.backend import Backend, Run, Status
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.kv_ops import Copy, Free, IllegalCallError, Load, NotLoadedError, Operation, Remove, Save, Share
+from llamaslot.base.kv_ops import (
+    Copy,
+    Free,
+    IllegalCallError,
+    Load,
+    NotLoadedError,
+    Operation,
+    Remove,
+    Restore,
+    Save,
+    Share,
+    Take,
+)
+from llamaslot.base.model import StateKind
 from tests.conftest import LONG
-from tests.fake_backend import FakeBackend
+from tests.fake_backend import WINDOW, FakeBackend
 from tests.noise import Noise
 
 N_SLOTS, N_RESERVED = 2, 1
@@ -38,6 +55,10 @@ seqs = st.integers(0, N_SEQS - 2)
 class SequencesMachine(RuleBasedStateMachine):
     """Subclasses choose the backend, and whether two greedy tokens count as the same answer."""
 
+    kind = StateKind.NONE
+    """Kind of the model's partial state."""
+    n_swa = 0
+
     def new_backend(self) -> Backend:
         raise NotImplementedError
 
@@ -51,6 +72,12 @@ class SequencesMachine(RuleBasedStateMachine):
         self.n_computed = 0
         self.segments: dict[int, tuple[int, list[int]]] = {}
         """The start of each, and all tokens up to its end."""
+        self.n_bytes: dict[int, int] = {}
+        """Size of the segments of each number of tokens."""
+        self.live = set(range(N_SEQS))
+        """Sequences with the state of their last token, or without tokens."""
+        self.checkpoints: dict[int, list[int]] = {}
+        """All tokens behind which each was taken."""
 
     def teardown(self) -> None:
         self.backend.close()
@@ -61,6 +88,11 @@ class SequencesMachine(RuleBasedStateMachine):
         if total > N_UBATCH:
             return
         runs = [self.run_of(seq, run, output) for seq, (run, output) in batch.items()]
+        if not self.live.issuperset(batch):
+            self.refused(lambda: self.backend.decode(runs))
+            return
+        if self.cells_used + total > N_CTX and self.kind is StateKind.RECURRENT:
+            return  # There are no cells to run out of.
         decoded = self.backend.decode(runs)
         if self.cells_used + total > N_CTX:
             assert decoded.status is Status.NO_CELLS
@@ -82,7 +114,7 @@ class SequencesMachine(RuleBasedStateMachine):
     def remove(self, seq: int, share: float) -> None:
         keep = int(share * len(self.oracle[seq]))
         self.backend.change(Remove(seq, keep))
-        del self.oracle[seq][keep:]
+        self.cut(seq, keep)
 
     @rule(src=seqs, dst=seqs, share=st.floats(0, 1))
     def copy(self, src: int, dst: int, share: float) -> None:
@@ -92,6 +124,8 @@ class SequencesMachine(RuleBasedStateMachine):
             return
         self.backend.change(Copy(src, dst, start, end))
         target.extend(source[start:end])
+        forks = self.kind in (StateKind.RECURRENT, StateKind.HYBRID) and end == len(source)
+        self.set_live(dst, is_live=forks and src in self.live)
 
     @precondition(lambda self: self.pairs)
     @rule(data=st.data())
@@ -100,6 +134,9 @@ class SequencesMachine(RuleBasedStateMachine):
         src, dst = data.draw(st.sampled_from(self.pairs))
         end = data.draw(st.integers(1, common(self.held(src), self.held(dst))))
         start = data.draw(st.integers(0, end - 1))
+        if self.has_states:
+            self.refuses(Share(src, dst, start, end))
+            return
         self.backend.change(Share(src, dst, start, end))
         self.oracle[dst][start:end] = self.oracle[src][start:end]
 
@@ -118,7 +155,7 @@ class SequencesMachine(RuleBasedStateMachine):
         n = len(self.oracle[src])
         start = data.draw(st.sampled_from([0, n // 2, n - 1]))
         end = data.draw(st.integers(start + 1, n))
-        number = next(i for i in range(100) if i not in self.segments)
+        number = self.unused_number()
         self.refuses(Save(number, src, start, n + 1, SCRATCH))
         self.refuses(Save(number, src, end, end, SCRATCH))
         self.refuses(Save(number, src, -1, end, SCRATCH))
@@ -127,6 +164,9 @@ class SequencesMachine(RuleBasedStateMachine):
         self.refuses(Save(number, src, start, end, N_SEQS))
         self.backend.change(Save(number, src, start, end, SCRATCH))
         self.segments[number] = (start, self.held(src)[:end])
+        kv = self.backend.kv_of(number)
+        assert kv is not None
+        assert self.n_bytes.setdefault(end - start, len(kv)) == len(kv), "foreign cells or a state"
         self.refuses(Save(number, src, start, end, SCRATCH))
 
     @precondition(lambda self: self.segments)
@@ -144,7 +184,7 @@ class SequencesMachine(RuleBasedStateMachine):
         stop, most = len(history), shared[number, dst]
         start = data.draw(st.sampled_from([most, *range(min(first, most), most)]))
         self.backend.change(Remove(dst, start))
-        del self.oracle[dst][start:]
+        self.cut(dst, start)
         end = data.draw(st.sampled_from([stop, *range(start + 1, stop)]))
         self.refuses(Load(number, dst, start, stop + 1, SCRATCH))
         self.refuses(Load(number, dst, start, start, SCRATCH))
@@ -157,13 +197,14 @@ class SequencesMachine(RuleBasedStateMachine):
         for taken in (seq for seq, held in self.oracle.items() if held):
             self.refuses(Load(number, dst, start, end, taken))
         load = Load(number, dst, start, end, SCRATCH)
-        if is_crowded:
+        if is_crowded and not self.has_states:
             self.refused_with_too_few_cells(load, stop - first - 1)
-        if start < first or self.cells_used + stop - first > N_CTX:
+        if start < first or (self.cells_used + stop - first > N_CTX and self.kind is not StateKind.RECURRENT):
             self.refuses(load)
         else:
             self.backend.change(load)
             self.extend(dst, history[start:end])
+            self.set_live(dst, is_live=False)
 
     @precondition(lambda self: self.segments)
     @rule(data=st.data())
@@ -172,6 +213,73 @@ class SequencesMachine(RuleBasedStateMachine):
         self.backend.change(Free(number))
         del self.segments[number]
         self.refuses(Free(number))
+
+    @precondition(lambda self: any(self.oracle[seq] for seq in self.live))
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        """Take a checkpoint of a live sequence; nothing else changes."""
+        src = data.draw(st.sampled_from([seq for seq in sorted(self.live) if self.oracle[seq]]))
+        n, number = len(self.oracle[src]), self.unused_number()
+        if not self.has_states:
+            self.refuses(Take(number, src, n))
+            return
+        for end in (n - 1, n + 1, 0):
+            self.refuses(Take(number, src, end))
+        self.refuses(Take(number, N_SEQS, n))
+        self.refuses(Restore(number, src))
+        for other in set(self.oracle) - self.live:
+            self.refuses(Take(number, other, len(self.oracle[other])))
+        for taken in (*self.segments, *self.checkpoints):
+            self.refuses(Take(taken, src, n))
+        self.backend.change(Take(number, src, n))
+        self.checkpoints[number] = self.held(src)
+        self.refuses(Save(number, src, 0, n, SCRATCH))
+
+    @precondition(lambda self: self.checkpoints)
+    @rule(data=st.data())
+    def restore(self, data: st.DataObject) -> None:
+        """Restore a checkpoint in a sequence that begins with its tokens, whatever it holds behind them."""
+        fitting = [
+            (number, seq)
+            for number, history in self.checkpoints.items()
+            for seq in range(SCRATCH)
+            if self.held(seq)[: len(history)] == history
+        ]
+        for number, history in self.checkpoints.items():
+            for seq in range(SCRATCH):
+                if len(self.oracle[seq]) < len(history):
+                    self.refuses(Restore(number, seq))
+        if fitting:
+            number, seq = data.draw(st.sampled_from(fitting))
+            self.backend.change(Restore(number, seq))
+            del self.oracle[seq][len(self.checkpoints[number]) :]
+            self.set_live(seq, is_live=True)
+
+    @precondition(lambda self: self.checkpoints)
+    @rule(data=st.data())
+    def discard_a_checkpoint(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.checkpoints)))
+        self.backend.change(Free(number))
+        del self.checkpoints[number]
+        self.refuses(Free(number))
+
+    @precondition(lambda self: self.has_states)
+    @rule(batch=st.dictionaries(seqs, tokens, min_size=1, max_size=2))
+    def fail(self, batch: dict[int, list[int]]) -> None:
+        """A step fails while it computes: its sequences hold what they held, and states are lost."""
+        total = sum(map(len, batch.values()))
+        if total > N_UBATCH or self.cells_used + total > N_CTX or not self.live.issuperset(batch):
+            return
+        with self.failing():
+            decoded = self.backend.decode([self.run_of(seq, run, True) for seq, run in batch.items()])
+        assert decoded.status is Status.ABORTED
+        lost = batch if self.kind is StateKind.WINDOW else self.oracle
+        for seq in lost:
+            self.set_live(seq, is_live=False)
+
+    def failing(self) -> AbstractContextManager[None]:
+        """The next step fails."""
+        raise NotImplementedError
 
     @rule(seq=seqs, shift=st.sampled_from([-1, 1, 7]))
     def decode_at_another_position(self, seq: int, shift: int) -> None:
@@ -224,6 +332,7 @@ class SequencesMachine(RuleBasedStateMachine):
     def lengths_are_right(self) -> None:
         for seq, held in self.oracle.items():
             assert self.backend.seq_len(seq) == len(held)
+            assert self.backend.seq_range(seq) == range(len(held)) or self.kind is not StateKind.NONE
         if isinstance(self.backend, FakeBackend):
             assert self.backend.cells_used == self.cells_used
             for pool in self.backend.pools:
@@ -232,12 +341,35 @@ class SequencesMachine(RuleBasedStateMachine):
                 assert self.backend.seen(seq) == [(i, token) for i, (_, token) in enumerate(held)]
             stored = {number: range(start, len(history)) for number, (start, history) in self.segments.items()}
             assert self.backend.segments == stored
+            assert self.backend.states.checkpoints == {n: len(held) for n, held in self.checkpoints.items()}
             assert self.backend.n_segment_bytes == sum(100 + 10 * len(each) for each in stored.values())
 
     def extend(self, seq: int, run: list[int]) -> None:
         """A sequence holds more tokens, in cells of their own."""
         self.oracle[seq] += [(self.n_computed + i, token) for i, token in enumerate(run)]
         self.n_computed += len(run)
+
+    def cut(self, seq: int, keep: int) -> None:
+        """A sequence is truncated."""
+        length = len(self.oracle[seq])
+        if keep < length:
+            is_whole = self.kind is StateKind.WINDOW and length <= self.n_swa and seq in self.live
+            del self.oracle[seq][keep:]
+            self.set_live(seq, is_live=is_whole)
+
+    def set_live(self, seq: int, *, is_live: bool) -> None:
+        """A sequence has got the state of its last token, or lost it."""
+        if is_live or not self.oracle[seq] or not self.has_states:
+            self.live.add(seq)
+        else:
+            self.live.discard(seq)
+
+    def unused_number(self) -> int:
+        return next(i for i in range(100) if i not in self.segments and i not in self.checkpoints)
+
+    @property
+    def has_states(self) -> bool:
+        return self.kind is not StateKind.NONE
 
     @property
     def cells_used(self) -> int:
@@ -297,15 +429,25 @@ def cold_answer(new_backend: Callable[[], Backend], history: list[int]) -> int:
 
 
 class FakeMachine(SequencesMachine):
-    def new_backend(self) -> Backend:
-        return FakeBackend(n_slots=N_SLOTS, n_reserved=N_RESERVED, n_ctx=N_CTX, n_ubatch=N_UBATCH)
+    backend: FakeBackend
+
+    def new_backend(self) -> FakeBackend:
+        return FakeBackend(n_slots=N_SLOTS, n_reserved=N_RESERVED, n_ctx=N_CTX, n_ubatch=N_UBATCH, kind=self.kind)
 
     def same_answer(self, history: list[int], warm: int, cold: int) -> bool:
         return warm == cold
 
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        self.backend.failures.append((Status.ABORTED, 1))
+        yield
 
-def test_fake_backend() -> None:
-    run_state_machine_as_test(FakeMachine, settings=settings(max_examples=1200 if LONG else 60))
+
+@pytest.mark.parametrize("kind", list(StateKind))
+def test_fake_backend(kind: StateKind) -> None:
+    machine = type("FakeMachine", (FakeMachine,), {"kind": kind, "n_swa": WINDOW})
+    n = (1200 if LONG else 60) // (1 if kind is StateKind.NONE else 2)
+    run_state_machine_as_test(machine, settings=settings(max_examples=n))
 
 
 def test_llama_backend(tiny_model: Path) -> None:
@@ -323,5 +465,42 @@ def test_llama_backend(tiny_model: Path) -> None:
 
     run_state_machine_as_test(
         LlamaMachine, settings=settings(max_examples=200 if LONG else 10, stateful_step_count=40)
+    )
+    print(f"tokens that differed within noise: {noise.n_explained}")
+
+
+@pytest.mark.parametrize("shape", ["tiny-lfm2", "tiny-mamba", "tiny-swa"])
+def test_llama_backend_with_a_partial_state(shape: str) -> None:
+    chosen = LlamaSettings(
+        synthetic.ensure(shape), n_ctx=N_CTX, n_slots=N_SLOTS, n_cache_seqs=N_RESERVED + 1, n_ubatch=N_UBATCH,
+        n_threads=1, checkpoints=True,
+    )  # fmt: skip
+    noise = Noise(chosen)
+    backend = LlamaBackend(chosen)
+    state = backend.info.state
+    backend.close()
+
+    class LlamaMachine(SequencesMachine):
+        kind, n_swa = state.kind, state.n_swa
+        backend: LlamaBackend
+
+        def new_backend(self) -> LlamaBackend:
+            return LlamaBackend(chosen)
+
+        def same_answer(self, history: list[int], warm: int, cold: int) -> bool:
+            return warm == cold or noise.explains(history, warm, cold)
+
+        @contextmanager
+        def failing(self) -> Iterator[None]:
+            always = llama_cpp.ggml_abort_callback(lambda _: True)
+            never = llama_cpp.ggml_abort_callback(lambda _: False)
+            llama_cpp.llama_set_abort_callback(self.backend._context, always, None)
+            yield
+            llama_cpp.llama_set_abort_callback(self.backend._context, never, None)
+            self.kept = never
+
+    assert state.kind is not StateKind.NONE
+    run_state_machine_as_test(
+        LlamaMachine, settings=settings(max_examples=100 if LONG else 5, stateful_step_count=40)
     )
     print(f"tokens that differed within noise: {noise.n_explained}")

@@ -17,6 +17,7 @@ import pytest
 from bench.demo.corpus import Dialogue, held_out
 from llamaslot.app.models import resolve_model
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, batch
+from llamaslot.backend.llama.operations import KvOperations
 from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import Copy, Load, Operation
 from llamaslot.base.tokens import WIDTH
@@ -198,10 +199,10 @@ def match_one_token_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 def never_trim(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cells behind the match stay where they are."""
 
-    def remove(backend: LlamaBackend, seq: int, keep: int) -> None:
-        backend._lengths[seq] = min(keep, backend._lengths[seq])
+    def remove(operations: KvOperations, seq: int, keep: int) -> None:
+        operations.lengths[seq] = min(keep, operations.lengths[seq])
 
-    monkeypatch.setattr(LlamaBackend, "_remove", remove)
+    monkeypatch.setattr(KvOperations, "_remove", remove)
 
 
 def copy_from_the_wrong_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +211,7 @@ def copy_from_the_wrong_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(backend: LlamaBackend, operation: Operation) -> None:
         if isinstance(operation, Copy):
-            lengths = enumerate(backend._lengths)
+            lengths = enumerate(backend._kv.lengths)
             others = [s for s, n in lengths if n >= operation.end and s not in (operation.src, operation.dst)]
             operation = replace(operation, src=(others or [operation.src])[0])
         change(backend, operation)
@@ -224,7 +225,7 @@ def lose_a_holder(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def lost(backend: LlamaBackend, operation: Operation) -> None:
         if isinstance(operation, Copy) and operation.dst >= backend.info.n_slots:
-            backend._lengths[operation.dst] = operation.end
+            backend._kv.lengths[operation.dst] = operation.end
         else:
             change(backend, operation)
 
@@ -263,7 +264,7 @@ def load_another_segment(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(backend: LlamaBackend, operation: Operation) -> None:
         if isinstance(operation, Load):
-            stored = backend._segments.positions.items()
+            stored = backend._kv.segments.positions.items()
             others = [n for n, at in stored if at.start <= operation.start and operation.end <= at.stop]
             others = [n for n in others if n != operation.segment] or others
             operation = replace(operation, segment=max(others))

@@ -19,11 +19,11 @@ from llamaslot.backend.llama.constraint_tokenizer import ConstraintTokenizer
 from llamaslot.backend.llama.llama_settings import LlamaSettings, sequences
 from llamaslot.backend.llama.loading import Context
 from llamaslot.backend.llama.measurements import Measurements
+from llamaslot.backend.llama.operations import KvOperations
 from llamaslot.backend.llama.sampling.candidates import Logits
 from llamaslot.backend.llama.sampling.dry import BreakerIndex
 from llamaslot.backend.llama.sampling.probabilities import score_of
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
-from llamaslot.backend.llama.segments import SegmentStore
 from llamaslot.backend.llama.state import capabilities
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base import kv_ops
@@ -32,7 +32,7 @@ from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
-from llamaslot.base.model import ModelFile, ModelInfo, SegmentSize
+from llamaslot.base.model import ModelFile, ModelInfo, SegmentSize, StateKind
 from llamaslot.base.tokens import Tokens
 
 _MAX_VIEWS = 1024
@@ -48,7 +48,9 @@ class LlamaBackend:
         files = loading.kv_files(settings.model)
         self._model, n_mapped = loading.load_model(settings, on_progress)
         try:
-            n_cache_seqs, n_seqs = sequences(settings, reusable=not capabilities.why_not_reusable(self._model))
+            has_states = capabilities.kind_of(self._model) is not StateKind.NONE
+            reusable = not capabilities.why_not_reusable(self._model)
+            n_cache_seqs, n_seqs = sequences(settings, reusable=reusable, has_states=has_states)
             n_ctx, size = sizing.choose(self._model, settings, n_seqs, n_mapped)
             context = loading.make_context(self._model, settings, n_ctx=n_ctx, n_seqs=n_seqs, n_threads=n_threads)
         except ConfigError:
@@ -56,20 +58,17 @@ class LlamaBackend:
             raise
         self._context = context.handle
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._segments = SegmentStore(self._context)
         self.vocab = LlamaVocab(self._model)
         self._breakers = BreakerIndex(self.vocab)
         self._constraints = _constraint_compiler(self.vocab)
         self.n_seqs: int = llama_cpp.llama_n_seq_max(self._context)
         self.info = self._describe(settings, context, n_cache_seqs, size, files)
         self._batch = Batch(self.info.n_ubatch)
-        self._lengths = [0] * self.n_seqs
+        self._kv = KvOperations(self._context, self.info, self.n_seqs)
         self._rows: dict[int, int] = {}
         """The batch row of each sequence's last token, if its logits were asked for."""
         self._targets: dict[int, tuple[int, Tokens]] = {}
         """By sequence the first batch row of what is to be scored, and those tokens."""
-        self._copying: set[int] = set()
-        """Sequences in copies that llama.cpp carries out with the next decode."""
         self._views: dict[int, Logits] = {}
         """Arrays over the logits by address: llama.cpp keeps to a few, so they need not be made every step."""
         try:
@@ -82,48 +81,34 @@ class LlamaBackend:
 
     def change(self, operation: kv_ops.Operation) -> None:
         """Carry out an operation on sequences, checked first."""
-        shares = self.info.unified and self.info.reuse
-        segments = self._segments.positions
-        kv_ops.check_operation(operation, length_of=self._recorded_length, segments=segments, shares=shares)
-        match operation:
-            case kv_ops.Remove(seq, keep):
-                self._remove(seq, keep)
-            case kv_ops.Copy(src, dst, start, end):
-                llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
-                self._lengths[dst] = end
-            case kv_ops.Share(src, dst, start, end):
-                llama_cpp.llama_memory_seq_rm(self._memory, dst, start, end)
-                llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
-            case kv_ops.CopyStream(src, dst, keep):
-                self._copy_stream(src, dst, keep)
-            case kv_ops.Save():
-                self._segments.save(operation)
-            case kv_ops.Load(dst=dst, end=end):
-                self._segments.load(operation)
-                self._lengths[dst] = end
-            case kv_ops.Free(segment):
-                self._segments.free(segment)
+        self._check_open()
+        self._kv.change(operation)
 
     def kv_of(self, segment: int) -> kv_ops.Kv | None:
         """Return the KV of a segment in host memory, None without one."""
-        return self._segments.kv_of(segment)
+        return self._kv.segments.kv_of(segment)
 
     def put(self, segment: int, start: int, end: int, state: kv_ops.Kv) -> None:
         """Add a segment of KV that an earlier process saved."""
         size = self.info.segment_size
         if size is None or len(state) != size.of(end - start):
             raise ValueError(f"{len(state)} bytes are not {end - start} tokens")
-        self._segments.put(segment, range(start, end), state)
+        self._kv.segments.put(segment, range(start, end), state)
 
     def seq_len(self, seq: int) -> int:
         """Return the tokens of a sequence: asks llama.cpp, and corrects the backend's record by the answer."""
         self._check_seq(seq)
-        self._lengths[seq] = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
-        return self._lengths[seq]
+        if self._kv.states.has_states:
+            # llama.cpp knows of the state only, which a sequence may have lost.
+            return self._kv.lengths[seq]
+        self._kv.lengths[seq] = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
+        return self._kv.lengths[seq]
 
     def seq_range(self, seq: int) -> range:
         """Return the positions that a sequence holds, from the lowest to the highest."""
         self._check_seq(seq)
+        if not self._kv.states.is_live(seq):
+            return range(self._kv.lengths[seq])
         end = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
         # Layers with a sliding window and recurrent states drop early positions; such models share nothing.
         start = llama_cpp.llama_memory_seq_pos_min(self._memory, seq) if self.info.reuse else 0
@@ -131,13 +116,14 @@ class LlamaBackend:
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
         """Compute a batch."""
-        check_runs(runs, length_of=self._recorded_length, info=self.info)
-        self._copying.clear()
+        check_runs(runs, length_of=self._recorded_length, info=self.info, states=self._kv.states)
+        self._kv.begin_decode()
         self._rows, self._targets = self._batch.fill(runs)
         code = llama_cpp.llama_decode(self._context, self._batch.struct)
         if code == 0:
-            for run in runs:
-                self._lengths[run.seq] += len(run.tokens)
+            self._kv.decoded(runs)
+        elif _status(code) in (Status.ABORTED, Status.FATAL):
+            self._kv.failed(runs)
         return Decoded(_status(code), self._batch.sent())
 
     def compile(self, constraint: Constraint) -> CompiledConstraint:
@@ -233,6 +219,10 @@ class LlamaBackend:
             reuse=not reason,
             reuse_reason=reason,
             state=capabilities.read(model, context, made.caches),
+            keeps_checkpoints=settings.checkpoints
+            and settings.unified
+            and self.n_seqs > settings.n_slots
+            and capabilities.has_partial_state(model, made.caches),
             chat_template=template,
             builtin_template=loading.builtin_template(template),
             sampling=loading.sampling_defaults(model),
@@ -253,13 +243,14 @@ class LlamaBackend:
         llama_cpp.llama_set_warmup(self._context, False)
         if status is not Status.OK:
             raise ConfigError(f"the model loads but cannot compute ({status.name})", param="--model")
+        if self.info.keeps_checkpoints:
+            self._kv.partial.prepare(one=0, empty=1)
         if self.info.unified and self.info.reuse and self.info.flash_attn and self.n_seqs > self.info.n_slots:
             self.info = msgspec.structs.replace(self.info, segment_size=self._measure_segments(token))
         self._clear()
 
     def _clear(self) -> None:
-        llama_cpp.llama_memory_clear(self._memory, True)
-        self._lengths = [0] * self.n_seqs
+        self._kv.clear()
         self._rows, self._targets = {}, {}
 
     def _measurements(self, settings: LlamaSettings) -> Measurements:
@@ -284,50 +275,36 @@ class LlamaBackend:
 
         def step() -> float:
             started = perf_counter()
-            self.decode([Run(seq=0, start=self._lengths[0], tokens=token, output=True)])
+            self.decode([Run(seq=0, start=self._kv.lengths[0], tokens=token, output=True)])
             llama_cpp.llama_synchronize(self._context)
             return 1e3 * (perf_counter() - started)
 
         plain = min(step() for _ in range(3))
         copying = []
         for _ in range(3):
-            self.change(kv_ops.CopyStream(0, 1, self._lengths[0]))
+            self.change(kv_ops.CopyStream(0, 1, self._kv.lengths[0]))
             copying.append(step())
         self._clear()
         return max(min(copying[1:]) - plain, 0.01)
 
     def _measure_segments(self, token: Tokens) -> SegmentSize:
         """Return `ModelInfo.segment_size` from the sizes of one and two tokens; sequence 0 holds one."""
-        one = self._segments.n_bytes(0)
+        one = self._kv.segments.n_bytes(0)
         self.decode([Run(seq=0, start=1, tokens=token, output=False)])
-        two = self._segments.n_bytes(0)
+        two = self._kv.segments.n_bytes(0)
         return SegmentSize(2 * one - two, two - one)
 
-    def _remove(self, seq: int, keep: int) -> None:
-        if keep >= self._lengths[seq]:
-            return
-        if keep > 0 and not self.info.reuse:
-            raise kv_ops.IllegalCallError("this model's sequences can only be cleared whole")
-        llama_cpp.llama_memory_seq_rm(self._memory, seq, keep if keep else -1, -1)
-        self._lengths[seq] = keep
-
-    def _copy_stream(self, src: int, dst: int, keep: int) -> None:
-        if self.info.unified or not self.info.reuse or self._copying & {src, dst}:
-            raise kv_ops.IllegalCallError(f"the stream of {src} cannot be copied to that of {dst} now")
-        self._copying |= {src, dst}
-        llama_cpp.llama_memory_seq_cp(self._memory, src, dst, -1, -1)
-        if keep < self._lengths[src]:
-            llama_cpp.llama_memory_seq_rm(self._memory, dst, keep, -1)
-        self._lengths[dst] = keep
-
-    def _check_seq(self, seq: int) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise kv_ops.IllegalCallError("the backend is closed")
+
+    def _check_seq(self, seq: int) -> None:
+        self._check_open()
         kv_ops.check_seq(seq, self.n_seqs)
 
     def _recorded_length(self, seq: int) -> int:
         self._check_seq(seq)
-        return self._lengths[seq]
+        return self._kv.lengths[seq]
 
 
 def _constraint_compiler(vocab: LlamaVocab) -> ConstraintCompiler:

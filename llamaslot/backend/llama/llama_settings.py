@@ -53,6 +53,8 @@ class LlamaSettings:
     unified: bool = True
     swa_full: bool = False
     """Full-size KV for layers with a sliding window; of no use as long as nothing of such models is reused."""
+    checkpoints: bool = False
+    """Take and restore checkpoints of states that cannot be trimmed; in a unified pool only."""
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     measure_costs: bool = False
@@ -61,12 +63,12 @@ class LlamaSettings:
     """Folder in which start-up measurements are kept for the next start; None to measure at each."""
 
 
-def sequences(settings: LlamaSettings, *, reusable: bool) -> tuple[int, int]:
+def sequences(settings: LlamaSettings, *, reusable: bool, has_states: bool = False) -> tuple[int, int]:
     """Reserved sequence ids, and how many the context has in all. Raises `ConfigError`.
 
     The ids are those of the slots, then the reserved ones, then in a unified pool a spare one to move prefixes to
     and one for scratch: 255 slots leave only the last, 256 neither. Where KV cannot be trimmed there is no use for
-    any but the slots'.
+    any but the slots'; with checkpoints, only those that are asked for and scratch.
     """
     n_slots, wanted = settings.n_slots, settings.n_cache_seqs
     if not 1 <= n_slots <= MAX_SEQS:
@@ -79,6 +81,9 @@ def sequences(settings: LlamaSettings, *, reusable: bool) -> tuple[int, int]:
             f"llama.cpp has {MAX_SEQS} sequence ids in all",
             param="--cache-seqs",
         )
+    if has_states and settings.checkpoints and settings.unified and n_more:
+        # Checkpoints keep idle prefixes, and each id takes memory for a state.
+        return wanted or 0, n_slots + (wanted or 0) + 1
     if not reusable:
         return 0, n_slots
     if wanted is None:

@@ -7,6 +7,7 @@ after: a range of a sequence is copied to it to be saved, and what is loaded int
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import llama_cpp
@@ -39,14 +40,16 @@ class SegmentStore:
         self._states[segment] = state
         self.positions[segment] = positions
 
-    def save(self, operation: Save) -> None:
-        """Save a range of a sequence; raises `NotSavedError` if there is no memory for it."""
-        start, end = operation.start, operation.end
+    def save(self, operation: Save, strip: Callable[[int], None]) -> None:
+        """Save a range of a sequence; raises `NotSavedError` if there is no memory for it.
+
+        `strip` takes the partial state, which came along with the range, from the scratch sequence.
+        """
         try:
-            state = self._saved(operation.src, start, end, operation.scratch)
+            state = self._saved(operation, strip)
         except MemoryError as error:
             raise NotSavedError(operation.segment) from error
-        self.put(operation.segment, range(start, end), state)
+        self.put(operation.segment, range(operation.start, operation.end), state)
 
     def load(self, operation: Load) -> None:
         """Load a segment, and copy the wanted range of it to a sequence.
@@ -66,9 +69,11 @@ class SegmentStore:
         """Free a segment."""
         del self._states[segment], self.positions[segment]
 
-    def _saved(self, src: int, start: int, end: int, scratch: int) -> Kv:
+    def _saved(self, operation: Save, strip: Callable[[int], None]) -> Kv:
+        src, start, end, scratch = operation.src, operation.start, operation.end, operation.scratch
         llama_cpp.llama_memory_seq_cp(self._memory, src, scratch, start, end)
         try:
+            strip(scratch)
             state = new_kv(self.n_bytes(scratch))
             n_bytes = llama_cpp.llama_state_seq_get_data(self._context, _bytes(state), len(state), scratch)
         finally:

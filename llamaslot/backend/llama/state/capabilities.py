@@ -78,6 +78,11 @@ def has_own_cache(model: Any) -> bool:
     return architecture in _OWN_CACHES or library.number(model, "attention.indexer.top_k") > 0
 
 
+def has_partial_state(model: Any, caches: Caches) -> bool:
+    """Return True if part of this model's state cannot be trimmed, but saved and loaded apart."""
+    return kind_of(model) is not StateKind.NONE and not has_own_cache(model) and not caches.unknown
+
+
 def why_not_reusable(model: Any, caches: Caches | None = None) -> str:
     """Return the reason why KV of this model cannot be trimmed and continued; empty where it can.
 

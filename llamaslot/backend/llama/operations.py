@@ -1,0 +1,139 @@
+"""Carries out KV operations on a context, and records what its sequences hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import llama_cpp
+
+from llamaslot.backend.llama.segments import SegmentStore
+from llamaslot.backend.llama.state.partial_states import PartialStates
+from llamaslot.base import kv_ops
+from llamaslot.base.backend import Run
+from llamaslot.base.model import ModelInfo, StateKind
+
+
+class KvOperations:
+    """The sequences of one context, with its segments and checkpoints in host memory."""
+
+    def __init__(self, context: Any, info: ModelInfo, n_seqs: int) -> None:
+        self.lengths = [0] * n_seqs
+        """Tokens that each sequence holds."""
+        kind = info.state.kind if info.keeps_checkpoints else StateKind.NONE
+        self.states = kv_ops.StateRecord(kind, info.state.n_swa)
+        """Record of which sequences can be computed on."""
+        self.segments = SegmentStore(context)
+        self.partial = PartialStates(context, kind)
+        self._memory = llama_cpp.llama_get_memory(context)
+        self._info = info
+        self._copying: set[int] = set()
+        """Sequences in copies that llama.cpp carries out with the next decode."""
+
+    def change(self, operation: kv_ops.Operation) -> None:
+        """Carry out an operation, checked first; sequence ids beyond the context's raise `IllegalCallError`."""
+        info, positions = self._info, self.segments.positions
+        shares = info.unified and (info.reuse or info.keeps_checkpoints)
+        kv_ops.check_operation(
+            operation, length_of=self.length, segments=positions, shares=shares, states=self.states
+        )
+        match operation:
+            case kv_ops.Remove(seq, keep):
+                self._remove(seq, keep)
+            case kv_ops.Copy(src, dst, start, end):
+                llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
+                self.states.copy(operation, self.lengths[src])
+                self._set_length(dst, end)
+            case kv_ops.Share(src, dst, start, end):
+                llama_cpp.llama_memory_seq_rm(self._memory, dst, start, end)
+                llama_cpp.llama_memory_seq_cp(self._memory, src, dst, start, end)
+            case kv_ops.CopyStream(src, dst, keep):
+                self._copy_stream(src, dst, keep)
+            case kv_ops.Save():
+                self.segments.save(operation, self.partial.strip)
+            case kv_ops.Load(dst=dst, end=end):
+                self.segments.load(operation)
+                self.states.load(dst)
+                self._set_length(dst, end)
+            case kv_ops.Take():
+                self.partial.take(operation)
+                self.states.checkpoints[operation.checkpoint] = operation.end
+            case kv_ops.Restore():
+                self._restore(operation)
+            case kv_ops.Free(number) if number in self.states.checkpoints:
+                self.partial.free(number)
+                del self.states.checkpoints[number]
+            case kv_ops.Free(segment):
+                self.segments.free(segment)
+
+    def length(self, seq: int) -> int:
+        """Return the recorded length of a sequence; raises `IllegalCallError` for an id that there is not."""
+        kv_ops.check_seq(seq, len(self.lengths))
+        return self.lengths[seq]
+
+    def decoded(self, runs: Sequence[Run]) -> None:
+        """Record that a batch was computed."""
+        for run in runs:
+            self.lengths[run.seq] += len(run.tokens)
+
+    def begin_decode(self) -> None:
+        """Record that llama.cpp now carries out the copies of streams."""
+        self._copying.clear()
+
+    def failed(self, runs: Sequence[Run]) -> None:
+        """Truncate the sequences of a batch that failed to what they held before, and drop states that are lost.
+
+        Without partial states, llama.cpp's own record of lengths is right.
+        """
+        if not self.states.has_states:
+            return
+        starts = {run.seq: run.start for run in runs}
+        self.states.fail(starts, dict(enumerate(self.lengths)))
+        for seq, length in enumerate(self.lengths):
+            if seq in starts and not length:
+                llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
+            elif not self.states.is_live(seq):
+                self.partial.strip(seq)
+                llama_cpp.llama_memory_seq_rm(self._memory, seq, length, -1)
+
+    def clear(self) -> None:
+        """Empty all sequences."""
+        llama_cpp.llama_memory_clear(self._memory, True)
+        self.lengths = [0] * len(self.lengths)
+        self.states.clear()
+
+    def _set_length(self, seq: int, length: int) -> None:
+        """Record what a sequence holds; without a state of its own, it must not keep what llama.cpp gave it."""
+        self.lengths[seq] = length
+        if not self.states.is_live(seq):
+            self.partial.strip(seq)
+
+    def _remove(self, seq: int, keep: int) -> None:
+        if keep >= self.lengths[seq]:
+            return
+        if keep > 0 and not self._info.reuse and not self._info.keeps_checkpoints:
+            raise kv_ops.IllegalCallError("this model's sequences can only be cleared whole")
+        self.states.truncate(seq, self.lengths[seq], keep)
+        self._set_length(seq, keep)
+        if not llama_cpp.llama_memory_seq_rm(self._memory, seq, keep if keep else -1, -1):
+            raise kv_ops.IllegalCallError(f"llama.cpp did not truncate sequence {seq} to {keep} tokens")
+
+    def _restore(self, operation: kv_ops.Restore) -> None:
+        seq, end = operation.dst, self.states.checkpoints[operation.checkpoint]
+        try:
+            self.partial.restore(operation, end)
+        except kv_ops.NotLoadedError:
+            self.states.truncate(seq, self.lengths[seq], 0)
+            self.lengths[seq] = 0
+            raise
+        self.states.restore(seq)
+        self.lengths[seq] = end
+
+    def _copy_stream(self, src: int, dst: int, keep: int) -> None:
+        if self._info.unified or not self._info.reuse or self._copying & {src, dst}:
+            raise kv_ops.IllegalCallError(f"the stream of {src} cannot be copied to that of {dst} now")
+        self._copying |= {src, dst}
+        llama_cpp.llama_memory_seq_cp(self._memory, src, dst, -1, -1)
+        if keep < self.lengths[src]:
+            llama_cpp.llama_memory_seq_rm(self._memory, dst, keep, -1)
+        self.lengths[dst] = keep

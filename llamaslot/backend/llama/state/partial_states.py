@@ -1,0 +1,88 @@
+"""Partial states in host memory: checkpoints, and what takes a sequence's state away.
+
+llama.cpp saves and loads the part of a sequence's state that cannot be trimmed, with the flag
+`LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY`: recurrent states and the cells of sliding windows. Loading one replaces the
+sequence's own. There is no call that only removes it. For that, a state of nothing is loaded: that of an empty
+sequence, or for windows, where an empty one changes nothing, of one token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import llama_cpp
+
+from llamaslot.backend.memory import new_kv
+from llamaslot.base.kv_ops import IllegalCallError, Kv, NotLoadedError, NotSavedError, Restore, Take
+from llamaslot.base.model import StateKind
+
+_PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+
+
+class PartialStates:
+    """The checkpoints of one context by number; operations must have been checked."""
+
+    def __init__(self, context: Any, kind: StateKind) -> None:
+        self._context = context
+        self._memory = llama_cpp.llama_get_memory(context)
+        self._kind = kind
+        self._states: dict[int, Kv] = {}
+        self._of_nothing: list[Kv] = []
+        """States that take that of a sequence away, loaded in this order."""
+
+    def prepare(self, one: int, empty: int) -> None:
+        """Learn the states of nothing: sequence `one` holds one token, and `empty` holds none."""
+        if self._kind in (StateKind.WINDOW, StateKind.HYBRID_WINDOW):
+            self._of_nothing.append(self._saved(one))
+        if self._kind in (StateKind.RECURRENT, StateKind.HYBRID, StateKind.HYBRID_WINDOW):
+            self._of_nothing.append(self._saved(empty))
+
+    def n_bytes(self, seq: int) -> int:
+        """Size of a checkpoint of what a sequence holds."""
+        n_bytes: int = llama_cpp.llama_state_seq_get_size_ext(self._context, seq, _PARTIAL)
+        return n_bytes
+
+    def take(self, operation: Take) -> None:
+        """Keep the state of a sequence; raises `NotSavedError` if there is no memory for it."""
+        try:
+            self._states[operation.checkpoint] = self._saved(operation.src)
+        except MemoryError as error:
+            raise NotSavedError(operation.checkpoint) from error
+
+    def restore(self, operation: Restore, end: int) -> None:
+        """Give a sequence the state of a checkpoint, and truncate it to `end` tokens.
+
+        Raises `NotLoadedError` if llama.cpp has no memory for it; the sequence is empty then.
+        """
+        seq = operation.dst
+        if not self._load(seq, self._states[operation.checkpoint]):
+            llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
+            raise NotLoadedError(operation.checkpoint)
+        if not llama_cpp.llama_memory_seq_rm(self._memory, seq, end, -1):
+            raise IllegalCallError(f"{operation}: the state is not that of {end} tokens")
+
+    def strip(self, seq: int) -> None:
+        """Take the state of a sequence away, so that its other cells can be trimmed to any position."""
+        for state in self._of_nothing:
+            if not self._load(seq, state):
+                raise IllegalCallError(f"the state of sequence {seq} cannot be removed")
+
+    def free(self, checkpoint: int) -> None:
+        """Free a checkpoint."""
+        del self._states[checkpoint]
+
+    def _load(self, seq: int, state: Kv) -> bool:
+        n_bytes = llama_cpp.llama_state_seq_set_data_ext(self._context, _bytes(state), len(state), seq, _PARTIAL)
+        return bool(n_bytes == len(state))
+
+    def _saved(self, seq: int) -> Kv:
+        state = new_kv(self.n_bytes(seq))
+        n_bytes = llama_cpp.llama_state_seq_get_data_ext(self._context, _bytes(state), len(state), seq, _PARTIAL)
+        if not n_bytes or n_bytes != len(state):
+            raise MemoryError(f"llama.cpp could not save the state of sequence {seq}")
+        return state
+
+
+def _bytes(state: Kv) -> Any:
+    return state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
