@@ -25,20 +25,20 @@ import string
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import gguf
-import numpy as np
 import numpy.typing as npt
 import platformdirs
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from bench import sentencepiece
-from bench.synthetic_layers import FLAT_LOGIT_STD, Drawn, Shape, Tensors, add_metadata, model_tensors
+from bench.synthetic_layers import FLAT_LOGIT_STD, Shape, add_metadata, model_tensors
+from bench.synthetic_weights import Drawn, Tensors
 
 RECIPE = 1
 """Counted up whenever the same shape would get other bytes, so that files in caches are not mistaken."""
@@ -58,6 +58,13 @@ SHAPES = {
     "tiny-swa": Shape("gemma3", 512, 6, 128, 128, 2, 1, 64, 4096, window=32),
     "tiny-lfm2": Shape("lfm2", 512, 4, 128, 256, 2, (0, 1, 0, 1), 64, 4096),
     "tiny-mamba": Shape("mamba", 512, 2, 128, 0, 0, 0, 0, 4096),
+    "tiny-oss": Shape("gpt-oss", 512, 4, 128, 128, 2, 1, 64, 4096, window=32),
+    "tiny-next": Shape("qwen3next", 512, 4, 128, 128, 2, (0, 1, 0, 1), 64, 4096),
+    "tiny-qwen35": Shape("qwen35", 512, 4, 128, 256, 2, (0, 1, 0, 1), 64, 4096),
+    "tiny-granite": Shape("granitehybrid", 512, 4, 128, 256, 2, (0, 1, 0, 1), 64, 4096),
+    "tiny-mamba2": Shape("mamba2", 512, 4, 128, 0, 0, 0, 0, 4096),
+    "tiny-rwkv7": Shape("rwkv7", 512, 4, 128, 256, 0, 0, 0, 4096),
+    "tiny-mla": Shape("deepseek2", 512, 4, 128, 128, 2, 1, 64, 4096),
     "60m": Shape("qwen3", 151_936, 8, 320, 960, 8, 4, 64, 40_960, rope_base=1e6),
     "qwen3-0.6b": Shape("qwen3", 151_936, 28, 1024, 3072, 16, 8, 128, 40_960, rope_base=1e6),
     "qwen3-8b": Shape("qwen3", 151_936, 36, 4096, 12_288, 32, 8, 128, 40_960, rope_base=1e6),
@@ -86,21 +93,27 @@ ADDED_TOKENS = {
 AddTokenizer: TypeAlias = Callable[[gguf.GGUFWriter], None]
 
 
-def ensure(shape: str, *, folder: Path | None = None, vocabulary: Path | None = None) -> Path:
+def ensure(
+    shape: str, *, folder: Path | None = None, vocabulary: Path | None = None, is_exact: bool = False
+) -> Path:
     """The GGUF file of a shape, written to `folder` (default: the user's cache) unless it is there.
 
     The shape is one of `SHAPES` or `SENTENCEPIECE`. One in `BORROWING` gets its tokenizer from the GGUF
-    `vocabulary`, which has as many tokens as the shape.
+    `vocabulary`, which has as many tokens as the shape. An exact file has the same weights as float32: in llama.cpp
+    products with quantized weights round the other factor, which moves logits far more than all else.
     """
     folder = folder or platformdirs.user_cache_path("llamaslot") / "models"
     dimensions = (SHAPES | SENTENCEPIECE)[shape] if vocabulary is None else BORROWING[shape]
-    mark = hashlib.sha256(repr((RECIPE, astuple(dimensions))).encode()).hexdigest()[:12]
+    recipe = (RECIPE, astuple(dimensions), "f32") if is_exact else (RECIPE, astuple(dimensions))
+    mark = hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]
     path = folder / f"{shape}-{mark}.gguf"
     tokenizer = _tokenizer(shape, vocabulary)
     if shape in SENTENCEPIECE:
         tensors = model_tensors(dimensions, sentencepiece.N_QUIET, FLAT_LOGIT_STD)
     else:
         tensors = model_tensors(dimensions, len(quiet_tokens()))
+    if is_exact:
+        tensors = {name: replace(t, is_exact=True) if isinstance(t, Drawn) else t for name, t in tensors.items()}
     if not _complete(path, mark, tensors):
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / f".{path.name}.{os.getpid()}"
@@ -165,17 +178,13 @@ def _n_bytes(tensors: Tensors) -> int:
 def _write(path: Path, title: str, shape: Shape, tensors: Tensors, tokenizer: AddTokenizer) -> None:
     name, _ = title.split()
     writer = gguf.GGUFWriter(path, shape.arch)
-    add_metadata(writer, title, shape)
+    is_exact = any(isinstance(tensor, Drawn) and tensor.is_exact for tensor in tensors.values())
+    kind = gguf.LlamaFileType.ALL_F32 if is_exact else gguf.LlamaFileType.MOSTLY_Q8_0
+    add_metadata(writer, title, shape, kind)
     tokenizer(writer)
     for tensor_name, tensor in tensors.items():
         if isinstance(tensor, Drawn):
-            writer.add_tensor_info(
-                tensor_name,
-                (tensor.rows, tensor.columns // 32 * 34),
-                np.dtype(np.uint8),
-                tensor.n_bytes,
-                gguf.GGMLQuantizationType.Q8_0,
-            )
+            tensor.add_info(writer, tensor_name)
         else:
             writer.add_tensor_info(tensor_name, tensor.shape, tensor.dtype, tensor.nbytes)
     writer.write_header_to_file()
@@ -193,7 +202,7 @@ def _in_parallel(name: str, tensors: Tensors) -> Iterator[npt.NDArray[Any]]:
 
     def data(tensor_name: str) -> npt.NDArray[Any]:
         tensor = tensors[tensor_name]
-        return tensor.blocks(f"{name} {tensor_name}") if isinstance(tensor, Drawn) else tensor
+        return tensor.data(f"{name} {tensor_name}") if isinstance(tensor, Drawn) else tensor
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         waiting: deque[Future[npt.NDArray[Any]]] = deque()

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import gguf
+import gguf.quants
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,13 @@ CAPABILITIES = {
     "tiny-swa": (False, False, 32),
     "tiny-lfm2": (False, True, 0),
     "tiny-mamba": (True, False, 0),
+    "tiny-oss": (False, False, 32),
+    "tiny-next": (False, True, 0),
+    "tiny-qwen35": (False, True, 0),
+    "tiny-granite": (False, True, 0),
+    "tiny-mamba2": (True, False, 0),
+    "tiny-rwkv7": (True, False, 0),
+    "tiny-mla": (False, False, 0),
 }
 WARNING, CONTINUED = 3, 5
 PROMPT = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n ab c{}<|im_end|>\n<|im_start|>assistant\n"
@@ -158,3 +167,13 @@ def test_big_shapes_have_the_parameters_they_are_named_after() -> None:
     assert 58e6 < synthetic.parameters("60m") < 62e6
     assert synthetic.parameters("qwen3-0.6b") == 596_049_920
     assert 7.5e9 < synthetic.parameters("qwen3-8b") < 8.2e9
+
+
+def test_an_exact_file_has_the_same_weights_as_float32(tmp_path: Path) -> None:
+    """A shape with experts, whose tensors have three dimensions."""
+    quantized = gguf.GGUFReader(synthetic.ensure("tiny-next", folder=tmp_path)).tensors
+    exact = gguf.GGUFReader(synthetic.ensure("tiny-next", folder=tmp_path, is_exact=True)).tensors
+    assert {tensor.tensor_type for tensor in exact} == {gguf.GGMLQuantizationType.F32}
+    for one, other in zip(quantized, exact, strict=True):
+        assert (one.name, list(one.shape)) == (other.name, list(other.shape))
+        assert np.array_equal(gguf.quants.dequantize(one.data, one.tensor_type), other.data)

@@ -1,0 +1,68 @@
+"""Random weights of the models in `bench.synthetic`."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+QUIET = 0.05
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A matrix of random Q8_0 weights; its first `quiet` rows are `QUIET` times smaller than the rest.
+
+    If `stack` is given, the tensor has three dimensions: that many matrices, which have `rows` in all. If it is
+    exact, the same weights are written as float32.
+    """
+
+    rows: int
+    columns: int
+    std: float
+    quiet: int = 0
+    stack: int = 0
+    is_exact: bool = False
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the data; a block has 32 weights as int8 behind one float16 scale."""
+        n_weights = self.rows * self.columns
+        return n_weights * 4 if self.is_exact else n_weights // 32 * 34
+
+    def add_info(self, writer: gguf.GGUFWriter, name: str) -> None:
+        """Announce the tensor, whose data follows later."""
+        leading = (self.stack, self.rows // self.stack) if self.stack else (self.rows,)
+        if self.is_exact:
+            writer.add_tensor_info(name, (*leading, self.columns), np.dtype(np.float32), self.n_bytes)
+        else:
+            bytes_shape = (*leading, self.columns // 32 * 34)
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor_info(name, bytes_shape, np.dtype(np.uint8), self.n_bytes, kind)
+
+    def data(self, seed: str) -> npt.NDArray[np.uint8] | npt.NDArray[np.float32]:
+        """Return what the file holds, always the same for the same seed."""
+        blocks = self.blocks(seed)
+        if not self.is_exact:
+            return blocks
+        parts = blocks.reshape(-1, 34)
+        scales = parts[:, :2].copy().view(np.float16).astype(np.float32)
+        return scales * parts[:, 2:].view(np.int8)
+
+    def blocks(self, seed: str) -> npt.NDArray[np.uint8]:
+        """The matrix as `[rows, bytes per row]`, always the same for the same seed."""
+        rng = np.random.Generator(np.random.PCG64(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:16])))
+        uniform_std = math.sqrt((255**2 - 1) / 12)
+        scale = np.full((self.rows, self.columns // 32, 1), self.std / uniform_std, np.float16)
+        scale[: self.quiet] *= np.float16(QUIET)
+        weights = rng.integers(-127, 128, (self.rows, self.columns // 32, 32), np.int8)
+        blocks = np.concatenate([scale.view(np.uint8), weights.view(np.uint8)], axis=2)
+        return blocks.reshape(self.rows, -1)
+
+
+Tensors: TypeAlias = dict[str, "Drawn | npt.NDArray[np.float32]"]
