@@ -1,0 +1,397 @@
+"""Facts on llama.cpp's state that checkpoints rely on: what it refuses, what it moves, and what it leaves wrong.
+
+Each test speaks to llama.cpp itself and names the rule that follows. One that fails after an update of llama.cpp
+says which rule has to be thought over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import synthetic
+from tests.conftest import LONG
+from tests.raw_context import Logits, RawContext, RawModel
+from tests.state_noise import N_COMPARED, ColdRun, opened
+
+ALL_WINDOWS = ("tiny-oss", "tiny-swa")
+ALL_HYBRIDS = ("tiny-next", "tiny-lfm2", "tiny-qwen35", "tiny-granite")
+ALL_RECURRENT = ("tiny-mamba2", "tiny-mamba", "tiny-rwkv7")
+ALL_STATEFUL = (*ALL_WINDOWS, *ALL_HYBRIDS, *ALL_RECURRENT)
+WINDOWS = ALL_WINDOWS if LONG else ALL_WINDOWS[:1]
+HYBRIDS = ALL_HYBRIDS if LONG else ALL_HYBRIDS[:1]
+RECURRENT = ALL_RECURRENT if LONG else ALL_RECURRENT[:1]
+STATEFUL = (*WINDOWS, *HYBRIDS, *RECURRENT)
+"""The short form takes one model for each of llama.cpp's kinds of memory, where no more is needed."""
+N_SEQS = 6
+OBVIOUS = 10
+"""Bounds that a real error exceeds."""
+SCRATCH = 5
+REUSED = 150
+"""Far past the window of 32 tokens."""
+RNG = np.random.default_rng(7)
+IDS = RNG.integers(300, 512, REUSED + N_COMPARED).tolist()
+BRANCH = RNG.integers(300, 512, REUSED).tolist()
+
+
+class Models:
+    """Models and their cold runs, made when a test asks for them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._models: dict[str, RawModel] = {}
+        self._cold: dict[str, ColdRun] = {}
+
+    def __getitem__(self, name: str) -> RawModel:
+        """Return a model with exact weights."""
+        if name not in self._models:
+            self._models[name] = RawModel(synthetic.ensure(name, folder=self._folder, is_exact=True))
+        return self._models[name]
+
+    def cold(self, name: str) -> ColdRun:
+        """Return the cold run of `IDS`."""
+        if name not in self._cold:
+            self._cold[name] = ColdRun(self[name], IDS, REUSED)
+        return self._cold[name]
+
+    def close(self) -> None:
+        """Free all models."""
+        for model in self._models.values():
+            model.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    models = Models(tmp_path_factory.mktemp("models"))
+    yield models
+    models.close()
+
+
+def one_token(context: RawContext, seq: int) -> bytes:
+    """Return the partial state of a sequence of one token; the sequence is empty before and after."""
+    assert context.last(seq) == -1
+    context.feed(seq, 0, IDS[:1])
+    blob = context.take(seq)
+    assert context.remove(seq)
+    return blob
+
+
+def strip(context: RawContext, seq: int, empty_id: int) -> None:
+    """Leave nothing of a sequence's partial state but what llama.cpp needs: a window keeps one token."""
+    if context.model.window:
+        assert context.restore(seq, one_token(context, empty_id))
+    else:
+        assert context.restore(seq, context.take(empty_id))
+
+
+def continued(context: RawContext, seq: int) -> Logits:
+    """Return the logits after each token behind the reused ones."""
+    return context.feed(seq, REUSED, IDS[REUSED:])
+
+
+@pytest.mark.parametrize("name", ALL_STATEFUL)
+def test_a_checkpoint_serves_its_own_sequence_and_others(models: Models, name: str) -> None:
+    """Go on behind it, go back to it, and use it in a sequence that got the attention cells of the first one."""
+    cold = models.cold(name)
+    with opened(models[name]) as context:
+        context.feed(0, 0, IDS[:REUSED])
+        blob = context.take(0)
+        context.feed(0, REUSED, BRANCH[:100])
+        context.copy(0, 1, 0, REUSED)
+        assert context.restore(1, blob)
+        assert cold.share(continued(context, 1)) <= 1
+        assert context.restore(0, blob)
+        assert context.remove(0, REUSED)
+        assert cold.share(continued(context, 0)) <= 1
+
+
+@pytest.mark.parametrize("name", ALL_STATEFUL)
+def test_the_oracle_tells_another_token_before_the_checkpoint(models: Models, name: str) -> None:
+    """A planted bug: a checkpoint of the same position, one token before it was another one."""
+    with opened(models[name]) as context:
+        context.feed(1, 0, [*IDS[: REUSED - 1], BRANCH[0]])
+        wrong = context.take(1)
+        context.feed(0, 0, IDS[:REUSED])
+        assert context.restore(0, wrong)
+        assert models.cold(name).share(continued(context, 0)) > OBVIOUS
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_the_oracle_tells_the_checkpoint_of_another_branch(models: Models, name: str) -> None:
+    """A planted bug: the same position of other text."""
+    with opened(models[name]) as context:
+        context.feed(1, 0, BRANCH)
+        wrong = context.take(1)
+        context.feed(0, 0, IDS[:REUSED])
+        assert len(wrong) == len(context.take(0))
+        assert context.restore(0, wrong)
+        assert models.cold(name).share(continued(context, 0)) > OBVIOUS
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *RECURRENT])
+def test_a_copy_in_part_takes_over_a_state_of_another_position(models: Models, name: str) -> None:
+    """llama.cpp ignores the range for the recurrent part; a hybrid then claims the position of the copied cells."""
+    with opened(models[name]) as context:
+        context.feed(0, 0, IDS[:REUSED])
+        context.feed(0, REUSED, BRANCH[:20])
+        context.copy(0, 1, 0, REUSED)
+        if name in HYBRIDS:
+            assert context.last(1) == REUSED - 1
+            assert models.cold(name).share(continued(context, 1)) > OBVIOUS
+        else:
+            assert context.last(1) == REUSED + 19
+            assert context.decode((1, REUSED, IDS[REUSED:])) == -1
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *RECURRENT])
+def test_a_sequence_without_its_state_is_decoded_without_complaint(models: Models, name: str) -> None:
+    """Nothing but our own record keeps wrong logits from users: llama.cpp compares positions only if it has one."""
+    with opened(models[name]) as context:
+        context.feed(0, 0, IDS[:REUSED])
+        strip(context, 0, SCRATCH)
+        assert context.last(0) == -1
+        assert models.cold(name).share(continued(context, 0)) > OBVIOUS
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_sequence_with_one_token_of_its_window_is_not_decoded(models: Models, name: str) -> None:
+    with opened(models[name]) as context:
+        context.feed(0, 0, IDS[:REUSED])
+        strip(context, 0, SCRATCH)
+        assert context.last(0) == 0
+        assert context.decode((0, REUSED, IDS[REUSED : REUSED + 1])) == -1
+
+
+def three_sequences(context: RawContext) -> None:
+    """Fill 0 and 1, whose recurrent states are not neighbours, and 2, whose state lies between theirs."""
+    for seq in (0, 2, 1):
+        context.feed(seq, 0, IDS[:REUSED] if seq == 2 else BRANCH)
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+@pytest.mark.parametrize("name", [*HYBRIDS, *RECURRENT])
+def test_a_failed_step_damages_a_sequence_that_was_not_in_it(models: Models, name: str, is_failing: bool) -> None:
+    """A step of 0 and 1 needs neighbouring states, so 2 gets another place, but its data moves in the graph."""
+    step = (0, REUSED, BRANCH[:2]), (1, REUSED, BRANCH[:2])
+    with opened(models[name]) as context:
+        three_sequences(context)
+        if is_failing:
+            with context.failing(1):
+                assert context.decode(*step) == 2
+            # Cleaning up is refused without a word: these two claim tokens that were never computed.
+            assert (context.last(0), context.last(1)) == (REUSED + 1, REUSED + 1)
+        else:
+            assert context.decode(*step) == 0
+        assert context.last(2) == REUSED - 1
+        share = models.cold(name).share(continued(context, 2))
+        assert share > OBVIOUS if is_failing else share <= 1
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *RECURRENT])
+def test_checkpoints_mend_what_a_failed_step_has_damaged(models: Models, name: str) -> None:
+    """Also in the sequences of the step, which lose the attention cells behind the checkpoint."""
+    with opened(models[name]) as context:
+        context.feed(3, 0, IDS[:REUSED])
+        good, bad = context.take(3), [(seq, REUSED, BRANCH[:2]) for seq in (0, 1)]
+        assert context.remove(3)
+        for seq in (0, 2, 1):
+            context.feed(seq, 0, IDS[:REUSED])
+        with context.failing(40):
+            assert context.decode(*bad) == 2
+        for seq in range(3):
+            assert context.restore(seq, good)
+            assert context.remove(seq, REUSED)
+            assert models.cold(name).share(continued(context, seq)) <= 1
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_failed_step_damages_no_window(models: Models, name: str) -> None:
+    """Only cells that no next token sees were given to its tokens, in the sequences of the step as in others."""
+    with opened(models[name]) as context:
+        for seq in range(3):
+            context.feed(seq, 0, IDS[:REUSED])
+        with context.failing(40):
+            assert context.decode((0, REUSED, BRANCH[:100]), (1, REUSED, BRANCH[:100])) == 2
+        for seq in range(3):
+            assert context.last(seq) == REUSED - 1
+            assert models.cold(name).share(continued(context, seq)) <= 1
+
+
+@pytest.mark.parametrize("name", [*WINDOWS, *HYBRIDS])
+def test_a_step_without_room_changes_nothing(models: Models, name: str) -> None:
+    with opened(models[name], n_ctx=512) as context:
+        for seq in range(3):
+            context.feed(seq, 0, IDS[:REUSED])
+        assert context.decode((0, REUSED, BRANCH[:40]), (2, REUSED, BRANCH[:40])) == 1
+        assert [context.last(seq) for seq in range(3)] == [REUSED - 1] * 3
+        assert context.remove(1)
+        for seq in (0, 2):
+            assert models.cold(name).share(continued(context, seq)) <= 1
+            assert context.remove(seq)
+
+
+@pytest.mark.parametrize("swa_full", [False, True])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_cells_behind_a_window_are_taken_by_others(models: Models, name: str, swa_full: bool) -> None:
+    """Also where empty ones are left. What the next token still sees stays, which is one token less than n_swa."""
+    window = models[name].window
+    with opened(models[name], swa_full=swa_full) as context:
+        context.feed(1, 0, BRANCH[:100])
+        context.feed(0, 0, IDS[:REUSED])
+        assert context.remove(1)
+        assert context.first(0) == 0
+        context.feed(1, 0, BRANCH)
+        context.feed(1, REUSED, BRANCH[:100])
+        assert context.first(0) == REUSED - (window - 1)
+        assert models.cold(name).share(continued(context, 0)) <= 1
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_loses_its_oldest_cell_to_others_before_it_is_saved(models: Models, name: str) -> None:
+    """A checkpoint has n_swa tokens or one less, so its size does not follow from its position alone."""
+    with opened(models[name]) as context:
+        context.feed(0, 0, IDS[:REUSED])
+        whole = context.take(0)
+        for at in range(0, 600, 100):
+            context.feed(1, at, BRANCH[:100])
+        shorter = context.take(0)
+        assert n_cells(whole) == context.model.window
+        assert n_cells(shorter) == context.model.window - 1
+        for blob in (whole, shorter):
+            context.copy(0, 2, 0, REUSED)
+            assert context.restore(2, blob)
+            assert models.cold(name).share(continued(context, 2)) <= 1
+            assert context.remove(2)
+
+
+def n_cells(blob: bytes) -> int:
+    """Number of cells in the partial state of a window: behind magic, sequence and number of streams."""
+    return int.from_bytes(blob[12:16], "little")
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_window_cells_with_two_owners_are_never_free_again(models: Models, name: str, is_shared: bool) -> None:
+    """A fork by a plain copy fills the window cache for good; one that gets its own window goes on."""
+    with opened(models[name], n_seq_max=2, n_ubatch=32) as context:
+        context.feed(0, 0, IDS[:200])
+        context.copy(0, 1, 0, 200)
+        if not is_shared:
+            assert context.restore(1, context.take(0))
+        statuses = set()
+        for at in range(200, 200 + 4 * context.model.window, 16):
+            statuses |= {context.decode((seq, at, BRANCH[:16])) for seq in (0, 1)}
+            if 1 in statuses:
+                break
+        assert statuses == ({0, 1} if is_shared else {0})
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *RECURRENT])
+def test_a_fork_at_the_tip_shares_the_state_until_one_goes_on(models: Models, name: str) -> None:
+    """All ids at once: each gets a state of its own from the first step on, as there is one for each id."""
+    cold = models.cold(name)
+    with opened(models[name]) as context:
+        context.feed(0, 0, IDS[:REUSED])
+        for seq in range(1, N_SEQS):
+            context.copy(0, seq)
+        for seq in range(1, N_SEQS - 1):
+            context.feed(seq, REUSED, BRANCH[seq : seq + 10])
+        assert cold.share(continued(context, N_SEQS - 1)) <= 1
+        assert cold.share(continued(context, 0)) <= 1
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_segments_of_attention_alone_compose(models: Models, name: str) -> None:
+    """Saved in two ranges, each without state, loaded elsewhere, and the checkpoint last."""
+    with opened(models[name]) as context:
+        context.feed(0, 0, IDS[:REUSED])
+        checkpoint = context.take(0)
+        stripped = []
+        for start, end in ((0, 100), (100, REUSED)):
+            context.copy(0, SCRATCH, start, end)
+            whole = context.save(SCRATCH)
+            strip(context, SCRATCH, 4)
+            stripped.append(context.save(SCRATCH))
+            assert len(stripped[-1]) < len(whole)
+            assert context.remove(SCRATCH)
+        assert context.remove(0)
+        for blob, start, end in ((stripped[0], 0, 100), (stripped[1], 100, REUSED)):
+            assert context.load(SCRATCH, blob)
+            context.copy(SCRATCH, 1, start, end)
+            assert context.remove(SCRATCH)
+        assert context.restore(1, checkpoint)
+        assert models.cold(name).share(continued(context, 1)) <= 1
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *RECURRENT])
+def test_attention_is_truncated_anywhere_once_the_state_is_gone(models: Models, name: str) -> None:
+    with opened(models[name]) as context:
+        context.feed(0, 0, IDS[:REUSED])
+        checkpoint = context.take(0)
+        context.feed(0, REUSED, BRANCH[:50])
+        size = len(context.save(0))
+        assert not context.remove(0, REUSED)
+        assert len(context.save(0)) == size
+        strip(context, 0, SCRATCH)
+        size = len(context.save(0))
+        assert context.remove(0, REUSED)
+        assert len(context.save(0)) < size or name in RECURRENT
+        assert context.restore(0, checkpoint)
+        assert models.cold(name).share(continued(context, 0)) <= 1
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_the_state_of_an_empty_sequence_does_not_clear_a_window(models: Models, name: str) -> None:
+    """So one with a token is loaded where cells have to go."""
+    with opened(models[name]) as context:
+        context.feed(0, 0, IDS[:REUSED])
+        assert context.restore(0, context.take(SCRATCH))
+        assert models.cold(name).share(continued(context, 0)) <= 1
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_checkpoint_that_cannot_be_loaded_leaves_no_state(models: Models, name: str) -> None:
+    """The last byte is missing. Other sequences keep theirs; the damaged one serves again once it was emptied."""
+    with opened(models[name]) as context:
+        for seq in (0, 1):
+            context.feed(seq, 0, IDS[:REUSED])
+        blob = context.take(0)
+        assert not context.restore(0, blob[:-1])
+        assert context.last(0) == -1
+        assert models.cold(name).share(continued(context, 1)) <= 1
+        assert context.remove(0)
+        context.feed(0, 0, IDS[:REUSED])
+        assert models.cold(name).share(continued(context, 0)) <= 1
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_segment_that_cannot_be_loaded_may_leave_cells_without_state(models: Models, name: str) -> None:
+    """A window model keeps those of the other layers though it tells of no position, until they are removed."""
+    with opened(models[name]) as context:
+        for seq in (0, 1):
+            context.feed(seq, 0, IDS[:REUSED])
+        nothing = len(context.save(SCRATCH))
+        assert not context.load(0, context.save(0)[:-1])
+        assert context.last(0) == -1
+        assert (len(context.save(0)) > nothing) == (name in WINDOWS)
+        assert context.remove(0)
+        assert len(context.save(0)) == nothing
+        assert models.cold(name).share(continued(context, 1)) <= 1
+
+
+def test_latent_attention_is_trimmed_and_copied_like_any_other(models: Models) -> None:
+    """Models with MLA have no state besides their cells."""
+    cold = models.cold("tiny-mla")
+    with opened(models["tiny-mla"]) as context:
+        context.feed(0, 0, IDS[:REUSED])
+        context.feed(0, REUSED, BRANCH[:50])
+        context.copy(0, 1, 0, REUSED)
+        assert cold.share(continued(context, 1)) <= 1
+        assert context.remove(0, REUSED)
+        assert cold.share(continued(context, 0)) <= 1
+        context.copy(0, 2, 0, REUSED - 1)
+        context.feed(2, REUSED - 1, BRANCH[:1])
+        assert cold.share(continued(context, 2)) > OBVIOUS
