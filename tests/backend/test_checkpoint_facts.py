@@ -87,6 +87,12 @@ def strip(context: RawContext, seq: int, empty_id: int) -> None:
         assert context.restore(seq, context.take(empty_id))
 
 
+def go_on(context: RawContext, seq: int, n_steps: int) -> None:
+    """Decode 70 other tokens in each step. From the sixth on they get cells of the first ones in a window cache."""
+    for at in range(REUSED, REUSED + 70 * n_steps, 70):
+        context.feed(seq, at, BRANCH[:70])
+
+
 def continued(context: RawContext, seq: int) -> Logits:
     """Return the logits after each token behind the reused ones."""
     return context.feed(seq, REUSED, IDS[REUSED:])
@@ -99,7 +105,7 @@ def test_a_checkpoint_serves_its_own_sequence_and_others(models: Models, name: s
     with opened(models[name]) as context:
         context.feed(0, 0, IDS[:REUSED])
         blob = context.take(0)
-        context.feed(0, REUSED, BRANCH[:100])
+        go_on(context, 0, 7)
         context.copy(0, 1, 0, REUSED)
         assert context.restore(1, blob)
         assert cold.share(continued(context, 1)) <= 1
@@ -128,6 +134,21 @@ def test_the_oracle_tells_the_checkpoint_of_another_branch(models: Models, name:
         context.feed(0, 0, IDS[:REUSED])
         assert len(wrong) == len(context.take(0))
         assert context.restore(0, wrong)
+        assert models.cold(name).share(continued(context, 0)) > OBVIOUS
+
+
+@pytest.mark.parametrize(("n_steps", "last"), [(7, REUSED - 1), (9, -1)])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_that_has_moved_is_trimmed_without_complaint(
+    models: Models, name: str, n_steps: int, last: int
+) -> None:
+    """llama.cpp says that all is well, though some or all of what the next token should see is gone."""
+    with opened(models[name]) as context:
+        context.feed(0, 0, IDS[:REUSED])
+        go_on(context, 0, n_steps)
+        assert context.first(0) > REUSED - models[name].window
+        assert context.remove(0, REUSED)
+        assert context.last(0) == last
         assert models.cold(name).share(continued(context, 0)) > OBVIOUS
 
 
