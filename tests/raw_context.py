@@ -11,10 +11,17 @@ from typing import Any
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
+from llama_cpp._ggml import libggml
 
+FIRST_NORMS = (b"attn_norm-0", b"model.layers.{}.operator_norm-0")
+"""Names of the first norm of the first layer, which has a row for each token."""
 PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 Logits = npt.NDArray[np.float32]
+
+
+libggml.ggml_get_name.argtypes, libggml.ggml_get_name.restype = [ctypes.c_void_p], ctypes.c_char_p
+libggml.ggml_nelements.argtypes, libggml.ggml_nelements.restype = [ctypes.c_void_p], ctypes.c_int64
 
 
 @llama_cpp.llama_log_callback
@@ -32,6 +39,7 @@ class RawModel:
         )
         assert self.handle
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.handle))
+        self.width = llama_cpp.llama_model_n_embd(self.handle)
         self.window = llama_cpp.llama_model_n_swa(self.handle)
 
     def close(self) -> None:
@@ -42,11 +50,13 @@ class RawModel:
 class RawContext:
     """A context with one pool of cells, in which hardly anything is rounded.
 
-    Ids are checked, as llama.cpp ends the process on those that it does not have.
+    Ids are checked, as llama.cpp ends the process on those that it does not have. If it is watched, `micro_batches`
+    gets the number of tokens of each.
     """
 
-    def __init__(self, model: RawModel, **fields: Any) -> None:
+    def __init__(self, model: RawModel, *, is_watched: bool = False, **fields: Any) -> None:
         self.model = model
+        self.micro_batches: list[int] = []
         params = llama_cpp.llama_context_default_params()
         settings = {
             "n_ctx": 1024,
@@ -63,6 +73,9 @@ class RawContext:
         }
         for name, value in (settings | fields).items():
             setattr(params, name, value)
+        self._on_node = llama_cpp.ggml_backend_sched_eval_callback(self._see_node)
+        if is_watched:
+            params.cb_eval = self._on_node
         self.n_seqs, self.n_ubatch = params.n_seq_max, params.n_ubatch
         self._context = llama_cpp.llama_init_from_model(model.handle, params)
         assert self._context
@@ -116,6 +129,12 @@ class RawContext:
             yield
         finally:
             self._n_left = -1
+
+    def _see_node(self, tensor: int, is_question: bool, _: Any) -> bool:
+        if is_question and libggml.ggml_get_name(tensor) in FIRST_NORMS:
+            n_values: int = libggml.ggml_nelements(tensor)
+            self.micro_batches.append(n_values // self.model.width)
+        return False
 
     def _has_failed(self, _: Any) -> bool:
         self._n_left -= self._n_left > 0

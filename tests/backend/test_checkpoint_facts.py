@@ -241,6 +241,20 @@ def test_a_failed_step_damages_no_window(models: Models, name: str) -> None:
             assert models.cold(name).share(continued(context, seq)) <= 1
 
 
+@pytest.mark.parametrize("name", STATEFUL)
+def test_steps_are_split_where_there_are_recurrent_states(models: Models, name: str) -> None:
+    """Streams beside a prompt are a micro-batch of their own; without attention so is each of scattered ids."""
+    with opened(models[name], is_watched=True) as context:
+        for seq in range(5):
+            context.feed(seq, 0, IDS[:20])
+        context.micro_batches.clear()
+        streams = [(seq, 20, IDS[:1]) for seq in range(3)]
+        assert context.decode(*streams, (3, 20, IDS[:100])) == 0
+        assert context.decode((0, 21, IDS[:1]), (2, 21, IDS[:1]), (4, 20, IDS[:1])) == 0
+        mixed = [103] if name in WINDOWS else [4, 99]
+        assert context.micro_batches == [*mixed, *([1, 1, 1] if name in RECURRENT else [3])]
+
+
 @pytest.mark.parametrize("name", [*WINDOWS, *HYBRIDS])
 def test_a_step_without_room_changes_nothing(models: Models, name: str) -> None:
     with opened(models[name], n_ctx=512) as context:
