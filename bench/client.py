@@ -32,6 +32,8 @@ class Answer:
     started: float
     arrivals: tuple[float, ...]
     """When each chunk with content, reasoning or a part of a tool call came."""
+    pieces: tuple[str, ...] = field(repr=False)
+    """The text of each of these chunks, empty for a part of a tool call."""
     ended: float
     finish_reason: str
     prompt_tokens: int
@@ -159,7 +161,9 @@ async def connected(base_url: str) -> AsyncIterator[Client]:
 
 def parse_stream(started: float, received: Sequence[tuple[float, bytes]], *, ended: float) -> Answer:
     """The answer in a stream of server-sent events, given as pieces of bytes and when each came."""
-    text, arrivals, finish_reason = "", [], ""
+    arrivals: list[float] = []
+    pieces: list[str] = []
+    finish_reason = ""
     usage: dict[str, Any] = {}
     timings: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}
@@ -176,10 +180,11 @@ def parse_stream(started: float, received: Sequence[tuple[float, bytes]], *, end
             finish_reason = choice.get("finish_reason") or finish_reason
             delta = choice.get("delta", {})
             if content := delta.get("content") or delta.get("reasoning_content"):
-                text += content
                 arrivals.append(came)
+                pieces.append(content)
             elif parts := delta.get("tool_calls"):
                 arrivals.append(came)
+                pieces.append("")
                 for part in parts:
                     _extend(calls, part)
         restored = chunk.get("cache", {}).get("restored_tokens", restored)
@@ -188,9 +193,10 @@ def parse_stream(started: float, received: Sequence[tuple[float, bytes]], *, end
     if not (done and arrivals):
         raise BenchmarkError("the stream ended without content or [DONE]")
     return Answer(
-        text=text,
+        text="".join(pieces),
         started=started,
         arrivals=tuple(arrivals),
+        pieces=tuple(pieces),
         ended=ended,
         finish_reason=finish_reason,
         prompt_tokens=usage.get("prompt_tokens", 0),

@@ -43,6 +43,8 @@ SYSTEM_TOKENS, TASK_TOKENS, RESULT_TOKENS = 3000, 60, 200
 CONTEXT = 16_384
 MAX_TOKENS = 256
 TEXT_CALL = re.compile("<tool_call>(.*)</tool_call>", re.DOTALL)
+TEXT_NAME = re.compile(r'<tool_call>\s*{\s*"name":\s*"[^"]*"')
+"""A call in text up to the end of the tool's name."""
 _CALL = r"""
 call ::= "<tool_call>\n{" s "\"name\":" s "\"read_file\"," s "\"arguments\":" s arguments s "}\n</tool_call>"
 arguments ::= "{" s "\"path\":" s path "," s "\"lines\":" s "[" number "," s number "]" s "}"
@@ -90,7 +92,7 @@ class Step:
     restored_tokens: int
     """Of calls and reasoning, from remembered messages."""
     ttft: float
-    """Until the first event with reasoning or a part of the call."""
+    """Until the first event with reasoning, or the one that completes the tool's name."""
     prefill: float
     """As the server measures it."""
 
@@ -200,9 +202,22 @@ def _step(answer: Answer, server: str, reasons: bool, repeat: int, number: int) 
         prompt_tokens=answer.prompt_tokens,
         computed_tokens=answer.computed,
         restored_tokens=answer.restored_tokens,
-        ttft=answer.ttft,
+        ttft=_ttft(answer),
         prefill=answer.timings["prompt_ms"] / 1000,
     )
+
+
+def _ttft(answer: Answer) -> float:
+    """Time until the client has reasoning to show or knows which tool is called, whatever it gets first.
+
+    llamaslot sends the first part of a call once the tool's name is complete, so text counts from there on too.
+    """
+    seen = ""
+    for came, piece in zip(answer.arrivals, answer.pieces, strict=True):
+        seen += piece
+        if not "<tool_call>".startswith(seen[: len("<tool_call>")]) or not piece or TEXT_NAME.match(seen):
+            return came - answer.started
+    return answer.total
 
 
 def table(steps: Sequence[Step], title: str, *, reasons: bool) -> Table:

@@ -53,7 +53,8 @@ def test_drawn_text_has_the_exact_number_of_tokens_and_renders_as_in_servers(tin
 
 
 def answer(started: float, *arrivals: float, finish_reason: str = "length") -> Answer:
-    return Answer("a", started, arrivals, arrivals[-1], finish_reason, 0, 0, {})
+    pieces = ("a", *[""] * (len(arrivals) - 1))
+    return Answer("a", started, arrivals, pieces, arrivals[-1], finish_reason, 0, 0, {})
 
 
 @dataclass

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import toolloop
+from bench.client import parse_stream
 
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -55,3 +57,27 @@ def test_calls_that_come_back_cost_nothing_only_with_message_memory(
 
 
 NAMES = tuple(setup.name for setup in toolloop.SERVERS[1:])
+
+
+@pytest.mark.parametrize(
+    ("deltas", "expected"),
+    [
+        (
+            [
+                {"content": "<tool"},
+                {"content": '_call>\n{"name": "read'},
+                {"content": '_file", '},
+                {"content": "x"},
+            ],
+            3,
+        ),
+        ([{"reasoning_content": "why"}, {"content": '<tool_call>{"name": "a"'}], 1),
+        ([{"content": "<tools"}, {"content": "x"}], 1),
+        ([{"tool_calls": [{"index": 0, "id": "a", "function": {"name": "a"}}]}, {"content": "x"}], 1),
+    ],
+)
+def test_a_call_counts_once_its_name_is_known(deltas: list[dict[str, Any]], expected: int) -> None:
+    chunks = [{"choices": [{"delta": delta}]} for delta in deltas]
+    events = [f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks]
+    received = [(float(at), event) for at, event in enumerate((*events, b"data: [DONE]\n\n"), start=1)]
+    assert toolloop._ttft(parse_stream(0.0, received, ended=9.0)) == expected
