@@ -71,7 +71,7 @@ class ChatTemplate:
             raise ConfigError(f"the chat template is wrong in line {error.lineno}: {error.message}") from error
         except Exception as error:
             raise ConfigError(f"the chat template does not compile: {_described(error)}") from error
-        self._reads_thinking = self._takes_either = False
+        self._reads_thinking = self._takes_either = self._thinks_in_parts = False
         self._probe()
 
     def prepared(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
@@ -266,7 +266,8 @@ class ChatTemplate:
     def _probe_reasoning(self, calling: Conversation, tool: Message) -> None:
         """Find out under which name the template reads the reasoning before a call.
 
-        gpt-oss and LFM 2.5 name it `thinking`, and gpt-oss refuses a call with a text beside that.
+        gpt-oss and LFM 2.5 name it `thinking`, and gpt-oss refuses a call with a text beside that. Ministral 3
+        reads it from a part of the content; a template that prints whatever parts there are does not.
         """
         thought = "a thought to be found"
         question, call, result = map(self._shaped, calling)
@@ -279,6 +280,14 @@ class ChatTemplate:
             call, "reasoning_content"
         )
         self._takes_either = self._reads_thinking and not attempt(beside, "thinking")
+        if not any(thought in attempt(call, name) for name in ("reasoning_content", "thinking")):
+            as_part, as_other = (
+                self._attempt(
+                    [question, {**call, "content": [{"type": kind, "thinking": thought}]}, result], [tool]
+                )
+                for kind in ("thinking", "a_type_of_no_part")
+            )
+            self._thinks_in_parts = thought in as_part and thought not in as_other
 
     def _attempt(self, conversation: Conversation, tools: Sequence[Message] = ()) -> str:
         """Return the prompt, or nothing if the template refuses the conversation."""
@@ -312,6 +321,9 @@ class ChatTemplate:
             shaped["thinking"] = message["reasoning_content"]
             if "tool_calls" in message and self._takes_either:
                 shaped["content"] = ""
+        elif self._thinks_in_parts and "reasoning_content" in message:
+            texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            shaped["content"] = [{"type": "thinking", "thinking": message["reasoning_content"]}, *texts]
         return shaped
 
 

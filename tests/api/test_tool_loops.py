@@ -3,7 +3,8 @@
 The prompts have the markup of the template as often as a rendering without remembered replies.
 
 Grammars lead the fake model to write calls as its family does, with spacing and key order of its own. The templates
-are ours and those of LLAMASLOT_FIXTURES/templates and, of LLAMASLOT_TEMPLATES, those of Kimi K2 and DeepSeek V3.1.
+are ours and those of LLAMASLOT_FIXTURES/templates and, of LLAMASLOT_TEMPLATES, those of Kimi K2, DeepSeek V3.1 and
+Ministral 3.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ N_CONVERSATIONS = 20 if LONG else 4
 N_STEPS = 8
 SLACK = 64
 """Tokens that a step may compute in addition to what follows the call."""
-FURTHER = ("moonshotai-Kimi-K2", "deepseek-ai-DeepSeek-V3.1")
+FURTHER = ("moonshotai-Kimi-K2", "deepseek-ai-DeepSeek-V3.1", "mistralai-Ministral-3-14B-Reasoning-2512")
 FILES = sorted((Path(__file__).parents[1] / "text" / "templates").glob("*.jinja"))
 if "LLAMASLOT_FIXTURES" in os.environ:
     FILES += sorted(Path(os.environ["LLAMASLOT_FIXTURES"], "templates").glob("*.jinja"))
