@@ -70,7 +70,6 @@ ERRORS = {  # by the name of the tool
 }
 ERROR = "error: "  # a result that begins so has failed
 FAILED = "That did not work: {r}."
-NO_TOOL = "I am sorry, I have no tool for that."
 
 NOTE_TITLES = words("shopping party birthday work garden home school dinner travel list ideas plans today tomorrow "
                     "weekend family money health music repairs")
