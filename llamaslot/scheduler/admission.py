@@ -16,7 +16,7 @@ import numpy as np
 
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.pool import Sharing
+from llamaslot.kvcache.pools.pool import Sharing
 from llamaslot.scheduler.fair_share import FairShare
 from llamaslot.scheduler.in_flight import InFlight
 from llamaslot.scheduler.request import Request, Slot

@@ -10,7 +10,7 @@ from llamaslot.base.namespaces import is_private
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 from llamaslot.kvcache.offload.offloader import Offloader
-from llamaslot.kvcache.pool import Pool
+from llamaslot.kvcache.pools.pool import Pool
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
 

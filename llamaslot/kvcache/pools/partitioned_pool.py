@@ -14,7 +14,7 @@ from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match
-from llamaslot.kvcache.pool import Sharing
+from llamaslot.kvcache.pools.pool import Sharing
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
 

@@ -15,7 +15,7 @@ from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.offload.offloader import Offloader
-from llamaslot.kvcache.pool import Sharing
+from llamaslot.kvcache.pools.pool import Sharing
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
 
