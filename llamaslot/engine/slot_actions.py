@@ -28,7 +28,7 @@ from llamaslot.base.executors import close_after_queue
 from llamaslot.base.tokens import WIDTH
 from llamaslot.engine.reports import Respond
 from llamaslot.kvcache.offload.disk_io import SlotSaved
-from llamaslot.kvcache.offload.slot_snapshot import (
+from llamaslot.kvcache.pools.slot_snapshot import (
     InvalidSnapshotError,
     SlotSave,
     SlotSnapshot,

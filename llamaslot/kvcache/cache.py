@@ -43,10 +43,10 @@ from llamaslot.kvcache.offload.policy import Deadlines, OffloadPolicy
 from llamaslot.kvcache.offload.public_prefix import PublicPrefix
 from llamaslot.kvcache.offload.ram_budget import RamBudget
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
-from llamaslot.kvcache.offload.slot_snapshot import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
 from llamaslot.kvcache.offload.tier_stats import disk_stats, ram_stats, tenant_stats
 from llamaslot.kvcache.pools.partitioned_pool import PartitionedPool
 from llamaslot.kvcache.pools.pool import Pool, Sharing
+from llamaslot.kvcache.pools.slot_snapshot import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
 from llamaslot.kvcache.pools.unified_pool import UnifiedPool
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences

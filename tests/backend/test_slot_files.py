@@ -14,7 +14,7 @@ from llamaslot.backend.disk.segment_files import checksum_of
 from llamaslot.backend.disk.slot_files import _HEADER
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
-from llamaslot.kvcache.offload.slot_snapshot import InvalidSnapshotError, SlotSnapshot, SnapshotPart
+from llamaslot.kvcache.pools.slot_snapshot import InvalidSnapshotError, SlotSnapshot, SnapshotPart
 from tests.conftest import LONG
 
 KEY, OTHER = b"k" * 32, b"o" * 32

@@ -56,7 +56,7 @@ from llamaslot.kvcache.offload.disk_io import (
 )
 from llamaslot.kvcache.offload.ram_budget import MemoryReading
 from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
-from llamaslot.kvcache.offload.slot_snapshot import SlotSnapshot, SnapshotPart
+from llamaslot.kvcache.pools.slot_snapshot import SlotSnapshot, SnapshotPart
 from llamaslot.kvcache.segment import SegmentState
 from llamaslot.scheduler import admission, padding, step_planner
 from llamaslot.scheduler.admission import MAX_OVERTAKEN

@@ -25,7 +25,7 @@ from llamaslot.backend.memory import new_kv
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.offload.slot_snapshot import InvalidSnapshotError, SlotSnapshot, SnapshotPart
+from llamaslot.kvcache.pools.slot_snapshot import InvalidSnapshotError, SlotSnapshot, SnapshotPart
 
 VERSION = 2
 _MAGIC = b"llamslotslot"
