@@ -22,13 +22,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
 
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.eviction import EvictionQueue
 from llamaslot.kvcache.match import Match, segment_parts
 from llamaslot.kvcache.node import Node, n_equal, walk
 from llamaslot.kvcache.segment import Segment
+from llamaslot.kvcache.tree_check import check_tree
 
 
 class RadixTree:
@@ -267,27 +267,7 @@ class RadixTree:
 
         Returns all segments.
         """
-        n_tokens, n_pinned = Counter[str](), 0
-        covered: dict[Segment, list[Node]] = {}
-        for node in self.nodes():
-            node.check(self._pinned)
-            assert not node.is_idle_leaf or node in self.eviction, "a leaf that cannot be evicted"
-            n_tokens[node.tenant] += node.n_tokens * node.is_resident
-            n_pinned += node.n_tokens * bool(node.n_pins)
-            if node.segment is not None:
-                covered.setdefault(node.segment, []).append(node)
-        assert (n_tokens, n_pinned) == (self.n_tokens_of, self.n_pinned_tokens)
-        assert n_tokens.total() == self.n_tokens
-        assert self._pinned <= self._ends.keys()
-        assert all(seq in node.end_of for seq, node in self._ends.items())
-        everything = (*self.nodes(), *self._roots.values())
-        assert sum(len(node.end_of) for node in everything) == len(self._ends)
-        assert all(root.children or root.end_of for root in self._roots.values()), "a namespace without KV"
-        for segment, nodes in covered.items():
-            assert nodes == segment.nodes
-            assert (nodes[0].start, nodes[-1].end) == (segment.start, segment.end)
-            assert all(b.parent is a for a, b in pairwise(nodes)), "a segment that branches"
-        return set(covered)
+        return check_tree(self, roots=self._roots.values(), ends=self._ends, pinned=self._pinned)
 
     # --- inside ---
 
