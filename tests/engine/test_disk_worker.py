@@ -208,10 +208,10 @@ async def test_no_request_waits_for_an_unresponsive_disk(tmp_path: Path, monkeyp
             assert harness.text(name) == await alone(HEAD + name, backend())
         tiers = harness.engine.scheduler.cache._tiers
         assert tiers is not None
-        assert tiers.is_unresponsive
+        assert tiers.reader.is_unresponsive
         store.gate.set()
         async with asyncio.timeout(10):
-            while tiers.is_unresponsive:
+            while tiers.reader.is_unresponsive:
                 await asyncio.sleep(0.005)
         monkeypatch.undo()
         await harness.ask(ClearCache())
@@ -236,7 +236,7 @@ async def test_the_log_says_when_the_disk_stops_and_starts_to_respond(
             store.gate.set()
             tiers = harness.engine.scheduler.cache._tiers
             async with asyncio.timeout(10):
-                while tiers.is_unresponsive:
+                while tiers.reader.is_unresponsive:
                     await asyncio.sleep(0.005)
     events = [each["event"] for each in logs if each["event"] in ("disk.unresponsive", "disk.responsive")]
     assert events == ["disk.unresponsive", "disk.responsive"]
@@ -254,7 +254,7 @@ async def test_pending_reads_of_an_unresponsive_disk_are_cancelled(
         assert len(tiers.disk) >= 3
         store.gate.set()
         async with asyncio.timeout(10):
-            while tiers.is_unresponsive:
+            while tiers.reader.is_unresponsive:
                 await asyncio.sleep(0.005)
         monkeypatch.undo()
         await harness.submit("other", "Something else.")

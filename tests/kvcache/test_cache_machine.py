@@ -1210,7 +1210,7 @@ class CacheMachine(RuleBasedStateMachine):
 
         What only the disk has counts as evicted while RAM is too small to read it, or the disk does not answer.
         """
-        if self.tiers.is_unresponsive:
+        if self.tiers.reader.is_unresponsive:
             return self.prefixes_of_segments(set())
         kept, saved = self.disk.kept - self.unreadable, self.backend.saved
         return self.prefixes_of_segments(

@@ -250,7 +250,7 @@ class TiersMachine(RuleBasedStateMachine):
             assert each.segment.state.is_loadable or tracked.on_disk
             at = each.end
         rest = [tracked for tracked in self.tracked.values() if tracked.has(namespace, tokens, at)]
-        is_unresponsive = self.tiers.is_unresponsive
+        is_unresponsive = self.tiers.reader.is_unresponsive
         for each in rest:
             is_unreadable = each.segment.state is SegmentState.UNREADABLE
             assert (is_unreadable and each.segment.retry_at > self.seconds) or (is_unresponsive and not each.in_ram)
@@ -362,11 +362,11 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 0.0, PARTIAL_DELAY_S, READ_TIMEOUT_S, RETRY_DELAY_S]))
     def wait(self, seconds: float) -> None:
         self.seconds += seconds
-        was_unresponsive, was_reading = self.tiers.is_unresponsive, self.n_reading > 0
+        was_unresponsive, was_reading = self.tiers.reader.is_unresponsive, self.n_reading > 0
         self.tiers.tick(self.seconds)
-        assert self.tiers.is_unresponsive or not was_unresponsive or seconds >= RETRY_DELAY_S
+        assert self.tiers.reader.is_unresponsive or not was_unresponsive or seconds >= RETRY_DELAY_S
         if was_reading and seconds >= READ_TIMEOUT_S:
-            assert self.tiers.is_unresponsive
+            assert self.tiers.reader.is_unresponsive
             assert not self.n_reading
         self.follow()
         due_at = self.tiers.due_at
@@ -406,7 +406,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(answer=st.sampled_from(["good", "good", "good", "not now", "corrupt"]))
     def read(self, answer: str) -> None:
         number = self.disk.reads.pop(0)
-        was_unresponsive = self.tiers.is_unresponsive
+        was_unresponsive = self.tiers.reader.is_unresponsive
         tracked = self.tracked.get(number)
         is_wanted = tracked is not None and self.is_reading(tracked)
         if answer == "good" and number in self.disk.metas:
@@ -419,11 +419,11 @@ class TiersMachine(RuleBasedStateMachine):
             self.on_io(Corrupt(number))
         else:
             self.on_io(ReadFailed(number))
-            assert self.tiers.is_unresponsive == was_unresponsive
+            assert self.tiers.reader.is_unresponsive == was_unresponsive
             was_unresponsive = False
         self.follow()
         assert tracked is None or not self.is_reading(tracked)
-        assert not (self.tiers.is_unresponsive and was_unresponsive)
+        assert not (self.tiers.reader.is_unresponsive and was_unresponsive)
 
     @rule(ram=st.sampled_from([0.5, 1, 1, 1]))
     def be_killed(self, ram: float) -> None:
@@ -529,11 +529,11 @@ def test_a_slow_disk_is_tried_again_after_a_while() -> None:
         held.written(tuple(range(1000 * i, 1000 * i + 100)))
     gone = next(segment for segment in held.tiers.disk if segment not in held.tiers.ram)
     held.prefetch(0, tuple(range(100)))
-    assert held.tiers.read_us is None
+    assert held.tiers.reader.us_per_token is None
     assert held.tiers.on_io(ReadDone(gone.number, 0.5), 1000.0) is gone
-    assert held.tiers.read_us == pytest.approx(5000)
+    assert held.tiers.reader.us_per_token == pytest.approx(5000)
     held.tiers.tick(1000.0 + RETRY_DELAY_S)
-    assert held.tiers.read_us is None
+    assert held.tiers.reader.us_per_token is None
 
 
 def test_segments_that_a_sequence_is_about_to_load_are_not_evicted_for_another_one() -> None:
@@ -636,17 +636,17 @@ def test_no_request_waits_for_an_unresponsive_disk() -> None:
     assert tiers.on_io(ReadDone(first.number, 1e-3), 1005.0) is first
     assert tiers.due_at == 1005.0 + READ_TIMEOUT_S
     tiers.tick(1005.0 + READ_TIMEOUT_S)
-    assert tiers.is_unresponsive
+    assert tiers.reader.is_unresponsive
     assert tiers.take_jobs()[-1] == CancelReads()
     assert second.state is SegmentState.DISK
     assert tiers.due_at is None
     held.check()
     assert held.readable(path) == [first]
     tiers.on_io(ReadFailed(second.number), 1100.0)
-    assert tiers.is_unresponsive
+    assert tiers.reader.is_unresponsive
     assert second.retry_at == 1100.0 + RETRY_DELAY_S
     tiers.tick(1100.0 + RETRY_DELAY_S)
-    assert not tiers.is_unresponsive
+    assert not tiers.reader.is_unresponsive
     assert held.readable(path) == [first, second]
 
 
@@ -658,10 +658,10 @@ def test_a_late_answer_makes_the_disk_responsive_again(event: Callable[[int], Io
     held.prefetch(0, tuple(range(100)))
     held.tiers.on_io(ReadStarted(), 1000.0)
     held.tiers.tick(1000.0 + READ_TIMEOUT_S)
-    assert held.tiers.is_unresponsive
+    assert held.tiers.reader.is_unresponsive
     version = held.tree.version
     assert held.tiers.on_io(event(late.number), 1100.0) is None
-    assert not held.tiers.is_unresponsive
+    assert not held.tiers.reader.is_unresponsive
     assert held.tree.version > version, "a waiting request would keep its stale lookup"
     assert late.state in (SegmentState.DISK, SegmentState.DROPPED)
     held.check()
@@ -675,11 +675,11 @@ def test_waiting_requests_look_again_once_an_unresponsive_disk_is_tried_again() 
     held.tiers.on_io(ReadStarted(), 1000.0)
     held.tiers.tick(1000.0 + READ_TIMEOUT_S)
     held.tiers.on_io(ReadFailed(first.number), 1100.0)
-    assert held.tiers.is_unresponsive
+    assert held.tiers.reader.is_unresponsive
     held.tiers.drop(reversed(held.path(tuple(range(200)))))
     version = held.tree.version
     held.tiers.tick(1100.0 + RETRY_DELAY_S)
-    assert not held.tiers.is_unresponsive
+    assert not held.tiers.reader.is_unresponsive
     assert held.tree.version > version
 
 

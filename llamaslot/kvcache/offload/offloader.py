@@ -186,7 +186,7 @@ class Offloader:
                 status = LoadStatus.MORE
                 break
             if not segment.state.is_loadable:
-                status = LoadStatus.READING if self._tiers.n_reads else LoadStatus.DONE
+                status = LoadStatus.READING if self._tiers.reader.n_pending else LoadStatus.DONE
                 break
             if not self.free_cells(segment.n_tokens) or not segment.state.is_loadable:
                 break
@@ -227,7 +227,7 @@ class Offloader:
     @property
     def _read_cost(self) -> float:
         """Time to read a token from disk over the time to compute it."""
-        read_us = self._tiers.read_us
+        read_us = self._tiers.reader.us_per_token
         prefill_us = self._settings.prefill_us
         return read_us / prefill_us if read_us and prefill_us else _UNKNOWN_READ_COST
 

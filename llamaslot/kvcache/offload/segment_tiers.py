@@ -16,12 +16,12 @@ from collections.abc import Container, Iterable, Sequence
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import is_private, tenant_of
 from llamaslot.base.stats import CacheStats
-from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.match import SegmentPart
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.offload import disk_io
-from llamaslot.kvcache.offload.disk_pacing import RETRY_DELAY_S, ReadRate, ReadWatchdog
+from llamaslot.kvcache.offload.disk_pacing import RETRY_DELAY_S
 from llamaslot.kvcache.offload.segment_lru import SegmentLru
+from llamaslot.kvcache.offload.segment_reader import SegmentReader
 from llamaslot.kvcache.offload.tenant_shares import TenantShares, exceeds_limit
 from llamaslot.kvcache.offload.write_back import WriteBack
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -29,8 +29,6 @@ from llamaslot.kvcache.segment import Segment
 from llamaslot.kvcache.segment import SegmentEvent as E
 from llamaslot.kvcache.segment import SegmentState as S
 
-_MAX_READS = 4
-"""Reads at a time: which segment comes next is chosen as late as possible."""
 _BUSY = frozenset({S.READING, S.WRITING})
 
 
@@ -62,6 +60,7 @@ class SegmentTiers:
         self.disk = SegmentLru(disk_bytes if ram_bytes else 0, disk_bytes_per_key)
         self.shares = TenantShares()
         self.writer = WriteBack(self, disk_bytes_per_day, disk_written)
+        self.reader = SegmentReader(self, tree, size)
         self.now = 0.0
         self.counters = counters
         if disk_written is not None:
@@ -70,7 +69,8 @@ class SegmentTiers:
         self._size = size
         self.busy: dict[int, Segment] = {}
         """Segments that are being read or written, by number."""
-        self._unreadable: dict[int, Segment] = {}
+        self.unreadable: dict[int, Segment] = {}
+        """Segments of which the last read failed, by number."""
         self.load_pins: dict[int, frozenset[Segment]] = {}
         """Segments that each sequence is about to load: they stay in RAM."""
         self.saves_again_at = 0.0
@@ -79,8 +79,6 @@ class SegmentTiers:
         """Time before which nothing is loaded, since memory ran out."""
         self._n_uses = 0
         self._next_number = 0
-        self._read_rate = ReadRate()
-        self._watchdog = ReadWatchdog()
         self._freed: list[int] = []
         self._used: dict[int, None] = {}
         """Numbers of segments on disk at the ends of used paths, in the order of their last use."""
@@ -96,7 +94,7 @@ class SegmentTiers:
             if not segment.state.is_loadable:
                 # What is only on disk is read into RAM: it has to fit once all else was evicted.
                 fits = segment.n_bytes <= ram.capacity and not exceeds_limit(ram, segment.tenant, segment.n_bytes)
-                if segment.state is S.UNREADABLE or self.is_unresponsive or not fits:
+                if segment.state is S.UNREADABLE or self.reader.is_unresponsive or not fits:
                     break
             found.append(part)
         return found
@@ -123,41 +121,21 @@ class SegmentTiers:
         return n_own + self.shares.kept_by_others(self.ram, tenant, n_new, n_kept) <= self.ram.capacity
 
     @property
-    def read_us(self) -> float | None:
-        """Microseconds to read a token, by recent reads; None if there were none."""
-        return self._read_rate.us(self.now)
-
-    @property
-    def n_reads(self) -> int:
-        """Pending reads."""
-        return sum(each.state is S.READING for each in self.busy.values())
-
-    @property
-    def is_unresponsive(self) -> bool:
-        """True if the disk does not answer: what only the disk has cannot be loaded until it does."""
-        return self._watchdog.is_unresponsive(self.now)
-
-    @property
     def due_at(self) -> float | None:
         """Time at which a write is due or a read times out; None for never."""
-        times = (self.writer.due_at, self._watchdog.times_out_at)
+        times = (self.writer.due_at, self.reader.times_out_at)
         return min((each for each in times if each is not None), default=None)
 
     # --- changes ---
 
     def tick(self, now: float) -> None:
         """Advance the clock: time out reads, retry unreadable segments, start due writes."""
-        before = self.is_unresponsive, self.read_us, self.now < self.loads_again_at
+        before = self._load_conditions
         self.now = now
         self.shares.tick(now)
-        if self._watchdog.check_timeout(now):
-            for segment in [each for each in self.busy.values() if each.state is S.READING]:
-                self.transition(segment, E.READ_TIMED_OUT)
-            self._jobs.append(disk_io.CancelReads())
-        for segment in [each for each in self._unreadable.values() if each.retry_at <= now]:
-            self.transition(segment, E.RETRY)
+        self.reader.tick()
         # Lookups say what is worth loading, which depends on how fast the disk answers.
-        self._tree.version += (self.is_unresponsive, self.read_us, now < self.loads_again_at) != before
+        self._tree.version += self._load_conditions != before
         self.writer.tick()
 
     def add(self, node: Node, start: int, end: int) -> Segment:
@@ -200,10 +178,9 @@ class SegmentTiers:
         for segment in segments:
             if segment.state.uses_ram:
                 continue
-            if self.n_reads >= _MAX_READS or not self._free_ram(segment.tenant, segment.n_bytes):
+            if not self.reader.may_start or not self._free_ram(segment.tenant, segment.n_bytes):
                 return
-            self.transition(segment, E.READ)
-            self._jobs.append(disk_io.Read(segment.number))
+            self.reader.start(segment)
 
     def unpin(self, seq: int) -> None:
         """Remove the load pins of a sequence."""
@@ -237,19 +214,15 @@ class SegmentTiers:
         self.now = now
         match event:
             case disk_io.ReadStarted():
-                self._watchdog.on_read_started(now)
+                self.reader.on_started()
             case disk_io.Written(number, ok):
                 self.writer.on_written(self.busy.get(number), ok=ok)
             case disk_io.ReadDone(number, seconds):
-                return self._on_read(number, seconds)
+                return self.reader.on_done(number, seconds)
             case disk_io.ReadFailed(number):
-                segment = self.disk.get(number)
-                if segment is not None and segment.state not in (S.CLEAN, S.WRITING):
-                    segment.retry_at = now + RETRY_DELAY_S
-                    self.transition(segment, E.READ_FAILED)
-                self._watchdog.on_answer(now, has_more=self.n_reads > 0, failed=True)
+                self.reader.on_failed(number)
             case disk_io.Corrupt(number):
-                self._on_corrupt(self.disk.get(number))
+                self.reader.on_corrupt(number)
             case disk_io.SaveFailed(number):
                 self._on_save_failed(number)
             case disk_io.LoadFailed():
@@ -265,31 +238,10 @@ class SegmentTiers:
         for RAM, and of their descendants: they stay on disk and are unknown here.
         """
         self._next_number = first_number
-        uses = {meta.number: i for i, meta in enumerate(found, 1)}
-        self._n_uses = len(uses)
-        too_large: set[int] = set()
-        for meta in sorted(found, key=lambda meta: (meta.start, -len(meta.tokens))):
-            if meta.n_bytes > self.ram.capacity or meta.parent in too_large:
-                too_large.add(meta.number)
-                continue
-            parent = self.disk.get(meta.parent) if meta.parent is not None else None
-            tokens = disk_io.verified_path(meta, parent, self._size)
-            match = self._tree.match(meta.namespace, tokens or b"")
-            if tokens is None or any(part.start <= meta.start < part.end for part in match.parts):
-                self.add_job(disk_io.Erase((meta.number,)))
-                continue
-            tenant = tenant_of(meta.namespace)
-            segment = Segment(
-                meta.number, meta.start, len(tokens) // WIDTH, meta.n_bytes, tenant=tenant, state=S.DISK
-            )
-            segment.last_used = uses[meta.number]
-            self._tree.attach(segment, self._tree.insert(meta.namespace, tokens))
-            self.disk.put(segment)
-        for segment in sorted(self.disk, key=lambda segment: -segment.start):
-            if segment.parent is not None:
-                segment.parent.last_used = max(segment.parent.last_used, segment.last_used)
+        self._n_uses = len(found)
+        too_large = self.reader.add_found(found)
         self.writer.trim()
-        return sorted(too_large)
+        return too_large
 
     def transition(self, segment: Segment, event: E, *, keeps_file: bool = False) -> None:
         """Change the state of a segment, and with it budgets, jobs and the tree."""
@@ -308,7 +260,7 @@ class SegmentTiers:
             self._freed.append(segment.number)
         if before.uses_disk and not after.uses_disk and event is not E.WRITE_FAILED and not keeps_file:
             self.add_job(disk_io.Erase((segment.number,)))
-        for states, index in ((_BUSY, self.busy), ((S.UNREADABLE,), self._unreadable)):
+        for states, index in ((_BUSY, self.busy), ((S.UNREADABLE,), self.unreadable)):
             index.pop(segment.number, None)
             if after in states:
                 index[segment.number] = segment
@@ -333,10 +285,15 @@ class SegmentTiers:
             is_written = parent is not None and parent.state.uses_disk and parent.state is not S.WRITING
             assert not state.uses_disk or segment.start == 0 or is_written, "on disk without its parent"
             assert (segment.number in self.busy) == (state in _BUSY)
-            assert (segment.number in self._unreadable) == (state is S.UNREADABLE)
+            assert (segment.number in self.unreadable) == (state is S.UNREADABLE)
         self.writer.check(segments)
 
     # --- inside ---
+
+    @property
+    def _load_conditions(self) -> tuple[bool, float | None, bool]:
+        """Conditions of disk and memory on which it depends what is worth loading."""
+        return self.reader.is_unresponsive, self.reader.us_per_token, self.now < self.loads_again_at
 
     def _is_load_pinned(self, segment: Segment) -> bool:
         return any(segment in pins for pins in self.load_pins.values())
@@ -362,17 +319,6 @@ class SegmentTiers:
             self.transition(oldest, E.EVICT_RAM)
         return True
 
-    def _on_read(self, number: int, seconds: float) -> Segment | None:
-        segment = self.busy.get(number)
-        is_wanted = segment is not None and segment.state is S.READING
-        if segment is not None and is_wanted:
-            self.transition(segment, E.READ_DONE)
-            segment.is_fresh = True
-            self.counters.read_tokens += segment.n_tokens
-            self._read_rate.observe(segment.n_tokens, seconds, self.now)
-        self._watchdog.on_answer(self.now, has_more=self.n_reads > 0)
-        return segment if is_wanted else None
-
     def _on_save_failed(self, number: int) -> None:
         """Drop a segment that the backend had no memory for, and offload nothing for a while.
 
@@ -384,13 +330,3 @@ class SegmentTiers:
         if segment is not None:
             self.transition(segment, E.DROP)
             self._freed.remove(number)  # the backend never had it
-
-    def _on_corrupt(self, segment: Segment | None) -> None:
-        """Evict a corrupt segment and its descendants from disk."""
-        gone = [segment] if segment is not None else []
-        self.counters.disk.corrupt_files += len(gone)
-        for each in gone:
-            gone += [child for child in each.children if child.state.uses_disk]
-        for each in reversed(gone):
-            self.transition(each, E.EVICT_DISK)
-        self._watchdog.on_answer(self.now, has_more=self.n_reads > 0)
