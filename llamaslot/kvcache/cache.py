@@ -36,6 +36,7 @@ from llamaslot.base.tokens import WIDTH, Tokens, packed
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.ghost_list import GhostList
 from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.match_report import miss_reason, probe_of
 from llamaslot.kvcache.offload.disk_io import IoEvent, Job, SegmentMeta
 from llamaslot.kvcache.offload.dropping import Dropper
 from llamaslot.kvcache.offload.offloader import Loaded, Offloader
@@ -151,24 +152,9 @@ class KVCache:
 
     def probe(self, namespace: str, tokens: bytes) -> CacheProbe:
         """Return where the KV of a prompt's tokens is, as a request that came now would find it."""
-        prefix = tokens[:-WIDTH]
-        match = self.match(namespace, prefix)
-        in_ram = on_disk = 0
-        for part in self._offloader.worth_loading(match):
-            if part.segment.state.is_loadable:
-                in_ram += part.end - part.start
-            else:
-                on_disk += part.end - part.start
-        n_tokens = len(tokens) // WIDTH
-        return CacheProbe(
-            prompt_tokens=n_tokens,
-            cells=match.n_resident,
-            ram=in_ram,
-            disk=on_disk,
-            computed=n_tokens - match.n_cached,
-            matched=match.n_matched,
-            miss=_miss_reason(match, self._ghosts, self.settings.min_shared) or None,
-        )
+        match = self.match(namespace, tokens[:-WIDTH])
+        miss = miss_reason(match, self._ghosts, self.settings.min_shared)
+        return probe_of(match, self._offloader.worth_loading(match), len(tokens) // WIDTH, miss)
 
     def touch(self, matches: Iterable[Match]) -> None:
         """Record that prefixes are wanted now, so that they are evicted late."""
@@ -191,7 +177,7 @@ class KVCache:
         What is computed after it for a one-shot request is evicted earlier, and written to disk only at shutdown,
         until another request uses it. A request that continues everything that an earlier one left is not one-shot.
         """
-        miss = _miss_reason(match, self._ghosts, self.settings.min_shared)
+        miss = miss_reason(match, self._ghosts, self.settings.min_shared)
         # A path that ends there because its end was evicted is no conversation.
         is_one_shot = is_one_shot and (miss == "evicted" or not match.is_whole_path)
         self._tiers.shares.use(tenant_of(match.namespace), is_new=is_new)
@@ -372,15 +358,3 @@ class KVCache:
             assert self._tree.is_pinned(seq) or seq not in self._tiers.load_pins, f"sequence {seq} keeps segments"
         assert self.settings.scratch is None or range_of(self.settings.scratch) == range(0)
         assert 0 <= self.cells.used <= self.settings.n_cells or not self.settings.shares_cells
-
-
-def _miss_reason(match: Match, ghosts: GhostList, min_shared: int) -> Miss:
-    """The reason why no more of the tokens that were looked up is cached."""
-    n = match.n_cached
-    if n * WIDTH == len(match.tokens):
-        return ""
-    if ghosts.continues(match.namespace, match.tokens, n):
-        return "evicted"
-    if n < min_shared:
-        return "salted" if match.namespace else "cold"
-    return "diverged" if any(each.diverges_at(n) for each in (match, match.public) if each is not None) else ""
