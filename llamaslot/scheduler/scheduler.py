@@ -17,27 +17,27 @@ Rules that hold at every step:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from llamaslot.base.backend import CONSTRAINT_FAILED, NO_TOKEN, Status
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.token_probs import TokenScore
-from llamaslot.base.kv_ops import Load
 from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH, packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.offload.disk_io import LoadFailed, SaveFailed, SegmentMeta
+from llamaslot.kvcache.offload.disk_io import SaveFailed, SegmentMeta
 from llamaslot.kvcache.offload.offloader import LoadStatus
 from llamaslot.kvcache.offload.policy import Deadlines
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.fair_share import by_share
 from llamaslot.scheduler.padding import Padding
+from llamaslot.scheduler.recovery import Recovery
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState, Slot
 from llamaslot.scheduler.reuse_stats import ReuseStats
 from llamaslot.scheduler.step import StepPlan, StepResult, Work
@@ -119,14 +119,11 @@ class Scheduler:
         self._padding = Padding(info.step_cost, cache_settings.scratch, info.n_ubatch)
         self.deadlines = Deadlines()
         """Times at which to plan again although no command has arrived."""
-        self.suspects: list[str] = []
-        """Requests of a failed step, to be retried one by one before anything else runs."""
+        self.recovery = Recovery(self.cache, self.slots, self.admission)
         self.admitted: list[Request] = []
         """Requests that the last plan admitted."""
         self.n_preempted = 0
         """Times that a request was sent back to the queue."""
-        self._invalidated: set[int] = set()
-        """Slots whose running request lost its sequence in a failed step."""
         self._is_stopping = False
 
     @property
@@ -164,8 +161,8 @@ class Scheduler:
         """Plan the next step; an empty plan means that nothing can be done now."""
         running = self.running
         self.cache.tick(now, is_stopping=self._is_stopping)
-        self._reacquire_invalidated()
-        suspects = [request for request in running if request.id in self.suspects]
+        self.recovery.reacquire_invalidated()
+        suspects = [request for request in running if request.id in self.recovery.suspects]
         self.admitted = self.admission.admit(running, now) if not suspects else []
         running = self.running
         self.cache.has_streams = any(request.is_stream(self._n_pending(request)) for request in running)
@@ -202,7 +199,7 @@ class Scheduler:
             self.cache.on_io(SaveFailed(number), now)
         if result.incomplete:
             plan = plan.without(result.incomplete)
-            self._drop_incomplete(result.incomplete, plan, now)
+            self.recovery.drop_incomplete(result.incomplete, plan, now)
         if not plan.work:
             return []
         requests = {request.id: request for work in plan.work for request in (work.request, *work.siblings)}
@@ -211,9 +208,13 @@ class Scheduler:
         for request_id, sampler in result.samplers.items():
             requests[request_id].sampler = sampler
         if result.decoded.status is not Status.OK:
-            return self._recover(plan, result, now)
+            failed = self.recovery.on_failed(plan, result)
+            if failed is None:
+                return []
+            self.end(failed, now)
+            return [DecodeFailed(failed, result.decoded.status.name)]
         self._observe(plan, result)
-        self.suspects = [s for s in self.suspects if s not in requests]
+        self.recovery.clear_suspects(requests)
         return [outcome for work in plan.work for outcome in self._advance(work, result, now)]
 
     def cache_stats(self) -> CacheStats:
@@ -226,14 +227,6 @@ class Scheduler:
     def _n_pending(self, request: Request) -> int:
         """Tokens that a running request still has to compute."""
         return len(request.tokens) - self.cache.length(request.slot)
-
-    def _reacquire_invalidated(self) -> None:
-        """Restart running requests whose sequence was invalidated from what is cached of their tokens."""
-        for slot in self._invalidated:
-            request = self.slots[slot].request
-            if request is not None:
-                self.cache.acquire([slot], self.admission.match(request), is_new=False)
-        self._invalidated.clear()
 
     def _load(self, running: Sequence[Request]) -> tuple[list[Request], bool]:
         """Extend running prompts by what is cached of them by now.
@@ -344,51 +337,6 @@ class Scheduler:
             return "limit", False
         is_full = len(request.tokens) >= self.n_ctx_slot
         return ("limit" if is_full else None), is_full
-
-    def _recover(self, plan: StepPlan, result: StepResult, now: float) -> list[Outcome]:
-        """Handle a failed decode: keep what stayed applied, and find the request at fault by running each alone."""
-        for work in plan.work:
-            run = work.run
-            n_applied = result.lengths[run.seq] - run.start
-            # What was applied was not scored: a request that wants its prompt scored must compute it again.
-            if not 0 <= n_applied <= len(run.tokens) or (n_applied and not work.request.is_scored):
-                self._invalidate(run.seq)
-                continue
-            self.cache.append(run.seq, run.tokens[:n_applied])
-            if self._n_pending(work.request) == 0:
-                self._rewind(work.request)
-        # Cells are counted exactly, so this should not happen (fact 12); if it does, evict what is idle and retry.
-        if result.decoded.status is Status.NO_CELLS and self.cache.evict(self.cache.cells.idle):
-            return []
-        if len(plan.work) > 1 or plan.padding is not None:
-            self.suspects = [work.request.id for work in plan.work]
-            return []
-        request = plan.work[0].request
-        self.suspects = [s for s in self.suspects if s != request.id]
-        self.cache.invalidate(request.slot)
-        self.end(request, now)
-        return [DecodeFailed(request, result.decoded.status.name)]
-
-    def _drop_incomplete(self, incomplete: Collection[int], plan: StepPlan, now: float) -> None:
-        """Drop sequences that do not hold what they should; their requests start again from what is cached."""
-        if any(isinstance(each, Load) and each.dst in incomplete for each in plan.operations):
-            self.cache.on_io(LoadFailed(), now)
-        for seq in incomplete:
-            if seq < len(self.slots) and self.slots[seq].request is not None:
-                self._invalidate(seq)
-            else:
-                self.cache.invalidate(seq)
-
-    def _invalidate(self, slot: int) -> None:
-        self.cache.invalidate(slot)
-        self._invalidated.add(slot)
-
-    def _rewind(self, request: Request) -> None:
-        """Drop the last token of a request: all were computed, but nothing was sampled from its logits."""
-        if self.cache.settings.can_trim and len(request.tokens) > 1:
-            self.cache.truncate(request.slot, len(request.tokens) - 1)
-        else:
-            self._invalidate(request.slot)
 
     def _observe(self, plan: StepPlan, result: StepResult) -> None:
         # Tokens that constraints forced cost what prompt tokens do.

@@ -633,7 +633,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def plan(self) -> StepPlan:
         before = Before(self)
-        was_suspected = [a for a in self.running if a.request.id in self.scheduler.suspects]
+        was_suspected = [a for a in self.running if a.request.id in self.scheduler.recovery.suspects]
         plan = self.scheduler.plan(self.now)
         COUNTS["plans"] += 1
         admitted = self.record_slots(plan)

@@ -81,7 +81,7 @@ def test_requests_of_a_failed_step_have_no_extra_steps() -> None:
     driver.step()
     driver.backend.failures.append((Status.FATAL, 0))
     driver.step()
-    assert driver.scheduler.suspects
+    assert driver.scheduler.recovery.suspects
     assert driver.step().n_extra_steps == 0
     assert driver.step().n_extra_steps == 0
     assert driver.step().n_extra_steps > 0

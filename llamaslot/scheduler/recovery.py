@@ -1,0 +1,88 @@
+"""Recovery from failed steps: what sequences keep, and which request is at fault.
+
+The backend reports how much each sequence holds after a failed decode. A request goes on from there if it can.
+If not, its sequence is *invalidated*: emptied, and in the next plan the request starts again from what is cached of
+its tokens. If several requests were in the step, all are *suspects*: each is then computed alone, and only one that
+fails alone is at fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from llamaslot.base.backend import Status
+from llamaslot.base.kv_ops import Load
+from llamaslot.kvcache.cache import KVCache
+from llamaslot.kvcache.offload.disk_io import LoadFailed
+from llamaslot.scheduler.admission import Admission
+from llamaslot.scheduler.request import Request, Slot
+from llamaslot.scheduler.step import StepPlan, StepResult
+
+
+class Recovery:
+    """Failed steps of one scheduler. Times are seconds on its clock."""
+
+    def __init__(self, cache: KVCache, slots: Sequence[Slot], admission: Admission) -> None:
+        self._cache = cache
+        self._slots = slots
+        self._admission = admission
+        self.suspects: list[str] = []
+        """Requests of a failed step, to be retried one by one before anything else runs."""
+        self._invalidated: set[int] = set()
+        """Slots whose running request lost its sequence in a failed step."""
+
+    def reacquire_invalidated(self) -> None:
+        """Restart running requests whose sequence was invalidated from what is cached of their tokens."""
+        for slot in self._invalidated:
+            request = self._slots[slot].request
+            if request is not None:
+                self._cache.acquire([slot], self._admission.match(request), is_new=False)
+        self._invalidated.clear()
+
+    def drop_incomplete(self, incomplete: Collection[int], plan: StepPlan, now: float) -> None:
+        """Drop sequences that do not hold what they should; their requests start again from what is cached."""
+        if any(isinstance(each, Load) and each.dst in incomplete for each in plan.operations):
+            self._cache.on_io(LoadFailed(), now)
+        for seq in incomplete:
+            if seq < len(self._slots) and self._slots[seq].request is not None:
+                self._invalidate(seq)
+            else:
+                self._cache.invalidate(seq)
+
+    def clear_suspects(self, request_ids: Collection[str]) -> None:
+        """Suspect these requests no longer: they were computed, or have failed alone."""
+        self.suspects = [each for each in self.suspects if each not in request_ids]
+
+    def on_failed(self, plan: StepPlan, result: StepResult) -> Request | None:
+        """Keep what a failed decode applied; returns the request at fault, to be ended, if it failed alone."""
+        for work in plan.work:
+            run = work.run
+            n_applied = result.lengths[run.seq] - run.start
+            # What was applied was not scored: a request that wants its prompt scored must compute it again.
+            if not 0 <= n_applied <= len(run.tokens) or (n_applied and not work.request.is_scored):
+                self._invalidate(run.seq)
+                continue
+            self._cache.append(run.seq, run.tokens[:n_applied])
+            if len(work.request.tokens) == self._cache.length(work.request.slot):
+                self._rewind(work.request)
+        # Cells are counted exactly, so this should not happen (fact 12); if it does, evict what is idle and retry.
+        if result.decoded.status is Status.NO_CELLS and self._cache.evict(self._cache.cells.idle):
+            return None
+        if len(plan.work) > 1 or plan.padding is not None:
+            self.suspects = [work.request.id for work in plan.work]
+            return None
+        request = plan.work[0].request
+        self.clear_suspects([request.id])
+        self._cache.invalidate(request.slot)
+        return request
+
+    def _invalidate(self, slot: int) -> None:
+        self._cache.invalidate(slot)
+        self._invalidated.add(slot)
+
+    def _rewind(self, request: Request) -> None:
+        """Drop the last token of a request: all were computed, but nothing was sampled from its logits."""
+        if self._cache.settings.can_trim and len(request.tokens) > 1:
+            self._cache.truncate(request.slot, len(request.tokens) - 1)
+        else:
+            self._invalidate(request.slot)
