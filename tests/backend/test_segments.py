@@ -15,7 +15,18 @@ from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, segments
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.gguf_file import parts
-from llamaslot.base.kv_ops import Copy, Free, IllegalCallError, Load, NotLoadedError, NotSavedError, Remove, Save
+from llamaslot.base.kv_ops import (
+    Copy,
+    Free,
+    IllegalCallError,
+    Kv,
+    Load,
+    NotLoadedError,
+    NotSavedError,
+    Remove,
+    Save,
+)
+from llamaslot.base.model import StateKind
 from tests.noise import Noise
 
 N_CTX = 512
@@ -167,6 +178,41 @@ def test_the_size_of_a_segment_is_known_beforehand(tiny_model: Path, cache_type:
             assert len(state) == size.of(end - start)
             backend.change(Free(number))
         assert not backend._kv.segments._states
+
+
+@pytest.mark.parametrize("shape", ["tiny-swa", "tiny-oss", "tiny-lfm2", "tiny-next", "tiny-mamba", "tiny-rwkv7"])
+def test_the_size_of_a_segment_has_no_part_of_a_state_that_cannot_be_trimmed(shape: str) -> None:
+    """However far a window has moved, and whether or not the range ends where the state is."""
+    with loaded(synthetic.ensure(shape), checkpoints=True) as backend:
+        size, scratch = backend.info.segment_size, backend.n_seqs - 1
+        assert size is not None
+        assert (size.per_token > 0) == (backend.info.state.kind is not StateKind.RECURRENT)
+        for at in range(0, 200, 40):
+            for seq in (0, 1):
+                feed(backend, seq, PROMPT[at : at + 40])
+        whole = llama_cpp.llama_state_seq_get_size(backend._context, 0)
+        for start, end in ((0, 1), (0, 2), (7, 150), (0, 200), (199, 200)):
+            backend.change(Save(0, 0, start, end, scratch))
+            kv = backend.kv_of(0)
+            assert kv is not None
+            assert len(kv) == size.of(end - start)
+            backend.change(Free(0))
+        assert size.of(200) < whole
+        with pytest.raises(ValueError, match="are not 200 tokens"):
+            backend.put(1, 0, 200, np.zeros(whole, dtype=np.uint8))
+        backend.put(1, 0, 200, kv_of_whole(backend, scratch))
+        backend.change(Remove(1, 0))
+        backend.change(Load(1, 1, 0, 200, scratch))
+        assert backend.seq_len(1) == 200
+
+
+def kv_of_whole(backend: LlamaBackend, scratch: int) -> Kv:
+    """The KV of all 200 tokens of sequence 0, as an earlier process would have saved it."""
+    backend.change(Save(0, 0, 0, 200, scratch))
+    kv = backend.kv_of(0)
+    assert kv is not None
+    backend.change(Free(0))
+    return kv
 
 
 @pytest.mark.parametrize(

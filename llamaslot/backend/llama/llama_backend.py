@@ -245,7 +245,8 @@ class LlamaBackend:
             raise ConfigError(f"the model loads but cannot compute ({status.name})", param="--model")
         if self.info.keeps_checkpoints:
             self._kv.partial.prepare(one=0, empty=1)
-        if self.info.unified and self.info.reuse and self.info.flash_attn and self.n_seqs > self.info.n_slots:
+        has_scratch = self.n_seqs > self.info.n_slots and (self.info.reuse or self.info.keeps_checkpoints)
+        if self.info.unified and self.info.flash_attn and has_scratch:
             self.info = msgspec.structs.replace(self.info, segment_size=self._measure_segments(token))
         self._clear()
 
@@ -289,10 +290,14 @@ class LlamaBackend:
 
     def _measure_segments(self, token: Tokens) -> SegmentSize:
         """Return `ModelInfo.segment_size` from the sizes of one and two tokens; sequence 0 holds one."""
-        one = self._kv.segments.n_bytes(0)
+        one = self._segment_bytes(1)
         self.decode([Run(seq=0, start=1, tokens=token, output=False)])
-        two = self._kv.segments.n_bytes(0)
+        two = self._segment_bytes(2)
         return SegmentSize(2 * one - two, two - one)
+
+    def _segment_bytes(self, n_tokens: int) -> int:
+        save = kv_ops.Save(0, src=0, start=0, end=n_tokens, scratch=self.n_seqs - 1)
+        return self._kv.segments.n_bytes(save, self._kv.partial.strip)
 
     def _check_open(self) -> None:
         if self._closed:

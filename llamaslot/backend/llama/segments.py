@@ -1,13 +1,15 @@
 """Segments in host memory: KV that is saved from the pool and loaded back.
 
 llama.cpp saves and loads whole sequences, so both go through a scratch sequence, which holds nothing before and
-after: a range of a sequence is copied to it to be saved, and what is loaded into it is copied on (fact 8).
+after: a range of a sequence is copied to it to be saved, and what is loaded into it is copied on (fact 8). A
+partial state that comes along with the range is stripped before it is saved.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import llama_cpp
@@ -26,10 +28,10 @@ class SegmentStore:
         self._memory = llama_cpp.llama_get_memory(context)
         self._states: dict[int, Kv] = {}
 
-    def n_bytes(self, seq: int) -> int:
-        """Size of what a sequence holds, once it is saved."""
-        n_bytes: int = llama_cpp.llama_state_seq_get_size(self._context, seq)
-        return n_bytes
+    def n_bytes(self, operation: Save, strip: Callable[[int], None]) -> int:
+        """Size of the segment that an operation would save."""
+        with self._range_in_scratch(operation, strip):
+            return self._size_of(operation.scratch)
 
     def kv_of(self, segment: int) -> Kv | None:
         """Return the KV of a segment, None if there is no such segment."""
@@ -70,18 +72,31 @@ class SegmentStore:
         del self._states[segment], self.positions[segment]
 
     def _saved(self, operation: Save, strip: Callable[[int], None]) -> Kv:
-        src, start, end, scratch = operation.src, operation.start, operation.end, operation.scratch
-        llama_cpp.llama_memory_seq_cp(self._memory, src, scratch, start, end)
-        try:
-            strip(scratch)
-            state = new_kv(self.n_bytes(scratch))
+        scratch = operation.scratch
+        with self._range_in_scratch(operation, strip):
+            state = new_kv(self._size_of(scratch))
             n_bytes = llama_cpp.llama_state_seq_get_data(self._context, _bytes(state), len(state), scratch)
-        finally:
-            llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
         # Both calls return 0 if llama.cpp has no memory for what it needs on the way.
         if not n_bytes or n_bytes != len(state):
-            raise MemoryError(f"llama.cpp could not save [{start}, {end}) of sequence {src}")
+            raise MemoryError(
+                f"llama.cpp could not save [{operation.start}, {operation.end}) of sequence {operation.src}"
+            )
         return state
+
+    @contextmanager
+    def _range_in_scratch(self, operation: Save, strip: Callable[[int], None]) -> Iterator[None]:
+        """Give the scratch sequence the range that an operation saves, without a partial state."""
+        start, end, scratch = operation.start, operation.end, operation.scratch
+        llama_cpp.llama_memory_seq_cp(self._memory, operation.src, scratch, start, end)
+        try:
+            strip(scratch)
+            yield
+        finally:
+            llama_cpp.llama_memory_seq_rm(self._memory, scratch, -1, -1)
+
+    def _size_of(self, seq: int) -> int:
+        n_bytes: int = llama_cpp.llama_state_seq_get_size(self._context, seq)
+        return n_bytes
 
 
 def _bytes(state: Kv) -> Any:
