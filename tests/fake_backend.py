@@ -36,7 +36,7 @@ from llamaslot.base.backend import (
 from llamaslot.base.commands import Constraint
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import NOT_SCORED, TokenScore
-from llamaslot.base.model import Capabilities, ModelInfo, SegmentSize, StateKind
+from llamaslot.base.model import Capabilities, CheckpointSize, ModelInfo, SegmentSize, StateKind
 from llamaslot.base.tokens import Tokens
 from tests.fake_pool import CellPool
 
@@ -163,6 +163,7 @@ class FakeBackend:
             eos_token=self.vocab.names[EOS], eog=(EOS,), n_cache_seqs=n_reserved, stream_copy_ms=stream_copy_ms,
             segment_size=segment_size if has_scratch else None, n_scored=n_scored,
             state=Capabilities(kind=kind, can_trim=reuse, n_swa=WINDOW), keeps_checkpoints=has_states,
+            checkpoint_size=CheckpointSize(64, 8 * ("window" in kind), WINDOW) if has_states else None,
         )  # fmt: skip
         self.failures: deque[tuple[Status, int]] = deque()
         self.poison: set[int] = set()

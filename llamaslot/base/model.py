@@ -67,6 +67,20 @@ class SegmentSize(msgspec.Struct, frozen=True):
         return self.fixed + n_tokens * self.per_token
 
 
+class CheckpointSize(msgspec.Struct, frozen=True):
+    """Bytes of a checkpoint of the state that cannot be trimmed, by its position."""
+
+    fixed: int
+    per_cell: int = 0
+    """Bytes of each cell of a sliding window; 0 without one."""
+    n_swa: int = 0
+    """Tokens of the window."""
+
+    def of(self, end: int) -> int:
+        """Bytes behind `end` tokens; one cell less once another sequence has taken the oldest cell of a window."""
+        return self.fixed + self.per_cell * min(end, self.n_swa)
+
+
 class FimTokens(msgspec.Struct, frozen=True):
     """Token ids of fill-in-the-middle prompts; -1 for those that the vocabulary does not have."""
 
@@ -199,6 +213,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Durations of small steps; None where they were not measured."""
     segment_size: SegmentSize | None = None
     """Size of KV that is saved off the pool; None where nothing can be saved."""
+    checkpoint_size: CheckpointSize | None = None
+    """Size of checkpoints; None where none are taken."""
     kv_facts: str = ""
     """Everything but `kv_files` that KV depends on: KV saved under other facts must not be loaded."""
     kv_files: tuple[ModelFile, ...] = ()

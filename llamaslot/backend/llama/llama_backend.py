@@ -32,7 +32,7 @@ from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
-from llamaslot.base.model import ModelFile, ModelInfo, SegmentSize, StateKind
+from llamaslot.base.model import CheckpointSize, ModelFile, ModelInfo, SegmentSize, StateKind
 from llamaslot.base.tokens import Tokens
 
 _MAX_VIEWS = 1024
@@ -246,8 +246,8 @@ class LlamaBackend:
         if self.info.keeps_checkpoints:
             self._kv.partial.prepare(one=0, empty=1)
         has_scratch = self.n_seqs > self.info.n_slots and (self.info.reuse or self.info.keeps_checkpoints)
-        if self.info.unified and self.info.flash_attn and has_scratch:
-            self.info = msgspec.structs.replace(self.info, segment_size=self._measure_segments(token))
+        if self.info.unified and has_scratch:
+            self._measure_sizes(token)
         self._clear()
 
     def _clear(self) -> None:
@@ -288,16 +288,24 @@ class LlamaBackend:
         self._clear()
         return max(min(copying[1:]) - plain, 0.01)
 
-    def _measure_segments(self, token: Tokens) -> SegmentSize:
-        """Return `ModelInfo.segment_size` from the sizes of one and two tokens; sequence 0 holds one."""
-        one = self._segment_bytes(1)
-        self.decode([Run(seq=0, start=1, tokens=token, output=False)])
-        two = self._segment_bytes(2)
-        return SegmentSize(2 * one - two, two - one)
-
-    def _segment_bytes(self, n_tokens: int) -> int:
-        save = kv_ops.Save(0, src=0, start=0, end=n_tokens, scratch=self.n_seqs - 1)
-        return self._kv.segments.n_bytes(save, self._kv.partial.strip)
+    def _measure_sizes(self, token: Tokens) -> None:
+        """Fill in the sizes of segments and checkpoints from those of one and two tokens; sequence 0 holds one."""
+        info, kv = self.info, self._kv
+        segments, checkpoints = [], []
+        for n_tokens in (1, 2):
+            if n_tokens > 1:
+                self.decode([Run(seq=0, start=1, tokens=token, output=False)])
+            save = kv_ops.Save(0, src=0, start=0, end=n_tokens, scratch=self.n_seqs - 1)
+            segments.append(kv.segments.n_bytes(save, kv.partial.strip))
+            checkpoints.append(kv.partial.n_bytes(0))
+        segment, checkpoint = (SegmentSize(2 * one - two, two - one) for one, two in (segments, checkpoints))
+        self.info = msgspec.structs.replace(
+            info,
+            segment_size=segment if info.flash_attn else None,
+            checkpoint_size=CheckpointSize(checkpoint.fixed, checkpoint.per_token, info.state.n_swa)
+            if info.keeps_checkpoints
+            else None,
+        )
 
     def _check_open(self) -> None:
         if self._closed:
