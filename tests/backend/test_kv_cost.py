@@ -9,6 +9,7 @@ import llama_cpp
 import numpy as np
 import pytest
 
+from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, kv_cost, step_cost
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.kv_ops import Load, Operation, Save
@@ -95,6 +96,36 @@ def test_the_pool_is_empty_behind_it(tiny_model: Path, monkeypatch: pytest.Monke
     assert backend.info.kv_cost is not None
     assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
     # Only an empty pool has room for all of these.
+    for start in range(0, 4096, 512):
+        run = Run(0, start, np.full(512, 5, dtype=np.int32), output=False)
+        assert backend.decode([run]).status is Status.OK
+    backend.close()
+
+
+@pytest.mark.parametrize("shape", ["tiny-swa", "tiny-lfm2", "tiny-mamba"])
+def test_models_with_a_state_that_cannot_be_trimmed_are_measured_with_cells_alone(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows have fewer cells than the pool: what fills it must have none of theirs."""
+    prefill, load = kv_cost._prefill, llama_cpp.llama_state_seq_set_data
+    loaded: list[int] = []
+
+    def fast(*args: Any) -> float:
+        prefill(*args)
+        return 0.01
+
+    def counted(*args: Any) -> int:
+        loaded.append(load(*args))
+        return loaded[-1]
+
+    monkeypatch.setattr(kv_cost, "_prefill", fast)
+    monkeypatch.setattr(llama_cpp, "llama_state_seq_set_data", counted)
+    backend = LlamaBackend(settings(synthetic.ensure(shape), n_ctx=4096, n_ubatch=512, checkpoints=True))
+    assert backend.info.kv_cost is not None
+    assert backend.info.kv_cost.n_idle_cells == 4096 - 512
+    assert loaded == [state_bytes(backend, 320), *[state_bytes(backend, 64)] * ((4096 - 512) // 64)] * 5
+    assert backend.info.step_cost is None, "such steps are not padded"
+    assert [backend.seq_range(seq) for seq in range(backend.n_seqs)] == [range(0)] * backend.n_seqs
     for start in range(0, 4096, 512):
         run = Run(0, start, np.full(512, 5, dtype=np.int32), output=False)
         assert backend.decode([run]).status is Status.OK

@@ -114,16 +114,25 @@ def _change(backend: Backend, operation: Operation) -> float:
 
 
 def fill(backend: Backend, context: Any, n_cells: int) -> bool:
-    """Fill sequence 1 with `n_cells` without computing them; False if that fails."""
+    """Fill sequence 1 with `n_cells` without computing them; False if that fails.
+
+    They are loaded from a segment, so layers with a sliding window, which have fewer cells, are not filled.
+    """
     memory = llama_cpp.llama_get_memory(context)
     backend.change(Remove(0, 0))
     compute(backend, _SAVED_TOKENS)
-    state = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(context, 0))()
-    llama_cpp.llama_state_seq_get_data(context, state, len(state), 0)
+    try:
+        backend.change(Save(0, 0, 0, _SAVED_TOKENS, backend.n_seqs - 1))
+    except NotSavedError:
+        return False
+    kv = backend.kv_of(0)
+    assert kv is not None
+    state = kv.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
     n_loaded = 0
-    while n_loaded < n_cells and llama_cpp.llama_state_seq_set_data(context, state, len(state), 0):
+    while n_loaded < n_cells and llama_cpp.llama_state_seq_set_data(context, state, len(kv), 0):
         llama_cpp.llama_memory_seq_cp(memory, 0, 1, -1, -1)
         n_loaded += _SAVED_TOKENS
+    backend.change(Free(0))
     backend.change(Remove(0, 0))
     return n_loaded == n_cells
 

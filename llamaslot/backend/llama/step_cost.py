@@ -30,10 +30,16 @@ def measure(backend: Backend, context: Any) -> StepCost | None:
     """Measure the cost on a backend with this context, empty before and after; takes half a second, slow models
     some.
 
-    None where there is no scratch sequence to pad with, the pool is too small, or the model is too slow to measure.
+    None where there is no scratch sequence to pad with, the pool is too small, or the model is too slow to measure,
+    and for models with a state that cannot be trimmed, whose steps are not padded.
     """
     info = backend.info
-    if info.segment_size is None or info.n_ubatch < QUERY_BLOCK or info.n_ctx < _MANY_CELLS + 2 * QUERY_BLOCK:
+    if (
+        not info.reuse
+        or info.segment_size is None
+        or info.n_ubatch < QUERY_BLOCK
+        or info.n_ctx < _MANY_CELLS + 2 * QUERY_BLOCK
+    ):
         return None
     try:
         return _measured(backend, context)
