@@ -52,6 +52,15 @@ class StepCost(msgspec.Struct, frozen=True):
         return (self.block_us + n_cells * self.block_cell_us) / 1e3
 
 
+class StateCost(msgspec.Struct, frozen=True):
+    """Measured cost of a checkpoint of the largest size."""
+
+    take_ms: float
+    """Milliseconds to copy the state of a sequence to host memory."""
+    restore_ms: float
+    """Milliseconds to give it back to a sequence."""
+
+
 QUERY_BLOCK = 64
 """Query block: tokens of a step that llama.cpp's flash attention computes together on a CPU."""
 
@@ -211,6 +220,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Cost of idle prefixes, and of saving and loading them; None where it was not measured."""
     step_cost: StepCost | None = None
     """Durations of small steps; None where they were not measured."""
+    state_cost: StateCost | None = None
+    """Cost of checkpoints; None where it was not measured."""
     segment_size: SegmentSize | None = None
     """Size of KV that is saved off the pool; None where nothing can be saved."""
     checkpoint_size: CheckpointSize | None = None

@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings, kv_cost, library, measurements, step_cost
 from llamaslot.backend.llama.measurements import Measurements
 from llamaslot.base.backend import Run, Status
-from llamaslot.base.model import KvCost, StepCost
+from llamaslot.base.model import KvCost, StateCost, StepCost
 
 MEASURED = Measurements(
     stream_copy_ms=0.5,
@@ -60,6 +61,20 @@ def test_a_second_start_measures_nothing_and_has_the_same_figures(
     assert start(tiny_model, tmp_path / "made" / "for it", unified=False) == first
     assert n_measured == [1]
     assert [file.suffix for file in (tmp_path / "made" / "for it").iterdir()] == [".json"]
+
+
+def test_the_cost_of_checkpoints_is_kept_too(tmp_path: Path, n_measured: list[int]) -> None:
+    def started() -> StateCost | None:
+        backend = LlamaBackend(settings(synthetic.ensure("tiny-lfm2"), tmp_path, checkpoints=True))
+        backend.close()
+        return backend.info.state_cost
+
+    first = started()
+    assert first is not None
+    assert 0 < first.take_ms < 1000
+    assert 0 < first.restore_ms < 1000
+    assert started() == first
+    assert n_measured == [1]
 
 
 def test_without_a_folder_each_start_measures(tiny_model: Path, n_measured: list[int]) -> None:

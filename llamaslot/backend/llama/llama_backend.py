@@ -24,7 +24,7 @@ from llamaslot.backend.llama.sampling.candidates import Logits
 from llamaslot.backend.llama.sampling.dry import BreakerIndex
 from llamaslot.backend.llama.sampling.probabilities import score_of
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
-from llamaslot.backend.llama.state import capabilities
+from llamaslot.backend.llama.state import capabilities, state_cost
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import CompiledConstraint, Decoded, Run, Sampler, Status, check_runs
@@ -265,6 +265,9 @@ class LlamaBackend:
             stream_copy_ms=self._measure_stream_copy() if copies else 0.0,
             kv_cost=kv_cost.measure(self, self._context) if settings.measure_costs else None,
             step_cost=step_cost.measure(self, self._context) if settings.measure_costs else None,
+            state_cost=state_cost.measure(self, self._context, self._kv.partial)
+            if settings.measure_costs
+            else None,
         )
         if folder:
             measurements.write(folder, key, measured)

@@ -58,7 +58,7 @@ class LlamaSettings:
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     measure_costs: bool = False
-    """Measure `ModelInfo.kv_cost` and `step_cost`, which takes some seconds."""
+    """Measure `ModelInfo.kv_cost`, `step_cost` and `state_cost`, which takes some seconds."""
     measurements: Path | None = None
     """Folder in which start-up measurements are kept for the next start; None to measure at each."""
 

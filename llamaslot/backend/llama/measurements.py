@@ -24,7 +24,7 @@ from llamaslot.backend.llama import library
 from llamaslot.backend.llama.kv_cost import MAX_IDLE_CELLS
 from llamaslot.backend.llama.llama_settings import LlamaSettings
 from llamaslot.base.gguf_file import parts
-from llamaslot.base.model import KvCost, ModelInfo, StepCost
+from llamaslot.base.model import KvCost, ModelInfo, StateCost, StepCost
 
 MAX_AGE_S = 7 * 86_400
 """Age at which measurements are taken again: the machine may have been busy, or have changed."""
@@ -39,6 +39,7 @@ class Measurements(msgspec.Struct, frozen=True):
     stream_copy_ms: float = 0.0
     kv_cost: KvCost | None = None
     step_cost: StepCost | None = None
+    state_cost: StateCost | None = None
 
 
 class _Kept(msgspec.Struct, frozen=True):

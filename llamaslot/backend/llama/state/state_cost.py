@@ -1,0 +1,78 @@
+"""Measurement of `StateCost`: how long it takes to take and to restore a checkpoint on this machine.
+
+A recurrent state always has the same size. A sliding window is full after so many tokens that computing them takes
+long on a slow machine, but their content does not matter: one short sequence is saved whole, and loaded many times
+into another one, which then has each of its positions many times, in as many cells as a full window.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import llama_cpp
+
+from llamaslot.backend.llama.kv_cost import compute
+from llamaslot.backend.llama.state.partial_states import PartialStates
+from llamaslot.base.backend import Backend
+from llamaslot.base.kv_ops import NotLoadedError, NotSavedError, Remove, Restore, Take
+from llamaslot.base.model import StateCost
+
+_COMPUTED_TOKENS = 64
+"""Tokens of the sequence that is loaded again and again."""
+_N_REPEATS = 5
+
+
+def measure(backend: Backend, context: Any, states: PartialStates) -> StateCost | None:
+    """Measure the cost on a backend with this context and no checkpoints, empty before and after.
+
+    None where no checkpoints are taken, or where the pool or memory is too small for one of the largest size.
+    """
+    if not backend.info.keeps_checkpoints:
+        return None
+    try:
+        return _measured(backend, context, states)
+    except (NotSavedError, NotLoadedError):
+        return None
+    finally:
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 1, -1, -1)
+        backend.change(Remove(0, 0))
+
+
+def _measured(backend: Backend, context: Any, states: PartialStates) -> StateCost | None:
+    """Measure; sequences 0 and 1 may be left with cells."""
+    n_swa = backend.info.state.n_swa
+    n_tokens = min(n_swa or 1, _COMPUTED_TOKENS, backend.info.n_ubatch)
+    compute(backend, n_tokens)
+    if not _fill_state(context, -(-n_swa // n_tokens) or 1):
+        return None
+    taking, restoring = [], []
+    for _ in range(_N_REPEATS):
+        taking.append(_ms(context, lambda: states.take(Take(0, src=1, end=n_tokens))))
+        try:
+            restoring.append(_ms(context, lambda: states.restore(Restore(0, dst=1), n_tokens)))
+        finally:
+            states.free(0)
+    return StateCost(take_ms=statistics.median(taking), restore_ms=statistics.median(restoring))
+
+
+def _fill_state(context: Any, n_loads: int) -> bool:
+    """Load what sequence 0 holds into sequence 1 so many times; False if the cells do not suffice."""
+    memory = llama_cpp.llama_get_memory(context)
+    saved = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(context, 0))()
+    llama_cpp.llama_state_seq_get_data(context, saved, len(saved), 0)
+    for _ in range(n_loads):
+        if not llama_cpp.llama_state_seq_set_data(context, saved, len(saved), 0):
+            return False
+        llama_cpp.llama_memory_seq_cp(memory, 0, 1, -1, -1)
+    return True
+
+
+def _ms(context: Any, call: Callable[[], None]) -> float:
+    started = perf_counter()
+    call()
+    llama_cpp.llama_synchronize(context)
+    return 1e3 * (perf_counter() - started)
