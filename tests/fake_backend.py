@@ -365,7 +365,7 @@ class FakeBackend:
         self.states.truncate(seq, length, keep)
         self._pool(seq).remove(seq, keep, length)
         if self.states.is_live(seq) and keep:
-            # A window that was never exceeded: it has lost nothing.
+            # A window that was never full: it has lost nothing.
             self._partial[seq] = _state_of([token for _, token in self.seen(seq)])
         else:
             self._set_state(seq, None)

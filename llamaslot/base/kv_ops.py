@@ -10,6 +10,7 @@ computed on. An operation that leaves it without one makes it *stateless*, until
     live      --Remove some--> stateless     live source --Copy to its end--> live target (recurrent state)
     stateless --Restore------> live          any other Copy, and Load     --> stateless target
     any       --Remove all---> live, empty
+    live      --Remove some--> live, if the model has no state but windows, and none was full
 """
 
 from __future__ import annotations
@@ -176,8 +177,8 @@ class StateRecord:
 
     def truncate(self, seq: int, length: int, keep: int) -> None:
         """Record that a sequence of `length` tokens is cut to fewer, `keep`."""
-        # A window that was never exceeded has lost nothing.
-        is_whole = self._kind is StateKind.WINDOW and length <= self._n_swa and self.is_live(seq)
+        # Nothing is lost until the window is full: then others may take its oldest cell, which no next token sees.
+        is_whole = self._kind is StateKind.WINDOW and length < self._n_swa and self.is_live(seq)
         self._set(seq, is_live=not keep or is_whole)
 
     def copy(self, operation: Copy, length: int) -> None:

@@ -51,6 +51,17 @@ def loaded(model: Path, **settings: object) -> Iterator[LlamaBackend]:
         backend.close()
 
 
+@contextmanager
+def failing(backend: LlamaBackend) -> Iterator[None]:
+    """Abort the computation of each step in here."""
+    callback = llama_cpp.ggml_abort_callback(lambda _: True)
+    llama_cpp.llama_set_abort_callback(backend._context, callback, None)
+    try:
+        yield
+    finally:
+        llama_cpp.llama_set_abort_callback(backend._context, llama_cpp.ggml_abort_callback(), None)
+
+
 def feed(backend: LlamaBackend, seq: int, tokens: list[int]) -> Decoded:
     """Decode tokens behind what the sequence holds, with logits for the last."""
     return backend.decode([Run(seq, backend.seq_len(seq), np.array(tokens, dtype=np.int32), True)])

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-import llama_cpp
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -37,6 +36,7 @@ from llamaslot.base.kv_ops import (
     Take,
 )
 from llamaslot.base.model import StateKind
+from tests.backend.test_models import failing
 from tests.conftest import LONG
 from tests.fake_backend import WINDOW, FakeBackend
 from tests.noise import Noise
@@ -353,7 +353,7 @@ class SequencesMachine(RuleBasedStateMachine):
         """A sequence is truncated."""
         length = len(self.oracle[seq])
         if keep < length:
-            is_whole = self.kind is StateKind.WINDOW and length <= self.n_swa and seq in self.live
+            is_whole = self.kind is StateKind.WINDOW and length < self.n_swa and seq in self.live
             del self.oracle[seq][keep:]
             self.set_live(seq, is_live=is_whole)
 
@@ -490,14 +490,8 @@ def test_llama_backend_with_a_partial_state(shape: str) -> None:
         def same_answer(self, history: list[int], warm: int, cold: int) -> bool:
             return warm == cold or noise.explains(history, warm, cold)
 
-        @contextmanager
-        def failing(self) -> Iterator[None]:
-            always = llama_cpp.ggml_abort_callback(lambda _: True)
-            never = llama_cpp.ggml_abort_callback(lambda _: False)
-            llama_cpp.llama_set_abort_callback(self.backend._context, always, None)
-            yield
-            llama_cpp.llama_set_abort_callback(self.backend._context, never, None)
-            self.kept = never
+        def failing(self) -> AbstractContextManager[None]:
+            return failing(self.backend)
 
     assert state.kind is not StateKind.NONE
     run_state_machine_as_test(
