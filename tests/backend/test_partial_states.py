@@ -12,7 +12,7 @@ from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.kv_ops import IllegalCallError, Remove
-from tests.backend.test_models import loaded, logits
+from tests.backend.test_models import failing, loaded, logits
 
 N_SWA = 32
 IDS = np.random.default_rng(3).integers(300, 512, 200).astype(np.int32)
@@ -48,3 +48,18 @@ def test_a_window_that_is_full_cannot_be_cut(window: Path, n_held: int, is_whole
         feed(backend, 1, IDS[:10])
         cold = feed(backend, 1, IDS[100:102])
         assert np.sqrt(np.square(warm - cold).mean()) < 0.01 * cold.std()
+
+
+@pytest.mark.parametrize("shape", ["tiny-lfm2", "tiny-mamba", "tiny-swa"])
+def test_a_failed_step_without_checkpoints_leaves_its_sequences_empty(shape: str) -> None:
+    """llama.cpp cannot trim recurrent states, so it claims that the tokens of the failed step were computed."""
+    with loaded(synthetic.ensure(shape)) as backend:
+        cold = feed(backend, 0, IDS[:40])
+        backend.change(Remove(0, 0))
+        for seq in (0, 1):
+            feed(backend, seq, IDS[seq:30])
+        with failing(backend):
+            run = Run(0, 30, IDS[30:40], True)
+            assert backend.decode([run]).status is Status.ABORTED
+        assert (backend.seq_len(0), backend.seq_len(1)) == (0, 29)
+        assert np.array_equal(feed(backend, 0, IDS[:40]), cold)

@@ -83,9 +83,13 @@ class KvOperations:
     def failed(self, runs: Sequence[Run]) -> None:
         """Truncate the sequences of a batch that failed to what they held before, and drop states that are lost.
 
-        Without partial states, llama.cpp's own record of lengths is right.
+        Sequences that can be trimmed were trimmed by llama.cpp, which knows their lengths. Of others without
+        checkpoints it may claim tokens that were never computed, so those of the batch are emptied.
         """
         if not self.states.has_states:
+            for run in () if self._info.reuse else runs:
+                llama_cpp.llama_memory_seq_rm(self._memory, run.seq, -1, -1)
+                self.lengths[run.seq] = 0
             return
         starts = {run.seq: run.start for run in runs}
         self.states.fail(starts, dict(enumerate(self.lengths)))
