@@ -2,6 +2,7 @@
 
 A model file is downloaded and not trusted. llama.cpp reads what its metadata announces into memory, several times
 larger than in the file, and a sparse file can announce what no disk would hold; so the metadata is bounded first.
+Models that cannot be served are refused by their metadata too, before their weights are read.
 """
 
 from __future__ import annotations
@@ -34,10 +35,62 @@ _MAX_SHOWN_BYTES = 100
 _VERSIONS = (2, 3)
 """Versions of the format that llama.cpp reads."""
 _STRING, _ARRAY = 8, 9
-_ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of a value by its type; strings and arrays have a length of their own."""
+_VALUES = {
+    kind: struct.Struct(f"<{form}")
+    for kind, form in {
+        0: "B",
+        1: "b",
+        2: "H",
+        3: "h",
+        4: "I",
+        5: "i",
+        6: "f",
+        7: "?",
+        10: "Q",
+        11: "q",
+        12: "d",
+    }.items()
+}
+"""Forms of values by their type; strings and arrays have a length of their own."""
+_MAX_LAYERS = 2**16
+"""Items of an array of numbers by layer that are read."""
+_KEPT = (
+    *("attention.causal", "block_count", "nextn_predict_layers"),
+    *("expert_count", "expert_used_count", "expert_group_count", "expert_group_used_count"),
+)
+"""Keys of an architecture whose numbers are checked."""
 _HEADER = struct.Struct("<4sIQQ")
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+
+_DIFFUSION = "is a diffusion model ({}); only models that generate token by token are served"
+_ENCODER_DECODER = "is an encoder-decoder model ({}); only models with a decoder alone are served"
+_DRAFT = "is a draft model ({}), which needs another model; only models that generate text alone are served"
+_NO_TEXT = "is {} ({{}}); only models that generate text are served"
+_EMBEDDING = (
+    *(
+        "bert",
+        "eurobert",
+        "gemma-embedding",
+        "jina-bert-v2",
+        "jina-bert-v3",
+        "llama-embed",
+        "modern-bert",
+        "neo-bert",
+    ),
+    *("nomic-bert", "nomic-bert-moe"),
+)
+_NOT_SERVED = {
+    **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), _DIFFUSION),
+    **dict.fromkeys(("dflash", "eagle3", "gemma4-assistant"), _DRAFT),
+    **dict.fromkeys(_EMBEDDING, _NO_TEXT.format("an embedding model")),
+    **dict.fromkeys(("pockettts", "wavtokenizer-dec"), _NO_TEXT.format("an audio model")),
+    "clip": _NO_TEXT.format("a projector for images or audio"),
+    "t5": _ENCODER_DECODER,
+    "t5encoder": _NO_TEXT.format("an encoder"),
+}
+"""Reasons by architecture; `{}` stands for its name."""
+_WITHOUT_EXPERTS = ("hunyuan-dense", "hunyuan_vl")
+"""Architectures of which llama.cpp takes a single expert for none."""
 
 
 def check_file(path: Path) -> None:
@@ -56,6 +109,15 @@ def check_metadata(path: Path) -> None:
         check_file(part)
         with _opened(part) as file:
             _Metadata(file, part).check()
+
+
+def why_not_served(architecture: str, *, is_causal: bool = True) -> str:
+    """Return the reason why no text is generated with models of an architecture; empty where it is.
+
+    Without causal attention each token sees those behind it too, so KV of a prefix is not that of a longer prompt.
+    """
+    reason = _NOT_SERVED.get(architecture, "").format(architecture)
+    return reason or ("" if is_causal else "has no causal attention; only models that generate text are served")
 
 
 def parts(path: Path) -> list[Path]:
@@ -78,6 +140,9 @@ class _Metadata:
         self._at = 0
         self._n_passed = 0
         """Bytes before `data`."""
+        self._architecture = ""
+        self._numbers: dict[str, int] = {}
+        """Integers and booleans by key; of a list of them by layer, the largest."""
 
     def check(self) -> None:
         """Raise `ConfigError` for what is out of bounds."""
@@ -96,11 +161,17 @@ class _Metadata:
             self._bound(n_dimensions, MAX_DIMENSIONS, f"dimensions in tensor {name}")
             # Its dimensions, its type, and where its data begin.
             self._skip(8 * n_dimensions + 4 + 8)
+        is_causal = self._model_number("attention.causal", 1) != 0
+        if reason := why_not_served(self._architecture, is_causal=is_causal):
+            raise ConfigError(f"{self._path} {reason}", param="--model")
+        self._check_layers()
 
     def _pass_value(self, key: str) -> None:
         kind = self._number(_U32)
         limit = MAX_TEMPLATE_BYTES if key.startswith("tokenizer.chat_template") else MAX_STRING_BYTES
-        if kind == _STRING:
+        if kind == _STRING and key == "general.architecture":
+            self._architecture = self._text(MAX_KEY_BYTES, f"bytes in {key}")
+        elif kind == _STRING:
             self._skip_strings(1, key, limit)
         elif kind == _ARRAY:
             item = self._number(_U32)
@@ -112,10 +183,14 @@ class _Metadata:
                 self._check_tokens(tokens)
             elif item == _STRING:
                 self._skip_strings(n_items, key, limit)
+            elif key.endswith(".expert_used_count") and n_items <= _MAX_LAYERS:
+                self._numbers[key] = max((self._value(item, key) for _ in range(n_items)), default=0)
             else:
-                self._skip(n_items * self._bytes_of(item, key))
+                self._skip(n_items * self._form_of(item, key).size)
         else:
-            self._skip(self._bytes_of(kind, key))
+            value = self._value(kind, key)
+            if key.endswith(_KEPT):
+                self._numbers[key] = value
 
     def _skip_strings(self, count: int, key: str, limit: int, kept: list[bytes] | None = None) -> None:
         """Skip strings; append them to `kept`, if given."""
@@ -153,11 +228,46 @@ class _Metadata:
                 shown = _printable(read[:_MAX_SHOWN_BYTES])
                 raise self._error(f"its tokens {first} and {token} are the same: {shown}")
 
-    def _bytes_of(self, kind: int, key: str) -> int:
-        """Return the size of a value; an array in an array has none, and llama.cpp reads none either."""
-        if kind not in _ITEM_BYTES:
+    def _check_layers(self) -> None:
+        """Refuse numbers of layers and experts at which llama.cpp would abort (fact 31)."""
+        n_layers, n_nextn = self._model_number("block_count", 1), self._model_number("nextn_predict_layers")
+        n_experts, n_used = self._model_number("expert_count"), self._model_number("expert_used_count")
+        n_groups, n_used_groups = (self._model_number(f"expert_group_{name}") for name in ("count", "used_count"))
+        if n_experts <= 1 and self._architecture in _WITHOUT_EXPERTS:
+            n_experts = n_used = 0
+        for key, number, other, is_right in (
+            ("block_count", n_layers, "", n_layers > 0),
+            ("nextn_predict_layers", n_nextn, "block_count", n_nextn <= n_layers),
+            ("expert_used_count", n_used, "expert_count", bool(n_experts) <= n_used <= n_experts),
+            ("expert_group_count", n_groups, "expert_count", n_groups < max(n_experts, 1)),
+            ("expert_group_count", n_groups, "expert_count", n_groups <= 1 or n_experts % n_groups == 0),
+            (
+                "expert_group_used_count",
+                n_used_groups,
+                "expert_group_count",
+                n_groups <= 1 or 0 < n_used_groups < n_groups,
+            ),
+        ):
+            if not is_right:
+                beside = f" with {self._architecture}.{other} {self._model_number(other)}" if other else ""
+                raise self._error(f"its key {self._architecture}.{key} is {number}{beside}")
+
+    def _model_number(self, key: str, default: int = 0) -> int:
+        return self._numbers.get(f"{self._architecture}.{key}", default)
+
+    def _value(self, kind: int, key: str) -> int:
+        """Pass a value; returns it, without a fraction if it has one."""
+        form = self._form_of(kind, key)
+        self._need(form.size)
+        (value,) = form.unpack_from(self._data, self._at)
+        self._at += form.size
+        return int(value) if isinstance(value, int) else 0
+
+    def _form_of(self, kind: int, key: str) -> struct.Struct:
+        """Return the form of a value; an array in an array has none, and llama.cpp reads none either."""
+        if kind not in _VALUES:
             raise self._error(f"its key {key} has a type that is not supported ({kind})")
-        return _ITEM_BYTES[kind]
+        return _VALUES[kind]
 
     def _text(self, limit: int, what: str) -> str:
         n_bytes = self._number(_U64)

@@ -22,6 +22,7 @@ from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend, library, loading
 from llamaslot.backend.llama.llama_settings import LlamaSettings
 from llamaslot.backend.llama.state import capabilities
+from llamaslot.base import gguf_file
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import IllegalCallError, Remove
@@ -54,7 +55,11 @@ HYBRID = {
 }
 REFUSED = {
     **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), "diffusion model"),
-    **dict.fromkeys(("t5", "eagle3", "dflash"), "encoder-decoder model"),
+    **dict.fromkeys(("dflash", "eagle3", "gemma4-assistant"), "draft model"),
+    **dict.fromkeys(("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3"), "embedding model"),
+    **dict.fromkeys(("llama-embed", "modern-bert", "neo-bert", "nomic-bert", "nomic-bert-moe"), "embedding model"),
+    **dict.fromkeys(("pockettts", "wavtokenizer-dec"), "audio model"),
+    "t5": "encoder-decoder model",
     "t5encoder": "encoder",
 }
 TESTED_CLASSES = {"kv_cache", "kv_cache_iswa", "memory_recurrent", "memory_hybrid", "memory_hybrid_iswa"}
@@ -143,7 +148,11 @@ def write_vocabulary(path: Path, architecture: str, **values: int) -> None:
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model("no_vocab")
     for key, value in values.items():
-        writer.add_uint32(f"{architecture}.attention.{key.replace('__', '.')}", value)
+        name = f"{architecture}.attention.{key.replace('__', '.')}"
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        else:
+            writer.add_uint32(name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -203,12 +212,28 @@ def test_kinds_by_architecture_are_those_of_llama_cpp(known: dict[str, Any]) -> 
             assert bool(reason) == (name in RECURRENT | HYBRID), name
 
 
-def test_models_that_do_not_generate_token_by_token_are_refused(known: dict[str, Any]) -> None:
+def test_models_that_do_not_generate_token_by_token_are_refused(
+    known: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     refused = {name: reason for name, model in known.items() if (reason := capabilities.why_not_served(model))}
     assert refused.keys() == REFUSED.keys() & known.keys()
     for name, reason in refused.items():
         assert REFUSED[name] in reason
         assert f"({name})" in reason
+    monkeypatch.setattr(gguf_file, "why_not_served", lambda *_, **__: "")
+    for name, model in known.items():
+        reason = capabilities.why_not_served(model)
+        assert not reason or name in REFUSED, f"{name} can be refused before its weights are loaded"
+
+
+def test_a_model_without_causal_attention_is_refused(folder: Path) -> None:
+    path = folder / "not-causal.gguf"
+    write_vocabulary(path, "llama", causal=False)
+    model = loading.load_vocab(path)
+    try:
+        assert "causal" in capabilities.why_not_served(model)
+    finally:
+        llama_cpp.llama_model_free(model)
 
 
 @pytest.mark.parametrize("architecture", sorted({*OWN_CACHE, *RECURRENT, *HYBRID, *REFUSED, "hy_v4"}))

@@ -18,8 +18,9 @@ from llamaslot.base import gguf_file
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.gguf_file import check_metadata, parts
 from tests.conftest import LONG
+from tests.gguf_copies import rewritten
 
-UINT8, UINT32, FLOAT32, STRING, ARRAY, UINT64 = 0, 4, 6, 8, 9, 10
+UINT8, UINT32, FLOAT32, BOOL, STRING, ARRAY, UINT64 = 0, 4, 6, 7, 8, 9, 10
 
 
 def text(value: bytes | str, claimed: int | None = None) -> bytes:
@@ -138,15 +139,90 @@ def test_llama_cpp_aborts_at_a_token_that_is_there_twice(path: Path) -> None:
     at = raw.index(text("Ġthe")) + 8
     raw[at : at + 5] = raw[raw.index(text("Ġand")) + 8 :][:5]
     assert "are the same: Ġand" in refusal(path, bytes(raw))
-    load = "import sys, pathlib, llamaslot.backend.llama as b; b.LlamaVocab.load(pathlib.Path(sys.argv[1]))"
+    assert b"token_to_id" in aborted(path, "b.LlamaVocab.load(pathlib.Path(sys.argv[1]))")
+
+
+def aborted(path: Path, load: str) -> bytes:
+    """Return the error output of a process that llama.cpp aborts while a file is loaded."""
     ended = subprocess.run(
-        [sys.executable, "-c", load, str(path)],
+        [sys.executable, "-c", f"import sys, pathlib, llamaslot.backend.llama as b; {load}", str(path)],
         env={**os.environ, "GGML_NO_BACKTRACE": "1"},
         stderr=subprocess.PIPE,
         check=False,
     )
     assert ended.returncode == -signal.SIGABRT
-    assert b"token_to_id" in ended.stderr
+    return ended.stderr
+
+
+def model(architecture: str, **values: int | bool | list[int]) -> bytes:
+    """The metadata of a model, with keys of its architecture."""
+    keys = [key("general.architecture", STRING, text(architecture))]
+    for name, value in values.items():
+        full = f"{architecture}.{name.replace('__', '.')}"
+        if isinstance(value, list):
+            keys.append(array(full, UINT32, len(value), struct.pack(f"<{len(value)}I", *value)))
+        elif isinstance(value, bool):
+            keys.append(key(full, BOOL, struct.pack("<?", value)))
+        else:
+            keys.append(key(full, UINT32, struct.pack("<I", value)))
+    return gguf(*keys)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "reason"),
+    [
+        ("llada", {}, "is a diffusion model (llada)"),
+        ("nomic-bert", {}, "is an embedding model (nomic-bert); only models that generate text are served"),
+        ("t5", {}, "is an encoder-decoder model (t5)"),
+        ("eagle3", {}, "is a draft model (eagle3), which needs another model"),
+        ("clip", {}, "is a projector for images or audio (clip)"),
+        ("qwen3", {"attention__causal": False}, "has no causal attention"),
+        ("qwen3", {"block_count": 0}, "its key qwen3.block_count is 0"),
+        ("glm4moe", {"block_count": 2, "nextn_predict_layers": 3}, "is 3 with glm4moe.block_count 2"),
+        ("qwen3moe", {"expert_count": 8, "expert_used_count": 9}, "is 9 with qwen3moe.expert_count 8"),
+        ("qwen3moe", {"expert_count": 8, "expert_used_count": [1, 9, 2]}, "expert_used_count is 9 with"),
+        ("qwen3moe", {"expert_count": 8}, "expert_used_count is 0 with qwen3moe.expert_count 8"),
+        ("llama", {"expert_used_count": 1}, "expert_used_count is 1 with llama.expert_count 0"),
+        ("llama", {"expert_group_count": 1}, "expert_group_count is 1 with llama.expert_count 0"),
+        ("x", {"expert_count": 8, "expert_used_count": 1, "expert_group_count": 3}, "expert_group_count is 3 with"),
+        (
+            "x",
+            {"expert_count": 8, "expert_used_count": 1, "expert_group_count": 4, "expert_group_used_count": 4},
+            "expert_group_used_count is 4 with x.expert_group_count 4",
+        ),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_served_is_refused_by_its_metadata(
+    path: Path, architecture: str, values: dict[str, int | bool | list[int]], reason: str
+) -> None:
+    message = refusal(path, model(architecture, **values))
+    assert reason in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values"),
+    [
+        ("llada-like", {}),
+        ("qwen3", {"attention__causal": True, "block_count": 1}),
+        ("glm4moe", {"block_count": 2, "nextn_predict_layers": 2}),
+        ("qwen3moe", {"expert_count": 8, "expert_used_count": [8, 0, 2]}),
+        ("hunyuan-dense", {"expert_count": 1, "expert_used_count": 2}),
+        ("x", {"expert_count": 8, "expert_used_count": 8, "expert_group_count": 4, "expert_group_used_count": 3}),
+    ],
+)  # fmt: skip
+def test_a_model_that_llama_cpp_accepts_is_not_refused(
+    path: Path, architecture: str, values: dict[str, int | bool | list[int]]
+) -> None:
+    path.write_bytes(model(architecture, **values))
+    check_metadata(path)
+
+
+def test_llama_cpp_aborts_at_more_used_experts_than_there_are(path: Path, tiny_model: Path) -> None:
+    """If it does not any more, such models need not be refused."""
+    rewritten(tiny_model, path, "llama", values={"expert_used_count": 1})
+    ended = aborted(path, "b.LlamaBackend(b.LlamaSettings(pathlib.Path(sys.argv[1])))")
+    assert b"n_expert_used_max <= hparams.n_expert" in ended
 
 
 def test_the_length_of_all_metadata_is_limited(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import llama_cpp
 
 from llamaslot.backend.llama import library
+from llamaslot.base import gguf_file
 from llamaslot.base.model import Capabilities, StateKind
 
 _OWN_CACHES = frozenset({"deepseek32", "deepseek4", "dots3note", "glm-dsa", "glm5-next", "minimax-m3", "qwen4exp"})
@@ -52,13 +53,12 @@ class Caches:
 def why_not_served(model: Any) -> str:
     """Return the reason why no text can be generated with this model token by token; empty where it can."""
     architecture = library.metadata(model, "general.architecture")
-    if llama_cpp.llama_model_is_diffusion(model):
-        return f"is a diffusion model ({architecture}); only models that generate token by token are served"
-    has_encoder = llama_cpp.llama_model_has_encoder(model)
-    if has_encoder and llama_cpp.llama_model_has_decoder(model):
-        return f"is an encoder-decoder model ({architecture}); only models with a decoder alone are served"
-    if has_encoder:
-        return f"is an encoder ({architecture}); only models that generate text are served"
+    is_causal = library.metadata(model, f"{architecture}.attention.causal") != "false"
+    if reason := gguf_file.why_not_served(architecture, is_causal=is_causal):
+        return reason
+    # Architectures that a later llama.cpp may add.
+    if llama_cpp.llama_model_is_diffusion(model) or llama_cpp.llama_model_has_encoder(model):
+        return f"is not a decoder alone ({architecture}); only models that generate token by token are served"
     return ""
 
 
