@@ -172,6 +172,18 @@ def test_full_size_windows_have_the_cells_of_the_pool(folder: Path) -> None:
         assert not backend.info.reuse
 
 
+def test_layers_with_a_window_of_no_size_are_not_trusted(folder: Path) -> None:
+    """Gemma 2 has them whatever the file says, and `llama_model_n_swa` returns the file's 0."""
+    gemma = synthetic.ensure("tiny-swa", folder=folder)
+    norms = ("attn_q_norm.weight", "attn_k_norm.weight")
+    path = rewritten(gemma, folder / "gemma2.gguf", "gemma2", values={"attention.sliding_window": 0}, dropped=norms)
+    with loaded(path) as backend:
+        assert backend.info.state.kind is StateKind.NONE
+        assert backend.info.state.n_window_layers
+        assert not backend.info.reuse
+        assert not backend.info.state.can_trim
+
+
 def test_a_hybrid_model_with_a_window(folder: Path) -> None:
     lfm2 = synthetic.ensure("tiny-lfm2", folder=folder)
     values = {"attention.sliding_window": 16}

@@ -101,6 +101,8 @@ def why_not_reusable(model: Any, caches: Caches | None = None) -> str:
             return f"sliding-window model: it forgets what is more than {n_swa} tokens back"
         case StateKind.NONE:
             unknown = caches.unknown if caches is not None else ""
+            if caches is not None and caches.n_window_layers:
+                unknown = "layers with a sliding window of no size"
             return f"reuse of this kind of cache in llama.cpp is untested: {unknown}" if unknown else ""
 
 
