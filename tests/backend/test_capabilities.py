@@ -309,6 +309,18 @@ def test_a_cache_class_of_an_unknown_architecture_is_not_trusted(
             backend.change(Remove(0, 2))
 
 
+@pytest.mark.parametrize("has_own_cache", [False, True])
+def test_sequences_for_checkpoints_are_reserved_where_checkpoints_are_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, has_own_cache: bool
+) -> None:
+    monkeypatch.setattr(capabilities, "has_own_cache", lambda _: has_own_cache)
+    with loaded(synthetic.ensure("tiny-lfm2", folder=folder), checkpoints=True, n_cache_seqs=1) as backend:
+        assert backend.info.keeps_checkpoints is not has_own_cache
+        n_more = 0 if has_own_cache else 1
+        assert backend.info.n_cache_seqs == n_more
+        assert backend.n_seqs == backend.info.n_slots + 2 * n_more
+
+
 async def test_a_second_turn_on_a_cache_of_its_own_is_computed_whole(minimax: Path) -> None:
     async with running(load(minimax)) as harness:
         await harness.submit("first", PROMPT)

@@ -32,7 +32,7 @@ from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
-from llamaslot.base.model import CheckpointSize, ModelFile, ModelInfo, SegmentSize, StateKind
+from llamaslot.base.model import CheckpointSize, ModelFile, ModelInfo, SegmentSize
 from llamaslot.base.tokens import Tokens
 
 _MAX_VIEWS = 1024
@@ -48,7 +48,7 @@ class LlamaBackend:
         files = loading.kv_files(settings.model)
         self._model, n_mapped = loading.load_model(settings, on_progress)
         try:
-            has_states = capabilities.kind_of(self._model) is not StateKind.NONE
+            has_states = capabilities.has_partial_state(self._model)
             reusable = not capabilities.why_not_reusable(self._model)
             n_cache_seqs, n_seqs = sequences(settings, reusable=reusable, has_states=has_states)
             n_ctx, size = sizing.choose(self._model, settings, n_seqs, n_mapped)

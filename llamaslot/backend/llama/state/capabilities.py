@@ -78,9 +78,13 @@ def has_own_cache(model: Any) -> bool:
     return architecture in _OWN_CACHES or library.number(model, "attention.indexer.top_k") > 0
 
 
-def has_partial_state(model: Any, caches: Caches) -> bool:
-    """Return True if part of this model's state cannot be trimmed, but saved and loaded apart."""
-    return kind_of(model) is not StateKind.NONE and not has_own_cache(model) and not caches.unknown
+def has_partial_state(model: Any, caches: Caches | None = None) -> bool:
+    """Return True if part of this model's state cannot be trimmed, but saved and loaded apart.
+
+    `caches` are those of its context, once there is one.
+    """
+    unknown = caches.unknown if caches is not None else ""
+    return kind_of(model) is not StateKind.NONE and not has_own_cache(model) and not unknown
 
 
 def why_not_reusable(model: Any, caches: Caches | None = None) -> str:
