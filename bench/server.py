@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
-from asyncio.subprocess import Process
+from asyncio.subprocess import Process, create_subprocess_exec
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -45,7 +45,7 @@ class Server:
     async def start(self) -> None:
         """Run the command, append its output to the log, and wait until it is healthy."""
         with self._log.open("ab") as output:
-            self._process = await asyncio.create_subprocess_exec(*self._command, stdout=output, stderr=output)
+            self._process = await create_subprocess_exec(*self._command, stdout=output, stderr=output)
         for _ in range(int(START_SECONDS / POLL_SECONDS)):
             if await self.client.healthy():
                 return

@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 
 from bench import constrained
+from tests.bench.forked_servers import forked_servers
 
 
 def test_all_kinds_of_replies_are_measured(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constrained, "CONTEXT", 2048)
-    constrained.run(
-        model=tiny_model, title="tiny", repeats=1, tokens=40, threads=1, folder=tmp_path, server_flags=()
-    )
+    with forked_servers():
+        constrained.run(
+            model=tiny_model, title="tiny", repeats=1, tokens=40, threads=1, folder=tmp_path, server_flags=()
+        )
     result = json.loads((tmp_path / "constrained.json").read_text())
     assert set(result["runs"]) == set(result["ratios"]) == {"free", "text", "records"}
     assert all(rate > 0 for rates in result["runs"].values() for rate in rates)

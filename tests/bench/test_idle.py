@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bench.idle import Pool, after_mixed_use, beside_idle
 from bench.server import llamaslot, serving
+from tests.bench.forked_servers import forked_servers
 
 
 def test_the_pool_is_filled_and_measured(tiny_model: Path, tmp_path: Path) -> None:
@@ -23,4 +24,5 @@ def test_the_pool_is_filled_and_measured(tiny_model: Path, tmp_path: Path) -> No
             assert mixed["cells_used"] > 1200
             assert mixed["ratio"]["low"] > 0
 
-    asyncio.run(measure())
+    with forked_servers():
+        asyncio.run(measure())

@@ -10,6 +10,7 @@ import pytest
 from bench.flat import BLOCK, BlockCache
 from bench.scenarios import CACHE_SEQS, SCENARIOS, Cache, Outcome, Scenario, measure_all, summarize, table
 from bench.server import llamaslot
+from tests.bench.forked_servers import forked_servers
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 EXPECTED = {
@@ -27,9 +28,9 @@ EXPECTED = {
 @pytest.fixture(scope="module")
 def outcomes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     command = llamaslot(tiny_model, "-c", "4096", "--cache-seqs", str(CACHE_SEQS), "--cache-ram", "0", "-t", "1")
-    return asyncio.run(
-        measure_all(command, SCENARIOS, length=1, repeats=1, n_vocab=512, folder=tmp_path_factory.mktemp("logs"))
-    )
+    folder = tmp_path_factory.mktemp("logs")
+    with forked_servers():
+        return asyncio.run(measure_all(command, SCENARIOS, length=1, repeats=1, n_vocab=512, folder=folder))
 
 
 @pytest.mark.parametrize("name", EXPECTED)

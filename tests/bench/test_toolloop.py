@@ -10,6 +10,7 @@ import pytest
 
 from bench import toolloop
 from bench.client import parse_stream
+from tests.bench.forked_servers import forked_servers
 
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -35,15 +36,16 @@ TEMPLATE = """\
 def test_calls_that_come_back_cost_nothing_only_with_message_memory(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(toolloop, "STEPS", 4)
+    monkeypatch.setattr(toolloop, "STEPS", 3)
     monkeypatch.setattr(toolloop, "SYSTEM_TOKENS", 60)
     monkeypatch.setattr(toolloop, "RESULT_TOKENS", 20)
     monkeypatch.setattr(toolloop, "CONTEXT", 4096)
     monkeypatch.setattr(toolloop, "SERVERS", toolloop.SERVERS[1:])
     flags = ("--chat-template", TEMPLATE)
-    toolloop.run(model=tiny_model, title="tiny", repeats=1, threads=1, folder=tmp_path, server_flags=flags)
+    with forked_servers():
+        toolloop.run(model=tiny_model, title="tiny", repeats=1, threads=1, folder=tmp_path, server_flags=flags)
     steps = json.loads((tmp_path / "toolloop.json").read_text())["steps"]
-    assert len(steps) == 2 * 2 * 4
+    assert len(steps) == 2 * 2 * 3
     without, restored = ([step for step in steps if step["server"] == name] for name in NAMES)
     assert not any(step["restored_tokens"] for step in without)
     for step in restored:

@@ -15,6 +15,9 @@ from bench.traces import run as traces
 from bench.traces.recording import MAX_DELAY_S, Context, Recorded, fitting, plan, read, requests_of
 from bench.traces.replay import BlockTokens, fits, n_reply
 from bench.traces.run import Settings
+from tests.bench.forked_servers import forked_servers
+from tests.conftest import LONG
+from tests.live import WRITE_SOON
 
 TRACES = Path(__file__).parent / "traces"
 N_COMPUTED = 84
@@ -114,7 +117,7 @@ def test_a_reply_stands_for_the_first_new_blocks_of_the_next_prompt() -> None:
 
 def test_every_drawn_prompt_fits_the_slot_that_it_was_chosen_for() -> None:
     chance = random.Random(1)
-    for _ in range(300):
+    for _ in range(300 if LONG else 100):
         n = chance.randint(1, 3000)
         request = Recorded(0.0, 0.0, chance.uniform(0, 200), tuple(range(n)))
         n_ctx = chance.randint(64, 6000)
@@ -127,16 +130,17 @@ def test_a_replay_on_a_real_server_computes_what_the_oracle_computes(
     in_turn: bool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(traces, "WRITES_POLL_S", 0.2)
-    traces.run(
-        settings=replace(SETTINGS, in_turn=in_turn),
-        model=tiny_model,
-        title="tiny",
-        repeats=1,
-        threads=1,
-        against=["llamaslot"],
-        folder=tmp_path,
-        server_flags=(),
-    )
+    with forked_servers():
+        traces.run(
+            settings=replace(SETTINGS, in_turn=in_turn),
+            model=tiny_model,
+            title="tiny",
+            repeats=1,
+            threads=1,
+            against=["llamaslot"],
+            folder=tmp_path,
+            server_flags=(),
+        )
     result = json.loads((tmp_path / "traces.json").read_text())
     [run] = result["runs"]
     assert result["settings"]["directory"] == "traces"
@@ -175,17 +179,21 @@ def test_title_requests_stand_between_the_others_and_name_no_session() -> None:
         assert (after.previous is None) == (before.previous is None)
 
 
-def test_one_shot_prompts_are_not_written_to_disk_and_no_more_is_computed(tiny_model: Path, tmp_path: Path) -> None:
-    one_shot.run(
-        settings=replace(SETTINGS, n_ctx_slot=512),
-        titles_every=3,
-        scale=0.05,
-        repeats=1,
-        model=tiny_model,
-        title="tiny",
-        folder=tmp_path,
-        server_flags=("-t", "1"),
-    )
+def test_one_shot_prompts_are_not_written_to_disk_and_no_more_is_computed(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traces, "WRITES_POLL_S", 0.3)
+    with forked_servers(WRITE_SOON):
+        one_shot.run(
+            settings=replace(SETTINGS, n_ctx_slot=512),
+            titles_every=3,
+            scale=0.05,
+            repeats=1,
+            model=tiny_model,
+            title="tiny",
+            folder=tmp_path,
+            server_flags=("-t", "1"),
+        )
     runs = json.loads((tmp_path / "one-shot.json").read_text())["runs"]
     assert [(run["workload"], run["side"]) for run in runs] == [
         *(("agent", "off"), ("agent", "on")),
