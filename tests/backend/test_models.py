@@ -52,12 +52,18 @@ def loaded(model: Path, **settings: object) -> Iterator[LlamaBackend]:
 
 
 @contextmanager
-def failing(backend: LlamaBackend) -> Iterator[None]:
-    """Abort the computation of each step in here."""
-    callback = llama_cpp.ggml_abort_callback(lambda _: True)
+def failing(backend: LlamaBackend, n_nodes: int = 1) -> Iterator[list[int]]:
+    """Abort the computation of each step in here at that operation; yields a list with the number of them."""
+    counted = [0]
+
+    def is_due(_: object) -> bool:
+        counted[0] += 1
+        return counted[0] >= n_nodes
+
+    callback = llama_cpp.ggml_abort_callback(is_due)
     llama_cpp.llama_set_abort_callback(backend._context, callback, None)
     try:
-        yield
+        yield counted
     finally:
         llama_cpp.llama_set_abort_callback(backend._context, llama_cpp.ggml_abort_callback(), None)
 

@@ -472,8 +472,8 @@ def test_llama_backend(tiny_model: Path) -> None:
 @pytest.mark.parametrize("shape", ["tiny-lfm2", "tiny-mamba", "tiny-swa"])
 def test_llama_backend_with_a_partial_state(shape: str) -> None:
     chosen = LlamaSettings(
-        synthetic.ensure(shape), n_ctx=N_CTX, n_slots=N_SLOTS, n_cache_seqs=N_RESERVED + 1, n_ubatch=N_UBATCH,
-        n_threads=1, checkpoints=True,
+        synthetic.ensure(shape, is_exact=True), n_ctx=N_CTX, n_slots=N_SLOTS, n_cache_seqs=N_RESERVED + 1,
+        n_ubatch=N_UBATCH, n_threads=1, flash_attn="off", cache_type_k="f32", cache_type_v="f32", checkpoints=True,
     )  # fmt: skip
     noise = Noise(chosen)
     backend = LlamaBackend(chosen)
