@@ -36,20 +36,7 @@ _VERSIONS = (2, 3)
 """Versions of the format that llama.cpp reads."""
 _STRING, _ARRAY = 8, 9
 _VALUES = {
-    kind: struct.Struct(f"<{form}")
-    for kind, form in {
-        0: "B",
-        1: "b",
-        2: "H",
-        3: "h",
-        4: "I",
-        5: "i",
-        6: "f",
-        7: "?",
-        10: "Q",
-        11: "q",
-        12: "d",
-    }.items()
+    kind: struct.Struct(f"<{form}") for kind, form in zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True)
 }
 """Forms of values by their type; strings and arrays have a length of their own."""
 _MAX_LAYERS = 2**16
