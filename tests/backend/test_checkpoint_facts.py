@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import llama_cpp
 import numpy as np
 import pytest
 
@@ -26,6 +28,12 @@ HYBRIDS = ALL_HYBRIDS if LONG else ALL_HYBRIDS[:1]
 RECURRENT = ALL_RECURRENT if LONG else ALL_RECURRENT[:1]
 STATEFUL = (*WINDOWS, *HYBRIDS, *RECURRENT)
 """The short form takes one model for each of llama.cpp's kinds of memory, where no more is needed."""
+SERVED = {
+    "type_k": llama_cpp.GGML_TYPE_F16,
+    "type_v": llama_cpp.GGML_TYPE_F16,
+    "flash_attn_type": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+}
+"""Settings of servers, under which logits move farther without an error."""
 N_SEQS = 6
 OBVIOUS = 10
 """Bounds that a real error exceeds."""
@@ -98,11 +106,12 @@ def continued(context: RawContext, seq: int) -> Logits:
     return context.feed(seq, REUSED, IDS[REUSED:])
 
 
+@pytest.mark.parametrize("fields", [{}, SERVED] if LONG else [{}], ids=["exact", "served"][: 1 + LONG])
 @pytest.mark.parametrize("name", ALL_STATEFUL)
-def test_a_checkpoint_serves_its_own_sequence_and_others(models: Models, name: str) -> None:
+def test_a_checkpoint_serves_its_own_sequence_and_others(models: Models, name: str, fields: dict[str, Any]) -> None:
     """Go on behind it, go back to it, and use it in a sequence that got the attention cells of the first one."""
-    cold = models.cold(name)
-    with opened(models[name]) as context:
+    cold = ColdRun(models[name], IDS, REUSED, **fields) if fields else models.cold(name)
+    with opened(models[name], **fields) as context:
         context.feed(0, 0, IDS[:REUSED])
         blob = context.take(0)
         go_on(context, 0, 7)
