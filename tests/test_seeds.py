@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import new_seed
@@ -21,6 +21,7 @@ RECORD = "LLAMASLOT_TEST_DRAWN"
 def test_drawing() -> None:
     drawn: list[object] = [new_seed()]
 
+    @settings(max_examples=20)
     @given(st.lists(st.integers(), min_size=20, max_size=40))
     def draw(numbers: list[int]) -> None:
         drawn.append(numbers)

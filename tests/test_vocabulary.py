@@ -8,9 +8,7 @@ Words that are also ordinary English are looked for in names alone, or only wher
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +22,8 @@ PACKAGE = ("llamaslot",)
 CACHE = ("llamaslot/kvcache", "llamaslot/scheduler", "llamaslot/engine", "tests/kvcache", "tests/scheduler")
 EXCLUDED = ("bench/demo", "tests/test_vocabulary.py")
 DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "bench/README.md", "examples/*.md")
+_COMMENT = re.compile(r"(?:^ *|  )#.*")
+"""Comments, as the formatter sets them, and a few strings: Python's own tokenizer takes 20 times as long."""
 _PARTS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
 
 
@@ -202,7 +202,7 @@ def _found(path: Path) -> tuple[list[Found], list[Found]]:
         if isinstance(text, ast.Constant) and isinstance(text.value, str):
             lines = text.value.lower().splitlines()
             prose += [Found(where, text.lineno + i, line) for i, line in enumerate(lines)]
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            prose.append(Found(where, token.start[0], token.string.lower()))
+    for i, line in enumerate(source.splitlines(), 1):
+        if "#" in line and (comment := _COMMENT.search(line)):
+            prose.append(Found(where, i, comment[0].lower()))
     return names, prose

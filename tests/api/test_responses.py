@@ -409,7 +409,7 @@ async def test_on_llama_servers_path_a_limit_ends_the_stream_with_completed(star
 
 
 async def test_an_error_in_a_stream_is_an_event_and_ends_the_response(start: Any) -> None:
-    server = await start(backend=FakeBackend(n_ctx=60_000), request_timeout=2)
+    server = await start(backend=FakeBackend(n_ctx=60_000), request_timeout=1)
     created, *_, error, failed = await events_of(server, {"input": "x", "ignore_eos": True})
     assert created["type"] == "response.created"
     assert (error["type"], error["code"]) == ("error", "timeout_error")

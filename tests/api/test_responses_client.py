@@ -125,7 +125,7 @@ async def test_structured_output(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_errors(start: Any) -> None:
-    server = await start(api_keys=("secret",), backend=FakeBackend(n_ctx=60_000), request_timeout=2)
+    server = await start(api_keys=("secret",), backend=FakeBackend(n_ctx=60_000), request_timeout=1)
     async with client_of(server, "secret") as client:
         with pytest.raises(openai.BadRequestError) as refused:
             await client.responses.create(model="any", input="x", background=True)

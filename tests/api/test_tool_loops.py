@@ -34,7 +34,7 @@ from tests.fake_backend import FakeBackend, FakeVocab
 
 CHAT = "/v1/chat/completions"
 N_CONVERSATIONS = 20 if LONG else 4
-N_STEPS = 8
+N_STEPS = 8 if LONG else 4
 SLACK = 64
 """Tokens that a step may compute in addition to what follows the call."""
 FURTHER = ("moonshotai-Kimi-K2", "deepseek-ai-DeepSeek-V3.1", "mistralai-Ministral-3-14B-Reasoning-2512")

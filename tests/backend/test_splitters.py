@@ -18,10 +18,12 @@ from llamaslot.backend.llama.vocab import _REGEX_MAX_CHARACTERS, _SPLITTERS_WITH
 from tests.conftest import LONG
 from tests.live import serving
 
-BY_REGEX = ["bloom", "gpt-4o"]
-"""Of each kind of regular expression, one that nests deepest; in the long form all."""
-if LONG:
-    BY_REGEX += """
+BY_REGEX = {"bloom": ["a", "é", "\u0301\x1c"], "gpt-4o": ["a", "\n", "!\x1c"]}
+"""A vocabulary for each kind of regular expression, with texts whose repetitions nest deepest on it.
+
+The long form takes all vocabularies and all of `UNITS`.
+"""
+OTHERS_BY_REGEX = """
     deepseek-llm deepseek-coder spark2_5 youtu falcon jais-2 whitespace poro-chat viking gpt3-finnish exaone-moe
     chameleon llama4 granite-embed-multi-97m tiny_aya superbpe bailingmoe seed-coder hunyuan-dense hy_v4 joyai-llm
     ufakzeka afmoe minimax-m2 minicpm5
@@ -46,11 +48,10 @@ UNITS = [
     "!\x1c",
 ]
 """Texts whose repetition one match can take in, on one vocabulary or another."""
-DEEPEST = ["a", "\n", "é", "\u0301\x1c", "!\x1c"]
-"""Those that nest deepest on one of `BY_REGEX`: the others need less of the stack there, or as much as `a`."""
+if LONG:
+    BY_REGEX = dict.fromkeys([*BY_REGEX, *OTHERS_BY_REGEX], UNITS)
 
-TOKENIZE = f"""
-UNITS = {UNITS if LONG else DEEPEST}
+TOKENIZE = """
 import sys, threading
 import llama_cpp
 from llamaslot.backend.llama import library
@@ -59,9 +60,9 @@ library.initialise()
 params = llama_cpp.llama_model_default_params()
 params.vocab_only = True
 vocab = LlamaVocab(llama_cpp.llama_model_load_from_file(sys.argv[1].encode(), params))
-n = int(sys.argv[2])
+n, units = int(sys.argv[2]), sys.argv[3:]
 def run():
-    for unit in UNITS:
+    for unit in units:
         vocab.tokenize((unit * n)[:n], add_special=False, parse_special=False)
     print("survived", vocab.stack_bytes > 0)
 threading.stack_size(vocab.stack_bytes)
@@ -71,11 +72,10 @@ thread.join()
 """
 
 
-def tokenized(model: Path, n: int) -> str:
+def tokenized(model: Path, n: int, units: list[str]) -> str:
     """Tokenize texts of `n` characters in another process; return the last line of its output."""
-    done = subprocess.run(
-        [sys.executable, "-c", TOKENIZE, str(model), str(n)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", TOKENIZE, str(model), str(n), *units]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr[-500:])
     return done.stdout.splitlines()[-1]
 
@@ -89,14 +89,14 @@ def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return synthetic.ensure("tiny", folder=tmp_path)
 
 
-@pytest.mark.parametrize("model", BY_REGEX, indirect=True)
-def test_the_longest_texts_that_are_allowed_fit_the_stack(model: Path) -> None:
-    assert tokenized(model, _REGEX_MAX_CHARACTERS) == "survived True"
+@pytest.mark.parametrize(("model", "units"), BY_REGEX.items(), indirect=["model"], ids=BY_REGEX)
+def test_the_longest_texts_that_are_allowed_fit_the_stack(model: Path, units: list[str]) -> None:
+    assert tokenized(model, _REGEX_MAX_CHARACTERS, units) == "survived True"
 
 
 @pytest.mark.parametrize("model", SAFE, indirect=True)
 def test_other_vocabularies_need_no_stack(model: Path) -> None:
-    assert tokenized(model, 1_000_000 if LONG else 100_000) == "survived False"
+    assert tokenized(model, 1_000_000 if LONG else 100_000, UNITS) == "survived False"
 
 
 @pytest.mark.parametrize("model", ["bloom"], indirect=True)

@@ -446,7 +446,7 @@ class FakeMachine(SequencesMachine):
 @pytest.mark.parametrize("kind", list(StateKind))
 def test_fake_backend(kind: StateKind) -> None:
     machine = type("FakeMachine", (FakeMachine,), {"kind": kind, "n_swa": WINDOW})
-    n = (1200 if LONG else 60) // (1 if kind is StateKind.NONE else 2)
+    n = (1200 if LONG else 40) // (1 if kind is StateKind.NONE else 2)
     run_state_machine_as_test(machine, settings=settings(max_examples=n))
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from bench.tree import Shape, build, evict_time, insert_times, match_times
 from llamaslot.base.tokens import WIDTH
+from tests.conftest import LONG
 from tests.pool import tokens_of
 
 SMALL = Shape(n_tokens=2_000, n_leaves=50, n_path_nodes=16, n_path_tokens=120, n_node_tokens=5)
 
 
 def test_the_shape_is_met_exactly() -> None:
-    shape = Shape()
+    shape = Shape() if LONG else Shape(n_tokens=200_000, n_leaves=2_000)
     tree = build(shape).tree
     nodes = list(tree.nodes())
     leaves = [node for node in nodes if not node.children]
     depths = {id(leaf): sum(1 for _ in leaf.path_to_root()) for leaf in leaves}
     deepest = max(leaves, key=lambda leaf: leaf.end)
-    assert (tree.n_tokens, len(leaves)) == (1_000_000, 10_000)
+    assert (tree.n_tokens, len(leaves)) == (shape.n_tokens, shape.n_leaves)
     assert sum(node.n_tokens for node in nodes) == tree.n_tokens
     assert max(depths.values()) == depths[id(deepest)] == 256
     assert deepest.end == 8_000

@@ -1364,7 +1364,7 @@ class TenantMachine(FakeMachine):
 
 def test_the_cache_with_two_api_keys() -> None:
     before = COUNTS.copy()
-    chosen = settings(max_examples=1000 if LONG else 30, stateful_step_count=100, deadline=None)
+    chosen = settings(max_examples=1000 if LONG else 20, stateful_step_count=100, deadline=None)
     run_state_machine_as_test(TenantMachine, settings=chosen)
     counts = COUNTS - before
     missing = [event for event in ("limited", *OFTEN, *(SHARES if LONG else ())) if not counts[event]]
@@ -1373,14 +1373,14 @@ def test_the_cache_with_two_api_keys() -> None:
 
 def test_the_cache_with_a_public_namespace() -> None:
     before = COUNTS.copy()
-    chosen = settings(max_examples=1000 if LONG else 30, stateful_step_count=100, deadline=None)
+    chosen = settings(max_examples=1000 if LONG else 20, stateful_step_count=100, deadline=None)
     run_state_machine_as_test(PublicMachine, settings=chosen)
     assert (COUNTS - before)["public tokens"], "no example loaded what is public"
 
 
 def test_the_cache_on_a_fake_model() -> None:
     before = COUNTS.copy()
-    chosen = settings(max_examples=2000 if LONG else 60, stateful_step_count=100, deadline=None)
+    chosen = settings(max_examples=2000 if LONG else 40, stateful_step_count=100, deadline=None)
     run_state_machine_as_test(FakeMachine, settings=chosen)
     counts = COUNTS - before
     missing = [event for event in (*OFTEN, *(SELDOM if LONG else ())) if not counts[event]]

@@ -466,7 +466,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert written <= self.disk.kept <= written | replaced | self.ignored, "a file that nothing erases"
 
 
-TiersMachine.TestCase.settings = settings(max_examples=2000 if LONG else 150, stateful_step_count=60, deadline=None)
+TiersMachine.TestCase.settings = settings(max_examples=2000 if LONG else 100, stateful_step_count=60, deadline=None)
 TestTiers = TiersMachine.TestCase
 
 
