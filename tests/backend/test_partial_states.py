@@ -5,7 +5,9 @@ Weights and KV are float32, so logits behind a point of reuse are those of a col
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ import pytest
 from bench import synthetic
 from llamaslot.backend.llama import LlamaBackend
 from llamaslot.backend.llama.state import partial_states
-from llamaslot.base.backend import Run, Status
+from llamaslot.base.backend import Decoded, Run, Status
 from llamaslot.base.kv_ops import (
     Copy,
     Free,
@@ -29,7 +31,9 @@ from llamaslot.base.kv_ops import (
     Take,
 )
 from llamaslot.base.model import StateKind
+from tests.backend.test_models import cold as cold_answer
 from tests.backend.test_models import failing, load, loaded, logits
+from tests.engine.harness import running
 
 SHAPES = ("tiny-lfm2", "tiny-mamba", "tiny-swa")
 N_SWA = 32
@@ -262,3 +266,28 @@ def test_a_failed_step_without_checkpoints_leaves_its_sequences_empty(folder: Pa
             assert backend.decode([Run(0, 30, IDS[30:40], True)]).status is Status.ABORTED
         assert (backend.seq_len(0), backend.seq_len(1)) == (0, 29)
         assert np.array_equal(feed(backend, 0, IDS[:40]), expected)
+
+
+async def test_requests_of_a_failed_step_give_the_answers_of_cold_runs(folder: Path) -> None:
+    """The step fails in the middle of a prompt, which could go on behind tokens that were not computed."""
+    path = synthetic.ensure("tiny-lfm2", folder=folder, is_exact=True)
+    settings = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
+    backend = load(path, **settings)
+    decode, n_failed = backend.decode, 0
+
+    def fail_once(runs: Sequence[Run]) -> Decoded:
+        nonlocal n_failed
+        if n_failed or len(runs) < 2 or not all(run.start for run in runs):
+            return decode(runs)
+        n_failed += 1
+        with failing(backend):
+            return decode(runs)
+
+    backend.decode = fail_once
+    words = ["".join(pair) for pair in itertools.product("abcdefghijklmnop", repeat=2)]
+    prompts = {name: " " + " ".join(words[i::2]) for i, name in enumerate(("even", "odd"))}
+    async with running(backend) as harness:
+        await asyncio.gather(*(harness.submit(*each) for each in prompts.items()))
+        texts = {name: harness.text(name) for name in prompts}
+    assert n_failed == 1
+    assert texts == {name: await cold_answer(path, prompt, **settings) for name, prompt in prompts.items()}
