@@ -183,7 +183,10 @@ class Backend(Protocol):
         """The model's vocabulary."""
 
     def change(self, operation: Operation) -> None:
-        """Carry out an operation on sequences."""
+        """Carry out an operation on sequences.
+
+        Besides the errors of each operation, raises `MemoryError` if there is none; the target is empty then.
+        """
 
     def seq_len(self, seq: int) -> int:
         """Number of tokens that a sequence holds: its highest position + 1."""

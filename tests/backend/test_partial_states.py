@@ -291,3 +291,28 @@ async def test_requests_of_a_failed_step_give_the_answers_of_cold_runs(folder: P
         texts = {name: harness.text(name) for name in prompts}
     assert n_failed == 1
     assert texts == {name: await cold_answer(path, prompt, **settings) for name, prompt in prompts.items()}
+
+
+def test_a_full_window_cache_fails_an_operation_and_nothing_else(folder: Path) -> None:
+    """Sequences share cells of other layers, but each has a window of its own, or one cell of it."""
+    settings = {**EXACT, "n_slots": 8, "n_cache_seqs": 9}
+    with loaded(synthetic.ensure("tiny-swa", folder=folder, is_exact=True), **settings) as backend:
+        expected = cold(backend, HELD[:N_SWA], TAIL)
+        feed(backend, 0, HELD[:N_SWA])
+        backend.change(Take(1, 0, N_SWA))
+        for seq in range(1, 8):
+            backend.change(Copy(0, seq, 0, N_SWA))
+            backend.change(Restore(1, seq))
+        n_left = backend.info.state.n_window_cells - 8 * (N_SWA - 1)
+        assert n_left == 8
+        for seq in range(8, 8 + n_left):
+            backend.change(Copy(0, seq, 0, N_SWA))
+        with pytest.raises(MemoryError):
+            backend.change(Copy(0, 16, 0, N_SWA))
+        assert backend.seq_len(16) == 0
+        with pytest.raises(NotSavedError):
+            backend.change(Save(2, 0, 0, N_SWA, backend.n_seqs - 1))
+        for seq in range(1, 4):
+            backend.change(Remove(seq, 0))
+        assert is_same(feed(backend, 0, TAIL), expected)
+        assert is_same(feed(backend, 16, HELD[:N_SWA]), cold(backend, HELD[:N_SWA]))

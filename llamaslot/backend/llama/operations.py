@@ -107,10 +107,23 @@ class KvOperations:
         self.states.clear()
 
     def _set_length(self, seq: int, length: int) -> None:
-        """Record what a sequence holds; without a state of its own, it must not keep what llama.cpp gave it."""
+        """Record what a sequence holds; without a state of its own, it must not keep what llama.cpp gave it.
+
+        Raises `MemoryError` if a full window cache has no cell for it; the sequence is empty then.
+        """
         self.lengths[seq] = length
-        if not self.states.is_live(seq):
+        if self.states.is_live(seq):
+            return
+        try:
             self.partial.strip(seq)
+        except MemoryError:
+            llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
+            self._record_empty(seq)
+            raise
+
+    def _record_empty(self, seq: int) -> None:
+        self.states.truncate(seq, self.lengths[seq], 0)
+        self.lengths[seq] = 0
 
     def _remove(self, seq: int, keep: int) -> None:
         if keep >= self.lengths[seq]:
@@ -127,8 +140,7 @@ class KvOperations:
         try:
             self.partial.restore(operation, end)
         except kv_ops.NotLoadedError:
-            self.states.truncate(seq, self.lengths[seq], 0)
-            self.lengths[seq] = 0
+            self._record_empty(seq)
             raise
         self.states.restore(seq)
         self.lengths[seq] = end

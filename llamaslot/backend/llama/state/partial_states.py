@@ -63,10 +63,13 @@ class PartialStates:
             raise IllegalCallError(f"{operation}: the state is not that of {end} tokens")
 
     def strip(self, seq: int) -> None:
-        """Take the state of a sequence away, so that its other cells can be trimmed to any position."""
+        """Take the state of a sequence away, so that its other cells can be trimmed to any position.
+
+        Raises `MemoryError` if llama.cpp has none for it, or a full window cache no cell for the one token.
+        """
         for state in self._of_nothing:
             if not self._load(seq, state):
-                raise IllegalCallError(f"the state of sequence {seq} cannot be removed")
+                raise MemoryError(f"the state of sequence {seq} cannot be removed")
 
     def free(self, checkpoint: int) -> None:
         """Free a checkpoint."""
