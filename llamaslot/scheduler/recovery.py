@@ -65,6 +65,8 @@ class Recovery:
             self._cache.append(run.seq, run.tokens[:n_applied])
             if len(work.request.tokens) == self._cache.length(work.request.slot):
                 self._rewind(work.request)
+        if result.decoded.status in (Status.ABORTED, Status.FATAL) and not self._cache.settings.can_trim:
+            self._invalidate_others({work.run.seq for work in plan.work})
         # Cells are counted exactly, so this should not happen (fact 12); if it does, evict what is idle and retry.
         if result.decoded.status is Status.NO_CELLS and self._cache.evict(self._cache.cells.idle):
             return None
@@ -75,6 +77,15 @@ class Recovery:
         self.clear_suspects([request.id])
         self._cache.invalidate(request.slot)
         return request
+
+    def _invalidate_others(self, seqs: Collection[int]) -> None:
+        """Invalidate running requests that were not in a failed step.
+
+        In a step llama.cpp also moves recurrent states of other sequences, and where it fails they are lost.
+        """
+        for slot in self._slots:
+            if slot.request is not None and slot.id not in seqs:
+                self._invalidate(slot.id)
 
     def _invalidate(self, slot: int) -> None:
         self._cache.invalidate(slot)

@@ -466,6 +466,20 @@ def test_a_request_for_no_tokens_ends_after_a_failed_step_that_computed_it(
     assert driver.run("next one", max_tokens=2).n_generated == 2
 
 
+@pytest.mark.parametrize(("reuse", "n_lost"), [(True, 0), (False, 2)])
+def test_a_failed_step_costs_others_their_state_where_it_cannot_be_trimmed(*, reuse: bool, n_lost: int) -> None:
+    driver = Driver(n_slots=3, n_ctx=128, n_ubatch=64, reuse=reuse)
+    requests = [driver.submit(letter * 5, max_tokens=4) for letter in "abc"]
+    driver.step()
+    driver.backend.failures += [(Status.FATAL, 0), (Status.FATAL, 0)]
+    assert len(driver.step().work) == 3
+    [alone] = driver.step().work
+    others = [request for request in requests if request is not alone.request]
+    assert [driver.cache.length(request.slot) for request in others].count(0) == n_lost
+    driver.finish(*requests)
+    assert [len(generated(request)) for request in others] == [4, 4]
+
+
 @pytest.mark.parametrize("unified", [True, False])
 def test_a_prompt_of_one_token_runs_again_after_a_failed_step_that_computed_it(unified: bool) -> None:
     driver = Driver(n_slots=2, n_ctx=128, n_ubatch=64, unified=unified)
