@@ -8,6 +8,7 @@ there the oracle also knows which sequences are live, and the tokens behind whic
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -116,12 +117,14 @@ class SequencesMachine(RuleBasedStateMachine):
         self.backend.change(Remove(seq, keep))
         self.cut(seq, keep)
 
-    @rule(src=seqs, dst=seqs, share=st.floats(0, 1))
-    def copy(self, src: int, dst: int, share: float) -> None:
+    @precondition(lambda self: self.copyable)
+    @rule(data=st.data())
+    def copy(self, data: st.DataObject) -> None:
+        """Continue a sequence with cells of one that begins with its tokens, up to the last one or not."""
+        src, dst = data.draw(st.sampled_from(self.copyable))
         source, target = self.oracle[src], self.oracle[dst]
-        start, end = len(target), int(share * len(source))
-        if src == dst or start >= end or common(self.held(src), self.held(dst)) < start:
-            return
+        start = len(target)
+        end = data.draw(st.sampled_from([len(source), (start + len(source) + 1) // 2, start + 1]))
         self.backend.change(Copy(src, dst, start, end))
         target.extend(source[start:end])
         forks = self.kind in (StateKind.RECURRENT, StateKind.HYBRID) and end == len(source)
@@ -377,6 +380,15 @@ class SequencesMachine(RuleBasedStateMachine):
 
     def held(self, seq: int) -> list[int]:
         return [token for _, token in self.oracle[seq]]
+
+    @property
+    def copyable(self) -> list[tuple[int, int]]:
+        """Pairs of sequences of which the first begins with all tokens of the second, and has more."""
+        return [
+            (src, dst)
+            for src, dst in itertools.permutations(range(SCRATCH), 2)
+            if common(self.held(src), self.held(dst)) == len(self.oracle[dst]) < len(self.oracle[src])
+        ]
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
