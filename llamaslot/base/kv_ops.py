@@ -3,9 +3,10 @@
 llama.cpp aborts the process on many illegal calls, so each operation is checked before it reaches ctypes.
 Positions count tokens from 0; a sequence of n tokens holds the positions 0 to n - 1, without a gap.
 
-Some models have a *partial state* besides the KV of every token: a recurrent state, or KV of a sliding window. It
-is that of one position only. A sequence is *live* if it has the state of its last token, and only then can it be
-computed on. An operation that leaves it without one makes it *stateless*, until a checkpoint is restored:
+Some models have a *partial state* besides the KV of every token: a recurrent state, or KV of a sliding window. A
+partial state belongs to one position. A sequence is *live* if it has the state of its last token; only live
+sequences can be decoded. One without that state is *stateless*: its attention cells can still be copied and saved,
+and restoring a checkpoint makes it live again:
 
     live      --Remove some--> stateless     live source --Copy to its end--> live target (recurrent state)
     stateless --Restore------> live          any other Copy, and Load     --> stateless target
@@ -121,9 +122,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Copy the partial state of live `src`, which holds `end` tokens, to host memory: a checkpoint.
+    """Copy the partial state of live `src`, which holds `end` tokens, to host memory as a checkpoint.
 
-    Its number is not in use, by segments neither. Raises `NotSavedError` if there is no memory for it.
+    Segments and checkpoints share their numbers, and `checkpoint` must be unused. Raises `NotSavedError` if the
+    host has no memory for it.
     """
 
     checkpoint: int
@@ -133,9 +135,9 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Truncate `dst` to where a checkpoint was taken, and give it that state.
+    """Load a checkpoint into `dst`, and truncate `dst` to the position at which the checkpoint was taken.
 
-    `dst` must begin with the tokens behind which it was taken. Raises `NotLoadedError` without memory for it.
+    `dst` must begin with the tokens that the source held then. Raises `NotLoadedError` without memory for it.
     """
 
     checkpoint: int
@@ -164,7 +166,7 @@ class StateRecord:
         self._n_swa = n_swa
         self._stateless: set[int] = set()
         self.checkpoints: dict[int, int] = {}
-        """Number of tokens behind which each was taken, by number."""
+        """Length of the source when each checkpoint was taken, by the checkpoint's number."""
 
     @property
     def has_states(self) -> bool:
@@ -172,26 +174,26 @@ class StateRecord:
         return self._kind is not StateKind.NONE
 
     def is_live(self, seq: int) -> bool:
-        """Return True if a sequence can be computed on."""
+        """Return True if a sequence can be decoded."""
         return seq not in self._stateless
 
     def truncate(self, seq: int, length: int, keep: int) -> None:
         """Record that a sequence of `length` tokens is cut to fewer, `keep`."""
-        # Nothing is lost until the window is full: then others may take its oldest cell, which no next token sees.
+        # Once the window is full, other sequences may take its oldest cell, which the next token does not see.
         is_whole = self._kind is StateKind.WINDOW and length < self._n_swa and self.is_live(seq)
         self._set(seq, is_live=not keep or is_whole)
 
     def copy(self, operation: Copy, length: int) -> None:
         """Record a copy of cells from a sequence of `length` tokens.
 
-        llama.cpp shares a recurrent state until one of both is computed on. It would share the cells of a window as
-        well, which are never free again then, so these are not kept.
+        llama.cpp shares a recurrent state until either sequence is decoded (copy on write). It would share the
+        cells of a window too, and never reuse them, so the target of a copy gets none.
         """
         forks = self._kind in (StateKind.RECURRENT, StateKind.HYBRID) and operation.end == length
         self._set(operation.dst, is_live=forks and self.is_live(operation.src))
 
     def load(self, seq: int) -> None:
-        """Record that segments, which have no partial state, were loaded to a sequence."""
+        """Record that a segment was loaded into a sequence; segments have no partial state."""
         self._set(seq, is_live=False)
 
     def restore(self, seq: int) -> None:
@@ -199,10 +201,10 @@ class StateRecord:
         self._set(seq, is_live=True)
 
     def fail(self, starts: Mapping[int, int], lengths: Mapping[int, int]) -> None:
-        """Record that computing a batch failed; `starts` are the positions at which its sequences began.
+        """Record that decoding a batch failed.
 
-        Within a batch llama.cpp moves the recurrent states of other sequences too, so none can be trusted then.
-        `lengths` are those of all sequences.
+        `starts` are the lengths of its sequences before the batch, `lengths` those of all sequences. llama.cpp
+        moves recurrent states of sequences outside the batch as well, so on such models none can be trusted then.
         """
         lost = starts.keys() if self._kind is StateKind.WINDOW else {**lengths, **starts}.keys()
         for seq in lost:
@@ -233,7 +235,7 @@ def check_operation(
     shares: bool,
     states: StateRecord,
 ) -> None:
-    """Raise `IllegalCallError` if an operation would leave a hole, a duplicate position, a foreign cell or state.
+    """Raise `IllegalCallError` for what would leave a hole, a duplicate position, or a foreign cell or state.
 
     `length_of` returns the tokens of a sequence, `segments` has the positions of each saved segment by number, and
     `shares` says if sequences can share cells.

@@ -120,7 +120,7 @@ class ModelFile(msgspec.Struct, frozen=True):
 
 
 class StateKind(StrEnum):
-    """Kinds of state that a model keeps besides KV of every token; none of it can be trimmed to any position."""
+    """Kinds of partial state: what a model keeps besides KV of every token; it cannot be trimmed to a position."""
 
     NONE = "none"
     WINDOW = "window"
@@ -134,7 +134,7 @@ class StateKind(StrEnum):
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """Properties of the state that a model keeps of what it has computed, and what can be done with it."""
+    """Kinds of state that a model keeps of computed tokens, and the operations that llama.cpp allows on it."""
 
     kind: StateKind = StateKind.NONE
     can_trim: bool = True
@@ -142,7 +142,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     can_shift: bool = True
     """llama.cpp can move tokens of a sequence to other positions."""
     has_own_cache: bool = False
-    """llama.cpp keeps it in a cache class made for this architecture, of which nothing else is known here."""
+    """llama.cpp keeps it in a cache class of this architecture only, whose operations are untested here."""
     n_swa: int = 0
     """Tokens of a sliding window; 0 without one."""
     n_window_cells: int = 0
@@ -156,7 +156,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     has_mla: bool = False
     """Multi-head latent attention: K and V are compressed into one row."""
     has_mrope: bool = False
-    """Positions have several dimensions (M-RoPE), as in models of images."""
+    """Positions have several dimensions (M-RoPE), as in vision models."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

@@ -68,7 +68,8 @@ def sequences(settings: LlamaSettings, *, reusable: bool, has_states: bool = Fal
 
     The ids are those of the slots, then the reserved ones, then in a unified pool a spare one to move prefixes to
     and one for scratch: 255 slots leave only the last, 256 neither. Where KV cannot be trimmed there is no use for
-    any but the slots'; with checkpoints, only those that are asked for and scratch.
+    any but the slots'. Models with checkpoints get only the wanted ones and scratch: each id takes memory for a
+    state.
     """
     n_slots, wanted = settings.n_slots, settings.n_cache_seqs
     if not 1 <= n_slots <= MAX_SEQS:

@@ -67,7 +67,7 @@ class LoadingStopped(Exception):  # noqa: N818 - nothing went wrong
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A context of llama.cpp, and what is known of it from the log alone."""
+    """A context of llama.cpp, and the facts on it that only llama.cpp's log tells."""
 
     handle: Any
     flash_attn: bool

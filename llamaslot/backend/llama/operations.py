@@ -1,4 +1,8 @@
-"""Carries out KV operations on a context, and records what its sequences hold."""
+"""KV operations on a llama.cpp context: checked, carried out, and recorded.
+
+With a partial state, llama.cpp reports its position and not the length of the sequence. A lost state shows as
+position -1 or not at all, so both length and liveness are recorded here.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from llamaslot.base.model import ModelInfo, StateKind
 
 
 class KvOperations:
-    """The sequences of one context, with its segments and checkpoints in host memory."""
+    """Sequences of one context, and their segments and checkpoints in host memory; not thread-safe."""
 
     def __init__(self, context: Any, info: ModelInfo, n_seqs: int) -> None:
         self.lengths = [0] * n_seqs
@@ -31,7 +35,11 @@ class KvOperations:
         """Sequences in copies that llama.cpp carries out with the next decode."""
 
     def change(self, operation: kv_ops.Operation) -> None:
-        """Carry out an operation, checked first; sequence ids beyond the context's raise `IllegalCallError`."""
+        """Check an operation and carry it out.
+
+        Raises `IllegalCallError` for an operation that breaks the rules of `kv_ops`, and `NotSavedError` or
+        `NotLoadedError` where there is no memory.
+        """
         info, positions = self._info, self.segments.positions
         shares = info.unified and (info.reuse or info.keeps_checkpoints)
         kv_ops.check_operation(
@@ -67,7 +75,7 @@ class KvOperations:
                 self.segments.free(segment)
 
     def length(self, seq: int) -> int:
-        """Return the recorded length of a sequence; raises `IllegalCallError` for an id that there is not."""
+        """Return the recorded length of a sequence; raises `IllegalCallError` for an unknown id."""
         kv_ops.check_seq(seq, len(self.lengths))
         return self.lengths[seq]
 
@@ -77,14 +85,14 @@ class KvOperations:
             self.lengths[run.seq] += len(run.tokens)
 
     def begin_decode(self) -> None:
-        """Record that llama.cpp now carries out the copies of streams."""
+        """Record that copies of streams are no longer pending: llama.cpp carries them out in this decode."""
         self._copying.clear()
 
     def failed(self, runs: Sequence[Run]) -> None:
-        """Truncate the sequences of a batch that failed to what they held before, and drop states that are lost.
+        """Truncate the sequences of a failed batch to their earlier length, and strip those whose state is lost.
 
-        Sequences that can be trimmed were trimmed by llama.cpp, which knows their lengths. Of others without
-        checkpoints it may claim tokens that were never computed, so those of the batch are emptied.
+        Sequences that can be trimmed were truncated by llama.cpp itself. Of others it may report tokens that were
+        never computed, so without checkpoints those of the batch are emptied.
         """
         if not self.states.has_states:
             for run in () if self._info.reuse else runs:
@@ -107,7 +115,7 @@ class KvOperations:
         self.states.clear()
 
     def _set_length(self, seq: int, length: int) -> None:
-        """Record what a sequence holds; without a state of its own, it must not keep what llama.cpp gave it.
+        """Record a sequence's length; strip it unless it is live, as `seq_cp` may have given it a wrong state.
 
         Raises `MemoryError` if a full window cache has no cell for it; the sequence is empty then.
         """

@@ -45,7 +45,7 @@ class SegmentStore:
     def save(self, operation: Save, strip: Callable[[int], None]) -> None:
         """Save a range of a sequence; raises `NotSavedError` if there is no memory for it.
 
-        `strip` takes the partial state, which came along with the range, from the scratch sequence.
+        `strip` removes the partial state that llama.cpp copies along with the range from the scratch sequence.
         """
         try:
             state = self._saved(operation, strip)

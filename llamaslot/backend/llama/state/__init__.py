@@ -1,1 +1,1 @@
-"""State that a model keeps besides KV that can be trimmed: what it is, and which models cannot be served."""
+"""Models by the state that they keep: which are served, which allow reuse, and checkpoints of partial states."""

@@ -19,7 +19,7 @@ from llamaslot.base import gguf_file
 from llamaslot.base.model import Capabilities, StateKind
 
 _OWN_CACHES = frozenset({"deepseek32", "deepseek4", "dots3note", "glm-dsa", "glm5-next", "minimax-m3", "qwen4exp"})
-"""Architectures for which llama.cpp's `create_memory` makes a cache class of their own, always with an indexer.
+"""Architectures that always get a cache class of their own from llama.cpp's `create_memory` (fact 11).
 
 HY V4 gets one only where the file has an indexer, so it is recognized by its metadata.
 """
@@ -32,7 +32,7 @@ _COMMON_CACHES = frozenset(
         "llama_memory_hybrid_iswa",
     }
 )
-"""Memory classes whose way to trim and copy sequences is known."""
+"""Memory classes of which the tests show how they trim and copy sequences."""
 _MROPE = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYPE_IMROPE)
 _LOGGED_CLASS = re.compile(r"(llama_(?:kv_cache|memory)\w*|operator\(\)): ")
 _LOGGED_SIZE = re.compile(r"llama_kv_cache: size = .*\( *(\d+) cells, *(\d+) layers")
@@ -79,9 +79,9 @@ def has_own_cache(model: Any) -> bool:
 
 
 def has_partial_state(model: Any, caches: Caches | None = None) -> bool:
-    """Return True if part of this model's state cannot be trimmed, but saved and loaded apart.
+    """Return True if this model has a partial state that llama.cpp can save and load by itself.
 
-    `caches` are those of its context, once there is one.
+    `caches` are those of its context, None before there is one.
     """
     unknown = caches.unknown if caches is not None else ""
     return kind_of(model) is not StateKind.NONE and not has_own_cache(model) and not unknown
@@ -90,7 +90,7 @@ def has_partial_state(model: Any, caches: Caches | None = None) -> bool:
 def why_not_reusable(model: Any, caches: Caches | None = None) -> str:
     """Return the reason why KV of this model cannot be trimmed and continued; empty where it can.
 
-    `caches` are those of its context, once there is one: one that was never tested is not trusted either.
+    `caches` are those of its context, None before there is one. A cache class that no test covers is a reason too.
     """
     if has_own_cache(model):
         architecture = library.metadata(model, "general.architecture")
@@ -111,7 +111,7 @@ def why_not_reusable(model: Any, caches: Caches | None = None) -> str:
 
 
 def read(model: Any, context: Any, caches: Caches) -> Capabilities:
-    """Return `ModelInfo.state`."""
+    """Return the capabilities of a model in a context, for `ModelInfo.state`."""
     return Capabilities(
         kind=kind_of(model),
         can_trim=not why_not_reusable(model, caches),
@@ -128,10 +128,10 @@ def read(model: Any, context: Any, caches: Caches) -> Capabilities:
 
 
 def caches_from_log(lines: Iterable[str]) -> Caches:
-    """Return the caches of a context from what llama.cpp logged while it made it.
+    """Return the caches of a context from the lines that llama.cpp logged while it created the context.
 
-    A cache logs its size when it is there; one that consists of several announces each before it makes it. The
-    layers of a class that is not known are not told apart, so they are not counted.
+    A cache logs its size once it is created; one that consists of several caches first logs the name of each.
+    Layers of an unknown class are not counted, because the log does not say what each of them keeps.
     """
     n_layers = n_window_layers = n_window_cells = 0
     is_window = False

@@ -1,9 +1,9 @@
-"""Partial states in host memory: checkpoints, and what takes a sequence's state away.
+"""Checkpoints in host memory: partial states of sequences, saved and loaded by llama.cpp.
 
-llama.cpp saves and loads the part of a sequence's state that cannot be trimmed, with the flag
-`LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY`: recurrent states and the cells of sliding windows. Loading one replaces the
-sequence's own. There is no call that only removes it. For that, a state of nothing is loaded: that of an empty
-sequence, or for windows, where an empty one changes nothing, of one token.
+With the flag `LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY` llama.cpp saves and loads only the part of a sequence's state
+that cannot be trimmed: recurrent states and the cells of sliding windows. Loading one replaces the sequence's own.
+llama.cpp has no call that removes a partial state. `strip` therefore loads a blank one: the state of an empty
+sequence for recurrent layers, and that of one token for windows, on which an empty one has no effect.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ class PartialStates:
         self._memory = llama_cpp.llama_get_memory(context)
         self._kind = kind
         self._states: dict[int, Kv] = {}
-        self._of_nothing: list[Kv] = []
-        """States that take that of a sequence away, loaded in this order."""
+        self._blanks: list[Kv] = []
+        """Blank states that `strip` loads, in this order."""
 
     def prepare(self, one: int, empty: int) -> None:
-        """Learn the states of nothing: sequence `one` holds one token, and `empty` holds none."""
+        """Save the blank states; sequence `one` must hold one token, and `empty` none."""
         if self._kind in (StateKind.WINDOW, StateKind.HYBRID_WINDOW):
-            self._of_nothing.append(self._saved(one))
+            self._blanks.append(self._saved(one))
         if self._kind in (StateKind.RECURRENT, StateKind.HYBRID, StateKind.HYBRID_WINDOW):
-            self._of_nothing.append(self._saved(empty))
+            self._blanks.append(self._saved(empty))
 
     def n_bytes(self, seq: int) -> int:
-        """Size of a checkpoint of what a sequence holds."""
+        """Return the bytes that a checkpoint of a sequence would take now."""
         n_bytes: int = llama_cpp.llama_state_seq_get_size_ext(self._context, seq, _PARTIAL)
         return n_bytes
 
     def take(self, operation: Take) -> None:
-        """Keep the state of a sequence; raises `NotSavedError` if there is no memory for it."""
+        """Save the state of a sequence as a checkpoint; raises `NotSavedError` if the host has no memory for it."""
         try:
             self._states[operation.checkpoint] = self._saved(operation.src)
         except MemoryError as error:
             raise NotSavedError(operation.checkpoint) from error
 
     def restore(self, operation: Restore, end: int) -> None:
-        """Give a sequence the state of a checkpoint, and truncate it to `end` tokens.
+        """Load a checkpoint, which was taken at `end` tokens, into a sequence, and truncate the sequence to that.
 
         Raises `NotLoadedError` if llama.cpp has no memory for it; the sequence is empty then.
         """
@@ -63,11 +63,11 @@ class PartialStates:
             raise IllegalCallError(f"{operation}: the state is not that of {end} tokens")
 
     def strip(self, seq: int) -> None:
-        """Take the state of a sequence away, so that its other cells can be trimmed to any position.
+        """Remove the partial state of a sequence, so that its attention cells can be trimmed to any position.
 
         Raises `MemoryError` if llama.cpp has none for it, or a full window cache no cell for the one token.
         """
-        for state in self._of_nothing:
+        for state in self._blanks:
             if not self._load(seq, state):
                 raise MemoryError(f"the state of sequence {seq} cannot be removed")
 
