@@ -99,8 +99,8 @@ def ensure(
     """The GGUF file of a shape, written to `folder` (default: the user's cache) unless it is there.
 
     The shape is one of `SHAPES` or `SENTENCEPIECE`. One in `BORROWING` gets its tokenizer from the GGUF
-    `vocabulary`, which has as many tokens as the shape. An exact file has the same weights as float32: in llama.cpp
-    products with quantized weights round the other factor, which moves logits far more than all else.
+    `vocabulary`, which has as many tokens as the shape. An exact file has the same weights as float32, for tests
+    that compare logits: with quantized weights llama.cpp also rounds the activations, the largest error of all.
     """
     folder = folder or platformdirs.user_cache_path("llamaslot") / "models"
     dimensions = (SHAPES | SENTENCEPIECE)[shape] if vocabulary is None else BORROWING[shape]

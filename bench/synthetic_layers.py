@@ -13,29 +13,30 @@ import numpy.typing as npt
 from bench.synthetic_weights import Drawn, Tensors
 
 SHARP = 2.0
+"""Gain of queries, keys and down projections, so that answers depend on what is far back."""
 LOGIT_STD = 3.0
 FLAT_LOGIT_STD = 1.5
-"""That of `SENTENCEPIECE`: llama-server's tests expect that its default samplers leave ten tokens."""
+"""`LOGIT_STD` for the SentencePiece shape: llama-server's tests expect ten tokens behind its default samplers."""
 NORM_EPS = 1e-6
 CONV_KERNEL = 4
 SSM_STATE = 16
 SSM_TIME_RANK = 32
 SSM_HEADS = 4
 SSM_GROUPS = 1
-"""Of Mamba 2 layers."""
+"""Heads and groups of Mamba 2 layers."""
 DELTA_STATE = 32
 DELTA_KEY_HEADS = 2
 DELTA_VALUE_HEADS = 4
-"""Of gated delta nets."""
+"""State size and heads of gated delta nets."""
 ATTENTION_INTERVAL = 2
-"""Every second layer of a Qwen3-Next is attention, as is every second one of a gpt-oss beyond its window."""
+"""Every second layer of Qwen3-Next and Qwen3.5 is attention, the others are gated delta nets."""
 EXPERTS = 4
 EXPERTS_USED = 2
 LORA_RANK = 32
-"""Of RWKV's small matrices, and of what MLA compresses queries and KV to."""
+"""Rank of RWKV's small matrices, and of MLA's compressed queries and KV."""
 RWKV_HEAD = 64
 ROPE_DIM = 32
-"""Part of a head that MLA rotates."""
+"""Dimensions of a head that MLA rotates."""
 MAMBA_2 = ("mamba2", "granitehybrid")
 DELTA_NETS = ("qwen3next", "qwen35")
 EXPERT_MODELS = ("gpt-oss", "qwen3next", "deepseek2")
@@ -46,7 +47,7 @@ UNTIED = ("gpt-oss", "rwkv7")
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a model; `kv_heads` may be given per layer, where 0 makes it a recurrent one."""
+    """Dimensions of a model; `kv_heads` may be given for each layer, and a layer with 0 is a recurrent one."""
 
     arch: str
     vocab: int

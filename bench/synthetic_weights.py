@@ -12,14 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 QUIET = 0.05
+"""Scale of rows whose token must never be the most likely one, see `bench.synthetic`."""
 
 
 @dataclass(frozen=True)
 class Drawn:
     """A matrix of random Q8_0 weights; its first `quiet` rows are `QUIET` times smaller than the rest.
 
-    If `stack` is given, the tensor has three dimensions: that many matrices, which have `rows` in all. If it is
-    exact, the same weights are written as float32.
+    With `stack`, the tensor has three dimensions: that many matrices, `rows` in all. With `is_exact`, the
+    same weights are written as float32.
     """
 
     rows: int
@@ -31,7 +32,7 @@ class Drawn:
 
     @property
     def n_bytes(self) -> int:
-        """Size of the data; a block has 32 weights as int8 behind one float16 scale."""
+        """Bytes of the data; a Q8_0 block is one float16 scale and 32 weights as int8."""
         n_weights = self.rows * self.columns
         return n_weights * 4 if self.is_exact else n_weights // 32 * 34
 
@@ -46,7 +47,7 @@ class Drawn:
             writer.add_tensor_info(name, bytes_shape, np.dtype(np.uint8), self.n_bytes, kind)
 
     def data(self, seed: str) -> npt.NDArray[np.uint8] | npt.NDArray[np.float32]:
-        """Return what the file holds, always the same for the same seed."""
+        """Return the tensor's data, always the same for the same seed: Q8_0 blocks, or float32 values if exact."""
         blocks = self.blocks(seed)
         if not self.is_exact:
             return blocks

@@ -1,4 +1,4 @@
-"""Tools of the demo model's little language: how people ask for them, and what they return.
+"""Tools of the demo model's little language: how users ask for them, and what they return.
 
 Data only, as `bench.demo.grammar`: `bench.demo.tool_talk` draws from it, `bench.demo.checker` checks against it.
 """
@@ -10,7 +10,7 @@ from bench.demo.grammar import words
 
 
 class Tool(NamedTuple):
-    """A tool, always of the same name and parameters: the model is too small to call others."""
+    """A tool of fixed name and parameters: the model is too small to learn tools that differ in each dialogue."""
 
     name: str
     parameters: tuple[tuple[str, str], ...]  # pairs of name and JSON type
@@ -18,9 +18,9 @@ class Tool(NamedTuple):
     answer: str  # of the assistant, once it has the result
 
     def line(self) -> str:
-        """The tool as the chat template writes it: a call of it, with types for values.
+        """Return the tool as the chat template renders it: like a call, with types in place of values.
 
-        So a call repeats what stands behind the same name before, which small models learn first.
+        A call then repeats the text behind the same name, which is what small models learn first.
         """
         return json.dumps({"name": self.name, "arguments": dict(self.parameters)})
 
