@@ -64,7 +64,7 @@ REFUSED = {
 }
 TESTED_CLASSES = {"kv_cache", "kv_cache_iswa", "memory_recurrent", "memory_hybrid", "memory_hybrid_iswa"}
 OWN_CLASSES = {"kv_cache_dsa", "kv_cache_dsa_iswa", "kv_cache_dsv4", "kv_cache_msa", "memory_hybrid_idx"}
-N_LAYERS, WIDTH, N_HEADS, HEAD_DIM = 3, 128, 2, 64
+N_LAYERS, WIDTH, HEAD_DIM = 3, 128, 64
 INDEXER = {"head_count": 1, "key_length": HEAD_DIM, "top_k": 4, "block_size": 16, "local_blocks": 1}
 DENSE = {"leading_dense_block_count": N_LAYERS, "expert_feed_forward_length": 64, "expert_shared_count": 1}
 
@@ -94,34 +94,6 @@ def minimax(folder: Path, tiny: Path) -> Path:
         | {"expert_gating_func": 2}
         | {f"attention.indexer.{name}": value for name, value in INDEXER.items()},
         tensors=norms | {"output.weight": matrix(512, WIDTH)},
-    )
-
-
-@pytest.fixture(scope="module")
-def mla(folder: Path, tiny: Path) -> Path:
-    """A DeepSeek-V2 model with dense feed-forward layers."""
-    lora_q, lora_kv, rope, nope, value = 64, 96, 32, 32, 32
-    layer = {
-        "attn_q_a.weight": matrix(lora_q, WIDTH),
-        "attn_q_a_norm.weight": np.ones(lora_q, np.float32),
-        "attn_q_b.weight": matrix(N_HEADS * (nope + rope), lora_q),
-        "attn_kv_a_mqa.weight": matrix(lora_kv + rope, WIDTH),
-        "attn_kv_a_norm.weight": np.ones(lora_kv, np.float32),
-        "attn_k_b.weight": matrix(N_HEADS, lora_kv, nope),
-        "attn_v_b.weight": matrix(N_HEADS, value, lora_kv),
-        "attn_output.weight": matrix(WIDTH, N_HEADS * value),
-    }
-    return rewritten(
-        tiny,
-        folder / "mla.gguf",
-        "deepseek2",
-        values=DENSE
-        | {"attention.q_lora_rank": lora_q, "attention.kv_lora_rank": lora_kv}
-        | {"attention.key_length": lora_kv + rope, "attention.value_length": lora_kv}
-        | {"attention.key_length_mla": nope + rope, "attention.value_length_mla": value}
-        | {"rope.dimension_count": rope, "attention.head_count_kv": 1},
-        dropped=("attn_q.weight", "attn_k.weight", "attn_v.weight", "attn_output.weight"),
-        tensors={f"blk.{i}.{name}": data for i in range(N_LAYERS) for name, data in layer.items()},
     )
 
 
@@ -201,10 +173,10 @@ def test_positions_of_several_dimensions_are_reused_but_not_shifted(folder: Path
         assert backend.info.reuse
 
 
-def test_latent_attention(mla: Path) -> None:
-    with loaded(mla) as backend:
+def test_latent_attention(folder: Path) -> None:
+    with loaded(synthetic.ensure("tiny-mla", folder=folder)) as backend:
         state = backend.info.state
-        assert (state.kind, state.has_mla, state.n_attention_layers) == (StateKind.NONE, True, N_LAYERS)
+        assert (state.kind, state.has_mla, state.n_attention_layers) == (StateKind.NONE, True, 4)
         assert backend.info.reuse
         assert feed(backend, 0, [300]).status == 0
 
