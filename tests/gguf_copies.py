@@ -1,4 +1,4 @@
-"""Copies of small GGUF files under another architecture: a model of a kind that no synthetic shape has."""
+"""Copies of small GGUF files under another architecture, for kinds of models that no synthetic shape covers."""
 
 from __future__ import annotations
 

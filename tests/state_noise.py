@@ -1,4 +1,4 @@
-"""Distance of logits behind a point of reuse from those of a cold run, and the distance that rounding explains."""
+"""Oracle for reuse: compares logits behind a reuse point with a cold run, within what rounding explains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ N_COMPARED = 64
 CHUNKS = (16, 64)
 N_IDLE = 4
 LEAST_SHARE = 1e-3
-"""Of the logits' deviation: what lies closer together is never told apart."""
+"""Part of the logits' standard deviation below which two runs always count as equal."""
 
 
 @contextmanager
@@ -39,9 +39,9 @@ def distance(one: Logits, other: Logits) -> npt.NDArray[np.float32]:
 class ColdRun:
     """Logits at the positions `reused` .. `reused` + 63 of some ids, computed without any reuse.
 
-    `noise` is the largest distance in rms between two runs that differ in chunk sizes or in cells only. Twice that
-    is no error, as other cells may move logits farther than those that were tried, nor is a small share of the
-    deviation. A warm run has the same chunk boundaries as `logits`: all up to `reused`, then all behind it.
+    `noise` is the largest rms distance between two cold runs that differ only in chunk sizes or cells. `bound` is
+    twice that, as cells that were not tried may move logits farther, and at least `LEAST_SHARE` of their deviation.
+    A warm run must have the chunk boundaries of `logits`: one at `reused`, no other.
     """
 
     def __init__(self, model: RawModel, ids: Sequence[int], reused: int, **fields: Any) -> None:
@@ -61,7 +61,11 @@ class ColdRun:
         return float(distance(warm, self.logits).max()) / self.bound
 
     def _run(self, chunk: int = 0, *, n_idle: int = 0, is_scattered: bool = False) -> Logits:
-        """Behind short sequences; or in cells between those of another one, which gets a few after each chunk."""
+        """Return the logits of a cold run.
+
+        `n_idle` short sequences take the first cells. If it is scattered, another sequence takes a few cells after
+        each chunk.
+        """
         with opened(self._model, **self._fields) as context:
             for seq in range(1, n_idle + 1):
                 context.feed(seq, 0, self._ids[seq : seq + 11])

@@ -1,6 +1,6 @@
-"""Capabilities are those that llama.cpp has for a model: reuse where its state can be trimmed, else a reason.
+"""Capabilities agree with llama.cpp: a model is reusable if its state can be trimmed, else there is a reason.
 
-A kind of cache that was never tested counts as not reusable, for llama.cpp would claim to have trimmed it.
+An untested kind of cache counts as not reusable, because llama.cpp may report a trim that it did not do.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def tiny(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def minimax(folder: Path, tiny: Path) -> Path:
-    """A model with dense layers alone, for which llama.cpp makes an indexer's cache all the same."""
+    """A MiniMax M3 with dense layers only: llama.cpp still creates its cache class with an indexer."""
     norms = {
         f"blk.{i}.attn_{name}_norm.weight": np.full(HEAD_DIM, 2, np.float32)
         for i, name in itertools.product(range(N_LAYERS), "qk")

@@ -1,7 +1,7 @@
-"""Facts on llama.cpp's state that checkpoints rely on: what it refuses, what it moves, and what it leaves wrong.
+"""Facts about llama.cpp that checkpoints rely on: what it refuses, what it moves, and what it leaves wrong.
 
-Each test speaks to llama.cpp itself and names the rule that follows. One that fails after an update of llama.cpp
-says which rule has to be thought over.
+Each test calls llama.cpp directly and names the rule that follows. A test that fails after an update of llama.cpp
+shows which rule must be reconsidered.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SERVED = {
 """Settings of servers, under which logits move farther without an error."""
 N_SEQS = 6
 OBVIOUS = 10
-"""Bounds that a real error exceeds."""
+"""Multiple of the bound that a real error exceeds."""
 SCRATCH = 5
 REUSED = 150
 """Far past the window of 32 tokens."""
@@ -88,7 +88,7 @@ def one_token(context: RawContext, seq: int) -> bytes:
 
 
 def strip(context: RawContext, seq: int, empty_id: int) -> None:
-    """Leave nothing of a sequence's partial state but what llama.cpp needs: a window keeps one token."""
+    """Remove the partial state of a sequence; a window keeps one token, as an empty state has no effect on it."""
     if context.model.window:
         assert context.restore(seq, one_token(context, empty_id))
     else:
@@ -151,7 +151,7 @@ def test_the_oracle_tells_the_checkpoint_of_another_branch(models: Models, name:
 def test_a_window_that_has_moved_is_trimmed_without_complaint(
     models: Models, name: str, n_steps: int, last: int
 ) -> None:
-    """llama.cpp says that all is well, though some or all of what the next token should see is gone."""
+    """llama.cpp returns True, though some or all cells that the next token should see are gone."""
     with opened(models[name]) as context:
         context.feed(0, 0, IDS[:REUSED])
         go_on(context, 0, n_steps)
@@ -211,7 +211,7 @@ def test_a_failed_step_damages_a_sequence_that_was_not_in_it(models: Models, nam
         if is_failing:
             with context.failing(1):
                 assert context.decode(*step) == 2
-            # Cleaning up is refused without a word: these two claim tokens that were never computed.
+            # llama.cpp's own clean-up fails silently: these two report tokens that were never computed.
             assert (context.last(0), context.last(1)) == (REUSED + 1, REUSED + 1)
         else:
             assert context.decode(*step) == 0
