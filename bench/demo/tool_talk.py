@@ -143,10 +143,12 @@ class ToolWriter:
         return Request(said, call, result, fill(tool.answer, r=mark(result)))
 
     def _title(self) -> str:
-        if self.rng.random() < 0.6:
+        if self.rng.random() < 0.4:
             return self.rng.choice(t.NOTE_TITLES)
         # Cities too: a weather call needs to know which tokens a word has behind a quote instead of a space.
-        return self.writer.values.draw(self.rng.choice(("city", "city", "fruit", "animal", "flower", "name")))
+        return self.writer.values.draw(
+            self.rng.choice(("city", "city", "city", "fruit", "animal", "flower", "name"))
+        )
 
     def _note(self) -> str:
         kinds = (*g.VALUE_WORDS, "spot", "age", "number", "time", "title")

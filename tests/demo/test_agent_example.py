@@ -1,4 +1,4 @@
-"""The agent example runs real tools through the openai client; grammars lead the embedded model to call them."""
+"""The agent example runs real tools through the openai client, which the embedded model calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.demo.chat_template import CHAT_TEMPLATE
-from tests.live import serving
+from tests.live import Server, serving
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent.py"
 
@@ -36,6 +36,32 @@ REPLIES = (
 )
 
 
+def run(server: Server) -> str:
+    """What the example prints."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLE, server.url], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_embedded_model_calls_the_tools_and_tells_their_results(demo: Server) -> None:
+    printed = run(demo)
+    assert re.findall(r"^(\w+\(.*) -> (.*)$", printed, re.MULTILINE) == [
+        ('get_weather({"city": "Oslo"})', "rainy, 7 degrees"),
+        ('add({"numbers": [17, 25]})', "42"),
+        ('save_note({"title": "shopping", "text": "buy bread and milk"})', "saved as note 1"),
+        ('read_note({"title": "shopping"})', "buy bread and milk"),
+    ]
+    for answer in (
+        "in Oslo is rainy, 7 degrees.",
+        "The sum is 42.",
+        "saved as note 1.",
+        "says: buy bread and milk.",
+    ):
+        assert f"{answer}\n" in printed
+
+
 def test_it_runs_each_call_and_sends_its_result(tmp_path: Path) -> None:
     template = tmp_path / "tools.jinja"
     template.write_text(CHAT_TEMPLATE)
@@ -51,11 +77,8 @@ def test_it_runs_each_call_and_sends_its_result(tmp_path: Path) -> None:
     body = {"messages": [question, asked, result], "tools": runpy.run_path(str(EXAMPLE))["DEFINITIONS"]}
     with serving(tmp_path, *flags) as server:
         n_answering = server.post("/v1/chat/completions/input_tokens", body)["input_tokens"]
-        done = subprocess.run(
-            [sys.executable, EXAMPLE, server.url], capture_output=True, text=True, timeout=120, check=False
-        )
-    assert done.returncode == 0, done.stderr
-    found = re.findall(r"^(\w+)\(.*\) -> (.*)$", done.stdout, re.MULTILINE)
+        printed = run(server)
+    found = re.findall(r"^(\w+)\(.*\) -> (.*)$", printed, re.MULTILINE)
     assert found[:2] == [("get_weather", "rainy, 7 degrees"), ("add", "42")]
     assert found[2][1].startswith("error: read_note() got an unexpected keyword argument")
     assert found[3:] == [
@@ -64,11 +87,11 @@ def test_it_runs_each_call_and_sends_its_result(tmp_path: Path) -> None:
         ("read_note", "buy bread and milk"),
     ]
     for reply in REPLIES:
-        assert reply in done.stdout or reply.startswith("<tool_call>")
+        assert reply in printed or reply.startswith("<tool_call>")
     # Tokens that were generated may differ from those of their text.
-    n_second = int(re.findall(r"\[(\d+) prompt tokens", done.stdout)[1])
+    n_second = int(re.findall(r"\[(\d+) prompt tokens", printed)[1])
     assert abs(n_second - n_answering) <= 3
-    computed = [int(n) for n in re.findall(r"(\d+) computed\]", done.stdout)]
+    computed = [int(n) for n in re.findall(r"(\d+) computed\]", printed)]
     assert len(computed) == len(REPLIES)
     # Behind the first question, each step computes the new question or the result of its tool.
     assert max(computed[1:]) <= 128 < computed[0], computed
