@@ -22,7 +22,7 @@ def draws(logits: np.ndarray, **sampling: float) -> list[tuple[Sampling, int]]:
     backend = LlamaBackend(SETTINGS)
     drawn = []
     for seed in range(N_SEEDS):
-        each = Sampling(temperature=1.6, min_p=0.0, seed=seed, **sampling)
+        each = Sampling(temperature=3.0, min_p=0.0, seed=seed, **sampling)
         sampler = backend.new_sampler(each, np.array([1], dtype=np.int32))
         drawn.append((each, sampler.choose(logits)))
         sampler.close()

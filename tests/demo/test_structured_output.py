@@ -36,8 +36,8 @@ SCHEMA = {
         "tags": {
             "type": "array",
             "items": {"enum": ["first of all", "first and last"]},
-            "minItems": 2,
-            "maxItems": 4,
+            "minItems": 8,
+            "maxItems": 9,
         },
         "age": {"type": "integer", "minimum": 0, "maximum": 150},
         "note": {"anyOf": [{"type": "string", "pattern": "^[a-z ]{3,12}$"}, {"type": "null"}]},
