@@ -113,7 +113,12 @@ def run(
     steps = asyncio.run(_measure(common, Tokens(model), repeats, folder))
     for reasons in (False, True):
         console.print(table([step for step in steps if step.reasons is reasons], title, reasons=reasons))
-    settings = {"model": title, "template": " ".join(template), "flags": " ".join(server_flags), "repeats": repeats}
+    settings = {
+        "model": title,
+        "template": Path(template[-1]).name if template else "",
+        "flags": " ".join(server_flags),
+        "repeats": repeats,
+    }
     settings |= {"threads": threads, "steps": STEPS, "result_tokens": RESULT_TOKENS}
     content = {"benchmark": "toolloop", "settings": settings, "machine": facts}
     write_json(folder / "toolloop.json", content | {"steps": [asdict(step) for step in steps]})
