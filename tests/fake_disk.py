@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llamaslot.kvcache.offload.disk_io import CancelReads, Erase, Job, MarkUsed, Read, SegmentMeta, Write
+from llamaslot.kvcache.tiers.disk_io import CancelReads, Erase, Job, MarkUsed, Read, SegmentMeta, Write
 
 Path = tuple[int, ...]
 

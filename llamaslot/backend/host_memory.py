@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import psutil
 
-from llamaslot.kvcache.offload.ram_budget import MemoryReading
+from llamaslot.kvcache.tiers.ram_budget import MemoryReading
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")

@@ -23,7 +23,7 @@ from llamaslot.base.executors import close_after_queue
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.text_records import TextRecord, TextStore
 from llamaslot.kvcache.cache import KVCache
-from llamaslot.kvcache.offload import disk_io
+from llamaslot.kvcache.tiers import disk_io
 
 _WRITE_TIMEOUT_S = 10.0
 """Time that a query waits for the disk to carry out what is queued."""

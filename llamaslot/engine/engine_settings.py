@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llamaslot.base.backend import Backend
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.offload.disk_io import SegmentDisk
+from llamaslot.kvcache.tiers.disk_io import SegmentDisk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,6 @@ from llamaslot.base.errors import (
 from llamaslot.base.executors import close_after_queue
 from llamaslot.base.tokens import WIDTH
 from llamaslot.engine.reports import Respond
-from llamaslot.kvcache.offload.disk_io import SlotSaved
 from llamaslot.kvcache.pools.slot_snapshot import (
     InvalidSnapshotError,
     SlotSave,
@@ -35,6 +34,7 @@ from llamaslot.kvcache.pools.slot_snapshot import (
     SnapshotPart,
     SnapshotStore,
 )
+from llamaslot.kvcache.tiers.disk_io import SlotSaved
 from llamaslot.scheduler.scheduler import Scheduler
 
 MAX_WAITING = 8

@@ -37,20 +37,20 @@ from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.ghost_list import GhostList
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.match_report import miss_reason, probe_of
-from llamaslot.kvcache.offload.disk_io import IoEvent, Job, SegmentMeta
 from llamaslot.kvcache.offload.dropping import Dropper
 from llamaslot.kvcache.offload.offloader import Loaded, Offloader
 from llamaslot.kvcache.offload.policy import Deadlines, OffloadPolicy
 from llamaslot.kvcache.offload.public_prefix import PublicPrefix
-from llamaslot.kvcache.offload.ram_budget import RamBudget
-from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
-from llamaslot.kvcache.offload.tier_stats import disk_stats, ram_stats, tenant_stats
 from llamaslot.kvcache.pools.partitioned_pool import PartitionedPool
 from llamaslot.kvcache.pools.pool import Pool, Sharing
 from llamaslot.kvcache.pools.slot_snapshot import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
 from llamaslot.kvcache.pools.unified_pool import UnifiedPool
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
+from llamaslot.kvcache.tiers.disk_io import IoEvent, Job, SegmentMeta
+from llamaslot.kvcache.tiers.ram_budget import RamBudget
+from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
+from llamaslot.kvcache.tiers.tier_stats import disk_stats, ram_stats, tenant_stats
 from llamaslot.kvcache.tree_listing import tree_listing
 
 

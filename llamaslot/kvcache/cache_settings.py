@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llamaslot.base.model import SegmentSize
-from llamaslot.kvcache.offload.disk_io import WriteTotals
+from llamaslot.kvcache.tiers.disk_io import WriteTotals
 
 MAX_SEGMENT_TOKENS = 512
 """Tokens of a segment at most: loading one of this size for only a part of it costs little."""

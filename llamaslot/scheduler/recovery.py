@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from llamaslot.base.backend import Status
 from llamaslot.base.kv_ops import Load
 from llamaslot.kvcache.cache import KVCache
-from llamaslot.kvcache.offload.disk_io import LoadFailed
+from llamaslot.kvcache.tiers.disk_io import LoadFailed
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.request import Request, Slot
 from llamaslot.scheduler.step import StepPlan, StepResult

@@ -30,9 +30,9 @@ from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH, packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.offload.disk_io import SaveFailed, SegmentMeta
 from llamaslot.kvcache.offload.offloader import LoadStatus
 from llamaslot.kvcache.offload.policy import Deadlines
+from llamaslot.kvcache.tiers.disk_io import SaveFailed, SegmentMeta
 from llamaslot.scheduler.admission import Admission
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.fair_share import by_share

@@ -29,7 +29,7 @@ from llamaslot.base.kv_ops import (
     Save,
     Share,
 )
-from llamaslot.kvcache.offload.disk_io import Job
+from llamaslot.kvcache.tiers.disk_io import Job
 from llamaslot.scheduler.request import Request
 
 

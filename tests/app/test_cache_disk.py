@@ -12,7 +12,7 @@ from llamaslot.app.cache_disk import lock_disk, open_disk
 from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import ModelFile, ModelInfo, SegmentSize
-from llamaslot.kvcache.offload.disk_io import SegmentMeta, path_digest
+from llamaslot.kvcache.tiers.disk_io import SegmentMeta, path_digest
 from tests.backend.test_disk_store import state_of
 from tests.fake_backend import FakeBackend
 

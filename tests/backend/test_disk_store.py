@@ -36,9 +36,9 @@ from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import ModelFile, SegmentSize
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.text_records import TextRecord
-from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta, WriteTotals, path_digest
-from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.tiers.disk_io import CorruptSegmentError, SegmentMeta, WriteTotals, path_digest
+from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from llamaslot.prompts import sessions, text_anchors
 from llamaslot.prompts.sessions import Session
 from llamaslot.prompts.text_anchors import TextAnchor

@@ -27,7 +27,7 @@ from llamaslot.base.commands import SlotAction, Submit, TextPart, TokensPart
 from llamaslot.base.events import Accepted, Finished, Progress
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.kv_ops import Remove
-from llamaslot.kvcache.offload import disk_pacing
+from llamaslot.kvcache.tiers import disk_pacing
 from tests.conftest import LONG
 from tests.engine.harness import GREEDY, Harness, running
 from tests.kv_rows import Rows, rows_of

@@ -26,7 +26,7 @@ from llamaslot.base.commands import Submit, TextPart
 from llamaslot.base.events import Cancelled, Finished
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.model import StepCost
-from llamaslot.kvcache.offload import disk_pacing
+from llamaslot.kvcache.tiers import disk_pacing
 from llamaslot.scheduler import admission
 from llamaslot.text.template import ChatTemplate
 from tests.conftest import LONG

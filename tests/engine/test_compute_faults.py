@@ -14,7 +14,7 @@ from llamaslot.base.commands import ClearCache, InspectCache, Submit, TextPart
 from llamaslot.base.events import Failed, Finished, Output
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.namespaces import PUBLIC_SALT, PUBLIC_TENANT, key_salt, key_secret, salt_namespace
-from llamaslot.kvcache.offload import disk_pacing
+from llamaslot.kvcache.tiers import disk_pacing
 from tests.engine.harness import GREEDY, Harness, alone, running
 from tests.fake_backend import FakeBackend
 from tests.fake_pool import Cell

@@ -14,9 +14,9 @@ from llamaslot.base.commands import InspectCache
 from llamaslot.base.events import Finished, Progress
 from llamaslot.base.stats import RamStats
 from llamaslot.engine import memory_watch
-from llamaslot.kvcache.offload import disk_pacing, ram_budget
-from llamaslot.kvcache.offload.ram_budget import MemoryReading
 from llamaslot.kvcache.segment import SegmentState
+from llamaslot.kvcache.tiers import disk_pacing, ram_budget
+from llamaslot.kvcache.tiers.ram_budget import MemoryReading
 from tests.engine.harness import Harness, alone, running
 from tests.fake_backend import FakeBackend
 

@@ -18,7 +18,7 @@ from llamaslot.base.events import Finished
 from llamaslot.base.kv_ops import Copy, Free, Load, NotLoadedError, NotSavedError, Operation, Remove, Save, Share
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import packed
-from llamaslot.kvcache.offload import segment_tiers
+from llamaslot.kvcache.tiers import segment_tiers
 from llamaslot.scheduler.request import Request
 from llamaslot.scheduler.step import StepPlan, Work, apply, next_decode_step
 from tests.conftest import LONG

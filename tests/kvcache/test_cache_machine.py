@@ -42,8 +42,10 @@ from llamaslot.kvcache.cache import Acquired, KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.node import Node
-from llamaslot.kvcache.offload import disk_pacing, ram_budget
-from llamaslot.kvcache.offload.disk_io import (
+from llamaslot.kvcache.pools.slot_snapshot import SlotSnapshot, SnapshotPart
+from llamaslot.kvcache.segment import SegmentState
+from llamaslot.kvcache.tiers import disk_pacing, ram_budget
+from llamaslot.kvcache.tiers.disk_io import (
     Corrupt,
     Job,
     Read,
@@ -54,10 +56,8 @@ from llamaslot.kvcache.offload.disk_io import (
     Write,
     Written,
 )
-from llamaslot.kvcache.offload.ram_budget import MemoryReading
-from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
-from llamaslot.kvcache.pools.slot_snapshot import SlotSnapshot, SnapshotPart
-from llamaslot.kvcache.segment import SegmentState
+from llamaslot.kvcache.tiers.ram_budget import MemoryReading
+from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from llamaslot.scheduler import admission, padding, step_planner
 from llamaslot.scheduler.admission import MAX_OVERTAKEN
 from llamaslot.scheduler.request import Request, RequestState

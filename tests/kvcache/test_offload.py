@@ -10,10 +10,10 @@ from llamaslot.base.model import SegmentSize
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.offload.disk_io import SaveFailed, SegmentMeta, Write, Written, path_digest
-from llamaslot.kvcache.offload.disk_pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
 from llamaslot.kvcache.offload.offloader import Loaded, LoadStatus
-from llamaslot.kvcache.offload.ram_budget import CALM_S, MemoryReading
+from llamaslot.kvcache.tiers.disk_io import SaveFailed, SegmentMeta, Write, Written, path_digest
+from llamaslot.kvcache.tiers.disk_pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
+from llamaslot.kvcache.tiers.ram_budget import CALM_S, MemoryReading
 from llamaslot.scheduler.step import StepPlan
 from tests.scheduler.test_scheduler import Driver, generated
 

@@ -17,7 +17,10 @@ from llamaslot.base.namespaces import private_namespace
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import packed
 from llamaslot.kvcache.node import Node
-from llamaslot.kvcache.offload.disk_io import (
+from llamaslot.kvcache.offload.offloader import _missing
+from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.segment import Segment, SegmentState
+from llamaslot.kvcache.tiers.disk_io import (
     CancelReads,
     Corrupt,
     Erase,
@@ -35,11 +38,8 @@ from llamaslot.kvcache.offload.disk_io import (
     Written,
     path_digest,
 )
-from llamaslot.kvcache.offload.disk_pacing import PARTIAL_DELAY_S, READ_TIMEOUT_S, RETRY_DELAY_S, WriteBudget
-from llamaslot.kvcache.offload.offloader import _missing
-from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
-from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import Segment, SegmentState
+from llamaslot.kvcache.tiers.disk_pacing import PARTIAL_DELAY_S, READ_TIMEOUT_S, RETRY_DELAY_S, WriteBudget
+from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from tests.conftest import LONG
 from tests.fake_disk import FakeDisk
 

@@ -21,11 +21,11 @@ from llamaslot.base.namespaces import (
 )
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import packed
-from llamaslot.kvcache.offload.disk_io import Write, Written
-from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
-from llamaslot.kvcache.offload.tenant_shares import INACTIVE_S
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import Segment
+from llamaslot.kvcache.tiers.disk_io import Write, Written
+from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
+from llamaslot.kvcache.tiers.tenant_shares import INACTIVE_S
 from tests.scheduler.test_scheduler import Driver, as_tokens
 
 KEYS = ["key-a", "key-b", "key-c"]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from llamaslot.backend.disk import text_tables
 from llamaslot.backend.disk.database import INDEX_ERRORS, Database
-from llamaslot.kvcache.offload.disk_io import SegmentMeta
+from llamaslot.kvcache.tiers.disk_io import SegmentMeta
 
 _SCHEMA_VERSION = 5
 _INTEGER_LIMIT = 2**62

@@ -35,7 +35,7 @@ from llamaslot.backend.files import open_private, private_folder
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.kv_ops import Kv
 from llamaslot.base.model import ModelFile
-from llamaslot.kvcache.offload.disk_io import CorruptSegmentError, SegmentMeta, WriteTotals
+from llamaslot.kvcache.tiers.disk_io import CorruptSegmentError, SegmentMeta, WriteTotals
 
 _MAX_CORRUPT_FILES = 8
 """Corrupt files to keep for inspection."""

@@ -1,1 +1,1 @@
-"""Offload of KV to RAM and disk: segments, their states, budgets, write-back, and when to offload."""
+"""Movement of KV between the pool and the tiers: when to offload, what to load, drop and publish; checkpoints."""

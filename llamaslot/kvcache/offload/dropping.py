@@ -11,10 +11,10 @@ from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.offload.offloader import Offloader
-from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import SegmentEvent
 from llamaslot.kvcache.sequences import Sequences
+from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 
 @dataclass(eq=False)

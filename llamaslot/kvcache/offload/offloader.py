@@ -18,10 +18,10 @@ from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match, SegmentPart
 from llamaslot.kvcache.node import Node
-from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import Segment
 from llamaslot.kvcache.sequences import Sequences
+from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 _UNKNOWN_READ_COST = 1 / 8
 """Time to read a token from disk over the time to compute it, until a read was measured."""

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.offload.offloader import Offloader
-from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import Segment, SegmentEvent, SegmentRank, SegmentState
 from llamaslot.kvcache.sequences import Sequences
+from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 
 @dataclass(frozen=True, slots=True)

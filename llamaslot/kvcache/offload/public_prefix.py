@@ -30,8 +30,8 @@ from dataclasses import dataclass, replace
 from llamaslot.base.namespaces import PUBLIC_NAMESPACE, PUBLIC_TENANT, reads_public
 from llamaslot.kvcache.match import Match, SegmentPart
 from llamaslot.kvcache.offload.offloader import Offloader
-from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 
 @dataclass(eq=False)

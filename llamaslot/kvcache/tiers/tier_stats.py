@@ -5,9 +5,9 @@ from __future__ import annotations
 from msgspec import structs
 
 from llamaslot.base.stats import DiskStats, RamStats, TenantStats
-from llamaslot.kvcache.offload.ram_budget import RamBudget
-from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
 from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.tiers.ram_budget import RamBudget
+from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 
 def ram_stats(tiers: SegmentTiers, budget: RamBudget) -> RamStats:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from llamaslot.kvcache.offload.disk_io import WriteTotals
 from llamaslot.kvcache.segment import Segment
+from llamaslot.kvcache.tiers.disk_io import WriteTotals
 
 PARTIAL_DELAY_S = 2.0
 """Age at which a partial segment is written: a conversation's next turn usually replaces it before."""

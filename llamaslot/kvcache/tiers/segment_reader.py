@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import tenant_of
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.offload.disk_io import CancelReads, Erase, Read, SegmentMeta, verified_path
-from llamaslot.kvcache.offload.disk_pacing import RETRY_DELAY_S, ReadRate, ReadWatchdog
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import Segment
 from llamaslot.kvcache.segment import SegmentEvent as E
 from llamaslot.kvcache.segment import SegmentState as S
+from llamaslot.kvcache.tiers.disk_io import CancelReads, Erase, Read, SegmentMeta, verified_path
+from llamaslot.kvcache.tiers.disk_pacing import RETRY_DELAY_S, ReadRate, ReadWatchdog
 
 if TYPE_CHECKING:
-    from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
+    from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 _MAX_READS = 4
 """Reads at a time: which segment comes next is chosen as late as possible."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from llamaslot.kvcache.offload.segment_lru import SegmentLru
+from llamaslot.kvcache.tiers.segment_lru import SegmentLru
 
 INACTIVE_S = 3600.0
 """Time without requests after which a tenant has no share."""

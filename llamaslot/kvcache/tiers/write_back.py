@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from llamaslot.base.namespaces import is_private
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.offload.disk_io import Erase, SegmentMeta, Write, WriteTotals, path_digest
-from llamaslot.kvcache.offload.disk_pacing import WriteBudget, WriteQueue
 from llamaslot.kvcache.segment import Segment
 from llamaslot.kvcache.segment import SegmentEvent as E
 from llamaslot.kvcache.segment import SegmentState as S
+from llamaslot.kvcache.tiers.disk_io import Erase, SegmentMeta, Write, WriteTotals, path_digest
+from llamaslot.kvcache.tiers.disk_pacing import WriteBudget, WriteQueue
 
 if TYPE_CHECKING:
-    from llamaslot.kvcache.offload.segment_tiers import SegmentTiers
+    from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 _MAX_WRITES = 2
 """Writes at a time: which segment comes next is chosen as late as possible."""

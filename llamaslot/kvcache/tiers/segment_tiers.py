@@ -18,16 +18,16 @@ from llamaslot.base.namespaces import is_private, tenant_of
 from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.match import SegmentPart
 from llamaslot.kvcache.node import Node
-from llamaslot.kvcache.offload import disk_io
-from llamaslot.kvcache.offload.disk_pacing import RETRY_DELAY_S
-from llamaslot.kvcache.offload.segment_lru import SegmentLru
-from llamaslot.kvcache.offload.segment_reader import SegmentReader
-from llamaslot.kvcache.offload.tenant_shares import TenantShares, exceeds_limit
-from llamaslot.kvcache.offload.write_back import WriteBack
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import Segment
 from llamaslot.kvcache.segment import SegmentEvent as E
 from llamaslot.kvcache.segment import SegmentState as S
+from llamaslot.kvcache.tiers import disk_io
+from llamaslot.kvcache.tiers.disk_pacing import RETRY_DELAY_S
+from llamaslot.kvcache.tiers.segment_lru import SegmentLru
+from llamaslot.kvcache.tiers.segment_reader import SegmentReader
+from llamaslot.kvcache.tiers.tenant_shares import TenantShares, exceeds_limit
+from llamaslot.kvcache.tiers.write_back import WriteBack
 
 _BUSY = frozenset({S.READING, S.WRITING})
 
