@@ -7,7 +7,7 @@ their numbers agree. Whatever mixes prefixes fails here, before any token is com
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from llamaslot.base.backend import Backend, CompiledConstraint, Decoded, Run, Sampler, Status
@@ -273,6 +273,9 @@ class Recorder:
 
     def sample(self, draws: Sequence[tuple[int, Sampler]]) -> list[int]:
         return self.inner.sample(draws)
+
+    def run_self_test(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
+        return self.inner.run_self_test(should_stop)
 
     def close(self) -> None:
         self.inner.close()

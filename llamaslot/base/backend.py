@@ -229,5 +229,12 @@ class Backend(Protocol):
         They are NaN where the logits are not valid.
         """
 
+    def run_self_test(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
+        """Run the self-test of reuse if it is pending; sequences must be empty, and nothing saved.
+
+        `should_stop` is asked before each step. Returns False if it stopped the test, which is still pending then;
+        otherwise `info` has the result. Raises `IllegalCallError` if something is held.
+        """
+
     def close(self) -> None:
         """Free the model; further use is an error."""

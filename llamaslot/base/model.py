@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import msgspec
+
+ReuseTest: TypeAlias = Literal["", "passed", "failed", "pending"]
+"""Outcome of the self-test of reuse (`backend/llama/state/self_test.py`); empty for models that need none."""
 
 
 class KvCost(msgspec.Struct, frozen=True):
@@ -191,6 +195,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """True if the KV of this model may be trimmed and continued."""
     reuse_reason: str = ""
     """The reason where `reuse` is false."""
+    reuse_test: ReuseTest = ""
+    """While the self-test is pending nothing may be reused, whatever `keeps_checkpoints` and `reuse` say."""
+    reuse_test_reason: str = ""
+    """The reason where the self-test failed or is pending."""
     state: Capabilities = Capabilities()
     keeps_checkpoints: bool = False
     """True if the backend takes and restores checkpoints of the state that cannot be trimmed."""

@@ -24,7 +24,7 @@ from llamaslot.backend.llama.sampling.candidates import Logits
 from llamaslot.backend.llama.sampling.dry import BreakerIndex
 from llamaslot.backend.llama.sampling.probabilities import score_of
 from llamaslot.backend.llama.sampling.sampler import LlamaSampler
-from llamaslot.backend.llama.state import capabilities, state_cost
+from llamaslot.backend.llama.state import capabilities, self_test, state_cost
 from llamaslot.backend.llama.vocab import LlamaVocab
 from llamaslot.base import kv_ops
 from llamaslot.base.backend import CompiledConstraint, Decoded, Run, Sampler, Status, check_runs
@@ -45,6 +45,7 @@ class LlamaBackend:
         library.initialise()
         n_threads = settings.n_threads or psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
         self._closed = False
+        self._settings = settings
         files = loading.kv_files(settings.model)
         self._model, n_mapped = loading.load_model(settings, on_progress)
         try:
@@ -73,11 +74,11 @@ class LlamaBackend:
         """Arrays over the logits by address: llama.cpp keeps to a few, so they need not be made every step."""
         try:
             self._warm_up()
-            measured = msgspec.structs.asdict(self._measurements(settings))
+            measured = self._measurements()
         except ConfigError:
             self.close()
             raise
-        self.info = msgspec.structs.replace(self.info, **measured)
+        self._set_measured(measured)
 
     def change(self, operation: kv_ops.Operation) -> None:
         """Carry out an operation on sequences, checked first."""
@@ -161,6 +162,25 @@ class LlamaBackend:
             raise kv_ops.IllegalCallError(f"sequence {seq} has nothing to score")
         first, targets = self._targets[seq]
         return [score_of(token, self._logits(first + i), n_top) for i, token in enumerate(targets.tolist())]
+
+    def run_self_test(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
+        """Run the self-test of reuse if it is pending; False if `should_stop` ended it without a result."""
+        self._check_open()
+        if self.info.reuse_test != "pending":
+            return True
+        kv = self._kv
+        if any(kv.lengths) or kv.segments.positions or kv.states.checkpoints:
+            raise kv_ops.IllegalCallError("the self-test needs an empty backend")
+        result = self_test.run(self, self._context, limit_s=None, should_stop=should_stop)
+        self._rows, self._targets = {}, {}
+        if result.outcome == "pending":
+            return False
+        info = self.info
+        measured = Measurements(info.stream_copy_ms, info.kv_cost, info.step_cost, info.state_cost, result)
+        if self._settings.measurements is not None:
+            measurements.write(self._settings.measurements, self._measurements_key(), measured.to_keep)
+        self._set_measured(measured)
+        return True
 
     def close(self) -> None:
         """Free context and model; without effect if that is done already."""
@@ -254,24 +274,42 @@ class LlamaBackend:
         self._kv.clear()
         self._rows, self._targets = {}, {}
 
-    def _measurements(self, settings: LlamaSettings) -> Measurements:
+    def _measurements(self) -> Measurements:
         """Return the start-up measurements: those that an earlier start kept, else measured now."""
-        folder = settings.measurements
-        key = measurements.key_of(settings, self.info, self.n_seqs) if folder else ""
-        if folder and (kept := measurements.read(folder, key)):
-            return kept
-        copies = not self.info.unified and self.info.reuse and self.n_seqs > 1
-        measured = Measurements(
-            stream_copy_ms=self._measure_stream_copy() if copies else 0.0,
-            kv_cost=kv_cost.measure(self, self._context) if settings.measure_costs else None,
-            step_cost=step_cost.measure(self, self._context) if settings.measure_costs else None,
-            state_cost=state_cost.measure(self, self._context, self._kv.partial)
-            if settings.measure_costs
-            else None,
-        )
-        if folder:
-            measurements.write(folder, key, measured)
+        settings, folder = self._settings, self._settings.measurements
+        kept = measurements.read(folder, self._measurements_key()) if folder else None
+        measured = kept or self._measure(settings)
+        if self_test.is_needed(self.info) and measured.self_test is None:
+            result = self_test.run(self, self._context, limit_s=settings.self_test_limit_s)
+            measured = msgspec.structs.replace(measured, self_test=result)
+        if folder and measured.to_keep != kept:
+            measurements.write(folder, self._measurements_key(), measured.to_keep)
         return measured
+
+    def _measurements_key(self) -> str:
+        return measurements.key_of(self._settings, self.info, self.n_seqs)
+
+    def _measure(self, settings: LlamaSettings) -> Measurements:
+        copies = not self.info.unified and self.info.reuse and self.n_seqs > 1
+        costs = settings.measure_costs
+        return Measurements(
+            stream_copy_ms=self._measure_stream_copy() if copies else 0.0,
+            kv_cost=kv_cost.measure(self, self._context) if costs else None,
+            step_cost=step_cost.measure(self, self._context) if costs else None,
+            state_cost=state_cost.measure(self, self._context, self._kv.partial) if costs else None,
+        )
+
+    def _set_measured(self, measured: Measurements) -> None:
+        """Fill in what was measured; the pool is empty."""
+        fields = msgspec.structs.asdict(measured)
+        result: self_test.SelfTest | None = fields.pop("self_test")
+        self.info = msgspec.structs.replace(self.info, **fields)
+        if result is None:
+            return
+        self.info = self_test.applied(self.info, result)
+        if result.outcome == "failed":
+            # Nothing that was proved wrong can be asked for.
+            self._kv = KvOperations(self._context, self.info, self.n_seqs)
 
     def _measure_stream_copy(self) -> float:
         """Return the milliseconds by which copying a stream delays a decode, in memory that was touched before."""

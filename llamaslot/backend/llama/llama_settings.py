@@ -61,6 +61,8 @@ class LlamaSettings:
     """Measure `ModelInfo.kv_cost`, `step_cost` and `state_cost`, which takes some seconds."""
     measurements: Path | None = None
     """Folder in which start-up measurements are kept for the next start; None to measure at each."""
+    self_test_limit_s: float = 0.5
+    """Seconds that the self-test of reuse may take at load; where it would take more, it is pending."""
 
 
 def sequences(settings: LlamaSettings, *, reusable: bool, has_states: bool = False) -> tuple[int, int]:

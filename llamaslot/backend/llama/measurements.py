@@ -23,23 +23,34 @@ from llamaslot.backend.files import open_regular, private_folder, write_atomical
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.kv_cost import MAX_IDLE_CELLS
 from llamaslot.backend.llama.llama_settings import LlamaSettings
+from llamaslot.backend.llama.state.self_test import SelfTest
 from llamaslot.base.gguf_file import parts
 from llamaslot.base.model import KvCost, ModelInfo, StateCost, StepCost
 
 MAX_AGE_S = 7 * 86_400
 """Age at which measurements are taken again: the machine may have been busy, or have changed."""
 _MAX_FILE_BYTES = 2**16
-FORMAT = 1
+FORMAT = 2
 """Counted up whenever something is measured in another way."""
 
 
 class Measurements(msgspec.Struct, frozen=True):
-    """The fields of `ModelInfo` that are measured at start."""
+    """The fields of `ModelInfo` that are measured at start, and the result of the self-test."""
 
     stream_copy_ms: float = 0.0
     kv_cost: KvCost | None = None
     step_cost: StepCost | None = None
     state_cost: StateCost | None = None
+    self_test: SelfTest | None = None
+    """Result of the self-test of reuse; None where there is none."""
+
+    @property
+    def to_keep(self) -> Measurements:
+        """What a later start may rely on: not a self-test that would go on, or may go otherwise."""
+        result = self.self_test
+        if result is None or (result.outcome != "pending" and result.is_lasting):
+            return self
+        return msgspec.structs.replace(self, self_test=None)
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -54,7 +65,7 @@ def key_of(settings: LlamaSettings, info: ModelInfo, n_seqs: int) -> str:
         FORMAT,
         _identities(parts(settings.model)),
         (info.architecture, info.name, info.n_params, info.size_bytes, info.n_vocab, info.n_embd),
-        replace(settings, model=Path(), n_ctx=0, kv_mem_fraction=0.0, measurements=None),
+        replace(settings, model=Path(), n_ctx=0, kv_mem_fraction=0.0, measurements=None, self_test_limit_s=0.0),
         # A larger pool does not change what is measured in one pool for all.
         (min(info.n_ctx, MAX_IDLE_CELLS + info.n_ubatch) if info.unified else info.n_ctx, n_seqs, info.flash_attn),
         (llama_cpp.__version__, _identities(library.paths())),

@@ -1,0 +1,361 @@
+"""Self-test of reuse: proves on the loaded model that reused state gives the logits of a cold run.
+
+A model with a partial state computes a prefix of which a checkpoint is taken, then other tokens, and goes on behind
+the prefix again: in a copy of its cells, in place, in a fork of the sequence, and behind segments that were loaded.
+One that can be trimmed is trimmed and copied instead. Each time the logits of the same few tokens are compared with
+those behind the prefix that was just computed. A cold run with other chunk boundaries and cells tells how far
+rounding alone moves logits (fact 9), and one with another token before them how far the least of all errors does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, TypeAlias
+
+import llama_cpp
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from llamaslot.base.backend import Backend, Run, Status
+from llamaslot.base.kv_ops import (
+    Copy,
+    CopyStream,
+    Free,
+    IllegalCallError,
+    Load,
+    NotLoadedError,
+    NotSavedError,
+    Remove,
+    Restore,
+    Save,
+    Take,
+)
+from llamaslot.base.model import ModelInfo, ReuseTest, StateKind
+from llamaslot.base.tokens import Tokens
+
+_MAX_OVERRUN = 2.0
+"""Multiple of the limit at which a test that was expected to meet it is stopped."""
+
+_N_PREFIX = 48
+"""Tokens of the prefix; a window that can move has moved by a few more."""
+_N_MOVED = 16
+"""Tokens by which it has moved."""
+_N_OTHER = 24
+"""Tokens that are computed in place of the ones that follow the prefix."""
+_N_COMPARED = 8
+"""Tokens behind the prefix whose logits are compared."""
+_PROBE_GROWTH = 4
+"""Ratio of the tokens of each further step that is timed."""
+_N_PREFILLS = 3
+"""Times that a test computes the prefix."""
+_SMALL_STEP_TOKENS = 16
+_N_SMALL_STEPS = 12
+"""Steps of a few tokens in a test."""
+_NOISE_FACTOR = 3.0
+"""Multiple of the noise that still counts as noise: other chunks and cells may move logits farther."""
+_ERROR_SHARE = 1 / 3
+"""Part of the distance that the least error makes which counts as an error, however large the noise is.
+
+Measured with random weights: with the same chunk boundaries, reused state gives the very logits of the cold run.
+"""
+_LEAST_SHARE = 1e-3
+"""Part of the logits' standard deviation below which two runs always count as equal."""
+_MAX_NOISE_SHARE = 0.7
+"""Part of it above which two cold runs have nothing in common; unrelated logits differ by twice as much."""
+_CHECKPOINT, _FIRST_SEGMENT, _SECOND_SEGMENT = -1, -2, -3
+"""Numbers that the engine uses for none."""
+
+Logits: TypeAlias = npt.NDArray[np.float32]
+"""Rows of logits, `[tokens, n_vocab]`."""
+
+
+class SelfTest(msgspec.Struct, frozen=True):
+    """Result of a self-test."""
+
+    outcome: ReuseTest
+    reason: str = ""
+    """The reason unless it was passed."""
+    is_lasting: bool = True
+    """False if a later start may have another result, so that this one is not kept."""
+
+
+class _StoppedError(Exception):
+    """The test was stopped between two steps."""
+
+
+class _FailedError(Exception):
+    """The test cannot be passed."""
+
+    def __init__(self, reason: str, *, is_lasting: bool = True) -> None:
+        super().__init__(reason)
+        self.is_lasting = is_lasting
+
+
+def is_needed(info: ModelInfo) -> bool:
+    """Return True for a model with checkpoints, and for one that is reused like a dense one without being one."""
+    is_unusual = info.state.has_mla or info.state.has_mrope
+    return info.keeps_checkpoints or (info.reuse and is_unusual)
+
+
+def applied(info: ModelInfo, result: SelfTest) -> ModelInfo:
+    """Return the facts about a model with the result of its self-test; one that failed reuses nothing."""
+    info = msgspec.structs.replace(info, reuse_test=result.outcome)
+    if result.outcome == "pending":
+        return msgspec.structs.replace(info, reuse_test_reason=result.reason)
+    if result.outcome != "failed":
+        return msgspec.structs.replace(info, reuse_test_reason="")
+    return msgspec.structs.replace(
+        info,
+        reuse=False,
+        reuse_reason=result.reason,
+        reuse_test_reason=result.reason,
+        keeps_checkpoints=False,
+        checkpoint_size=None,
+        segment_size=None,
+        state_cost=None,
+        n_cache_seqs=0,
+        state=msgspec.structs.replace(info.state, can_trim=False),
+    )
+
+
+def run(
+    backend: Backend,
+    context: Any,
+    *,
+    limit_s: float | None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> SelfTest:
+    """Run the self-test on a backend with this context, whose sequences are empty before and after.
+
+    The outcome is `pending` if it would take longer than `limit_s`, which None lifts, or if `should_stop`, which is
+    asked before each step, has returned True.
+    """
+    deadline = math.inf
+    trial = _Trial(backend, context, lambda: perf_counter() > deadline or should_stop())
+    try:
+        trial.check_size()
+        if limit_s is not None:
+            if (seconds := trial.estimated_s(limit_s)) > limit_s:
+                return SelfTest("pending", f"the self-test takes too long at start: about {seconds:.1f} s")
+            deadline = perf_counter() + _MAX_OVERRUN * limit_s
+        trial.prove()
+    except _StoppedError:
+        return SelfTest(
+            "pending", "the self-test takes too long at start" if limit_s else "the self-test was stopped"
+        )
+    except _FailedError as error:
+        return SelfTest("failed", f"self-test failed: {error}", error.is_lasting)
+    except IllegalCallError as error:
+        return SelfTest("failed", f"self-test failed: llama.cpp refuses an operation ({error})")
+    except (NotSavedError, NotLoadedError, MemoryError) as error:
+        return SelfTest("failed", f"self-test failed: {error or 'no memory'}", is_lasting=False)
+    finally:
+        trial.clean_up()
+    return SelfTest("passed")
+
+
+class _Trial:
+    """One run of the test, in sequences 0 and 1 and the scratch sequence."""
+
+    def __init__(self, backend: Backend, context: Any, should_stop: Callable[[], bool]) -> None:
+        info = backend.info
+        self._backend, self._context, self._info = backend, context, info
+        self._should_stop = should_stop
+        n_swa, n_more = info.state.n_swa, _N_OTHER + 2 * _N_COMPARED
+        can_move = info.keeps_checkpoints and 0 < n_swa < info.n_ctx_slot
+        self._n_prefix = n_swa + _N_MOVED if can_move else _N_PREFIX
+        self._n_needed = self._n_prefix + n_more
+        self._n_compared = min(_N_COMPARED, info.n_ubatch, info.n_scored + 1)
+        ids = _ids(backend, self._n_prefix + n_more) if self._fits() else np.zeros(0, np.int32)
+        self._prefix, ids = ids[: self._n_prefix], ids[self._n_prefix :]
+        self._tail, self._other = ids[: self._n_compared], ids[self._n_compared :][:_N_OTHER]
+        self._cold: Logits = np.zeros((0, 0), np.float32)
+        self._noise = self._bound = 0.0
+        self._numbers: list[int] = []
+
+    def check_size(self) -> None:
+        """Raise `_FailedError` where sequence ids or cells do not suffice."""
+        info = self._info
+        if info.keeps_checkpoints and self._backend.n_seqs < 2:
+            raise _FailedError("it needs two sequence ids")
+        if not self._fits():
+            n_cells = min(info.n_ctx, info.n_ctx_slot)
+            raise _FailedError(f"it needs {self._n_needed:,} cells, and a sequence has {n_cells:,}")
+
+    def estimated_s(self, limit_s: float) -> float:
+        """Return how long the test takes, by the time of one token or of as many as can be tried within the limit.
+
+        A step of many tokens takes less time than those tokens one by one, on a GPU hardly more than one of them.
+        """
+        n, most = 1, min(self._n_prefix, self._info.n_ubatch)
+        seconds = self._seconds(n)
+        if seconds < limit_s:
+            # Whatever the first step sets up.
+            seconds = min(seconds, self._seconds(n))
+        small = seconds * _SMALL_STEP_TOKENS
+
+        def estimate() -> float:
+            return _N_PREFILLS * self._n_prefix / n * seconds + _N_SMALL_STEPS * small
+
+        while estimate() > limit_s and n < most and seconds * _PROBE_GROWTH < limit_s:
+            n = min(n * _PROBE_GROWTH, most)
+            seconds = self._seconds(n)
+            if n <= _SMALL_STEP_TOKENS:
+                small = seconds * _SMALL_STEP_TOKENS / n
+        return estimate()
+
+    def prove(self) -> None:
+        """Raise `_FailedError` unless all logits are those of a cold run."""
+        other_chunks, other_token = self._run_in_other_chunks(), self._run_with_other_token()
+        self._feed(0, self._prefix)
+        if self._info.keeps_checkpoints:
+            self._take()
+        self._cold = self._rows(0)
+        self._set_bound(other_chunks, other_token)
+        self._feed(0, self._other)
+        if self._info.keeps_checkpoints:
+            self._prove_checkpoints()
+        else:
+            self._prove_trimming()
+        if self._info.segment_size is not None:
+            self._prove_segments()
+
+    def clean_up(self) -> None:
+        """Empty the sequences and free what was saved."""
+        for number in self._numbers:
+            self._backend.change(Free(number))
+        for seq in range(min(2, self._backend.n_seqs)):
+            self._backend.change(Remove(seq, 0))
+
+    def _fits(self) -> bool:
+        return self._n_needed <= min(self._info.n_ctx, self._info.n_ctx_slot)
+
+    def _seconds(self, n_tokens: int) -> float:
+        tokens = self._prefix[:n_tokens]
+        started = perf_counter()
+        self._feed(0, tokens)
+        llama_cpp.llama_synchronize(self._context)
+        seconds = perf_counter() - started
+        self._backend.change(Remove(0, 0))
+        return seconds
+
+    def _run_in_other_chunks(self) -> Logits:
+        """Return the logits of a cold run in chunks of a third, whose cells are in another order.
+
+        Another sequence gives its cells back after the first chunk, and they come before that.
+        """
+        has_other = self._backend.n_seqs > 1
+        chunk = max(min(self._n_prefix, self._info.n_ubatch) // 3, 1)
+        if has_other:
+            self._feed(1, self._other)
+        self._feed(0, self._prefix[:chunk])
+        if has_other:
+            self._backend.change(Remove(1, 0))
+        self._feed(0, self._prefix[chunk:], chunk)
+        rows = self._rows(0)
+        self._backend.change(Remove(0, 0))
+        return rows
+
+    def _run_with_other_token(self) -> Logits:
+        """Return the logits of a cold run in which only the last token of the prefix is another one."""
+        ids = self._prefix.copy()
+        ids[-1] = self._other[self._other != ids[-1]][0]
+        self._feed(0, ids)
+        rows = self._rows(0)
+        self._backend.change(Remove(0, 0))
+        return rows
+
+    def _set_bound(self, other_chunks: Logits, other_token: Logits) -> None:
+        if not np.isfinite(self._cold).all():
+            raise _FailedError("the logits of a cold run are not finite")
+        self._noise, error = _distance(other_chunks, self._cold), _distance(other_token, self._cold)
+        deviation = float(self._cold.std())
+        if not self._noise <= _MAX_NOISE_SHARE * deviation:
+            raise _FailedError(f"logits of two cold runs differ by {self._noise:.2g}")
+        self._bound = max(min(_NOISE_FACTOR * self._noise, _ERROR_SHARE * error), _LEAST_SHARE * deviation)
+
+    def _prove_checkpoints(self) -> None:
+        """Sequence 0 holds the prefix and what was computed behind it; afterwards it holds prefix and tail."""
+        backend, end = self._backend, self._n_prefix
+        backend.change(Copy(0, 1, 0, end))
+        backend.change(Restore(_CHECKPOINT, 1))
+        self._compare(1, "behind a checkpoint in another sequence")
+        backend.change(Remove(1, 0))
+        backend.change(Restore(_CHECKPOINT, 0))
+        self._compare(0, "behind a checkpoint in its own sequence")
+        if self._info.state.kind in (StateKind.RECURRENT, StateKind.HYBRID):
+            backend.change(Restore(_CHECKPOINT, 0))
+            backend.change(Copy(0, 1, 0, end))
+            self._feed(0, self._other)
+            self._compare(1, "in a copy of a whole sequence")
+            backend.change(Remove(1, 0))
+
+    def _prove_trimming(self) -> None:
+        """Sequence 0 holds the prefix and what was computed behind it; afterwards it holds prefix and tail."""
+        backend, end = self._backend, self._n_prefix
+        backend.change(Remove(0, end))
+        self._compare(0, "in a sequence that was cut")
+        if backend.n_seqs > 1:
+            backend.change(Copy(0, 1, 0, end) if self._info.unified else CopyStream(0, 1, end))
+            self._compare(1, "in a copy of a sequence")
+            backend.change(Remove(1, 0))
+
+    def _prove_segments(self) -> None:
+        """Sequence 0 holds the prefix and some tokens, all others nothing."""
+        backend, end, half, scratch = self._backend, self._n_prefix, self._n_prefix // 2, self._backend.n_seqs - 1
+        parts = ((_FIRST_SEGMENT, 0, half), (_SECOND_SEGMENT, half, end))
+        for number, first, last in parts:
+            backend.change(Save(number, 0, first, last, scratch))
+            self._numbers.append(number)
+        backend.change(Remove(0, 0))
+        for number, first, last in parts:
+            backend.change(Load(number, 0, first, last, scratch))
+        if self._info.keeps_checkpoints:
+            backend.change(Restore(_CHECKPOINT, 0))
+        self._compare(0, "behind segments that were loaded")
+
+    def _take(self) -> None:
+        self._backend.change(Take(_CHECKPOINT, 0, self._n_prefix))
+        self._numbers.append(_CHECKPOINT)
+
+    def _compare(self, seq: int, where: str) -> None:
+        """Compute the tail in a sequence that should hold the prefix, and compare with the cold run."""
+        distance = _distance(self._rows(seq), self._cold)
+        if not distance <= self._bound:
+            raise _FailedError(f"logits {where} differ by {distance:.3g} from a cold run (noise {self._noise:.2g})")
+
+    def _rows(self, seq: int) -> Logits:
+        """Compute the tail in a sequence; returns its logits."""
+        self._step(Run(seq, self._backend.seq_len(seq), self._tail, True, self._tail[1:]))
+        rows = (llama_cpp.llama_get_logits_ith(self._context, row) for row in range(self._n_compared))
+        return np.stack([np.ctypeslib.as_array(row, (self._info.n_vocab,)) for row in rows])
+
+    def _feed(self, seq: int, tokens: Tokens, chunk: int = 0) -> None:
+        """Compute tokens behind what a sequence holds, in chunks as large as possible or of this size."""
+        chunk = chunk or self._info.n_ubatch
+        for at in range(0, len(tokens), chunk):
+            self._step(Run(seq, self._backend.seq_len(seq), tokens[at : at + chunk], False))
+
+    def _step(self, run: Run) -> None:
+        if self._should_stop():
+            raise _StoppedError
+        status = self._backend.decode([run]).status
+        if status is not Status.OK:
+            raise _FailedError(
+                f"the model cannot compute {len(run.tokens)} tokens ({status.name})", is_lasting=False
+            )
+
+
+def _distance(one: Logits, other: Logits) -> float:
+    """Return the rms of the difference, as the median of all positions: experts may change at one."""
+    return float(np.median(np.sqrt(np.square(one - other).mean(axis=1))))
+
+
+def _ids(backend: Backend, n_tokens: int) -> Tokens:
+    """Return token ids, always the same ones, that are text where the vocabulary has any."""
+    drawn = np.random.default_rng(18).integers(0, backend.info.n_vocab, 2 * n_tokens).astype(np.int32)
+    text = [token for token in drawn.tolist() if backend.vocab.piece(token)]
+    return np.resize(np.array(text, np.int32) if len(set(text)) > _N_PREFIX else drawn, n_tokens)
