@@ -30,6 +30,8 @@ LONG_WINDOWS = {
     "oss-128": replace(synthetic.SHAPES["tiny-oss"], window=128),
 }
 """Shapes in which one token of a window hardly matters, and rounding moves logits as much."""
+OTHER = 9
+"""Number of a checkpoint that only the bug takes."""
 TOKEN = np.array([301], dtype=np.int32)
 
 
@@ -57,12 +59,19 @@ class WrongBackend(LlamaBackend):
                 self._of_other(1, self._held[src][:end][::-1], Take(number, 1, end))
             case "cells of another segment", Save(number, src, start, end, scratch):
                 self._of_other(1, self._held[src][:end][::-1], Save(number, 1, start, end, scratch))
+            case "another checkpoint in place", Take(_, src, end):
+                super().change(operation)
+                self._of_other(1, self._held[src][:end][::-1], Take(OTHER, 1, end))
+            case "another checkpoint in place", Restore(_, 0):
+                super().change(Restore(OTHER, 0))
             case "no restore", Restore(number, dst):
                 end = self._kv.states.checkpoints[number]
                 llama_cpp.llama_memory_seq_rm(self._memory, dst, end, -1)
                 self._kv.states.restore(dst)
                 self._kv.lengths[dst] = end
             case "cells of another branch", Copy(src, dst, 0, end):
+                self._compute(dst, self._held[src][:end][::-1])
+            case "a fork of another branch", Copy(src, dst, 0, end) if end == self.seq_len(src):
                 self._compute(dst, self._held[src][:end][::-1])
             case "no trim", Remove(seq, keep) if keep:
                 self._kv.lengths[seq] = keep
@@ -134,6 +143,20 @@ def test_wrong_cells_of_a_segment_fail(shape: str) -> None:
     with loaded(shape, "cells of another segment") as backend:
         assert backend.info.reuse_test == "failed"
         assert "behind segments that were loaded" in backend.info.reuse_reason
+
+
+@pytest.mark.parametrize(
+    ("shape", "bug"),
+    [
+        *((shape, "another checkpoint in place") for shape in STATES),
+        *((shape, "a fork of another branch") for shape in (*HYBRIDS, *RECURRENT)),
+    ],
+)
+def test_a_sequence_and_its_forks_are_tested_apart_from_copies_of_its_cells(shape: str, bug: str) -> None:
+    with loaded(shape, bug) as backend:
+        assert backend.info.reuse_test == "failed"
+        where = "in its own sequence" if "place" in bug else "in a copy of a whole sequence"
+        assert where in backend.info.reuse_reason
 
 
 @pytest.mark.parametrize("bug", ["cells of another branch", "no trim"])

@@ -177,8 +177,8 @@ class LlamaBackend:
             return False
         info = self.info
         measured = Measurements(info.stream_copy_ms, info.kv_cost, info.step_cost, info.state_cost, result)
-        if self._settings.measurements is not None:
-            measurements.write(self._settings.measurements, self._measurements_key(), measured.to_keep)
+        if folder := self._settings.measurements:
+            measurements.write(folder, measurements.key_of(self._settings, info, self.n_seqs), measured.to_keep)
         self._set_measured(measured)
         return True
 
@@ -277,17 +277,16 @@ class LlamaBackend:
     def _measurements(self) -> Measurements:
         """Return the start-up measurements: those that an earlier start kept, else measured now."""
         settings, folder = self._settings, self._settings.measurements
-        kept = measurements.read(folder, self._measurements_key()) if folder else None
+        key = measurements.key_of(settings, self.info, self.n_seqs) if folder else ""
+        kept = measurements.read(folder, key) if folder else None
         measured = kept or self._measure(settings)
         if self_test.is_needed(self.info) and measured.self_test is None:
             result = self_test.run(self, self._context, limit_s=settings.self_test_limit_s)
+            self._rows, self._targets = {}, {}
             measured = msgspec.structs.replace(measured, self_test=result)
         if folder and measured.to_keep != kept:
-            measurements.write(folder, self._measurements_key(), measured.to_keep)
+            measurements.write(folder, key, measured.to_keep)
         return measured
-
-    def _measurements_key(self) -> str:
-        return measurements.key_of(self._settings, self.info, self.n_seqs)
 
     def _measure(self, settings: LlamaSettings) -> Measurements:
         copies = not self.info.unified and self.info.reuse and self.n_seqs > 1
@@ -300,7 +299,7 @@ class LlamaBackend:
         )
 
     def _set_measured(self, measured: Measurements) -> None:
-        """Fill in what was measured; the pool is empty."""
+        """Fill in what was measured; sequences must be empty."""
         fields = msgspec.structs.asdict(measured)
         result: self_test.SelfTest | None = fields.pop("self_test")
         self.info = msgspec.structs.replace(self.info, **fields)
