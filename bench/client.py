@@ -113,6 +113,16 @@ class Client:
             await _check(response)
             return await response.json()
 
+    async def counter(self, name: str) -> float:
+        """Read a metric without labels from `/metrics`; raises `BenchmarkError` if it is not there."""
+        async with self._session.get("/metrics") as response:
+            await _check(response)
+            lines = (await response.text()).splitlines()
+        for line in lines:
+            if line.startswith(f"{name} "):
+                return float(line.split()[1])
+        raise BenchmarkError(f"/metrics has no {name}")
+
     async def post(self, path: str, **body: Any) -> Any:
         """POST a JSON body and return the JSON answer."""
         async with self._session.post(path, json=body) as response:

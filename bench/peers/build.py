@@ -61,6 +61,11 @@ def llama_server() -> Path:
     return binary
 
 
+def has_llama_server() -> bool:
+    """Return True if the cache has `llama-server` for exactly these libraries."""
+    return (_cache() / f"llama-server-{_key(library_folders())}").is_file()
+
+
 def vocabulary(name: str) -> Path:
     """A GGUF from llama.cpp's source with a vocabulary and no weights."""
     return llama_cpp_source() / "models" / f"ggml-vocab-{name}.gguf"

@@ -1,0 +1,1 @@
+"""Reuse by kind of model: sliding windows, recurrent states, hybrids and MLA, beside llama-server's checkpoints."""
