@@ -31,6 +31,8 @@ from bench import (
     tree,
 )
 from bench.client import BenchmarkError
+from bench.families import kinds
+from bench.families import run as families
 from bench.peers import baseline, compare, parity, published
 from bench.peers.servers import SERVERS
 from bench.peers.workloads import FEW, MANY
@@ -91,6 +93,7 @@ def parser() -> ArgumentParser:
     comparing.add_argument("--baseline", type=Path, metavar="FOLDER", help=text)
     _threads(comparing)
 
+    _add_families(commands.add_parser("families", help="reuse by kind of model, beside llama-server's checkpoints"))
     _add_traces(commands.add_parser("traces", help="recorded agent sessions, beside llama-server"))
     _add_one_shot(commands.add_parser("one-shot", help="bytes and hits with one-shot prompts evicted earlier"))
     _add_parity(commands.add_parser("parity", help="60 greedy requests to llama-server and llamaslot"))
@@ -225,6 +228,39 @@ def _peers(options: Namespace) -> None:
     else:
         against = options.against or (QUICK if options.quick else ())
         compare.run(**common, against=against, time_limit_s=options.time_limit)
+
+
+def _add_families(command: ArgumentParser) -> None:
+    _common(command, run=_families, repeats=(1, 1), of="runs of each workload on each server", shape=None)
+    names = [each.name for each in kinds.KINDS]
+    command.add_argument("--kind", action="append", choices=names, metavar="KIND", help=", ".join(names))
+    names = list(families.NAMES)
+    command.add_argument("--only", action="append", choices=names, metavar="WORKLOAD", help=", ".join(names))
+    text = f"{', '.join(families.PEERS)} (may be repeated; default: {', '.join(families.USUAL)})"
+    command.add_argument("--against", action="append", choices=families.PEERS, metavar="SERVER", help=text)
+    text = f"factor for the long prompts (default: {families.SCALE})"
+    command.add_argument("--scale", type=float, default=families.SCALE, metavar="X", help=text)
+    text = f"llamaslot's --checkpoint-min-step, allowed for each new fork (default: {families.INTERVAL})"
+    command.add_argument("--interval", type=_positive, default=families.INTERVAL, metavar="N", help=text)
+    command.add_argument("--seed", type=_count, default=1, metavar="N", help="of the text (default: 1)")
+    command.add_argument("--server", default="", metavar="FLAGS", help="more flags for all servers")
+    _threads(command)
+
+
+def _families(options: Namespace) -> None:
+    chosen = options.kind or (families.QUICK_KINDS if options.quick else [each.name for each in kinds.KINDS])
+    settings = families.Settings(
+        kinds=[each for each in kinds.KINDS if each.name in chosen],
+        workloads=options.only or (families.QUICK_WORKLOADS if options.quick else families.NAMES),
+        peers=options.against or families.USUAL,
+        scale=min(options.scale, families.QUICK_SCALE) if options.quick else options.scale,
+        interval=options.interval,
+        seed=options.seed,
+        tiny=options.quick,
+    )
+    flags = options.server.split()
+    common = {"repeats": options.repeats, "threads": options.threads, "folder": options.out}
+    families.run(settings=settings, **common, server_flags=flags)
 
 
 def _add_traces(command: ArgumentParser) -> None:
