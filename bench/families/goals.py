@@ -23,8 +23,8 @@ MAX_TURN = 64
 HALVED = ("fan-out cold", "fan-out warm", "agent", "interleaved")
 MAX_TTFT = 0.6
 COLUMNS = (
-    *("workload", "prompt", "fewest", "own", "x", "limit", "turn", "goal 1"),
-    *("peer", "x", "limit", "TTFT own", "TTFT peer", "ratio", "goal 2"),
+    *("workload", "prompt", "fewest", "own", "x", "limit", "turn", "1"),
+    *("peer", "x", "limit", "own ms", "peer ms", "ratio", "2"),
 )
 
 
@@ -183,10 +183,10 @@ def table(kind: Kind, chosen: Sequence[Row], title: str) -> Table:
     result = Table(
         title=f"{kind.name} ({kind.stands_for}): {title}",
         caption="prompt tokens computed by llamaslot (own) and the best llama-server (peer), x: of the fewest;\n"
-        "limit: own at most, by the next goal; turn: most beyond a turn's new tokens; TTFT: mean in ms",
+        "limit: own at most, by goal 1 or 2; turn: most beyond a turn's new tokens; ms: mean TTFT, ratio: of pairs",
     )
     for i, name in enumerate(COLUMNS):
-        result.add_column(name, justify="right" if i else "left")
+        result.add_column(name, justify="right" if i else "left", no_wrap=True)
     for row in chosen:
         result.add_row(*row.cells())
     return result
