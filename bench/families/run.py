@@ -35,7 +35,7 @@ NAMES = ("chat", "fan-out cold", "fan-out warm", "interleaved", "twenty", "branc
 """Of `bench.peers.workloads`."""
 PEERS = tuple(each.name for each in SERVERS if each.is_peer and not each.workloads)
 USUAL = ("llama-server",)
-"""With a part of the pool for each slot: with one pool it never computed less in any cell of a full run."""
+"""With a part of the pool for each slot: with one pool it computes as much or more."""
 SCALE = 0.5
 """Factor for the long prompts: all of it takes about 15 minutes, and prompts stay longer than the windows."""
 QUICK_KINDS = ("window 5:1", "short conv")
