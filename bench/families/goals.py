@@ -182,6 +182,7 @@ def table(kind: Kind, chosen: Sequence[Row], title: str) -> Table:
     """A line for each workload with one kind of model."""
     result = Table(
         title=f"{kind.name} ({kind.stands_for}): {title}",
+        collapse_padding=True,
         caption="prompt tokens computed by llamaslot (own) and the best llama-server (peer), x: of the fewest;\n"
         "limit: own at most, by goal 1 or 2; turn: most beyond a turn's new tokens; ms: mean TTFT, ratio: of pairs",
     )
