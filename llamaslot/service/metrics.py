@@ -30,6 +30,7 @@ _REQUEST_COUNTERS = (
 """Sums over ended requests of a field of `Progress`; milliseconds are exported as seconds."""
 _COUNTERS = (
     ("llamacpp:n_decode", "Calls of llama_decode.", "n_decode_calls"),
+    ("llamaslot_decoded_tokens", "Tokens of requests that were sent to llama_decode.", "n_decoded_tokens"),
     ("llamaslot_prefix_cache_miss_requests", "Requests that reused nothing.", "cache.requests.misses"),
     ("llamaslot_prefix_cache_anchored_requests", "Hits that used an anchor's tokens.", "cache.requests.anchored"),
     (

@@ -171,6 +171,7 @@ async def test_metrics_after_known_requests() -> None:
         "llamacpp:prompt_tokens_cached_total": 23,
         "llamacpp:tokens_predicted_total": 4 + 6,
         "llamacpp:n_decode_total": 4 + 6,
+        "llamaslot_decoded_tokens_total": 20 + 7 + 3 + 5,
         # The parser gives a counter the suffix that its name should have.
         "llamacpp:n_tokens_max_total": 35,
         "llamacpp:requests_processing": 0,
