@@ -47,6 +47,8 @@ CHECKPOINTS = 32
 """Checkpoints of each slot of llama-server, its default."""
 COUNTER = "llamacpp:prompt_tokens_total"
 """Prompt tokens computed, a metric of both servers."""
+DECODED = "llamaslot_decoded_tokens_total"
+"""Tokens that llamaslot sent to `llama_decode`, without padding."""
 MIB = 2**20
 
 
@@ -153,7 +155,7 @@ class Runner:
             run = WorkloadRun(process, one.tokens, words, settings.scale)
             await run.ask({"role": "user", "content": run.text(8)}, n_reply=4, measured=False)
             await workload.script(run)
-            computed = await _computed(process, run)
+            computed = await _computed(process, run, is_own=server.name == OWN)
         sent = run.requests
         requests = [(one.tokens.prompt(each.messages), one.tokens.of(each.answer.text)) for each in sent]
         return FamilyRun(
@@ -189,12 +191,19 @@ class _OfKind:
     checkpoint_bytes: int
 
 
-async def _computed(server: Server, run: WorkloadRun) -> list[int]:
-    """Return the prompt tokens computed for each request; raises `BenchmarkError` if the metrics differ."""
+async def _computed(server: Server, run: WorkloadRun, *, is_own: bool) -> list[int]:
+    """Return the prompt tokens computed for each request; raises `BenchmarkError` if the metrics differ.
+
+    llamaslot also counts what it sent to `llama_decode`: computed prompts, and replies without their last token.
+    """
     counts = [each.answer.computed for each in run.requests]
-    counted = await server.client.counter(COUNTER)
-    if counted != sum(counts):
-        raise BenchmarkError(f"replies count {sum(counts)} computed prompt tokens, {COUNTER} is {counted:.0f}")
+    expected = {COUNTER: sum(counts)}
+    if is_own:
+        expected[DECODED] = sum(counts) + sum(each.n_reply - 1 for each in run.requests)
+    for name, n in expected.items():
+        counted = await server.client.counter(name)
+        if counted != n:
+            raise BenchmarkError(f"by the replies {n} tokens were computed, {name} is {counted:.0f}")
     return counts
 
 

@@ -194,19 +194,20 @@ def test_a_quick_look_counts_what_llamaslot_computes(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("wrong", [families.COUNTER, families.DECODED])
 def test_counts_that_the_metrics_do_not_confirm_are_no_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     honest = Client.counter
 
     async def one_more(client: Client, name: str) -> float:
-        return await honest(client, name) + 1
+        return await honest(client, name) + (name == wrong)
 
     monkeypatch.setattr(Client, "counter", one_more)
     arguments = ["--kind", "dense", "--only", "chat", "--scale", "0.1", "--threads", "1", "--out", str(tmp_path)]
     with forked_servers():
         assert main(["families", "--quick", *arguments]) == 1
-    assert "llamacpp:prompt_tokens_total is" in capsys.readouterr().err
+    assert f"{wrong} is" in capsys.readouterr().err
     result = json.loads((tmp_path / "families.json").read_text())
     assert (result["runs"], list(result["failures"])) == ([], ["llamaslot, dense, chat"])
 
