@@ -1,4 +1,4 @@
-"""Pytest plugin for the tests of an SDK: clients of llamaslot, and ids that exist for those that tests make up.
+"""Pytest plugin for the tests of an SDK: clients of llamaslot; ids that exist, and schemas, for what tests make up.
 
 The SDK's package of tests has the name of this project's, so this one is imported as `sdk_suite.plugin` there.
 """
@@ -26,6 +26,9 @@ MODEL = "demo"
 CHAT_ID, RESPONSE_IDS = "completion_id", ("resp_677efb5139a88190b512bc3fef8e535d", "response_id")
 PREVIOUS_ID = "resp_123"
 """Ids in the tests."""
+NO_SCHEMAS = b'"properties":{"location":"bar","unit":"bar"}'
+SCHEMAS = b'"properties":{"location":{"type":"string"},"unit":{"type":"string"}}'
+"""Properties of a strict tool in the tests, whose schemas are words, and the same with schemas."""
 # The type of a stored message allows the role of the assistant only.
 MESSAGES = [{"role": "assistant", "content": "Hello."}]
 
@@ -50,10 +53,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 class Substitutes:
-    """Chats and responses that stand for those that the tests name."""
+    """Chats, responses and schemas that stand for those that the tests name."""
 
     def apply(self, request: Any) -> None:
-        """Replace the ids in the address of a request by those of something that is stored for it."""
+        """Replace the ids in a request by those of something that is stored for it, and words by schemas."""
         path, url = request.url.path, request.url
         if f"{CHAT}/{CHAT_ID}" in path or (path == CHAT and request.method == "GET"):
             chat = self._chat()
@@ -69,11 +72,14 @@ class Substitutes:
                 url = url.copy_with(path=path.replace(known, response["id"]))
                 url = self._with_query(url, after=items["data"][0]["id"])
         request.url = url
-        if f'"{PREVIOUS_ID}"'.encode() in (content := request.content):
+        content = request.content.replace(NO_SCHEMAS, SCHEMAS)
+        if f'"{PREVIOUS_ID}"'.encode() in content:
             response = _ask("POST", RESPONSES, {"input": "Hello", "max_output_tokens": 8})
-            request._content = content.replace(PREVIOUS_ID.encode(), response["id"].encode())
-            request.stream = type(request.stream)(request._content)
-            request.headers["Content-Length"] = str(len(request._content))
+            content = content.replace(PREVIOUS_ID.encode(), response["id"].encode())
+        if content != request.content:
+            request._content = content
+            request.stream = type(request.stream)(content)
+            request.headers["Content-Length"] = str(len(content))
 
     async def apply_later(self, request: Any) -> None:
         """Do the same for a client that waits."""
