@@ -335,6 +335,7 @@ async def test_a_step_computes_what_follows_the_call(start: Any, file: Path) -> 
         ended.append(messages)
     for messages in ended:
         await family.check_prompt(server, messages)
+    print(f"{n_turns} results of tools, {len(late)} of them with more than {SLACK} further tokens computed")
     assert len(late) <= n_turns / 100, late
 
 
