@@ -6,23 +6,68 @@
         1:  a b c' d' e                        1:  a b c d e       Share(0, 1, 2, 4)
 
 They are removed before the next step, so a duplicate lives as long as the step that filled it.
+
+With a partial state, a sequence cannot take the cells of another one. There, duplicates stay until their holders
+drop them, and `KeptDuplicates` counts them:
+
+    1 is copied to 2:     2:  a b c' d'    1 and 2 share c' d': 2 cells beside those that the tree counts
+    0 is released:                         all holders of [c d] share c' d', so these are what the tree counts
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import pairwise
-from typing import TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from llamaslot.base.kv_ops import Share
+from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.radix_tree import RadixTree
 
 _Range: TypeAlias = tuple[int, int, int]
 """A sequence and the range of positions for which it has cells of its own."""
+_Stretch: TypeAlias = tuple[set[int], int, int]
+"""A range of positions of a path, all with the same holders, and these."""
+
+
+class Duplicates(Protocol):
+    """Duplicates among what the sequences of a tree hold.
+
+    It is told of every change of a sequence, once the tree has changed; `copy` may come before.
+    """
+
+    @property
+    def n_cells(self) -> int:
+        """Cells in addition to those that the tree counts; never too few, and exact after `resolve`.
+
+        Read it only when all changes were reported.
+        """
+
+    def add(self, seq: int, start: int, end: int) -> None:
+        """A sequence computed what others hold already, or loaded it into cells of its own."""
+
+    def copy(self, src: int, dst: int, start: int, end: int) -> None:
+        """A sequence that held `start` tokens now shares the cells of another one in `[start, end)`."""
+
+    def truncate(self, seq: int, keep: int) -> None:
+        """A sequence dropped all but its first `keep` tokens."""
+
+    def idle_holders(self, is_pinned: Callable[[int], bool]) -> set[int]:
+        """Sequences, none of them pinned, whose cells are used in addition to those of others."""
+
+    def n_idle_cells(self, is_pinned: Callable[[int], bool]) -> int:
+        """The number of these cells."""
+
+    def resolve(self) -> list[Share]:
+        """Operations by which sequences take the cells of others, where that is possible; counts again."""
+
+    def check(self) -> None:
+        """Verify the ranges; raises `AssertionError`."""
 
 
 class DuplicateCells:
-    """Duplicates among what the sequences of a tree hold."""
+    """Duplicates that are removed. Implements `Duplicates`."""
 
     def __init__(self, tree: RadixTree) -> None:
         self._tree = tree
@@ -41,10 +86,24 @@ class DuplicateCells:
                 return
         self._ranges.append((seq, start, end))
 
+    def copy(self, src: int, dst: int, start: int, end: int) -> None:
+        """A sequence now shares the cells of another one: duplicates among them are to be replaced in both."""
+        for seq, first, last in list(self._ranges):
+            if seq == src and first < end and start < last:
+                self.add(dst, max(first, start), min(last, end))
+
     def truncate(self, seq: int, keep: int) -> None:
         """A sequence dropped all but its first `keep` tokens."""
         cut = [(s, a, min(b, keep)) if s == seq else (s, a, b) for s, a, b in self._ranges]
         self._ranges = [(s, a, b) for s, a, b in cut if a < b]
+
+    def idle_holders(self, is_pinned: Callable[[int], bool]) -> set[int]:
+        """None: duplicates are removed."""
+        return set()
+
+    def n_idle_cells(self, is_pinned: Callable[[int], bool]) -> int:
+        """None."""
+        return 0
 
     def resolve(self) -> list[Share]:
         """Operations by which each sequence takes the cells of another one; there are no duplicates then.
@@ -74,3 +133,162 @@ class DuplicateCells:
                 if source is not None:
                     shares.append(Share(source, seq, *part))
         return shares
+
+
+class _Group(NamedTuple):
+    """Copy group: sequences that share cells for positions `[start, end)`, not those that the tree counts."""
+
+    members: frozenset[int]
+    start: int
+    end: int
+
+
+class KeptDuplicates:
+    """Duplicates that stay until their holders drop them. Implements `Duplicates`.
+
+    A sequence is in at most one group at each position. Those in none share the cells that the tree counts.
+    """
+
+    def __init__(self, tree: RadixTree) -> None:
+        self._tree = tree
+        self._groups: list[_Group] = []
+        """In the order of `_merged`."""
+        self._is_exact = True
+
+    @property
+    def n_cells(self) -> int:
+        """Cells in addition to those that the tree counts."""
+        self.resolve()
+        return sum(group.end - group.start for group in self._groups)
+
+    def add(self, seq: int, start: int, end: int) -> None:
+        """A sequence computed what others hold already, or loaded it into cells of its own."""
+        self._groups = _merged([*self._groups, _Group(frozenset({seq}), start, end)])
+
+    def copy(self, src: int, dst: int, start: int, end: int) -> None:
+        """A sequence that held `start` tokens joins the groups of another one in `[start, end)`."""
+        self._change(src, start, end, lambda members: members | {dst})
+
+    def truncate(self, seq: int, keep: int) -> None:
+        """A sequence is in no group after its first `keep` tokens; a group without members is gone."""
+        self._change(seq, keep, sys.maxsize, lambda members: members - {seq})
+        # It may have been the last outside of all groups.
+        self._is_exact = False
+
+    def idle_holders(self, is_pinned: Callable[[int], bool]) -> set[int]:
+        """Sequences, none of them pinned, whose cells are used in addition to those of others."""
+        return set().union(*(seqs for seqs, _ in self._idle_parts(is_pinned)))
+
+    def n_idle_cells(self, is_pinned: Callable[[int], bool]) -> int:
+        """The number of these cells."""
+        return sum(n for _, n in self._idle_parts(is_pinned))
+
+    def resolve(self) -> list[Share]:
+        """Count again; there are no operations.
+
+        Where all holders are in groups, one of these is no duplicate any more: its cells are now those that the
+        tree counts.
+        """
+        if not self._is_exact:
+            for members, start, end in self._counted():
+                self._change(min(members), start, end, lambda _members: frozenset())
+            self._is_exact = True
+        return []
+
+    def check(self) -> None:
+        """Verify the groups; raises `AssertionError`."""
+        for i, (members, start, end) in enumerate(self._groups):
+            assert members, "a group without members"
+            shortest = min(map(self._tree.length, members))
+            assert 0 <= start < end <= shortest, f"a duplicate of sequences {sorted(members)}"
+            nodes = {next(node for node in self._path(seq) if node.start < end) for seq in members}
+            assert len(nodes) == 1, f"sequences {sorted(members)} hold different tokens"
+            for others, first, last in self._groups[:i]:
+                is_apart = last <= start or end <= first
+                assert is_apart or members.isdisjoint(others), "a sequence in two groups at one position"
+        assert self._groups == _merged(self._groups)
+        assert not (self._is_exact and self._counted()), "a group whose cells the tree counts"
+
+    def _change(self, seq: int, start: int, end: int, change: Callable[[frozenset[int]], frozenset[int]]) -> None:
+        """Change who is in the groups of a sequence in `[start, end)`."""
+        groups = []
+        for group in self._groups:
+            low, high = max(start, group.start), min(end, group.end)
+            if seq in group.members and low < high:
+                groups.append(group._replace(end=low))
+                groups.append(_Group(change(group.members), low, high))
+                groups.append(group._replace(start=high))
+            else:
+                groups.append(group)
+        if len(groups) > len(self._groups):
+            self._groups = _merged(groups)
+
+    def _counted(self) -> list[_Group]:
+        """Parts of groups that the tree counts, since all holders are in groups there: one for each such token."""
+        counted = []
+        for holders, first, last in self._stretches():
+            here = [g for g in self._groups if g.start < last and first < g.end and g.members <= holders]
+            if sum(len(group.members) for group in here) < len(holders):
+                continue
+            # Between two bounds, all tokens have the same holders, in the same groups.
+            bounds = {min(max(at, first), last) for group in here for at in group[1:]}
+            for start, end in pairwise(sorted(bounds)):
+                covering = [group.members for group in here if group.start <= start and end <= group.end]
+                if sum(map(len, covering)) == len(holders):
+                    counted.append(_Group(covering[0], start, end))
+        return _merged(counted)
+
+    def _idle_parts(self, is_pinned: Callable[[int], bool]) -> Iterator[tuple[Set[int], int]]:
+        """Idle sequences that share cells beside those of others, and the number of these cells.
+
+        They are in a group, or hold what the tree counts while pinned ones are in groups.
+        """
+        for holders, first, last in self._stretches():
+            here = [g for g in self._groups if g.start < last and first < g.end and g.members <= holders]
+            bounds = {min(max(at, first), last) for group in here for at in group[1:]}
+            has_pinned = any(map(is_pinned, holders))
+            for start, end in pairwise(sorted(bounds)):
+                covering: list[Set[int]] = [g.members for g in here if g.start <= start and end <= g.end]
+                if covering and has_pinned:
+                    covering.append(holders.difference(*covering))
+                for sharing in covering:
+                    if sharing and not any(map(is_pinned, sharing)):
+                        yield sharing, end - start
+
+    def _stretches(self) -> list[_Stretch]:
+        """Ranges of the paths on which groups are. Paths can have hundreds of nodes, most with the same holders."""
+        nodes: set[Node] = set()
+        for members, start, end in self._groups:
+            for node in self._path(min(members)):
+                if node.end <= start:
+                    break
+                if node.start < end:
+                    nodes.add(node)
+        stretches: dict[Node, _Stretch] = {}
+        for node in sorted(nodes, key=lambda node: node.start, reverse=True):
+            below = [child for child in node.children.values() if child.is_resident]
+            if len(below) == 1 and not node.end_of and below[0] in stretches:
+                holders, _, end = stretches.pop(below[0])
+                stretches[node] = holders, node.start, end
+            else:
+                held = (stretches[child][0] if child in stretches else child.holders() for child in below)
+                stretches[node] = node.end_of.union(*held), node.start, node.end
+        return list(stretches.values())
+
+    def _path(self, seq: int) -> Iterator[Node]:
+        end_node = self._tree.end_node(seq)
+        assert end_node is not None, f"sequence {seq} is not in use"
+        return end_node.path_to_root()
+
+
+def _merged(groups: Iterable[_Group]) -> list[_Group]:
+    """Sort groups, remove empty ones, and make one of those with the same members where one follows another."""
+    merged: list[_Group] = []
+    some = [group for group in groups if group.members and group.start < group.end]
+    # Groups with the same first member are at different positions.
+    for group in sorted(some, key=lambda group: (min(group.members), group.start)):
+        if merged and merged[-1].members == group.members and merged[-1].end == group.start:
+            merged[-1] = merged[-1]._replace(end=group.end)
+        else:
+            merged.append(group)
+    return merged

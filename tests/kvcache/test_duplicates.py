@@ -44,3 +44,12 @@ def test_tokens_that_no_other_sequence_holds_any_more_are_no_duplicates() -> Non
     duplicates.add(1, 0, 10)
     tree.release(0)
     assert duplicates.resolve() == []
+
+
+def test_a_copy_of_a_duplicate_takes_the_cells_of_the_original_too() -> None:
+    """Otherwise the cells of the duplicate would stay, and the tree would not count them."""
+    _, duplicates = held_by(0, 1, 2)
+    duplicates.add(1, 2, 6)
+    duplicates.copy(1, 2, 0, 4)
+    duplicates.copy(0, 2, 4, 10)
+    assert duplicates.resolve() == [Share(0, 1, 2, 4), Share(0, 1, 4, 6), Share(0, 2, 2, 4)]
