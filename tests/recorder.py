@@ -8,7 +8,9 @@ their numbers agree. Whatever mixes prefixes fails here, before any token is com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 from llamaslot.base.backend import Backend, CompiledConstraint, Decoded, Run, Sampler, Status
 from llamaslot.base.commands import Constraint
@@ -23,8 +25,10 @@ from llamaslot.base.kv_ops import (
     NotSavedError,
     Operation,
     Remove,
+    Restore,
     Save,
     Share,
+    Take,
 )
 from llamaslot.base.tokens import Tokens
 from tests.fake_backend import FakeBackend
@@ -82,8 +86,18 @@ class Recorder:
         self.held = [Held() for _ in range(self.n_seqs)]
         self.namespaces: dict[int, str] = {}
         self.failure: Failure | None = None
+        self.abort: Callable[[Any], AbstractContextManager[object]] | None = None
+        """Makes a real backend abort its decodes, instead of applying a part of them; None for the latter."""
         self.refused: set[int] = set()
-        """Segments for which there is no memory."""
+        """Segments and checkpoints for which there is no memory."""
+        self.unloadable: set[int] = set()
+        """Checkpoints that cannot be restored for want of memory."""
+        self.unstripped: set[int] = set()
+        """Sequences that cannot lose their window for want of a cell: what makes them stateless empties them."""
+        self.checkpoints: dict[int, tuple[str, list[int]]] = {}
+        """By number of a checkpoint: the namespace and the prefixes of the sequence from which it was taken."""
+        self.ever_taken: dict[int, tuple[str, list[int]]] = {}
+        """The same of all that were ever taken."""
         self.has_lost = False
         """True once cells were lost without being removed, so that the cells of the others are unknown."""
         self.n_calls = 0
@@ -140,6 +154,15 @@ class Recorder:
         self.n_calls += 1
         if isinstance(operation, Save) and operation.segment in self.refused:
             raise NotSavedError(operation.segment)
+        if isinstance(operation, Take | Restore):
+            self._take(operation) if isinstance(operation, Take) else self._restore(operation)
+            return
+        if isinstance(operation, Free) and operation.segment in self.checkpoints:
+            self.inner.change(operation)
+            del self.checkpoints[operation.segment]
+            return
+        if self._is_unstripped(operation):
+            self._empty(operation)
         try:
             self.inner.change(operation)
         except NotLoadedError as error:
@@ -173,6 +196,61 @@ class Recorder:
         assert isinstance(operation, Copy | Share)
         assert source.prefixes[:end] == target.prefixes[:end], f"{operation} of something else"
         target.cells[start:end] = source.cells[start:end]
+
+    def is_live(self, seq: int) -> bool:
+        """True if the backend can decode a sequence."""
+        is_live: bool = self._states.is_live(seq)
+        return is_live
+
+    @property
+    def taken(self) -> dict[int, int]:
+        """The checkpoints that the backend has: by number, the length of the source when each was taken."""
+        taken: dict[int, int] = self._states.checkpoints
+        return taken
+
+    @property
+    def _states(self) -> Any:
+        return self.inner.states if isinstance(self.inner, FakeBackend) else self.inner._kv.states  # type: ignore[attr-defined]
+
+    def _take(self, take: Take) -> None:
+        if take.checkpoint in self.refused:
+            raise NotSavedError(take.checkpoint)
+        source = self.held[take.src]
+        assert len(source) == take.end, f"{take} elsewhere"
+        self.inner.change(take)
+        self.checkpoints[take.checkpoint] = source.namespace, list(source.prefixes)
+        self.ever_taken[take.checkpoint] = self.checkpoints[take.checkpoint]
+        self.saved[take.checkpoint] = Offloaded(source.namespace, take.end, [], [])
+
+    def _restore(self, restore: Restore) -> None:
+        """Restore a checkpoint into a sequence that begins with the tokens behind which it was taken."""
+        namespace, prefixes = self.checkpoints[restore.checkpoint]
+        target = self.held[restore.dst]
+        same = target.prefixes
+        if namespace == self._public != target.namespace:
+            same = self.named(namespace, target.tokens)
+        assert same[: len(prefixes)] == prefixes, f"{restore} behind something else"
+        if restore.checkpoint in self.unloadable:
+            self.inner.change(Remove(restore.dst, 0))
+            target.truncate(0)
+            raise NotLoadedError(restore.checkpoint)
+        self.inner.change(restore)
+        target.truncate(len(prefixes))
+
+    def _is_unstripped(self, operation: Operation) -> bool:
+        """True if an operation would make a sequence stateless that cannot lose its window."""
+        if isinstance(operation, Copy | Load):
+            return operation.dst in self.unstripped
+        if isinstance(operation, Remove) and operation.seq in self.unstripped and operation.keep:
+            return operation.keep < len(self.held[operation.seq])
+        return False
+
+    def _empty(self, operation: Operation) -> None:
+        assert isinstance(operation, Copy | Load | Remove)
+        seq = operation.seq if isinstance(operation, Remove) else operation.dst
+        self.inner.change(Remove(seq, 0))
+        self.held[seq].truncate(0)
+        raise MemoryError("a full window cache")
 
     def _place_of(self, segment: int) -> dict[int, Offloaded]:
         return self.segments if segment >= 0 else self.snapshots
@@ -215,7 +293,15 @@ class Recorder:
             assert decoded.status is Status.OK, decoded.status
             self._record(runs)
             return decoded
-        left = failure.n_applied if failure.status in (Status.ABORTED, Status.FATAL) else 0
+        if isinstance(self.inner, FakeBackend) and self.inner.states.has_states:
+            # It knows itself what such a failure takes from the states of its sequences.
+            self.inner.failures.append((failure.status, failure.n_applied))
+            return self.inner.decode(runs)
+        is_fatal = failure.status in (Status.ABORTED, Status.FATAL)
+        if self.abort is not None and is_fatal:
+            with self.abort(self.inner):
+                return self.inner.decode(runs)
+        left = failure.n_applied if is_fatal else 0
         applied = []
         for run in runs:
             tokens = run.tokens[:left]
@@ -253,6 +339,10 @@ class Recorder:
         place = self._place_of(segment)
         assert segment not in place
         self.inner.put(segment, start, end, state)
+        if start == end:
+            self.checkpoints[segment] = self.ever_taken[segment]
+            assert len(self.checkpoints[segment][1]) == end
+            return
         stored = place[segment] = self.saved[segment]
         assert range(start, end) == range(stored.start, stored.start + len(stored.tokens))
 

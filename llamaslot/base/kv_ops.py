@@ -173,6 +173,11 @@ class StateRecord:
         """True for a model with a partial state; without one, every sequence is live."""
         return self._kind is not StateKind.NONE
 
+    @property
+    def forks(self) -> bool:
+        """True if a copy of all that a live sequence holds is live too: recurrent states are copied on write."""
+        return self._kind in (StateKind.RECURRENT, StateKind.HYBRID)
+
     def is_live(self, seq: int) -> bool:
         """Return True if a sequence can be decoded."""
         return seq not in self._stateless
@@ -189,8 +194,8 @@ class StateRecord:
         llama.cpp shares a recurrent state until either sequence is decoded (copy on write). It would share the
         cells of a window too, and never reuse them, so the target of a copy gets none.
         """
-        forks = self._kind in (StateKind.RECURRENT, StateKind.HYBRID) and operation.end == length
-        self._set(operation.dst, is_live=forks and self.is_live(operation.src))
+        is_whole = self.forks and operation.end == length
+        self._set(operation.dst, is_live=is_whole and self.is_live(operation.src))
 
     def load(self, seq: int) -> None:
         """Record that a segment was loaded into a sequence; segments have no partial state."""

@@ -14,7 +14,9 @@ from msgspec import UNSET, UnsetType
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.prompt import SessionMatch
 
-Miss: TypeAlias = Literal["", "cold", "salted", "diverged", "changed", "evicted", "off", "unsupported"]
+Miss: TypeAlias = Literal[
+    "", "cold", "salted", "diverged", "changed", "evicted", "no_checkpoint", "off", "unsupported"
+]
 """Reason why no more of a prompt was cached when its request got a slot.
 
     ""           everything computed of it so far was cached: the rest is new
@@ -23,8 +25,9 @@ Miss: TypeAlias = Literal["", "cold", "salted", "diverged", "changed", "evicted"
     diverged     the cached tokens continue differently
     changed      the same, within the last reply of its session
     evicted      more of it was cached once
+    no_checkpoint  KV of more of it is cached, but no checkpoint from which to continue it
     off          `cache_prompt` was false, or the prompt is scored
-    unsupported  the model's KV cannot be trimmed
+    unsupported  nothing of this model is reused
 """
 
 
@@ -98,6 +101,21 @@ class DiskStats(TierStats):
     """Segments that could not be written, such as to a full disk; each try counts."""
     total_written_bytes: int = 0
     """KV written to the folder by all servers that have used it."""
+
+
+class CheckpointStats(msgspec.Struct):
+    """Checkpoints of a model whose state cannot be trimmed."""
+
+    total_bytes: int = 0
+    """The limit; 0 where none are taken."""
+    used_bytes: int = 0
+    """Bytes of all checkpoints."""
+    count: int = 0
+    """Checkpoints now."""
+    taken: int = 0
+    restored: int = 0
+    evicted: int = 0
+    """Dropped because the limit, or that of checkpoints on a path, was reached."""
 
 
 class AnchorStats(msgspec.Struct):
@@ -176,6 +194,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     cells: CellStats = msgspec.field(default_factory=CellStats)
     ram: RamStats = msgspec.field(default_factory=RamStats)
     disk: DiskStats = msgspec.field(default_factory=DiskStats)
+    checkpoints: CheckpointStats = msgspec.field(default_factory=CheckpointStats)
     anchors: AnchorStats = msgspec.field(default_factory=AnchorStats)
     sessions: SessionStats = msgspec.field(default_factory=SessionStats)
     messages: ReplyStats = msgspec.field(default_factory=ReplyStats)
@@ -225,6 +244,8 @@ class CachePrefix(msgspec.Struct):
     """True if a running request uses it."""
     last_used: int
     """Rank among all nodes by last use: 0 for the latest, equal for nodes that were used together."""
+    checkpoint: int | None
+    """Bytes of the checkpoint behind its last token; None without one."""
     text: str | UnsetType = UNSET
     """The edge's first tokens as text, if that was asked for."""
 

@@ -17,11 +17,11 @@ operations and jobs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from msgspec import structs
 
-from llamaslot.base.kv_ops import Operation
+from llamaslot.base.kv_ops import Operation, StateRecord
 from llamaslot.base.model import SegmentSize
 from llamaslot.base.namespaces import is_private, tenant_of
 from llamaslot.base.stats import (
@@ -29,20 +29,22 @@ from llamaslot.base.stats import (
     CacheState,
     CacheStats,
     CellStats,
-    Miss,
     SequenceStats,
 )
 from llamaslot.base.tokens import WIDTH, Tokens, packed
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.ghost_list import GhostList
-from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.match import Acquired, Match
 from llamaslot.kvcache.match_report import miss_reason, probe_of
+from llamaslot.kvcache.offload.checkpoints import Checkpoints
 from llamaslot.kvcache.offload.dropping import Dropper
-from llamaslot.kvcache.offload.offloader import Loaded, Offloader
+from llamaslot.kvcache.offload.offloader import Loaded, LoadStatus, Offloader
 from llamaslot.kvcache.offload.policy import Deadlines, OffloadPolicy
 from llamaslot.kvcache.offload.public_prefix import PublicPrefix
+from llamaslot.kvcache.offload.restoring import Restorer
+from llamaslot.kvcache.offload.window_cells import WindowCells
 from llamaslot.kvcache.pools.partitioned_pool import PartitionedPool
-from llamaslot.kvcache.pools.pool import Pool, Sharing
+from llamaslot.kvcache.pools.pool import Pool
 from llamaslot.kvcache.pools.slot_snapshot import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
 from llamaslot.kvcache.pools.unified_pool import UnifiedPool
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -53,20 +55,8 @@ from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from llamaslot.kvcache.tiers.tier_stats import disk_stats, ram_stats, tenant_stats
 from llamaslot.kvcache.tree_listing import tree_listing
 
-
-@dataclass(frozen=True, slots=True)
-class Acquired:
-    """A slot that a request got, and what it found."""
-
-    slot: int
-    n_cached: int
-    """Tokens that need not be computed, those to be loaded included."""
-    n_resident: int
-    """Of them, those that the slot holds now."""
-    n_copied: int
-    """Of `n_resident`, those copied from other sequences."""
-    miss: Miss
-    """Why no more was cached."""
+_NO_SEQ = -1
+"""Stands for a slot that is not chosen yet."""
 
 
 class KVCache:
@@ -89,7 +79,8 @@ class KVCache:
         """The fields that only grow, counted where it happens."""
         self._tree = RadixTree(settings.one_shot_age)
         n_seqs = max(settings.n_slots, settings.n_seqs - 1) if settings.shares_cells else settings.n_seqs
-        self._sequences = Sequences(self._tree, n_slots=settings.n_slots, n_seqs=n_seqs)
+        states = StateRecord(settings.checkpoints.kind, settings.checkpoints.n_swa)
+        self._sequences = Sequences(self._tree, n_slots=settings.n_slots, n_seqs=n_seqs, states=states)
         self._tiers = SegmentTiers(
             self._tree,
             settings.ram_bytes if settings.offloads else 0,
@@ -101,25 +92,38 @@ class KVCache:
             disk_written=settings.disk_written,
             ram_bytes_per_key=settings.ram_bytes_per_key,
             disk_bytes_per_key=settings.disk_bytes_per_key,
+            checkpoint_bytes=settings.checkpoints.ram_bytes,
+            checkpoint_size=settings.checkpoints.size,
         )
         self.ram_budget = RamBudget(self._tiers.ram.capacity, is_fixed=settings.ram_is_fixed)
         """Follows free memory; `tick` evicts what exceeds it."""
-        self._offloader = Offloader(
-            self._tree, self._sequences, self._tiers, settings, self._counters, lambda: self.cells.free
+        self.checkpoints = Checkpoints(self._tree, self._sequences, settings.checkpoints, self._tiers)
+        """Copies of partial states, for models that have one."""
+        self.restorer = Restorer(
+            *(self._tree, self._sequences, self._tiers, self.checkpoints), min_restored=settings.min_restored
         )
+        """Gives sequences their partial states."""
+        self._offloader = Offloader(
+            *(self._tree, self._sequences, self._tiers, settings, self._counters),
+            lambda: self.cells.free,
+            self.checkpoints,
+        )
+        self.windows = WindowCells(self._tree, self._sequences, self.checkpoints, self._offloader, settings)
+        """Cells of layers with a sliding window."""
         self._policy = OffloadPolicy(
-            settings, self._tree, self._sequences, self._tiers, self._offloader, lambda: self.has_streams
+            *(settings, self._tree, self._sequences, self._tiers, self._offloader, self.checkpoints),
+            lambda: self.has_streams,
         )
         self._public = PublicPrefix(self._tree, self._tiers, self._offloader)
         parts = self._tree, self._sequences, settings, self._counters
-        self._pool: Pool
+        self.pool: Pool
         if settings.shares_cells:
-            self._pool = UnifiedPool(*parts, self._offloader)
+            self.pool = UnifiedPool(*parts, self._offloader, self.checkpoints, self.restorer)
         else:
-            self._pool = PartitionedPool(*parts, prefill_seconds)
+            self.pool = PartitionedPool(*parts, prefill_seconds)
         self.dropper = Dropper(self._tree, self._sequences, self._tiers, self._offloader)
         """Deletes prefixes in all tiers."""
-        self._snapshots = SlotSnapshots(self._tree, self._sequences, self._pool, self._offloader)
+        self._snapshots = SlotSnapshots(self._tree, self._sequences, self.pool, self._offloader)
         self._ghosts = GhostList()
         self._n_cached_at: dict[int, int] = {}
         """Tokens that were cached when each running slot was acquired."""
@@ -135,7 +139,7 @@ class KVCache:
     @property
     def cells(self) -> CellStats:
         """Number of cells by what uses them, once the operations so far are carried out."""
-        total, used, idle = self.settings.pool_cells, self._pool.n_used, self._pool.n_idle
+        total, used, idle = self.settings.pool_cells, self.pool.n_used, self.pool.n_idle
         return CellStats(total, used, idle, pinned=used - idle, free=total - used)
 
     def length(self, seq: int) -> int:
@@ -146,9 +150,7 @@ class KVCache:
         """Return the longest cached prefix of `tokens`; that is `last` if nothing has changed since."""
         if last is not None and last.version == self._tree.version and len(last.tokens) == len(tokens):
             return last
-        match = self._public.match(namespace, tokens)
-        parts = self._offloader.worth_loading(match)
-        return replace(match, n_cached=parts[-1].end) if parts else match
+        return self.restorer.cut(self._public.match(namespace, tokens), self._offloader.worth_loading)
 
     def probe(self, namespace: str, tokens: bytes) -> CacheProbe:
         """Return where the KV of a prompt's tokens is, as a request that came now would find it."""
@@ -162,10 +164,6 @@ class KVCache:
         for match in matches:
             self._tree.touch(match.resident_end, now)
             self._tree.promote(match.resident_end, match.n_resident)
-
-    def sharing(self, match: Match, slots: Sequence[int], n_in_flight: int) -> Sharing:
-        """Decide how a request gets a prefix of which others are computing `n_in_flight` tokens."""
-        return self._pool.sharing(match, slots, n_in_flight)
 
     # --- a running request ---
 
@@ -181,14 +179,19 @@ class KVCache:
         # A path that ends there because its end was evicted is no conversation.
         is_one_shot = is_one_shot and (miss == "evicted" or not match.is_whole_path)
         self._tiers.shares.use(tenant_of(match.namespace), is_new=is_new)
-        slot, n_copied = self._pool.acquire(slots, match)
+        if self.checkpoints.has_states:
+            # Its old path may be offloaded for it, but not in the place of what it is about to load.
+            self._tiers.load_pins[_NO_SEQ] = frozenset(part.segment for part in match.parts)
+        slot, n_copied = self.pool.acquire(slots, match)
+        if pins := self._tiers.load_pins.pop(_NO_SEQ, None):
+            self._tiers.load_pins[slot] = pins
         self._tree.touch(self._sequences.end(slot), self._sequences.advance(), hits=1)
         now_cached = self._tree.match(match.namespace, match.tokens)
         self._tree.promote(now_cached.matched_end, now_cached.n_matched)
         self._tiers.touch(now_cached.segments)
         if match.public is not None:
             self._public.mark_used(match.tokens)
-        self._pool.ensure_free_id()
+        self.pool.ensure_free_id()
         self._n_cached_at[slot] = match.n_cached
         if is_one_shot:
             n_computed = max(match.n_cached, match.n_matched)
@@ -198,20 +201,29 @@ class KVCache:
 
     def load(self, seq: int, tokens: bytes) -> Loaded:
         """Extend a running sequence by what else is cached of `tokens`: copy it, then load it."""
+        if not self.restorer.may_load(seq):
+            return Loaded(LoadStatus.DONE)
         match = self._public.match(self._sequences.end(seq).namespace, tokens)
-        n_copied = self._pool.copy_resident(seq, match)
+        match = self.restorer.cut_to_goal(seq, match)
+        n_copied = self.pool.copy_resident(seq, match)
         if n_copied:
-            self._pool.deduplicate()
+            self.pool.deduplicate()
         limit = self.settings.max_tokens_in_gap(self.settings.load_us) if self.has_streams else None
         limit = None if limit is None else max(0, limit - self._n_loaded)
+        is_reading = self.restorer.is_reading(seq)
         loaded = self._offloader.load(seq, match, limit)
+        if is_reading and loaded.status is LoadStatus.DONE:
+            loaded = replace(loaded, status=LoadStatus.READING)
+        self.restorer.finish(seq)
+        if loaded.status is LoadStatus.DONE:
+            self.restorer.fall_back(seq)
         self._n_loaded += loaded.n_loaded
         self._counters.loaded_tokens += loaded.n_loaded
         return replace(loaded, n_copied=n_copied)
 
     def append(self, seq: int, tokens: Tokens) -> None:
         """Append tokens that a running sequence computed."""
-        self._pool.append(seq, packed(tokens))
+        self.pool.append(seq, packed(tokens))
         if len(tokens) > 1:
             self._sequences.clock += len(tokens)
         self._public.save_if_public(seq, has_ended=False)
@@ -223,6 +235,7 @@ class KVCache:
     def release(self, seq: int) -> None:
         """Unpin a slot whose request ended or was preempted; what it computed stays cached if it can be reused."""
         self._tiers.unpin(seq)
+        self.restorer.cancel(seq)
         end = self._tree.end_node(seq)
         n_cached = self._n_cached_at.pop(seq, 0)
         one_shot_from = self._sequences.one_shot_from.pop(seq, None)
@@ -235,18 +248,19 @@ class KVCache:
         else:
             self._tree.unpin(seq, self._sequences.advance(), one_shot_from)
             self._public.save_if_public(seq, has_ended=True)
-        if not self.settings.can_trim:
+        if not self.settings.reuses:
             self._sequences.clear(seq)
 
     def invalidate(self, seq: int) -> None:
         """Remove a sequence whose content is unknown after a failed decode."""
         self._tiers.unpin(seq)
         self._sequences.one_shot_from.pop(seq, None)
+        self.restorer.cancel(seq)
         end = self._tree.end_node(seq)
         if end is not None:
             self._tree.touch(end, self._sequences.advance())
             self._tree.release(seq)
-        self._sequences.remove(seq, 0)
+        self._sequences.reset(seq)
 
     # --- a step ---
 
@@ -255,11 +269,13 @@ class KVCache:
 
         `is_stopping` makes every write due, since the server is shutting down.
         """
-        self._pool.deduplicate()
+        self.pool.deduplicate()
         if is_stopping:
             self._policy.flush(now)
         self._policy.keep_ram_budget(self.ram_budget.n_bytes)
         self._tiers.tick(now)
+        if self.settings.ram_bytes:
+            self.checkpoints.keep_budget(self.ram_budget.n_bytes / self.settings.ram_bytes)
         self._n_loaded = 0
 
     def offload_idle(self, n_prefill: int, wanted: Callable[[], Iterable[Match]]) -> None:
@@ -302,6 +318,8 @@ class KVCache:
         The backend must be given these bytes, unless the answer is None: then they are not wanted any more.
         """
         segment = self._tiers.on_io(event, now)
+        # A segment that is gone may have kept the node of a checkpoint.
+        self._offloader.free_evicted()
         return range(segment.start, segment.end) if segment is not None else None
 
     # --- slot files ---
@@ -311,7 +329,7 @@ class KVCache:
 
         The bytes are there once the next operations are done, until `SlotSaved` is reported.
         """
-        self._pool.deduplicate()
+        self.pool.deduplicate()
         return self._snapshots.save(seq)
 
     def restore_slot(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
@@ -320,7 +338,7 @@ class KVCache:
         The backend must be given it before the next operations. None if running requests leave no cells for it.
         What the slot held moves to a spare sequence.
         """
-        self._pool.deduplicate()
+        self.pool.deduplicate()
         return self._snapshots.restore(seq, snapshot)
 
     # --- inspection ---
@@ -333,6 +351,7 @@ class KVCache:
             cells=self.cells,
             ram=ram_stats(self._tiers, self.ram_budget),
             disk=disk_stats(self._tiers),
+            checkpoints=self.checkpoints.stats,
             sequences=SequenceStats(settings.n_slots, settings.n_spare, self._sequences.n_in_use, settings.n_seqs),
         )
 
@@ -351,6 +370,7 @@ class KVCache:
         """
         assert not self._sequences.operations
         self._tiers.check(self._tree.check())
+        self.restorer.check()
         self._sequences.duplicates.check()
         for seq in self._sequences.all:
             assert range_of(seq) == range(self.length(seq)), f"sequence {seq}"

@@ -4,13 +4,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamaslot.base.model import SegmentSize
+from llamaslot.base.model import CheckpointSize, SegmentSize, StateKind
 from llamaslot.kvcache.tiers.disk_io import WriteTotals
 
 MAX_SEGMENT_TOKENS = 512
 """Tokens of a segment at most: loading one of this size for only a part of it costs little."""
 MIN_POOLS_IN_RAM = 2
 """Pools that RAM must have room for if idle prefixes are to be offloaded early: else RAM holds less than cells."""
+
+
+_NO_SIZE = CheckpointSize(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSettings:
+    """Checkpoints of a model with a partial state, by which its prefixes are reused."""
+
+    kind: StateKind = StateKind.NONE
+    """NONE for a model without a partial state, which needs no checkpoints."""
+    n_swa: int = 0
+    """Tokens of a sliding window; 0 without one."""
+    n_window_cells: int | None = None
+    """Cells of window layers, if they may be too few for the windows of all sequences; None if they suffice."""
+    size: CheckpointSize = _NO_SIZE
+    ram_bytes: int = 0
+    """Budget of host memory for checkpoints."""
+    max_on_path: int = 32
+    """Checkpoints on a path at most."""
+    step_tokens: int = 1024
+    """Distance between checkpoints in a long prompt."""
+    min_gap: int = 64
+    """Distance below which a checkpoint is not worth taking: so many tokens are computed again instead."""
+    min_end_gap: int = 16
+    """The same for the end of a conversation, where its next turn will begin."""
+    take_ms: float = 0.0
+    restore_ms: float = 0.0
+    """Milliseconds to take a checkpoint and to restore one; 0 where that was not measured."""
+
+
+_NO_CHECKPOINTS = CheckpointSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +57,9 @@ class CacheSettings:
     unified: bool = True
     """True if all sequences share one pool."""
     can_trim: bool = True
-    """True if a sequence can be trimmed and continued; without that nothing is reused."""
+    """True if a sequence can be trimmed and continued."""
+    checkpoints: CheckpointSettings = _NO_CHECKPOINTS
+    """For a model that cannot be trimmed; if it has no checkpoints either, nothing is reused."""
     one_shot_tokens: int = 0
     """Most tokens that a one-shot request may ask for; 0 if no request is one."""
     idle_cells: int | None = None
@@ -83,9 +117,14 @@ class CacheSettings:
         return max(1, self.n_cells if self.idle_cells is None else min(self.idle_cells, self.n_cells))
 
     @property
+    def reuses(self) -> bool:
+        """True if prefixes are reused."""
+        return self.can_trim or self.checkpoints.kind is not StateKind.NONE
+
+    @property
     def shares_cells(self) -> bool:
         """True if sequences may share cells."""
-        return self.unified and self.can_trim
+        return self.unified and self.reuses
 
     @property
     def scratch(self) -> int | None:
@@ -94,8 +133,8 @@ class CacheSettings:
 
     @property
     def n_spare(self) -> int:
-        """Ids that may keep idle prefixes while all slots run; in a shared pool one more is always free."""
-        return max(0, self.n_seqs - self.n_slots - 2 * self.shares_cells)
+        """Ids that may keep idle prefixes while all slots run; in a shared pool that can trim one more is free."""
+        return max(0, self.n_seqs - self.n_slots - (1 + self.can_trim) * self.shares_cells)
 
     @property
     def offloads(self) -> bool:
@@ -121,6 +160,16 @@ class CacheSettings:
     def load_cost(self) -> float:
         """Time to load a token over the time to compute it; 0 if it is not known."""
         return self.load_us / self.prefill_us if self.prefill_us else 0.0
+
+    @property
+    def min_restored(self) -> int:
+        """Tokens that take as long to compute as a checkpoint takes to restore."""
+        return round(1e3 * self.checkpoints.restore_ms / self.prefill_us) if self.prefill_us else 0
+
+    @property
+    def max_takes_in_gap(self) -> int | None:
+        """Checkpoints that may be taken in one step while streams run; None for any number."""
+        return int(self.gap_ms / self.checkpoints.take_ms) if self.checkpoints.take_ms else None
 
     def max_tokens_in_gap(self, us_per_token: float) -> int | None:
         """Tokens that may be saved or loaded in one step while streams run; None for any number."""

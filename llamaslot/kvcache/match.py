@@ -1,10 +1,11 @@
-"""Result of a lookup in the radix tree."""
+"""Result of a lookup in the radix tree, and what a request gets by it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from llamaslot.base.stats import Miss
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.segment import Segment
@@ -37,17 +38,31 @@ class Match:
     parts: tuple[SegmentPart, ...]
     """Segments that continue the resident part, without a gap; any of them may be of the public namespace."""
     n_cached: int
-    """Tokens that need not be computed: resident ones, and those worth loading after them."""
+    """Tokens that need not be computed: resident ones, and those worth loading after them.
+
+    For a model with a partial state no more than there is a restore point for; no part and no resident token lies
+    behind it.
+    """
     version: int
     """Version of the tree that was looked up; the match is stale once it has changed."""
     public: Match | None = None
     """The public namespace's match of the same tokens, if any of `parts` is from there."""
+    public_end: Node | None = None
+    """The last node of the public namespace of which the same tokens have all; None where that may not be used."""
+    n_without_state: int = 0
+    """Tokens behind `n_cached` whose KV is cached, but that have to be computed for want of a restore point."""
 
     @property
     def n_idle(self) -> int:
         """Resident tokens that no running request holds."""
         nodes = self.resident_end.path_to_root()
         return sum(min(node.end, self.n_resident) - node.start for node in nodes if not node.n_pins)
+
+    @property
+    def whole_end(self) -> Node:
+        """The last node of which all tokens match."""
+        node = self.matched_end
+        return node.parent if node.parent is not None and self.n_matched < node.end else node
 
     @property
     def is_whole_path(self) -> bool:
@@ -59,6 +74,19 @@ class Match:
         """Segments that cover any node of the path, from the root on."""
         found = dict.fromkeys(node.segment for node in self.matched_end.path_to_root() if node.segment is not None)
         return list(found)[::-1]
+
+    def cut(self, n: int, parts: tuple[SegmentPart, ...]) -> Match:
+        """Return the match of no more than the first `n` tokens, of which `parts` are to be loaded."""
+        if n >= self.n_resident:
+            return replace(self, parts=parts, n_cached=n)
+        node = self.resident_end
+        while node.parent is not None and n <= node.start:
+            node = node.parent
+        return replace(self, resident_end=node, n_resident=n, parts=parts, n_cached=n)
+
+    def parts_until(self, n: int) -> tuple[SegmentPart, ...]:
+        """The parts of the first `n` tokens."""
+        return tuple(replace(part, end=min(part.end, n)) for part in self.parts if part.start < n)
 
     def parts_from(self, n: int) -> tuple[SegmentPart, ...]:
         """The segments that have the tokens from the n-th on, resident or not, up to the first gap."""
@@ -90,6 +118,21 @@ class Match:
             at = (n - node.start) * WIDTH
             return node.run[at : at + WIDTH] != next_token
         return any(first != next_token for first in node.children)
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """A slot that a request got, and what it found."""
+
+    slot: int
+    n_cached: int
+    """Tokens that need not be computed, those to be loaded included."""
+    n_resident: int
+    """Of them, those that the slot holds now."""
+    n_copied: int
+    """Of `n_resident`, those copied from other sequences."""
+    miss: Miss
+    """Why no more was cached."""
 
 
 def segment_parts(last: Node, start: int, end: int) -> tuple[SegmentPart, ...]:

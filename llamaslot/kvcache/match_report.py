@@ -34,7 +34,9 @@ def miss_reason(match: Match, ghosts: GhostList, min_shared: int) -> Miss:
     n = match.n_cached
     if n * WIDTH == len(match.tokens):
         return ""
-    if ghosts.continues(match.namespace, match.tokens, n):
+    if match.n_without_state >= min_shared:
+        return "no_checkpoint"
+    if ghosts.continues(match.namespace, match.tokens, n + match.n_without_state):
         return "evicted"
     if n < min_shared:
         return "salted" if match.namespace else "cold"

@@ -11,7 +11,7 @@ from llamaslot.base.namespaces import tenant_of
 from llamaslot.base.tokens import WIDTH
 
 if TYPE_CHECKING:
-    from llamaslot.kvcache.segment import Segment
+    from llamaslot.kvcache.segment import Checkpoint, Segment
 
 
 class Node:
@@ -21,6 +21,7 @@ class Node:
     """
 
     __slots__ = (
+        "checkpoint",
         "children",
         "end_of",
         "hits",
@@ -53,6 +54,8 @@ class Node:
         """Running requests whose path goes through here: the reference count that protects from eviction."""
         self.segment: Segment | None = None
         """The segment that covers this node; a segment may cover several nodes in a row."""
+        self.checkpoint: Checkpoint | None = None
+        """The partial state behind its last token, if there is a copy of it."""
         self.last_used = 0
         """The latest use on the logical clock; never less than that of a resident child."""
         self.hits = 0
@@ -130,7 +133,8 @@ class Node:
         assert self.children or self.end_of or self.segment, "a leaf without KV"
         (only,) = children if len(children) == 1 else (None,)
         is_one = only is not None and (only.segment, only.one_shot_age) == (self.segment, self.one_shot_age)
-        assert not is_one or self.end_of, "a chain that could be one node"
+        assert not is_one or self.end_of or self.checkpoint, "a chain that could be one node"
+        assert self.checkpoint is None or self.checkpoint.node is self
         assert self.n_resident_children == sum(child.is_resident for child in children)
         assert self.n_pins == sum(child.n_pins for child in children) + len(self.end_of & pinned)
         assert all(self.rank >= child.rank for child in children)

@@ -27,7 +27,7 @@ from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.eviction import EvictionQueue
 from llamaslot.kvcache.match import Match, segment_parts
 from llamaslot.kvcache.node import Node, n_equal, walk
-from llamaslot.kvcache.segment import Segment
+from llamaslot.kvcache.segment import Checkpoint, Segment
 from llamaslot.kvcache.tree_check import check_tree
 
 
@@ -52,6 +52,8 @@ class RadixTree:
         """Of them, those that running requests hold."""
         self.version = 0
         """Changes whenever a lookup might have another result."""
+        self.lost_checkpoints: list[Checkpoint] = []
+        """Checkpoints whose nodes were removed; who drops them empties the list."""
 
     @property
     def n_idle_tokens(self) -> int:
@@ -125,7 +127,7 @@ class RadixTree:
         is_own = not end.is_root and not end.children and end.end_of == {seq}
         if rest and end.is_one_shot:
             self.promote(end, end.end)
-        if rest and is_own and end.segment is None:
+        if rest and is_own and end.segment is None and end.checkpoint is None:
             end.run += rest
             self.n_tokens += len(rest) // WIDTH
             self.n_tokens_of[end.tenant] += len(rest) // WIDTH
@@ -250,6 +252,12 @@ class RadixTree:
         """Remove a segment from the nodes that it covers."""
         self.version += 1
         nodes, segment.nodes = segment.nodes, []
+        if segment.is_checkpoint:
+            (node,) = nodes
+            node.checkpoint = None
+            if node.parent is not None:
+                self._join(node)
+            return
         for node in nodes:
             node.segment = None
         if not nodes:
@@ -344,6 +352,8 @@ class RadixTree:
             parent = node.parent
             del parent.children[bytes(node.run[:WIDTH])]
             node.parent, node.last_used = None, -1
+            if node.checkpoint is not None:
+                self.lost_checkpoints.append(node.checkpoint)
             node = parent
         if node.parent is not None:
             self._join(node)
@@ -351,12 +361,13 @@ class RadixTree:
             self._roots.pop(node.namespace, None)
 
     def _join(self, node: Node) -> None:
-        """Make a node one with its only child, if nothing separates them: no end of a sequence, segment, or rank.
+        """Make a node one with its only child, if nothing separates them: no end of a sequence, segment, checkpoint
+        or rank.
 
         The child stays, because sequences refer to it as their end node.
         """
         self.eviction.offer(node)
-        if node.parent is None or node.end_of or len(node.children) != 1:
+        if node.parent is None or node.end_of or node.checkpoint is not None or len(node.children) != 1:
             return
         (child,) = node.children.values()
         if child.segment is not node.segment or child.one_shot_age != node.one_shot_age:

@@ -6,6 +6,9 @@ What conversations share is kept once:
                                                      +--- [8000 .. 8250)   conversation 2
 
 Whether its tokens are resident in the pool as well does not matter to a segment: the nodes of the radix tree know.
+
+A checkpoint is a segment without tokens: the partial state behind one position of a path. It goes through the same
+states, and is the child of the segment that has the token before it.
 """
 
 from __future__ import annotations
@@ -128,6 +131,8 @@ class Segment:
         "tenant",
     )
 
+    is_checkpoint = False
+
     def __init__(
         self,
         number: int,
@@ -193,6 +198,7 @@ class Segment:
     def children(self) -> list[Segment]:
         """The segments that have a token right after one of its own."""
         below = [child.segment for node in self.nodes for child in node.children.values()]
+        below += [node.checkpoint for node in self.nodes]
         return list(dict.fromkeys(each for each in below if each is not None and each is not self))
 
     @property
@@ -230,3 +236,64 @@ class Segment:
     def prefix(self) -> bytes:
         """All tokens from the root to its end, packed."""
         return self.nodes[-1].prefix()
+
+
+class Checkpoint(Segment):
+    """The partial state behind the last token of a node: a sequence that gets it can be continued from there.
+
+    The KV of the tokens before it is not part of it: cells or segments have that.
+    """
+
+    __slots__ = ()
+
+    is_checkpoint = True
+
+    def __init__(
+        self, number: int, node: Node, n_bytes: int, *, now: float = 0.0, state: SegmentState = S.RAM
+    ) -> None:
+        super().__init__(number, node.end, node.end, n_bytes, tenant=node.tenant, now=now, state=state)
+        self.nodes = [node]
+
+    @property
+    def node(self) -> Node:
+        """The node that ends at its position; there is none once it is dropped."""
+        return self.nodes[0]
+
+    @property
+    def parent(self) -> Segment | None:
+        """The segment that has the token before its position."""
+        return self.node.segment
+
+    @property
+    def children(self) -> list[Segment]:
+        """None: no tokens are its own."""
+        return []
+
+    @property
+    def path_from_root(self) -> list[Segment]:
+        """All segments on its path, and itself."""
+        return [*(self.node.segment.path_from_root if self.node.segment is not None else ()), self]
+
+    def is_partial(self, max_tokens: int) -> bool:
+        """True if one further down the path may soon make it needless."""
+        return not self.is_fork
+
+    @property
+    def is_fork(self) -> bool:
+        """True if several paths continue from here."""
+        return len(self.node.children) + len(self.node.end_of) > 1
+
+    @property
+    def above(self) -> Checkpoint | None:
+        """The next checkpoint above it on its path."""
+        return next((each for each in checkpoints_on(self.node) if each is not self), None)
+
+    @property
+    def is_deepest(self) -> bool:
+        """True if no other checkpoint lies behind it on any path."""
+        return not any(node.checkpoint is not None for node in self.node.subtree() if node is not self.node)
+
+
+def checkpoints_on(node: Node) -> list[Checkpoint]:
+    """The checkpoints on the path to a node, the deepest first."""
+    return [each.checkpoint for each in node.path_to_root() if each.checkpoint is not None]

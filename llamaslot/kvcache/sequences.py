@@ -9,22 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from llamaslot.base.kv_ops import Operation, Remove
-from llamaslot.kvcache.duplicates import DuplicateCells
+from llamaslot.base.kv_ops import Copy, Load, Operation, Remove, Restore, StateRecord
+from llamaslot.base.model import StateKind
+from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.duplicates import DuplicateCells, Duplicates, KeptDuplicates
 from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.radix_tree import RadixTree
 
 
 class Sequences:
-    """The first `n_slots` ids are slots; the others are spare: they keep idle prefixes whose slot was needed."""
+    """The first `n_slots` ids are slots; the others are spare: they keep idle prefixes whose slot was needed.
 
-    def __init__(self, tree: RadixTree, *, n_slots: int, n_seqs: int) -> None:
+    `states` follows which sequences have their partial state, for models that have one.
+    """
+
+    def __init__(self, tree: RadixTree, *, n_slots: int, n_seqs: int, states: StateRecord | None = None) -> None:
         self.slots = range(n_slots)
         self.spare = range(n_slots, n_seqs)
         self.all = range(n_seqs)
         self.operations: list[Operation] = []
-        self.duplicates = DuplicateCells(tree)
+        self.states = states or StateRecord(StateKind.NONE, 0)
+        # To exchange cells would move the partial state that comes with them.
+        self.duplicates: Duplicates = KeptDuplicates(tree) if self.states.has_states else DuplicateCells(tree)
         self.clock = 0
         """Logical time: counts uses and computed prompt tokens."""
         self.one_shot_from: dict[int, int] = {}
@@ -86,21 +93,67 @@ class Sequences:
 
     def truncate(self, seq: int, keep: int) -> None:
         """Truncate a sequence to its first `keep` tokens, in the tree and in the backend."""
-        if keep >= self._tree.length(seq):
+        length = self._tree.length(seq)
+        if keep >= length:
             return
         if keep:
             self._tree.truncate(seq, keep)
-            self.remove(seq, keep)
+            self._remove(seq, length, keep)
         else:
             self.clear(seq)
 
+    def empty(self, seq: int) -> None:
+        """Remove all tokens of a sequence that stays in use."""
+        length = self._tree.length(seq)
+        self._tree.truncate(seq, 0)
+        self._remove(seq, length, 0)
+
     def clear(self, seq: int) -> None:
         """Remove everything that a sequence holds, in the tree and in the backend."""
+        length = self._tree.length(seq)
         if self.in_use(seq):
             self._tree.release(seq)
-            self.remove(seq, 0)
+            self._remove(seq, length, 0)
 
-    def remove(self, seq: int, keep: int) -> None:
-        """Record that the backend drops all but the first `keep` tokens of a sequence."""
+    def reset(self, seq: int) -> None:
+        """Have the backend empty a sequence that is not in use, whatever it holds after a failed step."""
+        self._remove(seq, 0, 0)
+
+    def copy(self, src: int, dst: int, end: int, tokens: bytes) -> None:
+        """Extend a sequence by cells that another one has, up to token `end`; `tokens` are those of the path."""
+        start = self._tree.length(dst)
+        operation = Copy(src, dst, start, end)
+        self.states.copy(operation, self._tree.length(src))
+        self.operations.append(operation)
+        self._tree.extend(dst, tokens[start * WIDTH : end * WIDTH])
+        self.duplicates.copy(src, dst, start, end)
+
+    def copy_to_unused(self, src: int, dst: int) -> None:
+        """Give a sequence that is not in use all that another one holds."""
+        end = self.end(src)
+        operation = Copy(src, dst, 0, end.end)
+        self.states.copy(operation, end.end)
+        self.operations.append(operation)
+        self._tree.hold(dst, end.namespace, end, end.end)
+        self.duplicates.copy(src, dst, 0, end.end)
+
+    def load(self, segment: int, seq: int, end: int, scratch: int, tokens: bytes) -> None:
+        """Extend a sequence by what a segment has up to token `end`; `tokens` are those of the path."""
+        start = self._tree.length(seq)
+        self.states.load(seq)
+        self.operations.append(Load(segment, seq, start, end, scratch))
+        if n_held := self._tree.extend(seq, tokens[start * WIDTH : end * WIDTH]):
+            self.duplicates.add(seq, start, start + n_held)
+
+    def restore(self, seq: int, checkpoint: int, end: int) -> None:
+        """Truncate a sequence to `end` tokens, and give it the state behind them."""
+        self._tree.truncate(seq, end)
+        self.duplicates.truncate(seq, end)
+        self.operations.append(Restore(checkpoint, seq))
+        self.states.restore(seq)
+        self._tree.version += 1
+
+    def _remove(self, seq: int, length: int, keep: int) -> None:
+        self.states.truncate(seq, length, keep)
         self.operations.append(Remove(seq, keep))
         self.duplicates.truncate(seq, keep)

@@ -20,7 +20,7 @@ def check_tree(
     """Verify all invariants; raises `AssertionError`. Takes time in proportion to the tree.
 
     `roots` are those of all namespaces, `ends` has the end node of each sequence in use, and `pinned` the sequences
-    that requests run in. Returns all segments.
+    that requests run in. Returns all segments and checkpoints.
     """
     n_tokens, n_pinned = Counter[str](), 0
     covered: dict[Segment, list[Node]] = {}
@@ -41,4 +41,4 @@ def check_tree(
         assert nodes == segment.nodes
         assert (nodes[0].start, nodes[-1].end) == (segment.start, segment.end)
         assert all(b.parent is a for a, b in pairwise(nodes)), "a segment that branches"
-    return set(covered)
+    return {*covered, *(node.checkpoint for node in tree.nodes() if node.checkpoint is not None)}

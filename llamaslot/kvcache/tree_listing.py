@@ -53,6 +53,7 @@ def tree_listing(
                 holders=tuple(sorted(node.holders())),
                 pinned=node.n_pins > 0,
                 last_used=ranks[first.last_used],
+                checkpoint=node.checkpoint.n_bytes if node.checkpoint is not None else None,
                 text=_edge_text(node, first.start, detokenize) if detokenize is not None else UNSET,
             )
         )
@@ -68,8 +69,8 @@ def tree_listing(
 
 
 def _ends_edge(node: Node) -> bool:
-    """True if a resident node is a leaf, a sequence ends in it, or paths branch after it."""
-    return bool(node.end_of) or node.n_resident_children > 1
+    """True if a resident node is a leaf, a sequence ends in it, it has a checkpoint, or paths branch after it."""
+    return bool(node.end_of) or node.n_resident_children > (1 if node.checkpoint is None else 0)
 
 
 def _first(node: Node) -> Node:

@@ -38,7 +38,7 @@ class Admission:
         self._cache = cache
         self._slots = slots
         self._n_ctx_slot = n_ctx_slot
-        self._in_flight = InFlight()
+        self._in_flight = InFlight(self._has_passed)
         self._shares = FairShare()
         self._mean_generated = 0.0
         self.queue: list[Request] = []
@@ -148,6 +148,7 @@ class Admission:
     def _start(self, request: Request, choices: Sequence[int], now: float) -> None:
         self.queue.remove(request)
         is_one_shot = request.is_one_shot(self._cache.settings.one_shot_tokens)
+        self._cache.windows.evict_for(self.match(request))
         acquired = self._cache.acquire(
             choices, self.match(request), is_new=request.slot < 0, is_one_shot=is_one_shot
         )
@@ -164,7 +165,7 @@ class Admission:
         """
         match = self.match(request)
         n_in_flight, leaders = self._in_flight.longest(request)
-        sharing = self._cache.sharing(match, choices, n_in_flight)
+        sharing = self._cache.pool.sharing(match, choices, n_in_flight)
         if sharing is not Sharing.SHARE:
             return sharing is Sharing.WAIT
         if any(_are_siblings(leader, request) and leader.sampler is None for leader in running):
@@ -175,7 +176,17 @@ class Admission:
         if n_in_flight - n_cached > self._cache.settings.min_shared:
             self.n_waits += not request.n_waited_for
             request.n_waited_for = max(request.n_waited_for, n_in_flight)
-        return min(n_in_flight, request.n_waited_for) > match.n_cached
+        waits = min(n_in_flight, request.n_waited_for) > match.n_cached
+        if waits and self._cache.checkpoints.has_states:
+            for leader in leaders:
+                leader.stops.add(n_in_flight)
+        return waits
+
+    def _has_passed(self, leader: Request, n: int) -> bool:
+        """True if a running request will not leave the state behind its first `n` tokens to others."""
+        checkpoints = self._cache.checkpoints
+        is_past = self._cache.length(leader.slot) > n or not checkpoints.can_take(n)
+        return checkpoints.has_states and is_past
 
     def _fits(self, request: Request, running: Sequence[Request]) -> bool:
         """True if a prompt and what it is expected to generate fit together with what the running requests need.
@@ -185,12 +196,19 @@ class Admission:
         cache = self._cache
         if not cache.settings.unified or not running:
             return True
+        if not cache.windows.fits([len(r.tokens) + self._n_expected(r) for r in (request, *running)]):
+            return False
         reserved = sum(len(r.tokens) - cache.length(r.slot) + self._n_expected(r) for r in running)
         needed = len(request.tokens) + self._n_expected(request)
         if cache.settings.shares_cells:
             match = self.match(request)
             needed += match.n_idle - match.n_resident
-        return cache.cells.pinned + reserved + needed <= cache.cells.total
+        n_missing = cache.cells.pinned + reserved + needed - cache.cells.total
+        if n_missing <= 0:
+            return True
+        # It may be given just these cells, which are pinned then.
+        n_given = self.match(request).n_resident if cache.settings.shares_cells else 0
+        return n_missing + n_given <= cache.pool.n_idle_duplicates
 
     def _n_expected(self, request: Request) -> int:
         """Tokens that a request is expected to generate still."""

@@ -7,16 +7,20 @@ first of them to be admitted leads the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llamaslot.base.tokens import Tokens, n_common
 from llamaslot.scheduler.request import Request
 
 
 class InFlight:
-    """Tokens of the running requests, as of their admission."""
+    """Tokens of the running requests, as of their admission.
 
-    def __init__(self) -> None:
+    `has_passed` tells whether a running request can no longer leave a prefix of so many tokens for others.
+    """
+
+    def __init__(self, has_passed: Callable[[Request, int], bool]) -> None:
+        self._has_passed = has_passed
         self._running: dict[str, tuple[Request, Tokens]] = {}
         self._n_common: dict[str, dict[tuple[str, int], int]] = {}
         """By waiting request, then by running request and its number of tokens: the tokens that both begin with."""
@@ -42,6 +46,8 @@ class InFlight:
             key = leader.id, len(tokens)
             if key not in lengths:
                 lengths[key] = n_common(prefix, tokens)
+            if lengths[key] >= max(longest, 1) and self._has_passed(leader, lengths[key]):
+                continue
             if lengths[key] > longest:
                 longest, leaders = lengths[key], [leader]
             elif lengths[key] == longest > 0:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from llamaslot.base.backend import Status
-from llamaslot.base.kv_ops import Load
+from llamaslot.base.kv_ops import Load, Restore
 from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.tiers.disk_io import LoadFailed
 from llamaslot.scheduler.admission import Admission
@@ -43,6 +43,9 @@ class Recovery:
         """Drop sequences that do not hold what they should; their requests start again from what is cached."""
         if any(isinstance(each, Load) and each.dst in incomplete for each in plan.operations):
             self._cache.on_io(LoadFailed(), now)
+        for each in plan.operations:
+            if isinstance(each, Restore) and each.dst in incomplete:
+                self._cache.restorer.on_restore_failed(each.checkpoint)
         for seq in incomplete:
             if seq < len(self._slots) and self._slots[seq].request is not None:
                 self._invalidate(seq)
@@ -55,6 +58,9 @@ class Recovery:
 
     def on_failed(self, plan: StepPlan, result: StepResult) -> Request | None:
         """Keep what a failed decode applied; returns the request at fault, to be ended, if it failed alone."""
+        status, restorer = result.decoded.status, self._cache.restorer
+        if status in (Status.ABORTED, Status.FATAL):
+            restorer.fail({work.run.seq: work.run.start for work in plan.work})
         for work in plan.work:
             run = work.run
             n_applied = result.lengths[run.seq] - run.start
@@ -65,10 +71,14 @@ class Recovery:
             self._cache.append(run.seq, run.tokens[:n_applied])
             if len(work.request.tokens) == self._cache.length(work.request.slot):
                 self._rewind(work.request)
-        if result.decoded.status in (Status.ABORTED, Status.FATAL) and not self._cache.settings.can_trim:
-            self._invalidate_others({work.run.seq for work in plan.work})
+        if status in (Status.ABORTED, Status.FATAL):
+            if not self._cache.settings.reuses:
+                self._invalidate_others({work.run.seq for work in plan.work})
+            for slot in self._slots:
+                if slot.request is not None and slot.id not in self._invalidated:
+                    restorer.fall_back(slot.id)
         # Cells are counted exactly, so this should not happen (fact 12); if it does, evict what is idle and retry.
-        if result.decoded.status is Status.NO_CELLS and self._cache.evict(self._cache.cells.idle):
+        if status is Status.NO_CELLS and self._cache.evict(self._cache.cells.idle):
             return None
         if len(plan.work) > 1 or plan.padding is not None:
             self.suspects = [work.request.id for work in plan.work]

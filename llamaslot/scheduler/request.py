@@ -19,9 +19,9 @@ from llamaslot.base.namespaces import PUBLIC_NAMESPACE, private_namespace, salt_
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import Miss
 from llamaslot.base.tokens import WIDTH, Tokens, packed
-from llamaslot.kvcache.cache import Acquired
-from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.match import Acquired, Match
 from llamaslot.kvcache.offload.offloader import Loaded
+from llamaslot.scheduler.checkpoint_stops import CheckpointStops
 from llamaslot.scheduler.reasoning_limit import ReasoningLimit
 
 
@@ -88,7 +88,7 @@ class TokenBuffer:
 class Request:
     """State of one request. Times are seconds on the caller's clock.
 
-    `can_trim` tells whether this model's KV can be trimmed and continued; without that nothing is reused.
+    `can_reuse` tells whether prefixes of this model are reused.
     """
 
     _admitted: float | None = None
@@ -99,9 +99,11 @@ class Request:
     """Tokens loaded from public segments of another namespace, also after it was preempted."""
 
     _was_preempted = False
+    n_overtaken = 0
+    """Later requests that were admitted while this one could have been."""
 
     def __init__(
-        self, submit: Submit, prompt: TokenizedPrompt, *, arrival: int, now: float, can_trim: bool = True
+        self, submit: Submit, prompt: TokenizedPrompt, *, arrival: int, now: float, can_reuse: bool = True
     ) -> None:
         self.submit = submit
         self.prompt = prompt
@@ -112,7 +114,7 @@ class Request:
 
         Its KV is its own then, so a token that has KV was computed by this request, and what follows it was scored.
         """
-        self.is_private = self.wants_scores or not (submit.cache_prompt and can_trim)
+        self.is_private = self.wants_scores or not (submit.cache_prompt and can_reuse)
         """True if it neither uses nor feeds what other requests compute."""
         self.distrusted = b""
         """Packed tokens of a cached prefix with which its logits were invalid."""
@@ -140,7 +142,7 @@ class Request:
         """Of `n_reused`, those loaded from RAM."""
         self.n_read = 0
         """Of `n_loaded`, those read from disk for it."""
-        self.miss: Miss = "" if not self.is_private else "off" if can_trim else "unsupported"
+        self.miss: Miss = "" if not self.is_private else "off" if can_reuse else "unsupported"
         """Why no more of its prompt was cached when it was first admitted."""
         self.n_matched = 0
         """Prompt tokens that were cached then."""
@@ -148,10 +150,10 @@ class Request:
         """The last lookup of its prefix."""
         self.n_cached_at_admission = 0
         """Tokens that were cached when it was admitted last."""
+        self.stops = CheckpointStops()
+        """Positions at which a step ends, so that a checkpoint can be taken."""
         self.n_waited_for = 0
         """Tokens of a prefix that it waited for while another request computed it; 0 if it never did."""
-        self.n_overtaken = 0
-        """Later requests that were admitted while this one could have been."""
         self.constraint: CompiledConstraint | None = None
         """The compiled `submit.constraint`; the request is not admitted before it is there."""
         self.reasoning_limit = ReasoningLimit.of(submit.reasoning_budget)

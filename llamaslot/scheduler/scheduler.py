@@ -17,14 +17,14 @@ Rules that hold at every step:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from llamaslot.base.backend import CONSTRAINT_FAILED, NO_TOKEN, Status
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.token_probs import TokenScore
-from llamaslot.base.model import ModelInfo
+from llamaslot.base.model import ModelInfo, StateKind
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH, packed
@@ -34,6 +34,7 @@ from llamaslot.kvcache.offload.offloader import LoadStatus
 from llamaslot.kvcache.offload.policy import Deadlines
 from llamaslot.kvcache.tiers.disk_io import SaveFailed, SegmentMeta
 from llamaslot.scheduler.admission import Admission
+from llamaslot.scheduler.checkpoint_taker import CheckpointTaker
 from llamaslot.scheduler.chunk_sizer import ChunkSizer
 from llamaslot.scheduler.fair_share import by_share
 from llamaslot.scheduler.padding import Padding
@@ -99,6 +100,7 @@ class Scheduler:
         cache_settings: CacheSettings,
         *,
         eog: frozenset[int] = frozenset(),
+        control: Collection[int] = (),
         on_disk: Sequence[SegmentMeta] = (),
         first_number: int = 0,
     ) -> None:
@@ -111,12 +113,15 @@ class Scheduler:
         self.cache = KVCache(
             cache_settings, prefill_seconds=self.chunks.seconds, on_disk=on_disk, first_number=first_number
         )
+        self._taker = CheckpointTaker(self.cache, control, info.n_ctx_slot)
         self.slots = [Slot(i) for i in range(cache_settings.n_slots)]
         self.admission = Admission(self.cache, self.slots, info.n_ctx_slot)
         self.queue = self.admission.queue
         """Waiting requests by arrival."""
         self.reuse = ReuseStats()
-        self._padding = Padding(info.step_cost, cache_settings.scratch, info.n_ubatch)
+        # llama.cpp splits steps of several sequences where states are recurrent, so padding would only cost.
+        is_split = info.keeps_checkpoints and info.state.kind is not StateKind.WINDOW
+        self._padding = Padding(None if is_split else info.step_cost, cache_settings.scratch, info.n_ubatch)
         self.deadlines = Deadlines()
         """Times at which to plan again although no command has arrived."""
         self.recovery = Recovery(self.cache, self.slots, self.admission)
@@ -164,9 +169,12 @@ class Scheduler:
         self.recovery.reacquire_invalidated()
         suspects = [request for request in running if request.id in self.recovery.suspects]
         self.admitted = self.admission.admit(running, now) if not suspects else []
+        for request in self.admitted:
+            self._taker.choose_stops(request)
         running = self.running
         self.cache.has_streams = any(request.is_stream(self._n_pending(request)) for request in running)
         ready, is_loading = self._load(running)
+        ready = self._taker.take_due(ready, self.queue)
         n_prefill = sum(n for request in ready if not request.is_stream(n := self._n_pending(request)) and n > 1)
         self.cache.offload_idle(n_prefill, lambda: map(self.admission.match, self.queue))
         planner = StepPlanner(
@@ -195,8 +203,8 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Outcome]:
         """Change the state to what the backend did for `plan`."""
-        for number in result.unsaved:
-            self.cache.on_io(SaveFailed(number), now)
+        if result.unsaved:
+            self.cache.on_io(SaveFailed(result.unsaved), now)
         if result.incomplete:
             plan = plan.without(result.incomplete)
             self.recovery.drop_incomplete(result.incomplete, plan, now)
@@ -237,7 +245,8 @@ class Scheduler:
         is_loading = False
         for request in running:
             n_pending = self._n_pending(request)
-            if n_pending > 1 and not request.is_stream(n_pending):
+            lacks_state = self.cache.restorer.lacks_state(request.slot)
+            if lacks_state or (n_pending > 1 and not request.is_stream(n_pending)):
                 loaded = self.cache.load(request.slot, request.prefix)
                 request.count_loaded(loaded)
                 is_loading |= loaded.status is LoadStatus.MORE

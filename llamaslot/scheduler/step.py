@@ -26,8 +26,10 @@ from llamaslot.base.kv_ops import (
     NotSavedError,
     Operation,
     Remove,
+    Restore,
     Save,
     Share,
+    Take,
 )
 from llamaslot.kvcache.tiers.disk_io import Job
 from llamaslot.scheduler.request import Request
@@ -190,6 +192,7 @@ def _change(operations: Sequence[Operation], backend: Backend) -> tuple[frozense
     1. An operation that fails, or needs a sequence in which one has failed, is left out. Its target is a segment
        that is not saved, or a sequence that does not hold what it should.
     2. A segment that is freed again, and a sequence that is emptied again, is as planned.
+    3. A checkpoint that could not be taken cannot be restored.
 
     No plan loads what it saves.
     """
@@ -202,13 +205,23 @@ def _change(operations: Sequence[Operation], backend: Backend) -> tuple[frozense
             else:
                 backend.change(operation)
             continue
-        is_done = incomplete.isdisjoint(_needed(operation)) and _is_done(operation, backend)
+        is_possible = incomplete.isdisjoint(_needed(operation))
+        if isinstance(operation, Restore):
+            is_possible &= operation.checkpoint not in unsaved
+        is_done = is_possible and _is_done(operation, backend)
         match operation:
-            case Save(segment) if not is_done:
-                unsaved.add(segment)
+            case Save(number) | Take(number) if not is_done:
+                unsaved.add(number)
             case Remove(seq, 0) if is_done and seq in incomplete:
                 incomplete.remove(seq)
-            case Remove(seq) | Copy(dst=seq) | Share(dst=seq) | CopyStream(dst=seq) | Load(dst=seq) if not is_done:
+            case (
+                Remove(seq)
+                | Copy(dst=seq)
+                | Share(dst=seq)
+                | CopyStream(dst=seq)
+                | Load(dst=seq)
+                | Restore(dst=seq)
+            ) if not is_done:
                 incomplete.add(seq)
     return frozenset(unsaved), frozenset(incomplete)
 
@@ -218,7 +231,7 @@ def _needed(operation: Operation) -> tuple[int, ...]:
     match operation:
         case Copy(src, dst) | Share(src, dst) | CopyStream(src, dst):
             return src, dst
-        case Save(src=seq) | Load(dst=seq):
+        case Save(src=seq) | Load(dst=seq) | Take(src=seq) | Restore(dst=seq):
             return (seq,)
     return ()
 

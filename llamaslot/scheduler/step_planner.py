@@ -69,14 +69,15 @@ class StepPlanner:
         pending = {r.id: len(r.tokens) - self._cache.length(r.slot) for r in requests}
         streams = {r.id for r in requests if r.is_stream(pending[r.id])}
         n_decoding = len(streams)
-        wanted = self._within_logits(requests, pending)
+        due = {r.id: r.stops.limit(self._cache.length(r.slot), pending[r.id]) for r in requests}
+        wanted = self._within_logits(requests, due)
         shares = self._shares(wanted, streams, self._chunks.limit(n_decoding))
-        if self._leaves_rest(pending, shares) and self._padding.gain_ms(
+        if self._leaves_rest(due, shares) and self._padding.gain_ms(
             self._spans(requests, shares), self._cache.cells.used
         ):
             # More tokens of these prompts take the place of padding.
             shares = self._shares(wanted, streams, QUERY_BLOCK - n_decoding)
-        self._is_chunked = self._leaves_rest(pending, shares)
+        self._is_chunked = self._leaves_rest(due, shares)
         granted: list[Work] = []
         for request in requests:
             if request not in self._running:
@@ -139,9 +140,11 @@ class StepPlanner:
         if not self._cache.settings.unified or wanted == 0:
             return wanted
         while True:
-            free = self._cache.cells.free - self._n_granted
-            if free < wanted:
-                free += self._cache.evict(wanted - free)
+            n = self._n_granted + wanted
+            if self._cache.cells.free < n:
+                self._cache.evict(n - self._cache.cells.free)
+            self._cache.windows.evict(n)
+            free = self._cache.windows.limit(self._cache.cells.free) - self._n_granted
             if free > 0:
                 return min(wanted, free)
             last = self._running.pop()
@@ -162,6 +165,8 @@ class StepPlanner:
             return None
         run = self._padding.run(self._n_granted)
         n, free = len(run.tokens), self._cache.cells.free - self._n_granted
+        if self._cache.windows.limit(n, self._n_granted) < n:
+            return None
         may_evict = not self.preempted and gain > self._padding.eviction_cost_ms
         if free < n <= free + self._cache.cells.idle and may_evict:
             free += self._cache.evict(n - free)
@@ -184,11 +189,13 @@ class StepPlanner:
             return 0
         left = [self._n_ctx_slot - len(request.tokens) for request in requests]
         left += [n for request in requests if (n := request.n_remaining) is not None]
+        left += [r.stops.limit(self._cache.length(r.slot), self._n_ctx_slot) for r in requests]
         n_steps = min(left) - 1
         if self._cache.settings.unified:
             free = self._cache.cells.free - self._n_granted - self._n_padding
             wanted = min(n_steps * len(work), max(len(work), MAX_CELLS_AHEAD))
             if not self.preempted and free < wanted:
                 free += self._cache.evict(wanted - free)
+            free = self._cache.windows.limit(free, self._n_granted + self._n_padding)
             n_steps = min(n_steps, free // len(work))
         return n_steps

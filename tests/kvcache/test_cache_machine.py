@@ -38,9 +38,9 @@ from llamaslot.base.namespaces import PUBLIC_SALT, key_salt, key_secret
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import packed, unpacked
 from llamaslot.kvcache import ghost_list
-from llamaslot.kvcache.cache import Acquired, KVCache
+from llamaslot.kvcache.cache import KVCache
 from llamaslot.kvcache.cache_settings import CacheSettings
-from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.match import Acquired, Match
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.pools.slot_snapshot import SlotSnapshot, SnapshotPart
 from llamaslot.kvcache.segment import SegmentState
@@ -197,6 +197,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     more_spare: ClassVar[int] = 0
     """Sequence ids in addition to those that the rules say."""
+    control: ClassVar[tuple[int, ...]] = ()
+    """Letters that count as control tokens."""
 
     def new_backend(self, shape: Shape) -> Backend:
         raise NotImplementedError
@@ -282,7 +284,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.is_shutting_down = False
         self.scheduler = Scheduler(
             msgspec.structs.replace(info, step_cost=ALWAYS_PADDED if query_block else None),
-            CacheSettings(
+            self.cache_settings(
                 n_slots=info.n_slots,
                 n_cells=info.n_ctx,
                 n_seqs=self.backend.n_seqs,
@@ -306,6 +308,7 @@ class CacheMachine(RuleBasedStateMachine):
                 stream_copy_ms=1e-9 if shape.copies else 0.0,
             ),
             eog=self.backend.vocab.eog,
+            control=self.control,
         )
         self.acquire_slot, self.cache.acquire = self.cache.acquire, self.acquire
         self.is_sound = True
@@ -313,6 +316,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.used_once: set[int] = set()
         """Prefixes that one request has used, and that one asked for few tokens without a session."""
         self.now = 0.0
+        self.incomplete: AbstractSet[int] = frozenset()
+        """Sequences that do not hold what the last plan said, for want of memory."""
         self.shaken: set[int] = set()
         """Slots whose sequence the last step, which failed, may have left in any state."""
         self.was_pending = False
@@ -321,6 +326,10 @@ class CacheMachine(RuleBasedStateMachine):
         """State in which `check_agreement` last compared everything: calls, version of the tree, requests."""
         self.is_recovering = False
         """True if the last step failed, so that the next plan may evict what it likes."""
+
+    def cache_settings(self, **fields: Any) -> CacheSettings:
+        """Settings of the cache, with those of `start`."""
+        return CacheSettings(**fields)
 
     def acquire(self, slots: Sequence[int], match: Match, **fields: bool) -> Acquired:
         """Acquire a slot for the cache's user, and record what is to be saved by then: the match has it."""
@@ -348,11 +357,11 @@ class CacheMachine(RuleBasedStateMachine):
             session_id=session,
             id_slot=pin if pin < self.shape.n_slots else -1,
         )
-        can_trim = self.backend.info.reuse
+        can_reuse = self.cache.settings.reuses
         tokenized = TokenizedPrompt(packed(np.array(prompt, dtype=np.int32)))
-        request = Request(submit, tokenized, arrival=len(self.asked), now=self.now, can_trim=can_trim)
+        request = Request(submit, tokenized, arrival=len(self.asked), now=self.now, can_reuse=can_reuse)
         self.scheduler.submit(request)
-        namespace = f"salt {salt}" if cached and can_trim else f"private {group or name}"
+        namespace = f"salt {salt}" if cached and can_reuse else f"private {group or name}"
         self.asked.append(Asked(request, prompt, namespace))
         COUNTS["requests"] += 1
 
@@ -610,7 +619,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.states[number] = self.backend.kv_of(number)
                 saved = self.backend.saved[number]
                 assert not saved.namespace.startswith("private"), "a private prefix is written"
-                is_one_shot = self.one_shots().issuperset(saved.prefixes)
+                is_one_shot = bool(saved.prefixes) and self.one_shots().issuperset(saved.prefixes)
                 assert self.is_shutting_down or not is_one_shot, "a one-shot prefix is written"
 
     @property
@@ -671,10 +680,11 @@ class CacheMachine(RuleBasedStateMachine):
         loaded = {each.segment for each in plan.operations if isinstance(each, Load)}
         saved = {each.segment for each in plan.operations if isinstance(each, Save)}
         assert not saved & loaded, "loaded before it is known to be saved"
-        self.backend.refused = saved if self.is_short else set()
+        self.backend.refused = self.refused(plan)
         only = replace(plan, work=[])
         result = apply(only, self.backend, lambda: self.now)
         self.scheduler.commit(only, result, self.now)
+        self.incomplete = result.incomplete
         # One that could not be saved and is freed in the same plan is not among those that are reported.
         self.just_saved = {number for number in saved - {*result.unsaved} if number in self.backend.saved}
         jobs = []
@@ -688,6 +698,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.take_jobs(jobs)
         self.was_short |= bool(result.unsaved)
         COUNTS["not saved"] += len(result.unsaved)
+
+    def refused(self, plan: StepPlan) -> set[int]:
+        """What a plan saves for which there is no memory."""
+        return {each.segment for each in plan.operations if isinstance(each, Save)} if self.is_short else set()
 
     def record_slots(self, plan: StepPlan) -> list[Asked]:
         """Record which request runs where from now on; returns those that were admitted."""
@@ -793,8 +807,8 @@ class CacheMachine(RuleBasedStateMachine):
         for seq, held in enumerate(backend.held):
             assert tokens_of(cache._tree, seq) == held.tokens, seq
             assert cache.length(seq) == len(held)
-        assert cache.cells.used == (len(backend.cells) if self.shape.shares else sum(map(len, backend.held)))
-        if backend.info.reuse:
+        self.check_cells()
+        if cache.settings.reuses:
             self.check_tree()
         wanted = {asked.namespace for asked in self.living}
         for held in backend.held:
@@ -806,6 +820,12 @@ class CacheMachine(RuleBasedStateMachine):
         for segment in backend.segments.values():
             assert len(segment.tokens) <= self.largest
             assert not segment.namespace.startswith("private") or segment.namespace in wanted, "left in RAM"
+
+    def check_cells(self) -> None:
+        """The cache counts the cells that are used."""
+        backend = self.backend
+        n_used = len(backend.cells) if self.shape.shares else sum(map(len, backend.held))
+        assert self.cache.cells.used == n_used
 
     def check_tree(self) -> None:
         """Cells, pins, holders and segments are those that were recorded."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llamaslot.base.kv_ops import Load, NotSavedError, Operation, Save
+from llamaslot.base.model import StateKind
 from llamaslot.base.namespaces import (
     PUBLIC_NAMESPACE,
     PUBLIC_SALT,
@@ -241,3 +242,18 @@ def test_the_miss_reason_tells_that_public_tokens_continue_differently() -> None
     assert ask(shared, SYSTEM + "another end", ANN).miss == "diverged"
     assert ask(shared, "nothing in common", ANN).miss == "salted"
     assert ask(shared, SYSTEM + "the end", BOB).miss == ""
+
+
+@pytest.mark.parametrize("kind", [StateKind.WINDOW, StateKind.RECURRENT, StateKind.HYBRID])
+def test_no_public_state_is_restored_behind_the_place_where_a_prompt_departs(kind: StateKind) -> None:
+    def new() -> Driver:
+        return driver(kind=kind, n_slots=1, n_reserved=2, n_ubatch=32, segment_tokens=512)
+
+    shared = new()
+    # A checkpoint lies a few tokens before the end: in the same node, but behind where they part.
+    ask(shared, SYSTEM + "p" * 20, PUBLIC_SALT)
+    own = SYSTEM + "x" * 60
+    ask(shared, own, ANN)
+    for n in range(N_SYSTEM + 17, N_SYSTEM + 24, 2):
+        prompt = own[:n] + "z" * 4
+        assert generated(ask(shared, prompt, ANN)) == generated(ask(new(), prompt, ANN))

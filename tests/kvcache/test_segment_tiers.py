@@ -339,7 +339,7 @@ class TiersMachine(RuleBasedStateMachine):
         if not found:
             return
         tracked = found[index % len(found)]
-        self.on_io(SaveFailed(tracked.segment.number))
+        self.on_io(SaveFailed(frozenset({tracked.segment.number})))
         assert self.follow() == [], "the backend never had it"
         assert tracked.segment.number not in self.tracked
         assert not self.held.fits((1,), [(0, 1)])
@@ -608,14 +608,14 @@ def test_a_failed_save_drops_the_segment_and_stops_offloading_for_a_while() -> N
     held.tiers.tick(1000.0)
     assert [type(job) for job in held.tiers.take_jobs()] == [Write]
     for each in gone:
-        held.tiers.on_io(SaveFailed(each.number), 1000.0)
+        held.tiers.on_io(SaveFailed(frozenset({each.number})), 1000.0)
     held.check()
     assert held.tiers.take_freed() == []
     assert held.readable(path) == [kept]
     assert not held.fits(path, [(100, 200)])
     held.tiers.tick(1000.0 + RETRY_DELAY_S)
     assert held.fits(path, [(100, 200)])
-    held.tiers.on_io(SaveFailed(kept.number), 1000.0 + RETRY_DELAY_S)
+    held.tiers.on_io(SaveFailed(frozenset({kept.number})), 1000.0 + RETRY_DELAY_S)
     held.check()
     assert held.tiers.take_jobs() == [Erase((kept.number,))]
     assert held.readable(path) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from llamaslot.base.model import QUERY_BLOCK, StepCost
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.tokens import Tokens, packed
-from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.kvcache.cache_settings import CacheSettings, CheckpointSettings
 from llamaslot.kvcache.match import Match
 from llamaslot.scheduler import admission
 from llamaslot.scheduler.admission import MAX_OVERTAKEN
@@ -65,10 +65,17 @@ class Driver:
         idle_delay_ms: float = 0.0,
         min_shared: int = 64,
         step_cost: StepCost | None = None,
+        checkpoints: Mapping[str, float] | None = None,
         **shape: float,
     ) -> None:
         self.backend = TimedBackend(**shape)
         info = self.backend.info
+        chosen = CheckpointSettings()
+        if info.checkpoint_size is not None:
+            fields = {"ram_bytes": 10**6, "min_gap": 4, "min_end_gap": 4, **(checkpoints or {})}
+            chosen = CheckpointSettings(
+                kind=info.state.kind, n_swa=info.state.n_swa, size=info.checkpoint_size, **fields
+            )
         self.scheduler = Scheduler(
             msgspec.structs.replace(info, step_cost=step_cost),
             CacheSettings(
@@ -77,6 +84,7 @@ class Driver:
                 n_seqs=self.backend.n_seqs,
                 unified=info.unified,
                 can_trim=info.reuse,
+                checkpoints=chosen,
                 one_shot_tokens=one_shot_tokens,
                 idle_cells=idle_cells,
                 offload_after=offload_after,
@@ -112,8 +120,8 @@ class Driver:
             max_tokens=max_tokens,
             **fields,
         )
-        now, can_trim = self.backend.now, self.backend.info.reuse
-        request = Request(submit, tokenized(prompt), arrival=self.n_submitted, now=now, can_trim=can_trim)
+        now, can_reuse = self.backend.now, self.backend.info.reuses
+        request = Request(submit, tokenized(prompt), arrival=self.n_submitted, now=now, can_reuse=can_reuse)
         self.scheduler.submit(request)
         return request
 

@@ -73,7 +73,7 @@ def test_a_private_request_shares_with_its_group_only() -> None:
             PROMPT,
             arrival=1,
             now=0.0,
-            can_trim=can_trim,
+            can_reuse=can_trim,
         ).namespace
         for cache_prompt, can_trim, salt, group in itertools.product(
             (True, False), (True, False), ("", "s"), ("", "g")

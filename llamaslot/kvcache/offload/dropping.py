@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from llamaslot.base.commands import CacheCleared
@@ -12,7 +12,7 @@ from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import SegmentEvent
+from llamaslot.kvcache.segment import Segment, SegmentEvent
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
@@ -29,8 +29,7 @@ class Dropper:
     def drop(self, namespace: str | None = None) -> CacheCleared:
         """Drop the prefixes of a namespace without running requests, or all that are idle."""
         before = self._counts()
-        nodes = self._tree.nodes(namespace)
-        self._tiers.drop(reversed(dict.fromkeys(node.segment for node in nodes if node.segment is not None)))
+        self._tiers.drop(reversed(_segments_of(self._tree.nodes(namespace))))
         if namespace is None:
             seqs = [seq for seq in self._sequences.all if not self._tree.is_pinned(seq)]
         else:
@@ -72,7 +71,7 @@ class Dropper:
         """Drop a node and all below it, unless a request runs there: that one finds out by its own logits."""
         if node.is_root or node.n_pins:
             return
-        segments = dict.fromkeys(each.segment for each in node.subtree() if each.segment is not None)
+        segments = _segments_of(node.subtree())
         start = node.start
         # A segment that begins above the node may have a child beside it, which cannot stay on disk without it.
         beside = [child for each in segments for child in each.children if child not in segments]
@@ -98,3 +97,8 @@ class Dropper:
     def _cleared(self, before: tuple[int, int, int]) -> CacheCleared:
         self._offloader.free_evicted()
         return CacheCleared(*(earlier - now for earlier, now in zip(before, self._counts(), strict=True)))
+
+
+def _segments_of(nodes: Iterable[Node]) -> dict[Segment, None]:
+    """The segments and checkpoints of nodes, in their order."""
+    return dict.fromkeys(each for node in nodes for each in (node.segment, node.checkpoint) if each is not None)

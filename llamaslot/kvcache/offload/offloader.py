@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from llamaslot.base.kv_ops import Free, Load, Save
+from llamaslot.base.kv_ops import Free, Save
 from llamaslot.base.namespaces import is_private
 from llamaslot.base.stats import CacheStats
-from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match, SegmentPart
 from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.offload.checkpoints import Checkpoints
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import Segment
 from llamaslot.kvcache.sequences import Sequences
@@ -63,6 +63,7 @@ class Offloader:
     _settings: CacheSettings
     _counters: CacheStats
     _n_free: Callable[[], int]
+    _checkpoints: Checkpoints
     _ahead_at: int = -1
     _offloaded_ahead: set[tuple[int, int, int]] = field(default_factory=set)
     """Ranges that were offloaded ahead, by sequence, since the clock stood at `_ahead_at`: each is offloaded once,
@@ -88,6 +89,8 @@ class Offloader:
         for seq, keep in sorted(plan.keeps.items(), key=lambda item: item[1] == 0):
             # Heirs first: a node must not lose its last holder before its heir ends there.
             self._sequences.truncate(seq, keep)
+        if plan.n_cells < n_cells and before is None:
+            self._evict_duplicates(self._n_free() + n_cells - plan.n_cells)
         return plan.n_cells
 
     def can_free(self, n_cells: int) -> bool:
@@ -109,6 +112,8 @@ class Offloader:
         if self._tiers.ram.capacity:
             self._offload(seq, self._missing(seq, start, end), end)
             n_missing = sum(b - max(a, start) for a, b in self._missing(seq, start, end))
+            if not n_missing and end == self._tree.length(seq):
+                self._checkpoints.take_at_end(seq)
         self._counters.evicted_tokens += n_missing
         self._counters.offloaded_tokens += n - n_missing
 
@@ -160,11 +165,11 @@ class Offloader:
     def worth_loading(self, match: Match) -> Sequence[SegmentPart]:
         """The segments after the resident part of a match that are worth loading.
 
-        A segment is loaded whole, so the last one is left out if too little of it is wanted. Nothing is worth it if
-        all together takes longer to load than to compute.
+        A segment is loaded whole, so the last one is left out if too little of it is wanted, unless a state can
+        only be restored behind it. Nothing is worth it if all together takes longer to load than to compute.
         """
         parts = self._tiers.readable(match.parts) if match.parts else []
-        if parts and not self._pays(parts[-1:]):
+        if parts and not self._checkpoints.has_states and not self._pays(parts[-1:]):
             parts.pop()
         return parts if self._pays(parts) else []
 
@@ -191,8 +196,7 @@ class Offloader:
             if not self.free_cells(segment.n_tokens) or not segment.state.is_loadable:
                 break
             start = self._tree.length(seq)
-            self._sequences.operations.append(Load(segment.number, seq, start, part.end, self.scratch))
-            self._tree.extend(seq, match.tokens[start * WIDTH : part.end * WIDTH])
+            self._sequences.load(segment.number, seq, part.end, self.scratch, match.tokens)
             n_loaded += part.end - start
             if match.public is not None and segment.is_public:
                 n_public += part.end - start
@@ -217,6 +221,18 @@ class Offloader:
         return scratch
 
     # --- inside ---
+
+    def _evict_duplicates(self, n_free: int) -> None:
+        """Clear idle sequences with cells of their own for what running ones hold, until so many are free.
+
+        Their nodes are in use, so that no eviction finds them.
+        """
+        holders = self._sequences.duplicates.idle_holders(self._tree.is_pinned)
+        for seq in sorted(holders, key=self._sequences.rank):
+            if self._n_free() >= n_free:
+                return
+            self._checkpoints.take_at_end(seq)
+            self._sequences.clear(seq)
 
     def _pays(self, parts: Sequence[SegmentPart]) -> bool:
         n_wanted = sum(part.end - part.start for part in parts)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.kvcache.offload.checkpoints import Checkpoints
 from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import Segment, SegmentEvent, SegmentRank, SegmentState
@@ -44,6 +45,7 @@ class OffloadPolicy:
     _sequences: Sequences
     _tiers: SegmentTiers
     _offloader: Offloader
+    _checkpoints: Checkpoints
     _has_streams: Callable[[], bool]
     """Returns True if a stream would wait for what is saved in this step."""
     _next_write_at: float = 0.0
@@ -116,6 +118,7 @@ class OffloadPolicy:
         n_done = 0
         if self._settings.offloads_ahead:
             n_done = self._offloader.offload_ahead(self._settings.segment_tokens, with_running=False)
+            n_done = n_done or self._checkpoints.take_at_idle_ends()
         if not n_done and self._is_flushing:
             # Only now: they must not delay what is kept, since there is little time.
             self._tiers.writer.flush_one_shots()

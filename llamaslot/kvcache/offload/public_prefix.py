@@ -48,6 +48,7 @@ class PublicPrefix:
         if not reads_public(namespace):
             return own
         public = self._tree.match(PUBLIC_NAMESPACE, own.tokens)
+        own = replace(own, public_end=public.whole_end)
         if public.n_matched <= own.n_resident:
             return own
         parts: list[SegmentPart] = []

@@ -40,6 +40,11 @@ class PartitionedPool:
         idle = (seq for seq in self._sequences.all if not self._tree.is_pinned(seq))
         return sum(map(self._tree.length, idle))
 
+    @property
+    def n_idle_duplicates(self) -> int:
+        """None: all cells of idle sequences count as idle."""
+        return 0
+
     def acquire(self, slots: Sequence[int], match: Match) -> tuple[int, int]:
         """Choose the slot that holds most of a match; copy a sequence that holds more to it, if that pays."""
         held = self._sequences.held(match, slots)

@@ -28,6 +28,10 @@ class Pool(Protocol):
     def n_idle(self) -> int:
         """Cells that only idle sequences use."""
 
+    @property
+    def n_idle_duplicates(self) -> int:
+        """Cells that idle sequences use besides those that others have for the same tokens; eviction frees them."""
+
     def sharing(self, match: Match, slots: Sequence[int], n_in_flight: int) -> Sharing:
         """Decide how the best of `slots` gets a prefix of which running requests compute `n_in_flight` tokens."""
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from llamaslot.base.kv_ops import Free, Kv, Load, Save
+from llamaslot.base.kv_ops import Free, Kv, Save
 from llamaslot.base.namespaces import is_private
-from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.pools.pool import Pool
@@ -109,8 +108,8 @@ class SlotSnapshots:
                 raise AssertionError("there was room")
             number = self._new_number()
             parts[number] = part
-            self._sequences.operations += [Load(number, seq, n, part.end, scratch), Free(number)]
-            self._tree.extend(seq, tokens[n * WIDTH : part.end * WIDTH])
+            self._sequences.load(number, seq, part.end, scratch, tokens)
+            self._sequences.operations.append(Free(number))
         self._pool.ensure_free_id()
         self._tree.unpin(seq, self._sequences.advance())
         return parts

@@ -7,14 +7,14 @@ moved to it before it is decided which path loses its id.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from llamaslot.base.kv_ops import Copy
 from llamaslot.base.stats import CacheStats
-from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.cache_settings import CacheSettings
 from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.offload.checkpoints import Checkpoints
 from llamaslot.kvcache.offload.offloader import Offloader
+from llamaslot.kvcache.offload.restoring import Restorer
 from llamaslot.kvcache.pools.pool import Sharing
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.sequences import Sequences
@@ -29,6 +29,8 @@ class UnifiedPool:
     _settings: CacheSettings
     _counters: CacheStats
     _offloader: Offloader
+    _checkpoints: Checkpoints
+    _restorer: Restorer
 
     @property
     def n_used(self) -> int:
@@ -39,6 +41,11 @@ class UnifiedPool:
     def n_idle(self) -> int:
         """Cells that only idle sequences use."""
         return self._tree.n_idle_tokens
+
+    @property
+    def n_idle_duplicates(self) -> int:
+        """Cells that idle sequences use besides those that others have for the same tokens."""
+        return self._sequences.duplicates.n_idle_cells(self._tree.is_pinned)
 
     def acquire(self, slots: Sequence[int], match: Match) -> tuple[int, int]:
         """Choose one of `slots` and give it the resident part of a match, pinned. It is
@@ -51,25 +58,36 @@ class UnifiedPool:
         held = self._sequences.held(match, slots)
         seq = self._choose(slots, held)
         own = held[seq]
-        if own < self._tree.length(seq) and not self._sequences.is_covered(seq):
-            self.move_to_spare(seq, own)
+        self._restorer.begin(seq, own, match)
+        if own < self._tree.length(seq):
+            if self._sequences.is_covered(seq):
+                self._checkpoints.take_at_end(seq)
+            else:
+                self.move_to_spare(seq, own)
         self._sequences.truncate(seq, own)
         if not own:
             self._tree.hold(seq, match.namespace)
         self._tree.pin(seq)
         # The tree has changed since the lookup.
-        return seq, self.copy_resident(seq, self._tree.match(match.namespace, match.tokens))
+        now = self._tree.match(match.namespace, match.tokens)
+        n_copied = self.copy_resident(seq, replace(now, n_cached=match.n_cached))
+        self._restorer.finish(seq)
+        return seq, n_copied
 
     def copy_resident(self, seq: int, match: Match) -> int:
         """Share the cells that others have of a match beyond the tokens of a sequence; returns how many."""
-        start = self._tree.length(seq)
-        if match.n_resident <= start:
+        start, end = self._tree.length(seq), min(match.n_resident, match.n_cached)
+        if end <= start:
             return 0
-        source = next(match.resident_end.holders())
-        self._sequences.operations.append(Copy(source, seq, start, match.n_resident))
-        self._tree.extend(seq, match.tokens[start * WIDTH : match.n_resident * WIDTH])
-        self._counters.copied_tokens += match.n_resident - start
-        return match.n_resident - start
+        node = match.resident_end
+        while end <= node.start and node.parent is not None:
+            node = node.parent
+        source = next(node.holders())
+        if end == node.end and self._sequences.states.forks:
+            source = next(filter(self._checkpoints.is_live, sorted(node.end_of)), source)
+        self._sequences.copy(source, seq, end, match.tokens)
+        self._counters.copied_tokens += end - start
+        return end - start
 
     def append(self, seq: int, tokens: bytes) -> None:
         """Append computed tokens; those that others hold too have two cells now."""
@@ -96,8 +114,9 @@ class UnifiedPool:
         if target is None or len(sequences.all) <= 2:
             self._offloader.offload_evicted(seq, max(end.end - sequences.n_own(seq), keep), end.end)
             return
-        sequences.operations.append(Copy(seq, target, 0, end.end))
-        self._tree.hold(target, end.namespace, end, end.end)
+        if not sequences.states.forks:
+            self._checkpoints.take_at_end(seq)
+        sequences.copy_to_unused(seq, target)
         self._counters.moved_prefixes += 1
 
     def ensure_free_id(self) -> None:
@@ -131,7 +150,7 @@ class UnifiedPool:
     def _choose(self, slots: Sequence[int], held: dict[int, int]) -> int:
         whole = [seq for seq in slots if held[seq] == self._tree.length(seq)]
         if whole:
-            return max(whole, key=lambda seq: (held[seq], -seq))
+            return max(whole, key=lambda seq: (held[seq], self._sequences.states.is_live(seq), -seq))
         covered = [seq for seq in slots if self._sequences.is_covered(seq)]
         return max(covered or slots, key=lambda seq: (held[seq], -self._sequences.rank(seq)))
 

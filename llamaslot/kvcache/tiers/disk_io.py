@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from llamaslot.base.kv_ops import Kv
-from llamaslot.base.model import SegmentSize
+from llamaslot.base.model import CheckpointSize, SegmentSize
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.segment import Segment
 
@@ -27,7 +27,7 @@ class SegmentMeta:
     namespace: str
     start: int
     tokens: bytes
-    """Its own tokens, packed."""
+    """Its own tokens, packed; none for a checkpoint."""
     n_bytes: int
     path_digest: bytes
     """Digest of all tokens up to its end: proves that index and file speak of the same path."""
@@ -52,6 +52,18 @@ def verified_path(meta: SegmentMeta, parent: Segment | None, size: SegmentSize) 
         tokens = parent.prefix[: meta.start * WIDTH] + tokens
     if len(tokens) != (meta.start + n_tokens) * WIDTH:
         return None
+    return tokens if meta.path_digest == path_digest(meta.namespace, tokens) else None
+
+
+def verified_checkpoint_path(
+    meta: SegmentMeta, parent: Segment | None, size: CheckpointSize | None
+) -> bytes | None:
+    """All tokens before a checkpoint whose last one `parent` has; None if the metadata cannot be right."""
+    if parent is None or size is None or not parent.start < meta.start <= parent.end:
+        return None
+    if parent.number != meta.parent or meta.n_bytes not in size.all_of(meta.start):
+        return None
+    tokens = parent.prefix[: meta.start * WIDTH]
     return tokens if meta.path_digest == path_digest(meta.namespace, tokens) else None
 
 
@@ -97,11 +109,19 @@ class MarkUsed:
 
 
 @dataclass(frozen=True, slots=True)
+class Reparent:
+    """Record that another segment is now the parent of some."""
+
+    numbers: tuple[int, ...]
+    parent: int
+
+
+@dataclass(frozen=True, slots=True)
 class CancelReads:
     """Cancel the pending reads: the disk does not respond, and nothing waits for them any more."""
 
 
-Job: TypeAlias = Write | Read | Erase | MarkUsed | CancelReads
+Job: TypeAlias = Write | Read | Erase | MarkUsed | Reparent | CancelReads
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +161,9 @@ class Corrupt:
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """The backend had no memory for a segment that was to be offloaded."""
+    """The backend had no memory for segments that were to be offloaded."""
 
-    number: int
+    numbers: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +223,9 @@ class SegmentDisk(Protocol):
 
     def mark_used(self, numbers: Sequence[int]) -> None:
         """Carry out `MarkUsed`."""
+
+    def reparent(self, numbers: Sequence[int], parent: int) -> None:
+        """Carry out `Reparent`."""
 
     def close(self) -> None:
         """Release the disk for other servers."""

@@ -10,15 +10,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from llamaslot.base.model import SegmentSize
+from llamaslot.base.model import CheckpointSize, SegmentSize
 from llamaslot.base.namespaces import tenant_of
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import Segment
+from llamaslot.kvcache.segment import Checkpoint, Segment
 from llamaslot.kvcache.segment import SegmentEvent as E
 from llamaslot.kvcache.segment import SegmentState as S
-from llamaslot.kvcache.tiers.disk_io import CancelReads, Erase, Read, SegmentMeta, verified_path
+from llamaslot.kvcache.tiers.disk_io import (
+    CancelReads,
+    Erase,
+    Read,
+    SegmentMeta,
+    verified_checkpoint_path,
+    verified_path,
+)
 from llamaslot.kvcache.tiers.disk_pacing import RETRY_DELAY_S, ReadRate, ReadWatchdog
+from llamaslot.kvcache.tiers.tenant_shares import exceeds_limit
 
 if TYPE_CHECKING:
     from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
@@ -30,10 +38,13 @@ _MAX_READS = 4
 class SegmentReader:
     """Reads segments of the tiers from disk."""
 
-    def __init__(self, tiers: SegmentTiers, tree: RadixTree, size: SegmentSize) -> None:
+    def __init__(
+        self, tiers: SegmentTiers, tree: RadixTree, size: SegmentSize, checkpoint_size: CheckpointSize | None
+    ) -> None:
         self._tiers = tiers
         self._tree = tree
         self._size = size
+        self._checkpoint_size = checkpoint_size
         self._rate = ReadRate()
         self._watchdog = ReadWatchdog()
 
@@ -51,6 +62,12 @@ class SegmentReader:
     def may_start(self) -> bool:
         """True if another read may be started now."""
         return self.n_pending < _MAX_READS
+
+    def may_read(self, segment: Segment) -> bool:
+        """True if a segment that is only on disk can be read into RAM, once all else there was evicted."""
+        ram = self._tiers.ram_of(segment)
+        fits = segment.n_bytes <= ram.capacity and not exceeds_limit(ram, segment.tenant, segment.n_bytes)
+        return segment.state is not S.UNREADABLE and not self.is_unresponsive and fits
 
     @property
     def is_unresponsive(self) -> bool:
@@ -89,7 +106,8 @@ class SegmentReader:
             self._tiers.transition(segment, E.READ_DONE)
             segment.is_fresh = True
             self._tiers.counters.read_tokens += segment.n_tokens
-            self._rate.observe(segment.n_tokens, seconds, self._tiers.now)
+            if segment.n_tokens:
+                self._rate.observe(segment.n_tokens, seconds, self._tiers.now)
         self._on_answer()
         return segment if is_wanted else None
 
@@ -114,14 +132,18 @@ class SegmentReader:
 
     def add_found(self, found: Sequence[SegmentMeta]) -> list[int]:
         """Add the segments that the disk has at start to the tree; returns those too large for RAM, by number."""
-        disk, ram = self._tiers.disk, self._tiers.ram
+        disk = self._tiers.disk
         uses = {meta.number: i for i, meta in enumerate(found, 1)}
         too_large: set[int] = set()
         for meta in sorted(found, key=lambda meta: (meta.start, -len(meta.tokens))):
+            ram = self._tiers.ram if meta.tokens else self._tiers.checkpoints
             if meta.n_bytes > ram.capacity or meta.parent in too_large:
                 too_large.add(meta.number)
                 continue
             parent = disk.get(meta.parent) if meta.parent is not None else None
+            if not meta.tokens:
+                self._add_checkpoint(meta, parent, uses[meta.number])
+                continue
             tokens = verified_path(meta, parent, self._size)
             match = self._tree.match(meta.namespace, tokens or b"")
             if tokens is None or any(part.start <= meta.start < part.end for part in match.parts):
@@ -138,6 +160,18 @@ class SegmentReader:
             if segment.parent is not None:
                 segment.parent.last_used = max(segment.parent.last_used, segment.last_used)
         return sorted(too_large)
+
+    def _add_checkpoint(self, meta: SegmentMeta, parent: Segment | None, last_used: int) -> None:
+        """Add a checkpoint that the disk has at start to the tree, or erase it if it cannot be right."""
+        tokens = verified_checkpoint_path(meta, parent, self._checkpoint_size)
+        node = self._tree.insert(meta.namespace, tokens) if tokens is not None else None
+        if node is None or node.checkpoint is not None:
+            self._tiers.add_job(Erase((meta.number,)))
+            return
+        checkpoint = Checkpoint(meta.number, node, meta.n_bytes, state=S.DISK)
+        checkpoint.last_used = last_used
+        node.checkpoint = checkpoint
+        self._tiers.disk.put(checkpoint)
 
     def _on_answer(self, *, failed: bool = False) -> None:
         self._watchdog.on_answer(self._tiers.now, has_more=self.n_pending > 0, failed=failed)

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 
-from llamaslot.base.model import SegmentSize
+from llamaslot.base.model import CheckpointSize, SegmentSize
 from llamaslot.base.namespaces import is_private, tenant_of
 from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.match import SegmentPart
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import Segment
+from llamaslot.kvcache.segment import Checkpoint, Segment
 from llamaslot.kvcache.segment import SegmentEvent as E
 from llamaslot.kvcache.segment import SegmentState as S
 from llamaslot.kvcache.tiers import disk_io
@@ -54,13 +54,17 @@ class SegmentTiers:
         disk_written: disk_io.WriteTotals | None = None,
         ram_bytes_per_key: int = 0,
         disk_bytes_per_key: int = 0,
+        checkpoint_bytes: int = 0,
+        checkpoint_size: CheckpointSize | None = None,
     ) -> None:
         self.max_tokens = max_tokens
         self.ram = SegmentLru(ram_bytes, ram_bytes_per_key)
         self.disk = SegmentLru(disk_bytes if ram_bytes else 0, disk_bytes_per_key)
+        self.checkpoints = SegmentLru(checkpoint_bytes)
+        """Checkpoints in RAM, which have a budget of their own."""
         self.shares = TenantShares()
         self.writer = WriteBack(self, disk_bytes_per_day, disk_written)
-        self.reader = SegmentReader(self, tree, size)
+        self.reader = SegmentReader(self, tree, size, checkpoint_size)
         self.now = 0.0
         self.counters = counters
         if disk_written is not None:
@@ -90,12 +94,8 @@ class SegmentTiers:
         """The parts that can be loaded now or once they are read, up to the first that cannot."""
         found: list[SegmentPart] = []
         for part in parts if self.now >= self.loads_again_at else ():
-            segment, ram = part.segment, self.ram
-            if not segment.state.is_loadable:
-                # What is only on disk is read into RAM: it has to fit once all else was evicted.
-                fits = segment.n_bytes <= ram.capacity and not exceeds_limit(ram, segment.tenant, segment.n_bytes)
-                if segment.state is S.UNREADABLE or self.reader.is_unresponsive or not fits:
-                    break
+            if not part.segment.state.is_loadable and not self.reader.may_read(part.segment):
+                break
             found.append(part)
         return found
 
@@ -112,7 +112,7 @@ class SegmentTiers:
         kept = path.union(self.busy.values(), *self.load_pins.values()) - replaced
         n_kept: Counter[str] = Counter()
         for s in kept:
-            if s.state.uses_ram and (s.state is not S.CLEAN or self._is_load_pinned(s)):
+            if s.state.uses_ram and not s.is_checkpoint and (s.state is not S.CLEAN or self._is_load_pinned(s)):
                 n_kept[s.tenant] += s.n_bytes
         tenant, n_new = tenant_of(node.namespace), sum(self._size.of(end - start) for start, end in ranges)
         n_own = n_kept[tenant] + n_new
@@ -147,8 +147,8 @@ class SegmentTiers:
         if not self.fits(node, [(start, end)]):
             raise AssertionError(f"there is no room for [{start}, {end})")
         tenant = tenant_of(node.namespace)
-        segment = Segment(self._next_number, start, end, self._size.of(end - start), tenant=tenant, now=self.now)
-        self._next_number += 1
+        size = self._size.of(end - start)
+        segment = Segment(self.new_number(), start, end, size, tenant=tenant, now=self.now)
         for each in self._tree.attach(segment, node):
             self.writer.replace(each, segment)
             self.transition(each, E.DROP, keeps_file=True)
@@ -158,6 +158,21 @@ class SegmentTiers:
         self.ram.put(segment)
         self.writer.queue(segment)
         return segment
+
+    def add_checkpoint(self, node: Node, n_bytes: int) -> Checkpoint:
+        """Create a checkpoint behind the last token of a node; there must be room for it in RAM."""
+        checkpoint = Checkpoint(self.new_number(), node, n_bytes, now=self.now)
+        self._tree.version += 1
+        node.checkpoint = checkpoint
+        self.touch(checkpoint.path_from_root)
+        self.checkpoints.put(checkpoint)
+        self.writer.queue(checkpoint)
+        return checkpoint
+
+    def new_number(self) -> int:
+        """A number that no segment has had yet."""
+        number, self._next_number = self._next_number, self._next_number + 1
+        return number
 
     def touch(self, path: Sequence[Segment]) -> None:
         """Record that the segments of a path, from the root on, are used now."""
@@ -195,13 +210,21 @@ class SegmentTiers:
         """Have a job done after those so far."""
         self._jobs.append(job)
 
+    def drop_lost(self) -> None:
+        """Drop the checkpoints whose nodes were removed from the tree."""
+        lost, self._tree.lost_checkpoints = self._tree.lost_checkpoints, []
+        # One that could not be saved is dropped already.
+        self.drop(each for each in lost if each.state is not S.DROPPED)
+
     def take_freed(self) -> list[int]:
         """Numbers of segments whose bytes left RAM since the last call."""
+        self.drop_lost()
         freed, self._freed = self._freed, []
         return freed
 
     def take_jobs(self) -> list[disk_io.Job]:
         """Disk jobs since the last call."""
+        self.drop_lost()
         jobs, self._jobs = self._jobs, []
         if self._used:
             jobs.append(disk_io.MarkUsed(tuple(self._used)))
@@ -223,8 +246,8 @@ class SegmentTiers:
                 self.reader.on_failed(number)
             case disk_io.Corrupt(number):
                 self.reader.on_corrupt(number)
-            case disk_io.SaveFailed(number):
-                self._on_save_failed(number)
+            case disk_io.SaveFailed(numbers):
+                self._on_save_failed(numbers)
             case disk_io.LoadFailed():
                 self.loads_again_at = now + RETRY_DELAY_S
             case disk_io.SlotSaved(numbers):
@@ -249,7 +272,7 @@ class SegmentTiers:
         after = segment.state
         self._tree.version += 1
         for lru, used, uses in (
-            (self.ram, before.uses_ram, after.uses_ram),
+            (self.ram_of(segment), before.uses_ram, after.uses_ram),
             (self.disk, before.uses_disk, after.uses_disk),
         ):
             if used and not uses:
@@ -268,10 +291,15 @@ class SegmentTiers:
         if after is S.DROPPED:
             self._tree.detach(segment)
 
+    def ram_of(self, segment: Segment) -> SegmentLru:
+        """The part of RAM against which a segment counts."""
+        return self.checkpoints if segment.is_checkpoint else self.ram
+
     def check(self, segments: set[Segment]) -> None:
         """Verify all invariants for the segments that the tree has; raises `AssertionError`."""
-        assert segments == {segment for lru in (self.ram, self.disk) for segment in lru}
-        for lru in (self.ram, self.disk):
+        lrus = self.ram, self.checkpoints, self.disk
+        assert segments == {segment for lru in lrus for segment in lru}
+        for lru in lrus:
             assert lru.n_bytes == sum(segment.n_bytes for segment in lru) <= lru.capacity
             assert lru.n_tokens == sum(segment.n_tokens for segment in lru)
             assert lru.n_bytes == sum(lru.used.values())
@@ -279,10 +307,12 @@ class SegmentTiers:
         for segment in segments:
             state, parent = segment.state, segment.parent
             assert segment.n_tokens <= self.max_tokens
-            assert (segment in self.ram, segment in self.disk) == (state.uses_ram, state.uses_disk)
+            assert (segment in self.ram_of(segment), segment in self.disk) == (state.uses_ram, state.uses_disk)
             assert parent is None or parent.rank > segment.rank, "would be evicted before its child"
             assert not (state.uses_disk and is_private(segment.namespace))
             is_written = parent is not None and parent.state.uses_disk and parent.state is not S.WRITING
+            # A checkpoint's file refers to that of the segment which its parent replaces, until that is written.
+            is_written |= segment.is_checkpoint and parent is not None and bool(parent.replaces)
             assert not state.uses_disk or segment.start == 0 or is_written, "on disk without its parent"
             assert (segment.number in self.busy) == (state in _BUSY)
             assert (segment.number in self.unreadable) == (state is S.UNREADABLE)
@@ -319,14 +349,17 @@ class SegmentTiers:
             self.transition(oldest, E.EVICT_RAM)
         return True
 
-    def _on_save_failed(self, number: int) -> None:
-        """Drop a segment that the backend had no memory for, and offload nothing for a while.
+    def _on_save_failed(self, numbers: frozenset[int]) -> None:
+        """Drop segments that the backend had no memory for, and offload nothing for a while.
 
-        Its children stay, and are found again once the gap is filled. A number that RAM does not have belongs to a
-        slot that was to be saved to a file.
+        Their children stay, and are found again once the gap is filled. A number that RAM does not have belongs to
+        a slot that was to be saved to a file.
         """
         self.saves_again_at = self.now + RETRY_DELAY_S
-        segment = self.ram.get(number)
-        if segment is not None:
-            self.transition(segment, E.DROP)
-            self._freed.remove(number)  # the backend never had it
+        for number in numbers:
+            segment = self.ram.get(number) or self.checkpoints.get(number)
+            if segment is not None:
+                self.transition(segment, E.DROP)
+        self.drop_lost()
+        # The backend never had them.
+        self._freed = [each for each in self._freed if each not in numbers]

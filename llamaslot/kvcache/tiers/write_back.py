@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING
 
 from llamaslot.base.namespaces import is_private
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.segment import Segment
+from llamaslot.kvcache.segment import Checkpoint, Segment
 from llamaslot.kvcache.segment import SegmentEvent as E
 from llamaslot.kvcache.segment import SegmentState as S
-from llamaslot.kvcache.tiers.disk_io import Erase, SegmentMeta, Write, WriteTotals, path_digest
+from llamaslot.kvcache.tiers.disk_io import Erase, Reparent, SegmentMeta, Write, WriteTotals, path_digest
 from llamaslot.kvcache.tiers.disk_pacing import WriteBudget, WriteQueue
 
 if TYPE_CHECKING:
     from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
+_BUSY = frozenset({S.READING, S.WRITING})
 _MAX_WRITES = 2
 """Writes at a time: which segment comes next is chosen as late as possible."""
 MAX_DIRTY_FRACTION = 0.25
@@ -54,7 +55,7 @@ class WriteBack:
     @property
     def has_backlog(self) -> bool:
         """True if more than `MAX_DIRTY_FRACTION` of RAM is dirty: offloading more would evict dirty segments."""
-        n_bytes = sum(segment.n_bytes for segment in (*self._queue, *self.writing))
+        n_bytes = sum(each.n_bytes for each in (*self._queue, *self.writing) if not each.is_checkpoint)
         is_too_much = n_bytes > self._tiers.ram.capacity * MAX_DIRTY_FRACTION
         return is_too_much and not self._queue.is_paused(self._tiers.now)
 
@@ -100,6 +101,11 @@ class WriteBack:
         if segment.state is S.DIRTY:
             self._queue.put(segment)
         elif segment.state is S.DROPPED:
+            if segment.replaces:
+                # Their files refer to those that are erased now.
+                for each in segment.children:
+                    if each.is_checkpoint and each.state.uses_disk and each.state not in _BUSY:
+                        self._tiers.transition(each, E.EVICT_DISK)
             self._erase_replaced(segment)
 
     def on_written(self, segment: Segment | None, *, ok: bool) -> None:
@@ -116,9 +122,14 @@ class WriteBack:
         self._tiers.counters.written_tokens += segment.n_tokens
         self._tiers.counters.disk.written_bytes += segment.n_bytes
         self._tiers.counters.disk.total_written_bytes += segment.n_bytes
+        checkpoints = tuple(each.number for each in segment.children if each.is_checkpoint and each.state.uses_disk)
+        if segment.replaces and checkpoints:
+            self._tiers.add_job(Reparent(checkpoints, segment.number))
         self._erase_replaced(segment)
         for child in segment.children:
             self.queue(child)
+        if isinstance(segment, Checkpoint):
+            self._thin(segment)
 
     def trim(self) -> None:
         """Evict from disk what exceeds its budget, or that of an API key."""
@@ -141,6 +152,8 @@ class WriteBack:
         if not self._tiers.disk.capacity or is_private(segment.namespace):
             return False
         if segment.is_one_shot and not self._writes_one_shots:
+            return False
+        if isinstance(segment, Checkpoint) and not (segment.is_fork or segment.is_deepest):
             return False
         parent = segment.parent
         return segment.start == 0 or (
@@ -180,6 +193,12 @@ class WriteBack:
         self._tiers.add_job(Write(meta, self._budget.n_used))
         return True
 
+    def _thin(self, checkpoint: Checkpoint) -> None:
+        """Evict the checkpoint above one that is written now, unless it is a fork."""
+        above = checkpoint.above
+        if above is not None and above.state.uses_disk and above.state not in _BUSY and not above.is_fork:
+            self._tiers.transition(above, E.EVICT_DISK)
+
     def _erase_replaced(self, segment: Segment) -> None:
         if segment.replaces:
             self._tiers.add_job(Erase(tuple(segment.replaces)))
@@ -190,6 +209,6 @@ class WriteBack:
 
 def _may_evict(segment: Segment, gone: Sequence[Segment] = ()) -> bool:
     """True if a segment may be evicted from disk, once those that are `gone` have been."""
-    if segment.state in (S.READING, S.WRITING) or segment in gone:
+    if segment.state in _BUSY or segment in gone:
         return False
     return all(child in gone for child in segment.children if child.state.uses_disk or child.replaces)

@@ -1,0 +1,165 @@
+"""Checkpoints: which partial states are copied to host memory, and which are dropped.
+
+1. The scheduler has them taken where a step of a prompt ends (`scheduler/checkpoint_stops.py`).
+2. A sequence that is about to lose its last token, and with it its state, gets one first (`take_at_end`).
+3. Over its budget of bytes, or of checkpoints on a path, one is evicted: first one that is neither a fork nor the
+   deepest of its path, else the least recently used. One that is about to be restored stays.
+
+`restoring.py` has what they are for.
+"""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from llamaslot.base.kv_ops import Take
+from llamaslot.base.namespaces import is_private
+from llamaslot.base.stats import CheckpointStats
+from llamaslot.kvcache.cache_settings import CheckpointSettings
+from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.segment import Checkpoint, SegmentEvent, checkpoints_on
+from llamaslot.kvcache.sequences import Sequences
+from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
+
+
+class Checkpoints:
+    """Checkpoints of one tree, within a budget of bytes. Where no model has a partial state, there are none."""
+
+    def __init__(
+        self, tree: RadixTree, sequences: Sequences, settings: CheckpointSettings, tiers: SegmentTiers
+    ) -> None:
+        self.settings = settings
+        self.has_states = sequences.states.has_states
+        """True for a model with a partial state."""
+        self.restoring: dict[int, Checkpoint] = {}
+        """By sequence the checkpoint that is about to be restored into it."""
+        self._counters = CheckpointStats()
+        self._tree = tree
+        self._sequences = sequences
+        self._tiers = tiers
+
+    @property
+    def stats(self) -> CheckpointStats:
+        """What there is in RAM, and counters since the start."""
+        lru = self._tiers.checkpoints
+        return structs.replace(self._counters, total_bytes=lru.capacity, used_bytes=lru.n_bytes, count=len(lru))
+
+    def is_live(self, seq: int) -> bool:
+        """Return True if a sequence can be decoded."""
+        return self._sequences.states.is_live(seq)
+
+    def has(self, seq: int) -> bool:
+        """Return True if there is a checkpoint behind the last token of a sequence."""
+        node = self._tree.end_node(seq)
+        return node is not None and node.checkpoint is not None
+
+    def positions(self, seq: int) -> list[int]:
+        """Positions of the checkpoints on the path of a sequence, the deepest first."""
+        return [each.end for each in checkpoints_on(self._sequences.end(seq))]
+
+    def can_take(self, n: int) -> bool:
+        """Return True if a checkpoint behind `n` tokens is likely to be taken where it is due."""
+        is_possible = self.settings.size.of(n) <= self._tiers.checkpoints.capacity
+        return is_possible and self._tiers.now >= self._tiers.saves_again_at
+
+    def take(self, seq: int, *, may_evict: bool = True) -> Checkpoint | None:
+        """Take a checkpoint of a live sequence, unless its node has one; returns it, None if there is no room.
+
+        Without `may_evict` it gets room that is free.
+        """
+        node = self._sequences.end(seq)
+        if node.checkpoint is not None:
+            self._tiers.touch(node.checkpoint.path_from_root)
+            return node.checkpoint
+        n_bytes = self.settings.size.of(node.end)
+        lru = self._tiers.checkpoints
+        has_room = lru.n_bytes + n_bytes <= lru.capacity or (may_evict and self.evict_for(n_bytes))
+        if not has_room or not self.can_take(node.end):
+            return None
+        checkpoint = self._tiers.add_checkpoint(node, n_bytes)
+        self._sequences.operations.append(Take(checkpoint.number, seq, node.end))
+        self._counters.taken += 1
+        self._thin_path(node)
+        return checkpoint
+
+    def take_at_end(self, seq: int) -> bool:
+        """Take a checkpoint of an idle sequence before it loses its state, if it may be wanted again.
+
+        Its last token must stay cached, for else the checkpoint is dropped with it. Returns True if one was taken.
+        """
+        node = self._tree.end_node(seq)
+        if not self.has_states or node is None or node.is_root or not self.is_live(seq):
+            return False
+        has_other = any(other != seq and self.is_live(other) for other in node.end_of)
+        if has_other or is_private(node.namespace) or self._is_near(node):
+            return False
+        return self.take(seq, may_evict=not node.is_one_shot) is not None
+
+    def take_at_idle_ends(self) -> int:
+        """Take a checkpoint of one idle sequence ahead of time; returns how many were taken."""
+        idle = (seq for seq in self._sequences.all if self._sequences.in_use(seq) and not self._tree.is_pinned(seq))
+        return int(any(map(self.take_at_end, idle)))
+
+    def count_restored(self) -> None:
+        """Count a checkpoint that was restored."""
+        self._counters.restored += 1
+
+    def evict_for(self, n_bytes: int) -> bool:
+        """Evict checkpoints from RAM until there is room for one; False if those that have to stay leave none."""
+        self._tiers.drop_lost()
+        lru = self._tiers.checkpoints
+        excess = lru.n_bytes + n_bytes - lru.capacity
+        if excess <= 0:
+            return True
+        if n_bytes > lru.capacity:
+            return False
+        pinned = {*self.restoring.values(), *self._tiers.busy.values()}
+        everything = [each for each in lru if isinstance(each, Checkpoint)]
+        interior = {above for each in everything if (above := each.above) is not None and not above.is_fork}
+        order = sorted(everything, key=lambda each: (each not in interior, each.rank))
+        for each in order:
+            if excess <= 0:
+                break
+            if each not in pinned:
+                excess -= each.n_bytes
+                self._evict(each)
+        return excess <= 0
+
+    def keep_budget(self, fraction: float) -> None:
+        """Evict from RAM what exceeds a fraction of the budget, since memory is short."""
+        lru = self._tiers.checkpoints
+        lru.capacity = int(fraction * self.settings.ram_bytes)
+        self.evict_for(0)
+        lru.capacity = max(lru.capacity, lru.n_bytes)
+
+    # --- inside ---
+
+    def _is_near(self, node: Node) -> bool:
+        """True if a checkpoint lies so little above the end of a path that another one is not worth taking."""
+        above = next(iter(checkpoints_on(node)), None)
+        return above is not None and node.end - above.end < self.settings.min_end_gap
+
+    def _thin_path(self, node: Node) -> None:
+        """Evict one checkpoint of a path that has too many: the one whose neighbours are closest together.
+
+        Distances count in relation to that from the end of the path, so the others get further apart towards the
+        root. Forks, the deepest one, and what is about to be restored stay.
+        """
+        path = [each for each in checkpoints_on(node) if each.state.is_loadable]
+        if len(path) <= self.settings.max_on_path:
+            return
+        pinned = {*self.restoring.values(), *self._tiers.busy.values()}
+        bounds = [*(each.end for each in path), 0]
+        sparable = [
+            ((bounds[i - 1] - bounds[i + 1]) / (bounds[0] - bounds[i + 1]), each)
+            for i, each in enumerate(path)
+            if i and each not in pinned and not each.is_fork
+        ]
+        candidates = sparable or [(each.last_used, each) for each in path[1:] if each not in pinned]
+        if candidates:
+            self._evict(min(candidates, key=lambda item: item[0])[1])
+
+    def _evict(self, checkpoint: Checkpoint) -> None:
+        self._tiers.transition(checkpoint, SegmentEvent.EVICT_RAM)
+        self._counters.evicted += 1

@@ -1,0 +1,209 @@
+"""Restoring partial states: from where a cached prefix can be continued, and how a slot gets there.
+
+Some models have a partial state besides the KV of every token (`base/kv_ops.py`). A path of theirs can be continued
+only from a *restore point*: a node that has a checkpoint, or in which a live sequence ends.
+
+    [system prompt, 1,600]*-+-[Ann, 40]-[answer]    seq 0, live: a restore point
+                            +-[Bob, 35]*-[answer]   seq 1, stateless: not one, but its node above is
+                                                    * checkpoint
+
+1. A match is cut to the deepest restore point (`cut`); the tokens between both are computed again.
+2. A slot gets the cells and segments of the path up to there, and then the state (`begin`, `finish`).
+3. If they end before that, it falls back to a restore point above (`fall_back`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from llamaslot.kvcache.match import Match, SegmentPart
+from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.offload.checkpoints import Checkpoints
+from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.segment import Checkpoint, SegmentState, checkpoints_on
+from llamaslot.kvcache.sequences import Sequences
+from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
+
+
+class Restorer:
+    """Gives sequences their states. Where no model has a partial state, it does nothing.
+
+    `min_restored` is the number of tokens that take as long to compute as a checkpoint takes to restore.
+    """
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        sequences: Sequences,
+        tiers: SegmentTiers,
+        checkpoints: Checkpoints,
+        *,
+        min_restored: int,
+    ) -> None:
+        self._tree = tree
+        self._sequences = sequences
+        self._tiers = tiers
+        self._checkpoints = checkpoints
+        self._min_restored = min_restored
+        self._has_states = checkpoints.has_states
+        self._goals = checkpoints.restoring
+        """By sequence the checkpoint that it gets once it holds all tokens before it."""
+
+    # --- lookups ---
+
+    def lacks_state(self, seq: int) -> bool:
+        """Return True if a running sequence has to be given a state, or more, before it is decoded."""
+        return self._has_states and (self._goal(seq) is not None or not self._checkpoints.is_live(seq))
+
+    def cut(self, match: Match, worth_loading: Callable[[Match], Sequence[SegmentPart]]) -> Match:
+        """Return a match up to its deepest restore point; `worth_loading` returns the segments of one to load."""
+        parts = worth_loading(match)
+        n_covered = parts[-1].end if parts else match.n_resident
+        if not self._has_states:
+            return replace(match, n_cached=n_covered) if parts else match
+        for node in self._restore_points(match, n_covered):
+            n = node.end
+            parts = worth_loading(replace(match, parts=match.parts_until(n))) if n > match.n_resident else ()
+            if n <= match.n_resident or (parts and parts[-1].end == n):
+                return replace(match.cut(n, tuple(parts)), n_without_state=n_covered - n)
+        return replace(match.cut(0, ()), n_without_state=n_covered)
+
+    # --- a sequence gets a state ---
+
+    def begin(self, seq: int, n_own: int, match: Match) -> None:
+        """Prepare that `seq`, which keeps `n_own` of its tokens, gets the matched tokens and the state behind them.
+
+        Call before anything is changed.
+        """
+        if not self._has_states:
+            return
+        length = self._tree.length(seq)
+        self._goals.pop(seq, None)
+        if match.n_cached and not (n_own == length == match.n_cached and self._checkpoints.is_live(seq)):
+            node = self._restore_points(match, match.n_cached)[0]
+            donor = self._live_end(node)
+            # A copy of all that a live sequence holds forks its recurrent state.
+            forks = donor is not None and self._sequences.states.forks and n_own < node.end <= match.n_resident
+            checkpoint = node.checkpoint
+            if checkpoint is not None and not self._is_readable(checkpoint):
+                self._tiers.drop([checkpoint])
+                checkpoint = None
+            if checkpoint is None and donor is not None and not forks:
+                checkpoint = self._checkpoints.take(donor)
+            if checkpoint is not None and not forks:
+                self._goals[seq] = checkpoint
+                self._tiers.touch(checkpoint.path_from_root)
+                if n_own == length and match.parts:
+                    # What is loaded ends its state, and may not reach the goal.
+                    self._checkpoints.take_at_end(seq)
+
+    def may_load(self, seq: int) -> bool:
+        """Return True if a running sequence may be extended by what others have, or segments.
+
+        Without a state to be restored then it may not: it would lose its own.
+        """
+        return not self._has_states or self.lacks_state(seq)
+
+    def cut_to_goal(self, seq: int, match: Match) -> Match:
+        """Return a match of no more than a sequence needs before its state is restored."""
+        if not self._has_states:
+            return match
+        goal = self._goal(seq)
+        n = goal.end if goal is not None else self._tree.length(seq)
+        return match.cut(n, match.parts_until(n))
+
+    def finish(self, seq: int) -> None:
+        """Restore the state of a sequence if it holds all tokens before it now."""
+        goal = self._goal(seq)
+        if goal is not None and self._tree.length(seq) == goal.end and goal.state.is_loadable:
+            self._restore(seq, goal)
+            del self._goals[seq]
+
+    def is_reading(self, seq: int) -> bool:
+        """Return True if the checkpoint that a sequence waits for is being read from disk; starts to read it."""
+        goal, reader = self._goal(seq), self._tiers.reader
+        if goal is None or goal.state.is_loadable:
+            return False
+        if not goal.state.uses_ram and reader.may_read(goal):
+            if not reader.may_start:
+                return True
+            if self._checkpoints.evict_for(goal.n_bytes):
+                reader.start(goal)
+        return goal.state.uses_ram
+
+    def fall_back(self, seq: int) -> None:
+        """Drop the goal of a sequence: unless it is live, truncate it to the deepest checkpoint on its path, or
+        empty it.
+        """
+        self._goals.pop(seq, None)
+        if self._checkpoints.is_live(seq):
+            return
+        on_path = checkpoints_on(self._sequences.end(seq))
+        found = next((each for each in on_path if each.state.is_loadable), None)
+        if found is not None:
+            self._restore(seq, found)
+        else:
+            self._sequences.empty(seq)
+
+    def cancel(self, seq: int) -> None:
+        """Record that a sequence is no longer waiting for its state."""
+        self._goals.pop(seq, None)
+
+    def fail(self, starts: Mapping[int, int]) -> None:
+        """Record that a step failed, whose sequences held `starts` tokens before it."""
+        if not self._has_states:
+            return
+        sequences = self._sequences
+        sequences.states.fail(starts, {seq: self._tree.length(seq) for seq in sequences.all})
+        self._tree.version += 1
+
+    def on_restore_failed(self, number: int) -> None:
+        """Drop a checkpoint that could not be restored, so that it is not tried again and again."""
+        checkpoint = self._tiers.checkpoints.get(number)
+        if checkpoint is not None:
+            self._tiers.drop([checkpoint])
+
+    def check(self) -> None:
+        """Verify all invariants while no operation is pending; raises `AssertionError`."""
+        assert not self._tree.lost_checkpoints
+        for seq, goal in self._goals.items():
+            assert self._tree.is_pinned(seq)
+            assert self._tree.length(seq) <= goal.end
+
+    # --- inside ---
+
+    def _goal(self, seq: int) -> Checkpoint | None:
+        """The checkpoint that a sequence waits for, unless it was dropped meanwhile."""
+        goal = self._goals.get(seq)
+        if goal is not None and goal.state is SegmentState.DROPPED:
+            del self._goals[seq]
+            return None
+        return goal
+
+    def _restore_points(self, match: Match, n_covered: int) -> list[Node]:
+        """The nodes from which the first `n_covered` tokens can be continued, the deepest first."""
+        found = [
+            node
+            for node in match.matched_end.path_to_root()
+            if node.end <= n_covered and (self._is_readable(node.checkpoint) or self._live_end(node) is not None)
+        ]
+        if match.public_end is not None:
+            public = checkpoints_on(match.public_end)
+            found += [each.node for each in public if each.end <= n_covered and self._is_readable(each)]
+            found.sort(key=lambda node: -node.end)
+        return [node for node in found if node.end >= self._min_restored or self._live_end(node) is not None]
+
+    def _is_readable(self, checkpoint: Checkpoint | None) -> bool:
+        """True if a checkpoint can be restored, now or once it is read from disk."""
+        if checkpoint is None or self._tiers.now < self._tiers.loads_again_at:
+            return False
+        return checkpoint.state.is_loadable or self._tiers.reader.may_read(checkpoint)
+
+    def _live_end(self, node: Node) -> int | None:
+        return next((seq for seq in node.end_of if self._checkpoints.is_live(seq)), None)
+
+    def _restore(self, seq: int, checkpoint: Checkpoint) -> None:
+        self._tiers.touch(checkpoint.path_from_root)
+        self._sequences.restore(seq, checkpoint.number, checkpoint.end)
+        self._checkpoints.count_restored()

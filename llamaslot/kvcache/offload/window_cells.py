@@ -1,0 +1,74 @@
+"""Cells of layers with a sliding window, where they may be too few for the windows of all sequences.
+
+llama.cpp gives these layers a window for each sequence and a micro-batch, but no more cells than the pool has. In a
+small pool they run out before the cells of the other layers do, because sequences share the latter but each live
+one has its own window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.offload.checkpoints import Checkpoints
+from llamaslot.kvcache.offload.offloader import Offloader
+from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.sequences import Sequences
+
+
+@dataclass(eq=False)
+class WindowCells:
+    """Counts these cells, and evicts the windows of idle sequences."""
+
+    _tree: RadixTree
+    _sequences: Sequences
+    _checkpoints: Checkpoints
+    _offloader: Offloader
+    _settings: CacheSettings
+
+    @property
+    def n_free(self) -> int | None:
+        """Free cells, without the one that saving a segment takes; None where they always suffice."""
+        chosen = self._settings.checkpoints
+        if chosen.n_window_cells is None:
+            return None
+        lengths = {seq: self._tree.length(seq) for seq in self._sequences.all}
+        # One that has lost its state keeps a single cell.
+        used = sum(min(n, chosen.n_swa if self._checkpoints.is_live(seq) else 1) for seq, n in lengths.items())
+        return chosen.n_window_cells - 1 - used
+
+    def limit(self, n_tokens: int, n_granted: int = 0) -> int:
+        """Return how many of `n_tokens` a step may compute besides those that it was granted."""
+        free = self.n_free
+        return n_tokens if free is None else max(0, min(n_tokens, free - n_granted))
+
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """True if sequences of these lengths can run side by side."""
+        chosen = self._settings.checkpoints
+        if chosen.n_window_cells is None:
+            return True
+        n_used = sum(min(n, chosen.n_swa) for n in lengths)
+        # One cell for each other sequence and for saving, and one of each running one for its next token.
+        return n_used + self._settings.n_seqs + len(lengths) <= chosen.n_window_cells
+
+    def evict(self, n_cells: int, kept: Container[int] = ()) -> None:
+        """Evict idle sequences but the kept ones, least recently used first, until so many cells are free."""
+        sequences = self._sequences
+        for seq in sorted(sequences.all, key=sequences.rank):
+            free = self.n_free
+            if free is None or free >= n_cells:
+                return
+            is_idle = self._tree.length(seq) > 0 and not self._tree.is_pinned(seq)
+            if is_idle and self._checkpoints.is_live(seq) and seq not in kept:
+                end = sequences.end(seq).end
+                self._offloader.offload_evicted(seq, end - sequences.n_own(seq), end)
+                if sequences.is_covered(seq):
+                    self._checkpoints.take_at_end(seq)
+                sequences.clear(seq)
+
+    def evict_for(self, match: Match) -> None:
+        """Evict windows for that of a match, but none of sequences on its path."""
+        on_path = {seq for node in match.resident_end.path_to_root() for seq in node.end_of}
+        self.evict(min(match.n_cached, self._settings.checkpoints.n_swa), kept=on_path)

@@ -1,0 +1,74 @@
+"""Taking checkpoints of running requests: where each of them stops, and which are due before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from llamaslot.kvcache.cache import KVCache
+from llamaslot.scheduler.checkpoint_stops import prompt_stops
+from llamaslot.scheduler.request import Request
+
+
+class CheckpointTaker:
+    """Chooses stops, and takes what is due at them. Without a partial state it does nothing.
+
+    `control` are the ids of control tokens: a message begins or ends at each of them.
+    """
+
+    def __init__(self, cache: KVCache, control: Collection[int], n_ctx_slot: int) -> None:
+        self._cache = cache
+        self._control = np.array(sorted(control), dtype=np.int32)
+        self._n_ctx_slot = n_ctx_slot
+
+    def choose_stops(self, request: Request) -> None:
+        """Choose where an admitted request stops for checkpoints that later ones may continue from."""
+        checkpoints = self._cache.checkpoints
+        if not checkpoints.has_states or request.is_private:
+            return
+        positions = checkpoints.positions(request.slot)
+        request.stops = prompt_stops(
+            request.tokens.view(),
+            start=request.n_cached_at_admission,
+            matched=request.match.n_matched if request.match is not None else 0,
+            existing=positions,
+            control=self._control,
+            settings=checkpoints.settings,
+            n_ctx_slot=self._n_ctx_slot,
+        )
+        length = self._cache.length(request.slot)
+        is_far = length - max(positions, default=0) >= checkpoints.settings.step_tokens
+        if length == request.n_cached_at_admission and is_far:
+            # It continues from a sequence's end, and so moves the state on.
+            request.stops.add(length)
+
+    def take_due(self, ready: Sequence[Request], queue: Sequence[Request]) -> list[Request]:
+        """Take the checkpoints that are due, as many as streams allow; returns the requests that may go on.
+
+        `queue` are the requests that wait.
+        """
+        checkpoints = self._cache.checkpoints
+        if not checkpoints.has_states:
+            return list(ready)
+        n_left = self._cache.settings.max_takes_in_gap if self._cache.has_streams else None
+        # What does not fit into this gap waits for the next one; what never fits is not taken.
+        may_wait = n_left != 0
+        go_on = []
+        for request in ready:
+            is_due = self._is_due(request, queue) and not checkpoints.has(request.slot)
+            if is_due and n_left == 0:
+                if may_wait:
+                    continue
+            elif is_due:
+                is_one_shot = request.is_one_shot(self._cache.settings.one_shot_tokens)
+                checkpoints.take(request.slot, may_evict=not is_one_shot)
+                n_left = None if n_left is None else n_left - 1
+            go_on.append(request)
+        return go_on
+
+    def _is_due(self, request: Request, queue: Sequence[Request]) -> bool:
+        """True at a stop, and behind a prompt of which other choices wait for a slot."""
+        length, group = self._cache.length(request.slot), request.submit.group
+        has_choices = bool(group) and any(other.submit.group == group for other in queue)
+        return request.stops.has(length) or (length == request.n_prompt and has_choices)
