@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from llamaslot.kvcache.tiers.disk_io import CancelReads, Erase, Job, MarkUsed, Read, SegmentMeta, Write
+from llamaslot.kvcache.tiers.disk_io import CancelReads, Erase, Job, MarkUsed, Read, Reparent, SegmentMeta, Write
 
 Path = tuple[int, ...]
 
@@ -15,7 +17,7 @@ class FakeDisk:
     def __init__(self) -> None:
         self.metas: dict[int, SegmentMeta] = {}
         """The least recently used first."""
-        self.writes: list[Write | Erase | MarkUsed] = []
+        self.writes: list[Write | Erase | MarkUsed | Reparent] = []
         self.reads: list[int] = []
         self.first_number = 0
 
@@ -39,6 +41,10 @@ class FakeDisk:
                 self.first_number = max(self.first_number, job.meta.number + 1)
             return job
         for number in job.numbers:
+            if isinstance(job, Reparent):
+                if number in self.metas:
+                    self.metas[number] = replace(self.metas[number], parent=job.parent)
+                continue
             meta = self.metas.pop(number, None)
             if isinstance(job, MarkUsed) and meta is not None:
                 self.metas[number] = meta

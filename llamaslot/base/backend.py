@@ -195,12 +195,12 @@ class Backend(Protocol):
         """Positions that a sequence holds, from the lowest to the highest."""
 
     def kv_of(self, segment: int) -> Kv | None:
-        """KV of a segment in host memory, None without one; may be called from any thread."""
+        """Bytes of a segment or checkpoint in host memory, None without one; may be called from any thread."""
 
     def put(self, segment: int, start: int, end: int, state: Kv) -> None:
         """Add a segment, with a number that is not in use, of KV that an earlier process saved; from any thread.
 
-        Raises `ValueError` if `state` does not have the size of `end - start` tokens.
+        With `start` at `end` it is a checkpoint. Raises `ValueError` if `state` does not have the size of either.
         """
 
     def decode(self, runs: Sequence[Run]) -> Decoded:

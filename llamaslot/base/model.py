@@ -93,6 +93,21 @@ class CheckpointSize(msgspec.Struct, frozen=True):
         """Bytes behind `end` tokens; one cell less once another sequence has taken the oldest cell of a window."""
         return self.fixed + self.per_cell * min(end, self.n_swa)
 
+    def all_of(self, end: int) -> tuple[int, ...]:
+        """All that the bytes behind `end` tokens may be."""
+        return tuple({self.of(end), self.of(end) - self.per_cell})
+
+
+class CheckpointLimits(msgspec.Struct, frozen=True):
+    """Limits of checkpoints, from flags and from the memory that was free at start."""
+
+    ram_bytes: int
+    """Host memory for all of them."""
+    on_path: int
+    """Checkpoints of one conversation at most."""
+    step: int
+    """Tokens between two of a long prompt."""
+
 
 class FimTokens(msgspec.Struct, frozen=True):
     """Token ids of fill-in-the-middle prompts; -1 for those that the vocabulary does not have."""
@@ -194,7 +209,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     reuse: bool
     """True if the KV of this model may be trimmed and continued."""
     reuse_reason: str = ""
-    """The reason where `reuse` is false."""
+    """The reason where `reuse` is false, and where there are no checkpoints, why not."""
     reuse_test: ReuseTest = ""
     """While the self-test is pending nothing may be reused, whatever `keeps_checkpoints` and `reuse` say."""
     reuse_test_reason: str = ""
@@ -234,6 +249,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Size of KV that is saved off the pool; None where nothing can be saved."""
     checkpoint_size: CheckpointSize | None = None
     """Size of checkpoints; None where none are taken."""
+    checkpoint_limits: CheckpointLimits | None = None
+    """Limits of checkpoints once the server has chosen them; None where none are taken."""
     kv_facts: str = ""
     """Everything but `kv_files` that KV depends on: KV saved under other facts must not be loaded."""
     kv_files: tuple[ModelFile, ...] = ()
@@ -242,3 +259,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Prompt tokens that a step may score, each with a row of logits; sampling has rows besides."""
     sizing: str = ""
     """Origin of the pool's size, for a person to read; empty where it was given."""
+
+    @property
+    def reuses(self) -> bool:
+        """True if prefixes of this model are reused: its KV can be trimmed, or checkpoints are taken."""
+        return self.reuse or self.keeps_checkpoints

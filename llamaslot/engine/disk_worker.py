@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Protocol
@@ -84,6 +85,8 @@ class DiskWorker:
                     self._submit(self._disk.erase, numbers)
                 case disk_io.MarkUsed(numbers):
                     self._submit(self._disk.mark_used, numbers)
+                case disk_io.Reparent(numbers, parent):
+                    self._submit(self._disk.reparent, numbers, parent)
                 case disk_io.CancelReads():
                     self._cancel_reads()
 
@@ -143,8 +146,9 @@ class DiskWorker:
             return
 
         def write() -> bool:
-            ok = self._disk.write(job.meta, kv)
-            self._disk.count_write(job.meta.n_bytes if ok else 0, job.budget_used_bytes)
+            # A checkpoint of a window may have one cell less than was reckoned with.
+            ok = self._disk.write(replace(job.meta, n_bytes=len(kv)), kv)
+            self._disk.count_write(len(kv) if ok else 0, job.budget_used_bytes)
             return ok
 
         future = asyncio.get_running_loop().run_in_executor(self._writer, write)

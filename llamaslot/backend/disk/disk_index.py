@@ -106,6 +106,11 @@ class DiskIndex:
         self._last_use += len(uses)
         self._change("UPDATE segments SET last_use = ? WHERE number = ?", uses)
 
+    def reparent(self, numbers: Iterable[int], parent: int) -> None:
+        """Change the parent of segments."""
+        changes = ((parent, number) for number in numbers)
+        self._change("UPDATE segments SET parent = ? WHERE number = ?", changes)
+
     def file_digest(self, path: str, version: str) -> bytes | None:
         """The digest that was added for this version of a model file."""
         query = "SELECT digest FROM file_digests WHERE (path, version) = (?, ?)"

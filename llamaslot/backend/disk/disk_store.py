@@ -228,6 +228,13 @@ class DiskStore:
         except INDEX_ERRORS as error:
             self._failures.add("disk.mark_used_failed", error)
 
+    def reparent(self, numbers: Sequence[int], parent: int) -> None:
+        """Record the parent of segments anew; those for which this fails are deleted at the next start."""
+        try:
+            self._index.reparent(numbers, parent)
+        except INDEX_ERRORS as error:
+            self._failures.add("disk.reparent_failed", error)
+
     def close(self) -> None:
         """Release the folder for other servers."""
         self._index.close()

@@ -32,7 +32,7 @@ from llamaslot.base.commands import Constraint
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.token_probs import TokenScore
-from llamaslot.base.model import CheckpointSize, ModelFile, ModelInfo, SegmentSize
+from llamaslot.base.model import CheckpointSize, ModelFile, ModelInfo, SegmentSize, StateKind
 from llamaslot.base.tokens import Tokens
 
 _MAX_VIEWS = 1024
@@ -86,11 +86,18 @@ class LlamaBackend:
         self._kv.change(operation)
 
     def kv_of(self, segment: int) -> kv_ops.Kv | None:
-        """Return the KV of a segment in host memory, None without one."""
-        return self._kv.segments.kv_of(segment)
+        """Return the bytes of a segment or checkpoint in host memory, None without one."""
+        kv = self._kv.segments.kv_of(segment)
+        return kv if kv is not None else self._kv.partial.kv_of(segment)
 
     def put(self, segment: int, start: int, end: int, state: kv_ops.Kv) -> None:
-        """Add a segment of KV that an earlier process saved."""
+        """Add a segment or checkpoint that an earlier process saved."""
+        if start == end:
+            checkpoint = self.info.checkpoint_size
+            if checkpoint is None or len(state) not in checkpoint.all_of(end):
+                raise ValueError(f"{len(state)} bytes are no checkpoint behind {end} tokens")
+            self._kv.put_checkpoint(segment, end, state)
+            return
         size = self.info.segment_size
         if size is None or len(state) != size.of(end - start):
             raise ValueError(f"{len(state)} bytes are not {end - start} tokens")
@@ -341,7 +348,8 @@ class LlamaBackend:
         segment, checkpoint = (SegmentSize(2 * one - two, two - one) for one, two in (segments, checkpoints))
         self.info = msgspec.structs.replace(
             info,
-            segment_size=segment if info.flash_attn else None,
+            # A model without attention has no V that could be transposed.
+            segment_size=segment if info.flash_attn or info.state.kind is StateKind.RECURRENT else None,
             checkpoint_size=CheckpointSize(checkpoint.fixed, checkpoint.per_token, info.state.n_swa)
             if info.keeps_checkpoints
             else None,

@@ -74,6 +74,11 @@ class KvOperations:
             case kv_ops.Free(segment):
                 self.segments.free(segment)
 
+    def put_checkpoint(self, number: int, end: int, state: kv_ops.Kv) -> None:
+        """Add a checkpoint behind `end` tokens that an earlier process took."""
+        self.partial.put(number, state)
+        self.states.checkpoints[number] = end
+
     def length(self, seq: int) -> int:
         """Return the recorded length of a sequence; raises `IllegalCallError` for an unknown id."""
         kv_ops.check_seq(seq, len(self.lengths))

@@ -43,6 +43,14 @@ class PartialStates:
         n_bytes: int = llama_cpp.llama_state_seq_get_size_ext(self._context, seq, _PARTIAL)
         return n_bytes
 
+    def kv_of(self, checkpoint: int) -> Kv | None:
+        """Return the bytes of a checkpoint, None if there is no such checkpoint."""
+        return self._states.get(checkpoint)
+
+    def put(self, checkpoint: int, state: Kv) -> None:
+        """Add a checkpoint."""
+        self._states[checkpoint] = state
+
     def take(self, operation: Take) -> None:
         """Save the state of a sequence as a checkpoint; raises `NotSavedError` if the host has no memory for it."""
         try:
