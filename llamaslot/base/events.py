@@ -13,6 +13,7 @@ import msgspec
 
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.generation.token_probs import TokenProbs
+from llamaslot.base.model import ModelInfo
 from llamaslot.base.prompt import SessionMatch
 from llamaslot.base.stats import Miss
 
@@ -169,8 +170,14 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     reason: str
 
 
-Event: TypeAlias = Accepted | Output | Finished | Failed | Cancelled | Reply | Stopped
+class ReuseTested(msgspec.Struct, frozen=True, tag="reuse_tested"):
+    """The self-test of reuse has ended, and with it changed what is known of the model."""
+
+    info: ModelInfo
+
+
+Event: TypeAlias = Accepted | Output | Finished | Failed | Cancelled | Reply | ReuseTested | Stopped
 """Events for the service."""
-EngineEvent: TypeAlias = Started | Output | Finished | Failed | Cancelled | Reply | Stopped
+EngineEvent: TypeAlias = Started | Output | Finished | Failed | Cancelled | Reply | ReuseTested | Stopped
 """Events of the engine, for the dispatcher."""
 TERMINAL = (Finished, Failed, Cancelled)

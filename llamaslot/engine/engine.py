@@ -20,14 +20,11 @@ import structlog
 
 from llamaslot.base import commands
 from llamaslot.base.backend import Backend, Status
-from llamaslot.base.commands import CacheCleared
 from llamaslot.base.errors import (
     InvalidRequestError,
     LlamaslotError,
-    NotFoundError,
     NotSupportedError,
     ServerError,
-    UnavailableError,
     stopped_error,
 )
 from llamaslot.base.events import Cancelled, EngineEvent, Failed, Generated, Reply, Started, Stopped
@@ -35,11 +32,13 @@ from llamaslot.base.namespaces import PUBLIC_SALT
 from llamaslot.base.tokens import packed
 from llamaslot.engine.constraint_worker import ConstraintWorker
 from llamaslot.engine.disk_worker import Disk, DiskWorker
+from llamaslot.engine.drop_actions import DropActions
 from llamaslot.engine.engine_settings import EngineSettings, cache_settings
 from llamaslot.engine.memory_watch import MemoryWatch, ReadMemory
 from llamaslot.engine.model_worker import Worker, model_thread
 from llamaslot.engine.reply_stream import ReplyStream, prefill_events
 from llamaslot.engine.reports import REPORTED, Reports, Respond
+from llamaslot.engine.reuse_test import ReuseTest
 from llamaslot.engine.slot_actions import SlotActions
 from llamaslot.engine.step_watch import StepWatch
 from llamaslot.kvcache.pools.slot_snapshot import SnapshotStore
@@ -90,6 +89,7 @@ class Engine:
             info,
             sizes,
             eog=backend.vocab.eog,
+            control=set(backend.vocab.named_tokens.values()) - set(backend.vocab.added_tags.values()),
             on_disk=on_disk,
             first_number=disk.first_number if disk is not None else 0,
         )
@@ -105,10 +105,11 @@ class Engine:
         self._read_memory = read_memory
         self._reports = Reports(self.scheduler, backend.vocab)
         self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
+        drops = DropActions(self.scheduler.cache, self._disk, settings.lacks_disk)
         self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {
-            commands.DropPaths: self._between_steps(self._drop_paths),
+            commands.DropPaths: self._between_steps(drops.drop_paths),
             commands.SlotAction: self._between_steps(self._slot_actions.handle),
-            commands.ClearCache: self._between_steps(self._clear_cache),
+            commands.ClearCache: self._between_steps(drops.clear),
             **dict.fromkeys(REPORTED, self._between_steps(self._reports.respond)),
         }
         self._replies: dict[str, ReplyStream] = {}
@@ -119,6 +120,7 @@ class Engine:
         self._stopping = False
         self._is_closed = False
         self._is_checked = False
+        self._reuse_test = ReuseTest(backend)
         self._n_arrived = 0
         self._n_fatal = 0
         """Requests that failed with `Status.FATAL` since a decode succeeded."""
@@ -194,6 +196,8 @@ class Engine:
         if not plan:
             if self._settings.debug_invariants and not self._is_checked:
                 await self._check_invariants()
+            if self._reuse_test.is_pending and not (self._inbox or self._replies or self._stopping):
+                await self._test_reuse()
             if not self._inbox and not self._stopping:
                 await self._sleep(self.scheduler.deadlines.idle)
             self._wake.clear()
@@ -264,6 +268,13 @@ class Engine:
         self._is_checked = True
         _log.debug("invariants.ok", cells_used=cache.cells.used)
 
+    async def _test_reuse(self) -> None:
+        self._watch.end()
+        busy = {"is_busy": lambda: bool(self._inbox), "is_stopping": lambda: self._stopping}
+        if (tested := await self._reuse_test.run(self._worker.call, **busy)) is not None:
+            self._outbox.append(tested)
+            self._flush()
+
     def _needs_plan(self) -> bool:
         """True if the next step needs a plan; called on the worker's thread."""
         until = self.scheduler.deadlines.running
@@ -293,8 +304,13 @@ class Engine:
             self._fail(command.submit.request_id, NotSupportedError(message, param="cache_public"))
             return
         self._n_arrived += 1
-        can_trim = self._backend.info.reuse
-        request = Request(command.submit, command.prompt, arrival=self._n_arrived, now=arrived, can_trim=can_trim)
+        request = Request(
+            command.submit,
+            command.prompt,
+            arrival=self._n_arrived,
+            now=arrived,
+            can_reuse=self.scheduler.cache.settings.reuses and self._reuse_test.allows_reuse,
+        )
         self.scheduler.submit(request)
         self._replies[request.id] = ReplyStream(request, self._backend.vocab)
 
@@ -358,35 +374,6 @@ class Engine:
 
     def _n_held(self, request: Request) -> int:
         return self.scheduler.cache.length(request.slot) if request.slot >= 0 else 0
-
-    def _clear_cache(self, _: commands.ClearCache, respond: Respond) -> None:
-        cleared = self.scheduler.cache.dropper.drop()
-        _log.info("cache.cleared", **msgspec.structs.asdict(cleared))
-        if self._disk is not None:
-            self._disk.start(self.scheduler.cache.take_jobs())
-            self._disk.clear_texts()
-        self._respond_when_written(respond, cleared)
-
-    def _drop_paths(self, query: commands.DropPaths, respond: Respond) -> None:
-        dropped = self.scheduler.cache.dropper.drop_paths(query.namespace, query.paths)
-        _log.info("session.dropped", **msgspec.structs.asdict(dropped))
-        if self._disk is not None:
-            self._disk.start(self.scheduler.cache.take_jobs())
-            self._disk.drop_session(query.session)
-        # The disk may still have a session that is unknown here, if it could not delete it before.
-        self._respond_when_written(respond, dropped if query.paths else NotFoundError("there is no such session"))
-
-    def _respond_when_written(self, respond: Respond, answer: CacheCleared | LlamaslotError) -> None:
-        """Respond once the disk has carried out all jobs so far, or with an error if it does not."""
-
-        def then(reason: str) -> None:
-            message = f"done in the pool and in RAM, but the disk (--cache-disk) {reason}"
-            respond(UnavailableError(message) if reason else answer)
-
-        if self._disk is not None:
-            self._disk.when_written(then)
-        else:
-            then("cannot be used: what it has stays there" if self._settings.lacks_disk else "")
 
 
 def _generated(live: ReplyStream) -> Generated | None:

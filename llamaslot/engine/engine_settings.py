@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llamaslot.base.backend import Backend
-from llamaslot.kvcache.cache_settings import CacheSettings
+from llamaslot.base.model import ModelInfo
+from llamaslot.kvcache.cache_settings import CacheSettings, CheckpointSettings
 from llamaslot.kvcache.tiers.disk_io import SegmentDisk
 
 
@@ -31,6 +32,12 @@ class EngineSettings:
     """Quotas of each API key in the RAM and disk tiers; 0 for none."""
     disk_bytes_per_day: int = 0
     """Bytes that may be written to disk a day; 0 for any number."""
+    checkpoint_bytes: int = 0
+    """Host memory for checkpoints of states that cannot be trimmed."""
+    checkpoints_on_path: int = 32
+    """Checkpoints of one conversation at most."""
+    checkpoint_step: int = 1024
+    """Distance of checkpoints in a long prompt, in tokens."""
     lacks_disk: bool = False
     """A disk is configured but cannot be used: what it has cannot be deleted."""
     debug_invariants: bool = False
@@ -46,6 +53,7 @@ def cache_settings(backend: Backend, settings: EngineSettings, disk: SegmentDisk
         n_seqs=backend.n_seqs,
         unified=info.unified,
         can_trim=info.reuse,
+        checkpoints=checkpoint_settings(info, backend.n_seqs, settings),
         one_shot_tokens=settings.one_shot_tokens,
         idle_cells=settings.idle_cells,
         offload_after=settings.offload_after,
@@ -62,4 +70,26 @@ def cache_settings(backend: Backend, settings: EngineSettings, disk: SegmentDisk
         load_us=cost.load_us if cost is not None else 0.0,
         gap_ms=settings.gap_ms,
         stream_copy_ms=info.stream_copy_ms,
+    )
+
+
+def checkpoint_settings(info: ModelInfo, n_seqs: int, settings: EngineSettings) -> CheckpointSettings:
+    """Settings of checkpoints for a model in a context of so many sequences.
+
+    Those of no checkpoints if it needs none or can have none.
+    """
+    size, cost = info.checkpoint_size, info.state_cost
+    if not info.keeps_checkpoints or size is None:
+        return CheckpointSettings()
+    n_window = info.state.n_window_cells
+    return CheckpointSettings(
+        kind=info.state.kind,
+        n_swa=info.state.n_swa,
+        n_window_cells=n_window if 0 < n_window < info.state.n_swa * n_seqs + info.n_ubatch else None,
+        size=size,
+        ram_bytes=settings.checkpoint_bytes,
+        max_on_path=settings.checkpoints_on_path,
+        step_tokens=settings.checkpoint_step,
+        take_ms=cost.take_ms if cost is not None else 0.0,
+        restore_ms=cost.restore_ms if cost is not None else 0.0,
     )

@@ -97,6 +97,12 @@ class SlotActions:
                 "flash attention"
             )
             respond(NotSupportedError(message))
+        elif self._cache.checkpoints.has_states and command.action != "erase":
+            message = (
+                "slots of this model cannot be saved or restored yet: a file would have the KV of its attention "
+                "layers only, not its sliding windows or recurrent state"
+            )
+            respond(NotSupportedError(message))
         elif not 0 <= command.slot < len(self._slots):
             message = f"there is no slot {command.slot}, only 0 to {len(self._slots) - 1}"
             respond(InvalidRequestError(message, param="id_slot"))

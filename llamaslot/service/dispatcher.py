@@ -34,6 +34,7 @@ from llamaslot.base.events import (
     Finished,
     Output,
     Reply,
+    ReuseTested,
     Started,
     Stopped,
 )
@@ -117,6 +118,9 @@ class Dispatcher:
             match event:
                 case Started():
                     self._started(event)
+                case ReuseTested(info):
+                    self._info = info
+                    self._outbox.append(event)
                 case Stopped():
                     self._refusal = stopped_error(event.reason)
                     self._end_all(self._refusal)

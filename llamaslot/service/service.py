@@ -46,6 +46,7 @@ from llamaslot.base.events import (
     Output,
     Progress,
     Reply,
+    ReuseTested,
     Stopped,
 )
 from llamaslot.base.model import ModelInfo
@@ -259,6 +260,9 @@ class Service:
                         generation.put(event)
                 case Reply():
                     self._resolve(event)
+                case ReuseTested(info):
+                    # The backend does not know the limits that the server has chosen.
+                    self.info = msgspec.structs.replace(info, checkpoint_limits=self.info.checkpoint_limits)
                 case Stopped():
                     self._engine_stopped(event)
                 case _:

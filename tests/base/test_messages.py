@@ -47,7 +47,7 @@ from llamaslot.base.generation.request_context import ReplyOptions, RequestConte
 from llamaslot.base.generation.responses import ListItems
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.base.generation.tools import ParserOptions, Tool, packed
-from llamaslot.base.model import Capabilities, ModelInfo, StateKind
+from llamaslot.base.model import Capabilities, CheckpointLimits, ModelInfo, StateKind
 from llamaslot.base.prompt import TokenizedPrompt
 from llamaslot.base.stats import CachePrefix, CacheState, CacheStats, CellStats, DiskStats, EngineState, SlotState
 from llamaslot.base.text_records import TextRecord
@@ -82,7 +82,16 @@ VALUES: dict[str, Any] = {
 }
 CACHE = CacheStats(cells=CellStats(total=64), disk=DiskStats(corrupt_files=3), miss_reasons={"cold": 2})
 PREFIX = CachePrefix(
-    parent=None, namespace=0, tokens=7, edge_tokens=7, hits=2, holders=(0, 5), pinned=True, last_used=1, text="a€"
+    parent=None,
+    namespace=0,
+    tokens=7,
+    edge_tokens=7,
+    hits=2,
+    holders=(0, 5),
+    pinned=True,
+    last_used=1,
+    checkpoint=64,
+    text="a€",
 )
 PROMPT_QUERIES = [
     Detokenize((3, 4)),
@@ -138,6 +147,9 @@ def example(kind: type[msgspec.Struct]) -> msgspec.Struct:
     values = {name: VALUES[name] for name in fields if name in VALUES}
     for name, field in fields.items():
         if field.required and name not in values:
+            if field.type is ModelInfo:
+                values[name] = msgspec.structs.replace(example(ModelInfo), sampling={"top_k": 5})
+                continue
             values[name] = {str: "s", int: 3, bool: True, "str": "s", "int": 3}[field.type]
     return kind(**values)
 
@@ -197,7 +209,8 @@ def test_the_completions_of_a_prompt_have_ids_and_seeds_of_their_own_and_one_gro
 
 def test_the_facts_about_a_model_come_back_equal() -> None:
     state = Capabilities(kind=StateKind.HYBRID_WINDOW, can_trim=False, n_swa=32, n_layers=4, n_attention_layers=2)
-    info = msgspec.structs.replace(example(ModelInfo), state=state, sampling={"top_k": 5})
+    limits = CheckpointLimits(2**20, 32, 1024)
+    info = msgspec.structs.replace(example(ModelInfo), state=state, sampling={"top_k": 5}, checkpoint_limits=limits)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=ModelInfo) == info
     assert msgspec.to_builtins(state)["kind"] == "hybrid_window"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from llamaslot.base.backend import Backend
 from llamaslot.base.commands import Cancel, Command, Query, QueryBody, Submit, TextPart
-from llamaslot.base.events import TERMINAL, Accepted, Event, Finished, Output, Reply, Stopped
+from llamaslot.base.events import TERMINAL, Accepted, Event, Finished, Output, Reply, ReuseTested, Stopped
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.engine_settings import EngineSettings
@@ -52,7 +52,7 @@ class LocalEngine:
         tokenizer = Tokenizer(
             backend.vocab,
             info.n_ctx_slot,
-            use_anchors=use_anchors and info.reuse and not info.adds_eos,
+            use_anchors=use_anchors and info.reuses and not info.adds_eos,
             min_match=settings.pop("session_min_match", 0.8),
             template=info.chat_template,
         )
@@ -65,7 +65,7 @@ class LocalEngine:
             info,
             template,
             grammars,
-            restoring=backend.vocab if restore and info.reuse else None,
+            restoring=backend.vocab if restore and info.reuses else None,
         )
         clock = {"clock": files["clock"]} if "clock" in files else {}
         self.dispatcher = Dispatcher(info, self.prompts, on_events, **clock)
@@ -210,6 +210,8 @@ class Harness:
         for event in events:
             if isinstance(event, Stopped):
                 self.stopped = event
+                continue
+            if isinstance(event, ReuseTested):
                 continue
             if isinstance(event, Reply):
                 self.replies[event.request_id].set_result(event)

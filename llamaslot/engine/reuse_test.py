@@ -1,0 +1,59 @@
+"""The self-test of reuse, where it took too long at load: run while nothing else is to be done.
+
+Until then nothing of the model is reused. A model that fails is never reused; the log has the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from llamaslot.base.backend import Backend
+from llamaslot.base.events import ReuseTested
+
+_MAX_STOPPED = 2
+"""Times that commands may stop the test, which begins anew each time: then they wait for its end."""
+
+_log = structlog.get_logger(__name__)
+
+
+class ReuseTest:
+    """The self-test of one backend."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._n_started = 0
+
+    @property
+    def is_pending(self) -> bool:
+        """True if it is still to be run."""
+        return self._backend.info.reuse_test == "pending"
+
+    @property
+    def allows_reuse(self) -> bool:
+        """True unless reuse has to be proved right first, or was proved wrong."""
+        return self._backend.info.reuse_test in ("", "passed")
+
+    async def run(
+        self,
+        call: Callable[[Callable[[], bool]], Awaitable[bool]],
+        *,
+        is_busy: Callable[[], bool],
+        is_stopping: Callable[[], bool],
+    ) -> ReuseTested | None:
+        """Run it by `call`, on the thread that computes; None if it was stopped, since the engine is busy again."""
+        self._n_started += 1
+        may_stop = self._n_started < _MAX_STOPPED
+
+        def should_stop() -> bool:
+            return is_stopping() or (may_stop and is_busy())
+
+        if not await call(lambda: self._backend.run_self_test(should_stop)):
+            return None
+        info = self._backend.info
+        if info.reuse_test == "passed":
+            _log.info("reuse.on")
+        else:
+            _log.warning("reuse.off", reason=info.reuse_test_reason)
+        return ReuseTested(info)
