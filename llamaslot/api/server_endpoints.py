@@ -12,6 +12,7 @@ from llamaslot.api.completions.reply_bodies import FINGERPRINT
 from llamaslot.api.context import READINESS, SETTINGS, ApiSettings
 from llamaslot.api.json_bodies import json_response
 from llamaslot.base.errors import NotFoundError, NotSupportedError
+from llamaslot.base.model import ModelInfo
 
 
 async def health(request: web.Request) -> web.Response:
@@ -70,7 +71,7 @@ async def props(request: web.Request) -> web.Response:
             "eos_token": info.eos_token,
             "build_info": FINGERPRINT,
             "is_sleeping": False,
-            "prefix_reuse": {"enabled": info.reuse, "reason": info.reuse_reason, "state": info.state},
+            "prefix_reuse": _prefix_reuse(info),
         }
     )
 
@@ -86,6 +87,26 @@ async def metrics(request: web.Request) -> web.Response:
             "Process-Start-Time-Unix": str(_started()),
         },
     )
+
+
+def _prefix_reuse(info: ModelInfo) -> dict[str, Any]:
+    """Return whether and how prefixes are reused, for `/props`."""
+    size, limits, checkpoints = info.checkpoint_size, info.checkpoint_limits, None
+    if size is not None and limits is not None:
+        checkpoints = {
+            "max_bytes": size.of(info.n_ctx_slot),
+            "total_bytes": limits.ram_bytes,
+            "on_path": limits.on_path,
+            "step": limits.step,
+        }
+    is_pending = info.reuse_test == "pending"
+    return {
+        "enabled": info.reuses and not is_pending,
+        "reason": info.reuse_test_reason if is_pending else "" if info.reuses else info.reuse_reason,
+        "self_test": info.reuse_test,
+        "state": info.state,
+        "checkpoints": checkpoints,
+    }
 
 
 def _texts_of_flags(settings: ApiSettings) -> dict[str, Any]:

@@ -1,17 +1,27 @@
-"""Limits of the RAM and the cells that idle prefixes may keep, decided once from measurements at start."""
+"""Limits of the RAM for prefixes and checkpoints, and of idle cells, decided once from measurements at start."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from llamaslot.app.config import Config
-from llamaslot.base.model import KvCost, ModelInfo
+from llamaslot.base.errors import ConfigError
+from llamaslot.base.model import CheckpointLimits, KvCost, ModelInfo, SegmentSize, StateKind
 from llamaslot.kvcache.cache_settings import MIN_POOLS_IN_RAM
 
 _MAX_AUTO_RAM_BYTES = 8 * 2**30
 """Upper limit of `--cache-ram auto`: llama-server's default for `--cache-ram`."""
 _AUTO_RAM_FRACTION = 0.5
 """Fraction of free memory that `--cache-ram auto` takes."""
+_MAX_AUTO_CHECKPOINT_BYTES = 2 * 2**30
+"""Upper limit of `--checkpoint-ram auto`, unless `_MIN_AUTO_CHECKPOINTS` take more."""
+_AUTO_CHECKPOINT_FRACTION = 1 / 8
+"""Fraction of free memory that `--checkpoint-ram auto` takes."""
+_MIN_AUTO_CHECKPOINTS = 8
+"""Checkpoints of the largest size that it has room for, if they take at most `_MAX_CHECKPOINT_FRACTION`."""
+_MAX_CHECKPOINT_FRACTION = 1 / 4
 _NOISE = 1.02
 """Prefill slowdowns up to this one are taken for none."""
 _MIB = 2**20
@@ -31,12 +41,33 @@ class Budgets:
     """The line that tells the user."""
     ram_is_fixed: bool = True
     """False if fewer bytes are used while memory is short."""
+    checkpoints: CheckpointLimits | None = None
+    """None for a model of which no checkpoints are taken."""
 
 
 def choose_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
-    """Return the budgets for a model, with `n_free` bytes of host memory free, mapped weights counted as free."""
+    """Return the budgets for a model, with `n_free` bytes of host memory free, mapped weights counted as free.
+
+    Raises `ConfigError`.
+    """
     if config.mmap and not config.mlock:
         n_free = max(0, n_free - info.size_bytes)
+    checkpoints = _checkpoint_limits(config, info, n_free)
+    budgets = _choose_budgets(config, info, max(0, n_free - (checkpoints.ram_bytes if checkpoints else 0)))
+    return replace(budgets, checkpoints=checkpoints)
+
+
+def with_limits(config: Config, info: ModelInfo, budgets: Budgets) -> ModelInfo:
+    """Return the description of a model with its limits of checkpoints, or with the reason why it has none."""
+    return msgspec.structs.replace(
+        info,
+        checkpoint_limits=budgets.checkpoints,
+        reuse_reason=info.reuse_reason + _why_no_checkpoints(config, info),
+    )
+
+
+def _choose_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
+    """Return the budgets of prefixes."""
     idle_cells = config.cache_idle_cells if isinstance(config.cache_idle_cells, int) else None
     if reason := _why_not_offloaded(config, info):
         return Budgets(0, idle_cells, None, f"RAM: not used for prefixes ({reason}){_slowdown(info.kv_cost)}")
@@ -61,12 +92,17 @@ def break_even_tokens(cost: KvCost) -> int | None:
     return max(round((cost.save_us + cost.load_us) / slowdown_us_per_cell), 1)
 
 
+def about_tokens(size: SegmentSize, n_bytes: int) -> str:
+    """Return how many tokens fit in words; nothing where no layer keeps KV of every token."""
+    return f", about {n_bytes // size.per_token:,} tokens" if size.per_token else ""
+
+
 def _why_not_offloaded(config: Config, info: ModelInfo) -> str:
     """Return the reason why no prefix is offloaded to RAM; empty where they are."""
     cost = info.kv_cost
     reasons = (
         (config.cache_ram == 0, "--cache-ram 0"),
-        (not info.reuse, "no prefix of this model can be reused"),
+        (not info.reuses, "no prefix of this model can be reused"),
         (not info.unified, "that needs one pool for all slots, --kv-unified"),
         (not info.flash_attn, "that needs flash attention"),
         (info.segment_size is None, "no sequence id is left for it, so lower --parallel"),
@@ -84,6 +120,40 @@ def _ram_bytes(config: Config, n_free: int) -> int:
     return n_free if config.cache_ram < 0 else config.cache_ram * _MIB
 
 
+def _checkpoint_limits(config: Config, info: ModelInfo, n_free: int) -> CheckpointLimits | None:
+    """Return the limits of checkpoints, a whole number of MiB; None where none are taken."""
+    if not info.keeps_checkpoints or info.checkpoint_size is None:
+        return None
+    largest = info.checkpoint_size.of(info.n_ctx_slot)
+    if config.checkpoint_ram == "auto":
+        n_bytes = min(int(n_free * _AUTO_CHECKPOINT_FRACTION), _MAX_AUTO_CHECKPOINT_BYTES)
+        least = _MIN_AUTO_CHECKPOINTS * largest
+        if least <= n_free * _MAX_CHECKPOINT_FRACTION:
+            n_bytes = max(n_bytes, least)
+        # An engine that is started again is given the same number of MiB.
+        n_bytes = max(-(-n_bytes // _MIB), 1) * _MIB
+    else:
+        n_bytes = config.checkpoint_ram * _MIB
+        if n_bytes < largest:
+            raise ConfigError(
+                f"--checkpoint-ram {config.checkpoint_ram} is less than one checkpoint of this model, "
+                f"{largest / _MIB:,.1f} MiB",
+                param="--checkpoint-ram",
+            )
+    return CheckpointLimits(n_bytes, config.ctx_checkpoints, config.checkpoint_min_step)
+
+
+def _why_no_checkpoints(config: Config, info: ModelInfo) -> str:
+    """Return why a model that would be reused by checkpoints has none; empty for any other model."""
+    if info.reuses or info.reuse_test == "failed" or info.state.kind is StateKind.NONE or info.state.has_own_cache:
+        return ""
+    if not config.ctx_checkpoints:
+        return "; --ctx-checkpoints 0 turns checkpoints off"
+    if not info.unified:
+        return "; checkpoints need one pool for all slots, --kv-unified"
+    return "; checkpoints need a sequence id, so lower --parallel"
+
+
 def _pool_bytes(info: ModelInfo) -> int:
     return info.segment_size.of(info.n_ctx) if info.segment_size is not None else 0
 
@@ -91,9 +161,7 @@ def _pool_bytes(info: ModelInfo) -> int:
 def _line(info: ModelInfo, ram_bytes: int, offload_after: int | None, idle_cells: int | None) -> str:
     assert info.segment_size is not None
     cost = info.kv_cost
-    line = (
-        f"RAM: {ram_bytes / _MIB:,.0f} MiB for prefixes, about {ram_bytes // info.segment_size.per_token:,} tokens"
-    )
+    line = f"RAM: {ram_bytes / _MIB:,.0f} MiB for prefixes{about_tokens(info.segment_size, ram_bytes)}"
     if cost is not None:
         line += f" (1,000 take {cost.load_us:,.1f} ms to load, {cost.prefill_us:,.0f} ms to compute)"
     if offload_after is not None:

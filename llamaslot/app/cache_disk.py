@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from llamaslot.app.cache_budgets import Budgets
+from llamaslot.app.cache_budgets import Budgets, about_tokens
 from llamaslot.app.config import Config
 from llamaslot.backend.disk import DiskStore, SlotFiles, fingerprint_of
 from llamaslot.backend.files import private_folder
@@ -62,10 +62,10 @@ def open_disk(
         raise ConfigError(f"{_FLAG}: {disk.folder} cannot be used: {reason}", param=_FLAG) from None
     n_others = disk.n_other_bytes
     others = f", {n_others / _MIB:,.1f} MiB of other models" if n_others else ""
-    n_tokens = disk.capacity // info.segment_size.per_token
     return (
-        f"Disk stores up to {disk.capacity / _MIB:,.0f} MiB of prefixes in {disk.folder}, about {n_tokens:,} "
-        f"tokens; {(disk.n_bytes - n_others) / _MIB:,.1f} MiB are there already{others}"
+        f"Disk stores up to {disk.capacity / _MIB:,.0f} MiB of prefixes in {disk.folder}"
+        f"{about_tokens(info.segment_size, disk.capacity)}; {(disk.n_bytes - n_others) / _MIB:,.1f} MiB are there "
+        f"already{others}"
     )
 
 

@@ -74,7 +74,7 @@ class Config:
     cache_seqs: Annotated[int, Meta(ge=-1, le=255)] = _own(
         -1,
         "spare sequence ids, which keep prefixes in addition to the slots'; -1 for 2 a slot, 4 with --cache-ram 0, "
-        "none without --kv-unified",
+        "none without --kv-unified or where checkpoints are kept",
     )
     cache_idle_cells: Count | Literal["auto", "all"] = _own(
         "auto",
@@ -110,6 +110,20 @@ class Config:
     cache_disk_per_key: Count = _own(
         0, "MiB of --cache-disk-size that the prefixes of one API key may take, as --cache-ram-per-key"
     )
+    ctx_checkpoints: Count = _llama(
+        32,
+        "checkpoints of one conversation at most, by which models with sliding windows or recurrent states reuse "
+        "prefixes; 0 for none, and so no reuse of such models",
+        "-ctxcp --ctx-checkpoints --swa-checkpoints",
+    )
+    checkpoint_min_step: Annotated[int, Meta(ge=64, le=INT32_MAX)] = _llama(
+        1024, "tokens between two checkpoints of a long prompt", "-cms --checkpoint-min-step"
+    )
+    checkpoint_ram: Positive | Literal["auto"] = _own(
+        "auto",
+        "MiB of RAM for checkpoints; auto for an eighth of what is free, at most 2048, or what 8 large ones "
+        "take if that is more and at most a quarter",
+    )
     slot_save_path: str = _llama("", "folder for what POST /slots/N?action=save writes; empty for none")
     batch_size: Positive = _llama(2048, "limit of --ubatch-size", "-b --batch-size", env="LLAMA_ARG_BATCH")
     ubatch_size: Positive = _llama(
@@ -127,7 +141,7 @@ class Config:
     )
     kv_unified: bool = _llama(True, "one KV pool for all slots", "-kvu --kv-unified")
     swa_full: bool = _llama(
-        False, "as many cells for layers with a sliding window as for the others; nothing makes use of them yet"
+        False, "as many cells for layers with a sliding window as for the others; prefixes are reused without, too"
     )
     cache_type_k: CacheType = _llama("f16", "element type of K in the pool", "-ctk --cache-type-k")
     cache_type_v: CacheType = _llama("f16", "element type of V in the pool", "-ctv --cache-type-v")

@@ -11,7 +11,7 @@ import structlog
 
 from llamaslot import __version__
 from llamaslot.app.config import Config
-from llamaslot.base.model import QUERY_BLOCK, ModelInfo, StateKind, StepCost
+from llamaslot.base.model import QUERY_BLOCK, CheckpointLimits, ModelInfo, StateKind, StepCost
 from llamaslot.processes.messages import Loaded
 
 _log = structlog.get_logger(__name__)
@@ -31,7 +31,9 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
         f"request{spare}; KV {info.cache_type_k}/{info.cache_type_v}, flash attention "
         f"{'on' if info.flash_attn else 'off'}"
     )
-    print(_reuse_line(info) if info.reuse else _yellow(_reuse_line(info)))
+    print(_reuse_line(info) if info.reuses else _yellow(_reuse_line(info)))
+    if info.checkpoint_limits is not None:
+        print(_checkpoints_line(info, info.checkpoint_limits))
     print(loaded.ram_line)
     if info.step_cost is not None:
         print(_small_steps_line(info.step_cost))
@@ -59,7 +61,7 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
         tokens_a_slot=info.n_ctx_slot,
         cache_seqs=info.n_cache_seqs,
         flash_attention=info.flash_attn,
-        reuse=info.reuse_reason or "on",
+        reuse="by checkpoints" if info.keeps_checkpoints else info.reuse_reason or "on",
         disk=config.cache_disk if loaded.disk_line else "off",
     )
 
@@ -80,6 +82,11 @@ def _styled(text: str, code: int) -> str:
 def _reuse_line(info: ModelInfo) -> str:
     """Return what is reused, or why nothing is, and which layers keep what."""
     state = info.state
+    if info.keeps_checkpoints and info.checkpoint_size is not None:
+        at_most = "at most " if info.checkpoint_size.per_cell else ""
+        size = _mib(info.checkpoint_size.of(info.n_ctx_slot))
+        pending = ", once the self-test has passed" if info.reuse_test == "pending" else ""
+        return f"Prefix reuse: by checkpoints{pending} ({_partial_state(info)}; one takes {at_most}{size})"
     latent = " (MLA)" if state.has_mla else ""
     kept = []
     if state.n_attention_layers:
@@ -92,6 +99,39 @@ def _reuse_line(info: ModelInfo) -> str:
     if info.reuse:
         return f"Prefix reuse: on{layers}"
     return f"Prefix reuse: off, every prompt is computed whole ({info.reuse_reason}){layers}"
+
+
+def _partial_state(info: ModelInfo) -> str:
+    """Return what checkpoints are copies of."""
+    state = info.state
+    parts = []
+    if "window" in state.kind:
+        layers = f" in {state.n_window_layers} of {state.n_layers} layers" if state.n_window_layers else ""
+        parts.append(f"sliding window of {state.n_swa:,} tokens{layers}")
+    if state.kind is StateKind.RECURRENT:
+        parts.append(f"recurrent state in {state.n_layers} layers")
+    elif "hybrid" in state.kind:
+        layers = f" beside KV of every token in {state.n_attention_layers} of {state.n_layers} layers"
+        parts.append(f"recurrent state{layers if state.n_attention_layers else ''}")
+    return ", ".join(parts)
+
+
+def _checkpoints_line(info: ModelInfo, limits: CheckpointLimits) -> str:
+    """Return how many checkpoints there is room for, and what one costs."""
+    assert info.checkpoint_size is not None
+    n = limits.ram_bytes // info.checkpoint_size.of(info.n_ctx_slot)
+    line = (
+        f"Checkpoints: {_mib(limits.ram_bytes)} of RAM, room for {n:,}; at most {limits.on_path:,} of one "
+        f"conversation, one every {limits.step:,} tokens of a long prompt"
+    )
+    if (cost := info.state_cost) is not None:
+        line += f" ({cost.take_ms:,.1f} ms to take one, {cost.restore_ms:,.1f} ms to restore it)"
+    return line if n else _yellow(f"{line}. Give --checkpoint-ram more, or nothing is reused.")
+
+
+def _mib(n_bytes: int) -> str:
+    n_mib = n_bytes / 2**20
+    return f"{n_mib:,.{0 if n_mib >= 10 else 1 if n_mib >= 1 else 2}f} MiB"
 
 
 def _small_steps_line(cost: StepCost) -> str:

@@ -15,7 +15,7 @@ from rich.tree import Tree
 
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.stats import CachePrefix, CacheState, TierStats
+from llamaslot.base.stats import CachePrefix, CacheState, CheckpointStats, TierStats
 from llamaslot.cli.client import DEFAULT_URL, Client, RefusedError, add_access
 
 _MAX_TEXT_CHARS = 60
@@ -75,6 +75,17 @@ def _tier(name: str, tier: TierStats) -> str:
     )
 
 
+def _checkpoints(stats: CheckpointStats) -> list[str]:
+    """Return a line about checkpoints; none where the model needs none."""
+    if not stats.total_bytes:
+        return []
+    return [
+        f"states     {_count(stats.count, 'checkpoint')}, {stats.used_bytes / 2**20:,.1f} of "
+        f"{stats.total_bytes / 2**20:,.0f} MiB; {stats.taken:,} taken, {stats.restored:,} restored, "
+        f"{stats.evicted:,} evicted"
+    ]
+
+
 def summary(state: CacheState) -> list[str]:
     """Return the statistics as lines."""
     cells, seqs, requests, prompt = state.cells, state.sequences, state.requests, state.prompt_tokens
@@ -84,6 +95,7 @@ def summary(state: CacheState) -> list[str]:
         f"{cells.idle:,} idle; {cells.free:,} free",
         _tier("RAM ", state.ram) + (f"; {state.ram.state}: {state.ram.reason}" if state.ram.reason else ""),
         *([_tier("disk", state.disk)] if state.disk.total_bytes else []),
+        *_checkpoints(state.checkpoints),
         f"sequences  {seqs.used} of {seqs.slots + seqs.reserved} used ({seqs.slots} slots', {seqs.reserved} spare)",
         f"tree       {_count(state.tokens, 'token')} in {_count(state.nodes, 'node')}, "
         f"{_count(state.leaves, 'leaf', 'leaves')}, {_count(state.namespaces, 'namespace')}; "
@@ -129,6 +141,8 @@ def _label(prefix: CachePrefix) -> Text:
     held = ", ".join(map(str, prefix.holders))
     rest = f" · {_count(prefix.hits, 'hit')} · held by {held} · used #{prefix.last_used + 1} latest"
     label.append(rest, style="not bold")
+    if prefix.checkpoint is not None:
+        label.append(f" · checkpoint of {prefix.checkpoint / 2**20:,.1f} MiB", style="not bold")
     if prefix.pinned:
         label.append(" · running", style="not bold green")
     if prefix.text is not UNSET and prefix.text:

@@ -58,6 +58,9 @@ _COUNTERS = (
     ("llamaslot_disk_failed_writes", "Segments that could not be written.", "cache.disk.failed_writes"),
     ("llamaslot_disk_read_tokens", "Tokens read from disk.", "cache.read_tokens"),
     ("llamaslot_disk_corrupt_files", "Files that did not match their checksum.", "cache.disk.corrupt_files"),
+    ("llamaslot_checkpoints_taken", "Checkpoints taken.", "cache.checkpoints.taken"),
+    ("llamaslot_checkpoints_restored", "Checkpoints restored.", "cache.checkpoints.restored"),
+    ("llamaslot_checkpoints_evicted", "Checkpoints dropped at a limit.", "cache.checkpoints.evicted"),
     ("llamaslot_preemptions", "Times that a running request went back to the queue.", "cache.preemptions"),
 )
 """Name, text and path of fields of `EngineState` that only grow."""
@@ -85,6 +88,9 @@ _GAUGES = (
     ("llamaslot_disk_used_bytes", "Bytes of disk that offloaded prefixes take.", "cache.disk.used_bytes"),
     ("llamaslot_disk_tokens", "Tokens of the prefixes on disk.", "cache.disk.tokens"),
     ("llamaslot_disk_segments", "Segments on disk.", "cache.disk.segments"),
+    ("llamaslot_checkpoint_bytes", "Bytes of RAM that checkpoints may take.", "cache.checkpoints.total_bytes"),
+    ("llamaslot_checkpoint_used_bytes", "Bytes of RAM that checkpoints take.", "cache.checkpoints.used_bytes"),
+    ("llamaslot_checkpoints", "Checkpoints of partial states.", "cache.checkpoints.count"),
     ("llamaslot_anchors", "Replies whose generated tokens are remembered.", "cache.anchors.replies"),
     ("llamaslot_messages", "Assistant messages whose tokens are remembered.", "cache.messages.known"),
     ("llamaslot_sessions", "Named conversations that are remembered.", "cache.sessions.known"),

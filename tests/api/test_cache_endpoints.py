@@ -65,6 +65,7 @@ async def test_an_empty_cache(start: Any) -> None:
             "failed_writes": 0,
             "total_written_bytes": 0,
         },
+        "checkpoints": {"total_bytes": 0, "used_bytes": 0, "count": 0, "taken": 0, "restored": 0, "evicted": 0},
         "anchors": {"replies": 0, "bytes": 0},
         "messages": {"known": 0, "bytes": 0},
         "sessions": {"known": 0, "bytes": 0},
@@ -167,7 +168,17 @@ async def test_neither_text_nor_salt_is_shown(start: Any) -> None:
         raw = await response.text()
     for word in ("xylophone", "secret", "pepper", "text"):
         assert word not in raw
-    fields = {"parent", "namespace", "tokens", "edge_tokens", "hits", "holders", "pinned", "last_used"}
+    fields = {
+        "parent",
+        "namespace",
+        "tokens",
+        "edge_tokens",
+        "hits",
+        "holders",
+        "pinned",
+        "last_used",
+        "checkpoint",
+    }
     prefixes = msgspec.json.decode(raw)["prefixes"]
     assert len(prefixes) == 3
     for prefix in prefixes:

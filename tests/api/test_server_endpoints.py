@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from llamaslot.base.events import ReuseTested
+from llamaslot.base.model import CheckpointLimits, StateKind
 from llamaslot.protocol.bodies import TokenizeBody
 from llamaslot.protocol.decoding import decode
 from tests.fake_backend import FakeBackend
@@ -68,6 +70,24 @@ async def test_props_say_what_is_reused(start: Any) -> None:
     assert (reuse["enabled"], reuse["reason"]) == (False, "turned off by the test")
     assert reuse["state"]["kind"] == "none"
     assert reuse["state"]["can_trim"] is False
+    assert (reuse["self_test"], reuse["checkpoints"]) == ("", None)
+
+
+async def test_props_follow_the_self_test_and_keep_the_limits_of_checkpoints(start: Any) -> None:
+    server = await start(backend=FakeBackend(kind=StateKind.HYBRID))
+    tested = msgspec.structs.replace(server.service.info, reuse_test="passed")
+    server.service.info = msgspec.structs.replace(
+        tested,
+        reuse_test="pending",
+        reuse_test_reason="it has not run yet",
+        checkpoint_limits=CheckpointLimits(2**20, 32, 1024),
+    )
+    reuse = (await server.get("/props"))[1]["prefix_reuse"]
+    assert (reuse["enabled"], reuse["reason"], reuse["self_test"]) == (False, "it has not run yet", "pending")
+    server.service.receive([ReuseTested(tested)])
+    reuse = (await server.get("/props"))[1]["prefix_reuse"]
+    assert (reuse["enabled"], reuse["reason"], reuse["self_test"]) == (True, "", "passed")
+    assert reuse["checkpoints"] == {"max_bytes": 64, "total_bytes": 2**20, "on_path": 32, "step": 1024}
 
 
 async def test_slots_show_running_requests(start: Any) -> None:

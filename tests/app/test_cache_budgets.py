@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from llamaslot.app.cache_budgets import break_even_tokens, choose_budgets
+from llamaslot.app.cache_budgets import break_even_tokens, choose_budgets, with_limits
 from llamaslot.app.config import Config
-from llamaslot.base.model import KvCost, ModelInfo, SegmentSize
+from llamaslot.base.errors import ConfigError
+from llamaslot.base.model import Capabilities, CheckpointSize, KvCost, ModelInfo, SegmentSize, StateKind
 from tests.fake_backend import FakeBackend
 
 MIB = 2**20
@@ -35,6 +36,73 @@ def info(**changes: object) -> ModelInfo:
 )
 def test_ram_is_what_was_asked_for_or_half_of_what_is_free(given: int | str, n_free: int, ram: int) -> None:
     assert choose_budgets(Config(cache_ram=given), info(), n_free).ram_bytes == ram
+
+
+def partial(**changes: object) -> ModelInfo:
+    """A hybrid model whose checkpoints have 10 MiB."""
+    return info(
+        **{
+            "reuse": False,
+            "reuse_reason": "hybrid model",
+            "state": Capabilities(kind=StateKind.HYBRID),
+            "keeps_checkpoints": True,
+            "checkpoint_size": CheckpointSize(10 * MIB),
+        }
+        | changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "n_free", "expected"),
+    [
+        ("auto", 1600 * MIB, 200 * MIB),
+        ("auto", 2**40, 2048 * MIB),
+        ("auto", 400 * MIB, 80 * MIB),
+        ("auto", 300 * MIB, 38 * MIB),
+        ("auto", 0, MIB),
+        (10, 0, 10 * MIB),
+        (70_000, 0, 70_000 * MIB),
+    ],
+    ids=["an eighth", "2 GiB", "8 of the largest size", "too little for 8", "nothing is free", "one", "a number"],
+)
+def test_checkpoints_have_an_eighth_of_what_is_free_or_room_for_8(
+    given: int | str, n_free: int, expected: int
+) -> None:
+    budgets = choose_budgets(Config(checkpoint_ram=given), partial(), n_free)
+    assert budgets.checkpoints is not None
+    assert budgets.checkpoints.ram_bytes == expected
+    assert budgets.ram_bytes == min(max(n_free - expected, 0) // 2, 8192 * MIB), "the rest counts as free"
+
+
+def test_a_model_without_kv_of_every_token_has_no_number_of_tokens_that_fit() -> None:
+    line = choose_budgets(Config(), partial(segment_size=SegmentSize(68, 0)), 100 * MIB).line
+    assert line.startswith("RAM: 44 MiB for prefixes (1,000 take ")
+
+
+def test_ram_for_less_than_one_checkpoint_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--checkpoint-ram 9 is less than one checkpoint .*, 10\.0 MiB"):
+        choose_budgets(Config(checkpoint_ram=9), partial(), 100 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "reason"),
+    [
+        (Config(ctx_checkpoints=0), {}, "hybrid model; --ctx-checkpoints 0 turns checkpoints off"),
+        (
+            Config(kv_unified=False),
+            {"unified": False},
+            "hybrid model; checkpoints need one pool for all slots, --kv-unified",
+        ),
+        (Config(), {}, "hybrid model; checkpoints need a sequence id, so lower --parallel"),
+        (Config(), {"state": Capabilities(kind=StateKind.HYBRID, has_own_cache=True)}, "hybrid model"),
+        (Config(), {"state": Capabilities()}, "hybrid model"),
+        (Config(), {"reuse_test": "failed"}, "hybrid model"),
+    ],
+)
+def test_a_model_without_checkpoints_has_a_reason(config: Config, changes: dict[str, object], reason: str) -> None:
+    model = partial(keeps_checkpoints=False, checkpoint_size=None, **changes)
+    described = with_limits(config, model, choose_budgets(config, model, 100 * MIB))
+    assert (described.checkpoint_limits, described.reuse_reason) == (None, reason)
 
 
 def test_weights_that_are_mapped_are_not_free() -> None:

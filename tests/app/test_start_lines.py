@@ -1,16 +1,20 @@
-"""The start lines say what is reused of a model, and why nothing is."""
+"""The start lines say what is reused of a model, by checkpoints or without, and why nothing is."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bench import synthetic
 from llamaslot.app.config import Config
 from llamaslot.app.start_lines import announce
 from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.base.model import CheckpointLimits, StateCost, StateKind
 from llamaslot.processes.messages import Loaded
+from tests.fake_backend import FakeBackend
 
 LINES = {
     "tiny": "Prefix reuse: on; 3 layers: KV of every token in 3",
@@ -29,13 +33,60 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("shape", LINES)
-def test_one_line_says_what_is_reused(tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: str) -> None:
+CHECKPOINTS = {
+    "tiny-swa": r"sliding window of 32 tokens in 5 of 6 layers; one takes at most 0\.\d\d MiB",
+    "tiny-lfm2": r"recurrent state beside KV of every token in 2 of 4 layers; one takes 0\.\d\d MiB",
+    "tiny-mamba": r"recurrent state in 2 layers; one takes 0\.\d\d MiB",
+}
+
+
+def announced(
+    folder: Path, capsys: pytest.CaptureFixture[str], shape: str, limits: CheckpointLimits | None = None
+) -> list[str]:
+    """The lines about reuse of a model, which has checkpoints if there are limits for them."""
+    model = synthetic.ensure(shape, folder=folder)
     backend = LlamaBackend(
-        LlamaSettings(synthetic.ensure(shape, folder=tmp_path), n_ctx=512, n_slots=2, n_ubatch=64, n_threads=1)
+        LlamaSettings(model, n_ctx=512, n_slots=2, n_ubatch=64, n_threads=1, checkpoints=limits is not None)
     )
-    info = backend.info
+    info = msgspec.structs.replace(
+        backend.info, checkpoint_limits=limits, state_cost=StateCost(1.25, 0.5) if limits is not None else None
+    )
     backend.close()
     announce(Loaded(info, ram_line="", disk_line=""), ["http://127.0.0.1:1"], Config())
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Prefix reuse")]
-    assert lines == [LINES[shape]]
+    lines = capsys.readouterr().out.splitlines()
+    return [line for line in lines if line.startswith(("Prefix reuse", "Checkpoints"))]
+
+
+@pytest.mark.parametrize("shape", LINES)
+def test_one_line_says_what_is_reused(tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: str) -> None:
+    assert announced(tmp_path, capsys, shape) == [LINES[shape]]
+
+
+@pytest.mark.parametrize("shape", CHECKPOINTS)
+def test_another_line_says_how_many_checkpoints_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: str
+) -> None:
+    reuse, checkpoints = announced(tmp_path, capsys, shape, CheckpointLimits(2**25, 32, 1024))
+    assert re.fullmatch(rf"Prefix reuse: by checkpoints \({CHECKPOINTS[shape]}\)", reuse)
+    assert re.fullmatch(
+        r"Checkpoints: 32 MiB of RAM, room for [1-9][\d,]+; at most 32 of one conversation, one every 1,024 tokens "
+        r"of a long prompt \(1\.2 ms to take one, 0\.5 ms to restore it\)",
+        checkpoints,
+    )
+
+
+def test_the_line_says_that_the_self_test_is_pending(capsys: pytest.CaptureFixture[str]) -> None:
+    info = msgspec.structs.replace(FakeBackend(kind=StateKind.HYBRID).info, reuse_test="pending")
+    announce(Loaded(info, ram_line="", disk_line=""), ["http://127.0.0.1:1"], Config())
+    assert (
+        "Prefix reuse: by checkpoints, once the self-test has passed (recurrent state; one takes 0.00 MiB)\n"
+        in capsys.readouterr().out
+    )
+
+
+def test_a_line_says_that_there_is_no_room_for_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, line = announced(tmp_path, capsys, "tiny-lfm2", CheckpointLimits(100, 32, 1024))
+    assert "room for 0; " in line
+    assert line.endswith("Give --checkpoint-ram more, or nothing is reused.")

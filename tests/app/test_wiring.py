@@ -18,7 +18,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from llamaslot.api.context import ApiSettings
-from llamaslot.app.cache_budgets import Budgets
+from llamaslot.app.cache_budgets import Budgets, choose_budgets
 from llamaslot.app.composition import serve
 from llamaslot.app.config import Config, options
 from llamaslot.app.config_reader import read_config
@@ -30,7 +30,7 @@ from llamaslot.app.template_config import read_template
 from llamaslot.backend.llama import LlamaSettings
 from llamaslot.base.backend import Decoded, Run, Sampler
 from llamaslot.base.errors import ConfigError
-from llamaslot.base.model import KvCost
+from llamaslot.base.model import KvCost, StateKind
 from llamaslot.engine import engine as engine_module
 from llamaslot.engine import engine_settings as engine_settings_module
 from llamaslot.kvcache.cache_settings import CacheSettings
@@ -70,6 +70,7 @@ LLAMA: dict[str, tuple[str, object]] = {
     "--no-mmap": ("use_mmap", False),
     "--mlock": ("use_mlock", True),
     "--swa-full": ("swa_full", True),
+    "-ctxcp 0": ("checkpoints", False),
     "-no-kvu": ("unified", False),
     "-ctk q8_0": ("cache_type_k", "q8_0"),
     "-ctv q4_1": ("cache_type_v", "q4_1"),
@@ -169,6 +170,7 @@ ELSEWHERE = {
         "text_anchors",
         "drop_volatile",
     ),
+    *("checkpoint_min_step", "checkpoint_ram"),
     *("session_min_match", "slot_save_path", "escape_special", "jinja"),
     *("in_process", "step_timeout", "prompt_timeout", "ssl_key_file", "ssl_cert_file"),
 }
@@ -220,7 +222,7 @@ def test_the_defaults_of_every_layer_are_the_same() -> None:
     settings = llama_settings(Config(), MODEL)
     assert settings.measurements is not None
     assert replace(settings, measurements=None) == LlamaSettings(
-        model=MODEL, n_cache_seqs_a_slot=2, measure_costs=True
+        model=MODEL, n_cache_seqs_a_slot=2, measure_costs=True, checkpoints=True
     )
 
 
@@ -372,6 +374,25 @@ def test_limits_of_keys_reach_the_cache() -> None:
         FakeBackend(), engine_settings(config, Budgets(100, None, None, "")), None
     )
     assert (settings.ram_bytes_per_key, settings.disk_bytes_per_key) == (5 * 2**20, 7 * 2**20)
+
+
+def test_limits_of_checkpoints_reach_the_cache() -> None:
+    config = configured("--ctx-checkpoints 5 --checkpoint-min-step 700 --checkpoint-ram 9")
+    backend = FakeBackend(kind=StateKind.HYBRID)
+    settings = engine_settings(config, choose_budgets(config, backend.info, 0))
+    checkpoints = engine_settings_module.cache_settings(backend, settings, None).checkpoints
+    assert (checkpoints.kind, checkpoints.ram_bytes) == (StateKind.HYBRID, 9 * 2**20)
+    assert (checkpoints.max_on_path, checkpoints.step_tokens) == (5, 700)
+    assert engine_settings(config, choose_budgets(config, FakeBackend().info, 0)).checkpoint_bytes == 0
+
+
+async def test_props_tell_the_limits_of_checkpoints(tmp_path: Path) -> None:
+    backend = FakeBackend(kind=StateKind.HYBRID)
+    config = {"ctx_checkpoints": 5, "checkpoint_min_step": 700, "checkpoint_ram": 9}
+    async with serving(tmp_path, backend, **config) as server, server.session.get(f"{server.url}/props") as reply:
+        reuse = (await reply.json())["prefix_reuse"]
+    assert (reuse["enabled"], reuse["reason"], reuse["state"]["kind"]) == (True, "", "hybrid")
+    assert reuse["checkpoints"] == {"max_bytes": 64, "total_bytes": 9 * 2**20, "on_path": 5, "step": 700}
 
 
 def test_where_the_template_comes_from(tmp_path: Path) -> None:

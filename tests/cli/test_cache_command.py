@@ -187,9 +187,20 @@ def test_a_server_without_a_cache_endpoint_is_one_line(
     assert re.search(words, errors[0])
 
 
+def test_checkpoints_are_shown_with_their_sizes() -> None:
+    prefixes = [
+        CachePrefix(None, 0, 9, 9, 1, (0,), False, 0, 3 * 2**19),
+        CachePrefix(0, 0, 12, 3, 0, (0,), False, 0, None),
+    ]
+    drawn = tree(prefixes, n_nodes=2, n_namespaces=1)
+    [above] = drawn.children
+    assert str(above.label) == "+9 = 9 tokens · 1 hit · held by 0 · used #1 latest · checkpoint of 1.5 MiB"
+    assert "checkpoint" not in str(above.children[0].label)
+
+
 def test_namespaces_are_separate_and_text_cannot_control_the_terminal() -> None:
     def prefix(parent: int | None, namespace: int, text: str = "") -> CachePrefix:
-        return CachePrefix(parent, namespace, 9, 3, 1, (0,), parent is None, 0, text)
+        return CachePrefix(parent, namespace, 9, 3, 1, (0,), parent is None, 0, None, text)
 
     drawn = tree(
         [prefix(None, 0), prefix(None, 1), prefix(0, 0, "\x1b[2Jbad [red]\u202e"), prefix(1, 1, "y" * 99)],

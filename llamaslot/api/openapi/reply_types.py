@@ -18,7 +18,7 @@ from llamaslot.api.generation.logprobs import Prob
 from llamaslot.api.generation.reply_stats import CacheUse, PromptProgress, Timings
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.model import Capabilities
+from llamaslot.base.model import Capabilities, ReuseTest
 
 
 class ChatReply(Envelope, kw_only=True):
@@ -171,13 +171,30 @@ class DefaultSettings(msgspec.Struct, forbid_unknown_fields=True):
     params: DefaultParams  # type: ignore[valid-type]
 
 
+class CheckpointProps(msgspec.Struct, forbid_unknown_fields=True):
+    """Checkpoints, by which prefixes of a model with a partial state are reused."""
+
+    max_bytes: int
+    """Bytes of the largest one."""
+    total_bytes: int
+    """Bytes of RAM for all of them."""
+    on_path: int
+    """Checkpoints of one conversation at most."""
+    step: int
+    """Tokens between two of a long prompt."""
+
+
 class PrefixReuse(msgspec.Struct, forbid_unknown_fields=True):
     """Reuse of prefixes by this model."""
 
     enabled: bool
     reason: str
     """The reason where every prompt is computed whole."""
+    self_test: ReuseTest
+    """Outcome of the self-test of reuse; empty for models that need none."""
     state: Capabilities
+    checkpoints: CheckpointProps | None
+    """None where none are taken."""
 
 
 class Props(msgspec.Struct, forbid_unknown_fields=True):

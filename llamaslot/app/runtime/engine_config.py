@@ -29,6 +29,7 @@ def llama_settings(config: Config, model: Path) -> LlamaSettings:
         use_mmap=config.mmap,
         use_mlock=config.mlock,
         swa_full=config.swa_full,
+        checkpoints=config.ctx_checkpoints > 0,
         flash_attn=config.flash_attn,
         unified=config.kv_unified,
         cache_type_k=config.cache_type_k,
@@ -50,6 +51,9 @@ def engine_settings(config: Config, budgets: Budgets, *, lacks_disk: bool = Fals
         disk_bytes_per_day=config.cache_disk_write_per_day * 2**20,
         ram_bytes_per_key=config.cache_ram_per_key * 2**20,
         disk_bytes_per_key=config.cache_disk_per_key * 2**20,
+        checkpoint_bytes=budgets.checkpoints.ram_bytes if budgets.checkpoints is not None else 0,
+        checkpoints_on_path=config.ctx_checkpoints,
+        checkpoint_step=config.checkpoint_min_step,
         lacks_disk=lacks_disk,
         debug_invariants=config.debug_invariants,
     )

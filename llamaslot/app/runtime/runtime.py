@@ -151,8 +151,10 @@ class MultiProcessRuntime:
         loaded = await self.engine.loaded()
         if loaded is None:
             return None
-        # The size of the pool must not depend on what memory is free when the engine is started again.
+        # The sizes of the pool and of checkpoints must not depend on what memory is free when it is started again.
         self.engine.config = {**self._config, "ctx_size": loaded.info.n_ctx}
+        if (limits := loaded.info.checkpoint_limits) is not None:
+            self.engine.config["checkpoint_ram"] = limits.ram_bytes // 2**20
         try:
             await self.prompts.set_model(SetModel(loaded.info, *self._template), loaded.records)
         except LlamaslotError as error:

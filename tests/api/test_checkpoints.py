@@ -1,0 +1,127 @@
+"""Models with sliding windows or recurrent states reuse prefixes by checkpoints: chats over HTTP on real ones."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from bench import synthetic
+from llamaslot.backend.disk import SlotFiles
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.base.model import CheckpointLimits
+from llamaslot.base.stats import CacheState
+from llamaslot.cli.cache_command import summary
+
+SYSTEM = "you answer in few words and say what you know " * 30
+MAX_AGAIN = 64
+"""Tokens that a turn may compute in addition to its own."""
+LIMITS = CheckpointLimits(64 * 2**20, 32, 256)
+POLICIES = {"checkpoint_bytes": LIMITS.ram_bytes, "checkpoint_step": LIMITS.step}
+
+
+@pytest.fixture(scope="module", params=["tiny-lfm2", "tiny-mamba", "tiny-swa"])
+def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaBackend]:
+    model = synthetic.ensure(request.param, folder=tmp_path_factory.mktemp("models"))
+    backend = LlamaBackend(LlamaSettings(model, n_ctx=4096, n_slots=2, n_ubatch=128, n_threads=1, checkpoints=True))
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+async def server(start: Any, backend: LlamaBackend) -> AsyncIterator[Any]:
+    server = await start(
+        backend=backend,
+        template=synthetic.CHAT_TEMPLATE,
+        engine={**POLICIES, "ram_bytes": 64 * 2**20, "debug_invariants": True},
+    )
+    yield server
+    await server.idle()
+    await server.ok("/cache/clear", {})
+
+
+class Chat:
+    """A conversation that grows turn by turn."""
+
+    def __init__(self, server: Any, system: str = SYSTEM) -> None:
+        self.server = server
+        self.messages = [{"role": "system", "content": system}]
+
+    async def turn(self, question: str, **fields: Any) -> dict[str, Any]:
+        """Ask a question; returns the usage and the `cache` of the reply."""
+        self.messages.append({"role": "user", "content": question})
+        body = {"messages": self.messages, "max_tokens": 20, "temperature": 0, "ignore_eos": True, **fields}
+        reply = await self.server.ok("/v1/chat/completions", body)
+        self.messages.append(reply["choices"][0]["message"])
+        return {
+            "total": reply["usage"]["total_tokens"],
+            "prompt": reply["usage"]["prompt_tokens"],
+            **reply["cache"],
+        }
+
+
+async def test_the_next_turn_of_a_chat_computes_only_what_is_new(server: Any) -> None:
+    chat = Chat(server)
+    first = await chat.turn("what is it that you know")
+    assert first["computed"] == first["prompt"] > 300
+    last = first
+    for question in ("and what else", "tell me more of that", "is that all"):
+        turn = await chat.turn(question)
+        n_new = turn["prompt"] - last["total"]
+        assert 0 < n_new < 40
+        assert turn["computed"] <= n_new + MAX_AGAIN
+        assert turn["cells"] + turn["ram"] + turn["computed"] == turn["prompt"]
+        last = turn
+
+
+async def test_another_chat_with_the_same_system_prompt_computes_its_own_messages(server: Any) -> None:
+    await Chat(server).turn("what is it that you know")
+    # This one teaches the tree where chats part.
+    second = await Chat(server).turn("who are you")
+    assert second["computed"] <= LIMITS.step + MAX_AGAIN
+    assert second["miss"] == "no_checkpoint"
+    for question in ("where do you live", "why"):
+        assert (await Chat(server).turn(question))["computed"] <= 20 + MAX_AGAIN
+
+
+async def test_cache_shows_checkpoints(server: Any, backend: LlamaBackend) -> None:
+    assert backend.info.checkpoint_size is not None
+    before = (await server.get("/cache"))[1]["checkpoints"]
+    assert (before["count"], before["used_bytes"], before["total_bytes"]) == (0, 0, LIMITS.ram_bytes)
+    chat = Chat(server)
+    for question in ("what is it that you know", "and what else"):
+        await chat.turn(question)
+    _, state = await server.get("/cache")
+    now = state["checkpoints"]
+    sizes = [prefix["checkpoint"] for prefix in state["prefixes"] if prefix["checkpoint"] is not None]
+    assert len(sizes) == now["count"] > 0
+    assert sum(sizes) == now["used_bytes"] <= now["count"] * backend.info.checkpoint_size.of(4096)
+    assert now["taken"] >= now["count"]
+    [line] = [each for each in summary(msgspec.convert(state, CacheState)) if each.startswith("states ")]
+    assert f"     {now['count']} checkpoints, " in line
+    assert line.endswith(f" of 64 MiB; {now['taken']} taken, {now['restored']} restored, 0 evicted")
+    metrics = dict(line.rsplit(" ", 1) for line in (await server.service.exposition()).decode().splitlines())
+    assert float(metrics["llamaslot_checkpoints"]) == now["count"]
+    assert float(metrics["llamaslot_checkpoint_used_bytes"]) == now["used_bytes"]
+    assert float(metrics["llamaslot_checkpoint_bytes"]) == now["total_bytes"]
+    for name in ("taken", "restored", "evicted"):
+        assert float(metrics[f"llamaslot_checkpoints_{name}_total"]) == now[name]
+
+
+async def test_a_slot_is_erased_but_neither_saved_nor_restored(
+    start: Any, backend: LlamaBackend, tmp_path: Path
+) -> None:
+    assert backend.info.segment_size is not None
+    store = SlotFiles(tmp_path, lambda: b"k" * 32, backend.info.segment_size, backend.info.n_ctx_slot)
+    server = await start(backend=backend, template=synthetic.CHAT_TEMPLATE, engine={**POLICIES, "snapshots": store})
+    await Chat(server).turn("what is it that you know", id_slot=0)
+    for action in ("save", "restore"):
+        status, reply = await server.post(f"/slots/0?action={action}", {"filename": "a.bin"})
+        assert (status, reply["error"]["type"]) == (501, "not_supported_error")
+        assert "attention layers only" in reply["error"]["message"]
+    erased = await server.ok("/slots/0?action=erase", {})
+    assert erased["n_erased"] > 300
+    await server.ok("/cache/clear", {})
