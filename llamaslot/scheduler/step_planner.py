@@ -143,7 +143,7 @@ class StepPlanner:
             n = self._n_granted + wanted
             if self._cache.cells.free < n:
                 self._cache.evict(n - self._cache.cells.free)
-            self._cache.windows.evict(n)
+            self._cache.windows.evict(n, n_least=self._n_granted + 1)
             free = self._cache.windows.limit(self._cache.cells.free) - self._n_granted
             if free > 0:
                 return min(wanted, free)

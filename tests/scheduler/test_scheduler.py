@@ -72,9 +72,9 @@ class Driver:
         info = self.backend.info
         chosen = CheckpointSettings()
         if info.checkpoint_size is not None:
-            fields = {"ram_bytes": 10**6, "min_gap": 4, "min_end_gap": 4, **(checkpoints or {})}
+            fields = {"n_swa": info.state.n_swa, "ram_bytes": 10**6, "min_gap": 4, "min_end_gap": 4}
             chosen = CheckpointSettings(
-                kind=info.state.kind, n_swa=info.state.n_swa, size=info.checkpoint_size, **fields
+                kind=info.state.kind, size=info.checkpoint_size, **fields | dict(checkpoints or {})
             )
         self.scheduler = Scheduler(
             msgspec.structs.replace(info, step_cost=step_cost),

@@ -53,15 +53,19 @@ class WindowCells:
         # One cell for each other sequence and for saving, and one of each running one for its next token.
         return n_used + self._settings.n_seqs + len(lengths) <= chosen.n_window_cells
 
-    def evict(self, n_cells: int, kept: Container[int] = ()) -> None:
-        """Evict idle sequences but the kept ones, least recently used first, until so many cells are free."""
+    def evict(self, n_cells: int, *, n_least: int = 0, kept: Container[int] = ()) -> None:
+        """Evict idle sequences but the kept ones, least recently used first, until so many cells are free.
+
+        Those that have lost their state free a single cell each, so they are evicted last, and only until `n_least`
+        cells are free.
+        """
         sequences = self._sequences
-        for seq in sorted(sequences.all, key=sequences.rank):
+        for seq in sorted(sequences.all, key=lambda seq: (not self._checkpoints.is_live(seq), sequences.rank(seq))):
             free = self.n_free
-            if free is None or free >= n_cells:
+            if free is None or free >= (n_cells if self._checkpoints.is_live(seq) else n_least):
                 return
             is_idle = self._tree.length(seq) > 0 and not self._tree.is_pinned(seq)
-            if is_idle and self._checkpoints.is_live(seq) and seq not in kept:
+            if is_idle and seq not in kept:
                 end = sequences.end(seq).end
                 self._offloader.offload_evicted(seq, end - sequences.n_own(seq), end)
                 if sequences.is_covered(seq):

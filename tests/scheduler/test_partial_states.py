@@ -1,0 +1,28 @@
+"""The scheduler with models that have a partial state, on the fake backend."""
+
+from __future__ import annotations
+
+import pytest
+
+from llamaslot.base.model import StateKind
+from llamaslot.scheduler.request import RequestState
+from tests.fake_backend import WINDOW
+from tests.scheduler.test_scheduler import Driver, generated
+
+
+@pytest.mark.parametrize("ram_bytes", [0, 10**6])
+def test_an_idle_sequence_that_keeps_one_cell_of_a_window_never_stops_the_only_request(ram_bytes: int) -> None:
+    """Where a window is about as long as the context, a request needs all of its cells."""
+    few = {"n_window_cells": WINDOW + 2}
+    driver = Driver(
+        kind=StateKind.WINDOW, n_slots=2, n_ctx=64, n_ubatch=16, ram_bytes=ram_bytes, idle_cells=20, checkpoints=few
+    )
+    # Slot 0 keeps only the cells before the checkpoint, which the other one shares.
+    driver.run("a" * 20 + "b" * 4, id_slot=0)
+    driver.step()
+    assert driver.cache.length(0) == 20
+    assert not driver.cache.checkpoints.is_live(0)
+    request = driver.run("a" * 20 + "z" * 34, max_tokens=10, id_slot=1)
+    assert request.n_cached == 20
+    assert request.state is RequestState.DONE
+    assert len(generated(request)) == 10
