@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llamaslot.base.model import StateKind
+from llamaslot.base.namespaces import key_salt, key_secret, salt_namespace, tenant_of
 from llamaslot.scheduler.request import RequestState
 from tests.fake_backend import WINDOW
 from tests.scheduler.test_scheduler import Driver, generated
@@ -26,3 +27,15 @@ def test_an_idle_sequence_that_keeps_one_cell_of_a_window_never_stops_the_only_r
     assert request.n_cached == 20
     assert request.state is RequestState.DONE
     assert len(generated(request)) == 10
+
+
+def test_a_tenant_keeps_its_share_of_the_checkpoints_however_many_another_one_takes() -> None:
+    ann, bob = (key_salt(key_secret(key), "") for key in ("ann", "bob"))
+    driver = Driver(
+        kind=StateKind.RECURRENT, n_slots=2, n_reserved=2, checkpoints={"step_tokens": 16, "ram_bytes": 8 * 64}
+    )
+    driver.run("a" * 60, cache_salt=ann)
+    for letter in "bcdefghijk":
+        driver.run(letter * 60, cache_salt=bob)
+    n_used = {name: driver.cache._tiers.checkpoints.used[tenant_of(salt_namespace(name))] for name in (ann, bob)}
+    assert n_used == {ann: 4 * 64, bob: 4 * 64}

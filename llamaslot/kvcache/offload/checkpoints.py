@@ -2,8 +2,9 @@
 
 1. The scheduler has them taken where a step of a prompt ends (`scheduler/checkpoint_stops.py`).
 2. A sequence that is about to lose its last token, and with it its state, gets one first (`take_at_end`).
-3. Over its budget of bytes, or of checkpoints on a path, one is evicted: first one that is neither a fork nor the
-   deepest of its path, else the least recently used. One that is about to be restored stays.
+3. Over its budget of bytes, or of checkpoints on a path, one is evicted: of a tenant with more than its share
+   first, then one that is neither a fork nor the deepest of its path, then the least recently used. One that is
+   about to be restored stays.
 
 `restoring.py` has what they are for.
 """
@@ -74,7 +75,8 @@ class Checkpoints:
             return node.checkpoint
         n_bytes = self.settings.size.of(node.end)
         lru = self._tiers.checkpoints
-        has_room = lru.n_bytes + n_bytes <= lru.capacity or (may_evict and self.evict_for(n_bytes))
+        is_free = lru.n_bytes + n_bytes <= lru.capacity
+        has_room = is_free or (may_evict and self.evict_for(n_bytes, node.tenant))
         if not has_room or not self.can_take(node.end):
             return None
         checkpoint = self._tiers.add_checkpoint(node, n_bytes)
@@ -105,26 +107,30 @@ class Checkpoints:
         """Count a checkpoint that was restored."""
         self._counters.restored += 1
 
-    def evict_for(self, n_bytes: int) -> bool:
-        """Evict checkpoints from RAM until there is room for one; False if those that have to stay leave none."""
+    def evict_for(self, n_bytes: int, tenant: str = "") -> bool:
+        """Evict checkpoints from RAM until there is room for one of a tenant; False if those that have to stay
+        leave none.
+
+        Tenants with more than their share lose theirs first.
+        """
         self._tiers.drop_lost()
         lru = self._tiers.checkpoints
-        excess = lru.n_bytes + n_bytes - lru.capacity
-        if excess <= 0:
+        if lru.n_bytes + n_bytes <= lru.capacity:
             return True
-        if n_bytes > lru.capacity:
-            return False
         pinned = {*self.restoring.values(), *self._tiers.busy.values()}
+        n_pinned = sum(each.n_bytes for each in lru if each in pinned)
+        if n_bytes and n_pinned + n_bytes > lru.capacity:
+            return False
         everything = [each for each in lru if isinstance(each, Checkpoint)]
         interior = {above for each in everything if (above := each.above) is not None and not above.is_fork}
         order = sorted(everything, key=lambda each: (each not in interior, each.rank))
-        for each in order:
-            if excess <= 0:
-                break
-            if each not in pinned:
-                excess -= each.n_bytes
-                self._evict(each)
-        return excess <= 0
+        rest = [each for each in order if each not in pinned]
+        while rest and lru.n_bytes + n_bytes > lru.capacity:
+            losers = self._tiers.shares.losers(lru, tenant, n_bytes)
+            first = next((each for each in rest if each.tenant in losers), rest[0])
+            rest.remove(first)
+            self._evict(first)
+        return lru.n_bytes + n_bytes <= lru.capacity
 
     def keep_budget(self, fraction: float) -> None:
         """Evict from RAM what exceeds a fraction of the budget, since memory is short."""

@@ -128,7 +128,7 @@ class Restorer:
         if not goal.state.uses_ram and reader.may_read(goal):
             if not reader.may_start:
                 return True
-            if self._checkpoints.evict_for(goal.n_bytes):
+            if self._checkpoints.evict_for(goal.n_bytes, goal.tenant):
                 reader.start(goal)
         return goal.state.uses_ram
 
