@@ -98,7 +98,7 @@ def slot_files(folder: Path | None, info: ModelInfo, disk: DiskStore | None) -> 
         assert weights is not None
         return _key(info, weights)
 
-    return SlotFiles(folder, key, info.segment_size, info.n_ctx_slot)
+    return SlotFiles(folder, key, info.segment_size, info.n_ctx_slot, info.checkpoint_size)
 
 
 def _key(info: ModelInfo, weights: bytes) -> bytes:

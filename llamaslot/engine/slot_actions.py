@@ -97,12 +97,6 @@ class SlotActions:
                 "flash attention"
             )
             respond(NotSupportedError(message))
-        elif self._cache.checkpoints.has_states and command.action != "erase":
-            message = (
-                "slots of this model cannot be saved or restored yet: a file would have the KV of its attention "
-                "layers only, not its sliding windows or recurrent state"
-            )
-            respond(NotSupportedError(message))
         elif not 0 <= command.slot < len(self._slots):
             message = f"there is no slot {command.slot}, only 0 to {len(self._slots) - 1}"
             respond(InvalidRequestError(message, param="id_slot"))
@@ -191,13 +185,14 @@ class SlotActions:
 
     def _write(self, job: _Job, save: SlotSave) -> None:
         assert self._store is not None
-        kvs = {each: kv for each in save.saves if (kv := self._backend.kv_of(each.segment)) is not None}
-        self._cache.on_io(SlotSaved(tuple(each.segment for each in kvs)), self._clock())
-        if len(kvs) < len(save.saves):
+        kvs = {number: kv for number in save.numbers if (kv := self._backend.kv_of(number)) is not None}
+        self._cache.on_io(SlotSaved(tuple(kvs)), self._clock())
+        if len(kvs) < len(save.numbers):
             job.respond(ServerError("there is no memory to save the slot in"))
             return
-        parts = tuple(SnapshotPart(each.start, each.end, kv) for each, kv in kvs.items())
-        snapshot = SlotSnapshot(save.namespace, save.tokens, parts)
+        parts = tuple(SnapshotPart(each.start, each.end, kvs[each.segment]) for each in save.saves)
+        state = kvs[save.take.checkpoint] if save.take is not None else None
+        snapshot = SlotSnapshot(save.namespace, save.tokens, parts, state)
         write = self._store.write
         future = asyncio.get_running_loop().run_in_executor(self._thread, write, job.command.filename, snapshot)
 

@@ -339,6 +339,8 @@ class KVCache:
         What the slot held moves to a spare sequence.
         """
         self.pool.deduplicate()
+        n_tokens = len(snapshot.tokens) // WIDTH
+        self.windows.evict(min(n_tokens, self.settings.checkpoints.n_swa), kept=(seq,))
         return self._snapshots.restore(seq, snapshot)
 
     # --- inspection ---

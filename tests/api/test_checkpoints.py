@@ -26,7 +26,9 @@ POLICIES = {"checkpoint_bytes": LIMITS.ram_bytes, "checkpoint_step": LIMITS.step
 @pytest.fixture(scope="module", params=["tiny-lfm2", "tiny-mamba", "tiny-swa"])
 def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaBackend]:
     model = synthetic.ensure(request.param, folder=tmp_path_factory.mktemp("models"))
-    backend = LlamaBackend(LlamaSettings(model, n_ctx=4096, n_slots=2, n_ubatch=128, n_threads=1, checkpoints=True))
+    backend = LlamaBackend(
+        LlamaSettings(model, n_ctx=4096, n_slots=2, n_ubatch=128, checkpoints=True, self_test_limit_s=60)
+    )
     yield backend
     backend.close()
 
@@ -79,12 +81,27 @@ async def test_the_next_turn_of_a_chat_computes_only_what_is_new(server: Any) ->
 
 async def test_another_chat_with_the_same_system_prompt_computes_its_own_messages(server: Any) -> None:
     await Chat(server).turn("what is it that you know")
-    # This one teaches the tree where chats part.
-    second = await Chat(server).turn("who are you")
-    assert second["computed"] <= LIMITS.step + MAX_AGAIN
-    assert second["miss"] == "no_checkpoint"
-    for question in ("where do you live", "why"):
+    for question in ("who are you", "where do you live", "why"):
         assert (await Chat(server).turn(question))["computed"] <= 20 + MAX_AGAIN
+
+
+async def test_where_system_prompts_depart_is_learned_from_the_second_one(
+    start: Any, backend: LlamaBackend
+) -> None:
+    """No control token is there, so the first prompt has no checkpoint near it."""
+    server = await start(
+        backend=backend, template=synthetic.CHAT_TEMPLATE, engine={**POLICIES, "checkpoint_step": 4000}
+    )
+    words = SYSTEM.split()
+    systems = [" ".join([*words[:160], each, *words[160:200]]) for each in ("one", "two", "three", "four")]
+    first, second, third, fourth = [await Chat(server, system).turn("who are you") for system in systems]
+    assert (second["miss"], second["computed"]) == ("no_checkpoint", second["prompt"])
+    assert third["cells"] + third["computed"] == third["prompt"]
+    assert third["computed"] < first["prompt"] / 2
+    assert fourth["computed"] <= third["computed"]
+    assert third["miss"] == "diverged"
+    await server.idle()
+    await server.ok("/cache/clear", {})
 
 
 async def test_cache_shows_checkpoints(server: Any, backend: LlamaBackend) -> None:
@@ -111,17 +128,19 @@ async def test_cache_shows_checkpoints(server: Any, backend: LlamaBackend) -> No
         assert float(metrics[f"llamaslot_checkpoints_{name}_total"]) == now[name]
 
 
-async def test_a_slot_is_erased_but_neither_saved_nor_restored(
-    start: Any, backend: LlamaBackend, tmp_path: Path
-) -> None:
-    assert backend.info.segment_size is not None
-    store = SlotFiles(tmp_path, lambda: b"k" * 32, backend.info.segment_size, backend.info.n_ctx_slot)
+async def test_a_slot_is_saved_erased_and_restored(start: Any, backend: LlamaBackend, tmp_path: Path) -> None:
+    info = backend.info
+    assert info.segment_size is not None
+    store = SlotFiles(tmp_path, lambda: b"k" * 32, info.segment_size, info.n_ctx_slot, info.checkpoint_size)
     server = await start(backend=backend, template=synthetic.CHAT_TEMPLATE, engine={**POLICIES, "snapshots": store})
-    await Chat(server).turn("what is it that you know", id_slot=0)
-    for action in ("save", "restore"):
-        status, reply = await server.post(f"/slots/0?action={action}", {"filename": "a.bin"})
-        assert (status, reply["error"]["type"]) == (501, "not_supported_error")
-        assert "attention layers only" in reply["error"]["message"]
+    chat = Chat(server)
+    await chat.turn("what is it that you know", id_slot=0)
+    saved = await server.ok("/slots/0?action=save", {"filename": "a.bin"})
     erased = await server.ok("/slots/0?action=erase", {})
-    assert erased["n_erased"] > 300
+    assert erased["n_erased"] == saved["n_saved"] > 300
     await server.ok("/cache/clear", {})
+    restored = await server.ok("/slots/1?action=restore", {"filename": "a.bin"})
+    assert (restored["n_restored"], restored["n_read"]) == (saved["n_saved"], saved["n_written"])
+    second = await chat.turn("and what else", id_slot=1)
+    assert second["cells"] == saved["n_saved"]
+    assert second["computed"] <= 40

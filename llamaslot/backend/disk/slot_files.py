@@ -1,8 +1,8 @@
 """Slot files: snapshots of single slots, which users save and restore by name.
 
     magic, format version, key of all that the KV depends on, length of the head, checksum of all that follows
-    head: namespace, tokens, and the position at which each part of the KV ends
-    the KV of the parts
+    head: namespace, tokens, the position at which each part of the KV ends, and the size of the partial state
+    the KV of the parts, then the partial state behind the last token, for a model that has one
 
 A file is used only if it is exactly what was written, by this model with the same settings.
 """
@@ -23,30 +23,40 @@ from llamaslot.backend.disk.segment_files import KEY_BYTES, checksum_of
 from llamaslot.backend.files import open_regular, write_atomically
 from llamaslot.backend.memory import new_kv
 from llamaslot.base.kv_ops import Kv
-from llamaslot.base.model import SegmentSize
+from llamaslot.base.model import CheckpointSize, SegmentSize
 from llamaslot.base.tokens import WIDTH
 from llamaslot.kvcache.pools.slot_snapshot import InvalidSnapshotError, SlotSnapshot, SnapshotPart
 
-VERSION = 2
+VERSION = 3
 _MAGIC = b"llamslotslot"
 _HEADER = struct.Struct(f"<12sI{KEY_BYTES}sQ16s")
 _MAX_NAMESPACE_BYTES = 2**12
-_decode_head = msgspec.msgpack.Decoder(tuple[str, bytes, list[int]]).decode
+_decode_head = msgspec.msgpack.Decoder(tuple[str, bytes, list[int], int]).decode
 
 
 class SlotFiles:
     """`SnapshotStore` in a folder, for slots of at most `n_ctx` tokens.
 
-    `key` is called when it is first needed: it may read the whole model.
+    `key` is called when it is first needed: it may read the whole model. `state_size` is that of the partial state,
+    None for a model without one.
     """
 
-    def __init__(self, folder: Path, key: Callable[[], bytes], size: SegmentSize, n_ctx: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        key: Callable[[], bytes],
+        size: SegmentSize,
+        n_ctx: int,
+        state_size: CheckpointSize | None = None,
+    ) -> None:
         self._folder = folder
         self._key = functools.cache(key)
         self._size = size
+        self._state_size = state_size
         # With a part for each token, and for twice as many tokens: a slot that is slightly too long is refused by
         # the number of its tokens.
         self._max_bytes = 2 * n_ctx * (size.of(1) + 2 * WIDTH) + _MAX_NAMESPACE_BYTES
+        self._max_bytes += state_size.of(n_ctx) if state_size is not None else 0
 
     def write(self, name: str, snapshot: SlotSnapshot) -> int:
         """Write a file atomically, replacing a slot file of that name; returns its size in bytes.
@@ -55,8 +65,9 @@ class SlotFiles:
         """
         self._check_replaceable(self._folder / name)
         ends = [part.end for part in snapshot.parts]
-        head = msgspec.msgpack.encode((snapshot.namespace, snapshot.tokens, ends))
-        body = [memoryview(head), *(part.kv.data for part in snapshot.parts)]
+        state = [] if snapshot.state is None else [snapshot.state.data]
+        head = msgspec.msgpack.encode((snapshot.namespace, snapshot.tokens, ends, sum(map(len, state))))
+        body = [memoryview(head), *(part.kv.data for part in snapshot.parts), *state]
         header = _HEADER.pack(_MAGIC, VERSION, self._key(), len(head), checksum_of(*body))
         # The name of the temporary file is no client's: theirs do not begin with a dot.
         temporary = self._folder / f".{name}.unfinished"
@@ -101,7 +112,7 @@ class SlotFiles:
 
     def _decoded(self, body: Kv, n_head: int) -> SlotSnapshot:
         try:
-            namespace, tokens, ends = _decode_head(body.data[:n_head])
+            namespace, tokens, ends, n_state = _decode_head(body.data[:n_head])
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise InvalidSnapshotError(str(error)) from None
         bounds = [0, *ends]
@@ -113,6 +124,10 @@ class SlotFiles:
             n_bytes = self._size.of(end - start)
             parts.append(SnapshotPart(start, end, body[at : at + n_bytes]))
             at += n_bytes
-        if at != len(body) or not parts:
+        if at + n_state != len(body) or not parts or n_state not in self._state_sizes(bounds[-1]):
             raise InvalidSnapshotError("its KV has another size than that of its tokens")
-        return SlotSnapshot(namespace, tokens, tuple(parts))
+        return SlotSnapshot(namespace, tokens, tuple(parts), body[at:] if n_state else None)
+
+    def _state_sizes(self, n_tokens: int) -> tuple[int, ...]:
+        """Bytes that the partial state behind so many tokens may have."""
+        return (0,) if self._state_size is None else self._state_size.all_of(n_tokens)

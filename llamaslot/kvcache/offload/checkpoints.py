@@ -73,11 +73,11 @@ class Checkpoints:
         if node.checkpoint is not None:
             self._tiers.touch(node.checkpoint.path_from_root)
             return node.checkpoint
-        n_bytes = self.settings.size.of(node.end)
-        lru = self._tiers.checkpoints
+        n_bytes, lru = self.settings.size.of(node.end), self._tiers.checkpoints
+        if not self.can_take(node.end):
+            return None
         is_free = lru.n_bytes + n_bytes <= lru.capacity
-        has_room = is_free or (may_evict and self.evict_for(n_bytes, node.tenant))
-        if not has_room or not self.can_take(node.end):
+        if not is_free and not (may_evict and self.evict_for(n_bytes, node.tenant)):
             return None
         checkpoint = self._tiers.add_checkpoint(node, n_bytes)
         self._sequences.operations.append(Take(checkpoint.number, seq, node.end))

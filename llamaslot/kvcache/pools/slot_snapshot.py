@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from llamaslot.base.kv_ops import Free, Kv, Save
+from llamaslot.base.kv_ops import Free, Kv, Save, Take
 from llamaslot.base.namespaces import is_private
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
 from llamaslot.kvcache.offload.offloader import Offloader
@@ -16,7 +16,7 @@ from llamaslot.kvcache.sequences import Sequences
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPart:
-    """KV of positions `[start, end)`."""
+    """KV of positions `[start, end)`; the partial state behind `end` if both are equal."""
 
     start: int
     end: int
@@ -32,6 +32,8 @@ class SlotSnapshot:
     """All of them, packed."""
     parts: tuple[SnapshotPart, ...]
     """From the first token to the last, without a gap."""
+    state: Kv | None = None
+    """The partial state behind the last token; None for a model without one."""
 
 
 class InvalidSnapshotError(Exception):
@@ -57,6 +59,14 @@ class SlotSave:
     """Everything that the slot holds, packed."""
     saves: tuple[Save, ...]
     """Operations that save its KV, from the first token to the last."""
+    take: Take | None = None
+    """Operation that takes its partial state; None for a model without one."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of what is saved, the state last."""
+        state = () if self.take is None else (self.take.checkpoint,)
+        return (*(each.segment for each in self.saves), *state)
 
 
 @dataclass(eq=False)
@@ -70,9 +80,12 @@ class SlotSnapshots:
     _n_segments: int = 0
 
     def save(self, seq: int) -> SlotSave | None:
-        """Record operations that save everything an idle slot holds; None if that is nothing, or private."""
-        n_tokens = self._tree.length(seq)
-        if not n_tokens or is_private(self._sequences.end(seq).namespace):
+        """Record operations that save everything an idle slot holds.
+
+        None if that is nothing, or private, or has lost the state behind its last token.
+        """
+        n_tokens, states = self._tree.length(seq), self._sequences.states
+        if not n_tokens or is_private(self._sequences.end(seq).namespace) or not states.is_live(seq):
             return None
         end, scratch = self._sequences.end(seq), self._offloader.scratch
         saves = tuple(
@@ -80,7 +93,10 @@ class SlotSnapshots:
             for start in range(0, n_tokens, MAX_SEGMENT_TOKENS)
         )
         self._sequences.operations += saves
-        return SlotSave(end.namespace, end.prefix(), saves)
+        take = Take(self._new_number(), seq, n_tokens) if states.has_states else None
+        if take is not None:
+            self._sequences.operations.append(take)
+        return SlotSave(end.namespace, end.prefix(), saves, take)
 
     def restore(self, seq: int, snapshot: SlotSnapshot) -> dict[int, SnapshotPart] | None:
         """Replace what an idle slot holds by a snapshot, sharing resident cells; None if there are too few cells.
@@ -109,6 +125,11 @@ class SlotSnapshots:
             number = self._new_number()
             parts[number] = part
             self._sequences.load(number, seq, part.end, scratch, tokens)
+            self._sequences.operations.append(Free(number))
+        if snapshot.state is not None:
+            number, n = self._new_number(), self._tree.length(seq)
+            parts[number] = SnapshotPart(n, n, snapshot.state)
+            self._sequences.restore(seq, number, n)
             self._sequences.operations.append(Free(number))
         self._pool.ensure_free_id()
         self._tree.unpin(seq, self._sequences.advance())
