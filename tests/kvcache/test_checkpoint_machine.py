@@ -197,7 +197,7 @@ class CheckpointMachine(FakeMachine):
             COUNTS["restores"] += isinstance(each, Restore)
             COUNTS["failed takes"] += isinstance(each, Take) and each.checkpoint in self.refused(plan)
             forks = isinstance(each, Copy) and each.dst not in restored and each.dst < self.shape.n_slots
-            COUNTS["forks"] += forks and self.cache.checkpoints.is_live(each.dst)  # type: ignore[union-attr]
+            COUNTS["forks"] += forks and self.cache._sequences.states.is_live(each.dst)  # type: ignore[union-attr]
             COUNTS["saves"] += isinstance(each, Save)
             COUNTS["loads"] += isinstance(each, Load)
             COUNTS["freed checkpoints"] += isinstance(each, Free) and each.segment in self.backend.checkpoints
@@ -298,9 +298,9 @@ class CheckpointMachine(FakeMachine):
 
     def check_agreement(self) -> None:
         super().check_agreement()
-        checkpoints, backend = self.cache.checkpoints, self.backend
+        states, backend = self.cache._sequences.states, self.backend
         for seq in self.cache._sequences.all:
-            assert checkpoints.is_live(seq) == backend.is_live(seq), f"sequence {seq} is live in one account only"
+            assert states.is_live(seq) == backend.is_live(seq), f"sequence {seq} is live in one account only"
         in_ram = {each.number: each for each in self.tiers.checkpoints if each.state.is_loadable}
         # What went with a segment that could not be saved is freed by the next plan.
         assert in_ram.keys() == backend.checkpoints.keys() - {*self.tiers._freed} <= backend.taken.keys()
@@ -308,8 +308,8 @@ class CheckpointMachine(FakeMachine):
         for number, each in in_ram.items():
             assert self.own_prefixes(each.node)[-1:] == backend.checkpoints[number][1][-1:], "on another path"
             assert each.end == backend.taken[number]
-        size = checkpoints.settings.size
-        assert sum(map(size.of, backend.taken.values())) <= checkpoints.settings.ram_bytes
+        chosen = self.cache.checkpoints.settings
+        assert sum(map(chosen.size.of, backend.taken.values())) <= chosen.ram_bytes
         wanted = {asked.namespace for asked in self.living}
         for namespace, _ in backend.checkpoints.values():
             assert not namespace.startswith("private") or namespace in wanted, "a private checkpoint is left"

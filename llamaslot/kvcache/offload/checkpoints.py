@@ -19,7 +19,7 @@ from llamaslot.base.stats import CheckpointStats
 from llamaslot.kvcache.cache_settings import CheckpointSettings
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import Checkpoint, SegmentEvent, checkpoints_on
+from llamaslot.kvcache.segment import Checkpoint, Segment, SegmentEvent, checkpoints_on
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
@@ -31,10 +31,11 @@ class Checkpoints:
         self, tree: RadixTree, sequences: Sequences, settings: CheckpointSettings, tiers: SegmentTiers
     ) -> None:
         self.settings = settings
-        self.has_states = sequences.states.has_states
+        self._states = sequences.states
+        self.has_states = self._states.has_states
         """True for a model with a partial state."""
-        self.restoring: dict[int, Checkpoint] = {}
-        """By sequence the checkpoint that is about to be restored into it."""
+        self.goals: dict[int, Checkpoint] = {}
+        """By sequence the checkpoint that it gets once it holds all tokens before it. Not evicted until then."""
         self._counters = CheckpointStats()
         self._tree = tree
         self._sequences = sequences
@@ -45,10 +46,6 @@ class Checkpoints:
         """What there is in RAM, and counters since the start."""
         lru = self._tiers.checkpoints
         return structs.replace(self._counters, total_bytes=lru.capacity, used_bytes=lru.n_bytes, count=len(lru))
-
-    def is_live(self, seq: int) -> bool:
-        """Return True if a sequence can be decoded."""
-        return self._sequences.states.is_live(seq)
 
     def has(self, seq: int) -> bool:
         """Return True if there is a checkpoint behind the last token of a sequence."""
@@ -91,9 +88,9 @@ class Checkpoints:
         Its last token must stay cached, for else the checkpoint is dropped with it. Returns True if one was taken.
         """
         node = self._tree.end_node(seq)
-        if not self.has_states or node is None or node.is_root or not self.is_live(seq):
+        if not self.has_states or node is None or node.is_root or not self._states.is_live(seq):
             return False
-        has_other = any(other != seq and self.is_live(other) for other in node.end_of)
+        has_other = any(other != seq and self._states.is_live(other) for other in node.end_of)
         if has_other or is_private(node.namespace) or self._is_near(node):
             return False
         return self.take(seq, may_evict=not node.is_one_shot) is not None
@@ -117,7 +114,7 @@ class Checkpoints:
         lru = self._tiers.checkpoints
         if lru.n_bytes + n_bytes <= lru.capacity:
             return True
-        pinned = {*self.restoring.values(), *self._tiers.busy.values()}
+        pinned = self._pinned
         n_pinned = sum(each.n_bytes for each in lru if each in pinned)
         if n_bytes and n_pinned + n_bytes > lru.capacity:
             return False
@@ -141,6 +138,11 @@ class Checkpoints:
 
     # --- inside ---
 
+    @property
+    def _pinned(self) -> set[Segment]:
+        """Checkpoints, and segments, that must stay: about to be restored, or being read or written."""
+        return {*self.goals.values(), *self._tiers.busy.values()}
+
     def _is_near(self, node: Node) -> bool:
         """True if a checkpoint lies so little above the end of a path that another one is not worth taking."""
         above = next(iter(checkpoints_on(node)), None)
@@ -155,7 +157,7 @@ class Checkpoints:
         path = [each for each in checkpoints_on(node) if each.state.is_loadable]
         if len(path) <= self.settings.max_on_path:
             return
-        pinned = {*self.restoring.values(), *self._tiers.busy.values()}
+        pinned = self._pinned
         bounds = [*(each.end for each in path), 0]
         sparable = [
             ((bounds[i - 1] - bounds[i + 1]) / (bounds[0] - bounds[i + 1]), each)

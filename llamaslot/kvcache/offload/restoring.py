@@ -46,15 +46,14 @@ class Restorer:
         self._tiers = tiers
         self._checkpoints = checkpoints
         self._min_restored = min_restored
-        self._has_states = checkpoints.has_states
-        self._goals = checkpoints.restoring
-        """By sequence the checkpoint that it gets once it holds all tokens before it."""
+        self._states = sequences.states
+        self._has_states = self._states.has_states
 
     # --- lookups ---
 
     def lacks_state(self, seq: int) -> bool:
         """Return True if a running sequence has to be given a state, or more, before it is decoded."""
-        return self._has_states and (self._goal(seq) is not None or not self._checkpoints.is_live(seq))
+        return self._has_states and (self._goal(seq) is not None or not self._states.is_live(seq))
 
     def cut(self, match: Match, worth_loading: Callable[[Match], Sequence[SegmentPart]]) -> Match:
         """Return a match up to its deepest restore point; `worth_loading` returns the segments of one to load."""
@@ -79,12 +78,12 @@ class Restorer:
         if not self._has_states:
             return
         length = self._tree.length(seq)
-        self._goals.pop(seq, None)
-        if match.n_cached and not (n_own == length == match.n_cached and self._checkpoints.is_live(seq)):
+        self._checkpoints.goals.pop(seq, None)
+        if match.n_cached and not (n_own == length == match.n_cached and self._states.is_live(seq)):
             node = self._restore_points(match, match.n_cached)[0]
             donor = self._live_end(node)
             # A copy of all that a live sequence holds forks its recurrent state.
-            forks = donor is not None and self._sequences.states.forks and n_own < node.end <= match.n_resident
+            forks = donor is not None and self._states.forks and n_own < node.end <= match.n_resident
             checkpoint = node.checkpoint
             if checkpoint is not None and not self._is_readable(checkpoint):
                 self._tiers.drop([checkpoint])
@@ -92,7 +91,7 @@ class Restorer:
             if checkpoint is None and donor is not None and not forks:
                 checkpoint = self._checkpoints.take(donor)
             if checkpoint is not None and not forks:
-                self._goals[seq] = checkpoint
+                self._checkpoints.goals[seq] = checkpoint
                 self._tiers.touch(checkpoint.path_from_root)
                 if n_own == length and match.parts:
                     # What is loaded ends its state, and may not reach the goal.
@@ -118,7 +117,7 @@ class Restorer:
         goal = self._goal(seq)
         if goal is not None and self._tree.length(seq) == goal.end and goal.state.is_loadable:
             self._restore(seq, goal)
-            del self._goals[seq]
+            del self._checkpoints.goals[seq]
 
     def is_reading(self, seq: int) -> bool:
         """Return True if the checkpoint that a sequence waits for is being read from disk; starts to read it."""
@@ -136,8 +135,8 @@ class Restorer:
         """Drop the goal of a sequence: unless it is live, truncate it to the deepest checkpoint on its path, or
         empty it.
         """
-        self._goals.pop(seq, None)
-        if self._checkpoints.is_live(seq):
+        self._checkpoints.goals.pop(seq, None)
+        if self._states.is_live(seq):
             return
         on_path = checkpoints_on(self._sequences.end(seq))
         found = next((each for each in on_path if each.state.is_loadable), None)
@@ -148,14 +147,13 @@ class Restorer:
 
     def cancel(self, seq: int) -> None:
         """Record that a sequence is no longer waiting for its state."""
-        self._goals.pop(seq, None)
+        self._checkpoints.goals.pop(seq, None)
 
     def fail(self, starts: Mapping[int, int]) -> None:
         """Record that a step failed, whose sequences held `starts` tokens before it."""
         if not self._has_states:
             return
-        sequences = self._sequences
-        sequences.states.fail(starts, {seq: self._tree.length(seq) for seq in sequences.all})
+        self._states.fail(starts, {seq: self._tree.length(seq) for seq in self._sequences.all})
         self._tree.version += 1
 
     def on_restore_failed(self, number: int) -> None:
@@ -167,7 +165,7 @@ class Restorer:
     def check(self) -> None:
         """Verify all invariants while no operation is pending; raises `AssertionError`."""
         assert not self._tree.lost_checkpoints
-        for seq, goal in self._goals.items():
+        for seq, goal in self._checkpoints.goals.items():
             assert self._tree.is_pinned(seq)
             assert self._tree.length(seq) <= goal.end
 
@@ -175,9 +173,9 @@ class Restorer:
 
     def _goal(self, seq: int) -> Checkpoint | None:
         """The checkpoint that a sequence waits for, unless it was dropped meanwhile."""
-        goal = self._goals.get(seq)
+        goal = self._checkpoints.goals.get(seq)
         if goal is not None and goal.state is SegmentState.DROPPED:
-            del self._goals[seq]
+            del self._checkpoints.goals[seq]
             return None
         return goal
 
@@ -201,7 +199,7 @@ class Restorer:
         return checkpoint.state.is_loadable or self._tiers.reader.may_read(checkpoint)
 
     def _live_end(self, node: Node) -> int | None:
-        return next((seq for seq in node.end_of if self._checkpoints.is_live(seq)), None)
+        return next((seq for seq in node.end_of if self._states.is_live(seq)), None)
 
     def _restore(self, seq: int, checkpoint: Checkpoint) -> None:
         self._tiers.touch(checkpoint.path_from_root)

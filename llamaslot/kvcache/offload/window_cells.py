@@ -36,7 +36,7 @@ class WindowCells:
             return None
         lengths = {seq: self._tree.length(seq) for seq in self._sequences.all}
         # One that has lost its state keeps a single cell.
-        used = sum(min(n, chosen.n_swa if self._checkpoints.is_live(seq) else 1) for seq, n in lengths.items())
+        used = sum(min(n, chosen.n_swa if self._sequences.states.is_live(seq) else 1) for seq, n in lengths.items())
         return chosen.n_window_cells - 1 - used
 
     def limit(self, n_tokens: int, n_granted: int = 0) -> int:
@@ -60,9 +60,9 @@ class WindowCells:
         cells are free.
         """
         sequences = self._sequences
-        for seq in sorted(sequences.all, key=lambda seq: (not self._checkpoints.is_live(seq), sequences.rank(seq))):
+        for seq in sorted(sequences.all, key=lambda seq: (not self._sequences.states.is_live(seq), sequences.rank(seq))):
             free = self.n_free
-            if free is None or free >= (n_cells if self._checkpoints.is_live(seq) else n_least):
+            if free is None or free >= (n_cells if self._sequences.states.is_live(seq) else n_least):
                 return
             is_idle = self._tree.length(seq) > 0 and not self._tree.is_pinned(seq)
             if is_idle and seq not in kept:

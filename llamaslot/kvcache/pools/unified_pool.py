@@ -84,7 +84,7 @@ class UnifiedPool:
             node = node.parent
         source = next(node.holders())
         if end == node.end and self._sequences.states.forks:
-            source = next(filter(self._checkpoints.is_live, sorted(node.end_of)), source)
+            source = next(filter(self._sequences.states.is_live, sorted(node.end_of)), source)
         self._sequences.copy(source, seq, end, match.tokens)
         self._counters.copied_tokens += end - start
         return end - start
