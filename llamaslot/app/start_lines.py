@@ -105,12 +105,12 @@ def _partial_state(info: ModelInfo) -> str:
     """Return what checkpoints are copies of."""
     state = info.state
     parts = []
-    if "window" in state.kind:
+    if state.kind.has_window:
         layers = f" in {state.n_window_layers} of {state.n_layers} layers" if state.n_window_layers else ""
         parts.append(f"sliding window of {state.n_swa:,} tokens{layers}")
     if state.kind is StateKind.RECURRENT:
         parts.append(f"recurrent state in {state.n_layers} layers")
-    elif "hybrid" in state.kind:
+    elif state.kind.has_recurrent_state:
         layers = f" beside KV of every token in {state.n_attention_layers} of {state.n_layers} layers"
         parts.append(f"recurrent state{layers if state.n_attention_layers else ''}")
     return ", ".join(parts)

@@ -175,8 +175,8 @@ class StateRecord:
 
     @property
     def forks(self) -> bool:
-        """True if a copy of all that a live sequence holds is live too: recurrent states are copied on write."""
-        return self._kind in (StateKind.RECURRENT, StateKind.HYBRID)
+        """True if a copy of all that a live sequence holds is live too."""
+        return self._kind.forks
 
     def is_live(self, seq: int) -> bool:
         """Return True if a sequence can be decoded."""
@@ -211,7 +211,7 @@ class StateRecord:
         `starts` are the lengths of its sequences before the batch, `lengths` those of all sequences. llama.cpp
         moves recurrent states of sequences outside the batch as well, so on such models none can be trusted then.
         """
-        lost = starts.keys() if self._kind is StateKind.WINDOW else {**lengths, **starts}.keys()
+        lost = {**lengths, **starts}.keys() if self._kind.has_recurrent_state else starts.keys()
         for seq in lost:
             self._set(seq, is_live=not starts.get(seq, lengths.get(seq, 0)))
 

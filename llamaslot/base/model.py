@@ -151,6 +151,21 @@ class StateKind(StrEnum):
     HYBRID_WINDOW = "hybrid_window"
     """Some layers keep such a state, and some of the others KV of the last tokens only."""
 
+    @property
+    def has_window(self) -> bool:
+        """True if some layers keep KV of the last tokens only."""
+        return self in (StateKind.WINDOW, StateKind.HYBRID_WINDOW)
+
+    @property
+    def has_recurrent_state(self) -> bool:
+        """True if some layers keep a state that each token changes."""
+        return self in (StateKind.RECURRENT, StateKind.HYBRID, StateKind.HYBRID_WINDOW)
+
+    @property
+    def forks(self) -> bool:
+        """True if a copy of all that a live sequence holds is live too: recurrent states are copied on write."""
+        return self.has_recurrent_state and not self.has_window
+
 
 class Capabilities(msgspec.Struct, frozen=True):
     """Kinds of state that a model keeps of computed tokens, and the operations that llama.cpp allows on it."""

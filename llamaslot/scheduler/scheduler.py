@@ -24,7 +24,7 @@ from typing import TypeAlias
 from llamaslot.base.backend import CONSTRAINT_FAILED, NO_TOKEN, Status
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.token_probs import TokenScore
-from llamaslot.base.model import ModelInfo, StateKind
+from llamaslot.base.model import ModelInfo
 from llamaslot.base.namespaces import salt_namespace
 from llamaslot.base.stats import CacheStats
 from llamaslot.base.tokens import WIDTH, packed
@@ -120,7 +120,7 @@ class Scheduler:
         """Waiting requests by arrival."""
         self.reuse = ReuseStats()
         # llama.cpp splits steps of several sequences where states are recurrent, so padding would only cost.
-        is_split = info.keeps_checkpoints and info.state.kind is not StateKind.WINDOW
+        is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
         self._padding = Padding(None if is_split else info.step_cost, cache_settings.scratch, info.n_ubatch)
         self.deadlines = Deadlines()
         """Times at which to plan again although no command has arrived."""

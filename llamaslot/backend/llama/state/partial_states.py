@@ -33,9 +33,9 @@ class PartialStates:
 
     def prepare(self, one: int, empty: int) -> None:
         """Save the blank states; sequence `one` must hold one token, and `empty` none."""
-        if self._kind in (StateKind.WINDOW, StateKind.HYBRID_WINDOW):
+        if self._kind.has_window:
             self._blanks.append(self._saved(one))
-        if self._kind in (StateKind.RECURRENT, StateKind.HYBRID, StateKind.HYBRID_WINDOW):
+        if self._kind.has_recurrent_state:
             self._blanks.append(self._saved(empty))
 
     def n_bytes(self, seq: int) -> int:

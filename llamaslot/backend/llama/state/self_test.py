@@ -33,7 +33,7 @@ from llamaslot.base.kv_ops import (
     Save,
     Take,
 )
-from llamaslot.base.model import ModelInfo, ReuseTest, StateKind
+from llamaslot.base.model import ModelInfo, ReuseTest
 from llamaslot.base.tokens import Tokens
 
 _MAX_OVERRUN = 2.0
@@ -286,7 +286,7 @@ class _Trial:
         backend.change(Remove(1, 0))
         backend.change(Restore(_CHECKPOINT, 0))
         self._compare(0, "behind a checkpoint in its own sequence")
-        if self._info.state.kind in (StateKind.RECURRENT, StateKind.HYBRID):
+        if self._info.state.kind.forks:
             backend.change(Restore(_CHECKPOINT, 0))
             backend.change(Copy(0, 1, 0, end))
             self._feed(0, self._other)
