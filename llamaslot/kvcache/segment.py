@@ -49,6 +49,11 @@ class SegmentState(Enum):
         """True if it counts against the disk budget: a write has its room reserved."""
         return self in _USES_DISK
 
+    @property
+    def is_busy(self) -> bool:
+        """True while the disk reads or writes it."""
+        return self in _BUSY
+
 
 class SegmentEvent(Enum):
     """Events that change the state of a segment."""
@@ -70,6 +75,7 @@ class SegmentEvent(Enum):
 
 S, E = SegmentState, SegmentEvent
 _LOADABLE = frozenset({S.RAM, S.DIRTY, S.WRITING, S.CLEAN})
+_BUSY = frozenset({S.WRITING, S.READING})
 _USES_DISK = frozenset({S.WRITING, S.CLEAN, S.DISK, S.READING, S.UNREADABLE})
 
 SEGMENT_TABLE: dict[tuple[SegmentState, SegmentEvent], SegmentState] = {

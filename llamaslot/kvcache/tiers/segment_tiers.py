@@ -29,8 +29,6 @@ from llamaslot.kvcache.tiers.segment_reader import SegmentReader
 from llamaslot.kvcache.tiers.tenant_shares import TenantShares, exceeds_limit
 from llamaslot.kvcache.tiers.write_back import WriteBack
 
-_BUSY = frozenset({S.READING, S.WRITING})
-
 
 class SegmentTiers:
     """All segments, each of at most `max_tokens`, in `ram_bytes` and `disk_bytes`.
@@ -283,9 +281,9 @@ class SegmentTiers:
             self._freed.append(segment.number)
         if before.uses_disk and not after.uses_disk and event is not E.WRITE_FAILED and not keeps_file:
             self.add_job(disk_io.Erase((segment.number,)))
-        for states, index in ((_BUSY, self.busy), ((S.UNREADABLE,), self.unreadable)):
+        for is_in, index in ((after.is_busy, self.busy), (after is S.UNREADABLE, self.unreadable)):
             index.pop(segment.number, None)
-            if after in states:
+            if is_in:
                 index[segment.number] = segment
         self.writer.on_transition(segment)
         if after is S.DROPPED:
@@ -314,7 +312,7 @@ class SegmentTiers:
             # A checkpoint's file refers to that of the segment which its parent replaces, until that is written.
             is_written |= segment.is_checkpoint and parent is not None and bool(parent.replaces)
             assert not state.uses_disk or segment.start == 0 or is_written, "on disk without its parent"
-            assert (segment.number in self.busy) == (state in _BUSY)
+            assert (segment.number in self.busy) == state.is_busy
             assert (segment.number in self.unreadable) == (state is S.UNREADABLE)
         self.writer.check(segments)
 
@@ -337,7 +335,7 @@ class SegmentTiers:
         """
 
         def may_evict(segment: Segment) -> bool:
-            is_free = segment.state not in _BUSY and not self._is_load_pinned(segment)
+            is_free = not segment.state.is_busy and not self._is_load_pinned(segment)
             return is_free and (segment not in path or segment.state is S.CLEAN)
 
         while losers := self.shares.losers(self.ram, tenant, n_bytes):

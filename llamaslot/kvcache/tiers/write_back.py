@@ -24,7 +24,6 @@ from llamaslot.kvcache.tiers.disk_pacing import WriteBudget, WriteQueue
 if TYPE_CHECKING:
     from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
-_BUSY = frozenset({S.READING, S.WRITING})
 _MAX_WRITES = 2
 """Writes at a time: which segment comes next is chosen as late as possible."""
 MAX_DIRTY_FRACTION = 0.25
@@ -104,7 +103,7 @@ class WriteBack:
             if segment.replaces:
                 # Their files refer to those that are erased now.
                 for each in segment.children:
-                    if each.is_checkpoint and each.state.uses_disk and each.state not in _BUSY:
+                    if each.is_checkpoint and each.state.uses_disk and not each.state.is_busy:
                         self._tiers.transition(each, E.EVICT_DISK)
             self._erase_replaced(segment)
 
@@ -196,7 +195,7 @@ class WriteBack:
     def _thin(self, checkpoint: Checkpoint) -> None:
         """Evict the checkpoint above one that is written now, unless it is a fork."""
         above = checkpoint.above
-        if above is not None and above.state.uses_disk and above.state not in _BUSY and not above.is_fork:
+        if above is not None and above.state.uses_disk and not above.state.is_busy and not above.is_fork:
             self._tiers.transition(above, E.EVICT_DISK)
 
     def _erase_replaced(self, segment: Segment) -> None:
@@ -209,6 +208,6 @@ class WriteBack:
 
 def _may_evict(segment: Segment, gone: Sequence[Segment] = ()) -> bool:
     """True if a segment may be evicted from disk, once those that are `gone` have been."""
-    if segment.state in _BUSY or segment in gone:
+    if segment.state.is_busy or segment in gone:
         return False
     return all(child in gone for child in segment.children if child.state.uses_disk or child.replaces)
