@@ -56,7 +56,7 @@ class CheckpointTaker:
         may_wait = n_left != 0
         go_on = []
         for request in ready:
-            is_due = self._is_due(request, queue) and not checkpoints.has(request.slot)
+            is_due = self._is_due(request, queue) and not checkpoints.has_at_end(request.slot)
             if is_due and n_left == 0:
                 if may_wait:
                     continue

@@ -47,8 +47,8 @@ class Checkpoints:
         lru = self._tiers.checkpoints
         return structs.replace(self._counters, total_bytes=lru.capacity, used_bytes=lru.n_bytes, count=len(lru))
 
-    def has(self, seq: int) -> bool:
-        """Return True if there is a checkpoint behind the last token of a sequence."""
+    def has_at_end(self, seq: int) -> bool:
+        """Return True if there is a checkpoint after the last token of a sequence."""
         node = self._tree.end_node(seq)
         return node is not None and node.checkpoint is not None
 

@@ -77,25 +77,28 @@ class Restorer:
         """
         if not self._has_states:
             return
-        length = self._tree.length(seq)
         self._checkpoints.goals.pop(seq, None)
-        if match.n_cached and not (n_own == length == match.n_cached and self._states.is_live(seq)):
-            node = self._restore_points(match, match.n_cached)[0]
-            donor = self._live_end(node)
+        keeps_all = n_own == self._tree.length(seq)
+        if not match.n_cached or (keeps_all and n_own == match.n_cached and self._states.is_live(seq)):
+            return
+        node = self._restore_points(match, match.n_cached)[0]
+        donor = self._live_end(node)
+        if donor is not None and self._states.forks and n_own < node.end <= match.n_resident:
             # A copy of all that a live sequence holds forks its recurrent state.
-            forks = donor is not None and self._states.forks and n_own < node.end <= match.n_resident
-            checkpoint = node.checkpoint
-            if checkpoint is not None and not self._is_readable(checkpoint):
-                self._tiers.drop([checkpoint])
-                checkpoint = None
-            if checkpoint is None and donor is not None and not forks:
-                checkpoint = self._checkpoints.take(donor)
-            if checkpoint is not None and not forks:
-                self._checkpoints.goals[seq] = checkpoint
-                self._tiers.touch(checkpoint.path_from_root)
-                if n_own == length and match.parts:
-                    # What is loaded ends its state, and may not reach the goal.
-                    self._checkpoints.take_at_end(seq)
+            return
+        checkpoint = node.checkpoint
+        if checkpoint is not None and not self._is_readable(checkpoint):
+            self._tiers.drop([checkpoint])
+            checkpoint = None
+        if checkpoint is None and donor is not None:
+            checkpoint = self._checkpoints.take(donor)
+        if checkpoint is None:
+            return
+        self._checkpoints.goals[seq] = checkpoint
+        self._tiers.touch(checkpoint.path_from_root)
+        if keeps_all and match.parts:
+            # What is loaded ends its state, and may not reach the goal.
+            self._checkpoints.take_at_end(seq)
 
     def may_load(self, seq: int) -> bool:
         """Return True if a running sequence may be extended by what others have, or segments.
