@@ -108,8 +108,8 @@ class KVCache:
             lambda: self.cells.free,
             self.checkpoints,
         )
-        self.windows = WindowCells(self._tree, self._sequences, self.checkpoints, self._offloader, settings)
-        """Cells of layers with a sliding window."""
+        self.window_cells = WindowCells(self._tree, self._sequences, self.checkpoints, self._offloader, settings)
+        """Cells of layers with a sliding window, where they may run out."""
         self._policy = OffloadPolicy(
             *(settings, self._tree, self._sequences, self._tiers, self._offloader, self.checkpoints),
             lambda: self.has_streams,

@@ -148,7 +148,7 @@ class Admission:
     def _start(self, request: Request, choices: Sequence[int], now: float) -> None:
         self.queue.remove(request)
         is_one_shot = request.is_one_shot(self._cache.settings.one_shot_tokens)
-        self._cache.windows.evict_for(self.match(request))
+        self._cache.window_cells.evict_for(self.match(request))
         acquired = self._cache.acquire(
             choices, self.match(request), is_new=request.slot < 0, is_one_shot=is_one_shot
         )
@@ -196,7 +196,7 @@ class Admission:
         cache = self._cache
         if not cache.settings.unified or not running:
             return True
-        if not cache.windows.fits([len(r.tokens) + self._n_expected(r) for r in (request, *running)]):
+        if not cache.window_cells.fits([len(r.tokens) + self._n_expected(r) for r in (request, *running)]):
             return False
         reserved = sum(len(r.tokens) - cache.length(r.slot) + self._n_expected(r) for r in running)
         needed = len(request.tokens) + self._n_expected(request)
