@@ -340,7 +340,7 @@ class KVCache:
         """
         self.pool.deduplicate()
         n_tokens = len(snapshot.tokens) // WIDTH
-        self.windows.evict(min(n_tokens, self.settings.checkpoints.n_swa), kept=(seq,))
+        self.window_cells.evict(min(n_tokens, self.settings.checkpoints.n_swa), kept=(seq,))
         return self._snapshots.restore(seq, snapshot)
 
     # --- inspection ---

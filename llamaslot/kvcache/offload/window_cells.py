@@ -2,7 +2,7 @@
 
 llama.cpp gives these layers a window for each sequence and a micro-batch, but no more cells than the pool has. In a
 small pool they run out before the cells of the other layers do, because sequences share the latter but each live
-one has its own window.
+one has its own window (fact 32).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llamaslot.kvcache.sequences import Sequences
 
 @dataclass(eq=False)
 class WindowCells:
-    """Counts these cells, and evicts the windows of idle sequences."""
+    """Count of the cells of window layers, and eviction of idle sequences for them."""
 
     _tree: RadixTree
     _sequences: Sequences
@@ -40,7 +40,7 @@ class WindowCells:
         return chosen.n_window_cells - 1 - used
 
     def limit(self, n_tokens: int, n_granted: int = 0) -> int:
-        """Return how many of `n_tokens` a step may compute besides those that it was granted."""
+        """Return how many of `n_tokens` a step may compute in addition to `n_granted`."""
         free = self.n_free
         return n_tokens if free is None else max(0, min(n_tokens, free - n_granted))
 
@@ -59,10 +59,10 @@ class WindowCells:
         Those that have lost their state free a single cell each, so they are evicted last, and only until `n_least`
         cells are free.
         """
-        sequences = self._sequences
-        for seq in sorted(sequences.all, key=lambda seq: (not self._sequences.states.is_live(seq), sequences.rank(seq))):
+        sequences, is_live = self._sequences, self._sequences.states.is_live
+        for seq in sorted(sequences.all, key=lambda seq: (not is_live(seq), sequences.rank(seq))):
             free = self.n_free
-            if free is None or free >= (n_cells if self._sequences.states.is_live(seq) else n_least):
+            if free is None or free >= (n_cells if is_live(seq) else n_least):
                 return
             is_idle = self._tree.length(seq) > 0 and not self._tree.is_pinned(seq)
             if is_idle and seq not in kept:
@@ -73,6 +73,6 @@ class WindowCells:
                 sequences.clear(seq)
 
     def evict_for(self, match: Match) -> None:
-        """Evict windows for that of a match, but none of sequences on its path."""
+        """Evict idle sequences until there is room for the window of a match, but none that end on its path."""
         on_path = {seq for node in match.resident_end.path_to_root() for seq in node.end_of}
         self.evict(min(match.n_cached, self._settings.checkpoints.n_swa), kept=on_path)
