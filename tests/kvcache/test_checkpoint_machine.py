@@ -286,13 +286,23 @@ class CheckpointMachine(FakeMachine):
     def restore_points(self, asked: Asked, states: States) -> list[tuple[int, bool]]:
         """Positions from which a request can be continued, the deepest first, and if there is a checkpoint."""
         prefixes = self.prefixes(asked)[:-1]
-        ends = {held[-1] for held, is_live in zip(states.held, states.live, strict=True) if held and is_live}
+        busy = {other.slot for other in self.running if other is not asked}
+        ends = {
+            held[-1]
+            for seq, (held, is_live) in enumerate(zip(states.held, states.live, strict=True))
+            if held and is_live and (self.gives_state(len(held)) or seq in {*range(self.shape.n_slots)} - busy)
+        }
         points = []
         for n in range(self.n_covered(prefixes, states), 0, -1):
             has_checkpoint = prefixes[n - 1] in states.checkpoints and n >= self.cache.settings.min_restored
             if has_checkpoint or prefixes[n - 1] in ends:
                 points.append((n, has_checkpoint))
         return points
+
+    def gives_state(self, n: int) -> bool:
+        """True if a copy of a live sequence of `n` tokens can be continued."""
+        chosen = self.cache.settings.checkpoints
+        return self.kind in (StateKind.RECURRENT, StateKind.HYBRID) or chosen.size.of(n) <= chosen.ram_bytes
 
     def n_resident(self, asked: Asked, states: States) -> int:
         return max(common(self.prefixes(asked)[:-1], held) for held in states.held)

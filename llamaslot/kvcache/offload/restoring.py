@@ -187,19 +187,26 @@ class Restorer:
         found = [
             node
             for node in match.matched_end.path_to_root()
-            if node.end <= n_covered and (self._is_readable(node.checkpoint) or self._live_end(node) is not None)
+            if node.end <= n_covered and (self._is_readable(node.checkpoint) or self._gives_state(node))
         ]
         if match.public_end is not None:
             public = checkpoints_on(match.public_end)
             found += [each.node for each in public if each.end <= n_covered and self._is_readable(each)]
             found.sort(key=lambda node: -node.end)
-        return [node for node in found if node.end >= self._min_restored or self._live_end(node) is not None]
+        return [node for node in found if node.end >= self._min_restored or self._gives_state(node)]
 
     def _is_readable(self, checkpoint: Checkpoint | None) -> bool:
         """True if a checkpoint can be restored, now or once it is read from disk."""
         if checkpoint is None or self._tiers.now < self._tiers.loads_again_at:
             return False
         return checkpoint.state.is_loadable or self._tiers.reader.may_read(checkpoint)
+
+    def _gives_state(self, node: Node) -> bool:
+        """True if a live sequence ends in a node, and its state can be copied or its slot be given away."""
+        live = [seq for seq in node.end_of if self._checkpoints.is_live(seq)]
+        if self._sequences.states.forks or self._checkpoints.can_take(node.end):
+            return bool(live)
+        return any(seq in self._sequences.slots and not self._tree.is_pinned(seq) for seq in live)
 
     def _live_end(self, node: Node) -> int | None:
         return next((seq for seq in node.end_of if self._states.is_live(seq)), None)
