@@ -167,6 +167,8 @@ class RadixTree:
         """Protect the path of a sequence from eviction: a request runs in it."""
         if seq in self._pinned:
             raise AssertionError(f"sequence {seq} is pinned already")
+        # Others can no longer be given the sequence, and its state with it.
+        self.version += 1
         self._pinned.add(seq)
         self._count_pins(self._ends[seq], None, +1)
 
@@ -176,6 +178,7 @@ class RadixTree:
         What no other sequence ever held after its first `one_shot_from` tokens is a one-shot prefix until it is
         used again, unless a segment covers it already.
         """
+        self.version += 1
         self._pinned.remove(seq)
         end = self._ends[seq]
         self._count_pins(end, None, -1)

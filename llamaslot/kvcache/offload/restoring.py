@@ -79,9 +79,11 @@ class Restorer:
             return
         self._checkpoints.goals.pop(seq, None)
         keeps_all = n_own == self._tree.length(seq)
-        if not match.n_cached or (keeps_all and n_own == match.n_cached and self._states.is_live(seq)):
+        points = self._restore_points(match, match.n_cached)
+        # Memory may have run short since the lookup.
+        if not points or (keeps_all and n_own == match.n_cached and self._states.is_live(seq)):
             return
-        node = self._restore_points(match, match.n_cached)[0]
+        node = points[0]
         donor = self._live_end(node)
         if donor is not None and self._states.forks and n_own < node.end <= match.n_resident:
             # A copy of all that a live sequence holds forks its recurrent state.
