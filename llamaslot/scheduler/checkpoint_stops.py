@@ -91,5 +91,5 @@ def prompt_stops(
         near = starts[n_before - 1] if n_before else 0
         at = int(near) if ideal - near <= settings.step_tokens // 4 and near > at else ideal
         choose(at, gap)
-    at = max(chosen, default=deepest)
-    return CheckpointStops([*chosen, *range(max(at, n) + settings.step_tokens, n_ctx_slot, settings.step_tokens)])
+    in_reply = range(n + settings.step_tokens, n_ctx_slot, settings.step_tokens)
+    return CheckpointStops([*chosen, *in_reply])

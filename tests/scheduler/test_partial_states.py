@@ -22,7 +22,7 @@ def test_an_idle_sequence_that_keeps_one_cell_of_a_window_never_stops_the_only_r
     driver.run("a" * 20 + "b" * 4, id_slot=0)
     driver.step()
     assert driver.cache.length(0) == 20
-    assert not driver.cache.checkpoints.is_live(0)
+    assert not driver.cache._sequences.states.is_live(0)
     request = driver.run("a" * 20 + "z" * 34, max_tokens=10, id_slot=1)
     assert request.n_cached == 20
     assert request.state is RequestState.DONE

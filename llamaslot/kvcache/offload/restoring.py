@@ -205,7 +205,7 @@ class Restorer:
 
     def _gives_state(self, node: Node) -> bool:
         """True if a live sequence ends in a node, and its state can be copied or its slot be given away."""
-        live = [seq for seq in node.end_of if self._checkpoints.is_live(seq)]
+        live = [seq for seq in node.end_of if self._states.is_live(seq)]
         if self._sequences.states.forks or self._checkpoints.can_take(node.end):
             return bool(live)
         return any(seq in self._sequences.slots and not self._tree.is_pinned(seq) for seq in live)
