@@ -6,7 +6,9 @@ import pytest
 
 from llamaslot.base.model import StateKind
 from llamaslot.base.namespaces import key_salt, key_secret, salt_namespace, tenant_of
-from llamaslot.scheduler.request import RequestState
+from llamaslot.base.tokens import packed
+from llamaslot.kvcache.segment import checkpoints_on
+from llamaslot.scheduler.request import Request, RequestState
 from tests.fake_backend import WINDOW
 from tests.scheduler.test_scheduler import Driver, generated
 
@@ -39,3 +41,32 @@ def test_a_tenant_keeps_its_share_of_the_checkpoints_however_many_another_one_ta
         driver.run(letter * 60, cache_salt=bob)
     n_used = {name: driver.cache._tiers.checkpoints.used[tenant_of(salt_namespace(name))] for name in (ann, bob)}
     assert n_used == {ann: 4 * 64, bob: 4 * 64}
+
+
+@pytest.mark.parametrize("kind", [StateKind.RECURRENT, StateKind.WINDOW])
+@pytest.mark.parametrize("segment_tokens", [16, 512])
+def test_what_is_dropped_of_a_path_takes_its_checkpoints_along(kind: StateKind, segment_tokens: int) -> None:
+    driver = Driver(
+        kind=kind,
+        n_slots=2,
+        n_reserved=2,
+        ram_bytes=10**6,
+        segment_tokens=segment_tokens,
+        offload_after=10**6,
+        checkpoints={"step_tokens": 16},
+    )
+    dropped, other = driver.run("a" * 30 + "b" * 30, max_tokens=4), driver.run("a" * 30 + "c" * 20)
+    for _ in range(4):
+        driver.backend.now += 1
+        driver.step()
+
+    def positions(request: Request) -> list[int]:
+        end = driver.cache._tree.match(request.namespace, packed(request.tokens.view())).matched_end
+        return [each.end for each in checkpoints_on(end)]
+
+    kept = positions(other)
+    assert {32, 48, 56} <= {*positions(dropped)} - {*kept}
+    driver.cache.dropper.drop_paths(dropped.namespace, [packed(dropped.tokens.view())])
+    driver.step()
+    assert max(positions(dropped)) <= 30
+    assert positions(other) == kept

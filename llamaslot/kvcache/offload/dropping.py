@@ -12,7 +12,7 @@ from llamaslot.kvcache.match import Match
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.radix_tree import RadixTree
-from llamaslot.kvcache.segment import Segment, SegmentEvent
+from llamaslot.kvcache.segment import Segment, SegmentEvent, checkpoints_on
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
@@ -64,8 +64,10 @@ class Dropper:
             for seq in list(match.resident_end.end_of):
                 self._truncate(seq, fork)
         # Truncating may have split and joined nodes.
-        segments = self._tree.match(match.namespace, match.tokens).segments
-        self._tiers.drop(segment for segment in reversed(segments) if segment.start >= fork)
+        match = self._tree.match(match.namespace, match.tokens)
+        # A segment that begins above the fork stays, but no state behind the fork.
+        self._tiers.drop(each for each in checkpoints_on(match.whole_end) if each.end > fork)
+        self._tiers.drop(segment for segment in reversed(match.segments) if segment.start >= fork)
 
     def _drop_subtree(self, node: Node) -> None:
         """Drop a node and all below it, unless a request runs there: that one finds out by its own logits."""
