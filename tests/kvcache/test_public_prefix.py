@@ -257,3 +257,15 @@ def test_no_public_state_is_restored_behind_the_place_where_a_prompt_departs(kin
     for n in range(N_SYSTEM + 17, N_SYSTEM + 24, 2):
         prompt = own[:n] + "z" * 4
         assert generated(ask(shared, prompt, ANN)) == generated(ask(new(), prompt, ANN))
+
+
+@pytest.mark.parametrize("kind", [StateKind.WINDOW, StateKind.RECURRENT, StateKind.HYBRID])
+def test_a_tenant_restores_the_public_state_while_a_public_sequence_is_live_there(kind: StateKind) -> None:
+    shared = driver(kind=kind, n_slots=3, n_reserved=2, n_ubatch=32, offload_after=10**6)
+    ask(shared, SYSTEM, PUBLIC_SALT, max_tokens=0)
+    for _ in range(4):
+        shared.backend.now += 1
+        shared.step()
+    for slot, letter in ((1, "x"), (2, "y")):
+        request = ask(shared, SYSTEM + letter * 30, ANN, id_slot=slot)
+        assert (request.n_cached, request.n_prompt_computed) == (N_SYSTEM, 30)

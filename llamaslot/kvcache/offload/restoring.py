@@ -84,7 +84,8 @@ class Restorer:
         if not points or (keeps_all and n_own == match.n_cached and self._states.is_live(seq)):
             return
         node = points[0]
-        donor = self._live_end(node)
+        # The public namespace's cells are not copied, only its segments are loaded.
+        donor = self._live_end(node) if node.namespace == match.namespace else None
         if donor is not None and self._states.forks and n_own < node.end <= match.n_resident:
             # A copy of all that a live sequence holds forks its recurrent state.
             return
