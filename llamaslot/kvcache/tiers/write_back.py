@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from llamaslot.base.namespaces import is_private
 from llamaslot.base.tokens import WIDTH
-from llamaslot.kvcache.segment import Checkpoint, Segment
+from llamaslot.kvcache.segment import Checkpoint, Segment, checkpoints_on
 from llamaslot.kvcache.segment import SegmentEvent as E
 from llamaslot.kvcache.segment import SegmentState as S
 from llamaslot.kvcache.tiers.disk_io import Erase, Reparent, SegmentMeta, Write, WriteTotals, path_digest
@@ -103,7 +103,7 @@ class WriteBack:
             if segment.replaces:
                 # Their files refer to those that are erased now.
                 for each in segment.children:
-                    if each.is_checkpoint and each.state.uses_disk and not each.state.is_busy:
+                    if each.is_checkpoint and each.state.uses_disk:
                         self._tiers.transition(each, E.EVICT_DISK)
             self._erase_replaced(segment)
 
@@ -193,10 +193,10 @@ class WriteBack:
         return True
 
     def _thin(self, checkpoint: Checkpoint) -> None:
-        """Evict the checkpoint above one that is written now, unless it is a fork."""
-        above = checkpoint.above
-        if above is not None and above.state.uses_disk and not above.state.is_busy and not above.is_fork:
-            self._tiers.transition(above, E.EVICT_DISK)
+        """Evict the checkpoints above one that is written now, but no forks."""
+        for above in checkpoints_on(checkpoint.node)[1:]:
+            if above.state.uses_disk and not above.state.is_busy and not above.is_fork:
+                self._tiers.transition(above, E.EVICT_DISK)
 
     def _erase_replaced(self, segment: Segment) -> None:
         if segment.replaces:

@@ -1,0 +1,103 @@
+"""Checkpoints on disk: their files go with those of the segments that they refer to."""
+
+from __future__ import annotations
+
+import pytest
+
+from llamaslot.base.model import CheckpointSize, SegmentSize
+from llamaslot.base.stats import CacheStats
+from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.segment import Checkpoint, Segment, SegmentEvent, SegmentState
+from llamaslot.kvcache.tiers.disk_io import Erase, Read, ReadDone, ReadStarted, Write, Written
+from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
+from tests.kvcache.test_segment_tiers import run_of
+
+N_BYTES = 5
+
+
+class Held:
+    """Tiers with room for everything, and one sequence that holds a path."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.tree = RadixTree()
+        self.tiers = SegmentTiers(
+            self.tree,
+            1000,
+            SegmentSize(3, 1),
+            64,
+            CacheStats(),
+            disk_bytes=1000,
+            checkpoint_bytes=1000,
+            checkpoint_size=CheckpointSize(N_BYTES),
+        )
+        self.tree.hold(0, "")
+
+    def extend(self, *tokens: int) -> None:
+        self.tree.extend(0, run_of(tokens))
+
+    def save(self) -> Segment:
+        node = self.tree.end_node(0)
+        assert node is not None
+        return self.tiers.add(node, 0, node.end)
+
+    def take(self) -> Checkpoint:
+        node = self.tree.end_node(0)
+        assert node is not None
+        return self.tiers.add_checkpoint(node, N_BYTES)
+
+    def written(self, *, answers: bool = True) -> list[int]:
+        """Numbers of what is written and, unless it `answers` later, done by now."""
+        self.tiers.writer.flush()
+        self.now += 1
+        self.tiers.tick(self.now)
+        numbers = [job.meta.number for job in self.tiers.take_jobs() if isinstance(job, Write)]
+        for number in numbers if answers else ():
+            self.tiers.on_io(Written(number, ok=True), self.now)
+        return numbers
+
+    def erased(self) -> set[int]:
+        jobs = self.tiers.take_jobs()
+        return {number for job in jobs if isinstance(job, Erase) for number in job.numbers}
+
+    def check(self) -> None:
+        self.tiers.check(self.tree.check())
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_checkpoint_that_is_written_or_read_goes_with_the_file_that_it_refers_to(is_read: bool) -> None:
+    held = Held()
+    held.extend(1, 2, 3)
+    segment = held.save()
+    assert held.written() == [segment.number]
+    checkpoint = held.take()
+    assert held.written(answers=is_read) == [checkpoint.number]
+    if is_read:
+        held.tiers.transition(checkpoint, SegmentEvent.EVICT_RAM)
+        held.tiers.reader.start(checkpoint)
+        assert [job.number for job in held.tiers.take_jobs() if isinstance(job, Read)] == [checkpoint.number]
+        held.tiers.on_io(ReadStarted(), held.now)
+    held.extend(4, 5)
+    longer = held.save()
+    held.tiers.transition(longer, SegmentEvent.EVICT_RAM)
+    held.check()
+    assert {segment.number, checkpoint.number} <= held.erased()
+    assert checkpoint.state is (SegmentState.DROPPED if is_read else SegmentState.RAM)
+    # The answer comes too late.
+    answer = ReadDone(checkpoint.number, 0.1) if is_read else Written(checkpoint.number, ok=True)
+    assert held.tiers.on_io(answer, held.now) is None
+    held.check()
+    assert not checkpoint.state.uses_disk
+
+
+def test_of_a_path_only_the_deepest_checkpoint_stays_on_disk_even_if_one_between_was_never_written() -> None:
+    held = Held()
+    taken = []
+    for i in range(3):
+        held.extend(3 * i, 3 * i + 1, 3 * i + 2)
+        segment, checkpoint = held.save(), held.take()
+        taken.append(checkpoint)
+        if i != 1:
+            assert {segment.number, checkpoint.number} == {*held.written(), *held.written()}
+            held.check()
+    assert [each.state.uses_disk for each in taken] == [False, False, True]
