@@ -90,11 +90,11 @@ class CheckpointSize(msgspec.Struct, frozen=True):
     """Tokens of the window."""
 
     def of(self, end: int) -> int:
-        """Bytes behind `end` tokens; one cell less once another sequence has taken the oldest cell of a window."""
+        """Bytes after `end` tokens; one cell less once another sequence has taken the oldest cell of a window."""
         return self.fixed + self.per_cell * min(end, self.n_swa)
 
     def all_of(self, end: int) -> tuple[int, ...]:
-        """All that the bytes behind `end` tokens may be."""
+        """All sizes that a checkpoint after `end` tokens may have."""
         return tuple({self.of(end), self.of(end) - self.per_cell})
 
 

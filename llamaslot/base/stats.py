@@ -19,15 +19,15 @@ Miss: TypeAlias = Literal[
 ]
 """Reason why no more of a prompt was cached when its request got a slot.
 
-    ""           everything computed of it so far was cached: the rest is new
-    cold         nothing was cached, or too little to be worth sharing (64 tokens)
-    salted       the same, in the namespace of a salt: nothing is revealed about other namespaces
-    diverged     the cached tokens continue differently
-    changed      the same, within the last reply of its session
-    evicted      more of it was cached once
+    ""             everything computed of it so far was cached: the rest is new
+    cold           nothing was cached, or too little to be worth sharing (64 tokens)
+    salted         the same, in the namespace of a salt: nothing is revealed about other namespaces
+    diverged       the cached tokens continue differently
+    changed        the same, within the last reply of its session
+    evicted        more of it was cached once
     no_checkpoint  KV of more of it is cached, but no checkpoint from which to continue it
-    off          `cache_prompt` was false, or the prompt is scored
-    unsupported  nothing of this model is reused
+    off            `cache_prompt` was false, or the prompt is scored
+    unsupported    nothing of this model is reused
 """
 
 

@@ -22,9 +22,9 @@ _Respond: TypeAlias = Callable[[Any], None]
 
 @dataclass(eq=False)
 class DropActions:
-    """Carries out these queries, between two steps.
+    """Carries out queries that drop prefixes, between two steps.
 
-    `lacks_disk` tells that a disk is configured but cannot be used, so what it has stays there.
+    `lacks_disk` is True if a disk is configured but cannot be used, so what it has stays there.
     """
 
     _cache: KVCache
@@ -32,7 +32,7 @@ class DropActions:
     _lacks_disk: bool
 
     def clear(self, _: commands.ClearCache, respond: _Respond) -> None:
-        """Drop all that is idle."""
+        """Drop all idle prefixes."""
         cleared = self._cache.dropper.drop()
         _log.info("cache.cleared", **msgspec.structs.asdict(cleared))
         if self._disk is not None:

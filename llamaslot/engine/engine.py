@@ -270,8 +270,10 @@ class Engine:
 
     async def _test_reuse(self) -> None:
         self._watch.end()
-        busy = {"is_busy": lambda: bool(self._inbox), "is_stopping": lambda: self._stopping}
-        if (tested := await self._reuse_test.run(self._worker.call, **busy)) is not None:
+        tested = await self._reuse_test.run(
+            self._worker.call, is_busy=lambda: bool(self._inbox), is_stopping=lambda: self._stopping
+        )
+        if tested is not None:
             self._outbox.append(tested)
             self._flush()
 

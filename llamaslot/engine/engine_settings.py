@@ -74,9 +74,9 @@ def cache_settings(backend: Backend, settings: EngineSettings, disk: SegmentDisk
 
 
 def checkpoint_settings(info: ModelInfo, n_seqs: int, settings: EngineSettings) -> CheckpointSettings:
-    """Settings of checkpoints for a model in a context of so many sequences.
+    """Return the settings of checkpoints for a model in a context of `n_seqs` sequences.
 
-    Those of no checkpoints if it needs none or can have none.
+    They allow no checkpoints if it needs none or can have none.
     """
     size, cost = info.checkpoint_size, info.state_cost
     if not info.keeps_checkpoints or size is None:

@@ -12,8 +12,8 @@ import structlog
 from llamaslot.base.backend import Backend
 from llamaslot.base.events import ReuseTested
 
-_MAX_STOPPED = 2
-"""Times that commands may stop the test, which begins anew each time: then they wait for its end."""
+_MAX_STARTS = 2
+"""Starts of the test, each of which commands may stop but the last: they wait for its end."""
 
 _log = structlog.get_logger(__name__)
 
@@ -27,7 +27,7 @@ class ReuseTest:
 
     @property
     def is_pending(self) -> bool:
-        """True if it is still to be run."""
+        """True if the self-test is still to be run."""
         return self._backend.info.reuse_test == "pending"
 
     @property
@@ -42,9 +42,9 @@ class ReuseTest:
         is_busy: Callable[[], bool],
         is_stopping: Callable[[], bool],
     ) -> ReuseTested | None:
-        """Run it by `call`, on the thread that computes; None if it was stopped, since the engine is busy again."""
+        """Run the self-test by `call`, on the thread that computes; None if it was stopped for other work."""
         self._n_started += 1
-        may_stop = self._n_started < _MAX_STOPPED
+        may_stop = self._n_started < _MAX_STARTS
 
         def should_stop() -> bool:
             return is_stopping() or (may_stop and is_busy())

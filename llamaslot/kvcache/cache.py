@@ -56,7 +56,7 @@ from llamaslot.kvcache.tiers.tier_stats import disk_stats, ram_stats, tenant_sta
 from llamaslot.kvcache.tree_listing import tree_listing
 
 _NO_SEQ = -1
-"""Stands for a slot that is not chosen yet."""
+"""Key of load pins for a slot that is not chosen yet."""
 
 
 class KVCache:
@@ -99,21 +99,13 @@ class KVCache:
         """Follows free memory; `tick` evicts what exceeds it."""
         self.checkpoints = Checkpoints(self._tree, self._sequences, settings.checkpoints, self._tiers)
         """Copies of partial states, for models that have one."""
-        self.restorer = Restorer(
-            *(self._tree, self._sequences, self._tiers, self.checkpoints), min_restored=settings.min_restored
-        )
+        shared = self._tree, self._sequences, self._tiers
+        self.restorer = Restorer(*shared, self.checkpoints, min_restored=settings.min_restored)
         """Gives sequences their partial states."""
-        self._offloader = Offloader(
-            *(self._tree, self._sequences, self._tiers, settings, self._counters),
-            lambda: self.cells.free,
-            self.checkpoints,
-        )
+        self._offloader = Offloader(*shared, settings, self._counters, lambda: self.cells.free, self.checkpoints)
         self.window_cells = WindowCells(self._tree, self._sequences, self.checkpoints, self._offloader, settings)
         """Cells of layers with a sliding window, where they may run out."""
-        self._policy = OffloadPolicy(
-            *(settings, self._tree, self._sequences, self._tiers, self._offloader, self.checkpoints),
-            lambda: self.has_streams,
-        )
+        self._policy = OffloadPolicy(settings, *shared, self._offloader, self.checkpoints, lambda: self.has_streams)
         self._public = PublicPrefix(self._tree, self._tiers, self._offloader)
         parts = self._tree, self._sequences, settings, self._counters
         self.pool: Pool
@@ -121,7 +113,7 @@ class KVCache:
             self.pool = UnifiedPool(*parts, self._offloader, self.checkpoints, self.restorer)
         else:
             self.pool = PartitionedPool(*parts, prefill_seconds)
-        self.dropper = Dropper(self._tree, self._sequences, self._tiers, self._offloader)
+        self.dropper = Dropper(*shared, self._offloader)
         """Deletes prefixes in all tiers."""
         self._snapshots = SlotSnapshots(self._tree, self._sequences, self.pool, self._offloader)
         self._ghosts = GhostList()

@@ -11,8 +11,6 @@ MAX_SEGMENT_TOKENS = 512
 """Tokens of a segment at most: loading one of this size for only a part of it costs little."""
 MIN_POOLS_IN_RAM = 2
 """Pools that RAM must have room for if idle prefixes are to be offloaded early: else RAM holds less than cells."""
-
-
 _NO_SIZE = CheckpointSize(0)
 
 
@@ -27,6 +25,7 @@ class CheckpointSettings:
     n_window_cells: int | None = None
     """Cells of window layers, if they may be too few for the windows of all sequences; None if they suffice."""
     size: CheckpointSize = _NO_SIZE
+    """Bytes of a checkpoint, by its position."""
     ram_bytes: int = 0
     """Budget of host memory for checkpoints."""
     max_on_path: int = 32

@@ -40,8 +40,8 @@ class Match:
     n_cached: int
     """Tokens that need not be computed: resident ones, and those worth loading after them.
 
-    For a model with a partial state no more than there is a restore point for; no part and no resident token lies
-    behind it.
+    For a model with a partial state no more than there is a restore point for; no part and no resident token comes
+    after it.
     """
     version: int
     """Version of the tree that was looked up; the match is stale once it has changed."""
@@ -50,7 +50,7 @@ class Match:
     public_end: Node | None = None
     """The last node of the public namespace of which the same tokens have all; None where that may not be used."""
     n_without_state: int = 0
-    """Tokens behind `n_cached` whose KV is cached, but that have to be computed for want of a restore point."""
+    """Tokens after `n_cached` whose KV is cached, but that have to be computed for want of a restore point."""
 
     @property
     def n_idle(self) -> int:

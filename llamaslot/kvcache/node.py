@@ -55,7 +55,7 @@ class Node:
         self.segment: Segment | None = None
         """The segment that covers this node; a segment may cover several nodes in a row."""
         self.checkpoint: Checkpoint | None = None
-        """The partial state behind its last token, if there is a copy of it."""
+        """The partial state after its last token, if there is a copy of it."""
         self.last_used = 0
         """The latest use on the logical clock; never less than that of a resident child."""
         self.hits = 0

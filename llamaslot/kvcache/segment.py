@@ -7,7 +7,7 @@ What conversations share is kept once:
 
 Whether its tokens are resident in the pool as well does not matter to a segment: the nodes of the radix tree know.
 
-A checkpoint is a segment without tokens: the partial state behind one position of a path. It goes through the same
+A checkpoint is a segment without tokens: the partial state at one position of a path. It goes through the same
 states, and is the child of the segment that has the token before it.
 """
 
@@ -245,7 +245,7 @@ class Segment:
 
 
 class Checkpoint(Segment):
-    """The partial state behind the last token of a node: a sequence that gets it can be continued from there.
+    """The partial state after the last token of a node: a sequence that gets it can be continued from there.
 
     The KV of the tokens before it is not part of it: cells or segments have that.
     """
@@ -296,7 +296,7 @@ class Checkpoint(Segment):
 
     @property
     def is_deepest(self) -> bool:
-        """True if no other checkpoint lies behind it on any path."""
+        """True if no path has another checkpoint after it."""
         return not any(node.checkpoint is not None for node in self.node.subtree() if node is not self.node)
 
 

@@ -183,10 +183,9 @@ class Admission:
         return waits
 
     def _has_passed(self, leader: Request, n: int) -> bool:
-        """True if a running request will not leave the state behind its first `n` tokens to others."""
+        """True if no checkpoint will be taken after `n` tokens of a running request, though one is needed."""
         checkpoints = self._cache.checkpoints
-        is_past = self._cache.length(leader.slot) > n or not checkpoints.can_take(n)
-        return checkpoints.has_states and is_past
+        return checkpoints.has_states and (self._cache.length(leader.slot) > n or not checkpoints.can_take(n))
 
     def _fits(self, request: Request, running: Sequence[Request]) -> bool:
         """True if a prompt and what it is expected to generate fit together with what the running requests need.

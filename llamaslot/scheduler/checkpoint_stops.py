@@ -8,10 +8,10 @@ A model with a partial state can be continued only where a checkpoint was taken,
 1. the end of the system prompt, with which other conversations begin;
 2. at even distances, moved back to the start of a message where one is near;
 3. where the prompt departs from what is cached: others have gone on differently from here, and may again;
-4. the start of the message that is to be generated, a few tokens before the end: templates change what is behind
+4. the start of the message that is to be generated, a few tokens before the end: templates change what is after
    it, and the same prompt may come again. The end of the reply is kept by `Checkpoints.take_at_end`.
 
-Besides, where a waiting request departs from this one, and at the end of a prompt of which more choices wait.
+Also where a waiting request departs from this one, and at the end of a prompt of which more choices wait.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CheckpointStops:
         return at < len(self._positions) and self._positions[at] == position
 
     def limit(self, position: int, n: int) -> int:
-        """Return how many of `n` tokens a step may compute behind a position."""
+        """Return how many of `n` tokens a step may compute after a position."""
         at = bisect.bisect_right(self._positions, position)
         return min(n, self._positions[at] - position) if at < len(self._positions) else n
 

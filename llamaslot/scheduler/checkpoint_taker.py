@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -12,7 +13,7 @@ from llamaslot.scheduler.request import Request
 
 
 class CheckpointTaker:
-    """Chooses stops, and takes what is due at them. Without a partial state it does nothing.
+    """Takes checkpoints of running requests at stops that it chooses. Without a partial state it does nothing.
 
     `control` are the ids of control tokens: a message begins or ends at each of them.
     """
@@ -49,26 +50,25 @@ class CheckpointTaker:
         `queue` are the requests that wait.
         """
         checkpoints = self._cache.checkpoints
-        if not checkpoints.has_states:
+        limit = self._cache.settings.max_takes_in_gap if self._cache.has_streams else None
+        if not checkpoints.has_states or limit == 0:
+            # A checkpoint that fits into no gap is not taken.
             return list(ready)
-        n_left = self._cache.settings.max_takes_in_gap if self._cache.has_streams else None
-        # What does not fit into this gap waits for the next one; what never fits is not taken.
-        may_wait = n_left != 0
+        n_left = math.inf if limit is None else limit
         go_on = []
         for request in ready:
-            is_due = self._is_due(request, queue) and not checkpoints.has_at_end(request.slot)
-            if is_due and n_left == 0:
-                if may_wait:
+            if self._is_due(request, queue) and not checkpoints.has_at_end(request.slot):
+                if n_left == 0:
+                    # It waits for the next gap.
                     continue
-            elif is_due:
                 is_one_shot = request.is_one_shot(self._cache.settings.one_shot_tokens)
                 checkpoints.take(request.slot, may_evict=not is_one_shot)
-                n_left = None if n_left is None else n_left - 1
+                n_left -= 1
             go_on.append(request)
         return go_on
 
     def _is_due(self, request: Request, queue: Sequence[Request]) -> bool:
-        """True at a stop, and behind a prompt of which other choices wait for a slot."""
+        """True at a stop, and at the end of a prompt of which other choices wait for a slot."""
         length, group = self._cache.length(request.slot), request.submit.group
         has_choices = bool(group) and any(other.submit.group == group for other in queue)
         return request.stops.has(length) or (length == request.n_prompt and has_choices)

@@ -16,7 +16,7 @@ from llamaslot.scheduler.request import Request
 class InFlight:
     """Tokens of the running requests, as of their admission.
 
-    `has_passed` tells whether a running request can no longer leave a prefix of so many tokens for others.
+    `has_passed` returns True if others can no longer continue from that many tokens of a running request.
     """
 
     def __init__(self, has_passed: Callable[[Request, int], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: which partial states are copied to host memory, and which are dropped.
+"""Checkpoints: partial states that are copied to host memory, and the order in which they are evicted from it.
 
 1. The scheduler has them taken where a step of a prompt ends (`scheduler/checkpoint_stops.py`).
 2. A sequence that is about to lose its last token, and with it its state, gets one first (`take_at_end`).
@@ -6,7 +6,7 @@
    first, then one that is neither a fork nor the deepest of its path, then the least recently used. One that is
    about to be restored stays.
 
-`restoring.py` has what they are for.
+`restoring.py` decides which are restored, and when.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 
 class Checkpoints:
-    """Checkpoints of one tree, within a budget of bytes. Where no model has a partial state, there are none."""
+    """Checkpoints of one tree, within a budget of bytes; none for a model without a partial state."""
 
     def __init__(
         self, tree: RadixTree, sequences: Sequences, settings: CheckpointSettings, tiers: SegmentTiers
@@ -57,14 +57,14 @@ class Checkpoints:
         return [each.end for each in checkpoints_on(self._sequences.end(seq))]
 
     def can_take(self, n: int) -> bool:
-        """Return True if a checkpoint behind `n` tokens is likely to be taken where it is due."""
+        """Return True if there is likely to be room for a checkpoint after `n` tokens."""
         is_possible = self.settings.size.of(n) <= self._tiers.checkpoints.capacity
         return is_possible and self._tiers.now >= self._tiers.saves_again_at
 
     def take(self, seq: int, *, may_evict: bool = True) -> Checkpoint | None:
-        """Take a checkpoint of a live sequence, unless its node has one; returns it, None if there is no room.
+        """Return the checkpoint at the end of a live sequence, taken now if there is none; None without room.
 
-        Without `may_evict` it gets room that is free.
+        Without `may_evict` it is taken only if there is room already.
         """
         node = self._sequences.end(seq)
         if node.checkpoint is not None:
@@ -119,6 +119,7 @@ class Checkpoints:
         if n_bytes and n_pinned + n_bytes > lru.capacity:
             return False
         everything = [each for each in lru if isinstance(each, Checkpoint)]
+        # Neither a fork nor the deepest of its path: another one is near.
         interior = {above for each in everything if (above := each.above) is not None and not above.is_fork}
         order = sorted(everything, key=lambda each: (each not in interior, each.rank))
         rest = [each for each in order if each not in pinned]
@@ -134,6 +135,7 @@ class Checkpoints:
         lru = self._tiers.checkpoints
         lru.capacity = int(fraction * self.settings.ram_bytes)
         self.evict_for(0)
+        # Those that have to stay may exceed it.
         lru.capacity = max(lru.capacity, lru.n_bytes)
 
     # --- inside ---

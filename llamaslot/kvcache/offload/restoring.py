@@ -1,4 +1,4 @@
-"""Restoring partial states: from where a cached prefix can be continued, and how a slot gets there.
+"""Restoring of partial states: from where a cached prefix can be continued, and how a slot gets the state there.
 
 Some models have a partial state besides the KV of every token (`base/kv_ops.py`). A path of theirs can be continued
 only from a *restore point*: a node that has a checkpoint, or in which a live sequence ends.
@@ -27,7 +27,7 @@ from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
 
 class Restorer:
-    """Gives sequences their states. Where no model has a partial state, it does nothing.
+    """Gives sequences their partial states. For a model without one it does nothing.
 
     `min_restored` is the number of tokens that take as long to compute as a checkpoint takes to restore.
     """
@@ -52,7 +52,7 @@ class Restorer:
     # --- lookups ---
 
     def lacks_state(self, seq: int) -> bool:
-        """Return True if a running sequence has to be given a state, or more, before it is decoded."""
+        """Return True if a running sequence cannot be decoded yet: it waits for a checkpoint, or is stateless."""
         return self._has_states and (self._goal(seq) is not None or not self._states.is_live(seq))
 
     def cut(self, match: Match, worth_loading: Callable[[Match], Sequence[SegmentPart]]) -> Match:
@@ -71,7 +71,7 @@ class Restorer:
     # --- a sequence gets a state ---
 
     def begin(self, seq: int, n_own: int, match: Match) -> None:
-        """Prepare that `seq`, which keeps `n_own` of its tokens, gets the matched tokens and the state behind them.
+        """Prepare that `seq`, which keeps `n_own` of its tokens, gets the matched tokens and the state after them.
 
         Call before anything is changed.
         """
@@ -106,7 +106,7 @@ class Restorer:
     def may_load(self, seq: int) -> bool:
         """Return True if a running sequence may be extended by what others have, or segments.
 
-        Without a state to be restored then it may not: it would lose its own.
+        One that is live and waits for no checkpoint may not: it would lose its state.
         """
         return not self._has_states or self.lacks_state(seq)
 
@@ -126,7 +126,7 @@ class Restorer:
             del self._checkpoints.goals[seq]
 
     def is_reading(self, seq: int) -> bool:
-        """Return True if the checkpoint that a sequence waits for is being read from disk; starts to read it."""
+        """Return True if the checkpoint that a sequence waits for is being read from disk; starts the read."""
         goal, reader = self._goal(seq), self._tiers.reader
         if goal is None or goal.state.is_loadable:
             return False
@@ -138,9 +138,7 @@ class Restorer:
         return goal.state.uses_ram
 
     def fall_back(self, seq: int) -> None:
-        """Drop the goal of a sequence: unless it is live, truncate it to the deepest checkpoint on its path, or
-        empty it.
-        """
+        """Truncate a stateless sequence to the deepest checkpoint on its path, or empty it; it has no goal then."""
         self._checkpoints.goals.pop(seq, None)
         if self._states.is_live(seq):
             return

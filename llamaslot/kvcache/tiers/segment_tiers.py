@@ -3,7 +3,7 @@
 `segment.py` has the states and their transitions; here is what each transition entails for budgets, jobs and the
 radix tree. In each tier one-shot segments are evicted first, then the least recently used, of those whose tenants
 have more than their share (`tenant_shares.py`). A path is always used from its end to its start, so no segment is
-evicted before its children.
+evicted before its children. Checkpoints are segments too, but have a budget of RAM of their own.
 
 Nothing here knows of cells, of sequences or of llama.cpp.
 """
@@ -158,7 +158,7 @@ class SegmentTiers:
         return segment
 
     def add_checkpoint(self, node: Node, n_bytes: int) -> Checkpoint:
-        """Create a checkpoint behind the last token of a node; there must be room for it in RAM."""
+        """Create a checkpoint after the last token of a node; there must be room for it in RAM."""
         checkpoint = Checkpoint(self.new_number(), node, n_bytes, now=self.now)
         self._tree.version += 1
         node.checkpoint = checkpoint

@@ -5,6 +5,9 @@ and the number of its parent are all that the index needs, and after a restart e
 last segment of a path is replaced by a longer one as a conversation goes on, so it is written only after a while,
 and the file that it replaces is erased only once it is written itself. What only a one-shot request has used is not
 written before it is used again, or the server shuts down.
+
+Of checkpoints only forks and the deepest of a path are written. The index has the parent of each; when a longer
+segment replaces the parent, that entry is changed (`Reparent`).
 """
 
 from __future__ import annotations
@@ -101,7 +104,7 @@ class WriteBack:
             self._queue.put(segment)
         elif segment.state is S.DROPPED:
             if segment.replaces:
-                # Their files refer to those that are erased now.
+                # Files of its checkpoints still refer to those that are erased now.
                 for each in segment.children:
                     if each.is_checkpoint and each.state.uses_disk:
                         self._tiers.transition(each, E.EVICT_DISK)
