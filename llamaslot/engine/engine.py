@@ -306,12 +306,16 @@ class Engine:
             self._fail(command.submit.request_id, NotSupportedError(message, param="cache_public"))
             return
         self._n_arrived += 1
+        submit, allows_reuse = command.submit, self._reuse_test.allows_reuse
+        if self.scheduler.cache.settings.reuses and not allows_reuse:
+            # Choices of one prompt may not share a state that is not proved either.
+            submit = msgspec.structs.replace(submit, group="")
         request = Request(
-            command.submit,
+            submit,
             command.prompt,
             arrival=self._n_arrived,
             now=arrived,
-            can_reuse=self.scheduler.cache.settings.reuses and self._reuse_test.allows_reuse,
+            can_reuse=self.scheduler.cache.settings.reuses and allows_reuse,
         )
         self.scheduler.submit(request)
         self._replies[request.id] = ReplyStream(request, self._backend.vocab)

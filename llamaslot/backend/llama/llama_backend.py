@@ -186,7 +186,7 @@ class LlamaBackend:
         measured = Measurements(info.stream_copy_ms, info.kv_cost, info.step_cost, info.state_cost, result)
         if folder := self._settings.measurements:
             measurements.write(folder, measurements.key_of(self._settings, info, self.n_seqs), measured.to_keep)
-        self._set_measured(measured)
+        self._set_measured(measured, is_later=True)
         return True
 
     def close(self) -> None:
@@ -305,15 +305,18 @@ class LlamaBackend:
             state_cost=state_cost.measure(self, self._context, self._kv.partial) if costs else None,
         )
 
-    def _set_measured(self, measured: Measurements) -> None:
-        """Fill in what was measured; sequences must be empty."""
+    def _set_measured(self, measured: Measurements, *, is_later: bool = False) -> None:
+        """Fill in what was measured; sequences must be empty.
+
+        Who uses the backend already may still save and trim a preempted request, but continues it from no state.
+        """
         fields = msgspec.structs.asdict(measured)
         result: self_test.SelfTest | None = fields.pop("self_test")
         self.info = msgspec.structs.replace(self.info, **fields)
         if result is None:
             return
         self.info = self_test.applied(self.info, result)
-        if result.outcome == "failed":
+        if result.outcome == "failed" and not is_later:
             # Nothing that was proved wrong can be asked for.
             self._kv = KvOperations(self._context, self.info, self.n_seqs)
 
