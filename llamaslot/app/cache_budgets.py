@@ -66,6 +66,18 @@ def with_limits(config: Config, info: ModelInfo, budgets: Budgets) -> ModelInfo:
     )
 
 
+def chosen_flags(info: ModelInfo) -> dict[str, int]:
+    """Return the flags by which an engine that is started again gets a pool and checkpoints of the same sizes.
+
+    `auto` may choose less than a checkpoint takes, which is an error where it is given.
+    """
+    flags = {"ctx_size": info.n_ctx}
+    limits, size = info.checkpoint_limits, info.checkpoint_size
+    if limits is not None and size is not None and limits.ram_bytes >= size.of(info.n_ctx_slot):
+        flags["checkpoint_ram"] = limits.ram_bytes // _MIB
+    return flags
+
+
 def _choose_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
     """Return the budgets of prefixes."""
     idle_cells = config.cache_idle_cells if isinstance(config.cache_idle_cells, int) else None

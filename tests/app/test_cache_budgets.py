@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from llamaslot.app.cache_budgets import break_even_tokens, choose_budgets, with_limits
+from llamaslot.app.cache_budgets import break_even_tokens, choose_budgets, chosen_flags, with_limits
 from llamaslot.app.config import Config
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.model import Capabilities, CheckpointSize, KvCost, ModelInfo, SegmentSize, StateKind
@@ -82,6 +82,13 @@ def test_a_model_without_kv_of_every_token_has_no_number_of_tokens_that_fit() ->
 def test_ram_for_less_than_one_checkpoint_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--checkpoint-ram 9 is less than one checkpoint .*, 10\.0 MiB"):
         choose_budgets(Config(checkpoint_ram=9), partial(), 100 * MIB)
+
+
+@pytest.mark.parametrize("n_free", [0, 60 * MIB, 80 * MIB, 400 * MIB])
+def test_an_engine_that_is_started_again_accepts_what_was_chosen_for_it(n_free: int) -> None:
+    described = with_limits(Config(), partial(), choose_budgets(Config(), partial(), n_free))
+    again = choose_budgets(Config(**chosen_flags(described)), partial(), n_free)
+    assert again.checkpoints == described.checkpoint_limits
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A model whose self-test is pending, or failed once the engine ran: nothing is reused, and every reply is right."""
+"""A model whose self-test is pending, or failed once the engine ran: nothing is reused."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import msgspec
 
+from llamaslot.app.cache_budgets import chosen_flags
 from llamaslot.app.config import Config
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError, LlamaslotError
@@ -152,9 +153,7 @@ class MultiProcessRuntime:
         if loaded is None:
             return None
         # The sizes of the pool and of checkpoints must not depend on what memory is free when it is started again.
-        self.engine.config = {**self._config, "ctx_size": loaded.info.n_ctx}
-        if (limits := loaded.info.checkpoint_limits) is not None:
-            self.engine.config["checkpoint_ram"] = limits.ram_bytes // 2**20
+        self.engine.config = {**self._config, **chosen_flags(loaded.info)}
         try:
             await self.prompts.set_model(SetModel(loaded.info, *self._template), loaded.records)
         except LlamaslotError as error:
