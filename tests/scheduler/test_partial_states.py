@@ -70,3 +70,14 @@ def test_what_is_dropped_of_a_path_takes_its_checkpoints_along(kind: StateKind, 
     driver.step()
     assert max(positions(dropped)) <= 30
     assert positions(other) == kept
+
+
+@pytest.mark.parametrize("kind", [StateKind.RECURRENT, StateKind.WINDOW])
+def test_an_end_that_two_idle_sequences_lose_at_once_gets_a_checkpoint(kind: StateKind) -> None:
+    driver = Driver(kind=kind, n_slots=3, n_ctx=128, ram_bytes=10**6)
+    for slot in (0, 1):
+        last = driver.run("a" * 30, max_tokens=10, id_slot=slot)
+    turn = "a" * 30 + bytes(generated(last)[:9]).decode()
+    driver.run("z" * 115, max_tokens=5, id_slot=2)
+    assert max(driver.cache.length(0), driver.cache.length(1)) < len(turn)
+    assert driver.run(turn + "and what else").n_cached == len(turn)

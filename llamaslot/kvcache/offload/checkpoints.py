@@ -88,12 +88,15 @@ class Checkpoints:
         Its last token must stay cached, for else the checkpoint is dropped with it. Returns True if one was taken.
         """
         node = self._tree.end_node(seq)
-        if not self.has_states or node is None or node.is_root or not self._states.is_live(seq):
+        if node is None or not self._may_take_at_end(seq):
             return False
         has_other = any(other != seq and self._states.is_live(other) for other in node.end_of)
-        if has_other or is_private(node.namespace) or self._is_near(node):
-            return False
-        return self.take(seq, may_evict=not node.is_one_shot) is not None
+        return not has_other and self._take_unless_near(seq)
+
+    def take_at_lost_end(self, seq: int) -> bool:
+        """Do the same before all sequences that end where this one does lose their states, of which any will do."""
+        live = next(filter(self._states.is_live, sorted(self._sequences.end(seq).end_of)), None)
+        return live is not None and self._may_take_at_end(live) and self._take_unless_near(live)
 
     def take_at_idle_ends(self) -> int:
         """Take a checkpoint of one idle sequence ahead of time; returns how many were taken."""
@@ -144,6 +147,17 @@ class Checkpoints:
     def _pinned(self) -> set[Segment]:
         """Checkpoints, and segments, that must stay: about to be restored, or being read or written."""
         return {*self.goals.values(), *self._tiers.busy.values()}
+
+    def _may_take_at_end(self, seq: int) -> bool:
+        """True if a sequence is live, and may be wanted again."""
+        node = self._tree.end_node(seq)
+        if not self.has_states or node is None or node.is_root or not self._states.is_live(seq):
+            return False
+        return not is_private(node.namespace)
+
+    def _take_unless_near(self, seq: int) -> bool:
+        node = self._sequences.end(seq)
+        return not self._is_near(node) and self.take(seq, may_evict=not node.is_one_shot) is not None
 
     def _is_near(self, node: Node) -> bool:
         """True if a checkpoint lies so little above the end of a path that another one is not worth taking."""
