@@ -80,6 +80,7 @@ async def test_the_next_turn_of_a_chat_computes_only_what_is_new(server: Any) ->
 
 
 async def test_another_chat_with_the_same_system_prompt_computes_its_own_messages(server: Any) -> None:
+    # The first one leaves a checkpoint at the end of the system prompt.
     await Chat(server).turn("what is it that you know")
     for question in ("who are you", "where do you live", "why"):
         assert (await Chat(server).turn(question))["computed"] <= 20 + MAX_AGAIN
