@@ -269,3 +269,16 @@ def test_a_tenant_restores_the_public_state_while_a_public_sequence_is_live_ther
     for slot, letter in ((1, "x"), (2, "y")):
         request = ask(shared, SYSTEM + letter * 30, ANN, id_slot=slot)
         assert (request.n_cached, request.n_prompt_computed) == (N_SYSTEM, 30)
+
+
+@pytest.mark.parametrize("kind", [StateKind.WINDOW, StateKind.RECURRENT, StateKind.HYBRID])
+def test_no_own_state_is_restored_behind_the_place_where_only_the_public_prefix_goes_on(kind: StateKind) -> None:
+    def new() -> Driver:
+        return driver(kind=kind, n_slots=1, n_reserved=2, n_ubatch=32, segment_tokens=512)
+
+    shared = new()
+    ask(shared, SYSTEM + "p" * 40, PUBLIC_SALT)
+    # Its checkpoint lies in a node that begins like the public one.
+    ask(shared, SYSTEM + "x" * 8, ANN)
+    prompt = SYSTEM + "p" * 10 + "z" * 9
+    assert generated(ask(shared, prompt, ANN)) == generated(ask(new(), prompt, ANN))

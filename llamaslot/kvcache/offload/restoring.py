@@ -187,7 +187,7 @@ class Restorer:
         """The nodes from which the first `n_covered` tokens can be continued, the deepest first."""
         found = [
             node
-            for node in match.matched_end.path_to_root()
+            for node in match.whole_end.path_to_root()
             if node.end <= n_covered and (self._is_readable(node.checkpoint) or self._gives_state(node))
         ]
         if match.public_end is not None:
