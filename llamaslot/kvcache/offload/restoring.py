@@ -91,6 +91,8 @@ class Restorer:
             return
         checkpoint = node.checkpoint
         if checkpoint is not None and not self._is_readable(checkpoint):
+            if checkpoint.state is not SegmentState.UNREADABLE:
+                return
             self._tiers.drop([checkpoint])
             checkpoint = None
         if checkpoint is None and donor is not None:
