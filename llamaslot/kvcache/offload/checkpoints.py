@@ -136,10 +136,12 @@ class Checkpoints:
     def keep_budget(self, fraction: float) -> None:
         """Evict from RAM what exceeds a fraction of the budget, since memory is short."""
         lru = self._tiers.checkpoints
-        lru.capacity = int(fraction * self.settings.ram_bytes)
+        before, lru.capacity = lru.capacity, int(fraction * self.settings.ram_bytes)
         self.evict_for(0)
         # Those that have to stay may exceed it.
         lru.capacity = max(lru.capacity, lru.n_bytes)
+        # What only the disk has can be restored if it fits into RAM.
+        self._tree.version += lru.capacity != before
 
     # --- inside ---
 
