@@ -23,6 +23,7 @@ from llamaslot.text.call_arguments import parsed_arguments
 from llamaslot.text.control_tokens import ControlTokens, Placeholders, restored
 from llamaslot.text.conversation import Conversation, Message, clean_message, clean_tool, joined
 from llamaslot.text.jinja_sandbox import ChatSandbox, copied
+from llamaslot.text.message_form import MessageForm
 from llamaslot.text.roles import fitted, results_from_user, without_system
 from llamaslot.text.volatile import without
 
@@ -71,7 +72,7 @@ class ChatTemplate:
             raise ConfigError(f"the chat template is wrong in line {error.lineno}: {error.message}") from error
         except Exception as error:
             raise ConfigError(f"the chat template does not compile: {_described(error)}") from error
-        self._reads_thinking = self._takes_either = self._thinks_in_parts = False
+        self._form = MessageForm(self._attempt)
         self._probe()
 
     def prepared(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
@@ -214,22 +215,17 @@ class ChatTemplate:
         """Render small conversations to find out what the template does with them, as llama-server does."""
         text = "a text to be found again"
         user: Message = {"role": "user", "content": text}
-        as_text = self._attempt([user])
-        as_parts = self._attempt([{"role": "user", "content": [{"type": "text", "text": text}]}])
-        self._wants_parts = text not in as_text and text in as_parts
-        self._takes_parts = self._wants_parts or (text in as_text and as_text == as_parts)
-
         question: Message = {"role": "user", "content": "?"}
         system: Message = {"role": "system", "content": text}
-        self._takes_system = text in self._attempt([self._shaped(system), self._shaped(question)])
+        self._takes_system = text in self._attempt([self._form.shaped(system), self._form.shaped(question)])
         first: Message = {"role": "system", "content": "another text"}
         answer: Message = {"role": "assistant", "content": "an answer to be found"}
-        plain = self._attempt(list(map(self._shaped, [first, question, answer, question])))
-        several = self._attempt(list(map(self._shaped, [first, question, answer, system, question])))
+        plain = self._attempt(list(map(self._form.shaped, [first, question, answer, question])))
+        several = self._attempt(list(map(self._form.shaped, [first, question, answer, system, question])))
         before = "".join(plain.partition(answer["content"])[:2])
         # Some templates write all system messages at the start.
         self._takes_later_system = text in several[len(before) :] and several.startswith(before)
-        self._takes_user_twice = text in self._attempt([self._shaped(question), self._shaped(user)])
+        self._takes_user_twice = text in self._attempt([self._form.shaped(question), self._form.shaped(user)])
 
         function = {"name": "f", "arguments": {"argument": text}}
         call = {"type": "function", "id": "call00001", "function": function}
@@ -243,51 +239,27 @@ class ChatTemplate:
         properties = {"argument": {"type": "string", "description": "?"}}
         parameters = {"type": "object", "properties": properties}
         tool = {"type": "function", "function": {"name": "f", "description": "?", "parameters": parameters}}
-        self._takes_arguments = text in self._attempt([self._shaped(m) for m in conversation], tools=[tool])
+        self._takes_arguments = text in self._attempt([self._form.shaped(m) for m in conversation], tools=[tool])
         self._probe_tools(conversation, tool)
 
     def _probe_tools(self, conversation: Conversation, tool: Message) -> None:
         """Find out whether the template writes tools, calls, and results of them."""
         question, asked, result, _, _ = conversation
         named = {**tool, "function": {**tool["function"], "name": "a_tool_to_be_found"}}
-        self.takes_tools = "a_tool_to_be_found" in self._attempt([self._shaped(question)], tools=[named])
+        self.takes_tools = "a_tool_to_be_found" in self._attempt([self._form.shaped(question)], tools=[named])
         function = {"name": "a_call_to_be_found", "arguments": {} if self._takes_arguments else "{}"}
         call = {"type": "function", "id": "call00001", "function": function}
         calling: Conversation = [question, {**asked, "tool_calls": [call]}, result]
-        self.takes_calls = "a_call_to_be_found" in self._attempt(list(map(self._shaped, calling)), tools=[tool])
-        self._probe_reasoning(calling, tool)
+        self.takes_calls = "a_call_to_be_found" in self._attempt(
+            list(map(self._form.shaped, calling)), tools=[tool]
+        )
+        self._form.probe_reasoning(calling, tool)
         text = "a result to be found"
         conversation = [*conversation[:2], {**conversation[2], "content": text}]
-        as_result = self._attempt([self._shaped(m) for m in conversation], tools=[tool])
+        as_result = self._attempt([self._form.shaped(m) for m in conversation], tools=[tool])
         conversation[2]["role"] = "user"
-        as_question = self._attempt([self._shaped(m) for m in conversation], tools=[tool])
+        as_question = self._attempt([self._form.shaped(m) for m in conversation], tools=[tool])
         self._takes_results = text in as_result or text not in as_question
-
-    def _probe_reasoning(self, calling: Conversation, tool: Message) -> None:
-        """Find out under which name the template reads the reasoning before a call.
-
-        gpt-oss and LFM 2.5 name it `thinking`, and gpt-oss refuses a call with a text beside that. Ministral 3
-        reads it from a part of the content; a template that prints whatever parts there are does not.
-        """
-        thought = "a thought to be found"
-        question, call, result = map(self._shaped, calling)
-        beside = self._shaped({**call, "content": "?"})
-
-        def attempt(asked: Message, name: str) -> str:
-            return self._attempt([question, {**asked, name: thought}, result], tools=[tool])
-
-        self._reads_thinking = thought in attempt(call, "thinking") and thought not in attempt(
-            call, "reasoning_content"
-        )
-        self._takes_either = self._reads_thinking and not attempt(beside, "thinking")
-        if not any(thought in attempt(call, name) for name in ("reasoning_content", "thinking")):
-            as_part, as_other = (
-                self._attempt(
-                    [question, {**call, "content": [{"type": kind, "thinking": thought}]}, result], [tool]
-                )
-                for kind in ("thinking", "a_type_of_no_part")
-            )
-            self._thinks_in_parts = thought in as_part and thought not in as_other
 
     def _attempt(self, conversation: Conversation, tools: Sequence[Message] = ()) -> str:
         """Return the prompt, or nothing if the template refuses the conversation."""
@@ -307,24 +279,7 @@ class ChatTemplate:
             conversation = without_system(conversation)
         if not self._takes_results:
             conversation = results_from_user(conversation)
-        return [self._shaped(message) for message in conversation]
-
-    def _shaped(self, message: Message) -> Message:
-        """Return the message with its content as text or as parts, whichever the template reads."""
-        content = message["content"]
-        if isinstance(content, str) and self._wants_parts:
-            content = [{"type": "text", "text": content}]
-        elif not isinstance(content, str) and not self._takes_parts:
-            content = joined(content, "\n")
-        shaped = {**message, "content": content}
-        if self._reads_thinking and "reasoning_content" in message:
-            shaped["thinking"] = message["reasoning_content"]
-            if "tool_calls" in message and self._takes_either:
-                shaped["content"] = ""
-        elif self._thinks_in_parts and "reasoning_content" in message:
-            texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            shaped["content"] = [{"type": "thinking", "thinking": message["reasoning_content"]}, *texts]
-        return shaped
+        return [self._form.shaped(message) for message in conversation]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,67 @@
+"""In which form a chat template reads contents and reasoning, as rendering small conversations shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from llamaslot.text.conversation import Conversation, Message, joined
+
+Attempt: TypeAlias = Callable[[Conversation, Sequence[Message]], str]
+"""Renders a conversation with tools; returns nothing if the template refuses them."""
+
+
+class MessageForm:
+    """What a template reads: content as text or as parts, and reasoning by its name or in a part."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._reads_thinking = self._takes_either = self._thinks_in_parts = False
+        text = "a text to be found again"
+        as_text = attempt([{"role": "user", "content": text}], ())
+        as_parts = attempt([{"role": "user", "content": [{"type": "text", "text": text}]}], ())
+        self._wants_parts = text not in as_text and text in as_parts
+        self._takes_parts = self._wants_parts or (text in as_text and as_text == as_parts)
+
+    def shaped(self, message: Message) -> Message:
+        """Return the message with its content as text or as parts, whichever the template reads."""
+        content = message["content"]
+        if isinstance(content, str) and self._wants_parts:
+            content = [{"type": "text", "text": content}]
+        elif not isinstance(content, str) and not self._takes_parts:
+            content = joined(content, "\n")
+        shaped = {**message, "content": content}
+        if self._reads_thinking and "reasoning_content" in message:
+            shaped["thinking"] = message["reasoning_content"]
+            if "tool_calls" in message and self._takes_either:
+                shaped["content"] = ""
+        elif self._thinks_in_parts and "reasoning_content" in message:
+            texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            shaped["content"] = [{"type": "thinking", "thinking": message["reasoning_content"]}, *texts]
+        return shaped
+
+    def probe_reasoning(self, calling: Conversation, tool: Message) -> None:
+        """Find out under which name the template reads the reasoning before a call.
+
+        gpt-oss and LFM 2.5 name it `thinking`, and gpt-oss refuses a call with a text beside that. Ministral 3
+        reads it from a part of the content; a template that prints whatever parts there are does not.
+        """
+        thought = "a thought to be found"
+        question, call, result = map(self.shaped, calling)
+        beside = self.shaped({**call, "content": "?"})
+
+        def attempt(asked: Message, name: str) -> str:
+            return self._attempt([question, {**asked, name: thought}, result], [tool])
+
+        self._reads_thinking = thought in attempt(call, "thinking") and thought not in attempt(
+            call, "reasoning_content"
+        )
+        self._takes_either = self._reads_thinking and not attempt(beside, "thinking")
+        if not any(thought in attempt(call, name) for name in ("reasoning_content", "thinking")):
+            as_part, as_other = (
+                self._attempt(
+                    [question, {**call, "content": [{"type": kind, "thinking": thought}]}, result], [tool]
+                )
+                for kind in ("thinking", "a_type_of_no_part")
+            )
+            self._thinks_in_parts = thought in as_part and thought not in as_other
