@@ -31,11 +31,14 @@ class MessageForm:
         elif not isinstance(content, str) and not self._takes_parts:
             content = joined(content, "\n")
         shaped = {**message, "content": content}
-        if self._reads_thinking and "reasoning_content" in message:
+        if "reasoning_content" not in message:
+            return shaped
+        if self._reads_thinking:
             shaped["thinking"] = message["reasoning_content"]
             if "tool_calls" in message and self._takes_either:
                 shaped["content"] = ""
-        elif self._thinks_in_parts and "reasoning_content" in message:
+        # Ministral 3 refuses such a part in a question, and prints the list in a result.
+        elif self._thinks_in_parts and message["role"] in ("system", "assistant"):
             texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
             shaped["content"] = [{"type": "thinking", "thinking": message["reasoning_content"]}, *texts]
         return shaped

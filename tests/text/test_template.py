@@ -36,16 +36,6 @@ TOOLS = """\
 {%- endfor %}
 """
 
-THOUGHTS_IN_PARTS = """\
-{%- for m in messages %}
-    {{- '<' ~ m.role ~ '>' }}
-    {%- if m.content is string %}{{ m.content }}{% else %}
-        {%- for part in m.content %}
-            {{- '[' ~ part.thinking ~ ']' if part.type == 'thinking' else part.text }}
-        {%- endfor %}
-    {%- endif %}
-{%- endfor %}"""
-
 USER = {"role": "user", "content": "hi"}
 PARTS = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "ill"}]
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": "é"}'}}
@@ -104,16 +94,6 @@ class TestMessages:
     )
     def test_parts_come_as_the_template_reads_them(self, source: str, prompt: str) -> None:
         assert render(source, {"role": "user", "content": PARTS}) == prompt
-
-    @pytest.mark.parametrize("content", ["Yes.", None, [{"type": "text", "text": "Yes."}]])
-    def test_reasoning_becomes_a_part_where_the_template_reads_it_there(self, content: Any) -> None:
-        reply = {"role": "assistant", "content": content, "reasoning_content": "Why not."}
-        text = "Yes." if content else ""
-        assert render(THOUGHTS_IN_PARTS, USER, reply, USER) == f"<user>hi<assistant>[Why not.]{text}<user>hi"
-
-    def test_reasoning_is_no_part_for_a_template_that_prints_any_part(self) -> None:
-        reply = {"role": "assistant", "content": "Yes.", "reasoning_content": "Why not."}
-        assert render("{% for m in messages %}{{ m.content }};{% endfor %}", USER, reply, USER) == "hi;Yes.;hi;"
 
     def test_text_becomes_a_part_for_a_template_that_reads_parts_only(self) -> None:
         source = "{% for p in messages[0].content %}{{ p.type }}:{{ p.text }}{% endfor %}"
