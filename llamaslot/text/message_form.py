@@ -22,13 +22,14 @@ class MessageForm:
         as_parts = attempt([{"role": "user", "content": [{"type": "text", "text": text}]}], ())
         self._wants_parts = text not in as_text and text in as_parts
         self._takes_parts = self._wants_parts or (text in as_text and as_text == as_parts)
+        self._text_roles: set[str] = set()
 
     def shaped(self, message: Message) -> Message:
         """Return the message with its content as text or as parts, whichever the template reads."""
-        content = message["content"]
-        if isinstance(content, str) and self._wants_parts:
+        content, reads_text = message["content"], message["role"] in self._text_roles
+        if isinstance(content, str) and self._wants_parts and not reads_text:
             content = [{"type": "text", "text": content}]
-        elif not isinstance(content, str) and not self._takes_parts:
+        elif not isinstance(content, str) and (reads_text or not self._takes_parts):
             content = joined(content, "\n")
         shaped = {**message, "content": content}
         if "reasoning_content" not in message:
@@ -42,6 +43,25 @@ class MessageForm:
             texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
             shaped["content"] = [{"type": "thinking", "thinking": message["reasoning_content"]}, *texts]
         return shaped
+
+    def probe_parts(self, conversation: Conversation, tool: Message) -> None:
+        """Find out in which roles the template takes text only.
+
+        Of parts in results, GLM 4.6 and Mistral's templates print Python; in other roles, some leave out all parts
+        but the first. Between texts of parts a template may write a space or line, but nothing else.
+        """
+        texts = ["a part to be found", "and another one"]
+        shaped = [self.shaped(message) for message in conversation]
+
+        def attempt(index: int, content: str | list[Message]) -> str:
+            changed = {**shaped[index], "content": content}
+            return self._attempt([*shaped[:index], changed, *shaped[index + 1 :]], [tool])
+
+        for index, message in enumerate(conversation if self._takes_parts else ()):
+            as_parts = attempt(index, [{"type": "text", "text": text} for text in texts])
+            as_texts = [attempt(index, separator.join(texts)) for separator in ("", " ", "\n")]
+            if as_parts not in as_texts and all(text in as_texts[0] for text in texts):
+                self._text_roles.add(message["role"])
 
     def probe_reasoning(self, calling: Conversation, tool: Message) -> None:
         """Find out under which name the template reads the reasoning before a call.

@@ -244,7 +244,7 @@ class ChatTemplate:
 
     def _probe_tools(self, conversation: Conversation, tool: Message) -> None:
         """Find out whether the template writes tools, calls, and results of them."""
-        question, asked, result, _, _ = conversation
+        question, asked, result, *answered = conversation
         named = {**tool, "function": {**tool["function"], "name": "a_tool_to_be_found"}}
         self.takes_tools = "a_tool_to_be_found" in self._attempt([self._form.shaped(question)], tools=[named])
         function = {"name": "a_call_to_be_found", "arguments": {} if self._takes_arguments else "{}"}
@@ -260,6 +260,8 @@ class ChatTemplate:
         conversation[2]["role"] = "user"
         as_question = self._attempt([self._form.shaped(m) for m in conversation], tools=[tool])
         self._takes_results = text in as_result or text not in as_question
+        system: Conversation = [{"role": "system", "content": "?"}] if self._takes_system else []
+        self._form.probe_parts([*system, *calling, *answered], tool)
 
     def _attempt(self, conversation: Conversation, tools: Sequence[Message] = ()) -> str:
         """Return the prompt, or nothing if the template refuses the conversation."""

@@ -48,3 +48,37 @@ def test_reasoning_is_no_part_of_a_question_or_result() -> None:
     assert prompt == "<user>hi<assistant>[Why not.]<tool>2"
     system = {"role": "system", "content": "be", "reasoning_content": "Hm."}
     assert render(THOUGHTS_IN_PARTS, system, USER) == "<system>[Hm.]be<user>hi"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "[{{ m.content | string }}]",
+        "{% for p in ([m.content] if m.content is string else m.content) %}[{{ p }}]{% endfor %}",
+        "[{{ m.content if m.content is string else m.content[0].text }}]",
+    ],
+    ids=["as Python", "one by one", "the first"],
+)
+@pytest.mark.parametrize("role", ["system", "assistant", "tool"])
+def test_parts_are_text_in_a_role_whose_parts_the_template_writes_otherwise(role: str, written: str) -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == '" + role + "' %}" + written + "{% elif m.content is string %}"
+        "{{ m.content }}{% else %}{{ m.content | map(attribute='text') | join }}{% endif %};{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    calling = [{"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": parts}]
+    messages = [{"role": "system", "content": parts}, USER | {"content": parts}, *calling]
+    messages += [{"role": "assistant", "content": parts}, USER]
+    prompt = render(source, *messages)
+    texts = {each: "[a\nb]" if each == role else "ab" for each in ("system", "user", "tool", "assistant")}
+    asked = "[]" if role == "assistant" else ""
+    assert prompt == "{system};{user};{asked};{tool};{assistant};hi;".format(asked=asked, **texts)
+
+
+def test_text_stays_text_in_a_role_of_text_where_other_roles_have_parts_only() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %};{% endfor %}"
+    )
+    calling = [{"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "2"}]
+    assert render(source, USER, *calling) == "hi;;2;"

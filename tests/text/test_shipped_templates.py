@@ -279,6 +279,20 @@ def test_content_as_parts(named: tuple[str, ChatTemplate]) -> None:
     assert rendered(template, parts) == rendered(template, TURNS[:1])
 
 
+@pytest.mark.parametrize("file", [*FILES, *FURTHER_FILES], ids=lambda file: file.stem)
+def test_the_parts_of_a_message_are_written_as_its_text(file: Path) -> None:
+    """In each role of a tool loop; texts of parts may be joined by nothing, a space or a line."""
+    template = ChatTemplate(file.read_text(), bos_token="<bos>", eos_token="<eos>")
+    parts = [{"type": "text", "text": text} for text in ("Heavy", "snow")]
+    turns = [SYSTEM, *TOOL_TURNS, TURNS[1], TURNS[2]]
+    for index, message in enumerate(turns):
+        as_parts, *as_texts = (
+            rendered(template, [*turns[:index], message | {"content": content}, *turns[index + 1 :]], tools=TOOLS)
+            for content in (parts, "Heavysnow", "Heavy snow", "Heavy\nsnow")
+        )
+        assert as_parts in as_texts, message["role"]
+
+
 def ours(name: str) -> ChatTemplate:
     source = Path(__file__).parent.joinpath("templates", f"{name}.jinja").read_text()
     return ChatTemplate(source, bos_token="<bos>", eos_token="<eos>", now=lambda: datetime(2025, 3, 9))
