@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from llamaslot.text.conversation import Conversation, Message, joined
 
@@ -64,27 +64,26 @@ class MessageForm:
                 self._text_roles.add(message["role"])
 
     def probe_reasoning(self, calling: Conversation, tool: Message) -> None:
-        """Find out under which name the template reads the reasoning before a call.
+        """Find out under which name the template reads the reasoning before a call, or before a reply without one.
 
         gpt-oss and LFM 2.5 name it `thinking`, and gpt-oss refuses a call with a text beside that. Ministral 3
         reads it from a part of the content; a template that prints whatever parts there are does not.
         """
         thought = "a thought to be found"
         question, call, result = map(self.shaped, calling)
-        beside = self.shaped({**call, "content": "?"})
+        reply = self.shaped({"role": "assistant", "content": "!"})
 
-        def attempt(asked: Message, name: str) -> str:
-            return self._attempt([question, {**asked, name: thought}, result], [tool])
+        def is_read(**changes: Any) -> bool:
+            """True if the thought is in the prompt of a call or of a last reply with it."""
+            called = self._attempt([question, call | changes, result], [tool])
+            return thought in called or thought in self._attempt([question, reply | changes], ())
 
-        self._reads_thinking = thought in attempt(call, "thinking") and thought not in attempt(
-            call, "reasoning_content"
-        )
-        self._takes_either = self._reads_thinking and not attempt(beside, "thinking")
-        if not any(thought in attempt(call, name) for name in ("reasoning_content", "thinking")):
+        is_thinking, is_reasoning = is_read(thinking=thought), is_read(reasoning_content=thought)
+        self._reads_thinking = is_thinking and not is_reasoning
+        beside = self.shaped({**calling[1], "content": "?"}) | {"thinking": thought}
+        self._takes_either = self._reads_thinking and not self._attempt([question, beside, result], [tool])
+        if not is_thinking and not is_reasoning:
             as_part, as_other = (
-                self._attempt(
-                    [question, {**call, "content": [{"type": kind, "thinking": thought}]}, result], [tool]
-                )
-                for kind in ("thinking", "a_type_of_no_part")
+                is_read(content=[{"type": kind, "thinking": thought}]) for kind in ("thinking", "a_type_of_no_part")
             )
-            self._thinks_in_parts = thought in as_part and thought not in as_other
+            self._thinks_in_parts = as_part and not as_other

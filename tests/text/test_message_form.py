@@ -40,6 +40,26 @@ def test_reasoning_is_no_part_for_a_template_that_prints_any_part() -> None:
     assert render("{% for m in messages %}{{ m.content }};{% endfor %}", USER, reply, USER) == "hi;Yes.;hi;"
 
 
+@pytest.mark.parametrize(
+    ("written", "thought"),
+    [
+        ("{{ m.thinking }}{{ m.content }}", "Why not."),
+        ("{{ m.reasoning_content or m.thinking }}{{ m.content }}", "Why not."),
+        (
+            "{% for p in ([{'text': m.content}] if m.content is string else m.content) %}"
+            "{{ '[' ~ p.thinking ~ ']' if p.type == 'thinking' else p.text }}{% endfor %}",
+            "[Why not.]",
+        ),
+    ],
+    ids=["thinking", "either name", "part"],
+)
+def test_reasoning_is_read_by_a_template_that_refuses_calls(written: str, thought: str) -> None:
+    refused = "{% if m.tool_calls %}{{ raise_exception('no tools') }}{% endif %}"
+    reply = {"role": "assistant", "content": "Yes.", "reasoning_content": "Why not."}
+    prompt = render("{% for m in messages %}" + refused + written + ";{% endfor %}", USER, reply, USER)
+    assert prompt == f"hi;{thought}Yes.;hi;"
+
+
 def test_reasoning_is_no_part_of_a_question_or_result() -> None:
     """A template may refuse it there, or print the list."""
     asked = {"role": "assistant", "content": "", "reasoning_content": "Why not.", "tool_calls": [CALL]}
