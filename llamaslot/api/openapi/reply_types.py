@@ -189,7 +189,7 @@ class PrefixReuse(msgspec.Struct, forbid_unknown_fields=True):
 
     enabled: bool
     reason: str
-    """The reason where every prompt is computed whole."""
+    """Why every prompt is computed whole; empty if `enabled`."""
     self_test: ReuseTest
     """Outcome of the self-test of reuse; empty for models that need none."""
     state: Capabilities
