@@ -10,10 +10,11 @@ from bench.demo import tool_grammar as t
 _STRING, _INTEGER = r'"[^"\\<>{}]{1,80}"', r"\d{1,12}"
 _VALUE = rf"(?:{_STRING}|{_INTEGER}|\[{_INTEGER}(?:, {_INTEGER}){{0,8}}\])"
 _FIELD = rf'"\w+": {_VALUE}'
+_NAME = "|".join(tool.name for tool in t.TOOLS)
 _CALL = re.compile(
-    rf'<tool_call>\n\{{"name": "\w+", "arguments": \{{{_FIELD}(?:, {_FIELD}){{0,2}}\}}\}}\n</tool_call>'
+    rf'<tool_call>\n\{{"name": "(?:{_NAME})", "arguments": \{{{_FIELD}(?:, {_FIELD}){{0,2}}\}}\}}\n</tool_call>'
 )
-"""A call as the assistant writes it, with few arguments."""
+"""A call of one of the tools as the assistant writes it, with few arguments."""
 
 
 def sentences(text: str) -> list[str]:

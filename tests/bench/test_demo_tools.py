@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from bench.demo.chat_template import CHAT_TEMPLATE
 from bench.demo.checker import is_grammatical, sentences
 from bench.demo.corpus import chatml, held_out
+from bench.demo.tool_grammar import TOOLS
 from bench.demo.tool_talk import (
     CALL_OPEN,
     ToolWriter,
@@ -112,10 +114,11 @@ def test_the_checker_knows_every_reply_that_the_assistant_is_taught_with_tools()
 @pytest.mark.parametrize(
     "sentence",
     [
-        '<tool_call>\n{"name": "f", "arguments": {"a": "b}}\n</tool_call>',
-        '<tool_call>\n{"name": "f", "arguments": {"a": 12, "b": [1, 2]}\n</tool_call>',
-        '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}',
-        '{"name": "f", "arguments": {"a": "b"}}',
+        '<tool_call>\n{"name": "add", "arguments": {"a": "b}}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": [1, 2]}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": {"a": "b"}}',
+        '{"name": "add", "arguments": {"a": "b"}}',
+        '<tool_call>\n{"name": "add_note", "arguments": {"a": "b"}}\n</tool_call>',
         "The weather in is.",
     ],
 )
@@ -130,16 +133,20 @@ def test_a_seed_repeats_a_conversation_with_tools() -> None:
 
 
 @pytest.mark.parametrize("examined", [False, True])
-def test_no_city_is_both_taught_and_examined(examined: bool) -> None:
+def test_no_arguments_of_a_tool_are_both_taught_and_examined(examined: bool) -> None:
+    seen = set()
     for seed in range(200):
         tools = ToolWriter(TalkWriter(random.Random(seed), held_out=examined), 3)
         for tool in tools.tools:
             tools.call(tool)
-            call, _, arguments = plain(tools.writer.messages[-3]["content"]).partition('"arguments": ')
-            assert tool.name in call
-            if tool.name == "get_weather":
-                city = arguments.split('"')[3]
-                assert is_held_out("tool get_weather", city) == examined
+            call = json.loads(plain(tools.writer.messages[-3]["content"]).split("\n")[1])
+            assert call["name"] == tool.name
+            values: list[object] = []
+            for value in call["arguments"].values():
+                values += value if isinstance(value, list) else [value]
+            assert is_held_out(f"tool {tool.name}", "|".join(map(str, values))) == examined
+            seen.add(tool)
+    assert seen == set(TOOLS)
 
 
 def test_what_has_to_be_copied_stands_in_the_conversation_before() -> None:
