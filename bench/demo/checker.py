@@ -28,7 +28,7 @@ def _assistant_templates() -> Iterator[str]:
     for _, assistant in g.CHAT:
         yield assistant
     yield from (g.NOTED, g.CORRECTED, g.UNKNOWN, g.CONFUSED, g.ECHOED, g.STORY_THANKS, g.STORY_ANSWER)
-    yield from (t.FAILED, *(kind.answer for kind in t.TOOLS))
+    yield from (t.FAILED, *(tool.answer for tool in t.TOOLS))
     for variants in g.STORY_PARTS:
         yield from variants
 

@@ -42,11 +42,11 @@ class ToolDialogue:
     call: str
     result: str
     answer: str
-    kind: str
+    tool_name: str
 
     def asking(self) -> Dialogue:
         """The conversation up to the request; the call is the reply to it."""
-        return Dialogue(self.messages, self.call, "", self.kind)
+        return Dialogue(self.messages, self.call, "", self.tool_name)
 
     def answering(self) -> Dialogue:
         """The conversation up to the result; the answer is the reply to it."""
@@ -54,7 +54,7 @@ class ToolDialogue:
             {"role": "assistant", "content": self.call},
             {"role": "user", "content": f"{RESULT_OPEN}{self.result}{RESULT_CLOSE}"},
         ]
-        return Dialogue([*self.messages, *called], self.answer, self.result, self.kind)
+        return Dialogue([*self.messages, *called], self.answer, self.result, self.tool_name)
 
 
 def call_text(name: str, arguments: Arguments) -> str:
@@ -89,12 +89,9 @@ class ToolWriter:
         else:
             messages.insert(0, {"role": "system", "content": block})
 
-    def request(self, tool: Tool) -> Request:
-        return getattr(self, f"_{tool.name}")(tool)  # type: ignore[no-any-return]
-
     def call(self, tool: Tool) -> None:
         """The user asks for something, the assistant calls the tool and answers with the result."""
-        request = self.request(tool)
+        request: Request = getattr(self, f"_{tool.name}")(tool)
         self.writer.say(self.writer.rough(request.said), request.call)
         self.writer.say(f"{RESULT_OPEN}{request.result}{RESULT_CLOSE}", request.answer)
 
@@ -110,20 +107,20 @@ class ToolWriter:
         else:
             writer.ask(self.rng.choice(known))
 
-    def _unseen(self, tool: str, *values: str) -> bool:
+    def _unseen(self, tool_name: str, *values: str) -> bool:
         """True if these values of an argument belong to this conversation's part of the corpus."""
-        return is_held_out(f"tool {tool}", "|".join(values)) == self.writer.held_out
+        return is_held_out(f"tool {tool_name}", "|".join(values)) == self.writer.held_out
 
-    def _failure(self, kind: str, value: str) -> str:
-        return self.rng.choice(t.ERRORS[kind]).format(v=value)
+    def _failure(self, tool_name: str, value: str) -> str:
+        return self.rng.choice(t.ERRORS[tool_name]).format(v=value)
 
     def _get_weather(self, tool: Tool) -> Request:
-        while not self._unseen("get_weather", city := self.writer.values.draw("city")):
+        while not self._unseen(tool.name, city := self.writer.values.draw("city")):
             pass
         said = self.rng.choice(tool.requests).format(v=city)
         call = call_text(tool.name, {"city": city})
         if self.rng.random() < 0.06:
-            failure = self._failure("get_weather", city)
+            failure = self._failure(tool.name, city)
             return Request(said, call, f"{t.ERROR}{failure}", fill(t.FAILED, r=mark(failure)))
         sky, also = self.rng.sample(t.CONDITIONS, 2)
         result = self.rng.choice(t.WEATHER_RESULTS).format(c=sky, d=also, n=self.rng.randint(0, 39))
@@ -134,7 +131,7 @@ class ToolWriter:
         while True:
             numbers = [self.rng.randint(0, self.rng.choice((9, 99, 999, 9999))) for _ in range(count)]
             digits = [str(number) for number in numbers]
-            if self._unseen("add", *digits):
+            if self._unseen(tool.name, *digits):
                 break
         listed = f"{', '.join(digits[:-1])} and {digits[-1]}"
         said = self.rng.choice(tool.requests).format(plus=" plus ".join(digits), list=listed)
@@ -159,7 +156,7 @@ class ToolWriter:
     def _save_note(self, tool: Tool) -> Request:
         while True:
             title, text = self._title(), self._note()
-            if self._unseen("save_note", title, text):
+            if self._unseen(tool.name, title, text):
                 break
         self.notes[title] = text
         said = self.rng.choice(tool.requests).format(t=title, x=text)
@@ -169,12 +166,12 @@ class ToolWriter:
 
     def _read_note(self, tool: Tool) -> Request:
         title = self.rng.choice(list(self.notes)) if self.notes and self.rng.random() < 0.6 else self._title()
-        while not self._unseen("read_note", title):
+        while not self._unseen(tool.name, title):
             title = self._title()
         said = self.rng.choice(tool.requests).format(t=title)
         call = call_text(tool.name, {"title": title})
         if title not in self.notes and self.rng.random() < 0.12:
-            failure = self._failure("read_note", title)
+            failure = self._failure(tool.name, title)
             return Request(said, call, f"{t.ERROR}{failure}", fill(t.FAILED, r=mark(failure)))
         result = self.notes.get(title) or self._note()
         return Request(said, call, result, fill(tool.answer, r=mark(result)))
