@@ -1,0 +1,183 @@
+"""Random workloads for models with a partial state, on the fake backend: every token is that of a cold run.
+
+What the machine of `tests/kvcache/test_checkpoint_machine.py` does not have is here: several tenants with a public
+prefix, and longer prompts that part from earlier ones anywhere. The oracle computes each prompt from its first
+token, by the backend alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from functools import cache
+
+from llamaslot.base.backend import Run, Status
+from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.kv_ops import Load, Remove, Restore, Save, Take
+from llamaslot.base.model import StateKind
+from llamaslot.base.namespaces import PUBLIC_SALT, key_salt, key_secret
+from llamaslot.base.tokens import packed
+from llamaslot.scheduler.request import Request, RequestState
+from llamaslot.scheduler.scheduler import DecodeFailed
+from tests.conftest import LONG, new_seed
+from tests.fake_backend import FakeBackend
+from tests.scheduler.test_scheduler import Driver, as_tokens, generated
+
+N_WORKLOADS = 1000 if LONG else 40
+KINDS = StateKind.RECURRENT, StateKind.WINDOW, StateKind.HYBRID, StateKind.HYBRID_WINDOW
+SALTS = *(key_salt(key_secret(key), "") for key in ("ann", "bob")), PUBLIC_SALT, ""
+MAX_PROMPT = 70
+MAX_STEPS = 600
+"""Steps in which all requests of a workload must end."""
+
+EVENTS = (
+    *("ended", "failed", "reused", "reused public KV", "private", "public"),
+    *("saves", "loads", "takes", "restores", "dropped everything", "dropped a path"),
+)
+"""What must come up in any run, for else a check is vacuous."""
+
+
+@cache
+def cold_backend(kind: StateKind) -> FakeBackend:
+    return FakeBackend(kind=kind, n_slots=1, n_ubatch=256)
+
+
+@cache
+def cold(kind: StateKind, prompt: str, n: int) -> list[int]:
+    """The first `n` tokens that are generated if nothing is cached."""
+    backend = cold_backend(kind)
+    backend.change(Remove(0, 0))
+    sampling = Sampling(temperature=0.0, ignore_eos=True)
+    tokens, found = as_tokens(prompt), []
+    for _ in range(n):
+        assert backend.decode([Run(0, backend.seq_len(0), tokens, True)]).status is Status.OK
+        found += backend.sample([(0, backend.new_sampler(sampling, tokens))])
+        tokens = as_tokens(chr(found[-1]))
+    return found
+
+
+class Workload:
+    """What one seed stands for: a server, the requests to it, and what goes wrong meanwhile."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.kind = rng.choice(KINDS)
+        self.driver = Driver(
+            kind=self.kind,
+            n_slots=rng.choice([1, 2, 3]),
+            n_reserved=rng.choice([0, 0, 2]),
+            n_ctx=rng.choice([96, 160, 256]),
+            n_ubatch=rng.choice([8, 32]),
+            ram_bytes=rng.choice([0, 3000, 10**6]),
+            segment_tokens=rng.choice([8, 16, 512]),
+            min_shared=4,
+            offload_after=rng.choice([None, 20]),
+            one_shot_tokens=rng.choice([0, 3]),
+            checkpoints={
+                "step_tokens": rng.choice([8, 16, 40]),
+                "max_on_path": rng.choice([2, 4, 32]),
+                "ram_bytes": rng.choice([128, 300, 600, 10**6]),
+                "take_ms": rng.choice([0, 0, 60]),
+            },
+        )
+        self.requests: list[Request] = []
+        self.prompts = ["h" * 20, "h" * 12 + "g" * 20, self.letters("xy", 30)]
+        self.failed: set[Request] = set()
+
+    def run(self) -> None:
+        """Submit some requests, and step until all have ended."""
+        rng = self.rng
+        for _ in range(rng.randint(5, 18)):
+            self.submit()
+            if rng.random() < 0.1:
+                self.driver.backend.failures.append((rng.choice([Status.ABORTED, Status.FATAL]), 0))
+            for _ in range(rng.randint(0, 8)):
+                self.step(rng.choice([0.0, 0.1]))
+            if rng.random() < 0.1:
+                self.drop()
+            if rng.random() < 0.1:
+                self.drop_path()
+        for _ in range(MAX_STEPS):
+            if all(request.state is RequestState.DONE for request in self.requests):
+                break
+            self.step(0.05)
+        self.check()
+
+    # --- events ---
+
+    def letters(self, alphabet: str, n: int) -> str:
+        return "".join(self.rng.choices(alphabet, k=n))
+
+    def submit(self) -> None:
+        """Ask something that continues a conversation, or begins as an earlier prompt does."""
+        rng = self.rng
+        before = rng.choice([*self.prompts[:3], *self.prompts[3:][-4:]])
+        if self.requests and rng.random() < 0.3:
+            before = bytes(rng.choice(self.requests[-4:]).tokens.view().tolist()).decode()
+        n = rng.choice([len(before), rng.randint(1, len(before))])
+        prompt = before[:n] + self.letters("pqz", rng.randint(1, 25))
+        self.prompts.append(prompt[:MAX_PROMPT])
+        private = {"group": f"group {len(self.requests)}"} if rng.random() < 0.1 else {}
+        request = self.driver.submit(
+            self.prompts[-1], max_tokens=rng.randint(1, 12), cache_salt=rng.choice(SALTS), **private
+        )
+        self.requests.append(request)
+        self.counts["private"] += bool(private)
+        self.counts["public"] += not private and request.submit.cache_salt == PUBLIC_SALT
+
+    def step(self, seconds: float = 0.0) -> None:
+        driver = self.driver
+        driver.backend.now += seconds
+        plan = driver.step()
+        self.failed |= {each.request for each in driver.outcomes if isinstance(each, DecodeFailed)}
+        if not driver.cache._sequences.operations:
+            states, held = driver.cache._sequences.states, driver.backend.states
+            for seq in driver.cache._sequences.all:
+                assert states.is_live(seq) == held.is_live(seq), f"sequence {seq} is live in one account only"
+        for name, kind in (("saves", Save), ("loads", Load), ("takes", Take), ("restores", Restore)):
+            self.counts[name] += any(isinstance(each, kind) for each in plan.operations)
+
+    def drop(self) -> None:
+        """A client drops all that is idle."""
+        self.driver.cache.dropper.drop(None)
+        self.counts["dropped everything"] += 1
+        self.step()
+
+    def drop_path(self) -> None:
+        """A client drops what one request has left."""
+        request = self.rng.choice(self.requests)
+        self.driver.cache.dropper.drop_paths(request.namespace, [packed(request.tokens.view())])
+        self.counts["dropped a path"] += 1
+        self.step()
+
+    # --- what must hold ---
+
+    def check(self) -> None:
+        for request, prompt in zip(self.requests, self.prompts[3:], strict=True):
+            assert request.state is RequestState.DONE, f"{request.id} does not end"
+            n = request.submit.max_tokens
+            found = generated(request)
+            assert found == cold(self.kind, prompt, n)[: len(found)], (request.id, prompt, request.n_cached)
+            assert len(found) == n or request in self.failed, f"{request.id} ended early"
+            self.counts["reused"] += request.n_cached > 0
+            self.counts["reused public KV"] += request.n_public > 0
+            self.counts["ended"] += len(found) == n
+        self.counts["failed"] += len(self.failed)
+        self.counts["preempted"] += len(self.driver.preempted)
+
+
+def test_every_token_is_that_of_a_cold_run_and_every_request_ends() -> None:
+    counts: Counter[str] = Counter()
+    start = new_seed()
+    for seed in range(start, start + N_WORKLOADS):
+        workload = Workload(seed)
+        try:
+            workload.run()
+        except Exception as error:
+            error.add_note(f"repeated by Workload({seed}).run()")
+            raise
+        counts += workload.counts
+    missing = [event for event in EVENTS if not counts[event]]
+    assert not missing, f"no workload from seed {start} on came to these"
+    print(f"seeds from {start} on: {dict(counts)}")
