@@ -240,12 +240,14 @@ def report(results: list[Result], chat: Result, show: int) -> list[tuple[str, st
 
 
 def dialogue_sets(n: int, seed: int, count: Callable[[str], int]) -> Iterator[tuple[str, list[Dialogue]]]:
+    """Sets by the names that they have in the model card."""
     for filler in FILLERS:
-        yield f"{filler} tokens of filler", list(held_out(n, seed, filler, count))
+        name = f"after {filler:,} tokens" if filler else "fact asked at once"
+        yield name, list(held_out(n, seed, filler, count))
     calls = list(held_out_calls(n * 3 // 5, seed))
-    yield "tool calls", [dialogue.asking() for dialogue in calls]
-    yield "tool results", [dialogue.answering() for dialogue in calls]
-    yield "no call", list(held_out_without_call(max(1, n // 5), seed))
+    yield "request for a tool", [dialogue.asking() for dialogue in calls]
+    yield "result of a tool", [dialogue.answering() for dialogue in calls]
+    yield "no tool needed", list(held_out_without_call(max(1, n // 5), seed))
 
 
 def main() -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import pytest
 
 from bench.demo.chat_template import CHAT_TEMPLATE
 from bench.demo.checker import is_grammatical, sentences
 from bench.demo.corpus import chatml, held_out
+from bench.demo.evaluate import DEFAULT_MODEL, dialogue_sets
 from bench.demo.tool_grammar import TOOLS
 from bench.demo.tool_talk import (
     CALL_OPEN,
@@ -147,6 +149,13 @@ def test_no_arguments_of_a_tool_are_both_taught_and_examined(examined: bool) -> 
             assert is_held_out(f"tool {tool.name}", "|".join(map(str, values))) == examined
             seen.add(tool)
     assert seen == set(TOOLS)
+
+
+def test_the_model_card_has_a_row_for_each_set_of_dialogues() -> None:
+    card = (DEFAULT_MODEL.parent / "MODEL_CARD.md").read_text()
+    table = card.partition("| dialogues |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| ([^|(]+?)(?: \(\d+\))? \|", table, re.MULTILINE)
+    assert rows == [*(name for name, _ in dialogue_sets(5, 1, len)), "chatter"]
 
 
 def test_what_has_to_be_copied_stands_in_the_conversation_before() -> None:
