@@ -20,6 +20,7 @@ from llamaslot.kvcache.cache_settings import CheckpointSettings
 from llamaslot.kvcache.node import Node
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import Checkpoint, Segment, SegmentEvent, checkpoints_on
+from llamaslot.kvcache.segment import SegmentState as S
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 
@@ -124,7 +125,8 @@ class Checkpoints:
         everything = [each for each in lru if isinstance(each, Checkpoint)]
         # Neither a fork nor the deepest of its path: another one is near.
         interior = {above for each in everything if (above := each.above) is not None and not above.is_fork}
-        order = sorted(everything, key=lambda each: (each not in interior, each.rank))
+        # What is on disk too can be read again.
+        order = sorted(everything, key=lambda each: (each not in interior, each.state is not S.CLEAN, each.rank))
         rest = [each for each in order if each not in pinned]
         while rest and lru.n_bytes + n_bytes > lru.capacity:
             losers = self._tiers.shares.losers(lru, tenant, n_bytes)
