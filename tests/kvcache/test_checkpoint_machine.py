@@ -443,7 +443,9 @@ def test_the_cache_of_models_with_a_partial_state() -> None:
 class Conversations(CheckpointMachine):
     """Requests one after the other, in slots with nothing but what a test gives them."""
 
-    def __init__(self, kind: StateKind, *, n_slots: int = 1, n_spare: int = 0, ram: float = 10) -> None:
+    def __init__(
+        self, kind: StateKind, *, n_slots: int = 1, n_spare: int = 0, ram: float = 10, take_ms: float = 0
+    ) -> None:
         super().__init__()
         fields = {
             **{"layout": 0, "n_slots": n_slots, "n_spare": n_spare, "share": 1.0, "batch": 0.4, "idle_cells": None},
@@ -452,7 +454,7 @@ class Conversations(CheckpointMachine):
         }
         self.start(
             kind=KINDS.index(kind), has_control=False, budget=1000, max_on_path=8, step_tokens=20, min_gap=2,
-            take_ms=0, n_restored=0, fields=fields,
+            take_ms=take_ms, n_restored=0, fields=fields,
         )  # fmt: skip
 
     def say(self, prompt: list[int], max_tokens: int = 6) -> Asked:
@@ -490,6 +492,21 @@ def test_a_conversation_goes_on_in_its_slot_without_a_checkpoint(kind: StateKind
     assert again.request.n_cached == len(first.tokens) - 1
     assert machine.cache.checkpoints.stats.restored == n_restored
     machine.teardown()
+
+
+def test_a_suspect_does_not_wait_for_another_request_s_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One fits into a gap, and the host has no memory for any: the stream before the suspect stays at its stop."""
+    machine = Conversations(StateKind.RECURRENT, n_slots=2, take_ms=60)
+    assert machine.cache.settings.max_takes_in_gap == 1
+    for seed in (1, 2):
+        machine.new_request(letters(12, seed), max_tokens=8)
+    while len(machine.running) < 2 or not machine.cache.has_streams:
+        machine.step(1, 0, is_late=False, n_jobs=0)
+    monkeypatch.setattr(machine.scheduler._taker, "_is_due", lambda request, queue: True)
+    monkeypatch.setattr(machine.cache.checkpoints, "take", lambda slot, *, may_evict: None)
+    machine.scheduler.recovery.suspects = [machine.running[1].request.id]
+    machine.step(1, 0, is_late=False, n_jobs=0)
+    assert not machine.scheduler.recovery.suspects
 
 
 @pytest.mark.parametrize("kind", KINDS)
