@@ -18,9 +18,10 @@ from llamaslot.kvcache.segment import SegmentEvent, SegmentState
 from llamaslot.kvcache.tiers.disk_io import Corrupt, Read, ReadDone, ReadStarted, Reparent, SaveFailed, Written
 from llamaslot.kvcache.tiers.disk_pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
-from tests.conftest import LONG, new_seed
+from tests.conftest import LONG
 from tests.fake_disk import FakeDisk
 from tests.kvcache.test_segment_tiers import HEADER, MAX_TOKENS, run_of
+from tests.random_workloads import run_workloads
 
 N_WORKLOADS = 6000 if LONG else 200
 N_EVENTS = 120
@@ -275,17 +276,5 @@ EVENTS: dict[Callable[[Workload], bool], float] = {
 
 
 def test_files_of_checkpoints_refer_to_those_of_their_parents_and_none_is_left_over() -> None:
-    counts: Counter[str] = Counter()
-    start = new_seed()
-    for seed in range(start, start + N_WORKLOADS):
-        workload = Workload(seed)
-        try:
-            workload.run()
-        except Exception as error:
-            error.add_note(f"repeated by Workload({seed}).run()")
-            raise
-        counts += workload.counts
     expected = (*(event.__name__ for event in EVENTS), "idle", "reparented", "all found again")
-    missing = [event for event in expected if not counts[event]]
-    assert not missing, f"no workload from seed {start} on came to these"
-    print(f"seeds from {start} on: {dict(counts)}")
+    run_workloads(Workload, N_WORKLOADS, expected)

@@ -19,8 +19,9 @@ from llamaslot.base.namespaces import PUBLIC_SALT, key_salt, key_secret
 from llamaslot.base.tokens import packed
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.scheduler import DecodeFailed
-from tests.conftest import LONG, new_seed
+from tests.conftest import LONG
 from tests.fake_backend import FakeBackend
+from tests.random_workloads import run_workloads
 from tests.scheduler.test_scheduler import Driver, as_tokens, generated
 
 N_WORKLOADS = 1000 if LONG else 40
@@ -168,16 +169,4 @@ class Workload:
 
 
 def test_every_token_is_that_of_a_cold_run_and_every_request_ends() -> None:
-    counts: Counter[str] = Counter()
-    start = new_seed()
-    for seed in range(start, start + N_WORKLOADS):
-        workload = Workload(seed)
-        try:
-            workload.run()
-        except Exception as error:
-            error.add_note(f"repeated by Workload({seed}).run()")
-            raise
-        counts += workload.counts
-    missing = [event for event in EVENTS if not counts[event]]
-    assert not missing, f"no workload from seed {start} on came to these"
-    print(f"seeds from {start} on: {dict(counts)}")
+    run_workloads(Workload, N_WORKLOADS, EVENTS)

@@ -1,0 +1,68 @@
+"""What the cache's state machines have in common on a real model: greedy tokens are those of a cold run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.base.backend import Run, Status
+from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.kv_ops import Remove
+from tests.kvcache.test_cache_machine import COUNTS, CacheMachine
+from tests.noise import Noise
+
+N_CTX = 512
+N_UBATCH = 64
+
+
+class LlamaMachine(CacheMachine):
+    """Prompts are longer, for llama.cpp pads a pool to 256 cells, and windows have 32 tokens."""
+
+    pools = 256, N_CTX
+    ubatches = 16, N_UBATCH
+    stretch = 4
+
+    model: Path
+    cold: LlamaBackend
+    noise: Noise
+
+    def check_token(self, history: list[int], sampling: Sampling, n_drawn: int, token: int) -> None:
+        if sampling.temperature > 0:
+            return
+        self.cold.change(Remove(0, 0))
+        for at in range(0, len(history), N_UBATCH):
+            chunk = np.array(history[at : at + N_UBATCH], dtype=np.int32)
+            run = Run(0, at, chunk, output=at + N_UBATCH >= len(history))
+            assert self.cold.decode([run]).status is Status.OK
+        sampler = self.cold.new_sampler(sampling, np.empty(0, dtype=np.int32))
+        (expected,) = self.cold.sample([(0, sampler)])
+        sampler.close()
+        assert token == expected or self.noise.explains(history, token, expected), "not what a cold run gives"
+
+
+def run_machine(
+    machine: type[LlamaMachine], chosen: LlamaSettings, *, n_examples: int, expected: Sequence[str]
+) -> None:
+    """Run a state machine on a model.
+
+    Raises `AssertionError` if no example came to one of the `expected` events.
+    """
+    machine.model, machine.cold, machine.noise = chosen.model, LlamaBackend(chosen), Noise(chosen)
+    before = COUNTS.copy()
+    try:
+        run_state_machine_as_test(
+            machine, settings=settings(max_examples=n_examples, stateful_step_count=40, deadline=None)
+        )
+    finally:
+        machine.cold.close()
+    counts = COUNTS - before
+    print(f"{dict(counts)}, tokens that differed within noise: {machine.noise.n_explained}")
+    missing = [event for event in expected if not counts[event]]
+    assert not missing, "no example came to these"
+    # Random weights leave little between the best tokens; a bug would show in far more of them.
+    assert machine.noise.n_explained <= 5 + 0.05 * counts["tokens"]
