@@ -3,8 +3,8 @@
 1. The scheduler has them taken where a step of a prompt ends (`scheduler/checkpoint_stops.py`).
 2. A sequence that is about to lose its last token, and with it its state, gets one first (`take_at_end`).
 3. Over its budget of bytes, or of checkpoints on a path, one is evicted: of a tenant with more than its share
-   first, then one that is neither a fork nor the deepest of its path, then the least recently used. One that is
-   about to be restored stays.
+   first, then one that is neither a fork nor the deepest of its path, then one that is on disk too, then the least
+   recently used. One that is about to be restored stays.
 
 `restoring.py` decides which are restored, and when.
 """
