@@ -205,9 +205,11 @@ class Admission:
         n_missing = cache.cells.pinned + reserved + needed - cache.cells.total
         if n_missing <= 0:
             return True
-        # It may be given just these cells, which are pinned then.
-        n_given = self.match(request).n_resident if cache.settings.shares_cells else 0
-        return n_missing + n_given <= cache.pool.n_idle_duplicates
+        if not cache.settings.shares_cells:
+            return n_missing <= cache.pool.n_idle_duplicates
+        # Of its prefix, what running requests hold may be given to it in just these cells, which are pinned then.
+        match = self.match(request)
+        return n_missing + match.n_resident - match.n_idle <= cache.pool.n_idle_duplicates
 
     def _n_expected(self, request: Request) -> int:
         """Tokens that a request is expected to generate still."""
