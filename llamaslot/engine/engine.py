@@ -103,7 +103,8 @@ class Engine:
             _log.info("disk.restored", segments=len(on_disk) - len(too_large), larger_than_ram=len(too_large))
             self._disk = DiskWorker(disk, backend, self.scheduler.cache, self._post, clock)
         self._read_memory = read_memory
-        self._reports = Reports(self.scheduler, backend.vocab)
+        self._reuse_test = ReuseTest(backend)
+        self._reports = Reports(self.scheduler, backend.vocab, lambda: self._reuse_test.allows_reuse)
         self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
         drops = DropActions(self.scheduler.cache, self._disk, settings.lacks_disk)
         self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {
@@ -120,7 +121,6 @@ class Engine:
         self._stopping = False
         self._is_closed = False
         self._is_checked = False
-        self._reuse_test = ReuseTest(backend)
         self._n_arrived = 0
         self._n_fatal = 0
         """Requests that failed with `Status.FATAL` since a decode succeeded."""

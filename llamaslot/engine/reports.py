@@ -24,11 +24,15 @@ REPORTED = (InspectEngine, InspectCache, ProbePrompt)
 
 
 class Reports:
-    """Counts what was decoded, and answers queries between two steps."""
+    """Counts what was decoded, and answers queries between two steps.
 
-    def __init__(self, scheduler: Scheduler, vocab: Vocab) -> None:
+    `allows_reuse` returns True if the model's self-test lets requests reuse prefixes now.
+    """
+
+    def __init__(self, scheduler: Scheduler, vocab: Vocab, allows_reuse: Callable[[], bool]) -> None:
         self._scheduler = scheduler
         self._vocab = vocab
+        self._allows_reuse = allows_reuse
         self._n_decode_calls = 0
         self._n_decoded = 0
         self._n_busy_slots = 0
@@ -74,7 +78,7 @@ class Reports:
         n_tokens = prompt.n_tokens
         if not submit.cache_prompt:
             return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, "off")
-        if not self._scheduler.cache.settings.can_trim:
+        if not (self._scheduler.cache.settings.reuses and self._allows_reuse()):
             return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, "unsupported")
         found = self._scheduler.cache.probe(salt_namespace(submit.cache_salt), prompt.packed_tokens)
         if found.miss == "diverged" and prompt.is_reply_edited:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
+from llamaslot.base.model import StateKind
 from tests.fake_backend import FakeBackend
 
 CHAT = "/v1/chat/completions"
@@ -43,6 +45,25 @@ async def test_a_probe_says_what_the_request_then_finds(start: Any) -> None:
     session = {"messages": MESSAGES, "session_id": "mine"}
     assert (await agree(server, CHAT, session))["session_match"] == "new"
     assert (await agree(server, CHAT, session))["session_match"] in {"exact", "tokens"}
+
+
+@pytest.mark.parametrize("kind", [StateKind.WINDOW, StateKind.RECURRENT, StateKind.HYBRID])
+async def test_a_probe_agrees_where_a_prompt_continues_from_a_checkpoint(start: Any, kind: StateKind) -> None:
+    server = await start(backend=FakeBackend(n_ctx=4096, n_slots=1, kind=kind), engine={"checkpoint_bytes": 10**6})
+    assert (await agree(server, CHAT, {"messages": MESSAGES}))["miss"] == "cold"
+    assert (await agree(server, CHAT, {"messages": MESSAGES}))["cells"] > 300
+    others = [[MESSAGES[0], {"role": "user", "content": text}] for text in ("Never mind.", "Now this.", "Or that.")]
+    probes = [await agree(server, CHAT, {"messages": other}) for other in others]
+    assert probes[-1]["cells"] > 300
+
+
+async def test_a_probe_finds_nothing_while_the_self_test_is_pending(start: Any) -> None:
+    backend = FakeBackend(n_ctx=4096, n_slots=1, kind=StateKind.HYBRID)
+    backend.info = msgspec.structs.replace(backend.info, reuse_test="pending")
+    backend.run_self_test = lambda should_stop=lambda: False: False  # type: ignore[method-assign]
+    server = await start(backend=backend, engine={"checkpoint_bytes": 10**6})
+    for _ in range(2):
+        assert (await agree(server, CHAT, {"messages": MESSAGES}))["miss"] == "unsupported"
 
 
 async def test_a_probe_runs_nothing_and_keeps_nothing(start: Any) -> None:
