@@ -64,11 +64,11 @@ class WrongBackend(LlamaBackend):
                 self._of_other(1, self._held[src][:end][::-1], Take(OTHER, 1, end))
             case "another checkpoint in place", Restore(_, 0):
                 super().change(Restore(OTHER, 0))
-            case "no restore", Restore(number, dst):
+            case "no restore", Restore(number, 1):
                 end = self._kv.states.checkpoints[number]
-                llama_cpp.llama_memory_seq_rm(self._memory, dst, end, -1)
-                self._kv.states.restore(dst)
-                self._kv.lengths[dst] = end
+                llama_cpp.llama_memory_seq_rm(self._memory, 1, end, -1)
+                self._kv.states.restore(1)
+                self._kv.lengths[1] = end
             case "cells of another branch", Copy(src, dst, 0, end):
                 self._compute(dst, self._held[src][:end][::-1])
             case "a fork of another branch", Copy(src, dst, 0, end) if end == self.seq_len(src):

@@ -278,14 +278,19 @@ class _Trial:
         self._bound = max(min(_NOISE_FACTOR * self._noise, _ERROR_SHARE * error), _LEAST_SHARE * deviation)
 
     def _prove_checkpoints(self) -> None:
-        """Sequence 0 holds the prefix and what was computed behind it; afterwards it holds prefix and tail."""
+        """Sequence 0 holds the prefix and what was computed after it; afterwards at least the prefix.
+
+        Only one sequence at a time has a window, for a small pool has no cells for two.
+        """
         backend, end = self._backend, self._n_prefix
-        backend.change(Copy(0, 1, 0, end))
-        backend.change(Restore(_CHECKPOINT, 1))
-        self._compare(1, "behind a checkpoint in another sequence")
-        backend.change(Remove(1, 0))
         backend.change(Restore(_CHECKPOINT, 0))
-        self._compare(0, "behind a checkpoint in its own sequence")
+        self._compare(0, "after a checkpoint in its own sequence")
+        backend.change(Copy(0, 1, 0, end))
+        backend.change(Remove(0, 0))
+        backend.change(Restore(_CHECKPOINT, 1))
+        self._compare(1, "after a checkpoint in another sequence")
+        backend.change(Copy(1, 0, 0, end))
+        backend.change(Remove(1, 0))
         if self._info.state.kind.forks:
             backend.change(Restore(_CHECKPOINT, 0))
             backend.change(Copy(0, 1, 0, end))
