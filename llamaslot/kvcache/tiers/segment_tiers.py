@@ -319,9 +319,10 @@ class SegmentTiers:
     # --- inside ---
 
     @property
-    def _load_conditions(self) -> tuple[bool, float | None, bool]:
-        """Conditions of disk and memory on which it depends what is worth loading."""
-        return self.reader.is_unresponsive, self.reader.us_per_token, self.now < self.loads_again_at
+    def _load_conditions(self) -> tuple[bool, float | None, bool, bool]:
+        """Conditions of disk and memory on which it depends what is worth loading, and from where to continue."""
+        is_short = self.now < self.loads_again_at, self.now < self.saves_again_at
+        return self.reader.is_unresponsive, self.reader.us_per_token, *is_short
 
     def _is_load_pinned(self, segment: Segment) -> bool:
         return any(segment in pins for pins in self.load_pins.values())
