@@ -75,7 +75,9 @@ class Recovery:
             if not self._cache.settings.reuses:
                 self._invalidate_others({work.run.seq for work in plan.work})
             for slot in self._slots:
-                if slot.request is not None and slot.id not in self._invalidated:
+                # One that waits for its state has lost none.
+                is_hit = slot.id not in self._invalidated and not restorer.is_waiting(slot.id)
+                if slot.request is not None and is_hit:
                     restorer.fall_back(slot.id)
         # Cells are counted exactly, so this should not happen (fact 12); if it does, evict what is idle and retry.
         if status is Status.NO_CELLS and self._cache.evict(self._cache.cells.idle):

@@ -70,8 +70,15 @@ class Dropper:
         self._tiers.drop(segment for segment in reversed(match.segments) if segment.start >= fork)
 
     def _drop_subtree(self, node: Node) -> None:
-        """Drop a node and all below it, unless a request runs there: that one finds out by its own logits."""
-        if node.is_root or node.n_pins:
+        """Drop a node and all below it.
+
+        If a request runs there, only a checkpoint of the node is dropped: that request finds out by its own logits,
+        but it may have computed its state itself.
+        """
+        if node.is_root:
+            return
+        if node.n_pins:
+            self._tiers.drop([node.checkpoint] if node.checkpoint is not None else [])
             return
         segments = _segments_of(node.subtree())
         start = node.start

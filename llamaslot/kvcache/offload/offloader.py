@@ -173,9 +173,12 @@ class Offloader:
             parts.pop()
         return parts if self._pays(parts) else []
 
-    def load(self, seq: int, match: Match, max_tokens: int | None) -> Loaded:
-        """Load what segments have after the tokens of a sequence, about `max_tokens` at most."""
-        parts = self.worth_loading(match)
+    def load(self, seq: int, match: Match, max_tokens: int | None, *, is_decided: bool = False) -> Loaded:
+        """Load what segments have after the tokens of a sequence, about `max_tokens` at most.
+
+        If it `is_decided` that all of the match is loaded, the rest is, although little of it is left.
+        """
+        parts = self._tiers.readable(match.parts) if is_decided else self.worth_loading(match)
         if not parts:
             self._tiers.unpin(seq)
             return Loaded(LoadStatus.DONE)

@@ -55,6 +55,10 @@ class Restorer:
         """Return True if a running sequence cannot be decoded yet: it waits for a checkpoint, or is stateless."""
         return self._has_states and (self._goal(seq) is not None or not self._states.is_live(seq))
 
+    def is_waiting(self, seq: int) -> bool:
+        """Return True if a sequence waits for a checkpoint to be restored."""
+        return self._goal(seq) is not None
+
     def cut(self, match: Match, worth_loading: Callable[[Match], Sequence[SegmentPart]]) -> Match:
         """Return a match up to its deepest restore point; `worth_loading` returns the segments of one to load."""
         parts = worth_loading(match)
