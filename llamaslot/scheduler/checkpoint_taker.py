@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from llamaslot.kvcache.cache import KVCache
+from llamaslot.kvcache.offload.checkpoints import Evict
 from llamaslot.scheduler.checkpoint_stops import prompt_stops
 from llamaslot.scheduler.request import Request
 
@@ -62,8 +63,7 @@ class CheckpointTaker:
                     # It waits for the next gap.
                     continue
                 is_one_shot = request.is_one_shot(self._cache.settings.one_shot_tokens)
-                checkpoints.take(request.slot, may_evict=not is_one_shot)
-                n_left -= 1
+                n_left -= checkpoints.take(request.slot, Evict.NONE if is_one_shot else Evict.ANY) is not None
             go_on.append(request)
         return go_on
 

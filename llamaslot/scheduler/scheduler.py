@@ -174,9 +174,6 @@ class Scheduler:
         running = self.running
         self.cache.has_streams = any(request.is_stream(self._n_pending(request)) for request in running)
         ready, is_loading = self._load(running)
-        if suspects:
-            # Only the first is computed. Others that wait here must not take its turn for a checkpoint.
-            ready = [request for request in ready if request is suspects[0]]
         ready = self._taker.take_due(ready, self.queue)
         n_prefill = sum(n for request in ready if not request.is_stream(n := self._n_pending(request)) and n > 1)
         self.cache.offload_idle(n_prefill, lambda: map(self.admission.match, self.queue))
@@ -190,7 +187,7 @@ class Scheduler:
             siblings=self.admission.siblings,
             n_scored=self._n_scored,
         )
-        work = planner.grant([request for request in by_share(running) if request in ready])
+        work = planner.grant([request for request in suspects[:1] or by_share(running) if request in ready])
         padding = None if suspects else planner.pad(work)
         n_extra_steps = 0 if suspects or is_loading else planner.n_extra_steps(work)
         is_busy = bool(self.running or self.queue)

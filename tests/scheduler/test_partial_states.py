@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from llamaslot.base.backend import Status
+from llamaslot.base.kv_ops import Load, Take
 from llamaslot.base.model import StateKind
 from llamaslot.base.namespaces import key_salt, key_secret, salt_namespace, tenant_of
 from llamaslot.base.tokens import packed
-from llamaslot.kvcache.segment import checkpoints_on
+from llamaslot.kvcache.segment import SegmentState, checkpoints_on
+from llamaslot.kvcache.tiers.disk_io import Write, Written
 from llamaslot.scheduler.request import Request, RequestState
-from tests.fake_backend import WINDOW
+from tests.fake_backend import WINDOW, FakeBackend
 from tests.scheduler.test_scheduler import Driver, generated
 
 
@@ -81,3 +84,127 @@ def test_an_end_that_two_idle_sequences_lose_at_once_gets_a_checkpoint(kind: Sta
     driver.run("z" * 115, max_tokens=5, id_slot=2)
     assert max(driver.cache.length(0), driver.cache.length(1)) < len(turn)
     assert driver.run(turn + "and what else").n_cached == len(turn)
+
+
+@pytest.mark.parametrize("kind", [StateKind.RECURRENT, StateKind.WINDOW])
+@pytest.mark.parametrize("disk_bytes", [0, 10**7])
+@pytest.mark.parametrize("ends", ["apart", "on one path"])
+def test_an_idle_server_comes_to_rest_even_if_its_states_exceed_the_budget(
+    kind: StateKind, disk_bytes: int, ends: str
+) -> None:
+    size = FakeBackend(kind=kind).info.checkpoint_size
+    assert size is not None
+    driver = Driver(
+        kind=kind,
+        n_slots=4,
+        n_ctx=1024,
+        ram_bytes=10**6,
+        disk_bytes=disk_bytes,
+        offload_after=10**6,
+        checkpoints={"step_tokens": 1000, "ram_bytes": 3 * size.of(200)},
+    )
+    for slot, letter in enumerate("abcd"):
+        if slot % 2 and ends == "on one path":
+            driver.run(last, max_tokens=30, id_slot=slot)
+        else:
+            request = driver.run(letter * 60, max_tokens=30, id_slot=slot)
+            last = letter * 60 + bytes(generated(request)[:29]).decode() + "and what else"
+    assert all(map(driver.cache._sequences.states.is_live, range(4)))
+    taken = []
+    for _ in range(200):
+        driver.backend.now += 0.1
+        plan = driver.step()
+        taken.append(sum(isinstance(each, Take) for each in plan.operations))
+        for job in plan.jobs:
+            if isinstance(job, Write):
+                driver.cache.on_io(Written(job.meta.number, ok=True), driver.backend.now)
+    assert sum(taken) <= 4
+    assert not any(taken[100:])
+
+
+def loads_in_gaps() -> tuple[Driver, Request]:
+    """A stream, and a request whose 99 cached tokens are loaded in four segments before its state is restored.
+
+    A gap of the stream has time for about one of them.
+    """
+    driver = Driver(
+        kind=StateKind.RECURRENT,
+        n_slots=2,
+        n_ctx=300,
+        n_ubatch=64,
+        ram_bytes=10**6,
+        segment_tokens=32,
+        load_us=1000.0,
+        prefill_us=10_000.0,
+        gap_ms=30.0,
+        offload_after=10**5,
+        checkpoints={"step_tokens": 33},
+    )
+
+    def rest() -> None:
+        for _ in range(20):
+            driver.backend.now += 1
+            driver.step()
+
+    shared = "a" * 99
+    driver.run(shared + "bcdefg" * 6, max_tokens=4, id_slot=0)
+    rest()
+    driver.run("z" * 250, max_tokens=4, id_slot=1)
+    driver.run("y" * 250, max_tokens=4, id_slot=0)
+    rest()
+    stream = driver.submit("s", max_tokens=60, id_slot=1)
+    while not stream.n_generated:
+        driver.step()
+    return driver, driver.submit(shared + "q" * 20, max_tokens=3, id_slot=0)
+
+
+def test_a_state_is_restored_even_if_the_last_segment_before_it_alone_is_not_worth_loading() -> None:
+    driver, request = loads_in_gaps()
+    driver.plans.clear()
+    driver.finish(request)
+    assert sum(any(isinstance(each, Load) for each in plan.operations) for plan in driver.plans) >= 3
+    assert (request.n_cached, request.n_prompt_computed) == (99, 20)
+
+
+@pytest.mark.parametrize("status", [Status.ABORTED, Status.FATAL])
+def test_a_failed_step_leaves_a_request_that_waits_for_its_checkpoint_as_it_is(status: Status) -> None:
+    driver, request = loads_in_gaps()
+    driver.step()
+    n_loaded = driver.held(request)
+    assert 0 < n_loaded < 99
+    assert driver.cache.restorer.is_waiting(request.slot)
+    driver.backend.failures.append((status, 0))
+    driver.step()
+    assert not driver.backend.failures
+    assert driver.held(request) >= n_loaded
+    driver.finish(request)
+    assert (request.n_cached, request.n_prompt_computed) == (99, 20)
+
+
+def test_only_checkpoints_that_are_taken_use_up_the_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for which there is no memory costs a stream nothing, so the next request goes on too."""
+    driver = Driver(kind=StateKind.RECURRENT, n_slots=2, checkpoints={"take_ms": 100.0, "step_tokens": 16})
+    assert driver.cache.settings.max_takes_in_gap == 1
+    requests = [driver.submit(letter * 20, max_tokens=8) for letter in "ab"]
+    driver.step()
+    driver.cache.has_streams = True
+    for request in requests:
+        request.stops.add(driver.held(request))
+    monkeypatch.setattr(driver.cache.checkpoints, "take", lambda seq, evict: None)
+    assert driver.scheduler._taker.take_due(requests, []) == requests
+    monkeypatch.undo()
+    assert driver.scheduler._taker.take_due(requests, []) == requests[:1]
+
+
+def test_a_checkpoint_that_is_not_trusted_is_dropped_even_if_a_request_runs_there() -> None:
+    driver = Driver(kind=StateKind.RECURRENT, n_slots=2, ram_bytes=10**6, checkpoints={"step_tokens": 16})
+    prompt = "a" * 40
+    running = driver.submit(prompt, max_tokens=8)
+    while not running.n_generated:
+        driver.step()
+    [checkpoint, *_] = [each for each in checkpoints_on(driver.match(prompt).matched_end) if each.node.n_pins]
+    path = packed(running.tokens.view()[: checkpoint.end])
+    driver.cache.dropper.invalidate_path(running.namespace, path, with_public=False)
+    assert checkpoint.state is SegmentState.DROPPED
+    driver.finish(running)
+    assert running.n_generated == 8

@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 from msgspec import structs
 
 from llamaslot.base.kv_ops import Take
@@ -23,6 +25,14 @@ from llamaslot.kvcache.segment import Checkpoint, Segment, SegmentEvent, checkpo
 from llamaslot.kvcache.segment import SegmentState as S
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
+
+
+class Evict(Enum):
+    """What may be evicted from RAM for a checkpoint."""
+
+    NONE = "nothing"
+    SPARE = "those that are on disk too, and those that are neither a fork nor the deepest of their path"
+    ANY = "any but those about to be restored"
 
 
 class Checkpoints:
@@ -38,6 +48,9 @@ class Checkpoints:
         self.goals: dict[int, Checkpoint] = {}
         """By sequence the checkpoint that it gets once it holds all tokens before it. Not evicted until then."""
         self._counters = CheckpointStats()
+        self._ahead_at = -1
+        self._taken_ahead: set[int] = set()
+        """Sequences of which one was taken ahead since the clock stood at `_ahead_at`."""
         self._tree = tree
         self._sequences = sequences
         self._tiers = tiers
@@ -62,10 +75,10 @@ class Checkpoints:
         is_possible = self.settings.size.of(n) <= self._tiers.checkpoints.capacity
         return is_possible and self._tiers.now >= self._tiers.saves_again_at
 
-    def take(self, seq: int, *, may_evict: bool = True) -> Checkpoint | None:
+    def take(self, seq: int, evict: Evict = Evict.ANY) -> Checkpoint | None:
         """Return the checkpoint at the end of a live sequence, taken now if there is none; None without room.
 
-        Without `may_evict` it is taken only if there is room already.
+        Room is made by evicting what `evict` allows.
         """
         node = self._sequences.end(seq)
         if node.checkpoint is not None:
@@ -74,8 +87,7 @@ class Checkpoints:
         n_bytes, lru = self.settings.size.of(node.end), self._tiers.checkpoints
         if not self.can_take(node.end):
             return None
-        is_free = lru.n_bytes + n_bytes <= lru.capacity
-        if not is_free and not (may_evict and self.evict_for(n_bytes, node.tenant)):
+        if lru.n_bytes + n_bytes > lru.capacity and not self.evict_for(n_bytes, node.tenant, evict):
             return None
         checkpoint = self._tiers.add_checkpoint(node, n_bytes)
         self._sequences.operations.append(Take(checkpoint.number, seq, node.end))
@@ -83,7 +95,7 @@ class Checkpoints:
         self._thin_path(node)
         return checkpoint
 
-    def take_at_end(self, seq: int) -> bool:
+    def take_at_end(self, seq: int, evict: Evict = Evict.ANY) -> bool:
         """Take a checkpoint of an idle sequence before it loses its state, if it may be wanted again.
 
         Its last token must stay cached, for else the checkpoint is dropped with it. Returns True if one was taken.
@@ -92,23 +104,33 @@ class Checkpoints:
         if node is None or not self._may_take_at_end(seq):
             return False
         has_other = any(other != seq and self._states.is_live(other) for other in node.end_of)
-        return not has_other and self._take_unless_near(seq)
+        return not has_other and self._take_unless_near(seq, evict)
 
     def take_at_lost_end(self, seq: int) -> bool:
         """Do the same before all sequences that end where this one does lose their states, of which any will do."""
         live = next(filter(self._states.is_live, sorted(self._sequences.end(seq).end_of)), None)
-        return live is not None and self._may_take_at_end(live) and self._take_unless_near(live)
+        return live is not None and self._may_take_at_end(live) and self._take_unless_near(live, Evict.ANY)
 
-    def take_at_idle_ends(self) -> int:
-        """Take a checkpoint of one idle sequence ahead of time; returns how many were taken."""
-        idle = (seq for seq in self._sequences.all if self._sequences.in_use(seq) and not self._tree.is_pinned(seq))
-        return int(any(map(self.take_at_end, idle)))
+    def take_ahead(self) -> int:
+        """Take a checkpoint of one idle sequence ahead of time; returns how many were taken.
+
+        It evicts only what is spare, and each sequence has one turn until another request runs: else those that do
+        not fit together would evict each other for as long as the server is idle.
+        """
+        if self._ahead_at != self._sequences.clock:
+            self._ahead_at, self._taken_ahead = self._sequences.clock, set()
+        for seq in self._sequences.all:
+            is_idle = self._sequences.in_use(seq) and not self._tree.is_pinned(seq)
+            if is_idle and seq not in self._taken_ahead and self.take_at_end(seq, Evict.SPARE):
+                self._taken_ahead.add(seq)
+                return 1
+        return 0
 
     def count_restored(self) -> None:
         """Count a checkpoint that was restored."""
         self._counters.restored += 1
 
-    def evict_for(self, n_bytes: int, tenant: str = "") -> bool:
+    def evict_for(self, n_bytes: int, tenant: str = "", evict: Evict = Evict.ANY) -> bool:
         """Evict checkpoints from RAM until there is room for one of a tenant; False if those that have to stay
         leave none.
 
@@ -118,6 +140,8 @@ class Checkpoints:
         lru = self._tiers.checkpoints
         if lru.n_bytes + n_bytes <= lru.capacity:
             return True
+        if evict is Evict.NONE:
+            return False
         pinned = self._pinned
         n_pinned = sum(each.n_bytes for each in lru if each in pinned)
         if n_bytes and n_pinned + n_bytes > lru.capacity:
@@ -128,6 +152,8 @@ class Checkpoints:
         # What is on disk too can be read again.
         order = sorted(everything, key=lambda each: (each not in interior, each.state is not S.CLEAN, each.rank))
         rest = [each for each in order if each not in pinned]
+        if evict is Evict.SPARE:
+            rest = [each for each in rest if each in interior or each.state is S.CLEAN]
         while rest and lru.n_bytes + n_bytes > lru.capacity:
             losers = self._tiers.shares.losers(lru, tenant, n_bytes)
             first = next((each for each in rest if each.tenant in losers), rest[0])
@@ -159,9 +185,10 @@ class Checkpoints:
             return False
         return not is_private(node.namespace)
 
-    def _take_unless_near(self, seq: int) -> bool:
+    def _take_unless_near(self, seq: int, evict: Evict) -> bool:
         node = self._sequences.end(seq)
-        return not self._is_near(node) and self.take(seq, may_evict=not node.is_one_shot) is not None
+        evict = Evict.NONE if node.is_one_shot else evict
+        return not self._is_near(node) and self.take(seq, evict) is not None
 
     def _is_near(self, node: Node) -> bool:
         """True if a checkpoint lies so little above the end of a path that another one is not worth taking."""

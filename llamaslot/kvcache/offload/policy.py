@@ -118,7 +118,7 @@ class OffloadPolicy:
         n_done = 0
         if self._settings.offloads_ahead:
             n_done = self._offloader.offload_ahead(self._settings.segment_tokens, with_running=False)
-            n_done = n_done or self._checkpoints.take_at_idle_ends()
+            n_done = n_done or self._checkpoints.take_ahead()
         if not n_done and self._is_flushing:
             # Only now: they must not delay what is kept, since there is little time.
             self._tiers.writer.flush_one_shots()
