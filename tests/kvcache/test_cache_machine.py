@@ -522,13 +522,15 @@ class CacheMachine(RuleBasedStateMachine):
             return
         assert not self.backend.held[slot].namespace.startswith("private"), "a private prefix is saved"
         self.step(1, 0, is_late=False, n_jobs=0)
-        numbers = [each.segment for each in save.saves]
-        kvs = {number: kv for number in numbers if (kv := self.backend.kv_of(number)) is not None}
+        kvs = {number: kv for number in save.numbers if (kv := self.backend.kv_of(number)) is not None}
         self.cache.on_io(SlotSaved(tuple(kvs)), self.now)
-        if len(kvs) == len(numbers):
+        if len(kvs) == len(save.numbers):
             parts = tuple(SnapshotPart(each.start, each.end, kvs[each.segment]) for each in save.saves)
-            snapshot = SlotSnapshot(save.namespace, save.tokens, parts)
-            self.snapshots.append((snapshot, [self.backend.saved[number] for number in numbers]))
+            state = kvs[save.take.checkpoint] if save.take is not None else None
+            snapshot = SlotSnapshot(save.namespace, save.tokens, parts, state)
+            contents = [self.backend.saved[each.segment] for each in save.saves]
+            taken = self.backend.ever_taken[save.take.checkpoint] if save.take is not None else None
+            self.snapshots.append((snapshot, contents, taken))
             COUNTS["slots saved"] += 1
 
     @precondition(lambda self: self.snapshots)
@@ -538,7 +540,7 @@ class CacheMachine(RuleBasedStateMachine):
         slot %= self.shape.n_slots
         if self.scheduler.slots[slot].request is not None:
             return
-        snapshot, contents = self.snapshots[index % len(self.snapshots)]
+        snapshot, contents, taken = self.snapshots[index % len(self.snapshots)]
         parts = self.cache.restore_slot(slot, snapshot)
         if parts is None:
             n_pinned = len(self.backend.prefixes(asked.slot for asked in self.running))
@@ -549,7 +551,10 @@ class CacheMachine(RuleBasedStateMachine):
             return
         assert tokens_of(self.cache._tree, slot) == unpacked(snapshot.tokens).tolist()
         for number, part in parts.items():
-            self.backend.saved[number] = contents[snapshot.parts.index(part)]
+            if part.start < part.end:
+                self.backend.saved[number] = contents[snapshot.parts.index(part)]
+            else:
+                self.backend.ever_taken[number] = taken
             self.backend.put(number, part.start, part.end, part.kv)
         self.is_recovering = True
         self.step(1, 0, is_late=False, n_jobs=0)

@@ -44,7 +44,7 @@ OFTEN = (
     *("tokens", "ended", "cancelled", "broke", "extra steps", "saves", "loads", "reused tokens"),
     *("takes", "restores", "forks", "fall backs", "evicted checkpoints", "failed takes", "failed restores"),
     *("waited for a leader", "resumed", "kept duplicates", "continued a sequence"),
-    "started from a checkpoint",
+    *("started from a checkpoint", "slots saved", "slots restored"),
 )
 """Events that must come up in any run, for else a check is vacuous."""
 SELDOM = (
@@ -164,12 +164,6 @@ class CheckpointMachine(FakeMachine):
 
     # --- events ---
 
-    def save_slot(self, slot: int) -> None:
-        """Slots of such models are not saved to files."""
-
-    def restore_slot(self, index: int, slot: int) -> None:
-        """Nor are they restored from there."""
-
     @rule(what=st.sampled_from(["take", "restore", "restore", "window", "window"]), n=st.integers(1, 2))
     def lack_memory(self, what: str, n: int) -> None:
         """The next plans can take or restore no checkpoint, or not remove the window of some sequences."""
@@ -236,7 +230,7 @@ class CheckpointMachine(FakeMachine):
         self.preempted |= {asked for asked in self.asked if asked.request in plan.preempted}
         for asked in plan.preempted:
             self.starts_by.pop(self.find(asked), None)
-        if not suspected and not is_disturbed and not admitted:
+        if not suspected and not is_disturbed and not admitted and self.can_take:
             self.check_waiting_for_states(after, running, plan)
         self.check_granted(plan, suspected)
         self.shaken = set(self.incomplete)
@@ -315,14 +309,16 @@ class CheckpointMachine(FakeMachine):
         for seq in self.cache._sequences.all:
             assert states.is_live(seq) == backend.is_live(seq), f"sequence {seq} is live in one account only"
         in_ram = {each.number: each for each in self.tiers.checkpoints if each.state.is_loadable}
-        # What went with a segment that could not be saved is freed by the next plan.
-        assert in_ram.keys() == backend.checkpoints.keys() - {*self.tiers._freed} <= backend.taken.keys()
         assert backend.checkpoints.keys() == backend.taken.keys()
+        # Those of slot snapshots have numbers below 0, and belong to no tier.
+        taken = {number: end for number, end in backend.taken.items() if number >= 0}
+        # What went with a segment that could not be saved is freed by the next plan.
+        assert in_ram.keys() == taken.keys() - {*self.tiers._freed}
         for number, each in in_ram.items():
             assert self.own_prefixes(each.node)[-1:] == backend.checkpoints[number][1][-1:], "on another path"
             assert each.end == backend.taken[number]
         chosen = self.cache.checkpoints.settings
-        assert sum(map(chosen.size.of, backend.taken.values())) <= chosen.ram_bytes
+        assert sum(map(chosen.size.of, taken.values())) <= chosen.ram_bytes
         wanted = {asked.namespace for asked in self.living}
         for namespace, _ in backend.checkpoints.values():
             assert not namespace.startswith("private") or namespace in wanted, "a private checkpoint is left"
@@ -503,7 +499,7 @@ def test_a_suspect_does_not_wait_for_another_request_s_checkpoint(monkeypatch: p
     while len(machine.running) < 2 or not machine.cache.has_streams:
         machine.step(1, 0, is_late=False, n_jobs=0)
     monkeypatch.setattr(machine.scheduler._taker, "_is_due", lambda request, queue: True)
-    monkeypatch.setattr(machine.cache.checkpoints, "take", lambda slot, *, may_evict: None)
+    monkeypatch.setattr(machine.cache.checkpoints, "take", lambda slot, evict: None)
     machine.scheduler.recovery.suspects = [machine.running[1].request.id]
     machine.step(1, 0, is_late=False, n_jobs=0)
     assert not machine.scheduler.recovery.suspects

@@ -103,12 +103,12 @@ def test_an_idle_server_comes_to_rest_even_if_its_states_exceed_the_budget(
         offload_after=10**6,
         checkpoints={"step_tokens": 1000, "ram_bytes": 3 * size.of(200)},
     )
-    for slot, letter in enumerate("abcd"):
-        if slot % 2 and ends == "on one path":
-            driver.run(last, max_tokens=30, id_slot=slot)
-        else:
-            request = driver.run(letter * 60, max_tokens=30, id_slot=slot)
-            last = letter * 60 + bytes(generated(request)[:29]).decode() + "and what else"
+    for slots in ((0, 1), (2, 3)):
+        prompts = [letter * 60 for letter in "abcd"]
+        for slot in slots:
+            request = driver.run(prompts[slot], max_tokens=30, id_slot=slot)
+            if ends == "on one path":
+                prompts[slots[1]] = prompts[slot] + bytes(generated(request)[:29]).decode() + "and what else"
     assert all(map(driver.cache._sequences.states.is_live, range(4)))
     taken = []
     for _ in range(200):
