@@ -48,14 +48,14 @@ class CheckpointTaker:
     def take_due(self, ready: Sequence[Request], queue: Sequence[Request]) -> list[Request]:
         """Take the checkpoints that are due, as many as streams allow; returns the requests that may go on.
 
-        `queue` are the requests that wait.
+        What admitted requests needed taken counts too. `queue` are the requests that wait.
         """
         checkpoints = self._cache.checkpoints
         limit = self._cache.settings.max_takes_in_gap if self._cache.has_streams else None
         if not checkpoints.has_states or limit == 0:
             # A checkpoint that fits into no gap is not taken.
             return list(ready)
-        n_left = math.inf if limit is None else limit
+        n_left = math.inf if limit is None else max(0, limit - checkpoints.n_pending)
         go_on = []
         for request in ready:
             if self._is_due(request, queue) and not checkpoints.has_at_end(request.slot):

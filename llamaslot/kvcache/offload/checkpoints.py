@@ -61,6 +61,11 @@ class Checkpoints:
         lru = self._tiers.checkpoints
         return structs.replace(self._counters, total_bytes=lru.capacity, used_bytes=lru.n_bytes, count=len(lru))
 
+    @property
+    def n_pending(self) -> int:
+        """Checkpoints that are taken before the next step."""
+        return sum(isinstance(each, Take) for each in self._sequences.operations)
+
     def has_at_end(self, seq: int) -> bool:
         """Return True if there is a checkpoint after the last token of a sequence."""
         node = self._tree.end_node(seq)
