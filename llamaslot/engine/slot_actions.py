@@ -161,7 +161,11 @@ class SlotActions:
         for number, part in parts.items():
             self._backend.put(number, part.start, part.end, part.kv)
         job.n_tokens = len(snapshot.tokens) // WIDTH
-        self._in_step.append(job)
+        if parts:
+            self._in_step.append(job)
+        else:
+            # All of it is resident, so there may be no operation, and without one no step.
+            self._end(job)
 
     def _read(self, job: _Job, store: SnapshotStore) -> None:
         future = asyncio.get_running_loop().run_in_executor(self._thread, store.read, job.command.filename)

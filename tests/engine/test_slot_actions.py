@@ -16,6 +16,7 @@ from llamaslot.base.commands import ClearCache, SlotAction, SlotActionDone
 from llamaslot.base.errors import ErrorInfo
 from llamaslot.base.events import Event, Finished, Output, Progress, Reply
 from llamaslot.base.generation.sampling import Sampling
+from llamaslot.base.model import StateKind
 from tests import conftest
 from tests.engine.harness import Harness, alone, running
 from tests.fake_backend import FakeBackend
@@ -56,9 +57,8 @@ async def served(folder: Path, backend: FakeBackend | None = None, **settings: A
     backend = backend or FakeBackend(n_slots=2, n_ctx=4096, n_reserved=4)
     size = backend.info.segment_size
     assert size is not None
-    async with running(
-        backend, kind=Files, snapshots=SlotFiles(folder, lambda: KEY, size, 1000), **settings
-    ) as harness:
+    files = SlotFiles(folder, lambda: KEY, size, 1000, backend.info.checkpoint_size)
+    async with running(backend, kind=Files, snapshots=files, **settings) as harness:
         assert isinstance(harness, Files)
         yield harness
 
@@ -248,6 +248,40 @@ async def test_a_restore_does_not_evict_the_short_prefix_that_it_loads(tmp_path:
         assert cache.length(1) == saved.n_tokens
         sequences = cache._sequences
         assert not all(map(sequences.in_use, sequences.spare)), "no spare id is free"
+
+
+@pytest.mark.parametrize("kind", [StateKind.WINDOW, StateKind.RECURRENT])
+async def test_a_slot_keeps_what_it_still_holds_of_a_snapshot(tmp_path: Path, kind: StateKind) -> None:
+    """The pool has no cells to load it again beside a running request that shares its beginning."""
+    backend = FakeBackend(n_slots=2, n_ctx=1500, n_seqs=3, kind=kind)
+    async with served(tmp_path, backend, checkpoint_bytes=10**6, debug_invariants=True) as engine:
+        await engine.complete(LONG[:400], slot=1)
+        await engine.complete(LONG[:550])
+        saved = await engine.act(0, "save")
+        assert isinstance(saved, SlotActionDone)
+        prompt = LONG[:400] + "r" * 850
+        busy = engine.submit("busy", prompt, id_slot=1, max_tokens=-1, sampling=ENDLESS)
+        await engine.wait_for("busy", Output, 2)
+        assert isinstance(await engine.act(0, "restore"), SlotActionDone)
+        assert engine.engine.scheduler.cache.length(0) == saved.n_tokens
+        assert not busy.done()
+        engine.cancel("busy")
+        await busy
+
+
+async def test_a_restore_evicts_idle_duplicate_cells(tmp_path: Path) -> None:
+    """With a recurrent state, two that compute the same side by side keep cells of their own for it."""
+    backend = FakeBackend(n_slots=2, n_ctx=1000, n_reserved=1, n_ubatch=512, kind=StateKind.RECURRENT)
+    async with served(tmp_path, backend, checkpoint_bytes=0, debug_invariants=True) as engine:
+        await engine.complete("y" * 650)
+        saved = await engine.act(0, "save")
+        assert isinstance(saved, SlotActionDone)
+        await engine.act(0, "erase")
+        await asyncio.gather(*(engine.submit(name, "x" * 40 + name * 200, max_tokens=1) for name in "ab"))
+        await asyncio.gather(*(engine.submit(2 * name, "z" * 480, max_tokens=1) for name in "ab"))
+        cache = engine.engine.scheduler.cache
+        assert cache.pool.n_idle_duplicates
+        assert isinstance(await engine.act(0, "restore"), SlotActionDone)
 
 
 async def test_actions_beyond_the_limit_are_refused(tmp_path: Path) -> None:

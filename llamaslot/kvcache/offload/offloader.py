@@ -95,12 +95,12 @@ class Offloader:
 
     def can_free(self, n_cells: int) -> bool:
         """True if `n_cells` are free or idle."""
-        return n_cells <= self._n_free() + self._tree.n_idle_tokens
+        return n_cells <= self._n_free() + self._n_idle()
 
     def free_cells(self, n_cells: int) -> bool:
         """Evict idle cells until `n_cells` are free, unless even all of them are too few; True if they are free."""
         n_missing = n_cells - self._n_free()
-        if 0 < n_missing <= self._tree.n_idle_tokens:
+        if 0 < n_missing <= self._n_idle():
             self.evict(n_missing)
         return self._n_free() >= n_cells
 
@@ -224,6 +224,9 @@ class Offloader:
         return scratch
 
     # --- inside ---
+
+    def _n_idle(self) -> int:
+        return self._tree.n_idle_tokens + self._sequences.duplicates.n_idle_cells(self._tree.is_pinned)
 
     def _evict_duplicates(self, n_free: int) -> None:
         """Clear idle sequences with cells of their own for what running ones hold, until so many are free.

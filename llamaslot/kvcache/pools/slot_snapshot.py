@@ -108,11 +108,13 @@ class SlotSnapshots:
         n_wanted = sum(part.end - part.start for part in snapshot.parts if part.end > match.n_resident)
         if not self._offloader.can_free(n_wanted + match.n_idle):
             return None
-        if self._sequences.in_use(seq):
-            if not self._sequences.is_covered(seq):
-                self._pool.move_to_spare(seq, 0)
-            self._sequences.clear(seq)
-        self._tree.hold(seq, snapshot.namespace)
+        # What the slot holds of the snapshot may be nowhere else.
+        own = self._sequences.held(match, [seq])[seq]
+        if own < self._tree.length(seq) and not self._sequences.is_covered(seq):
+            self._pool.move_to_spare(seq, own)
+        self._sequences.truncate(seq, own)
+        if not own:
+            self._tree.hold(seq, snapshot.namespace)
         self._tree.pin(seq)
         self._pool.copy_resident(seq, self._tree.match(snapshot.namespace, tokens))
         parts: dict[int, SnapshotPart] = {}
