@@ -7,9 +7,10 @@ points* by itself, from the checkpoints and the live sequences that `Recorder` k
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -298,6 +299,11 @@ class CheckpointMachine(FakeMachine):
         chosen = self.cache.settings.checkpoints
         return self.kind in (StateKind.RECURRENT, StateKind.HYBRID) or chosen.size.of(n) <= chosen.ram_bytes
 
+    def pays(self, n_loaded: int) -> bool:
+        """True if so many tokens are surely worth loading: the first and the last segment are loaded whole, too."""
+        n_most = n_loaded + 2 * self.largest
+        return n_loaded >= MIN_SHARED * 4 and n_loaded > self.cache.settings.load_cost * n_most
+
     def n_resident(self, asked: Asked, states: States) -> int:
         return max(common(self.prefixes(asked)[:-1], held) for held in states.held)
 
@@ -358,7 +364,7 @@ class CheckpointMachine(FakeMachine):
             n_resident = min(self.n_resident(asked, before), self.n_resident(asked, after))
             if not is_first or self.shape.disk:
                 points = [each for each in points if each[0] <= n_resident]
-            pays = [each for each in points if each[0] <= n_resident or each[0] >= n_resident + MIN_SHARED * 4]
+            pays = [each for each in points if each[0] <= n_resident or self.pays(each[0] - n_resident)]
             best = max((n for n, _ in pays), default=0)
             assert request.n_cached_at_admission >= best, "a restore point was not found"
             COUNTS["continued a sequence"] += 0 < best == len(prefixes)
@@ -466,33 +472,50 @@ def letters(n: int, seed: int) -> list[int]:
     return [LETTERS[(seed * 7919 + i * i * (seed + 3)) % 5 % 2] for i in range(n)]
 
 
+Create: TypeAlias = Callable[..., Conversations]
+
+
+@pytest.fixture
+def conversations() -> Iterator[Create]:
+    """Create conversations, which end all requests after the test."""
+    with ExitStack() as stack:
+
+        def started(*args: Any, **fields: Any) -> Conversations:
+            machine = Conversations(*args, **fields)
+            stack.callback(machine.teardown)
+            return machine
+
+        yield started
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n_slots", [1, 2])
-def test_a_conversation_goes_on_after_others_took_its_slot(kind: StateKind, n_slots: int) -> None:
-    machine = Conversations(kind, n_slots=n_slots)
+def test_a_conversation_goes_on_after_others_took_its_slot(
+    conversations: Create, kind: StateKind, n_slots: int
+) -> None:
+    machine = conversations(kind, n_slots=n_slots)
     first = machine.say([LETTERS[0], *letters(20, 1)])
     for i in range(n_slots):
         machine.say([LETTERS[1], LETTERS[i], *letters(20, 2)])
     again = machine.say(first.tokens + letters(5, 3))
     assert again.request.n_cached == len(first.tokens) - 1
-    machine.finish()
-    machine.teardown()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_conversation_goes_on_in_its_slot_without_a_checkpoint(kind: StateKind) -> None:
-    machine = Conversations(kind, ram=0)
+def test_a_conversation_goes_on_in_its_slot_without_a_checkpoint(conversations: Create, kind: StateKind) -> None:
+    machine = conversations(kind, ram=0)
     first = machine.say(letters(20, 1))
     n_restored = machine.cache.checkpoints.stats.restored
     again = machine.say(first.tokens + letters(5, 3))
     assert again.request.n_cached == len(first.tokens) - 1
     assert machine.cache.checkpoints.stats.restored == n_restored
-    machine.teardown()
 
 
-def test_a_suspect_does_not_wait_for_another_request_s_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspect_does_not_wait_for_another_request_s_checkpoint(
+    conversations: Create, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One fits into a gap, and the host has no memory for any: the stream before the suspect stays at its stop."""
-    machine = Conversations(StateKind.RECURRENT, n_slots=2, take_ms=60)
+    machine = conversations(StateKind.RECURRENT, n_slots=2, take_ms=60)
     assert machine.cache.settings.max_takes_in_gap == 1
     for seed in (1, 2):
         machine.new_request(letters(12, seed), max_tokens=8)
@@ -506,13 +529,12 @@ def test_a_suspect_does_not_wait_for_another_request_s_checkpoint(monkeypatch: p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_third_prompt_with_a_prefix_starts_at_the_fork(kind: StateKind) -> None:
+def test_the_third_prompt_with_a_prefix_starts_at_the_fork(conversations: Create, kind: StateKind) -> None:
     """The first has no reason to stop there, the second finds its KV without a state, and takes a checkpoint."""
-    machine = Conversations(kind)
+    machine = conversations(kind)
     shared = letters(14, 1)
     prompts = [[*shared, *(LETTERS[i >> bit & 1] for bit in (0, 1)), *letters(9, 4 + i)] for i in range(4)]
     starts = [machine.say(prompt).request.n_cached for prompt in prompts]
     assert starts[0] == starts[1] == 0
     assert starts[2] >= len(shared)
     assert starts[3] >= len(shared)
-    machine.teardown()
