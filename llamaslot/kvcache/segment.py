@@ -130,6 +130,7 @@ class Segment:
         "nodes",
         "number",
         "offloaded_at",
+        "ram_put_before",
         "replaces",
         "retry_at",
         "start",
@@ -164,6 +165,8 @@ class Segment:
         """Logical time of the last use."""
         self.offloaded_at = now
         """Seconds."""
+        self.ram_put_before = 0
+        """Bytes that had been put into RAM when it was."""
         self.is_fresh = False
         """True from a read until the first load: such a load counts as one from disk."""
         self.retry_at = 0.0

@@ -101,3 +101,38 @@ def test_of_a_path_only_the_deepest_checkpoint_stays_on_disk_even_if_one_between
             assert {segment.number, checkpoint.number} == {*held.written(), *held.written()}
             held.check()
     assert [each.state.uses_disk for each in taken] == [False, False, True]
+
+
+@pytest.mark.parametrize("what", ["segments", "checkpoints"])
+def test_a_partial_segment_is_written_before_it_or_its_checkpoint_is_evicted(what: str) -> None:
+    """It is not delayed once a quarter of RAM was filled after it, whatever its age."""
+    held = Held()
+    held.extend(1, 2, 3)
+    segment = held.save()
+    checkpoint = held.take()
+    held.tiers.tick(0.0)
+    assert segment.state is SegmentState.DIRTY
+    lru = held.tiers.ram if what == "segments" else held.tiers.checkpoints
+    first = segment if what == "segments" else checkpoint
+    i = 0
+    while lru.n_bytes_put - first.ram_put_before <= lru.capacity / 4:
+        i += 1
+        held.tiers.tick(0.0)
+        assert segment.state is SegmentState.DIRTY
+        held.tree.hold(i, "")
+        held.tree.extend(i, run_of([i + 9, i, i]))
+        node = held.tree.end_node(i)
+        assert node is not None
+        if what == "segments":
+            held.tiers.add(node, 0, node.end)
+        else:
+            held.tiers.add_checkpoint(node, N_BYTES)
+    held.tiers.tick(0.0)
+    assert segment.state is SegmentState.WRITING
+    while held.tiers.busy:
+        held.tiers.on_io(Written(next(iter(held.tiers.busy)), ok=True), 0.0)
+        held.tiers.tick(0.0)
+    assert segment.state is SegmentState.CLEAN
+    # A checkpoint may be replaced soon, too, and waits if only segments came in.
+    assert checkpoint.state is (SegmentState.DIRTY if what == "segments" else SegmentState.CLEAN)
+    held.check()

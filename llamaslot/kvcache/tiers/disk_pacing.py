@@ -6,13 +6,15 @@ Times are seconds on the caller's clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from llamaslot.kvcache.segment import Segment
 from llamaslot.kvcache.tiers.disk_io import WriteTotals
 
 PARTIAL_DELAY_S = 2.0
-"""Age at which a partial segment is written: a conversation's next turn usually replaces it before."""
+"""Age at which a partial segment is written: a conversation's next turn usually replaces it before. It is written
+earlier if it may be evicted from RAM before that.
+"""
 RETRY_DELAY_S = 30.0
 """Time until what failed is tried again: a write, a read of a segment, an offload without memory."""
 READ_TIMEOUT_S = 10.0
@@ -62,11 +64,15 @@ class WriteBudget:
 
 
 class WriteQueue:
-    """Dirty segments in the order in which they came; partial ones, below `max_tokens`, may be replaced soon."""
+    """Dirty segments in the order in which they came; partial ones, below `max_tokens`, may be replaced soon.
 
-    def __init__(self, max_tokens: int, budget: WriteBudget) -> None:
+    `is_pressed` returns True for a segment that may be evicted from RAM before long.
+    """
+
+    def __init__(self, max_tokens: int, budget: WriteBudget, is_pressed: Callable[[Segment], bool]) -> None:
         self._max_tokens = max_tokens
         self._budget = budget
+        self._is_pressed = is_pressed
         self._segments: dict[Segment, None] = {}
         self._paused_until = 0.0
         self._is_flushing = False
@@ -108,7 +114,8 @@ class WriteQueue:
         self._is_flushing = True
 
     def _due_at(self, segment: Segment) -> float:
-        waits = segment.is_partial(self._max_tokens) and not self._is_flushing
+        may_wait = segment.is_partial(self._max_tokens) and not self._is_flushing
+        waits = may_wait and not self._is_pressed(segment)
         return segment.offloaded_at + (PARTIAL_DELAY_S if waits else 0.0)
 
 

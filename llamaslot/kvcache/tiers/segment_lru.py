@@ -28,6 +28,8 @@ class SegmentLru:
         self.n_bytes = 0
         self.n_tokens = 0
         """Tokens whose KV is here."""
+        self.n_bytes_put = 0
+        """Bytes of all segments that were ever put here."""
         self._segments: dict[int, Segment] = {}
         self._by_rank: dict[str, list[SegmentRank]] = {}
         """A heap for each tenant."""
@@ -51,6 +53,7 @@ class SegmentLru:
     def put(self, segment: Segment) -> None:
         """Add a segment that is not here."""
         self._segments[segment.number] = segment
+        self.n_bytes_put += segment.n_bytes
         self.n_bytes += segment.n_bytes
         self.n_tokens += segment.n_tokens
         self.used[segment.tenant] += segment.n_bytes

@@ -3,8 +3,8 @@
 A segment is written once its parent is on disk, and evicted from disk only after its children: so its own tokens
 and the number of its parent are all that the index needs, and after a restart every path on disk is complete. The
 last segment of a path is replaced by a longer one as a conversation goes on, so it is written only after a while,
-and the file that it replaces is erased only once it is written itself. What only a one-shot request has used is not
-written before it is used again, or the server shuts down.
+or when much else has come into RAM, and the file that it replaces is erased only once it is written itself. What
+only a one-shot request has used is not written before it is used again, or the server shuts down.
 
 Of checkpoints only forks and the deepest of a path are written. The index has the parent of each; when a longer
 segment replaces the parent, that entry is changed (`Reparent`).
@@ -31,6 +31,8 @@ _MAX_WRITES = 2
 """Writes at a time: which segment comes next is chosen as late as possible."""
 MAX_DIRTY_FRACTION = 0.25
 """Fraction of RAM that may be dirty before nothing more is offloaded ahead of eviction."""
+_PRESSED_FRACTION = 0.25
+"""Fraction of RAM that is put there after a segment until it is written without delay."""
 
 
 class WriteBack:
@@ -39,7 +41,7 @@ class WriteBack:
     def __init__(self, tiers: SegmentTiers, bytes_per_day: int, written: WriteTotals | None = None) -> None:
         self._tiers = tiers
         self._budget = WriteBudget(bytes_per_day, written)
-        self._queue = WriteQueue(tiers.max_tokens, self._budget)
+        self._queue = WriteQueue(tiers.max_tokens, self._budget, self._is_pressed)
         self._writes_one_shots = False
         self._replaced: dict[int, tuple[str, int]] = {}
         """Tenant and bytes of files that stay until what replaces them is written, by number."""
@@ -149,6 +151,17 @@ class WriteBack:
     def check(self, segments: set[Segment]) -> None:
         """Verify that the queue has the dirty segments; raises `AssertionError`."""
         assert set(self._queue) == {segment for segment in segments if segment.state is S.DIRTY}
+
+    def _is_pressed(self, segment: Segment) -> bool:
+        """True if a segment, or a checkpoint that is written after it, may be evicted from RAM before long, since
+        much else has come there.
+        """
+        waiting = (node.checkpoint for node in segment.nodes)
+        for each in (segment, *filter(None, waiting)):
+            lru = self._tiers.ram_of(each)
+            if lru.n_bytes_put - each.ram_put_before > _PRESSED_FRACTION * lru.capacity:
+                return True
+        return False
 
     def _may_write(self, segment: Segment) -> bool:
         if not self._tiers.disk.capacity or is_private(segment.namespace):
