@@ -194,7 +194,10 @@ class Capabilities(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """Facts about the loaded model and its context; fixed once the engine runs."""
+    """Facts about the loaded model and its context.
+
+    Fixed once the engine runs, unless the self-test was pending: its result replaces them (event `ReuseTested`).
+    """
 
     name: str
     """`general.name` of the file, or the file's name."""
