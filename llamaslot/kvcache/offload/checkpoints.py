@@ -204,7 +204,7 @@ class Checkpoints:
         """Evict one checkpoint of a path that has too many: the one whose neighbours are closest together.
 
         Distances count in relation to that from the end of the path, so the others get further apart towards the
-        root. Forks, the deepest one, and what is about to be restored stay.
+        root. The deepest one, and what is about to be restored, stay. Forks are evicted if nothing else is left.
         """
         path = [each for each in checkpoints_on(node) if each.state.is_loadable]
         if len(path) <= self.settings.max_on_path:
