@@ -115,7 +115,7 @@ class CheckpointStats(msgspec.Struct):
     taken: int = 0
     restored: int = 0
     evicted: int = 0
-    """Dropped because the limit, or that of checkpoints on a path, was reached."""
+    """Evicted from RAM because the limit, or that of checkpoints on a path, was reached; the disk may have them."""
 
 
 class AnchorStats(msgspec.Struct):

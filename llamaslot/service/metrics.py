@@ -60,7 +60,7 @@ _COUNTERS = (
     ("llamaslot_disk_corrupt_files", "Files that did not match their checksum.", "cache.disk.corrupt_files"),
     ("llamaslot_checkpoints_taken", "Checkpoints taken.", "cache.checkpoints.taken"),
     ("llamaslot_checkpoints_restored", "Checkpoints restored.", "cache.checkpoints.restored"),
-    ("llamaslot_checkpoints_evicted", "Checkpoints dropped at a limit.", "cache.checkpoints.evicted"),
+    ("llamaslot_checkpoints_evicted", "Checkpoints evicted from RAM.", "cache.checkpoints.evicted"),
     ("llamaslot_preemptions", "Times that a running request went back to the queue.", "cache.preemptions"),
 )
 """Name, text and path of fields of `EngineState` that only grow."""
