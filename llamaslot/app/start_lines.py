@@ -126,7 +126,10 @@ def _checkpoints_line(info: ModelInfo, limits: CheckpointLimits) -> str:
     )
     if (cost := info.state_cost) is not None:
         line += f" ({cost.take_ms:,.1f} ms to take one, {cost.restore_ms:,.1f} ms to restore it)"
-    return line if n else _yellow(f"{line}. Give --checkpoint-ram more, or nothing is reused.")
+    if n:
+        return line
+    # Without a checkpoint, only a live sequence can be continued, at its end.
+    return _yellow(f"{line}. Give --checkpoint-ram more, or only what a slot computed last is continued.")
 
 
 def _mib(n_bytes: int) -> str:

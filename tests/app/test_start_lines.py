@@ -89,4 +89,4 @@ def test_a_line_says_that_there_is_no_room_for_a_checkpoint(
 ) -> None:
     _, line = announced(tmp_path, capsys, "tiny-lfm2", CheckpointLimits(100, 32, 1024))
     assert "room for 0; " in line
-    assert line.endswith("Give --checkpoint-ram more, or nothing is reused.")
+    assert line.endswith("Give --checkpoint-ram more, or only what a slot computed last is continued.")
