@@ -5,7 +5,8 @@ A model with a partial state can be continued only where a checkpoint was taken,
     system prompt ...|user ... |assistant ... |user question                 |assistant
                      1                       2 every `step_tokens`      3   4
 
-1. the end of the system prompt, with which other conversations begin;
+1. the first message boundary after `min_gap` tokens: as a rule the end of the system prompt, with which other
+   conversations begin too;
 2. at even distances, moved back to the start of a message where one is near;
 3. where the prompt departs from what is cached: others have gone on differently from here, and may again;
 4. the start of the message that is to be generated, a few tokens before the end: templates change what is after
@@ -81,7 +82,8 @@ def prompt_stops(
     last = int(starts[-1]) if len(starts) and n - starts[-1] < gap else n - _LAST_TOKENS
     if n - deepest >= gap:
         choose(last, 1)
-        # Other conversations begin with it, however short this one's first message is.
+        # The first message boundary after `min_gap` tokens, as a rule the end of the system prompt: other
+        # conversations begin with it, however short the first message of this one is.
         choose(next((int(each) for each in starts if each >= gap), 0), _LAST_TOKENS)
         choose(matched, gap if abs(matched - last) >= gap else _LAST_TOKENS)
     at = deepest
