@@ -205,7 +205,7 @@ class Segment:
 
     @property
     def children(self) -> list[Segment]:
-        """The segments that have a token right after one of its own."""
+        """The segments that have a token right after one of its own, and the checkpoints at one of its tokens."""
         below = [child.segment for node in self.nodes for child in node.children.values()]
         below += [node.checkpoint for node in self.nodes]
         return list(dict.fromkeys(each for each in below if each is not None and each is not self))
