@@ -141,7 +141,7 @@ class Config:
     )
     kv_unified: bool = _llama(True, "one KV pool for all slots", "-kvu --kv-unified")
     swa_full: bool = _llama(
-        False, "as many cells for layers with a sliding window as for the others; prefixes are reused without, too"
+        False, "give sliding-window layers as many KV cells as the others: more memory, but no more prefixes reused"
     )
     cache_type_k: CacheType = _llama("f16", "element type of K in the pool", "-ctk --cache-type-k")
     cache_type_v: CacheType = _llama("f16", "element type of V in the pool", "-ctv --cache-type-v")

@@ -52,7 +52,7 @@ class LlamaSettings:
     flash_attn: Literal["auto", "on", "off"] = "auto"
     unified: bool = True
     swa_full: bool = False
-    """Full-size KV for layers with a sliding window; of no use as long as nothing of such models is reused."""
+    """As many cells for layers with a sliding window as for the others; checkpoints are needed all the same."""
     checkpoints: bool = False
     """Take and restore checkpoints of states that cannot be trimmed; in a unified pool only."""
     cache_type_k: str = "f16"
