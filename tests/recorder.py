@@ -223,13 +223,13 @@ class Recorder:
         self.saved[take.checkpoint] = Offloaded(source.namespace, take.end, [], [])
 
     def _restore(self, restore: Restore) -> None:
-        """Restore a checkpoint into a sequence that begins with the tokens behind which it was taken."""
+        """Restore a checkpoint into a sequence that begins with the tokens after which it was taken."""
         namespace, prefixes = self.checkpoints[restore.checkpoint]
         target = self.held[restore.dst]
         same = target.prefixes
         if namespace == self._public != target.namespace:
             same = self.named(namespace, target.tokens)
-        assert same[: len(prefixes)] == prefixes, f"{restore} behind something else"
+        assert same[: len(prefixes)] == prefixes, f"{restore} after something else"
         if restore.checkpoint in self.unloadable:
             self.inner.change(Remove(restore.dst, 0))
             target.truncate(0)
@@ -275,9 +275,9 @@ class Recorder:
         target.namespace = namespace
         target.tokens += stored.tokens[part]
         before = self.named(stored.namespace, target.tokens)
-        assert before[load.start :] == stored.prefixes[part], f"{load} behind something else"
+        assert before[load.start :] == stored.prefixes[part], f"{load} after something else"
         target.prefixes += self.named(namespace, target.tokens)[load.start :]
-        assert target.prefixes == self.named(namespace, target.tokens), f"{load} behind something else"
+        assert target.prefixes == self.named(namespace, target.tokens), f"{load} after something else"
         self._take_cells(target)
         n_dropped = len(stored.tokens) - (load.end - load.start)
         assert len(self.cells) + n_dropped <= self.info.n_ctx, f"{load} of more than there was room for"

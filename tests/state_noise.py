@@ -1,4 +1,4 @@
-"""Oracle for reuse: compares logits behind a reuse point with a cold run, within what rounding explains."""
+"""Oracle for reuse: compares logits after a reuse point with a cold run, within what rounding explains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from tests.raw_context import Logits, RawContext, RawModel
 
 N_COMPARED = 64
-"""Positions behind the reuse point at which logits are compared."""
+"""Positions after the reuse point at which logits are compared."""
 CHUNKS = (16, 64)
 N_IDLE = 4
 LEAST_SHARE = 1e-3

@@ -105,10 +105,10 @@ class Sampler(Protocol):
         """Reason for `CONSTRAINT_FAILED`; empty before."""
 
     def advance(self, *, forced: tuple[int, ...], fast_forward: bool) -> tuple[int, ...]:
-        """Go on behind the token that was sampled last, before the next `decode`.
+        """Go on after the token that was sampled last, before the next `decode`.
 
         `forced` tokens follow it; a constraint must allow them. Returns the tokens that the constraint forces
-        behind them, if `fast_forward`. All of these count as sampled.
+        after them, if `fast_forward`. All of these count as sampled.
         """
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     chat: ChatTurn | None = None
     """Of a chat whose reply may be remembered."""
     rest: tuple[TextPart, ...] = ()
-    """The prompt behind the tokens that `chat` restores; `prompt` is the same conversation without them."""
+    """The prompt after the tokens that `chat` restores; `prompt` is the same conversation without them."""
     add_special: bool = True
     """Put the model's BOS before a prompt that starts with text."""
     sampling: Sampling = Sampling()

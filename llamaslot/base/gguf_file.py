@@ -101,7 +101,7 @@ def check_metadata(path: Path) -> None:
 def why_not_served(architecture: str, *, is_causal: bool = True) -> str:
     """Return the reason why no text is generated with models of an architecture; empty where it is.
 
-    Without causal attention each token sees those behind it too, so KV of a prefix is not that of a longer prompt.
+    Without causal attention each token sees those after it too, so KV of a prefix is not that of a longer prompt.
     """
     reason = _NOT_SERVED.get(architecture, "").format(architecture)
     return reason or ("" if is_causal else "has no causal attention; only models that generate text are served")

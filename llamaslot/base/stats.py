@@ -245,7 +245,7 @@ class CachePrefix(msgspec.Struct):
     last_used: int
     """Rank among all nodes by last use: 0 for the latest, equal for nodes that were used together."""
     checkpoint: int | None
-    """Bytes of the checkpoint behind its last token; None without one."""
+    """Bytes of the checkpoint after its last token; None without one."""
     text: str | UnsetType = UNSET
     """The edge's first tokens as text, if that was asked for."""
 

@@ -34,10 +34,10 @@ class ReplyStream:
         self._prefill: Prefill | None = None
 
     def push(self, sampled: Sampled) -> tuple[str, FinishReason | None, int]:
-        """Add a token, and one by one those forced behind it, up to a stop string.
+        """Add a token, and one by one those forced after it, up to a stop string.
 
         Returns the text that can be sent, why the reply ends here if it does, and the number of forced tokens that
-        are left behind a stop string.
+        are left after a stop string.
         """
         if sampled.token is None:
             return "", sampled.reason, 0

@@ -69,7 +69,7 @@ class Format(ABC):
 
     @property
     def calls_stand_alone(self) -> bool:
-        """True if a grammar cannot tell where calls begin behind a text."""
+        """True if a grammar cannot tell where calls begin after a text."""
         return bool(self.markers.lines)
 
     @property

@@ -25,7 +25,7 @@ class JsonCalls:
 
     With `only`, an object is a call only if it has the name of one of these tools and no other fields than calls
     have: needed where no marker tells calls from an answer in JSON. With `ids`, a pattern of valid ones, the id
-    comes behind the arguments, so that a call is reported once it is complete; other formats have no ids.
+    comes after the arguments, so that a call is reported once it is complete; other formats have no ids.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class JsonCalls:
         return (yield from self.read())
 
     def read_items(self) -> Steps[bool]:
-        """Read a list behind its bracket; False if the first object is no call, and nothing was reported."""
+        """Read a list after its bracket; False if the first object is no call, and nothing was reported."""
         return (yield from read_list(self._reader, self._output, self.read))
 
     def read(self) -> Steps[bool]:

@@ -181,7 +181,7 @@ class ValueCopier:
 
 
 def copy_string(reader: Reader, quote: str, emit: Emit, *, escapes: bool = True) -> Steps[bool]:
-    """Copy a string behind its opening quote as the inside of a JSON string; False if the text ends inside it."""
+    """Copy a string after its opening quote as the inside of a JSON string; False if the text ends inside it."""
     plain = _PLAIN[quote[0]]
     while True:
         char = yield from reader.peek()

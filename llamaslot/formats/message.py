@@ -179,7 +179,7 @@ class TaggedMessage:
                 yield from self._lines()
 
     def _lines(self) -> Steps[None]:
-        """Read calls at the start of the message, or right behind another call."""
+        """Read calls at the start of the message, or right after another call."""
         while marker := (yield from self._reader.looking_at(*self._markers.lines)):
             if not (yield from self._call("", marker, self._output.content)):
                 return

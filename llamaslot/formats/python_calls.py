@@ -35,7 +35,7 @@ class PythonCalls:
         self._known_only = known_only
 
     def read_items(self) -> Steps[bool]:
-        """Read a list behind its bracket; False if the first item is no call, and nothing was reported."""
+        """Read a list after its bracket; False if the first item is no call, and nothing was reported."""
         return (yield from read_list(self._reader, self._output, self.read))
 
     def read(self) -> Steps[bool]:

@@ -31,15 +31,15 @@ class Tags:
     name_open: str
     """Before the function's name; may be empty."""
     name_close: str
-    """Behind it; may be empty where the name ends at a line break or tag."""
+    """After it; may be empty where the name ends at a line break or tag."""
     parameter_open: str
     parameter_close: str
     value_open: str
-    """Between the parameter's name and its value, behind `parameter_close` and whitespace; may be empty."""
+    """Between the parameter's name and its value, after `parameter_close` and whitespace; may be empty."""
     value_close: str
     call_close: str
     lines: bool
-    """A line break behind the opening and before the closing tag of a value is no part of it."""
+    """A line break after the opening and before the closing tag of a value is no part of it."""
 
 
 QWEN_TAGS = Tags("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", lines=True)
@@ -48,7 +48,7 @@ MINIMAX_TAGS = Tags('<invoke name="', '">', '<parameter name="', '">', "", "</pa
 
 
 class TaggedCalls:
-    """Reads calls from `reader` to `output`; `section_close` is the tag behind the last one."""
+    """Reads calls from `reader` to `output`; `section_close` is the tag after the last one."""
 
     def __init__(
         self, reader: Reader, output: Output, tools: Mapping[str, Tool], tags: Tags, *, section_close: str
@@ -81,7 +81,7 @@ class TaggedCalls:
         return True
 
     def read_arguments(self, name: str) -> Steps[None]:
-        """Report the call and read its arguments and the tag behind them."""
+        """Report the call and read its arguments and the tag after them."""
         self._output.call(name, None)
         yield from self._reader.whitespace()
         if (yield from self._reader.looking_at("{")):

@@ -146,7 +146,7 @@ class Sequences:
             self.duplicates.add(seq, start, start + n_held)
 
     def restore(self, seq: int, checkpoint: int, end: int) -> None:
-        """Truncate a sequence to `end` tokens, and give it the state behind them."""
+        """Truncate a sequence to `end` tokens, and give it the state after them."""
         self._tree.truncate(seq, end)
         self.duplicates.truncate(seq, end)
         self.operations.append(Restore(checkpoint, seq))

@@ -42,7 +42,7 @@ class Channel(asyncio.Protocol, Generic[T]):
         if self._transport is None or self._transport.is_closing():
             return
         data = bytearray(_HEADER)
-        # Behind its header: to join them would copy the message, and the body of a request may have 64 MiB.
+        # After its header: to join them would copy the message, and the body of a request may have 64 MiB.
         self._encode_into(message, data, _HEADER)
         data[:_HEADER] = (len(data) - _HEADER).to_bytes(_HEADER, "little")
         self._transport.write(data)

@@ -38,7 +38,7 @@ _decode = msgspec.msgpack.Decoder(RememberedReply).decode
 class ReplyMemory(ReplyStore):
     """The remembered replies of all namespaces, in which owners have shares.
 
-    Of the owner that holds most, the least recently used are evicted first, and none before those behind it.
+    Of the owner that holds most, the least recently used are evicted first, and none before those after it.
 
     Replies are looked up on any thread, and added on one. `clock` is as in `OwnerShares`.
     """

@@ -10,7 +10,7 @@ tokenized in two runs:
 Thanks to the last cut, only the tail and the reply are tokenized again after the reply, to see whether their text
 would give other tokens. Only then the whole text gets an anchor: the prefix match finds other replies anyway.
 A prompt with a session is compared with the session's text first (`prompts/session_matching.py`). A chat whose
-replies are remembered begins with their tokens (`protocol/replies/`), and only the text behind them is tokenized.
+replies are remembered begins with their tokens (`protocol/replies/`), and only the text after them is tokenized.
 
 Detokenizing a prompt's tokens always gives its text, and generated tokens are only used where this server generated
 them for this text. So prompts of token ids, and replies with control tokens (shown or left out of the text),
@@ -202,7 +202,7 @@ class Tokenizer:
         return self._scanner.scan(texts, _text_namespace(submit))
 
     def _with_replies(self, submit: Submit) -> PromptContext | None:
-        """Tokenize the prompt behind the tokens of remembered replies; None if it has none."""
+        """Tokenize the prompt after the tokens of remembered replies; None if it has none."""
         restored = submit.chat.restored if submit.chat is not None else None
         if restored is None:
             return None

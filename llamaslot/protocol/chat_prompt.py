@@ -128,7 +128,7 @@ class ChatReader:
     def with_replies(
         self, body: ChatBody, chat: ChatPrompt, restorer: ReplyRestorer, namespace: str
     ) -> tuple[ChatPrompt, TurnPrompt | None]:
-        """Return a chat with the form that its reply has behind remembered tokens, and the prompt with them.
+        """Return a chat with the form that its reply has after remembered tokens, and the prompt with them.
 
         The prompt is None if its reply is not to be remembered.
         """

@@ -1,4 +1,4 @@
-"""Limit of the tokens that a model reasons: behind the last one, the tag that ends reasoning is forced.
+"""Limit of the tokens that a model reasons: after the last one, the tag that ends reasoning is forced.
 
 As in llama-server, tags are found by their token ids: a tag that the model writes with others is not seen.
 """

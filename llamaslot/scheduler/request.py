@@ -158,7 +158,7 @@ class Request:
         """The compiled `submit.constraint`; the request is not admitted before it is there."""
         self.reasoning_limit = ReasoningLimit.of(submit.reasoning_budget)
         self.n_forced = 0
-        """Tokens that were forced behind the last sampled one; they are computed with it."""
+        """Tokens that were forced after the last sampled one; they are computed with it."""
         self.sampler: Sampler | None = None
         self.slot = -1
         """The slot it runs in or ran in last, -1 before the first."""
@@ -216,7 +216,7 @@ class Request:
             self.n_read += loaded.n_read
 
     def add_token(self, token: int, now: float, *, forced: bool = False) -> None:
-        """Append a token that was sampled, or `forced` behind one."""
+        """Append a token that was sampled, or `forced` after one."""
         self._mark_started(now)
         self.tokens.append(token)
         self.n_generated += 1
@@ -226,7 +226,7 @@ class Request:
             self._first_token = now
 
     def drop_tokens(self, n: int) -> None:
-        """Remove the last generated tokens, behind a stop string; they were not computed."""
+        """Remove the last generated tokens, after a stop string; they were not computed."""
         self.tokens.truncate(len(self.tokens) - n)
         self.n_generated -= n
         self.n_forced -= n
@@ -251,7 +251,7 @@ class Request:
         return self.submit.constraint is not None and self.submit.sampling.n_probs < 0
 
     def is_stream(self, n_pending: int) -> bool:
-        """True if it has only one token to compute, or its last sampled one with those that were forced behind it.
+        """True if it has only one token to compute, or its last sampled one with those that were forced after it.
 
         A prompt that is cached whole has one too, and waits no longer than a stream.
         """

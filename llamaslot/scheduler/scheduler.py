@@ -57,7 +57,7 @@ class Sampled:
     score: TokenScore | None = None
     """Probability of the token, if the request asks for it."""
     forced: tuple[int, ...] = ()
-    """Tokens that the constraint forced behind `token`; a `reason` then is that of the last one."""
+    """Tokens that the constraint forced after `token`; a `reason` then is that of the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +291,7 @@ class Scheduler:
         param, reason = request.submit.constraint.param, request.sampler.failure
         self.end(request, now)
         return ConstraintFailed(
-            request, f"'{param}' cannot be followed behind {request.n_generated} tokens: {reason}"
+            request, f"'{param}' cannot be followed after {request.n_generated} tokens: {reason}"
         )
 
     def _fail_sampling(self, work: Work, now: float) -> list[Outcome]:
@@ -318,7 +318,7 @@ class Scheduler:
         return [DecodeFailed(each, "INVALID_LOGITS") for each in failed]
 
     def _take_tokens(self, request: Request, token: int, result: StepResult, now: float) -> Sampled:
-        """Give a request a sampled token, and those forced behind it as far as its limits allow."""
+        """Give a request a sampled token, and those forced after it as far as its limits allow."""
         forced = result.forced.get(request.id, ())
         if request.distrusted:
             # Without it the logits are valid. If the fault is further up, the next request to reuse that shows it.
@@ -339,7 +339,7 @@ class Scheduler:
         return Sampled(request, token, reason, truncated, score, tuple(forced[:n_taken]))
 
     def _end_reason(self, request: Request, token: int) -> tuple[FinishReason | None, bool]:
-        """Return why a request ends behind a token, if it does, and whether its context is full."""
+        """Return why a request ends after a token, if it does, and whether its context is full."""
         if token in self._eog:
             return "eos", False
         if request.n_remaining == 0:

@@ -103,7 +103,7 @@ class StepResult:
     scores: dict[str, TokenScore] = field(default_factory=dict)
     """Probabilities of the sampled tokens, per id of the requests that ask for them."""
     forced: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Tokens that are forced behind the sampled ones, per request id; absent where there are none."""
+    """Tokens that are forced after the sampled ones, per request id; absent where there are none."""
     prompt_scores: dict[str, list[TokenScore]] = field(default_factory=dict)
     """Those of the prompts' tokens that were to be scored, per request id."""
 
@@ -164,9 +164,9 @@ def apply(plan: StepPlan, backend: Backend, clock: Callable[[], float]) -> StepR
 def _advance(
     plan: StepPlan, tokens: Mapping[str, int], samplers: Mapping[str, Sampler]
 ) -> dict[str, tuple[int, ...]]:
-    """Go on behind the sampled tokens; returns those that constraints and limits of reasoning force next.
+    """Go on after the sampled tokens; returns those that constraints and limits of reasoning force next.
 
-    The masks behind them are computed beside the next step. A token that ends a generation is accepted, so nothing
+    The masks after them are computed beside the next step. A token that ends a generation is accepted, so nothing
     follows it.
     """
     forced = {}

@@ -6,7 +6,7 @@ and so on. Cells go to the first of them first.
 1. Where free cells do not suffice, idle ones are evicted, then the last request is preempted.
 2. Prompts get the token budget that streams leave: a quarter of it goes to the first prompt, so that it always
    progresses; the rest to those with the fewest tokens left (shortest remaining first), to minimise TTFT. Tokens
-   that a constraint forced behind a stream's last one count like those of a prompt, but not as the first one.
+   that a constraint forced after a stream's last one count like those of a prompt, but not as the first one.
 3. While all requests decode, count the steps that need no decision, and free cells for some of them.
 """
 

@@ -16,7 +16,7 @@ _TOKENS = re.compile(
     re.DOTALL,
 )
 _CUT_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)(?:\\u[dD][89abAB][0-9a-fA-F]{2})?(?:\\(?:u[0-9a-fA-F]{0,3})?)?\Z")
-"""An escape without its end, or without the second half of its character, behind escaped backslashes."""
+"""An escape without its end, or without the second half of its character, after escaped backslashes."""
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:

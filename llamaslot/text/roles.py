@@ -18,7 +18,7 @@ def fitted(conversation: Conversation, *, later_system: bool, user_twice: bool) 
     """Return the messages as a template takes them.
 
     Without `later_system`, instructions that begin the conversation become one message. Later ones become texts of
-    the user in `<system-reminder>` tags, as those of Claude Code are; behind the result of a tool they are added to
+    the user in `<system-reminder>` tags, as those of Claude Code are; after the result of a tool they are added to
     it, because another message of the user would have templates leave out the reasoning of the tool loop. Without
     `user_twice`, messages of the user that follow each other become one.
     """

@@ -52,7 +52,7 @@ class WrongBackend(LlamaBackend):
 
     def change(self, operation: Operation) -> None:
         match self._bug, operation:
-            case "a checkpoint behind another token", Take(number, src, end):
+            case "a checkpoint after another token", Take(number, src, end):
                 ids = self._held[src][:end]
                 self._of_other(1, [*ids[:-1], ids[0]], Take(number, 1, end))
             case "a checkpoint of another branch", Take(number, src, end):
@@ -127,7 +127,7 @@ def test_a_right_model_passes_and_leaves_nothing(shape: str, fields: dict[str, A
 
 
 @pytest.mark.parametrize(
-    "bug", ["a checkpoint behind another token", "a checkpoint of another branch", "no restore"]
+    "bug", ["a checkpoint after another token", "a checkpoint of another branch", "no restore"]
 )
 @pytest.mark.parametrize("fields", [EXACT, {}], ids=["exact", "rounded"])
 @pytest.mark.parametrize("shape", [*STATES, *LONG_WINDOWS])
@@ -142,7 +142,7 @@ def test_a_wrong_state_fails(shape: str, fields: dict[str, Any], bug: str) -> No
 def test_wrong_cells_of_a_segment_fail(shape: str) -> None:
     with loaded(shape, "cells of another segment") as backend:
         assert backend.info.reuse_test == "failed"
-        assert "behind segments that were loaded" in backend.info.reuse_reason
+        assert "after segments that were loaded" in backend.info.reuse_reason
 
 
 @pytest.mark.parametrize(

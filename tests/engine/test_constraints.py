@@ -206,7 +206,7 @@ async def test_a_constraint_that_fails_ends_only_its_own_request() -> None:
         end = await harness.ends["bad"]
         assert isinstance(end, Failed)
         assert end.error.type == "invalid_request_error"
-        assert end.error.message.startswith("'grammar' cannot be followed behind")
+        assert end.error.message.startswith("'grammar' cannot be followed after")
         await ended(harness, "good")
         json.loads(harness.text("good"))
 

@@ -121,7 +121,7 @@ def test_nothing_is_chosen_up_to_the_start() -> None:
 def test_stops_are_new_and_apart(
     *, n: int, messages: list[int], start: int, matched: int, existing: list[int], step: int
 ) -> None:
-    """They lie within the prompt behind its start, and apart from checkpoints on its path and from each other.
+    """They lie within the prompt after its start, and apart from checkpoints on its path and from each other.
 
     Only those of the end of a prompt may lie closer: where it was different before, and where its reply begins.
     """

@@ -1,6 +1,6 @@
 """`POST /v1/responses/compact`: an item that stands for a conversation, with a summary by the model.
 
-The summary is asked for behind the conversation, whose prefix is in the cache already.
+The summary is asked for after the conversation, whose prefix is in the cache already.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ RUNNING = web.AppKey("RUNNING", dict[tuple[str, str], ResponsesReplyWriter])
 class _TokenTexts:
     """Pairs of texts and the tokens that they come from.
 
-    The text of an event may come later than its tokens, or never, behind a stop string.
+    The text of an event may come later than its tokens, or never, after a stop string.
     """
 
     def __init__(self) -> None:

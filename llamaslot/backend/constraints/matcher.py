@@ -65,7 +65,7 @@ class Matcher:
         return None if self.failure else self._mask
 
     def accept(self, token: int) -> None:
-        """Go on behind a token that the mask allows; one that ends the generation ends the reply anywhere."""
+        """Go on after a token that the mask allows; one that ends the generation ends the reply anywhere."""
         self._wait()
         self._mask = None
         if token in self._eog:
@@ -74,7 +74,7 @@ class Matcher:
             self._fail()
 
     def forced(self) -> tuple[int, ...]:
-        """Go on behind the tokens that the grammar forces, and return them.
+        """Go on after the tokens that the grammar forces, and return them.
 
         They are those that a mask of one token each would give. The last one ends the generation where the grammar
         allows nothing else.
@@ -83,7 +83,7 @@ class Matcher:
         if self.failure or self._has_ended:
             return ()
         tokens = self._state.compute_ff_tokens()
-        # Behind a control token that ends generations, nothing would be generated.
+        # After a control token that ends generations, nothing would be generated.
         end = next((i for i, token in enumerate(tokens) if token in self._eog), None)
         if end is not None:
             self._has_ended = True

@@ -2,7 +2,7 @@
 
     magic, format version, key of all that the KV depends on, length of the head, checksum of all that follows
     head: namespace, tokens, the position at which each part of the KV ends, and the size of the partial state
-    the KV of the parts, then the partial state behind the last token, for a model that has one
+    the KV of the parts, then the partial state after the last token, for a model that has one
 
 A file is used only if it is exactly what was written, by this model with the same settings.
 """
@@ -129,5 +129,5 @@ class SlotFiles:
         return SlotSnapshot(namespace, tokens, tuple(parts), body[at:] if n_state else None)
 
     def _state_sizes(self, n_tokens: int) -> tuple[int, ...]:
-        """Bytes that the partial state behind so many tokens may have."""
+        """Bytes that the partial state after so many tokens may have."""
         return (0,) if self._state_size is None else self._state_size.all_of(n_tokens)

@@ -95,7 +95,7 @@ class LlamaBackend:
         if start == end:
             checkpoint = self.info.checkpoint_size
             if checkpoint is None or len(state) not in checkpoint.all_of(end):
-                raise ValueError(f"{len(state)} bytes are no checkpoint behind {end} tokens")
+                raise ValueError(f"{len(state)} bytes are no checkpoint after {end} tokens")
             self._kv.put_checkpoint(segment, end, state)
             return
         size = self.info.segment_size

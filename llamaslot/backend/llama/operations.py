@@ -75,7 +75,7 @@ class KvOperations:
                 self.segments.free(segment)
 
     def put_checkpoint(self, number: int, end: int, state: kv_ops.Kv) -> None:
-        """Add a checkpoint behind `end` tokens that an earlier process took."""
+        """Add a checkpoint after `end` tokens that an earlier process took."""
         self.partial.put(number, state)
         self.states.checkpoints[number] = end
 

@@ -7,7 +7,7 @@ which each link has the prompt's tokens before its reply:
     |------- link 1 ------------------|------- link 2 --------------|------ rest ------|
 
 `state` is a digest of all tokens from the start of the chain to the end of a link. That of an empty chain depends
-on the namespace and on the template's variables. So a reply is only found behind the tokens that it followed.
+on the namespace and on the template's variables. So a reply is only found after the tokens that it followed.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ChatTurn(msgspec.Struct, frozen=True):
     parent: bytes
     """Key of the last restored reply; empty for none."""
     state: bytes
-    """State behind it."""
+    """State after it."""
     start: bytes
     """State of the empty chain."""
     restored: RestoredReplies | None = None

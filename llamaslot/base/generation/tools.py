@@ -35,7 +35,7 @@ class ReasoningBudget(msgspec.Struct, frozen=True):
     start: tuple[int, ...]
     end: tuple[int, ...]
     after: tuple[int, ...] = ()
-    """Tokens that are forced behind the end tag."""
+    """Tokens that are forced after the end tag."""
     is_open: bool = False
     """True if the prompt ends within reasoning."""
 

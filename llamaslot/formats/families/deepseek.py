@@ -24,7 +24,7 @@ _NAME = re.compile(r"[\w.\-:/]+")
 class DeepSeek(Format):
     """The name and the arguments with a separator between them, or as R1 writes them, in a block of code.
 
-    R1 has the word `function` before the separator and the name behind it, then `` ```json `` and the arguments.
+    R1 has the word `function` before the separator and the name after it, then `` ```json `` and the arguments.
     Both are read whatever the template says.
     """
 

@@ -32,7 +32,7 @@ class Harmony(Format):
     """`<|start|>assistant<|channel|>final<|message|>...<|end|>`, the first two of which end the prompt.
 
     The channel `analysis` is reasoning, `final` and `commentary` are content. A message `to=functions.f` is a call;
-    the recipient stands before the channel or behind it. Messages to other recipients, such as built-in tools that
+    the recipient stands before the channel or after it. Messages to other recipients, such as built-in tools that
     were not asked for, are left out.
     """
 
@@ -71,7 +71,7 @@ class Harmony(Format):
         return _Messages(reader, output, options, self.read_calls(reader, output, options.tools_by_name)).steps()
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """Return the call as the model writes it behind `<|start|>assistant`; it makes one at a time."""
+        """Return the call as the model writes it after `<|start|>assistant`; it makes one at a time."""
         rendered = [
             f" to={_NAMESPACE}{call.name}{CHANNEL}commentary json{MESSAGE}{as_json(call.arguments)}{CALL}"
             for call in calls

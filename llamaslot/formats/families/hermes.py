@@ -57,7 +57,7 @@ class ToolCallTag:
         self._output = output
 
     def read(self, marker: str) -> Steps[bool]:
-        """Read the calls behind the opening tag, or behind `<function=`, and the closing tag."""
+        """Read the calls after the opening tag, or after `<function=`, and the closing tag."""
         opened = marker == QWEN_TAGS.name_open
         if opened:
             is_call = yield from self._qwen.read(opened=True)

@@ -21,7 +21,7 @@ PYTHON_OPEN, PYTHON_CLOSE = "<|python_start|>", "<|python_end|>"
 
 
 class Llama3(Format):
-    """`{"name": "f", "parameters": {...}}` at the start of a line, or behind `<|python_tag|>`.
+    """`{"name": "f", "parameters": {...}}` at the start of a line, or after `<|python_tag|>`.
 
     Since such JSON may be an answer, it is a call only if it has the name of a tool. Several calls have semicolons
     or line breaks between them. Built-in tools are called by `<|python_tag|>f.call(a="text")`.
@@ -93,7 +93,7 @@ class UnmarkedCalls:
         self._tagged = TaggedCalls(reader, output, tools, QWEN_TAGS, section_close="")
 
     def read(self, marker: str) -> Steps[bool]:
-        """Read calls that begin with a bracket, or stand behind a marker, and what separates them."""
+        """Read calls that begin with a bracket, or stand after a marker, and what separates them."""
         if marker == QWEN_TAGS.name_open:
             return (yield from self._tagged.read(opened=True))
         if marker not in ("{", "["):

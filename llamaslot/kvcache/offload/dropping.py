@@ -65,7 +65,7 @@ class Dropper:
                 self._truncate(seq, fork)
         # Truncating may have split and joined nodes.
         match = self._tree.match(match.namespace, match.tokens)
-        # A segment that begins above the fork stays, but no state behind the fork.
+        # A segment that begins above the fork stays, but no state after the fork.
         self._tiers.drop(each for each in checkpoints_on(match.whole_end) if each.end > fork)
         self._tiers.drop(segment for segment in reversed(match.segments) if segment.start >= fork)
 

@@ -166,7 +166,7 @@ class Offloader:
         """The segments after the resident part of a match that are worth loading.
 
         A segment is loaded whole, so the last one is left out if too little of it is wanted, unless a state can
-        only be restored behind it. Nothing is worth it if all together takes longer to load than to compute.
+        only be restored after it. Nothing is worth it if all together takes longer to load than to compute.
         """
         parts = self._tiers.readable(match.parts) if match.parts else []
         if parts and not self._checkpoints.has_states and not self._pays(parts[-1:]):

@@ -16,7 +16,7 @@ from llamaslot.kvcache.sequences import Sequences
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPart:
-    """KV of positions `[start, end)`; the partial state behind `end` if both are equal."""
+    """KV of positions `[start, end)`; the partial state after `end` if both are equal."""
 
     start: int
     end: int
@@ -33,7 +33,7 @@ class SlotSnapshot:
     parts: tuple[SnapshotPart, ...]
     """From the first token to the last, without a gap."""
     state: Kv | None = None
-    """The partial state behind the last token; None for a model without one."""
+    """The partial state after the last token; None for a model without one."""
 
 
 class InvalidSnapshotError(Exception):
@@ -82,7 +82,7 @@ class SlotSnapshots:
     def save(self, seq: int) -> SlotSave | None:
         """Record operations that save everything an idle slot holds.
 
-        None if that is nothing, or private, or has lost the state behind its last token.
+        None if that is nothing, or private, or has lost the state after its last token.
         """
         n_tokens, states = self._tree.length(seq), self._sequences.states
         if not n_tokens or is_private(self._sequences.end(seq).namespace) or not states.is_live(seq):

@@ -83,7 +83,7 @@ class WriteBack:
         self._queue.flush()
 
     def flush_one_shots(self) -> None:
-        """Write one-shot segments too, behind those that are queued."""
+        """Write one-shot segments too, after those that are queued."""
         if self._writes_one_shots:
             return
         self._writes_one_shots = True

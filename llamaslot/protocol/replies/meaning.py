@@ -19,7 +19,7 @@ _MAX_EXACT_FLOAT = 2**53
 MAX_MERGED = 32
 """Messages that may be one reply, divided by its calls: more parallel calls than models make.
 
-In a tool loop all messages may be calls; without a limit, each would be tried as one with all those behind it.
+In a tool loop all messages may be calls; without a limit, each would be tried as one with all those after it.
 """
 START = b"start"
 """Stands for the messages before the first one."""
@@ -127,7 +127,7 @@ class Merged:
 def merged_replies(runs: Sequence[list[Message]], start: int) -> Iterator[Merged]:
     """Yield the replies that a run of the assistant's messages may be a part of, the shortest first.
 
-    Some clients send each of several parallel calls in a message of its own, with its results behind it.
+    Some clients send each of several parallel calls in a message of its own, with its results after it.
     """
     parts, results, end = list(runs[start]), Conversation(), start + 1
     for _ in range(MAX_MERGED):

@@ -56,7 +56,7 @@ class ProbedTemplate:
     known: Findings
 
     def own_end(self, calls: Sequence[Message]) -> str:
-        """Return what the template writes behind the last placeholder of a message with these calls."""
+        """Return what the template writes after the last placeholder of a message with these calls."""
         n_calls = min(len(calls), len(_CALLS))
         if n_calls not in self.known.own_ends:
             text, span = self._probe(n_calls, is_last=True)
@@ -64,7 +64,7 @@ class ProbedTemplate:
         own = self.known.own_ends[n_calls]
         if not calls:
             return own
-        # Some templates write the id behind the arguments.
+        # Some templates write the id after the arguments.
         own = own.replace(_CALLS[n_calls - 1]["id"], calls[-1].get("id", ""))
         return own.replace(_NAME, calls[-1]["function"]["name"])
 

@@ -4,7 +4,7 @@
                                                    ^ own text of the reply                          ^ end
 
 The placeholders stand for the reasoning, and for the content or the arguments of calls. What the template writes
-behind the last of them up to the end-of-turn token belongs to the reply, and its own tokens replace it.
+after the last of them up to the end-of-turn token belongs to the reply, and its own tokens replace it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Placeholders:
     def message(self, number: int, calls: Sequence[Message]) -> Message:
         """Return a message of the assistant with the placeholders of that number; calls keep names and ids."""
         body = f"{self._mark}b{number}e"
-        # Templates of some models write content behind the results of calls, where it would remain.
+        # Templates of some models write content after the results of calls, where it would remain.
         message: Message = {
             "role": "assistant",
             "content": "" if calls else body,
@@ -105,17 +105,17 @@ class ReplySpan:
     start: int
     """Offset of the first placeholder."""
     last: int
-    """Offset behind the last one of content or arguments."""
+    """Offset after the last one of content or arguments."""
     until: int
-    """Offset behind the last one."""
+    """Offset after the last one."""
     has_reasoning: bool
     """True if the template writes the reasoning."""
 
     def end(self, own: str, closing: str, end_tokens: Sequence[str], *, has_calls: bool) -> int:
-        """Return the offset at which the prompt goes on behind the tokens of the reply.
+        """Return the offset at which the prompt goes on after the tokens of the reply.
 
-        That is its end-of-turn token. `own` is what the template writes behind the last placeholder of a message.
-        Where that has no such token, it is behind the text, or the tag, with which both `own` and the reply
+        That is its end-of-turn token. `own` is what the template writes after the last placeholder of a message.
+        Where that has no such token, it is after the text, or the tag, with which both `own` and the reply
         (`closing`) end.
         """
         own = own[: n_common_characters(own, self.text[self.last : self.last + len(own)])]

@@ -1,11 +1,11 @@
 """Finding the remembered replies of a conversation, and its prompt with their tokens.
 
-1. Walk over the messages and look each reply up by its meaning, behind the state of the replies before it.
+1. Walk over the messages and look each reply up by its meaning, after the state of the replies before it.
 2. Render the conversation with placeholders for the replies that were found. The text before each must be that of
    the prompt that it answered, and the template must keep what the reply has: where it strips the reasoning of
    earlier turns, that stays stripped.
 3. Leave out the first reply that fails, and begin again: what follows it followed other tokens.
-4. The prompt has the tokens of the last reply and of all before it, then the text behind its placeholder.
+4. The prompt has the tokens of the last reply and of all before it, then the text after its placeholder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from llamaslot.text.conversation import Conversation, Message
 _MAX_TRIES = 8
 """Renderings of a conversation until nothing is restored."""
 _MAX_EARLIER = 8
-"""States of earlier replies behind which a reply is looked up that is not found behind the last one."""
+"""States of earlier replies after which a reply is looked up that is not found after the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class TurnPrompt:
 
     turn: ChatTurn
     rest: tuple[TextPart, ...]
-    """The prompt's text behind the restored tokens."""
+    """The prompt's text after the restored tokens."""
     text: str
     """The text that the prompt has of the reply, with that of the prompt before it."""
 
@@ -76,7 +76,7 @@ class _Plan:
 
     @property
     def state(self) -> bytes:
-        """State behind the last reply."""
+        """State after the last reply."""
         return self.found[-1].reply.state if self.found else self.start
 
     @property
@@ -111,7 +111,7 @@ class ReplyRestorer:
     ) -> TurnPrompt | None:
         """Return the prompt of a conversation that is rendered as `parts`; None if its reply cannot be remembered.
 
-        `start` is the state of an empty chain, `parser_of` returns the options of the parser of a message behind a
+        `start` is the state of an empty chain, `parser_of` returns the options of the parser of a message after a
         prompt, and `variables` is a digest of what `render` depends on beside the messages.
         """
         template = ProbedTemplate(render, self._probes.of(variables))
@@ -266,7 +266,7 @@ class ReplyRestorer:
         return reply if is_same else None
 
     def _ends(self, plan: _Plan, rendering: Rendering, template: ProbedTemplate) -> list[int]:
-        """Return where the prompt goes on behind each reply, up to the first that cannot be restored."""
+        """Return where the prompt goes on after each reply, up to the first that cannot be restored."""
         ends: list[int] = []
         text, at = rendering.text, 0
         spans = plan.placeholders.spans(text)

@@ -36,7 +36,7 @@ SUMMARIZE = (
     "Summarize our conversation so far, for a reader who continues it and has not seen it: what was asked, what "
     "was found and done, names and values that matter, and what is still to be done. Answer with the summary alone."
 )
-"""Request of a compaction, behind the conversation."""
+"""Request of a compaction, after the conversation."""
 
 
 @dataclass(frozen=True, slots=True)

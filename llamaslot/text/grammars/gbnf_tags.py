@@ -35,7 +35,7 @@ def keeps_terminals(rules: Mapping[str, Node], regular: Mapping[str, bool]) -> b
 
 
 class _Following(NamedTuple):
-    """The text right behind a token in its sequence."""
+    """The text right after a token in its sequence."""
 
     token: Leaf
     text: str
@@ -142,7 +142,7 @@ def _all_following(start: Node) -> list[_Following]:
 
 
 def _following(token: Leaf, rest: Sequence[Node]) -> _Following:
-    """Return what follows a token, in a sequence that has that rest behind it."""
+    """Return what follows a token, in a sequence that has that rest after it."""
     text = ""
     for each in rest:
         if not isinstance(each, Leaf) or not each.lark.startswith('"'):

@@ -95,7 +95,7 @@ class LlamaSampler:
         return self._matcher.failure if self._matcher is not None else ""
 
     def advance(self, *, forced: tuple[int, ...], fast_forward: bool) -> tuple[int, ...]:
-        """Go on behind `forced` tokens; return those that the constraint forces next, if wanted, and begin to
+        """Go on after `forced` tokens; return those that the constraint forces next, if wanted, and begin to
         compute the next mask.
         """
         for token in forced:

@@ -1,9 +1,9 @@
 """Self-test of reuse: proves on the loaded model that reused state gives the logits of a cold run.
 
-A model with a partial state computes a prefix of which a checkpoint is taken, then other tokens, and goes on behind
-the prefix again: in a copy of its cells, in place, in a fork of the sequence, and behind segments that were loaded.
+A model with a partial state computes a prefix of which a checkpoint is taken, then other tokens, and goes on after
+the prefix again: in a copy of its cells, in place, in a fork of the sequence, and after segments that were loaded.
 One that can be trimmed is trimmed and copied instead. Each time the logits of the same few tokens are compared with
-those behind the prefix that was just computed. A cold run with other chunk boundaries and cells tells how far
+those after the prefix that was just computed. A cold run with other chunk boundaries and cells tells how far
 rounding alone moves logits (fact 9), and one with another token before them how far the least of all errors does.
 """
 
@@ -46,7 +46,7 @@ _N_MOVED = 16
 _N_OTHER = 24
 """Tokens that are computed in place of the ones that follow the prefix."""
 _N_COMPARED = 8
-"""Tokens behind the prefix whose logits are compared."""
+"""Tokens after the prefix whose logits are compared."""
 _PROBE_GROWTH = 4
 """Ratio of the tokens of each further step that is timed."""
 _N_PREFILLS = 3
@@ -299,7 +299,7 @@ class _Trial:
             backend.change(Remove(1, 0))
 
     def _prove_trimming(self) -> None:
-        """Sequence 0 holds the prefix and what was computed behind it; afterwards it holds prefix and tail."""
+        """Sequence 0 holds the prefix and what was computed after it; afterwards it holds prefix and tail."""
         backend, end = self._backend, self._n_prefix
         backend.change(Remove(0, end))
         self._compare(0, "in a sequence that was cut")
@@ -320,7 +320,7 @@ class _Trial:
             backend.change(Load(number, 0, first, last, scratch))
         if self._info.keeps_checkpoints:
             backend.change(Restore(_CHECKPOINT, 0))
-        self._compare(0, "behind segments that were loaded")
+        self._compare(0, "after segments that were loaded")
 
     def _take(self) -> None:
         self._backend.change(Take(_CHECKPOINT, 0, self._n_prefix))
@@ -339,7 +339,7 @@ class _Trial:
         return np.stack([np.ctypeslib.as_array(row, (self._info.n_vocab,)) for row in rows])
 
     def _feed(self, seq: int, tokens: Tokens, chunk: int = 0) -> None:
-        """Compute tokens behind what a sequence holds, in chunks as large as possible or of this size."""
+        """Compute tokens after what a sequence holds, in chunks as large as possible or of this size."""
         chunk = chunk or self._info.n_ubatch
         for at in range(0, len(tokens), chunk):
             self._step(Run(seq, self._backend.seq_len(seq), tokens[at : at + chunk], False))
