@@ -308,7 +308,7 @@ class Engine:
         self._n_arrived += 1
         submit, allows_reuse = command.submit, self._reuse_test.allows_reuse
         if self.scheduler.cache.settings.reuses and not allows_reuse:
-            # Choices of one prompt may not share a state that is not proved either.
+            # Choices of one prompt may not share a state before the self-test has passed either.
             submit = msgspec.structs.replace(submit, group="")
         request = Request(
             submit,

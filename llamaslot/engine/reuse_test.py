@@ -32,7 +32,7 @@ class ReuseTest:
 
     @property
     def allows_reuse(self) -> bool:
-        """True unless reuse has to be proved right first, or was proved wrong."""
+        """True unless the self-test is pending or has failed."""
         return self._backend.info.reuse_test in ("", "passed")
 
     async def run(

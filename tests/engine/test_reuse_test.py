@@ -18,7 +18,7 @@ KINDS = StateKind.WINDOW, StateKind.RECURRENT, StateKind.HYBRID
 
 
 class Untested(FakeBackend):
-    """A model that fails the self-test, once it is run; `reused` has the operations that need what it proves."""
+    """A model that fails the self-test, once it is run; `reused` has the operations that need what it checks."""
 
     def __init__(self, kind: StateKind, **shape: int) -> None:
         super().__init__(kind=kind, **shape)

@@ -317,7 +317,7 @@ class LlamaBackend:
             return
         self.info = self_test.applied(self.info, result)
         if result.outcome == "failed" and not is_later:
-            # Nothing that was proved wrong can be asked for.
+            # Operations that failed the self-test are refused from now on.
             self._kv = KvOperations(self._context, self.info, self.n_seqs)
 
     def _measure_stream_copy(self) -> float:

@@ -30,7 +30,7 @@ class SegmentMeta:
     """Its own tokens, packed; none for a checkpoint."""
     n_bytes: int
     path_digest: bytes
-    """Digest of all tokens up to its end: proves that index and file speak of the same path."""
+    """Digest of all tokens up to its end, by which a read verifies that index and file are of the same path."""
 
 
 def path_digest(namespace: str, tokens: bytes) -> bytes:

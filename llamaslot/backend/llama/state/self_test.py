@@ -1,4 +1,4 @@
-"""Self-test of reuse: proves on the loaded model that reused state gives the logits of a cold run.
+"""Self-test of reuse: checks on the loaded model that reused state gives the logits of a cold run.
 
 A model with a partial state computes a prefix of which a checkpoint is taken, then other tokens, and goes on after
 the prefix again: in a copy of its cells, in place, in a fork of the sequence, and after segments that were loaded.
@@ -141,7 +141,7 @@ def run(
             if (seconds := trial.estimated_s(limit_s)) > limit_s:
                 return SelfTest("pending", f"the self-test takes too long at start: about {seconds:.1f} s")
             deadline = perf_counter() + _MAX_OVERRUN * limit_s
-        trial.prove()
+        trial.check_reuse()
     except _StoppedError:
         return SelfTest(
             "pending", "the self-test takes too long at start" if limit_s else "the self-test was stopped"
@@ -207,7 +207,7 @@ class _Trial:
                 small = seconds * _SMALL_STEP_TOKENS / n
         return estimate()
 
-    def prove(self) -> None:
+    def check_reuse(self) -> None:
         """Raise `_FailedError` unless all logits are those of a cold run."""
         other_chunks, other_token = self._run_in_other_chunks(), self._run_with_other_token()
         self._feed(0, self._prefix)
@@ -217,11 +217,11 @@ class _Trial:
         self._set_bound(other_chunks, other_token)
         self._feed(0, self._other)
         if self._info.keeps_checkpoints:
-            self._prove_checkpoints()
+            self._check_checkpoints()
         else:
-            self._prove_trimming()
+            self._check_trimming()
         if self._info.segment_size is not None:
-            self._prove_segments()
+            self._check_segments()
 
     def clean_up(self) -> None:
         """Empty the sequences and free what was saved."""
@@ -277,7 +277,7 @@ class _Trial:
             raise _FailedError(f"logits of two cold runs differ by {self._noise:.2g}")
         self._bound = max(min(_NOISE_FACTOR * self._noise, _ERROR_SHARE * error), _LEAST_SHARE * deviation)
 
-    def _prove_checkpoints(self) -> None:
+    def _check_checkpoints(self) -> None:
         """Sequence 0 holds the prefix and what was computed after it; afterwards at least the prefix.
 
         Only one sequence at a time has a window, for a small pool has no cells for two.
@@ -298,7 +298,7 @@ class _Trial:
             self._compare(1, "in a copy of a whole sequence")
             backend.change(Remove(1, 0))
 
-    def _prove_trimming(self) -> None:
+    def _check_trimming(self) -> None:
         """Sequence 0 holds the prefix and what was computed after it; afterwards it holds prefix and tail."""
         backend, end = self._backend, self._n_prefix
         backend.change(Remove(0, end))
@@ -308,7 +308,7 @@ class _Trial:
             self._compare(1, "in a copy of a sequence")
             backend.change(Remove(1, 0))
 
-    def _prove_segments(self) -> None:
+    def _check_segments(self) -> None:
         """Sequence 0 holds the prefix and some tokens, all others nothing."""
         backend, end, half, scratch = self._backend, self._n_prefix, self._n_prefix // 2, self._backend.n_seqs - 1
         parts = ((_FIRST_SEGMENT, 0, half), (_SECOND_SEGMENT, half, end))
