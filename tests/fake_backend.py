@@ -140,7 +140,7 @@ class FakeBackend:
         n_ctx: int = 256,
         n_ubatch: int = 32,
         unified: bool = True,
-        reuse: bool = True,
+        can_trim: bool = True,
         stream_copy_ms: float = 0.0,
         segment_size: SegmentSize | None = SEGMENT_SIZE,
         n_scored: int = 8,
@@ -149,20 +149,20 @@ class FakeBackend:
     ) -> None:
         self.vocab = vocab or FakeVocab()
         has_states = kind is not StateKind.NONE
-        reuse = reuse and not has_states
+        can_trim = can_trim and not has_states
         n_seqs = n_seqs or (n_slots + n_reserved + 2 if has_states else None)
-        self.n_seqs = n_seqs or n_slots + n_reserved + 2 * (unified and reuse)
-        has_scratch = unified and (reuse or has_states) and self.n_seqs > n_slots
+        self.n_seqs = n_seqs or n_slots + n_reserved + 2 * (unified and can_trim)
+        has_scratch = unified and (can_trim or has_states) and self.n_seqs > n_slots
         self.info = ModelInfo(
             name="fake", path="fake.gguf", architecture="fake", description="fake", n_params=0, size_bytes=0,
             n_vocab=self.vocab.n_tokens, vocab_type=2, n_embd=1, n_ctx_train=n_ctx, n_ctx=n_ctx,
             n_ctx_slot=n_ctx if unified else n_ctx // n_slots, n_slots=n_slots, n_batch=n_ubatch,
             n_ubatch=n_ubatch, unified=unified, flash_attn=True, cache_type_k="f16", cache_type_v="f16",
-            device="none", reuse=reuse, reuse_reason="" if reuse else "turned off by the test",
+            device="none", reuse_reason="" if can_trim else "turned off by the test",
             bos_token="<s>",
             eos_token=self.vocab.names[EOS], eog=(EOS,), n_cache_seqs=n_reserved, stream_copy_ms=stream_copy_ms,
             segment_size=segment_size if has_scratch else None, n_scored=n_scored,
-            state=Capabilities(kind=kind, can_trim=reuse, n_swa=WINDOW), keeps_checkpoints=has_states,
+            state=Capabilities(kind=kind, can_trim=can_trim, n_swa=WINDOW), keeps_checkpoints=has_states,
             checkpoint_size=CheckpointSize(64, 8 * ("window" in kind), WINDOW) if has_states else None,
         )  # fmt: skip
         self.failures: deque[tuple[Status, int]] = deque()
@@ -194,13 +194,13 @@ class FakeBackend:
 
     def change(self, operation: kv_ops.Operation) -> None:
         """Carry out an operation on sequences."""
-        shares = self.info.unified and (self.info.reuse or self.states.has_states)
+        shares = self.info.unified and (self.info.can_trim or self.states.has_states)
         kv_ops.check_operation(
             operation, length_of=self.seq_len, segments=self.segments, shares=shares, states=self.states
         )
         match operation:
             case kv_ops.Remove(seq, keep):
-                if not shares and not self.info.reuse and 0 < keep < self.seq_len(seq):
+                if not shares and not self.info.can_trim and 0 < keep < self.seq_len(seq):
                     raise kv_ops.IllegalCallError("this model's sequences can only be cleared whole")
                 self._remove(seq, keep)
             case kv_ops.Share(src, dst, start, end):
@@ -397,7 +397,7 @@ class FakeBackend:
             self._set_state(seq, self._partial.get(seq) if self.seq_len(seq) else None)
 
     def _copy_stream(self, src: int, dst: int, keep: int) -> None:
-        if self.info.unified or not self.info.reuse or self._copying & {src, dst}:
+        if self.info.unified or not self.info.can_trim or self._copying & {src, dst}:
             raise kv_ops.IllegalCallError(f"the stream of {src} cannot be copied to that of {dst} now")
         self._copying |= {src, dst}
         self.pools[dst].take_over(self.pools[src], src, dst, keep)

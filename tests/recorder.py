@@ -313,7 +313,7 @@ class Recorder:
             self._record(applied)
         if failure.loses and failure.status is Status.FATAL:
             self.has_lost = True
-            self.change(Remove(runs[0].seq, runs[0].start // 2 if self.info.reuse else 0))
+            self.change(Remove(runs[0].seq, runs[0].start // 2 if self.info.can_trim else 0))
         return Decoded(failure.status, {run.seq: (run.start, len(run.tokens)) for run in runs})
 
     def _record(self, runs: Sequence[Run]) -> None:

@@ -101,8 +101,8 @@ def _prefix_reuse(info: ModelInfo) -> dict[str, Any]:
         }
     is_pending = info.reuse_test == "pending"
     return {
-        "enabled": info.reuses and not is_pending,
-        "reason": info.reuse_test_reason if is_pending else "" if info.reuses else info.reuse_reason,
+        "enabled": info.can_reuse and not is_pending,
+        "reason": info.reuse_test_reason if is_pending else "" if info.can_reuse else info.reuse_reason,
         "self_test": info.reuse_test,
         "state": info.state,
         "checkpoints": checkpoints,

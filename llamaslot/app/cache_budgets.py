@@ -114,7 +114,7 @@ def _why_not_offloaded(config: Config, info: ModelInfo) -> str:
     cost = info.kv_cost
     reasons = (
         (config.cache_ram == 0, "--cache-ram 0"),
-        (not info.reuses, "no prefix of this model can be reused"),
+        (not info.can_reuse, "no prefix of this model can be reused"),
         (not info.unified, "that needs one pool for all slots, --kv-unified"),
         (not info.flash_attn, "that needs flash attention"),
         (info.segment_size is None, "no sequence id is left for it, so lower --parallel"),
@@ -157,7 +157,12 @@ def _checkpoint_limits(config: Config, info: ModelInfo, n_free: int) -> Checkpoi
 
 def _why_no_checkpoints(config: Config, info: ModelInfo) -> str:
     """Return why a model that would be reused by checkpoints has none; empty for any other model."""
-    if info.reuses or info.reuse_test == "failed" or info.state.kind is StateKind.NONE or info.state.has_own_cache:
+    if (
+        info.can_reuse
+        or info.reuse_test == "failed"
+        or info.state.kind is StateKind.NONE
+        or info.state.has_own_cache
+    ):
         return ""
     if not config.ctx_checkpoints:
         return "; --ctx-checkpoints 0 turns checkpoints off"

@@ -31,7 +31,7 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
         f"request{spare}; KV {info.cache_type_k}/{info.cache_type_v}, flash attention "
         f"{'on' if info.flash_attn else 'off'}"
     )
-    print(_reuse_line(info) if info.reuses else _yellow(_reuse_line(info)))
+    print(_reuse_line(info) if info.can_reuse else _yellow(_reuse_line(info)))
     if info.checkpoint_limits is not None:
         print(_checkpoints_line(info, info.checkpoint_limits))
     print(loaded.ram_line)
@@ -96,7 +96,7 @@ def _reuse_line(info: ModelInfo) -> str:
     if state.kind is StateKind.RECURRENT:
         kept.append("a recurrent state in all")
     layers = f"; {state.n_layers} layers: {', '.join(kept)}" if kept else ""
-    if info.reuse:
+    if info.can_trim:
         return f"Prefix reuse: on{layers}"
     return f"Prefix reuse: off, every prompt is computed whole ({info.reuse_reason}){layers}"
 

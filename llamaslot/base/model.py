@@ -224,12 +224,10 @@ class ModelInfo(msgspec.Struct, frozen=True):
     cache_type_v: str
     device: str
     """Device that the model runs on, for a person to read."""
-    reuse: bool
-    """True if the KV of this model may be trimmed and continued."""
     reuse_reason: str = ""
-    """The reason where `reuse` is false, and where there are no checkpoints, why not."""
+    """The reason where `can_trim` is false, and where there are no checkpoints, why not."""
     reuse_test: ReuseTest = ""
-    """While the self-test is pending nothing may be reused, whatever `keeps_checkpoints` and `reuse` say."""
+    """While the self-test is pending nothing may be reused, whatever `can_reuse` says."""
     reuse_test_reason: str = ""
     """The reason where the self-test failed or is pending."""
     state: Capabilities = Capabilities()
@@ -279,6 +277,11 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Origin of the pool's size, for a person to read; empty where it was given."""
 
     @property
-    def reuses(self) -> bool:
-        """True if prefixes of this model are reused: its KV can be trimmed, or checkpoints are taken."""
-        return self.reuse or self.keeps_checkpoints
+    def can_trim(self) -> bool:
+        """True if a sequence may be cut at any token and continued from there; that is a fact about its `state`."""
+        return self.state.can_trim
+
+    @property
+    def can_reuse(self) -> bool:
+        """True if prefixes of this model are reused: by trimming sequences, or by checkpoints."""
+        return self.can_trim or self.keeps_checkpoints

@@ -307,7 +307,7 @@ class Engine:
             return
         self._n_arrived += 1
         submit, allows_reuse = command.submit, self._reuse_test.allows_reuse
-        if self.scheduler.cache.settings.reuses and not allows_reuse:
+        if self.scheduler.cache.settings.can_reuse and not allows_reuse:
             # Choices of one prompt may not share a state before the self-test has passed either.
             submit = msgspec.structs.replace(submit, group="")
         request = Request(
@@ -315,7 +315,7 @@ class Engine:
             command.prompt,
             arrival=self._n_arrived,
             now=arrived,
-            can_reuse=self.scheduler.cache.settings.reuses and allows_reuse,
+            can_reuse=self.scheduler.cache.settings.can_reuse and allows_reuse,
         )
         self.scheduler.submit(request)
         self._replies[request.id] = ReplyStream(request, self._backend.vocab)

@@ -52,7 +52,7 @@ def cache_settings(backend: Backend, settings: EngineSettings, disk: SegmentDisk
         n_cells=info.n_ctx,
         n_seqs=backend.n_seqs,
         unified=info.unified,
-        can_trim=info.reuse,
+        can_trim=info.can_trim,
         checkpoints=checkpoint_settings(info, backend.n_seqs, settings),
         one_shot_tokens=settings.one_shot_tokens,
         idle_cells=settings.idle_cells,

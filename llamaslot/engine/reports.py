@@ -78,7 +78,7 @@ class Reports:
         n_tokens = prompt.n_tokens
         if not submit.cache_prompt:
             return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, "off")
-        if not (self._scheduler.cache.settings.reuses and self._allows_reuse()):
+        if not (self._scheduler.cache.settings.can_reuse and self._allows_reuse()):
             return CacheProbe(n_tokens, 0, 0, 0, n_tokens, 0, "unsupported")
         found = self._scheduler.cache.probe(salt_namespace(submit.cache_salt), prompt.packed_tokens)
         if found.miss == "diverged" and prompt.is_reply_edited:

@@ -240,7 +240,7 @@ class KVCache:
         else:
             self._tree.unpin(seq, self._sequences.advance(), one_shot_from)
             self._public.save_if_public(seq, has_ended=True)
-        if not self.settings.reuses:
+        if not self.settings.can_reuse:
             self._sequences.clear(seq)
 
     def invalidate(self, seq: int) -> None:

@@ -116,14 +116,14 @@ class CacheSettings:
         return max(1, self.n_cells if self.idle_cells is None else min(self.idle_cells, self.n_cells))
 
     @property
-    def reuses(self) -> bool:
+    def can_reuse(self) -> bool:
         """True if prefixes are reused."""
         return self.can_trim or self.checkpoints.kind is not StateKind.NONE
 
     @property
     def shares_cells(self) -> bool:
         """True if sequences may share cells."""
-        return self.unified and self.reuses
+        return self.unified and self.can_reuse
 
     @property
     def scratch(self) -> int | None:

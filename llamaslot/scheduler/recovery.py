@@ -72,7 +72,7 @@ class Recovery:
             if len(work.request.tokens) == self._cache.length(work.request.slot):
                 self._rewind(work.request)
         if status in (Status.ABORTED, Status.FATAL):
-            if not self._cache.settings.reuses:
+            if not self._cache.settings.can_reuse:
                 self._invalidate_others({work.run.seq for work in plan.work})
             for slot in self._slots:
                 # One that waits for its state has lost none.

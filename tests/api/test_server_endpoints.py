@@ -65,7 +65,7 @@ async def test_props(start: Any) -> None:
 
 
 async def test_props_say_what_is_reused(start: Any) -> None:
-    server = await start(backend=FakeBackend(reuse=False))
+    server = await start(backend=FakeBackend(can_trim=False))
     reuse = (await server.get("/props"))[1]["prefix_reuse"]
     assert (reuse["enabled"], reuse["reason"]) == (False, "turned off by the test")
     assert reuse["state"]["kind"] == "none"

@@ -42,9 +42,8 @@ def partial(**changes: object) -> ModelInfo:
     """A hybrid model whose checkpoints have 10 MiB."""
     return info(
         **{
-            "reuse": False,
             "reuse_reason": "hybrid model",
-            "state": Capabilities(kind=StateKind.HYBRID),
+            "state": Capabilities(kind=StateKind.HYBRID, can_trim=False),
             "keeps_checkpoints": True,
             "checkpoint_size": CheckpointSize(10 * MIB),
         }
@@ -101,8 +100,12 @@ def test_an_engine_that_is_started_again_accepts_what_was_chosen_for_it(n_free: 
             "hybrid model; checkpoints need one pool for all slots, --kv-unified",
         ),
         (Config(), {}, "hybrid model; checkpoints need a sequence id, so lower --parallel"),
-        (Config(), {"state": Capabilities(kind=StateKind.HYBRID, has_own_cache=True)}, "hybrid model"),
-        (Config(), {"state": Capabilities()}, "hybrid model"),
+        (
+            Config(),
+            {"state": Capabilities(kind=StateKind.HYBRID, can_trim=False, has_own_cache=True)},
+            "hybrid model",
+        ),
+        (Config(), {"state": Capabilities(can_trim=False)}, "hybrid model"),
         (Config(), {"reuse_test": "failed"}, "hybrid model"),
     ],
 )
@@ -119,7 +122,7 @@ def test_weights_that_are_mapped_are_not_free() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"reuse": False}, "no prefix of this model can be reused"),
+        ({"state": Capabilities(can_trim=False)}, "no prefix of this model can be reused"),
         ({"unified": False}, "--kv-unified"),
         ({"flash_attn": False}, "flash attention"),
         ({"segment_size": None}, "no sequence id is left"),

@@ -135,13 +135,13 @@ def write_vocabulary(path: Path, architecture: str, **values: int) -> None:
 def test_the_capabilities_of_each_shape(folder: Path, shape: str) -> None:
     with loaded(synthetic.ensure(shape, folder=folder)) as backend:
         assert backend.info.state == SHAPES[shape]
-        assert backend.info.reuse == (shape == "tiny")
+        assert backend.info.can_trim == (shape == "tiny")
 
 
 def test_full_size_windows_have_the_cells_of_the_pool(folder: Path) -> None:
     with loaded(synthetic.ensure("tiny-swa", folder=folder), swa_full=True) as backend:
         assert backend.info.state.n_window_cells == backend.info.n_ctx == 512
-        assert not backend.info.reuse
+        assert not backend.info.can_trim
 
 
 def test_layers_with_a_window_of_no_size_are_not_trusted(folder: Path) -> None:
@@ -152,7 +152,7 @@ def test_layers_with_a_window_of_no_size_are_not_trusted(folder: Path) -> None:
     with loaded(path) as backend:
         assert backend.info.state.kind is StateKind.NONE
         assert backend.info.state.n_window_layers
-        assert not backend.info.reuse
+        assert not backend.info.can_trim
         assert not backend.info.state.can_trim
 
 
@@ -162,7 +162,7 @@ def test_a_hybrid_model_with_a_window(folder: Path) -> None:
     with loaded(rewritten(lfm2, folder / "lfm2-swa.gguf", "lfm2", values=values)) as backend:
         state = backend.info.state
         assert (state.kind, state.n_swa) == (StateKind.HYBRID_WINDOW, 16)
-        assert not backend.info.reuse
+        assert not backend.info.can_trim
 
 
 def test_positions_of_several_dimensions_are_reused_but_not_shifted(folder: Path, tiny: Path) -> None:
@@ -170,14 +170,14 @@ def test_positions_of_several_dimensions_are_reused_but_not_shifted(folder: Path
     with loaded(rewritten(tiny, folder / "mrope.gguf", "qwen2vl", values=values)) as backend:
         state = backend.info.state
         assert (state.kind, state.has_mrope, state.can_shift) == (StateKind.NONE, True, False)
-        assert backend.info.reuse
+        assert backend.info.can_trim
 
 
 def test_latent_attention(folder: Path) -> None:
     with loaded(synthetic.ensure("tiny-mla", folder=folder)) as backend:
         state = backend.info.state
         assert (state.kind, state.has_mla, state.n_attention_layers) == (StateKind.NONE, True, 4)
-        assert backend.info.reuse
+        assert backend.info.can_trim
         assert feed(backend, 0, [300]).status == 0
 
 
@@ -257,7 +257,7 @@ def test_all_memory_classes_of_the_library_were_reviewed() -> None:
 def test_a_cache_of_its_own_is_only_cleared_whole(minimax: Path) -> None:
     with loaded(minimax) as backend:
         info = backend.info
-        assert not info.reuse
+        assert not info.can_trim
         assert info.reuse_reason.startswith("minimax-m3 model: ")
         assert info.state == Capabilities(can_trim=False, has_own_cache=True, n_layers=N_LAYERS)
         assert backend.n_seqs == info.n_slots
@@ -273,7 +273,7 @@ def test_a_cache_class_of_an_unknown_architecture_is_not_trusted(
 ) -> None:
     monkeypatch.setattr(capabilities, "has_own_cache", lambda _: False)
     with loaded(minimax) as backend:
-        assert not backend.info.reuse
+        assert not backend.info.can_trim
         assert "untested" in backend.info.reuse_reason
         assert backend.info.state.has_own_cache
         feed(backend, 0, [300, 301, 302])

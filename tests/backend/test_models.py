@@ -99,7 +99,7 @@ def test_a_state_that_cannot_be_cut_back_is_only_cleared_whole(
     unlike: dict[str, Path], shape: str, kind: str
 ) -> None:
     with loaded(unlike[shape]) as backend:
-        assert not backend.info.reuse
+        assert not backend.info.can_trim
         assert backend.info.reuse_reason.startswith(f"{kind} model")
         assert feed(backend, 0, [300, 301, 302, 303]).status is Status.OK
         with pytest.raises(IllegalCallError):
@@ -133,7 +133,7 @@ async def test_a_second_turn_on_such_a_model_is_computed_whole(unlike: dict[str,
 
 def test_a_common_model_is_reusable(tiny_model: Path) -> None:
     with loaded(tiny_model) as backend:
-        assert backend.info.reuse
+        assert backend.info.can_trim
         assert backend.info.reuse_reason == ""
         assert backend.info.n_ctx_slot == N_CTX
         feed(backend, 0, [300, 301, 302, 303])

@@ -122,7 +122,7 @@ def test_a_right_model_passes_and_leaves_nothing(shape: str, fields: dict[str, A
         info = backend.info
         assert (info.reuse_test, info.reuse_test_reason) == ("passed", "")
         assert info.keeps_checkpoints is (shape != "tiny-mla")
-        assert info.reuse is (shape == "tiny-mla")
+        assert info.can_trim is (shape == "tiny-mla")
         assert is_empty(backend)
 
 
@@ -164,7 +164,7 @@ def test_wrong_cells_of_a_model_that_can_be_trimmed_fail(bug: str) -> None:
     with loaded("tiny-mla", bug) as backend:
         info = backend.info
         assert info.reuse_test == "failed"
-        assert not info.reuse
+        assert not info.can_trim
         assert not info.state.can_trim
         assert info.n_cache_seqs == 0
 

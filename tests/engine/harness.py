@@ -52,7 +52,7 @@ class LocalEngine:
         tokenizer = Tokenizer(
             backend.vocab,
             info.n_ctx_slot,
-            use_anchors=use_anchors and info.reuses and not info.adds_eos,
+            use_anchors=use_anchors and info.can_reuse and not info.adds_eos,
             min_match=settings.pop("session_min_match", 0.8),
             template=info.chat_template,
         )
@@ -65,7 +65,7 @@ class LocalEngine:
             info,
             template,
             grammars,
-            restoring=backend.vocab if restore and info.reuses else None,
+            restoring=backend.vocab if restore and info.can_reuse else None,
         )
         clock = {"clock": files["clock"]} if "clock" in files else {}
         self.dispatcher = Dispatcher(info, self.prompts, on_events, **clock)

@@ -338,11 +338,11 @@ async def test_queries_are_answered_while_a_request_runs() -> None:
 
 
 async def test_models_that_cannot_be_cut_compute_every_prompt_whole() -> None:
-    async with running(FakeBackend(reuse=False)) as engine:
+    async with running(FakeBackend(can_trim=False)) as engine:
         await engine.submit("1", "hello there")
         second = finished(await engine.submit("2", "hello there, again", id_slot=0))
         assert second.progress.n_cached == 0
-        assert engine.text("2") == await alone("hello there, again", FakeBackend(reuse=False))
+        assert engine.text("2") == await alone("hello there, again", FakeBackend(can_trim=False))
 
 
 async def submit_group(engine: Harness, prompt: str, n: int, **fields: object) -> list[asyncio.Future[object]]:

@@ -91,7 +91,7 @@ async def test_an_evicted_prefix_is_a_miss_by_eviction() -> None:
 
 
 async def test_a_model_whose_kv_cannot_be_trimmed_reports_unsupported() -> None:
-    async with running(FakeBackend(n_slots=1, reuse=False)) as engine:
+    async with running(FakeBackend(n_slots=1, can_trim=False)) as engine:
         await ask(engine, HELLO)
         again = await ask(engine, HELLO)
         assert (again.miss, again.n_cached) == ("unsupported", 0)

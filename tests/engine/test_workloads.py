@@ -110,8 +110,8 @@ LAYOUTS = (
     # Copying a slot always beats computing.
     {"n_ctx": 192, "unified": False, "stream_copy_ms": 1e-9},
     {"n_ctx": 192, "unified": False, "stream_copy_ms": 1e-9, "n_reserved": 2},
-    {"n_ctx": 96, "reuse": False},
-    {"n_ctx": 192, "unified": False, "reuse": False},
+    {"n_ctx": 96, "can_trim": False},
+    {"n_ctx": 192, "unified": False, "can_trim": False},
 )
 
 

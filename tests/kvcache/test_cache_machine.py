@@ -289,7 +289,7 @@ class CacheMachine(RuleBasedStateMachine):
                 n_cells=info.n_ctx,
                 n_seqs=self.backend.n_seqs,
                 unified=info.unified,
-                can_trim=info.reuse,
+                can_trim=info.can_trim,
                 one_shot_tokens=shape.one_shot_tokens,
                 idle_cells=idle_cells,
                 offload_after=offload_after,
@@ -357,7 +357,7 @@ class CacheMachine(RuleBasedStateMachine):
             session_id=session,
             id_slot=pin if pin < self.shape.n_slots else -1,
         )
-        can_reuse = self.cache.settings.reuses
+        can_reuse = self.cache.settings.can_reuse
         tokenized = TokenizedPrompt(packed(np.array(prompt, dtype=np.int32)))
         request = Request(submit, tokenized, arrival=len(self.asked), now=self.now, can_reuse=can_reuse)
         self.scheduler.submit(request)
@@ -816,7 +816,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert tokens_of(cache._tree, seq) == held.tokens, seq
             assert cache.length(seq) == len(held)
         self.check_cells()
-        if cache.settings.reuses:
+        if cache.settings.can_reuse:
             self.check_tree()
         wanted = {asked.namespace for asked in self.living}
         for held in backend.held:
@@ -973,7 +973,7 @@ class CacheMachine(RuleBasedStateMachine):
                 others = [held.prefixes for seq, held in enumerate(self.backend.held) if seq != asked.slot]
                 longest = max(common(wanted, other) for other in others)
                 assert len(prefixes) >= longest or asked.slot in loading, "a longer match was left"
-            if not self.backend.info.reuse:
+            if not self.backend.info.can_trim:
                 assert asked.n_start == 0 or asked.submit.group
             running = [other for other in self.running if other not in admitted]
             # A RAM that is too small may lose what was cached when they were admitted.
@@ -1318,7 +1318,7 @@ class FakeMachine(CacheMachine):
             n_ctx=shape.n_ctx,
             n_ubatch=shape.n_ubatch,
             unified="partitions" not in shape.layout,
-            reuse="whole" not in shape.layout,
+            can_trim="whole" not in shape.layout,
             eos_every=shape.eos_every,
             stream_copy_ms=1e-9 if shape.copies else 0.0,
             segment_size=SegmentSize(20, 10),

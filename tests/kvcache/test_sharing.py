@@ -135,14 +135,14 @@ def test_choices_of_one_prompt_share_one_row_of_logits_however_short_it_is() -> 
     assert [request.progress(shared.backend.now).n_cached for request in group] == [0, 5, 5, 5]
 
 
-@pytest.mark.parametrize(("unified", "reuse"), [(False, True), (True, False)])
-def test_choices_get_their_answers_where_no_cells_can_be_shared(unified: bool, reuse: bool) -> None:
-    shared = driver(n_slots=2, unified=unified, reuse=reuse)
+@pytest.mark.parametrize(("unified", "can_trim"), [(False, True), (True, False)])
+def test_choices_get_their_answers_where_no_cells_can_be_shared(unified: bool, can_trim: bool) -> None:
+    shared = driver(n_slots=2, unified=unified, can_trim=can_trim)
     group = [shared.submit(PREFIX, max_tokens=5, group="g") for _ in range(4)]
     shared.finish(*group)
     alone = generated(driver().run(PREFIX, max_tokens=5))
     assert all(generated(request) == alone for request in group)
-    assert shared.cache.cells.used == (0 if not reuse else shared.backend.cells_used)
+    assert shared.cache.cells.used == (0 if not can_trim else shared.backend.cells_used)
 
 
 def test_private_choices_share_among_themselves_and_leave_nothing_behind() -> None:

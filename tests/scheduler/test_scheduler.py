@@ -83,7 +83,7 @@ class Driver:
                 n_cells=info.n_ctx,
                 n_seqs=self.backend.n_seqs,
                 unified=info.unified,
-                can_trim=info.reuse,
+                can_trim=info.can_trim,
                 checkpoints=chosen,
                 one_shot_tokens=one_shot_tokens,
                 idle_cells=idle_cells,
@@ -120,7 +120,7 @@ class Driver:
             max_tokens=max_tokens,
             **fields,
         )
-        now, can_reuse = self.backend.now, self.backend.info.reuses
+        now, can_reuse = self.backend.now, self.backend.info.can_reuse
         request = Request(submit, tokenized(prompt), arrival=self.n_submitted, now=now, can_reuse=can_reuse)
         self.scheduler.submit(request)
         return request
@@ -474,9 +474,9 @@ def test_a_request_for_no_tokens_ends_after_a_failed_step_that_computed_it(
     assert driver.run("next one", max_tokens=2).n_generated == 2
 
 
-@pytest.mark.parametrize(("reuse", "n_lost"), [(True, 0), (False, 2)])
-def test_a_failed_step_costs_others_their_state_where_it_cannot_be_trimmed(*, reuse: bool, n_lost: int) -> None:
-    driver = Driver(n_slots=3, n_ctx=128, n_ubatch=64, reuse=reuse)
+@pytest.mark.parametrize(("can_trim", "n_lost"), [(True, 0), (False, 2)])
+def test_a_failed_step_costs_others_their_state_where_it_cannot_be_trimmed(*, can_trim: bool, n_lost: int) -> None:
+    driver = Driver(n_slots=3, n_ctx=128, n_ubatch=64, can_trim=can_trim)
     requests = [driver.submit(letter * 5, max_tokens=4) for letter in "abc"]
     driver.step()
     driver.backend.failures += [(Status.FATAL, 0), (Status.FATAL, 0)]

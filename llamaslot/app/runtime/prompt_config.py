@@ -38,13 +38,13 @@ def prompt_worker(config: Config, vocab: Vocab, model: SetModel) -> PromptThread
         vocab,
         info.n_ctx_slot,
         # EOS after every prompt would also follow the text before a cut point.
-        use_anchors=config.text_anchors and info.reuses and not info.adds_eos,
+        use_anchors=config.text_anchors and info.can_reuse and not info.adds_eos,
         min_match=config.session_min_match,
         template=info.chat_template,
         clock=time.monotonic,
     )
     # Prompts of models that reuse nothing gain nothing by it.
-    restores = config.restore_messages and info.reuses and not info.adds_eos
+    restores = config.restore_messages and info.can_reuse and not info.adds_eos
     restorer = ReplyRestorer(tokenizer.replies, vocab) if restores else None
     grammars = _grammars(config.grammar_file)
     try:

@@ -119,7 +119,7 @@ class LlamaBackend:
             return range(self._kv.lengths[seq])
         end = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
         # Layers with a sliding window and recurrent states drop early positions; such models share nothing.
-        start = llama_cpp.llama_memory_seq_pos_min(self._memory, seq) if self.info.reuse else 0
+        start = llama_cpp.llama_memory_seq_pos_min(self._memory, seq) if self.info.can_trim else 0
         return range(start, end) if end else range(0)
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
@@ -243,7 +243,6 @@ class LlamaBackend:
             cache_type_k=settings.cache_type_k,
             cache_type_v=settings.cache_type_v,
             device=", ".join(f"{each.name} ({each.description})" for each in gpus) or "CPU",
-            reuse=not reason,
             reuse_reason=reason,
             state=capabilities.read(model, context, made.caches),
             keeps_checkpoints=settings.checkpoints
@@ -272,7 +271,7 @@ class LlamaBackend:
             raise ConfigError(f"the model loads but cannot compute ({status.name})", param="--model")
         if self.info.keeps_checkpoints:
             self._kv.partial.prepare(one=0, empty=1)
-        has_scratch = self.n_seqs > self.info.n_slots and (self.info.reuse or self.info.keeps_checkpoints)
+        has_scratch = self.n_seqs > self.info.n_slots and self.info.can_reuse
         if self.info.unified and has_scratch:
             self._measure_sizes(token)
         self._clear()
@@ -296,7 +295,7 @@ class LlamaBackend:
         return measured
 
     def _measure(self, settings: LlamaSettings) -> Measurements:
-        copies = not self.info.unified and self.info.reuse and self.n_seqs > 1
+        copies = not self.info.unified and self.info.can_trim and self.n_seqs > 1
         costs = settings.measure_costs
         return Measurements(
             stream_copy_ms=self._measure_stream_copy() if copies else 0.0,

@@ -41,7 +41,7 @@ class KvOperations:
         `NotLoadedError` where there is no memory.
         """
         info, positions = self._info, self.segments.positions
-        shares = info.unified and (info.reuse or info.keeps_checkpoints)
+        shares = info.unified and info.can_reuse
         kv_ops.check_operation(
             operation, length_of=self.length, segments=positions, shares=shares, states=self.states
         )
@@ -100,7 +100,7 @@ class KvOperations:
         never computed, so without checkpoints those of the batch are emptied.
         """
         if not self.states.has_states:
-            for run in () if self._info.reuse else runs:
+            for run in () if self._info.can_trim else runs:
                 llama_cpp.llama_memory_seq_rm(self._memory, run.seq, -1, -1)
                 self.lengths[run.seq] = 0
             return
@@ -141,7 +141,7 @@ class KvOperations:
     def _remove(self, seq: int, keep: int) -> None:
         if keep >= self.lengths[seq]:
             return
-        if keep > 0 and not self._info.reuse and not self._info.keeps_checkpoints:
+        if keep > 0 and not self._info.can_reuse:
             raise kv_ops.IllegalCallError("this model's sequences can only be cleared whole")
         self.states.truncate(seq, self.lengths[seq], keep)
         self._set_length(seq, keep)
@@ -159,7 +159,7 @@ class KvOperations:
         self.lengths[seq] = end
 
     def _copy_stream(self, src: int, dst: int, keep: int) -> None:
-        if self._info.unified or not self._info.reuse or self._copying & {src, dst}:
+        if self._info.unified or not self._info.can_trim or self._copying & {src, dst}:
             raise kv_ops.IllegalCallError(f"the stream of {src} cannot be copied to that of {dst} now")
         self._copying |= {src, dst}
         llama_cpp.llama_memory_seq_cp(self._memory, src, dst, -1, -1)

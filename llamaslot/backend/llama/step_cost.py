@@ -35,7 +35,7 @@ def measure(backend: Backend, context: Any) -> StepCost | None:
     """
     info = backend.info
     if (
-        not info.reuse
+        not info.can_trim
         or info.segment_size is None
         or info.n_ubatch < QUERY_BLOCK
         or info.n_ctx < _MANY_CELLS + 2 * QUERY_BLOCK

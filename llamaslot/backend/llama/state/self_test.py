@@ -97,7 +97,7 @@ class _FailedError(Exception):
 def is_needed(info: ModelInfo) -> bool:
     """Return True for a model with checkpoints, and for one that is reused like a dense one without being one."""
     is_unusual = info.state.has_mla or info.state.has_mrope
-    return info.keeps_checkpoints or (info.reuse and is_unusual)
+    return info.keeps_checkpoints or (info.can_trim and is_unusual)
 
 
 def applied(info: ModelInfo, result: SelfTest) -> ModelInfo:
@@ -109,7 +109,6 @@ def applied(info: ModelInfo, result: SelfTest) -> ModelInfo:
         return msgspec.structs.replace(info, reuse_test_reason="")
     return msgspec.structs.replace(
         info,
-        reuse=False,
         reuse_reason=result.reason,
         reuse_test_reason=result.reason,
         keeps_checkpoints=False,
