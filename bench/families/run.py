@@ -52,7 +52,7 @@ DECODED = "llamaslot_decoded_tokens_total"
 MIB = 2**20
 
 
-_REUSE_TEST_S = 120
+_SELF_TEST_S = 120
 """Time that the self-test of reuse may take."""
 
 
@@ -159,7 +159,7 @@ class Runner:
             run = WorkloadRun(process, one.tokens, words, settings.scale)
             await run.ask({"role": "user", "content": run.text(8)}, n_reply=4, measured=False)
             if server.name == OWN:
-                await _reuse_tested(process)
+                await _self_test_ended(process)
             await workload.script(run)
             computed = await _computed(process, run, is_own=server.name == OWN)
         sent = run.requests
@@ -197,19 +197,19 @@ class _OfKind:
     checkpoint_bytes: int
 
 
-async def _reuse_tested(server: Server) -> None:
+async def _self_test_ended(server: Server) -> None:
     """Wait until the self-test of reuse has ended; a slow machine runs it after the start, while idle.
 
     Raises `BenchmarkError` if it takes too long or fails.
     """
-    for _ in range(_REUSE_TEST_S * 10):
+    for _ in range(_SELF_TEST_S * 10):
         outcome = (await server.client.get("/props"))["prefix_reuse"]["self_test"]
         if outcome == "failed":
             raise BenchmarkError("the self-test of reuse has failed")
         if outcome != "pending":
             return
         await asyncio.sleep(0.1)
-    raise BenchmarkError(f"the self-test of reuse takes more than {_REUSE_TEST_S} s")
+    raise BenchmarkError(f"the self-test of reuse takes more than {_SELF_TEST_S} s")
 
 
 async def _computed(server: Server, run: WorkloadRun, *, is_own: bool) -> list[int]:

@@ -99,11 +99,11 @@ def _prefix_reuse(info: ModelInfo) -> dict[str, Any]:
             "on_path": limits.on_path,
             "step": limits.step,
         }
-    is_pending = info.reuse_test == "pending"
+    is_pending = info.self_test == "pending"
     return {
         "enabled": info.can_reuse and not is_pending,
-        "reason": info.reuse_test_reason if is_pending else "" if info.can_reuse else info.reuse_reason,
-        "self_test": info.reuse_test,
+        "reason": info.self_test_reason if is_pending else "" if info.can_reuse else info.reuse_reason,
+        "self_test": info.self_test,
         "state": info.state,
         "checkpoints": checkpoints,
     }

@@ -85,7 +85,7 @@ def _reuse_line(info: ModelInfo) -> str:
     if info.keeps_checkpoints and info.checkpoint_size is not None:
         at_most = "at most " if info.checkpoint_size.per_cell else ""
         size = _mib(info.checkpoint_size.of(info.n_ctx_slot))
-        pending = ", once the self-test has passed" if info.reuse_test == "pending" else ""
+        pending = ", once the self-test has passed" if info.self_test == "pending" else ""
         return f"Prefix reuse: by checkpoints{pending} ({_partial_state(info)}; one takes {at_most}{size})"
     latent = " (MLA)" if state.has_mla else ""
     kept = []

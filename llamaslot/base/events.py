@@ -170,14 +170,14 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     reason: str
 
 
-class ReuseTested(msgspec.Struct, frozen=True, tag="reuse_tested"):
+class SelfTestEnded(msgspec.Struct, frozen=True, tag="self_test_ended"):
     """The self-test of reuse has ended, and with it changed what is known of the model."""
 
     info: ModelInfo
 
 
-Event: TypeAlias = Accepted | Output | Finished | Failed | Cancelled | Reply | ReuseTested | Stopped
+Event: TypeAlias = Accepted | Output | Finished | Failed | Cancelled | Reply | SelfTestEnded | Stopped
 """Events for the service."""
-EngineEvent: TypeAlias = Started | Output | Finished | Failed | Cancelled | Reply | ReuseTested | Stopped
+EngineEvent: TypeAlias = Started | Output | Finished | Failed | Cancelled | Reply | SelfTestEnded | Stopped
 """Events of the engine, for the dispatcher."""
 TERMINAL = (Finished, Failed, Cancelled)

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-ReuseTest: TypeAlias = Literal["", "passed", "failed", "pending"]
+SelfTestOutcome: TypeAlias = Literal["", "passed", "failed", "pending"]
 """Outcome of the self-test of reuse (`backend/llama/state/self_test.py`); empty for models that need none."""
 
 
@@ -196,7 +196,7 @@ class Capabilities(msgspec.Struct, frozen=True):
 class ModelInfo(msgspec.Struct, frozen=True):
     """Facts about the loaded model and its context.
 
-    Fixed once the engine runs, unless the self-test was pending: its result replaces them (event `ReuseTested`).
+    Fixed once the engine runs, unless the self-test was pending: its result replaces them (event `SelfTestEnded`).
     """
 
     name: str
@@ -226,9 +226,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Device that the model runs on, for a person to read."""
     reuse_reason: str = ""
     """The reason where `can_trim` is false, and where there are no checkpoints, why not."""
-    reuse_test: ReuseTest = ""
+    self_test: SelfTestOutcome = ""
     """While the self-test is pending nothing may be reused, whatever `can_reuse` says."""
-    reuse_test_reason: str = ""
+    self_test_reason: str = ""
     """The reason where the self-test failed or is pending."""
     state: Capabilities = Capabilities()
     keeps_checkpoints: bool = False

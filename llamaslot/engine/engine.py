@@ -36,9 +36,9 @@ from llamaslot.engine.drop_actions import DropActions
 from llamaslot.engine.engine_settings import EngineSettings, cache_settings
 from llamaslot.engine.memory_watch import MemoryWatch, ReadMemory
 from llamaslot.engine.model_worker import Worker, model_thread
+from llamaslot.engine.pending_self_test import PendingSelfTest
 from llamaslot.engine.reply_stream import ReplyStream, prefill_events
 from llamaslot.engine.reports import REPORTED, Reports, Respond
-from llamaslot.engine.reuse_test import ReuseTest
 from llamaslot.engine.slot_actions import SlotActions
 from llamaslot.engine.step_watch import StepWatch
 from llamaslot.kvcache.pools.slot_snapshot import SnapshotStore
@@ -103,8 +103,8 @@ class Engine:
             _log.info("disk.restored", segments=len(on_disk) - len(too_large), larger_than_ram=len(too_large))
             self._disk = DiskWorker(disk, backend, self.scheduler.cache, self._post, clock)
         self._read_memory = read_memory
-        self._reuse_test = ReuseTest(backend)
-        self._reports = Reports(self.scheduler, backend.vocab, lambda: self._reuse_test.allows_reuse)
+        self._self_test = PendingSelfTest(backend)
+        self._reports = Reports(self.scheduler, backend.vocab, lambda: self._self_test.allows_reuse)
         self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
         drops = DropActions(self.scheduler.cache, self._disk, settings.lacks_disk)
         self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {
@@ -196,7 +196,7 @@ class Engine:
         if not plan:
             if self._settings.debug_invariants and not self._is_checked:
                 await self._check_invariants()
-            if self._reuse_test.is_pending and not (self._inbox or self._replies or self._stopping):
+            if self._self_test.is_pending and not (self._inbox or self._replies or self._stopping):
                 await self._test_reuse()
             if not self._inbox and not self._stopping:
                 await self._sleep(self.scheduler.deadlines.idle)
@@ -270,7 +270,7 @@ class Engine:
 
     async def _test_reuse(self) -> None:
         self._watch.end()
-        tested = await self._reuse_test.run(
+        tested = await self._self_test.run(
             self._worker.call, is_busy=lambda: bool(self._inbox), is_stopping=lambda: self._stopping
         )
         if tested is not None:
@@ -306,7 +306,7 @@ class Engine:
             self._fail(command.submit.request_id, NotSupportedError(message, param="cache_public"))
             return
         self._n_arrived += 1
-        submit, allows_reuse = command.submit, self._reuse_test.allows_reuse
+        submit, allows_reuse = command.submit, self._self_test.allows_reuse
         if self.scheduler.cache.settings.can_reuse and not allows_reuse:
             # Choices of one prompt may not share a state before the self-test has passed either.
             submit = msgspec.structs.replace(submit, group="")

@@ -34,7 +34,7 @@ from llamaslot.base.events import (
     Finished,
     Output,
     Reply,
-    ReuseTested,
+    SelfTestEnded,
     Started,
     Stopped,
 )
@@ -118,7 +118,7 @@ class Dispatcher:
             match event:
                 case Started():
                     self._started(event)
-                case ReuseTested(info):
+                case SelfTestEnded(info):
                     self._info = info
                     self._outbox.append(event)
                 case Stopped():

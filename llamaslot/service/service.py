@@ -46,7 +46,7 @@ from llamaslot.base.events import (
     Output,
     Progress,
     Reply,
-    ReuseTested,
+    SelfTestEnded,
     Stopped,
 )
 from llamaslot.base.model import ModelInfo
@@ -260,7 +260,7 @@ class Service:
                         generation.put(event)
                 case Reply():
                     self._resolve(event)
-                case ReuseTested(info):
+                case SelfTestEnded(info):
                     # The backend does not know the limits that the server has chosen.
                     self.info = msgspec.structs.replace(info, checkpoint_limits=self.info.checkpoint_limits)
                 case Stopped():

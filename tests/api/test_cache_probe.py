@@ -59,7 +59,7 @@ async def test_a_probe_agrees_where_a_prompt_continues_from_a_checkpoint(start: 
 
 async def test_a_probe_finds_nothing_while_the_self_test_is_pending(start: Any) -> None:
     backend = FakeBackend(n_ctx=4096, n_slots=1, kind=StateKind.HYBRID)
-    backend.info = msgspec.structs.replace(backend.info, reuse_test="pending")
+    backend.info = msgspec.structs.replace(backend.info, self_test="pending")
     backend.run_self_test = lambda should_stop=lambda: False: False  # type: ignore[method-assign]
     server = await start(backend=backend, engine={"checkpoint_bytes": 10**6})
     for _ in range(2):

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from llamaslot.base.events import ReuseTested
+from llamaslot.base.events import SelfTestEnded
 from llamaslot.base.model import CheckpointLimits, StateKind
 from llamaslot.protocol.bodies import TokenizeBody
 from llamaslot.protocol.decoding import decode
@@ -75,16 +75,16 @@ async def test_props_say_what_is_reused(start: Any) -> None:
 
 async def test_props_follow_the_self_test_and_keep_the_limits_of_checkpoints(start: Any) -> None:
     server = await start(backend=FakeBackend(kind=StateKind.HYBRID))
-    tested = msgspec.structs.replace(server.service.info, reuse_test="passed")
+    tested = msgspec.structs.replace(server.service.info, self_test="passed")
     server.service.info = msgspec.structs.replace(
         tested,
-        reuse_test="pending",
-        reuse_test_reason="it has not run yet",
+        self_test="pending",
+        self_test_reason="it has not run yet",
         checkpoint_limits=CheckpointLimits(2**20, 32, 1024),
     )
     reuse = (await server.get("/props"))[1]["prefix_reuse"]
     assert (reuse["enabled"], reuse["reason"], reuse["self_test"]) == (False, "it has not run yet", "pending")
-    server.service.receive([ReuseTested(tested)])
+    server.service.receive([SelfTestEnded(tested)])
     reuse = (await server.get("/props"))[1]["prefix_reuse"]
     assert (reuse["enabled"], reuse["reason"], reuse["self_test"]) == (True, "", "passed")
     assert reuse["checkpoints"] == {"max_bytes": 64, "total_bytes": 2**20, "on_path": 32, "step": 1024}

@@ -106,7 +106,7 @@ def test_an_engine_that_is_started_again_accepts_what_was_chosen_for_it(n_free: 
             "hybrid model",
         ),
         (Config(), {"state": Capabilities(can_trim=False)}, "hybrid model"),
-        (Config(), {"reuse_test": "failed"}, "hybrid model"),
+        (Config(), {"self_test": "failed"}, "hybrid model"),
     ],
 )
 def test_a_model_without_checkpoints_has_a_reason(config: Config, changes: dict[str, object], reason: str) -> None:

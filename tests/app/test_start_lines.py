@@ -76,7 +76,7 @@ def test_another_line_says_how_many_checkpoints_there_are(
 
 
 def test_the_line_says_that_the_self_test_is_pending(capsys: pytest.CaptureFixture[str]) -> None:
-    info = msgspec.structs.replace(FakeBackend(kind=StateKind.HYBRID).info, reuse_test="pending")
+    info = msgspec.structs.replace(FakeBackend(kind=StateKind.HYBRID).info, self_test="pending")
     announce(Loaded(info, ram_line="", disk_line=""), ["http://127.0.0.1:1"], Config())
     assert (
         "Prefix reuse: by checkpoints, once the self-test has passed (recurrent state; one takes 0.00 MiB)\n"

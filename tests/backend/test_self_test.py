@@ -120,7 +120,7 @@ def _long_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_right_model_passes_and_leaves_nothing(shape: str, fields: dict[str, Any]) -> None:
     with loaded(shape, **fields) as backend:
         info = backend.info
-        assert (info.reuse_test, info.reuse_test_reason) == ("passed", "")
+        assert (info.self_test, info.self_test_reason) == ("passed", "")
         assert info.keeps_checkpoints is (shape != "tiny-mla")
         assert info.can_trim is (shape == "tiny-mla")
         assert is_empty(backend)
@@ -133,7 +133,7 @@ def test_a_right_model_passes_and_leaves_nothing(shape: str, fields: dict[str, A
 @pytest.mark.parametrize("shape", [*STATES, *LONG_WINDOWS])
 def test_a_wrong_state_fails(shape: str, fields: dict[str, Any], bug: str) -> None:
     with loaded(shape, bug, **fields) as backend:
-        assert backend.info.reuse_test == "failed"
+        assert backend.info.self_test == "failed"
         assert backend.info.reuse_reason.startswith("self-test failed: ")
         assert is_empty(backend)
 
@@ -141,7 +141,7 @@ def test_a_wrong_state_fails(shape: str, fields: dict[str, Any], bug: str) -> No
 @pytest.mark.parametrize("shape", [*WINDOWS, *HYBRIDS, "tiny-mla"])
 def test_wrong_cells_of_a_segment_fail(shape: str) -> None:
     with loaded(shape, "cells of another segment") as backend:
-        assert backend.info.reuse_test == "failed"
+        assert backend.info.self_test == "failed"
         assert "after segments that were loaded" in backend.info.reuse_reason
 
 
@@ -154,7 +154,7 @@ def test_wrong_cells_of_a_segment_fail(shape: str) -> None:
 )
 def test_a_sequence_and_its_forks_are_tested_apart_from_copies_of_its_cells(shape: str, bug: str) -> None:
     with loaded(shape, bug) as backend:
-        assert backend.info.reuse_test == "failed"
+        assert backend.info.self_test == "failed"
         where = "in its own sequence" if "place" in bug else "in a copy of a whole sequence"
         assert where in backend.info.reuse_reason
 
@@ -163,7 +163,7 @@ def test_a_sequence_and_its_forks_are_tested_apart_from_copies_of_its_cells(shap
 def test_wrong_cells_of_a_model_that_can_be_trimmed_fail(bug: str) -> None:
     with loaded("tiny-mla", bug) as backend:
         info = backend.info
-        assert info.reuse_test == "failed"
+        assert info.self_test == "failed"
         assert not info.can_trim
         assert not info.state.can_trim
         assert info.n_cache_seqs == 0
@@ -174,7 +174,7 @@ def test_a_model_that_failed_is_computed_whole() -> None:
         info = backend.info
         assert not info.keeps_checkpoints
         assert (info.checkpoint_size, info.segment_size, info.state_cost) == (None, None, None)
-        assert info.reuse_reason == info.reuse_test_reason
+        assert info.reuse_reason == info.self_test_reason
         assert backend.decode([Run(0, 0, TOKEN, True)]).status is Status.OK
         for operation in (Take(1, 0, 1), Copy(0, 1, 0, 1), Save(1, 0, 0, 1, backend.n_seqs - 1)):
             with pytest.raises(IllegalCallError):
@@ -191,21 +191,21 @@ def test_a_model_that_failed_is_computed_whole() -> None:
 )
 def test_dense_models_and_those_that_reuse_nothing_need_none(shape: str, fields: dict[str, Any]) -> None:
     with loaded(shape, **fields) as backend:
-        assert backend.info.reuse_test == ""
+        assert backend.info.self_test == ""
         assert backend.run_self_test()
-        assert backend.info.reuse_test == ""
+        assert backend.info.self_test == ""
 
 
 def test_streams_of_a_partitioned_pool_are_tested_by_their_copies() -> None:
     with loaded("tiny-mla", unified=False, n_cache_seqs=1) as backend:
-        assert backend.info.reuse_test == "passed"
+        assert backend.info.self_test == "passed"
 
 
 def test_a_test_that_takes_too_long_is_run_later() -> None:
     with loaded("tiny-lfm2", self_test_limit_s=0.0) as backend:
         info = backend.info
-        assert (info.reuse_test, info.keeps_checkpoints) == ("pending", True)
-        assert info.reuse_test_reason.startswith("the self-test takes too long at start: about ")
+        assert (info.self_test, info.keeps_checkpoints) == ("pending", True)
+        assert info.self_test_reason.startswith("the self-test takes too long at start: about ")
         assert is_empty(backend)
         asked = iter([False, False, True])
         assert not backend.run_self_test(lambda: next(asked))
@@ -213,7 +213,7 @@ def test_a_test_that_takes_too_long_is_run_later() -> None:
         assert backend.info == info
         assert is_empty(backend)
         assert backend.run_self_test()
-        assert (backend.info.reuse_test, backend.info.reuse_test_reason) == ("passed", "")
+        assert (backend.info.self_test, backend.info.self_test_reason) == ("passed", "")
         n_decoded = backend.n_decoded
         assert backend.run_self_test()
         assert backend.n_decoded == n_decoded
@@ -222,7 +222,7 @@ def test_a_test_that_takes_too_long_is_run_later() -> None:
 def test_a_later_test_may_fail() -> None:
     with loaded("tiny-swa", "a checkpoint of another branch", self_test_limit_s=0.0) as backend:
         assert backend.run_self_test()
-        assert (backend.info.reuse_test, backend.info.keeps_checkpoints) == ("failed", False)
+        assert (backend.info.self_test, backend.info.keeps_checkpoints) == ("failed", False)
         assert is_empty(backend)
 
 
@@ -282,7 +282,7 @@ def starts(shape: str, folder: Path, n: int, bug: str = "", **fields: Any) -> tu
     outcomes, computed = [], []
     for _ in range(n):
         with loaded(shape, bug, measurements=folder, **fields) as backend:
-            outcomes.append(backend.info.reuse_test)
+            outcomes.append(backend.info.self_test)
             computed.append(backend.n_decoded)
     return outcomes, computed
 
@@ -310,7 +310,7 @@ def test_a_failure_for_want_of_memory_is_not_kept(tmp_path: Path, monkeypatch: p
         with monkeypatch.context() as patched:
             patched.setattr(llama_cpp, "llama_state_seq_get_data_ext", lambda *_: 0)
             assert backend.run_self_test()
-        assert backend.info.reuse_test == "failed"
+        assert backend.info.self_test == "failed"
         assert "no memory" in backend.info.reuse_reason
         assert is_empty(backend)
     assert starts("tiny-swa", tmp_path, 1)[0] == ["passed"]
@@ -320,7 +320,7 @@ def test_a_model_that_cannot_compute_fails_for_now(tmp_path: Path) -> None:
     with loaded("tiny-lfm2", self_test_limit_s=0.0, measurements=tmp_path) as backend:
         with failing(backend):
             assert backend.run_self_test()
-        assert (backend.info.reuse_test, "ABORTED" in backend.info.reuse_reason) == ("failed", True)
+        assert (backend.info.self_test, "ABORTED" in backend.info.reuse_reason) == ("failed", True)
         assert is_empty(backend)
     assert starts("tiny-lfm2", tmp_path, 1)[0] == ["passed"]
 
@@ -331,6 +331,6 @@ def test_a_window_must_be_able_to_move_in_the_pool_or_never_moves(
 ) -> None:
     monkeypatch.setitem(synthetic.SHAPES, "window", replace(synthetic.SHAPES["tiny-swa"], window=window))
     with loaded("window", n_ctx=256, n_ubatch=64) as backend:
-        assert backend.info.reuse_test == outcome
+        assert backend.info.self_test == outcome
         if outcome == "failed":
             assert backend.info.reuse_reason == "self-test failed: it needs 306 cells, and a sequence has 256"

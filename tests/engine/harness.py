@@ -12,7 +12,7 @@ from typing import Any
 
 from llamaslot.base.backend import Backend
 from llamaslot.base.commands import Cancel, Command, Query, QueryBody, Submit, TextPart
-from llamaslot.base.events import TERMINAL, Accepted, Event, Finished, Output, Reply, ReuseTested, Stopped
+from llamaslot.base.events import TERMINAL, Accepted, Event, Finished, Output, Reply, SelfTestEnded, Stopped
 from llamaslot.base.generation.sampling import Sampling
 from llamaslot.engine.engine import Engine
 from llamaslot.engine.engine_settings import EngineSettings
@@ -211,7 +211,7 @@ class Harness:
             if isinstance(event, Stopped):
                 self.stopped = event
                 continue
-            if isinstance(event, ReuseTested):
+            if isinstance(event, SelfTestEnded):
                 continue
             if isinstance(event, Reply):
                 self.replies[event.request_id].set_result(event)

@@ -18,7 +18,7 @@ from llamaslot.api.generation.logprobs import Prob
 from llamaslot.api.generation.reply_stats import CacheUse, PromptProgress, Timings
 from llamaslot.base.events import FinishReason
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.model import Capabilities, ReuseTest
+from llamaslot.base.model import Capabilities, SelfTestOutcome
 
 
 class ChatReply(Envelope, kw_only=True):
@@ -190,7 +190,7 @@ class PrefixReuse(msgspec.Struct, forbid_unknown_fields=True):
     enabled: bool
     reason: str
     """Why every prompt is computed whole; empty if `enabled`."""
-    self_test: ReuseTest
+    self_test: SelfTestOutcome
     """Outcome of the self-test of reuse; empty for models that need none."""
     state: Capabilities
     checkpoints: CheckpointProps | None

@@ -173,7 +173,7 @@ class LlamaBackend:
     def run_self_test(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Run the self-test of reuse if it is pending; False if `should_stop` ended it without a result."""
         self._check_open()
-        if self.info.reuse_test != "pending":
+        if self.info.self_test != "pending":
             return True
         kv = self._kv
         if any(kv.lengths) or kv.segments.positions or kv.states.checkpoints:
@@ -310,7 +310,7 @@ class LlamaBackend:
         Who uses the backend already may still save and trim a preempted request, but continues it from no state.
         """
         fields = msgspec.structs.asdict(measured)
-        result: self_test.SelfTest | None = fields.pop("self_test")
+        result: self_test.SelfTestResult | None = fields.pop("self_test")
         self.info = msgspec.structs.replace(self.info, **fields)
         if result is None:
             return

@@ -23,7 +23,7 @@ from llamaslot.backend.files import open_regular, private_folder, write_atomical
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.kv_cost import MAX_IDLE_CELLS
 from llamaslot.backend.llama.llama_settings import LlamaSettings
-from llamaslot.backend.llama.state.self_test import SelfTest
+from llamaslot.backend.llama.state.self_test import SelfTestResult
 from llamaslot.base.gguf_file import parts
 from llamaslot.base.model import KvCost, ModelInfo, StateCost, StepCost
 
@@ -41,7 +41,7 @@ class Measurements(msgspec.Struct, frozen=True):
     kv_cost: KvCost | None = None
     step_cost: StepCost | None = None
     state_cost: StateCost | None = None
-    self_test: SelfTest | None = None
+    self_test: SelfTestResult | None = None
     """Result of the self-test of reuse; None where there is none."""
 
     @property

@@ -33,7 +33,7 @@ from llamaslot.base.kv_ops import (
     Save,
     Take,
 )
-from llamaslot.base.model import ModelInfo, ReuseTest
+from llamaslot.base.model import ModelInfo, SelfTestOutcome
 from llamaslot.base.tokens import Tokens
 
 _MAX_OVERRUN = 2.0
@@ -72,10 +72,10 @@ Logits: TypeAlias = npt.NDArray[np.float32]
 """Rows of logits, `[tokens, n_vocab]`."""
 
 
-class SelfTest(msgspec.Struct, frozen=True):
+class SelfTestResult(msgspec.Struct, frozen=True):
     """Result of a self-test."""
 
-    outcome: ReuseTest
+    outcome: SelfTestOutcome
     reason: str = ""
     """The reason unless it was passed."""
     is_lasting: bool = True
@@ -100,17 +100,17 @@ def is_needed(info: ModelInfo) -> bool:
     return info.keeps_checkpoints or (info.can_trim and is_unusual)
 
 
-def applied(info: ModelInfo, result: SelfTest) -> ModelInfo:
+def applied(info: ModelInfo, result: SelfTestResult) -> ModelInfo:
     """Return the facts about a model with the result of its self-test; one that failed reuses nothing."""
-    info = msgspec.structs.replace(info, reuse_test=result.outcome)
+    info = msgspec.structs.replace(info, self_test=result.outcome)
     if result.outcome == "pending":
-        return msgspec.structs.replace(info, reuse_test_reason=result.reason)
+        return msgspec.structs.replace(info, self_test_reason=result.reason)
     if result.outcome != "failed":
-        return msgspec.structs.replace(info, reuse_test_reason="")
+        return msgspec.structs.replace(info, self_test_reason="")
     return msgspec.structs.replace(
         info,
         reuse_reason=result.reason,
-        reuse_test_reason=result.reason,
+        self_test_reason=result.reason,
         keeps_checkpoints=False,
         checkpoint_size=None,
         segment_size=None,
@@ -126,7 +126,7 @@ def run(
     *,
     limit_s: float | None,
     should_stop: Callable[[], bool] = lambda: False,
-) -> SelfTest:
+) -> SelfTestResult:
     """Run the self-test on a backend with this context, whose sequences are empty before and after.
 
     The outcome is `pending` if it would take longer than `limit_s`, which None lifts, or if `should_stop`, which is
@@ -138,22 +138,22 @@ def run(
         trial.check_size()
         if limit_s is not None:
             if (seconds := trial.estimated_s(limit_s)) > limit_s:
-                return SelfTest("pending", f"the self-test takes too long at start: about {seconds:.1f} s")
+                return SelfTestResult("pending", f"the self-test takes too long at start: about {seconds:.1f} s")
             deadline = perf_counter() + _MAX_OVERRUN * limit_s
         trial.check_reuse()
     except _StoppedError:
-        return SelfTest(
+        return SelfTestResult(
             "pending", "the self-test takes too long at start" if limit_s else "the self-test was stopped"
         )
     except _FailedError as error:
-        return SelfTest("failed", f"self-test failed: {error}", error.is_lasting)
+        return SelfTestResult("failed", f"self-test failed: {error}", error.is_lasting)
     except IllegalCallError as error:
-        return SelfTest("failed", f"self-test failed: llama.cpp refuses an operation ({error})")
+        return SelfTestResult("failed", f"self-test failed: llama.cpp refuses an operation ({error})")
     except (NotSavedError, NotLoadedError, MemoryError) as error:
-        return SelfTest("failed", f"self-test failed: {error or 'no memory'}", is_lasting=False)
+        return SelfTestResult("failed", f"self-test failed: {error or 'no memory'}", is_lasting=False)
     finally:
         trial.clean_up()
-    return SelfTest("passed")
+    return SelfTestResult("passed")
 
 
 class _Trial:

@@ -22,7 +22,7 @@ class Untested(FakeBackend):
 
     def __init__(self, kind: StateKind, **shape: int) -> None:
         super().__init__(kind=kind, **shape)
-        self.info = msgspec.structs.replace(self.info, reuse_test="pending")
+        self.info = msgspec.structs.replace(self.info, self_test="pending")
         self.reused: list[Operation] = []
         self.fails = False
 
@@ -30,7 +30,7 @@ class Untested(FakeBackend):
         if not self.fails:
             return False
         self.info = msgspec.structs.replace(
-            self.info, reuse_test="failed", keeps_checkpoints=False, checkpoint_size=None, segment_size=None
+            self.info, self_test="failed", keeps_checkpoints=False, checkpoint_size=None, segment_size=None
         )
         return True
 
@@ -49,7 +49,7 @@ async def test_choices_of_one_prompt_share_no_state_that_is_not_proved(kind: Sta
         await harness.submit("first", "to have the test run")
         for _ in range(20):
             await asyncio.sleep(0)
-        assert backend.info.reuse_test == ("failed" if fails else "pending")
+        assert backend.info.self_test == ("failed" if fails else "pending")
         ends = [harness.submit(f"r-{i}", "the prompt of all", group="r") for i in range(3)]
         ends.append(harness.submit("other", "the prompt of all"))
         assert all(isinstance(end, Finished) for end in await asyncio.gather(*ends))

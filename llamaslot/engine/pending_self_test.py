@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from llamaslot.base.backend import Backend
-from llamaslot.base.events import ReuseTested
+from llamaslot.base.events import SelfTestEnded
 
 _MAX_STARTS = 2
 """Starts of the test, each of which commands may stop but the last: they wait for its end."""
@@ -18,8 +18,8 @@ _MAX_STARTS = 2
 _log = structlog.get_logger(__name__)
 
 
-class ReuseTest:
-    """The self-test of one backend."""
+class PendingSelfTest:
+    """The self-test of one backend: if it is pending, and whether its result allows reuse."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -28,12 +28,12 @@ class ReuseTest:
     @property
     def is_pending(self) -> bool:
         """True if the self-test is still to be run."""
-        return self._backend.info.reuse_test == "pending"
+        return self._backend.info.self_test == "pending"
 
     @property
     def allows_reuse(self) -> bool:
         """True unless the self-test is pending or has failed."""
-        return self._backend.info.reuse_test in ("", "passed")
+        return self._backend.info.self_test in ("", "passed")
 
     async def run(
         self,
@@ -41,7 +41,7 @@ class ReuseTest:
         *,
         is_busy: Callable[[], bool],
         is_stopping: Callable[[], bool],
-    ) -> ReuseTested | None:
+    ) -> SelfTestEnded | None:
         """Run the self-test by `call`, on the thread that computes; None if it was stopped for other work."""
         self._n_started += 1
         may_stop = self._n_started < _MAX_STARTS
@@ -52,8 +52,8 @@ class ReuseTest:
         if not await call(lambda: self._backend.run_self_test(should_stop)):
             return None
         info = self._backend.info
-        if info.reuse_test == "passed":
+        if info.self_test == "passed":
             _log.info("reuse.on")
         else:
-            _log.warning("reuse.off", reason=info.reuse_test_reason)
-        return ReuseTested(info)
+            _log.warning("reuse.off", reason=info.self_test_reason)
+        return SelfTestEnded(info)
