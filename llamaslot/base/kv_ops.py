@@ -174,9 +174,9 @@ class StateRecord:
         return self._kind is not StateKind.NONE
 
     @property
-    def forks(self) -> bool:
-        """True if a copy of all that a live sequence holds is live too."""
-        return self._kind.forks
+    def copies_live(self) -> bool:
+        """True if a full copy of a live sequence is live too, so that both can be continued."""
+        return self._kind.copies_live
 
     def is_live(self, seq: int) -> bool:
         """Return True if a sequence can be decoded."""
@@ -194,7 +194,7 @@ class StateRecord:
         llama.cpp shares a recurrent state until either sequence is decoded (copy on write). It would share the
         cells of a window too, and never reuse them, so the target of a copy gets none.
         """
-        is_whole = self.forks and operation.end == length
+        is_whole = self.copies_live and operation.end == length
         self._set(operation.dst, is_live=is_whole and self.is_live(operation.src))
 
     def load(self, seq: int) -> None:

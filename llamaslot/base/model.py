@@ -162,8 +162,8 @@ class StateKind(StrEnum):
         return self in (StateKind.RECURRENT, StateKind.HYBRID, StateKind.HYBRID_WINDOW)
 
     @property
-    def forks(self) -> bool:
-        """True if a copy of all that a live sequence holds is live too: recurrent states are copied on write."""
+    def copies_live(self) -> bool:
+        """True if a full copy of a live sequence can be continued: its recurrent state is copied on write."""
         return self.has_recurrent_state and not self.has_window
 
 

@@ -127,8 +127,8 @@ class SequencesMachine(RuleBasedStateMachine):
         end = data.draw(st.sampled_from([len(source), (start + len(source) + 1) // 2, start + 1]))
         self.backend.change(Copy(src, dst, start, end))
         target.extend(source[start:end])
-        forks = self.kind in (StateKind.RECURRENT, StateKind.HYBRID) and end == len(source)
-        self.set_live(dst, is_live=forks and src in self.live)
+        copies_live = self.kind in (StateKind.RECURRENT, StateKind.HYBRID) and end == len(source)
+        self.set_live(dst, is_live=copies_live and src in self.live)
 
     @precondition(lambda self: self.pairs)
     @rule(data=st.data())

@@ -90,8 +90,8 @@ class Restorer:
         node = points[0]
         # The public namespace's cells are not copied, only its segments are loaded.
         donor = self._live_end(node) if node.namespace == match.namespace else None
-        if donor is not None and self._states.forks and n_own < node.end <= match.n_resident:
-            # A copy of all that a live sequence holds forks its recurrent state.
+        if donor is not None and self._states.copies_live and n_own < node.end <= match.n_resident:
+            # A full copy of a live sequence can be continued without a checkpoint.
             return
         checkpoint = node.checkpoint
         if checkpoint is not None and not self._is_readable(checkpoint):
@@ -211,7 +211,7 @@ class Restorer:
     def _gives_state(self, node: Node) -> bool:
         """True if a live sequence ends in a node, and its state can be copied or its slot be given away."""
         live = [seq for seq in node.end_of if self._states.is_live(seq)]
-        if self._sequences.states.forks or self._checkpoints.can_take(node.end):
+        if self._sequences.states.copies_live or self._checkpoints.can_take(node.end):
             return bool(live)
         return any(seq in self._sequences.slots and not self._tree.is_pinned(seq) for seq in live)
 

@@ -83,7 +83,7 @@ class UnifiedPool:
         while end <= node.start and node.parent is not None:
             node = node.parent
         source = next(node.holders())
-        if end == node.end and self._sequences.states.forks:
+        if end == node.end and self._sequences.states.copies_live:
             source = next(filter(self._sequences.states.is_live, sorted(node.end_of)), source)
         self._sequences.copy(source, seq, end, match.tokens)
         self._counters.copied_tokens += end - start
@@ -114,7 +114,7 @@ class UnifiedPool:
         if target is None or len(sequences.all) <= 2:
             self._offloader.offload_evicted(seq, max(end.end - sequences.n_own(seq), keep), end.end)
             return
-        if not sequences.states.forks:
+        if not sequences.states.copies_live:
             self._checkpoints.take_at_end(seq)
         sequences.copy_to_unused(seq, target)
         self._counters.moved_prefixes += 1

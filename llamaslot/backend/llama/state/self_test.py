@@ -290,7 +290,7 @@ class _Trial:
         self._compare(1, "after a checkpoint in another sequence")
         backend.change(Copy(1, 0, 0, end))
         backend.change(Remove(1, 0))
-        if self._info.state.kind.forks:
+        if self._info.state.kind.copies_live:
             backend.change(Restore(_CHECKPOINT, 0))
             backend.change(Copy(0, 1, 0, end))
             self._feed(0, self._other)
