@@ -196,7 +196,7 @@ class KVCache:
         if not self.restorer.may_load(seq):
             return Loaded(LoadStatus.DONE)
         match = self._public.match(self._sequences.end(seq).namespace, tokens)
-        match = self.restorer.cut_to_goal(seq, match)
+        match = self.restorer.cut_to_pending(seq, match)
         n_copied = self.pool.copy_resident(seq, match)
         if n_copied:
             self.pool.deduplicate()

@@ -45,7 +45,7 @@ class Checkpoints:
         self._states = sequences.states
         self.has_states = self._states.has_states
         """True for a model with a partial state."""
-        self.goals: dict[int, Checkpoint] = {}
+        self.pending_restores: dict[int, Checkpoint] = {}
         """By sequence the checkpoint that it gets once it holds all tokens before it. Not evicted until then."""
         self._counters = CheckpointStats()
         self._ahead_at = -1
@@ -181,7 +181,7 @@ class Checkpoints:
     @property
     def _pinned(self) -> set[Segment]:
         """Checkpoints, and segments, that must stay: about to be restored, or being read or written."""
-        return {*self.goals.values(), *self._tiers.busy.values()}
+        return {*self.pending_restores.values(), *self._tiers.busy.values()}
 
     def _may_take_at_end(self, seq: int) -> bool:
         """True if a sequence is live, and may be wanted again."""

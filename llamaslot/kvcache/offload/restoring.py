@@ -53,11 +53,11 @@ class Restorer:
 
     def lacks_state(self, seq: int) -> bool:
         """Return True if a running sequence cannot be decoded yet: it waits for a checkpoint, or is stateless."""
-        return self._has_states and (self._goal(seq) is not None or not self._states.is_live(seq))
+        return self._has_states and (self._pending(seq) is not None or not self._states.is_live(seq))
 
     def is_waiting(self, seq: int) -> bool:
         """Return True if a sequence waits for a checkpoint to be restored."""
-        return self._goal(seq) is not None
+        return self._pending(seq) is not None
 
     def cut(self, match: Match, worth_loading: Callable[[Match], Sequence[SegmentPart]]) -> Match:
         """Return a match up to its deepest restore point; `worth_loading` returns the segments of one to load."""
@@ -81,7 +81,7 @@ class Restorer:
         """
         if not self._has_states:
             return
-        self._checkpoints.goals.pop(seq, None)
+        self._checkpoints.pending_restores.pop(seq, None)
         keeps_all = n_own == self._tree.length(seq)
         points = self._restore_points(match, match.n_cached)
         # Memory may have run short since the lookup.
@@ -103,10 +103,10 @@ class Restorer:
             checkpoint = self._checkpoints.take(donor)
         if checkpoint is None:
             return
-        self._checkpoints.goals[seq] = checkpoint
+        self._checkpoints.pending_restores[seq] = checkpoint
         self._tiers.touch(checkpoint.path_from_root)
         if keeps_all and match.parts:
-            # What is loaded ends its state, and may not reach the goal.
+            # What is loaded ends its state, and may not reach the checkpoint.
             self._checkpoints.take_at_end(seq)
 
     def may_load(self, seq: int) -> bool:
@@ -116,36 +116,39 @@ class Restorer:
         """
         return not self._has_states or self.lacks_state(seq)
 
-    def cut_to_goal(self, seq: int, match: Match) -> Match:
+    def cut_to_pending(self, seq: int, match: Match) -> Match:
         """Return a match of no more than a sequence needs before its state is restored."""
         if not self._has_states:
             return match
-        goal = self._goal(seq)
-        n = goal.end if goal is not None else self._tree.length(seq)
+        pending = self._pending(seq)
+        n = pending.end if pending is not None else self._tree.length(seq)
         return match.cut(n, match.parts_until(n))
 
     def finish(self, seq: int) -> None:
         """Restore the state of a sequence if it holds all tokens before it now."""
-        goal = self._goal(seq)
-        if goal is not None and self._tree.length(seq) == goal.end and goal.state.is_loadable:
-            self._restore(seq, goal)
-            del self._checkpoints.goals[seq]
+        pending = self._pending(seq)
+        if pending is not None and self._tree.length(seq) == pending.end and pending.state.is_loadable:
+            self._restore(seq, pending)
+            del self._checkpoints.pending_restores[seq]
 
     def is_reading(self, seq: int) -> bool:
         """Return True if the checkpoint that a sequence waits for is being read from disk; starts the read."""
-        goal, reader = self._goal(seq), self._tiers.reader
-        if goal is None or goal.state.is_loadable:
+        pending, reader = self._pending(seq), self._tiers.reader
+        if pending is None or pending.state.is_loadable:
             return False
-        if not goal.state.uses_ram and reader.may_read(goal):
+        if not pending.state.uses_ram and reader.may_read(pending):
             if not reader.may_start:
                 return True
-            if self._checkpoints.evict_for(goal.n_bytes, goal.tenant):
-                reader.start(goal)
-        return goal.state.uses_ram
+            if self._checkpoints.evict_for(pending.n_bytes, pending.tenant):
+                reader.start(pending)
+        return pending.state.uses_ram
 
     def fall_back(self, seq: int) -> None:
-        """Truncate a stateless sequence to the deepest checkpoint on its path, or empty it; it has no goal then."""
-        self._checkpoints.goals.pop(seq, None)
+        """Truncate a stateless sequence to the deepest checkpoint on its path, or empty it.
+
+        It then waits for no checkpoint.
+        """
+        self._checkpoints.pending_restores.pop(seq, None)
         if self._states.is_live(seq):
             return
         on_path = checkpoints_on(self._sequences.end(seq))
@@ -157,7 +160,7 @@ class Restorer:
 
     def cancel(self, seq: int) -> None:
         """Record that a sequence is no longer waiting for its state."""
-        self._checkpoints.goals.pop(seq, None)
+        self._checkpoints.pending_restores.pop(seq, None)
 
     def fail(self, starts: Mapping[int, int]) -> None:
         """Record that a step failed, whose sequences held `starts` tokens before it."""
@@ -175,19 +178,19 @@ class Restorer:
     def check(self) -> None:
         """Verify all invariants while no operation is pending; raises `AssertionError`."""
         assert not self._tree.lost_checkpoints
-        for seq, goal in self._checkpoints.goals.items():
+        for seq, pending in self._checkpoints.pending_restores.items():
             assert self._tree.is_pinned(seq)
-            assert self._tree.length(seq) <= goal.end
+            assert self._tree.length(seq) <= pending.end
 
     # --- inside ---
 
-    def _goal(self, seq: int) -> Checkpoint | None:
+    def _pending(self, seq: int) -> Checkpoint | None:
         """The checkpoint that a sequence waits for, unless it was dropped meanwhile."""
-        goal = self._checkpoints.goals.get(seq)
-        if goal is not None and goal.state is SegmentState.DROPPED:
-            del self._checkpoints.goals[seq]
+        pending = self._checkpoints.pending_restores.get(seq)
+        if pending is not None and pending.state is SegmentState.DROPPED:
+            del self._checkpoints.pending_restores[seq]
             return None
-        return goal
+        return pending
 
     def _restore_points(self, match: Match, n_covered: int) -> list[Node]:
         """The nodes from which the first `n_covered` tokens can be continued, the deepest first."""
