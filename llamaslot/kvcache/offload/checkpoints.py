@@ -111,8 +111,11 @@ class Checkpoints:
         has_other = any(other != seq and self._states.is_live(other) for other in node.end_of)
         return not has_other and self._take_unless_near(seq, evict)
 
-    def take_at_lost_end(self, seq: int) -> bool:
-        """Do the same before all sequences that end where this one does lose their states, of which any will do."""
+    def take_before_end_is_evicted(self, seq: int) -> bool:
+        """Take a checkpoint before the end of this sequence is evicted; returns True if one was taken.
+
+        All sequences that end there lose their states, so it is taken of any that is live.
+        """
         live = next(filter(self._states.is_live, sorted(self._sequences.end(seq).end_of)), None)
         return live is not None and self._may_take_at_end(live) and self._take_unless_near(live, Evict.ANY)
 

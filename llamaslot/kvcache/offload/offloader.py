@@ -113,7 +113,7 @@ class Offloader:
             self._offload(seq, self._missing(seq, start, end), end)
             n_missing = sum(b - max(a, start) for a, b in self._missing(seq, start, end))
             if not n_missing and end == self._tree.length(seq):
-                self._checkpoints.take_at_lost_end(seq)
+                self._checkpoints.take_before_end_is_evicted(seq)
         self._counters.evicted_tokens += n_missing
         self._counters.offloaded_tokens += n - n_missing
 
