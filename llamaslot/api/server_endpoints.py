@@ -94,10 +94,10 @@ def _prefix_reuse(info: ModelInfo) -> dict[str, Any]:
     size, limits, checkpoints = info.checkpoint_size, info.checkpoint_limits, None
     if size is not None and limits is not None:
         checkpoints = {
-            "max_bytes": size.of(info.n_ctx_slot),
+            "checkpoint_bytes": size.of(info.n_ctx_slot),
             "total_bytes": limits.ram_bytes,
-            "on_path": limits.on_path,
-            "step": limits.step,
+            "max_per_path": limits.on_path,
+            "interval_tokens": limits.step,
         }
     is_pending = info.self_test == "pending"
     return {

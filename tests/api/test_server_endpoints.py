@@ -87,7 +87,12 @@ async def test_props_follow_the_self_test_and_keep_the_limits_of_checkpoints(sta
     server.service.receive([SelfTestEnded(tested)])
     reuse = (await server.get("/props"))[1]["prefix_reuse"]
     assert (reuse["enabled"], reuse["reason"], reuse["self_test"]) == (True, "", "passed")
-    assert reuse["checkpoints"] == {"max_bytes": 64, "total_bytes": 2**20, "on_path": 32, "step": 1024}
+    assert reuse["checkpoints"] == {
+        "checkpoint_bytes": 64,
+        "total_bytes": 2**20,
+        "max_per_path": 32,
+        "interval_tokens": 1024,
+    }
 
 
 async def test_slots_show_running_requests(start: Any) -> None:

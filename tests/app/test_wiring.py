@@ -392,7 +392,12 @@ async def test_props_tell_the_limits_of_checkpoints(tmp_path: Path) -> None:
     async with serving(tmp_path, backend, **config) as server, server.session.get(f"{server.url}/props") as reply:
         reuse = (await reply.json())["prefix_reuse"]
     assert (reuse["enabled"], reuse["reason"], reuse["state"]["kind"]) == (True, "", "hybrid")
-    assert reuse["checkpoints"] == {"max_bytes": 64, "total_bytes": 9 * 2**20, "on_path": 5, "step": 700}
+    assert reuse["checkpoints"] == {
+        "checkpoint_bytes": 64,
+        "total_bytes": 9 * 2**20,
+        "max_per_path": 5,
+        "interval_tokens": 700,
+    }
 
 
 def test_where_the_template_comes_from(tmp_path: Path) -> None:

@@ -174,13 +174,13 @@ class DefaultSettings(msgspec.Struct, forbid_unknown_fields=True):
 class CheckpointProps(msgspec.Struct, forbid_unknown_fields=True):
     """Checkpoints, by which prefixes of a model with a partial state are reused."""
 
-    max_bytes: int
+    checkpoint_bytes: int
     """Bytes of the largest one."""
     total_bytes: int
     """Bytes of RAM for all of them."""
-    on_path: int
+    max_per_path: int
     """Checkpoints of one conversation at most."""
-    step: int
+    interval_tokens: int
     """Tokens between two of a long prompt."""
 
 
