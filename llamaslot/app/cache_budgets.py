@@ -53,11 +53,11 @@ def choose_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
     if config.mmap and not config.mlock:
         n_free = max(0, n_free - info.size_bytes)
     checkpoints = _checkpoint_limits(config, info, n_free)
-    budgets = _choose_budgets(config, info, max(0, n_free - (checkpoints.ram_bytes if checkpoints else 0)))
+    budgets = _prefix_budgets(config, info, max(0, n_free - (checkpoints.ram_bytes if checkpoints else 0)))
     return replace(budgets, checkpoints=checkpoints)
 
 
-def with_limits(config: Config, info: ModelInfo, budgets: Budgets) -> ModelInfo:
+def with_checkpoint_limits(config: Config, info: ModelInfo, budgets: Budgets) -> ModelInfo:
     """Return the description of a model with its limits of checkpoints, or with the reason why it has none."""
     return msgspec.structs.replace(
         info,
@@ -66,7 +66,7 @@ def with_limits(config: Config, info: ModelInfo, budgets: Budgets) -> ModelInfo:
     )
 
 
-def chosen_flags(info: ModelInfo) -> dict[str, int]:
+def restart_flags(info: ModelInfo) -> dict[str, int]:
     """Return the flags by which an engine that is started again gets a pool and checkpoints of the same sizes.
 
     `auto` may choose less than a checkpoint takes, which is an error where it is given.
@@ -78,8 +78,8 @@ def chosen_flags(info: ModelInfo) -> dict[str, int]:
     return flags
 
 
-def _choose_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
-    """Return the budgets of prefixes."""
+def _prefix_budgets(config: Config, info: ModelInfo, n_free: int) -> Budgets:
+    """Return the budgets of prefixes, without the limits of checkpoints."""
     idle_cells = config.cache_idle_cells if isinstance(config.cache_idle_cells, int) else None
     if reason := _why_not_offloaded(config, info):
         return Budgets(0, idle_cells, None, f"RAM: not used for prefixes ({reason}){_slowdown(info.kv_cost)}")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from llamaslot.app.cache_budgets import Budgets, choose_budgets, with_limits
+from llamaslot.app.cache_budgets import Budgets, choose_budgets, with_checkpoint_limits
 from llamaslot.app.cache_disk import lock_disk, open_disk, slot_files, slot_save_path
 from llamaslot.app.config import Config
 from llamaslot.app.runtime.engine_config import engine_settings, llama_settings
@@ -98,7 +98,7 @@ class EngineHost:
         self._has_disk_tier = bool(disk_line)
         records = tuple(self._disk.texts.records()) if self._disk is not None and disk_line else ()
         self.watch.expect(info.kv_cost.prefill_us if info.kv_cost is not None else 0.0)
-        return Loaded(with_limits(config, info, self._budgets), self._budgets.line, disk_line, records)
+        return Loaded(with_checkpoint_limits(config, info, self._budgets), self._budgets.line, disk_line, records)
 
     @contextlib.contextmanager
     def _optional_folders(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import msgspec
 
-from llamaslot.app.cache_budgets import chosen_flags
+from llamaslot.app.cache_budgets import restart_flags
 from llamaslot.app.config import Config
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError, LlamaslotError
@@ -153,7 +153,7 @@ class MultiProcessRuntime:
         if loaded is None:
             return None
         # The sizes of the pool and of checkpoints must not depend on what memory is free when it is started again.
-        self.engine.config = {**self._config, **chosen_flags(loaded.info)}
+        self.engine.config = {**self._config, **restart_flags(loaded.info)}
         try:
             await self.prompts.set_model(SetModel(loaded.info, *self._template), loaded.records)
         except LlamaslotError as error:
