@@ -761,7 +761,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert len(outcomes) <= 1
             self.is_recovering = True
             self.shaken = {work.run.seq for work in plan.work}
-            if not self.cache.settings.reuses and result.decoded.status in (Status.ABORTED, Status.FATAL):
+            if not self.cache.settings.can_reuse and result.decoded.status in (Status.ABORTED, Status.FATAL):
                 # Such models may have recurrent states, which all are lost.
                 self.shaken |= {asked.slot for asked in self.running}
         sampled = {each.id for work in plan.work for each in work.samples}
