@@ -14,6 +14,10 @@ from typing import Any
 
 from llamaslot.processes.channel import Channel
 
+_DEFAULT_ENV = {"MALLOC_ARENA_MAX": "2"}
+"""Variables that children have unless this process sets them. glibc keeps freed memory in an arena for each thread:
+38 MiB in an engine after twenty requests side by side. Other C libraries ignore the variable.
+"""
 _TEARDOWN_S = 5.0
 """Time between the end of the socket and that of the process, such as for freeing memory of a GPU."""
 _OPERATOR_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -78,7 +82,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env={**os.environ, **(env or {})},
+                env={**_DEFAULT_ENV, **os.environ, **(env or {})},
             )
         except BaseException:
             ours.close()
