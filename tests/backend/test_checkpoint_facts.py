@@ -16,8 +16,9 @@ import pytest
 
 from bench import synthetic
 from tests.conftest import LONG
+from tests.gguf_copies import rewritten
 from tests.raw_context import Logits, RawContext, RawModel
-from tests.state_noise import N_COMPARED, ColdRun, opened
+from tests.state_noise import N_COMPARED, ColdRun, distance, opened
 
 ALL_WINDOWS = ("tiny-oss", "tiny-swa")
 ALL_HYBRIDS = ("tiny-next", "tiny-lfm2", "tiny-qwen35", "tiny-granite")
@@ -262,6 +263,35 @@ def test_steps_are_split_where_there_are_recurrent_states(models: Models, name: 
         assert context.decode((0, 21, IDS[:1]), (2, 21, IDS[:1]), (4, 20, IDS[:1])) == 0
         mixed = [103] if name in WINDOWS else [4, 99]
         assert context.micro_batches == [*mixed, *([1, 1, 1] if name in RECURRENT else [3])]
+
+
+@pytest.mark.parametrize(("n_tokens", "is_split"), [(44, True), (32, False)])
+def test_a_window_loses_cells_in_a_step_of_several_micro_batches(
+    tmp_path: Path, n_tokens: int, is_split: bool
+) -> None:
+    """Only where there is a recurrent state too: steps of window models are one micro-batch.
+
+    llama.cpp chooses the cells of all micro-batches before it computes the first. A cell that the last one would
+    take costs its sequence all older positions, and only the chosen cells are put back. Here the restored cells lie
+    in another order than their positions: a newer one is taken, and older ones that the first still needs are lost.
+    """
+    source = synthetic.ensure("tiny-lfm2", folder=tmp_path, is_exact=True)
+    window = {"attention.sliding_window": 32}
+    model = RawModel(rewritten(source, tmp_path / "window.gguf", "lfm2", values=window))
+    cold = ColdRun(model, IDS, REUSED)
+    with opened(model, n_ubatch=64, is_watched=True) as context:
+        context.feed(1, 0, (BRANCH * 2)[:121], 20)
+        context.feed(0, 0, IDS[:REUSED], 50)
+        assert context.restore(0, context.take(0))
+        for start in range(121, 301, 20):
+            context.feed(1, start, BRANCH[:20])
+        context.micro_batches.clear()
+        step = (0, REUSED, IDS[REUSED : REUSED + n_tokens]), (1, 301, BRANCH[: 64 - n_tokens])
+        assert context.decode(*step) == 0
+        assert context.micro_batches == ([40, 24] if is_split else [64])
+        moved = distance(context.logits(64)[:n_tokens], cold.logits[:n_tokens]).max() / cold.bound
+        assert moved > OBVIOUS if is_split else moved <= 1
+    model.close()
 
 
 @pytest.mark.parametrize("name", [*WINDOWS, *HYBRIDS])
