@@ -181,6 +181,21 @@ def test_a_failed_step_costs_states_and_no_cells(backend: LlamaBackend) -> None:
     assert is_same(feed(backend, 0, TAIL), expected)
 
 
+def test_a_new_sequence_begins_with_a_clear_state_behind_a_failed_step(backend: LlamaBackend) -> None:
+    """The step moves the state of 2 next to that of 0; where it was there is a state that counts as clear."""
+    expected = cold(backend, TAIL)
+    for seq in range(3):
+        feed(backend, seq, HELD)
+    backend.change(Remove(1, 0))
+    with failing(backend):
+        runs = [Run(seq, N_HELD, OTHER[:2], True) for seq in (0, 2)]
+        assert backend.decode(runs).status is Status.ABORTED
+    for seq in range(SCRATCH):
+        backend.change(Remove(seq, 0))
+    for seq in range(SCRATCH):
+        assert is_same(feed(backend, seq, TAIL), expected)
+
+
 def test_cells_of_a_failed_step_are_free_before_anything_is_restored(backend: LlamaBackend) -> None:
     feed(backend, 0, HELD)
     with failing(backend):

@@ -106,8 +106,9 @@ class KvOperations:
             return
         starts = {run.seq: run.start for run in runs}
         self.states.fail(starts, dict(enumerate(self.lengths)))
+        self.partial.fill(len(self.lengths))
         for seq, length in enumerate(self.lengths):
-            if seq in starts and not length:
+            if not length:
                 llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
             elif not self.states.is_live(seq):
                 self.partial.strip(seq)

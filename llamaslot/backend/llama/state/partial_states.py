@@ -30,6 +30,8 @@ class PartialStates:
         self._states: dict[int, Kv] = {}
         self._blanks: list[Kv] = []
         """Blank states that `strip` loads, in this order."""
+        self._one: Kv | None = None
+        """The state of one token, for a model with a recurrent state."""
 
     def prepare(self, one: int, empty: int) -> None:
         """Save the blank states; sequence `one` must hold one token, and `empty` none."""
@@ -37,6 +39,7 @@ class PartialStates:
             self._blanks.append(self._saved(one))
         if self._kind.has_recurrent_state:
             self._blanks.append(self._saved(empty))
+            self._one = self._saved(one)
 
     def n_bytes(self, seq: int) -> int:
         """Return the bytes that a checkpoint of a sequence would take now."""
@@ -78,6 +81,18 @@ class PartialStates:
         for state in self._blanks:
             if not self._load(seq, state):
                 raise MemoryError(f"the state of sequence {seq} cannot be removed")
+
+    def fill(self, n_seqs: int) -> None:
+        """Give all sequences a recurrent state each, to be stripped next; for other models it does nothing.
+
+        llama.cpp clears the state of a new sequence in its first graph, and records that before it computes. If the
+        graph fails, a free state that it was to clear counts as clear. It is cleared again once it was in use.
+        """
+        if self._one is None:
+            return
+        for seq in range(n_seqs):
+            if not self._load(seq, self._one):
+                raise MemoryError(f"sequence {seq} cannot be given a state")
 
     def free(self, checkpoint: int) -> None:
         """Free a checkpoint."""
