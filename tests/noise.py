@@ -28,6 +28,11 @@ class Noise:
         with self._opened() as backend:
             return backend.vocab.tokenize(text, add_special=True, parse_special=True).tolist()
 
+    def distance(self, history: Sequence[int]) -> float:
+        """The farthest that rounding alone moves a logit after `history`."""
+        with self._opened() as backend:
+            return max(noise for _, noise in self._spread(backend, history))
+
     def explains(self, history: Sequence[int], warm: int, cold: int) -> bool:
         """True if `warm` may stand for `cold` as the greedy token after `history`."""
         self.n_explained += 1

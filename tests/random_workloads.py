@@ -32,5 +32,5 @@ def run_workloads(workload_of: Callable[[int], Workload], n: int, expected: Iter
             raise
         counts += workload.counts
     missing = [event for event in expected if not counts[event]]
-    assert not missing, f"no workload from seed {start} on came to these"
+    assert not missing, f"no workload from seed {start} on came to {missing}"
     print(f"seeds from {start} on: {dict(counts)}")

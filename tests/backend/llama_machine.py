@@ -34,15 +34,20 @@ class LlamaMachine(CacheMachine):
     def check_token(self, history: list[int], sampling: Sampling, n_drawn: int, token: int) -> None:
         if sampling.temperature > 0:
             return
-        self.cold.change(Remove(0, 0))
-        for at in range(0, len(history), N_UBATCH):
-            chunk = np.array(history[at : at + N_UBATCH], dtype=np.int32)
-            run = Run(0, at, chunk, output=at + N_UBATCH >= len(history))
-            assert self.cold.decode([run]).status is Status.OK
+        compute(self.cold, history)
         sampler = self.cold.new_sampler(sampling, np.empty(0, dtype=np.int32))
         (expected,) = self.cold.sample([(0, sampler)])
         sampler.close()
         assert token == expected or self.noise.explains(history, token, expected), "not what a cold run gives"
+
+
+def compute(backend: LlamaBackend, tokens: Sequence[int]) -> None:
+    """Compute all tokens in the first sequence, from an empty one on, with logits for the last."""
+    backend.change(Remove(0, 0))
+    for at in range(0, len(tokens), N_UBATCH):
+        chunk = np.array(tokens[at : at + N_UBATCH], dtype=np.int32)
+        run = Run(0, at, chunk, output=at + N_UBATCH >= len(tokens))
+        assert backend.decode([run]).status is Status.OK
 
 
 def run_machine(

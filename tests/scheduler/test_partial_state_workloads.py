@@ -9,33 +9,35 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 
 from llamaslot.base.backend import Run, Status
 from llamaslot.base.generation.sampling import Sampling
-from llamaslot.base.kv_ops import Load, Remove, Restore, Save, Take
+from llamaslot.base.kv_ops import Copy, Load, Remove, Restore, Save, Take
 from llamaslot.base.model import StateKind
 from llamaslot.base.namespaces import PUBLIC_SALT, key_salt, key_secret
 from llamaslot.base.tokens import packed
 from llamaslot.scheduler.request import Request, RequestState
 from llamaslot.scheduler.scheduler import DecodeFailed
+from llamaslot.scheduler.step import StepPlan
 from tests.conftest import LONG
 from tests.fake_backend import FakeBackend
 from tests.random_workloads import run_workloads
-from tests.scheduler.test_scheduler import Driver, as_tokens, generated
+from tests.scheduler.test_scheduler import Driver, as_letters, as_tokens, generated
 
 N_WORKLOADS = 1000 if LONG else 40
 KINDS = StateKind.RECURRENT, StateKind.WINDOW, StateKind.HYBRID, StateKind.HYBRID_WINDOW
 SALTS = *(key_salt(key_secret(key), "") for key in ("ann", "bob")), PUBLIC_SALT, ""
-MAX_PROMPT = 70
 MAX_STEPS = 600
 """Steps in which all requests of a workload must end."""
 
 EVENTS = (
-    *("ended", "failed", "reused", "reused public KV", "private", "public"),
-    *("saves", "loads", "takes", "restores", "dropped everything", "dropped a path"),
+    *("ended", "failed", "cancelled", "reused", "reused public KV", "private", "public"),
+    *("saves", "loads", "takes", "restores", "copies", "dropped everything", "dropped a path"),
 )
 """What must come up in any run, for else a check is vacuous."""
+OPERATIONS = {"saves": Save, "loads": Load, "takes": Take, "restores": Restore, "copies": Copy}
 
 
 @cache
@@ -60,11 +62,30 @@ def cold(kind: StateKind, prompt: str, n: int) -> list[int]:
 class Workload:
     """What one seed stands for: a server, the requests to it, and what goes wrong meanwhile."""
 
+    n_requests = 5, 18
+    max_prompt = 70
+    max_new = 25
+    """Letters of a prompt that no earlier one has, at most."""
+    alphabet = "pqz"
+    salts: Sequence[str] = SALTS
+    drop_rate = 0.1
+    new_rate = 0.0
+    """Share of prompts that begin as no earlier one does, and fill the pool."""
+
     def __init__(self, seed: int) -> None:
-        self.rng = rng = random.Random(seed)
+        self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
+        self.driver = self.new_driver()
+        self.requests: list[Request] = []
+        self.prompts = self.first_prompts()
+        self.failed: set[Request] = set()
+        self.cancelled: set[Request] = set()
+
+    def new_driver(self) -> Driver:
+        """Return a server with some settings."""
+        rng = self.rng
         self.kind = rng.choice(KINDS)
-        self.driver = Driver(
+        return Driver(
             kind=self.kind,
             n_slots=rng.choice([1, 2, 3]),
             n_reserved=rng.choice([0, 0, 2]),
@@ -82,22 +103,25 @@ class Workload:
                 "take_ms": rng.choice([0, 0, 60]),
             },
         )
-        self.requests: list[Request] = []
-        self.prompts = ["h" * 20, "h" * 12 + "g" * 20, self.letters("xy", 30)]
-        self.failed: set[Request] = set()
+
+    def first_prompts(self) -> list[str]:
+        """Return three prompts that others begin with."""
+        return ["h" * 20, "h" * 12 + "g" * 20, self.letters("xy", 30)]
 
     def run(self) -> None:
         """Submit some requests, and step until all have ended."""
         rng = self.rng
-        for _ in range(rng.randint(5, 18)):
+        for _ in range(rng.randint(*self.n_requests)):
             self.submit()
             if rng.random() < 0.1:
-                self.driver.backend.failures.append((rng.choice([Status.ABORTED, Status.FATAL]), 0))
+                self.driver.backend.failures.append(self.failure())
             for _ in range(rng.randint(0, 8)):
                 self.step(rng.choice([0.0, 0.1]))
-            if rng.random() < 0.1:
+                if rng.random() < 0.05:
+                    self.cancel()
+            if rng.random() < self.drop_rate:
                 self.drop()
-            if rng.random() < 0.1:
+            if rng.random() < self.drop_rate:
                 self.drop_path()
         for _ in range(MAX_STEPS):
             if all(request.state is RequestState.DONE for request in self.requests):
@@ -115,19 +139,26 @@ class Workload:
         rng = self.rng
         before = rng.choice([*self.prompts[:3], *self.prompts[3:][-4:]])
         if self.requests and rng.random() < 0.3:
-            before = bytes(rng.choice(self.requests[-4:]).tokens.view().tolist()).decode()
+            before = as_letters(rng.choice(self.requests[-4:]).tokens.view().tolist())
+        if rng.random() < self.new_rate:
+            before = self.letters(self.alphabet, self.max_prompt)
         n = rng.choice([len(before), rng.randint(1, len(before))])
-        prompt = before[:n] + self.letters("pqz", rng.randint(1, 25))
-        self.prompts.append(prompt[:MAX_PROMPT])
+        prompt = before[:n] + self.letters(self.alphabet, rng.randint(1, self.max_new))
+        self.prompts.append(prompt[: self.max_prompt])
         private = {"group": f"group {len(self.requests)}"} if rng.random() < 0.1 else {}
         request = self.driver.submit(
-            self.prompts[-1], max_tokens=rng.randint(1, 12), cache_salt=rng.choice(SALTS), **private
+            self.prompts[-1], max_tokens=rng.randint(1, 12), cache_salt=rng.choice(self.salts), **private
         )
         self.requests.append(request)
         self.counts["private"] += bool(private)
         self.counts["public"] += not private and request.submit.cache_salt == PUBLIC_SALT
 
-    def step(self, seconds: float = 0.0) -> None:
+    def failure(self) -> tuple[Status, int]:
+        """Return how the next step fails."""
+        return self.rng.choice([Status.ABORTED, Status.FATAL]), 0
+
+    def step(self, seconds: float = 0.0) -> StepPlan:
+        """Carry out one step, on a clock that goes on."""
         driver = self.driver
         driver.backend.now += seconds
         plan = driver.step()
@@ -136,8 +167,23 @@ class Workload:
             states, held = driver.cache._sequences.states, driver.backend.states
             for seq in driver.cache._sequences.all:
                 assert states.is_live(seq) == held.is_live(seq), f"sequence {seq} is live in one account only"
-        for name, kind in (("saves", Save), ("loads", Load), ("takes", Take), ("restores", Restore)):
+        for name, kind in (
+            ("saves", Save),
+            ("loads", Load),
+            ("takes", Take),
+            ("restores", Restore),
+            ("copies", Copy),
+        ):
             self.counts[name] += any(isinstance(each, kind) for each in plan.operations)
+        return plan
+
+    def cancel(self) -> None:
+        """A client is gone."""
+        living = [each for each in self.requests if each.state is not RequestState.DONE]
+        if living:
+            request = self.rng.choice(living)
+            self.driver.scheduler.end(request, self.driver.backend.now, cancelled=True)
+            self.cancelled.add(request)
 
     def drop(self) -> None:
         """A client drops all that is idle."""
@@ -159,13 +205,19 @@ class Workload:
             assert request.state is RequestState.DONE, f"{request.id} does not end"
             n = request.submit.max_tokens
             found = generated(request)
-            assert found == cold(self.kind, prompt, n)[: len(found)], (request.id, prompt, request.n_cached)
-            assert len(found) == n or request in self.failed, f"{request.id} ended early"
+            self.check_tokens(request, prompt, found)
+            assert len(found) == n or request in self.failed | self.cancelled, f"{request.id} ended early"
             self.counts["reused"] += request.n_cached > 0
             self.counts["reused public KV"] += request.n_public > 0
             self.counts["ended"] += len(found) == n
         self.counts["failed"] += len(self.failed)
+        self.counts["cancelled"] += len(self.cancelled)
         self.counts["preempted"] += len(self.driver.preempted)
+
+    def check_tokens(self, request: Request, prompt: str, found: list[int]) -> None:
+        """Verify what a request generated."""
+        expected = cold(self.kind, prompt, request.submit.max_tokens)
+        assert found == expected[: len(found)], (request.id, prompt, request.n_cached)
 
 
 def test_every_token_is_that_of_a_cold_run_and_every_request_ends() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -39,10 +40,15 @@ class TimedBackend(FakeBackend):
     now = 0.0
 
     def decode(self, runs: Sequence[Run]) -> Decoded:
-        prompt_tokens = sum(len(run.tokens) for run in runs if len(run.tokens) > 1)
-        streams = any(len(run.tokens) == 1 for run in runs)
-        self.now += prompt_tokens * PROMPT_TOKEN_SECONDS + streams * DECODE_SECONDS
+        self.now += step_seconds(runs)
         return super().decode(runs)
+
+
+def step_seconds(runs: Sequence[Run]) -> float:
+    """The time that a step takes on the tests' clock."""
+    prompt_tokens = sum(len(run.tokens) for run in runs if len(run.tokens) > 1)
+    streams = any(len(run.tokens) == 1 for run in runs)
+    return prompt_tokens * PROMPT_TOKEN_SECONDS + streams * DECODE_SECONDS
 
 
 class Driver:
@@ -66,9 +72,10 @@ class Driver:
         min_shared: int = 64,
         step_cost: StepCost | None = None,
         checkpoints: Mapping[str, float] | None = None,
+        backend: Any = None,
         **shape: float,
     ) -> None:
-        self.backend = TimedBackend(**shape)
+        self.backend = backend or TimedBackend(**shape)
         info = self.backend.info
         chosen = CheckpointSettings()
         if info.checkpoint_size is not None:
@@ -134,8 +141,12 @@ class Driver:
         result = apply(plan, self.backend, lambda: self.backend.now)
         self.outcomes = self.scheduler.commit(plan, result, self.backend.now)
         self.plans.append(plan)
-        check_pool(self.scheduler, self.backend)
+        self.check()
         return plan
+
+    def check(self) -> None:
+        """Verify that the backend holds what the cache says."""
+        check_pool(self.scheduler, self.backend)
 
     def finish(self, *requests: Request, steps: int = 2000) -> None:
         """Step until these requests are done."""
@@ -170,7 +181,11 @@ def tokenized(prompt: str) -> TokenizedPrompt:
 
 
 def as_tokens(prompt: str) -> Tokens:
-    return np.frombuffer(prompt.encode(), dtype=np.uint8).astype(np.int32)
+    return np.array([ord(letter) for letter in prompt], dtype=np.int32)
+
+
+def as_letters(tokens: Sequence[int]) -> str:
+    return "".join(map(chr, tokens))
 
 
 def trims(plan: StepPlan) -> dict[int, int]:
