@@ -32,6 +32,7 @@ from bench import (
 )
 from bench.client import BenchmarkError
 from bench.families import kinds
+from bench.families import published as published_families
 from bench.families import run as families
 from bench.peers import baseline, compare, parity, published
 from bench.peers.servers import SERVERS
@@ -244,10 +245,19 @@ def _add_families(command: ArgumentParser) -> None:
     command.add_argument("--interval", type=_positive, default=families.INTERVAL, metavar="N", help=text)
     command.add_argument("--seed", type=_count, default=1, metavar="N", help="of the text (default: 1)")
     command.add_argument("--server", default="", metavar="FLAGS", help="more flags for all servers")
+    text = "the published run with its fixed plan, whatever else is given: an hour on 2 cores, at a clean commit"
+    command.add_argument("--publish", action="store_true", help=text)
+    command.add_argument("--render", action="store_true", help="only write the published tables from the raw data")
     _threads(command)
 
 
 def _families(options: Namespace) -> None:
+    if options.render:
+        published_families.render()
+        return
+    if options.publish:
+        published_families.run(threads=options.threads, folder=options.out)
+        return
     chosen = options.kind or (families.QUICK_KINDS if options.quick else [each.name for each in kinds.KINDS])
     settings = families.Settings(
         kinds=[each for each in kinds.KINDS if each.name in chosen],

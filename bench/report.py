@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +20,8 @@ from rich.console import Console
 from bench import synthetic
 from bench.client import BenchmarkError
 
+ROOT = Path(__file__).resolve().parent.parent
+"""The checkout."""
 TABLE_WIDTH = 132
 console = Console(width=max(TABLE_WIDTH, Console().width))
 notes = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
@@ -94,6 +97,18 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write results as JSON and print the path."""
     path.write_text(json.dumps(rounded(content), indent=1) + "\n")
     notes.print(f"results: {path}")
+
+
+def wrapped(text: str) -> list[str]:
+    """Return the lines of a paragraph of a page."""
+    return textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False)
+
+
+def replaced_part(text: str, begin: str, end: str, part: str) -> str | None:
+    """Return a page with what is between two lines replaced by `part`; None if it lacks these lines."""
+    before, has_begin, rest = text.partition(begin)
+    _, has_end, after = rest.partition(end)
+    return f"{before}{begin}\n{part}{end}{after}" if has_begin and has_end else None
 
 
 def rounded(value: Any, decimals: int = 6) -> Any:

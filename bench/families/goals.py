@@ -97,12 +97,19 @@ class Row:
     """Median of the pairs."""
 
     @property
+    def is_fast(self) -> bool:
+        """False if goal 2 asks for a shorter mean TTFT."""
+        return self.workload not in HALVED or self.ttft_ratio is None or self.ttft_ratio <= MAX_TTFT
+
+    @property
+    def computes_less(self) -> bool:
+        """False if goal 2 asks for fewer computed tokens."""
+        return self.peer_limit is None or self.computed <= self.peer_limit
+
+    @property
     def is_ahead(self) -> bool | None:
         """True if goal 2 is met; None without a llama-server."""
-        if self.peer_limit is None or self.ttft_ratio is None:
-            return None
-        is_fast = self.workload not in HALVED or self.ttft_ratio <= MAX_TTFT
-        return self.computed <= self.peer_limit and is_fast
+        return None if self.peer_limit is None else self.is_fast and self.computes_less
 
     def cells(self) -> list[str]:
         """The row of the table."""
@@ -181,7 +188,7 @@ def _verdict(is_met: bool | None) -> str:
 def table(kind: Kind, chosen: Sequence[Row], title: str) -> Table:
     """A line for each workload with one kind of model."""
     result = Table(
-        title=f"{kind.name} ({kind.stands_for}): {title}",
+        title=f"{kind.name} ({kind.keeps}: {kind.models}): {title}",
         collapse_padding=True,
         caption="prompt tokens computed by llamaslot (own) and the best llama-server (peer), x: of the fewest;\n"
         "limit: own at most, by goal 1 or 2; turn: most beyond a turn's new tokens; ms: mean TTFT, ratio: of pairs",

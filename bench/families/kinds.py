@@ -20,23 +20,26 @@ class Kind:
     """A kind of model by the state that it keeps; shapes are names of `bench.synthetic`."""
 
     name: str
-    stands_for: str
+    keeps: str
+    """What its layers keep of computed tokens."""
+    models: str
+    """Some that are of this kind."""
     shape: str
     tiny: str
     """A shape whose runs take a second, for a quick look and for tests."""
 
 
 KINDS = (
-    Kind("dense", "full attention: Qwen3, Llama", "60m", "tiny"),
-    Kind("window 5:1", "sliding window in 5 of 6 layers: Gemma 3", "60m-swa", "tiny-swa"),
-    Kind("window 1:1", "sliding window in every second layer, sinks, experts: gpt-oss", "60m-oss", "tiny-oss"),
-    Kind("short conv", "short convolutions and attention: LFM2", "60m-lfm2", "tiny-lfm2"),
-    Kind("mamba2 hybrid", "Mamba 2 and attention: Granite 4 H", "60m-granite", "tiny-granite"),
-    Kind("delta net", "gated delta nets and attention, experts: Qwen3-Next", "60m-next", "tiny-next"),
-    Kind("delta net, dense", "gated delta nets and attention: Qwen3.5", "60m-qwen35", "tiny-qwen35"),
-    Kind("mamba2", "recurrent states only: Mamba 2", "60m-mamba2", "tiny-mamba2"),
-    Kind("rwkv7", "recurrent states only: RWKV 7", "60m-rwkv7", "tiny-rwkv7"),
-    Kind("mla", "latent attention, experts: DeepSeek V2 and V3", "60m-mla", "tiny-mla"),
+    Kind("dense", "full attention", "Llama, Qwen3, Mistral", "60m", "tiny"),
+    Kind("window 5:1", "sliding window in 5 of 6 layers", "Gemma 3 and 4", "60m-swa", "tiny-swa"),
+    Kind("window 1:1", "sliding window in every second layer, sinks, experts", "gpt-oss", "60m-oss", "tiny-oss"),
+    Kind("short conv", "short convolutions and attention", "LFM2", "60m-lfm2", "tiny-lfm2"),
+    Kind("mamba2 hybrid", "Mamba 2 and attention", "Granite 4 H, Falcon-H1", "60m-granite", "tiny-granite"),
+    Kind("delta net", "gated delta nets and attention, experts", "Qwen3-Next", "60m-next", "tiny-next"),
+    Kind("delta net, dense", "gated delta nets and attention", "Qwen3.5", "60m-qwen35", "tiny-qwen35"),
+    Kind("mamba2", "recurrent states only", "Mamba 2", "60m-mamba2", "tiny-mamba2"),
+    Kind("rwkv7", "recurrent states only", "RWKV 7", "60m-rwkv7", "tiny-rwkv7"),
+    Kind("mla", "latent attention, experts", "DeepSeek V2 and V3, Kimi K2", "60m-mla", "tiny-mla"),
 )
 
 

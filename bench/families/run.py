@@ -18,7 +18,7 @@ from typing import Any
 
 from bench import synthetic
 from bench.client import BenchmarkError
-from bench.families.goals import FamilyRun, Row, rows, table
+from bench.families.goals import FamilyRun, rows, table
 from bench.families.kinds import Kind, checkpoint_bytes
 from bench.families.oracle import needs
 from bench.peers import build
@@ -33,9 +33,12 @@ from bench.tokens import Tokens
 N_SLOTS = 8
 NAMES = ("chat", "fan-out cold", "fan-out warm", "interleaved", "twenty", "branching", "agent")
 """Of `bench.peers.workloads`."""
-PEERS = tuple(each.name for each in SERVERS if each.is_peer and not each.workloads)
+SAME_STEP = ServerSetup("llama-server, same step", "llama-server")
+"""With as many tokens between two checkpoints as llamaslot, where there are any."""
+SETUPS = (*(each for each in SERVERS if each.is_peer and not each.workloads), SAME_STEP)
+PEERS = tuple(each.name for each in SETUPS)
 USUAL = ("llama-server",)
-"""With a part of the pool for each slot: with one pool it computes as much or more."""
+"""For a look; the published run has all of them."""
 SCALE = 0.5
 """Factor for the long prompts: all of it takes about 15 minutes, and prompts stay longer than the windows."""
 QUICK_KINDS = ("window 5:1", "short conv")
@@ -74,14 +77,20 @@ class Settings:
     """Use the tiny shapes: nothing that is timed then means anything."""
 
 
-def run(*, settings: Settings, repeats: int, threads: int, folder: Path, server_flags: Sequence[str]) -> list[Row]:
-    """Measure, print a table for each kind, write `families.json` and the log of the server that ran last."""
+def run(
+    *, settings: Settings, repeats: int, threads: int, folder: Path, server_flags: Sequence[str]
+) -> dict[str, Any]:
+    """Measure, print a table for each kind, write `families.json` and the log of the server that ran last.
+
+    Returns what was written.
+    """
     facts = machine()
+    started = monotonic()
     peers = settings.peers
     if settings.tiny and peers and not build.has_llama_server():
         notes.print("llama-server is not built, which takes minutes: a quick look leaves it out")
         peers = ()
-    servers = [each for each in SERVERS if each.name in (*peers, OWN)]
+    servers = [*(each for each in SETUPS if each.name in peers), *(each for each in SERVERS if each.name == OWN)]
     runner = Runner(settings, threads, folder, server_flags)
     results = asyncio.run(runner.measure(servers, repeats))
     compared = rows(results, settings.interval)
@@ -95,12 +104,14 @@ def run(*, settings: Settings, repeats: int, threads: int, folder: Path, server_
         "slots": N_SLOTS,
         "flags": " ".join(server_flags),
     }
+    content |= {"seconds": monotonic() - started, "checkpoint_bytes": runner.checkpoint_bytes}
     content |= {"commands": runner.commands, "failures": runner.failures}
     content["goals"] = [asdict(row) | {"is_ahead": row.is_ahead} for row in compared]
-    write_json(folder / "families.json", content | {"runs": [asdict(each) for each in results]})
+    content["runs"] = [asdict(each) for each in results]
+    write_json(folder / "families.json", content)
     if runner.own_failures:
         raise BenchmarkError(runner.own_failures)
-    return compared
+    return content
 
 
 def _shape(kind: Kind, settings: Settings) -> str:
@@ -117,21 +128,22 @@ class Runner:
         self._flags = tuple(server_flags)
         self.commands: dict[str, str] = {}
         """Flags by server, kind and workload."""
+        self.checkpoint_bytes: dict[str, int] = {}
+        """Of the largest checkpoint, by kind."""
         self.failures: dict[str, str] = {}
 
     async def measure(self, servers: Sequence[ServerSetup], repeats: int) -> list[FamilyRun]:
         """Run all workloads on all servers with all kinds; repeats go forwards and backwards (A B B A)."""
         workloads = [each for each in WORKLOADS if each.name in self._settings.workloads]
-        total = len(self._settings.kinds) * len(workloads) * len(servers) * repeats
+        kinds = [self._load(kind) for kind in self._settings.kinds]
+        by_kind = [[each for each in servers if one.checkpoint_bytes or each is not SAME_STEP] for one in kinds]
         results: list[FamilyRun] = []
-        with progress("run", total) as advance:
-            for kind in self._settings.kinds:
-                model = synthetic.ensure(_shape(kind, self._settings))
-                one = _OfKind(kind, model, Tokens(model), checkpoint_bytes(model, self._threads))
+        with progress("run", sum(map(len, by_kind)) * len(workloads) * repeats) as advance:
+            for one, chosen in zip(kinds, by_kind, strict=True):
                 for workload, repeat in itertools.product(workloads, range(repeats)):
-                    for server in servers if repeat % 2 == 0 else servers[::-1]:
+                    for server in chosen if repeat % 2 == 0 else chosen[::-1]:
                         started = monotonic()
-                        what = f"{server.name}, {kind.name}, {workload.name}"
+                        what = f"{server.name}, {one.kind.name}, {workload.name}"
                         try:
                             results.append(await self._run(one, workload, server, repeat))
                         except BenchmarkError as error:
@@ -144,6 +156,11 @@ class Runner:
     def own_failures(self) -> str:
         """The failures of llamaslot, empty for none."""
         return "; ".join(f"{name}: {why}" for name, why in self.failures.items() if name.startswith(f"{OWN}, "))
+
+    def _load(self, kind: Kind) -> _OfKind:
+        model = synthetic.ensure(_shape(kind, self._settings))
+        n_bytes = self.checkpoint_bytes[kind.name] = checkpoint_bytes(model, self._threads)
+        return _OfKind(kind, model, Tokens(model), n_bytes)
 
     async def _run(self, one: _OfKind, workload: Workload, server: ServerSetup, repeat: int) -> FamilyRun:
         """Run a workload on a new server process."""
@@ -180,9 +197,11 @@ class Runner:
         """The flags with which checkpoints may take the same bytes in both servers."""
         if not mib:
             return []
+        step = {"--checkpoint-min-step": str(self._settings.interval)}
         if server.is_peer:
-            return ["--ctx-checkpoints", str(CHECKPOINTS)]
-        flags = {"--checkpoint-ram": str(mib), "--checkpoint-min-step": str(self._settings.interval)}
+            flags = {"--ctx-checkpoints": str(CHECKPOINTS)} | (step if server is SAME_STEP else {})
+            return [word for item in flags.items() for word in item]
+        flags = {"--checkpoint-ram": str(mib)} | step
         known = llamaslot_flags()
         return [word for flag, value in flags.items() if flag in known for word in (flag, value)]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,10 +25,9 @@ from bench.peers.runner import ENGINE, N_SLOTS, EnginePair, Runner
 from bench.peers.servers import OWN, SERVERS, CommonSettings
 from bench.peers.workloads import MANY, WORKLOADS
 from bench.progress import duration
-from bench.report import machine, model_file, notes, rounded
+from bench.report import ROOT, machine, model_file, notes, replaced_part, rounded, wrapped
 from bench.tokens import Tokens
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "bench" / "published"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- published benchmark: begin -->", "<!-- published benchmark: end -->"
@@ -119,9 +117,7 @@ def render(folder: Path = FOLDER, readme: Path | None = README) -> None:
 
 def replaced(text: str, content: Mapping[str, Any]) -> str | None:
     """The README with its generated part renewed; None if it has no such part."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{summary(content)}{END}{after}" if begin and end else None
+    return replaced_part(text, BEGIN, END, summary(content))
 
 
 def ratios_of(content: Mapping[str, Any]) -> list[Ratio]:
@@ -179,7 +175,7 @@ def page(content: Mapping[str, Any]) -> str:
 
 def _origin(content: Mapping[str, Any]) -> list[str]:
     facts = content["machine"]
-    return _wrapped(
+    return wrapped(
         f"One run of `{content['command']}` at commit `{content['commit'][:10]}`, {facts['date'][:10]}, on "
         f"{facts['processor']} ({facts['threads']} threads, {facts['memory_gib']} GiB), "
         f"{content['settings']['model']}: medians of paired ratios to the best llama-server, with the 95% "
@@ -212,23 +208,19 @@ def _remarks(ratios: Sequence[Ratio]) -> list[str]:
     def named(*verdicts: str) -> str:
         return ", ".join(f"{each.workload} ({each.metric})" for each in ratios if each.verdict in verdicts)
 
-    lines = _wrapped(f"**Goals missed:** {named('missed') or 'none'}.")
+    lines = wrapped(f"**Goals missed:** {named('missed') or 'none'}.")
     if undecided := named("open", "few pairs"):
         lines += [
             "",
-            *_wrapped(f"**Not decided** (the interval reaches across the goal, or few pairs): {undecided}."),
+            *wrapped(f"**Not decided** (the interval reaches across the goal, or few pairs): {undecided}."),
         ]
-    return [*lines, "", *_wrapped(CPU_NOTE)]
+    return [*lines, "", *wrapped(CPU_NOTE)]
 
 
 def _results(content: Mapping[str, Any]) -> list[RunResult]:
     return [RunResult(**each) for each in content["runs"]]
 
 
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False)
-
-
 def _item(text: str) -> list[str]:
-    first, *rest = _wrapped(text)
+    first, *rest = wrapped(text)
     return [f"- {first}", *(f"  {line}" for line in rest)]

@@ -132,6 +132,8 @@ def test_both_servers_get_the_same_bytes_for_checkpoints(monkeypatch: pytest.Mon
     settings = families.Settings(KINDS, families.NAMES, families.USUAL, 1.0, 256, 1)
     runner = Runner(settings, 1, tmp_path, ())
     own, peer = (next(each for each in SERVERS if each.name == name) for name in (OWN, "llama-server"))
+    same_step = ["--ctx-checkpoints", "32", "--checkpoint-min-step", "256"]
+    assert runner._checkpoint_flags(families.SAME_STEP, 7) == same_step
     monkeypatch.setattr(families, "llamaslot_flags", lambda: {"--checkpoint-ram", "--checkpoint-min-step"})
     assert runner._checkpoint_flags(own, 7) == ["--checkpoint-ram", "7", "--checkpoint-min-step", "256"]
     assert runner._checkpoint_flags(peer, 7) == ["--ctx-checkpoints", "32"]
