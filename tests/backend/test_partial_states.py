@@ -181,7 +181,7 @@ def test_a_failed_step_costs_states_and_no_cells(backend: LlamaBackend) -> None:
     assert is_same(feed(backend, 0, TAIL), expected)
 
 
-def test_a_new_sequence_begins_with_a_clear_state_behind_a_failed_step(backend: LlamaBackend) -> None:
+def test_a_new_sequence_begins_with_a_clear_state_after_a_failed_step(backend: LlamaBackend) -> None:
     """The step moves the state of 2 next to that of 0; where it was there is a state that counts as clear."""
     expected = cold(backend, TAIL)
     for seq in range(3):
@@ -194,6 +194,25 @@ def test_a_new_sequence_begins_with_a_clear_state_behind_a_failed_step(backend: 
         backend.change(Remove(seq, 0))
     for seq in range(SCRATCH):
         assert is_same(feed(backend, seq, TAIL), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_checkpoints_a_new_sequence_begins_with_a_clear_state_too(folder: Path, shape: str) -> None:
+    model = synthetic.ensure(shape, folder=folder, is_exact=True)
+    backend = load(model, **EXACT | {"checkpoints": False, "n_slots": 3})
+    expected = feed(backend, 0, TAIL)
+    backend.change(Remove(0, 0))
+    for seq in range(3):
+        feed(backend, seq, HELD)
+    backend.change(Remove(1, 0))
+    with failing(backend):
+        runs = [Run(seq, N_HELD, OTHER[:2], True) for seq in (0, 2)]
+        assert backend.decode(runs).status is Status.ABORTED
+    for seq in range(3):
+        backend.change(Remove(seq, 0))
+    for seq in range(3):
+        assert is_same(feed(backend, seq, TAIL), expected)
+    backend.close()
 
 
 def test_cells_of_a_failed_step_are_free_before_anything_is_restored(backend: LlamaBackend) -> None:

@@ -97,12 +97,11 @@ class KvOperations:
         """Truncate the sequences of a failed batch to their earlier length, and strip those whose state is lost.
 
         Sequences that can be trimmed were truncated by llama.cpp itself. Of others it may report tokens that were
-        never computed, so without checkpoints those of the batch are emptied.
+        never computed, and states that are not in use may not be clear, so without checkpoints all are emptied.
         """
         if not self.states.has_states:
-            for run in () if self._info.can_trim else runs:
-                llama_cpp.llama_memory_seq_rm(self._memory, run.seq, -1, -1)
-                self.lengths[run.seq] = 0
+            if not self._info.can_trim:
+                self.clear()
             return
         starts = {run.seq: run.start for run in runs}
         self.states.fail(starts, dict(enumerate(self.lengths)))
