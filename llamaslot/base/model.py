@@ -162,6 +162,11 @@ class StateKind(StrEnum):
         return self in (StateKind.RECURRENT, StateKind.HYBRID, StateKind.HYBRID_WINDOW)
 
     @property
+    def mixes_lengths(self) -> bool:
+        """True if the runs of a step may differ in length: else llama.cpp loses cells of windows (fact 33)."""
+        return not (self.has_window and self.has_recurrent_state)
+
+    @property
     def copies_live(self) -> bool:
         """True if a full copy of a live sequence can be continued: its recurrent state is copied on write."""
         return self.has_recurrent_state and not self.has_window

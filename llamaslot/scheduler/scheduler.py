@@ -122,6 +122,9 @@ class Scheduler:
         # llama.cpp splits steps of several sequences where states are recurrent, so padding would only cost.
         is_split = info.keeps_checkpoints and info.state.kind.has_recurrent_state
         self._padding = Padding(None if is_split else info.step_cost, cache_settings.scratch, info.n_ubatch)
+        self._mixes_lengths = info.state.kind.mixes_lengths
+        self._was_prompt = False
+        """True if the last step computed more than a token of a request; only kept if these may not be mixed."""
         self.deadlines = Deadlines()
         """Times at which to plan again although no command has arrived."""
         self.recovery = Recovery(self.cache, self.slots, self.admission)
@@ -187,7 +190,8 @@ class Scheduler:
             siblings=self.admission.siblings,
             n_scored=self._n_scored,
         )
-        work = planner.grant([request for request in suspects[:1] or by_share(running) if request in ready])
+        chosen = [request for request in suspects[:1] or by_share(running) if request in ready]
+        work = planner.grant(chosen if self._mixes_lengths else self._of_one_length(chosen))
         padding = None if suspects else planner.pad(work)
         n_extra_steps = 0 if suspects or is_loading else planner.n_extra_steps(work)
         is_busy = bool(self.running or self.queue)
@@ -200,6 +204,13 @@ class Scheduler:
             n_extra_steps=n_extra_steps,
             jobs=self.cache.take_jobs(),
         )
+
+    def _of_one_length(self, requests: Sequence[Request]) -> list[Request]:
+        """Return those whose runs have one length: all that compute one token or, in turn, one that has more."""
+        single = [request for request in requests if self._n_pending(request) == 1]
+        others = [request for request in requests if request not in single]
+        self._was_prompt = bool(others) and not (single and self._was_prompt)
+        return others[:1] if self._was_prompt else single
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Outcome]:
         """Change the state to what the backend did for `plan`."""

@@ -49,7 +49,6 @@ class Shape:
     name: str
     kind: StateKind
     values: Mapping[str, int] = field(default_factory=dict)
-    most_slots: int = 3
 
 
 SHAPES = {
@@ -59,10 +58,7 @@ SHAPES = {
     "delta net": Shape("tiny-qwen35", StateKind.HYBRID),
     "mamba": Shape("tiny-mamba2", StateKind.RECURRENT),
     "rwkv": Shape("tiny-rwkv7", StateKind.RECURRENT),
-    # llama.cpp loses cells of the window if the runs of a step differ in length (test_checkpoint_facts.py).
-    "window and convolution": Shape(
-        "tiny-lfm2", StateKind.HYBRID_WINDOW, {"attention.sliding_window": 32}, most_slots=1
-    ),
+    "window and convolution": Shape("tiny-lfm2", StateKind.HYBRID_WINDOW, {"attention.sliding_window": 32}),
     # All experts are used: rounding would exchange those whose weights are close together.
     "latent attention": Shape("tiny-mla", StateKind.NONE, {"expert_used_count": EXPERTS}),
 }
@@ -123,8 +119,7 @@ class WatchedLlama(LlamaBackend):
 class Model:
     """A model with its server and its cold runs."""
 
-    def __init__(self, path: Path, flash_attn: str, most_slots: int) -> None:
-        self.most_slots = most_slots
+    def __init__(self, path: Path, flash_attn: str) -> None:
         fields = EXACT | {"flash_attn": flash_attn}
         chosen = LlamaSettings(path, n_ctx=N_CTX, n_slots=3, n_cache_seqs=2, n_ubatch=N_UBATCH, **fields)
         self.server, self._cold = WatchedLlama(chosen), LlamaBackend(chosen)
@@ -195,7 +190,7 @@ class LlamaWorkload(Workload):
         backend, info = model.server, model.info
         backend.empty()
         n_ctx = rng.choice([144, 160, 256])
-        n_slots = min(rng.choice([1, 2, 3]), model.most_slots)
+        n_slots = rng.choice([1, 2, 3])
         backend.info = msgspec.structs.replace(info, n_slots=n_slots, n_ctx=n_ctx, n_ctx_slot=n_ctx)
         checkpoints = {}
         if info.checkpoint_size is not None:
@@ -266,7 +261,7 @@ def test_logits_of_every_sampled_token_are_those_of_a_cold_run(shape: Shape, tmp
         architecture = synthetic.SHAPES[shape.name].arch
         path = rewritten(path, tmp_path / "rewritten.gguf", architecture, values=shape.values)
     ways = ("on",) if shape.kind is StateKind.RECURRENT else ("on", "off")
-    models = [Model(path, each, shape.most_slots) for each in ways]
+    models = [Model(path, each) for each in ways]
     assert models[0].info.state.kind is shape.kind
     expected = EVENTS if shape.kind is StateKind.NONE else (*EVENTS, *STATE_EVENTS)
     try:

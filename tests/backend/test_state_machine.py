@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -89,7 +89,7 @@ class SequencesMachine(RuleBasedStateMachine):
         if total > N_UBATCH:
             return
         runs = [self.run_of(seq, run, output) for seq, (run, output) in batch.items()]
-        if not self.live.issuperset(batch):
+        if not self.live.issuperset(batch) or not self.may_mix(run for run, _ in batch.values()):
             self.refused(lambda: self.backend.decode(runs))
             return
         if self.cells_used + total > N_CTX and self.kind is StateKind.RECURRENT:
@@ -273,6 +273,8 @@ class SequencesMachine(RuleBasedStateMachine):
         total = sum(map(len, batch.values()))
         if total > N_UBATCH or self.cells_used + total > N_CTX or not self.live.issuperset(batch):
             return
+        if not self.may_mix(batch.values()):
+            return
         with self.failing():
             decoded = self.backend.decode([self.run_of(seq, run, True) for seq, run in batch.items()])
         assert decoded.status is Status.ABORTED
@@ -377,6 +379,10 @@ class SequencesMachine(RuleBasedStateMachine):
     @property
     def cells_used(self) -> int:
         return len({cell for held in self.oracle.values() for cell, _ in held})
+
+    def may_mix(self, runs: Iterable[list[int]]) -> bool:
+        """True if such runs may share a step."""
+        return self.kind.mixes_lengths or len({*map(len, runs)}) == 1
 
     def held(self, seq: int) -> list[int]:
         return [token for _, token in self.oracle[seq]]
