@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from llamaslot.base.model import CheckpointSize, SegmentSize
 from llamaslot.base.stats import CacheStats
 from llamaslot.kvcache.radix_tree import RadixTree
 from llamaslot.kvcache.segment import Checkpoint, Segment, SegmentEvent, SegmentState
-from llamaslot.kvcache.tiers.disk_io import Erase, Read, ReadDone, ReadStarted, Write, Written
+from llamaslot.kvcache.tiers.disk_io import (
+    Erase,
+    Read,
+    ReadDone,
+    ReadStarted,
+    SegmentMeta,
+    Write,
+    Written,
+    path_digest,
+    verified_checkpoint_path,
+)
 from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
 from tests.kvcache.test_segment_tiers import run_of
 
@@ -136,3 +148,15 @@ def test_a_partial_segment_is_written_before_it_or_its_checkpoint_is_evicted(wha
     # A checkpoint may be replaced soon, too, and waits if only segments came in.
     assert checkpoint.state is (SegmentState.DIRTY if what == "segments" else SegmentState.CLEAN)
     held.check()
+
+
+def test_metadata_that_names_another_segment_is_not_trusted() -> None:
+    """Even if that one has the same tokens."""
+    held = Held()
+    held.extend(1, 2, 3)
+    segment, checkpoint = held.save(), held.take()
+    size, digest = CheckpointSize(N_BYTES), path_digest("", segment.prefix)
+    meta = SegmentMeta(checkpoint.number, segment.number, "", 3, b"", N_BYTES, digest)
+    assert verified_checkpoint_path(meta, segment, size) == segment.prefix
+    assert verified_checkpoint_path(replace(meta, parent=segment.number + 100), segment, size) is None
+    assert verified_checkpoint_path(meta, None, size) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llamaslot.base.backend import Status
-from llamaslot.base.kv_ops import Load, Take
+from llamaslot.base.kv_ops import Copy, Load, Take
 from llamaslot.base.model import StateKind
 from llamaslot.base.namespaces import key_salt, key_secret, salt_namespace, tenant_of
 from llamaslot.base.tokens import packed
@@ -73,6 +73,19 @@ def test_what_is_dropped_of_a_path_takes_its_checkpoints_along(kind: StateKind, 
     driver.step()
     assert max(positions(dropped)) <= 30
     assert positions(other) == kept
+
+
+@pytest.mark.parametrize("kind", [StateKind.RECURRENT, StateKind.HYBRID])
+def test_a_fork_is_copied_from_the_sequence_that_has_the_state(kind: StateKind) -> None:
+    """The first holder of the prefix goes on behind it, so its state is another one."""
+    driver = Driver(kind=kind, n_slots=3, checkpoints={"ram_bytes": 0})
+    driver.run("a" * 20, id_slot=1)
+    driver.run("a" * 20 + "b" * 10, id_slot=0)
+    request = driver.submit("a" * 20 + "c" * 5, id_slot=2)
+    plan = driver.step()
+    assert [each.src for each in plan.operations if isinstance(each, Copy)] == [1]
+    assert [work.run.start for work in plan.work] == [20]
+    driver.finish(request)
 
 
 @pytest.mark.parametrize("kind", [StateKind.RECURRENT, StateKind.WINDOW])
