@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,12 @@ SYSTEM = "you answer in few words and say what you know " * 30
 MAX_AGAIN = 64
 """Tokens that a turn may compute in addition to its own."""
 LIMITS = CheckpointLimits(64 * 2**20, 32, 256)
+THINKING_TEMPLATE = """
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content and loop.last %}<think>{{ message.reasoning_content }}</think>{% endif -%}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 POLICIES = {"checkpoint_bytes": LIMITS.ram_bytes, "checkpoint_step": LIMITS.step}
 
 
@@ -84,6 +91,24 @@ async def test_another_chat_with_the_same_system_prompt_computes_its_own_message
     await Chat(server).turn("what is it that you know")
     for question in ("who are you", "where do you live", "why"):
         assert (await Chat(server).turn(question))["computed"] <= 20 + MAX_AGAIN
+
+
+async def test_a_thinking_model_computes_again_only_what_its_template_strips(
+    start: Any, backend: LlamaBackend
+) -> None:
+    """The reasoning of a reply is not in the prompt of the next turn, which continues where that reply began."""
+    server = await start(backend=backend, template=THINKING_TEMPLATE, engine={**POLICIES, "ram_bytes": 64 * 2**20})
+    chat = Chat(server)
+    grammar = 'root ::= "<think>" [a-z ]{150} "</think>" [a-z ]{20}'
+    turns = []
+    for question in ("what is it that you know", "and what else", "tell me more of that"):
+        turns.append(await chat.turn(question, grammar=grammar, max_tokens=300, ignore_eos=False))
+        assert len(chat.messages[-1]["reasoning_content"]) > 120
+    for last, turn in itertools.pairwise(turns):
+        assert turn["prompt"] < last["total"], "nothing was stripped"
+        assert turn["computed"] <= turn["prompt"] - last["prompt"] + MAX_AGAIN
+    await server.idle()
+    await server.ok("/cache/clear", {})
 
 
 async def test_where_system_prompts_depart_is_learned_from_the_second_one(
