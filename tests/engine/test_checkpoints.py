@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import random
 from pathlib import Path
 
@@ -94,6 +96,40 @@ async def test_conversations_go_on_after_a_restart(
                     assert progress.n_prompt_computed <= progress.n_prompt - before + MAX_AGAIN, (i, n)
         backend.close()
         store.close()
+
+
+async def test_eight_conversations_go_on_in_a_pool_and_ram_for_three(
+    folder: Path, shape: str, tmp_path: Path
+) -> None:
+    """The disk has what leaves RAM, the last, partial segment of each and its checkpoint too."""
+    draw = random.Random(shape)
+    backend = load(folder, shape, n_ctx=1024, n_slots=2)
+    segment, checkpoint = backend.info.segment_size, backend.info.checkpoint_size
+    assert segment is not None
+    assert checkpoint is not None
+    store = DiskStore(tmp_path / "disk")
+    store.open(b"k" * 32, 64 * MIB)
+    budgets = {"checkpoint_bytes": 15 * checkpoint.of(1024), "ram_bytes": 3 * segment.of(342)}
+    texts = [f"<|im_start|>system\n{i} {words(draw, 60)}<|im_end|>\n" for i in range(8)]
+    computed = fewest = 0
+    async with running(backend, disk=store, **budgets) as engine:
+        tiers = engine.engine.scheduler.cache._tiers
+        for n in range(3):
+            for i, text in enumerate(texts):
+                before = len(backend.vocab.tokenize(text, add_special=True, parse_special=True)) if n else 0
+                texts[i], end = await turn(engine, f"{i}.{n}", text + user(f"{i} {n} {words(draw, 6)}"))
+                computed += end.progress.n_prompt_computed
+                fewest += end.progress.n_prompt - before
+                # Users take longer than this, and than this disk.
+                await asyncio.sleep(0.1)
+                async with asyncio.timeout(10):
+                    while tiers.busy or (tiers.writer.due_at or math.inf) <= engine.engine._clock():
+                        await asyncio.sleep(0.001)
+        stats = engine.engine.scheduler.cache.stats()
+    backend.close()
+    store.close()
+    assert stats.read_tokens > fewest
+    assert computed <= 1.2 * fewest
 
 
 @pytest.mark.parametrize("n_ctx", [256, 512])
