@@ -125,6 +125,8 @@ class Scheduler:
         self._mixes_lengths = info.state.kind.mixes_lengths
         self._was_prompt = False
         """True if the last step computed more than a token of a request; only kept if these may not be mixed."""
+        self._last_prompt = ""
+        """The last request of which that was so."""
         self.deadlines = Deadlines()
         """Times at which to plan again although no command has arrived."""
         self.recovery = Recovery(self.cache, self.slots, self.admission)
@@ -177,7 +179,8 @@ class Scheduler:
         running = self.running
         self.cache.has_streams = any(request.is_stream(self._n_pending(request)) for request in running)
         ready, is_loading = self._load(running)
-        ready = self._taker.take_due(ready, self.queue)
+        able = [request for request in suspects[:1] or by_share(running) if request in ready]
+        ready = self._taker.take_due(ready if self._mixes_lengths else self._of_one_length(able), self.queue)
         n_prefill = sum(n for request in ready if not request.is_stream(n := self._n_pending(request)) and n > 1)
         self.cache.offload_idle(n_prefill, lambda: map(self.admission.match, self.queue))
         planner = StepPlanner(
@@ -190,10 +193,12 @@ class Scheduler:
             siblings=self.admission.siblings,
             n_scored=self._n_scored,
         )
-        chosen = [request for request in suspects[:1] or by_share(running) if request in ready]
-        work = planner.grant(chosen if self._mixes_lengths else self._of_one_length(chosen))
+        n_waiting = 0 if self._mixes_lengths else sum(self._n_pending(r) == 1 for r in able if r not in ready)
+        work = planner.grant([request for request in able if request in ready], n_waiting=n_waiting)
         padding = None if suspects else planner.pad(work)
-        n_extra_steps = 0 if suspects or is_loading else planner.n_extra_steps(work)
+        # What is left out of this step may be in the next one.
+        is_whole = not suspects and not is_loading and len(work) == len(able)
+        n_extra_steps = planner.n_extra_steps(work) if is_whole else 0
         is_busy = bool(self.running or self.queue)
         self.deadlines = self.cache.maintain(now, is_running=bool(running), is_busy=is_busy)
         return StepPlan(
@@ -206,11 +211,19 @@ class Scheduler:
         )
 
     def _of_one_length(self, requests: Sequence[Request]) -> list[Request]:
-        """Return those whose runs have one length: all that compute one token or, in turn, one that has more."""
+        """Return those whose runs have one length: all that compute one token or, in turn, one that has more.
+
+        The latter take turns, too.
+        """
         single = [request for request in requests if self._n_pending(request) == 1]
         others = [request for request in requests if request not in single]
         self._was_prompt = bool(others) and not (single and self._was_prompt)
-        return others[:1] if self._was_prompt else single
+        if not self._was_prompt:
+            return single
+        last = next((i for i, request in enumerate(others) if request.id == self._last_prompt), -1)
+        chosen = others[(last + 1) % len(others)]
+        self._last_prompt = chosen.id
+        return [chosen]
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Outcome]:
         """Change the state to what the backend did for `plan`."""

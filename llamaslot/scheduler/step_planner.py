@@ -64,14 +64,17 @@ class StepPlanner:
         self._served: set[str] = set()
         """Waiting requests whose first token this step samples."""
 
-    def grant(self, requests: Sequence[Request]) -> list[Work]:
-        """Work of this step for some of the running requests, in their order; it is ordered by sequence id."""
+    def grant(self, requests: Sequence[Request], *, n_waiting: int = 0) -> list[Work]:
+        """Work of this step for some of the running requests, in their order; it is ordered by sequence id.
+
+        `n_waiting` streams that are not among them wait for the end of this step.
+        """
         pending = {r.id: len(r.tokens) - self._cache.length(r.slot) for r in requests}
         streams = {r.id for r in requests if r.is_stream(pending[r.id])}
         n_decoding = len(streams)
         due = {r.id: r.stops.limit(self._cache.length(r.slot), pending[r.id]) for r in requests}
         wanted = self._within_logits(requests, due)
-        shares = self._shares(wanted, streams, self._chunks.limit(n_decoding))
+        shares = self._shares(wanted, streams, self._chunks.limit(n_decoding + n_waiting))
         if self._leaves_rest(due, shares) and self._padding.gain_ms(
             self._spans(requests, shares), self._cache.cells.used
         ):

@@ -432,6 +432,9 @@ class CheckpointMachine(FakeMachine):
         is_reading = any(asked.slot >= 0 for asked in self.living) and self.disk.reads
         is_done = plan.work or plan.preempted or plan.operations or is_reading or not self.living
         assert is_done, "nothing is done"
+        workers_and_waiting = {a for a in self.running if not self.cache.restorer.lacks_state(a.slot)}
+        if workers_and_waiting - {*workers} and not suspected:
+            assert not plan.n_extra_steps, "a request that may be computed waits for extra steps"
         for work in plan.work:
             starts_by = self.starts_by.pop(self.find(work.request), 0)
             assert work.run.start >= starts_by, "computes what could have been restored"

@@ -135,6 +135,27 @@ def test_an_idle_server_comes_to_rest_even_if_its_states_exceed_the_budget(
     assert not any(taken[100:])
 
 
+def test_streams_and_prompts_take_turns_where_they_may_not_share_a_step() -> None:
+    """Neither waits for the end of the other, and a prompt's step is no longer than a stream's gap allows."""
+    driver = Driver(
+        kind=StateKind.HYBRID_WINDOW, n_slots=4, n_ctx=2000, n_ubatch=64, checkpoints={"step_tokens": 999}
+    )
+    stream = driver.submit("s" * 5, max_tokens=300)
+    while not stream.n_generated:
+        driver.step()
+    prompts = [driver.submit(letter * 300, max_tokens=2) for letter in "abc"]
+    driver.plans.clear()
+    driver.finish(*prompts)
+    assert stream.state is RequestState.RUNNING
+    plans = [plan for plan in driver.plans if plan.work]
+    assert all(plan.n_extra_steps == 0 for plan in plans[:-4])
+    sizes = [[len(work.run.tokens) for work in plan.work] for plan in plans]
+    assert all(len(each) == 1 or {*each} == {1} for each in sizes)
+    assert max(max(each) for each in sizes[:-4]) < 64
+    served = [plan.work[0].request for plan, each in zip(plans, sizes, strict=True) if max(each) > 1]
+    assert {*served[:3]} == {*prompts}
+
+
 def loads_in_gaps() -> tuple[Driver, Request]:
     """A stream, and a request whose 99 cached tokens are loaded in four segments before its state is restored.
 
