@@ -166,7 +166,7 @@ class Segment:
         self.offloaded_at = now
         """Seconds."""
         self.ram_put_before = 0
-        """Bytes that had been put into RAM when it was."""
+        """Bytes that had been put into its part of RAM by then, itself included."""
         self.is_fresh = False
         """True from a read until the first load: such a load counts as one from disk."""
         self.retry_at = 0.0

@@ -150,6 +150,29 @@ def test_a_partial_segment_is_written_before_it_or_its_checkpoint_is_evicted(wha
     held.check()
 
 
+def test_a_partial_segment_is_not_written_early_for_checkpoints_that_do_not_wait_for_it() -> None:
+    """One is on disk already, so its age does not matter; and what is put itself is not much else."""
+    held = Held()
+    held.extend(1, 2, 3)
+    segment, checkpoint = held.save(), held.take()
+    for each in (segment, checkpoint):
+        held.now += 3
+        held.tiers.tick(held.now)
+        held.tiers.on_io(Written(each.number, ok=True), held.now)
+    assert segment.state is checkpoint.state is SegmentState.CLEAN
+    held.tree.hold(1, "")
+    held.tree.extend(1, run_of([7, 8]))
+    other = held.tree.end_node(1)
+    assert other is not None
+    while held.tiers.checkpoints.n_bytes_put <= held.tiers.checkpoints.capacity / 3:
+        held.tiers.add_checkpoint(other, N_BYTES)
+        held.tiers.drop([other.checkpoint] if other.checkpoint is not None else [])
+    held.extend(4, 5)
+    longer = held.save()
+    held.tiers.tick(held.now)
+    assert longer.state is SegmentState.DIRTY
+
+
 def test_metadata_that_names_another_segment_is_not_trusted() -> None:
     """Even if that one has the same tokens."""
     held = Held()

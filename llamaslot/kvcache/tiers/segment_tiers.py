@@ -153,8 +153,8 @@ class SegmentTiers:
         self.touch(segment.path_from_root)
         if not self._free_ram(tenant, segment.n_bytes, set(segment.path_from_root), may_take_shares=True):
             raise AssertionError("there was room")
-        segment.ram_put_before = self.ram.n_bytes_put
         self.ram.put(segment)
+        segment.ram_put_before = self.ram.n_bytes_put
         self.writer.queue(segment)
         return segment
 
@@ -164,8 +164,8 @@ class SegmentTiers:
         self._tree.version += 1
         node.checkpoint = checkpoint
         self.touch(checkpoint.path_from_root)
-        checkpoint.ram_put_before = self.checkpoints.n_bytes_put
         self.checkpoints.put(checkpoint)
+        checkpoint.ram_put_before = self.checkpoints.n_bytes_put
         self.writer.queue(checkpoint)
         return checkpoint
 

@@ -156,8 +156,9 @@ class WriteBack:
         """True if a segment, or a checkpoint that is written after it, may be evicted from RAM before long, since
         much else has come there.
         """
-        waiting = (node.checkpoint for node in segment.nodes)
-        for each in (segment, *filter(None, waiting)):
+        taken = [node.checkpoint for node in segment.nodes if node.checkpoint is not None]
+        waiting = [each for each in taken if each.state is S.RAM and (each.is_fork or each.is_deepest)]
+        for each in (segment, *waiting):
             lru = self._tiers.ram_of(each)
             if lru.n_bytes_put - each.ram_put_before > _PRESSED_FRACTION * lru.capacity:
                 return True
