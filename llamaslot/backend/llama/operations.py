@@ -105,7 +105,8 @@ class KvOperations:
             return
         starts = {run.seq: run.start for run in runs}
         self.states.fail(starts, dict(enumerate(self.lengths)))
-        self.partial.fill(len(self.lengths))
+        # Those that hold tokens first: they give up window cells, of which the others may need one.
+        self.partial.fill(sorted(range(len(self.lengths)), key=lambda seq: not self.lengths[seq]))
         for seq, length in enumerate(self.lengths):
             if not length:
                 llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)

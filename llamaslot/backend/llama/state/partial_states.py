@@ -9,6 +9,7 @@ sequence for recurrent layers, and that of one token for windows, on which an em
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import llama_cpp
@@ -82,7 +83,7 @@ class PartialStates:
             if not self._load(seq, state):
                 raise MemoryError(f"the state of sequence {seq} cannot be removed")
 
-    def fill(self, n_seqs: int) -> None:
+    def fill(self, seqs: Sequence[int]) -> None:
         """Give all sequences a recurrent state each, to be stripped next; for other models it does nothing.
 
         llama.cpp clears the state of a new sequence in its first graph, and records that before it computes. If the
@@ -90,7 +91,7 @@ class PartialStates:
         """
         if self._one is None:
             return
-        for seq in range(n_seqs):
+        for seq in seqs:
             if not self._load(seq, self._one):
                 raise MemoryError(f"sequence {seq} cannot be given a state")
 
