@@ -115,7 +115,7 @@ class KVCache:
             self.pool = PartitionedPool(*parts, prefill_seconds)
         self.dropper = Dropper(*shared, self._offloader)
         """Deletes prefixes in all tiers."""
-        self._snapshots = SlotSnapshots(self._tree, self._sequences, self.pool, self._offloader)
+        self._snapshots = SlotSnapshots(self._tree, self._sequences, self.pool, self._offloader, self.checkpoints)
         self._ghosts = GhostList()
         self._n_cached_at: dict[int, int] = {}
         """Tokens that were cached when each running slot was acquired."""

@@ -284,6 +284,24 @@ async def test_a_restore_evicts_idle_duplicate_cells(tmp_path: Path) -> None:
         assert isinstance(await engine.act(0, "restore"), SlotActionDone)
 
 
+async def test_a_restore_is_refused_if_a_running_request_keeps_it_from_its_cells(tmp_path: Path) -> None:
+    """The slot has cells of its own for what they share: idle duplicates, but the restore would keep them."""
+    backend = FakeBackend(n_slots=2, n_ctx=1000, n_reserved=1, n_ubatch=512, kind=StateKind.RECURRENT)
+    async with served(tmp_path, backend, checkpoint_bytes=0, debug_invariants=True) as engine:
+        await engine.complete("x" * 200 + "y" * 450)
+        assert isinstance(await engine.act(0, "save"), SlotActionDone)
+        await engine.act(0, "erase")
+        ends = engine.submit("a", "x" * 200 + "a" * 20, id_slot=0, max_tokens=1)
+        busy = engine.submit("b", "x" * 200 + "b" * 100, id_slot=1, max_tokens=-1, sampling=ENDLESS)
+        await ends
+        answer = await engine.act(0, "restore")
+        if not isinstance(answer, SlotActionDone):
+            assert "no room" in answer.message
+        assert not busy.done()
+        engine.cancel("b")
+        await busy
+
+
 async def test_actions_beyond_the_limit_are_refused(tmp_path: Path) -> None:
     async with served(tmp_path) as engine:
         end = engine.submit("busy", LONG, id_slot=0, max_tokens=-1, sampling=ENDLESS)

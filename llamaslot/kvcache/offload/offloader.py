@@ -83,6 +83,7 @@ class Offloader:
             beyond = self._tiers.shares.excess(self._tree.n_tokens_of, self._settings.pool_cells)
             # If none has more than its share, all leaves would only be set aside, and then be taken by last use.
             excess = beyond if max(beyond.values(), default=0) > 0 else None
+        n_wanted = self._n_free() + n_cells
         plan = self._tree.eviction.plan(n_cells, before, excess)
         for seq, start, end in plan.evicted:
             self.offload_evicted(seq, start, end)
@@ -90,12 +91,14 @@ class Offloader:
             # Heirs first: a node must not lose its last holder before its heir ends there.
             self._sequences.truncate(seq, keep)
         if plan.n_cells < n_cells and before is None:
-            self._evict_duplicates(self._n_free() + n_cells - plan.n_cells)
+            self._evict_duplicates(n_wanted)
         return plan.n_cells
 
-    def can_free(self, n_cells: int) -> bool:
-        """True if `n_cells` are free or idle."""
-        return n_cells <= self._n_free() + self._n_idle()
+    def can_free(self, n_cells: int, n_kept_duplicates: int) -> bool:
+        """True if `n_cells` are free or idle; of idle duplicate cells, so many may have to stay."""
+        n_missing = n_cells - self._n_free() - self._tree.n_idle_tokens
+        duplicates = self._sequences.duplicates.n_idle_cells(self._tree.is_pinned)
+        return n_missing <= max(0, duplicates - n_kept_duplicates)
 
     def free_cells(self, n_cells: int) -> bool:
         """Evict idle cells until `n_cells` are free, unless even all of them are too few; True if they are free."""

@@ -8,6 +8,7 @@ from typing import Protocol
 from llamaslot.base.kv_ops import Free, Kv, Save, Take
 from llamaslot.base.namespaces import is_private
 from llamaslot.kvcache.cache_settings import MAX_SEGMENT_TOKENS
+from llamaslot.kvcache.offload.checkpoints import Checkpoints
 from llamaslot.kvcache.offload.offloader import Offloader
 from llamaslot.kvcache.pools.pool import Pool
 from llamaslot.kvcache.radix_tree import RadixTree
@@ -77,6 +78,7 @@ class SlotSnapshots:
     _sequences: Sequences
     _pool: Pool
     _offloader: Offloader
+    _checkpoints: Checkpoints
     _n_segments: int = 0
 
     def save(self, seq: int) -> SlotSave | None:
@@ -106,12 +108,16 @@ class SlotSnapshots:
         tokens, scratch = snapshot.tokens, self._offloader.scratch
         match = self._tree.match(snapshot.namespace, tokens)
         n_wanted = sum(part.end - part.start for part in snapshot.parts if part.end > match.n_resident)
-        if not self._offloader.can_free(n_wanted + match.n_idle):
+        # What running requests hold of it may be given to it in cells that are idle duplicates now.
+        if not self._offloader.can_free(n_wanted + match.n_idle, match.n_resident - match.n_idle):
             return None
         # What the slot holds of the snapshot may be nowhere else.
         own = self._sequences.held(match, [seq])[seq]
-        if own < self._tree.length(seq) and not self._sequences.is_covered(seq):
-            self._pool.move_to_spare(seq, own)
+        if own < self._tree.length(seq):
+            if self._sequences.is_covered(seq):
+                self._checkpoints.take_at_end(seq)
+            else:
+                self._pool.move_to_spare(seq, own)
         self._sequences.truncate(seq, own)
         if not own:
             self._tree.hold(seq, snapshot.namespace)
