@@ -162,6 +162,8 @@ class Checkpoints:
         rest = [each for each in order if each not in pinned]
         if evict is Evict.SPARE:
             rest = [each for each in rest if each in interior or each.state is S.CLEAN]
+            if lru.n_bytes - sum(each.n_bytes for each in rest) + n_bytes > lru.capacity:
+                return False
         while rest and lru.n_bytes + n_bytes > lru.capacity:
             losers = self._tiers.shares.losers(lru, tenant, n_bytes)
             first = next((each for each in rest if each.tenant in losers), rest[0])
