@@ -23,7 +23,8 @@ async def agree(server: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
     reply = await server.ok(path, {**body, "max_tokens": 2})
     cache = reply["cache"]
     for name in ("cells", "ram", "disk", "computed", "miss", "diverged_at", "session_match", "approximate_tokens"):
-        assert probe[name] == cache[name], name
+        # A short reply may end before the place where its prompt departs is found.
+        assert probe[name] == cache[name] or (name == "diverged_at" and cache[name] is None), name
     usage = reply["usage"]
     assert (
         probe["prompt_tokens"]
