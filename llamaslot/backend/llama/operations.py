@@ -105,7 +105,7 @@ class KvOperations:
             return
         starts = {run.seq: run.start for run in runs}
         self.states.fail(starts, dict(enumerate(self.lengths)))
-        # Those that hold tokens first: they give up window cells, of which the others may need one.
+        # Those that hold tokens first: they free window cells, of which the others may need one.
         self.partial.fill(sorted(range(len(self.lengths)), key=lambda seq: not self.lengths[seq]))
         for seq, length in enumerate(self.lengths):
             if not length:
