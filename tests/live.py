@@ -61,7 +61,9 @@ class Server:
 
     def log_lines(self, event: str) -> list[dict[str, Any]]:
         """The log's JSON lines of one event."""
-        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        # What follows the last newline is still being written.
+        complete = self.log.read_text().split("\n")[:-1]
+        lines = [json.loads(line) for line in complete if line.startswith("{")]
         return [line for line in lines if line["event"] == event]
 
     def stop(self, number: int = signal.SIGTERM, within: float = 15) -> int:
