@@ -283,7 +283,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     @property
     def can_trim(self) -> bool:
-        """True if a sequence may be cut at any token and continued from there; that is a fact about its `state`."""
+        """True if a sequence may be cut at any token and continued from there; false if the self-test failed."""
         return self.state.can_trim
 
     @property

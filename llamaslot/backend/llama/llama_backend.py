@@ -118,7 +118,7 @@ class LlamaBackend:
         if not self._kv.states.is_live(seq):
             return range(self._kv.lengths[seq])
         end = llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
-        # Layers with a sliding window and recurrent states drop early positions; such models share nothing.
+        # llama.cpp drops early positions of windows and recurrent states.
         start = llama_cpp.llama_memory_seq_pos_min(self._memory, seq) if self.info.can_trim else 0
         return range(start, end) if end else range(0)
 

@@ -72,8 +72,8 @@ class Dropper:
     def _drop_subtree(self, node: Node) -> None:
         """Drop a node and all below it.
 
-        If a request runs there, only a checkpoint of the node is dropped: that request finds out by its own logits,
-        but it may have computed its state itself.
+        If a request runs there, only the node's checkpoint is dropped. The request reads the KV, so its own logits
+        show if that is invalid, but it may never have loaded the checkpoint.
         """
         if node.is_root:
             return
