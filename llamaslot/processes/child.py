@@ -15,8 +15,8 @@ from typing import Any
 from llamaslot.processes.channel import Channel
 
 _DEFAULT_ENV = {"MALLOC_ARENA_MAX": "2"}
-"""Variables that children have unless this process sets them. glibc keeps freed memory in an arena for each thread:
-38 MiB in an engine after twenty requests side by side. Other C libraries ignore the variable.
+"""Variables that children have unless this process sets them. glibc keeps freed memory in an arena for each thread;
+other C libraries ignore the variable.
 """
 _TEARDOWN_S = 5.0
 """Time between the end of the socket and that of the process, such as for freeing memory of a GPU."""
