@@ -181,15 +181,19 @@ def test_a_failed_step_costs_states_and_no_cells(backend: LlamaBackend) -> None:
     assert is_same(feed(backend, 0, TAIL), expected)
 
 
-def test_a_new_sequence_begins_with_a_clear_state_after_a_failed_step(backend: LlamaBackend) -> None:
-    """The step moves the state of 2 next to that of 0; where it was there is a state that counts as clear."""
-    expected = cold(backend, TAIL)
+def fail_beside_a_free_state(backend: LlamaBackend) -> None:
+    """Fail in a step that moves the state of 2 next to that of 0; where it was is one that counts as clear."""
     for seq in range(3):
         feed(backend, seq, HELD)
     backend.change(Remove(1, 0))
     with failing(backend):
         runs = [Run(seq, N_HELD, OTHER[:2], True) for seq in (0, 2)]
         assert backend.decode(runs).status is Status.ABORTED
+
+
+def test_a_new_sequence_begins_with_a_clear_state_after_a_failed_step(backend: LlamaBackend) -> None:
+    expected = cold(backend, TAIL)
+    fail_beside_a_free_state(backend)
     for seq in range(SCRATCH):
         backend.change(Remove(seq, 0))
     for seq in range(SCRATCH):
@@ -202,12 +206,7 @@ def test_without_checkpoints_a_new_sequence_begins_with_a_clear_state_too(folder
     backend = load(model, **EXACT | {"checkpoints": False, "n_slots": 3})
     expected = feed(backend, 0, TAIL)
     backend.change(Remove(0, 0))
-    for seq in range(3):
-        feed(backend, seq, HELD)
-    backend.change(Remove(1, 0))
-    with failing(backend):
-        runs = [Run(seq, N_HELD, OTHER[:2], True) for seq in (0, 2)]
-        assert backend.decode(runs).status is Status.ABORTED
+    fail_beside_a_free_state(backend)
     for seq in range(3):
         backend.change(Remove(seq, 0))
     for seq in range(3):
