@@ -65,7 +65,6 @@ WORDS = (
     both("rent", "prefill slowdown per idle cell", "rents?"),
     Word("life", "offload after", "(?:idle )?li(?:fe|ves)", within=PACKAGE),
     Word("claim", "acquire", "claim(?:s|ed)?", within=PACKAGE),
-    Word("fetch", "load", "fetch(?:es|ed|ing)?", within=CACHE),
     both("spoil", "invalidate", "spoil(?:s|ed|t|ing)?"),
     both("give up", "evict, drop", "g(?:ive|ives|iven|ave|iving) up"),
     Word("forget", "evict, drop", "forg(?:et|ets|ot|otten|etting)", within=PACKAGE),

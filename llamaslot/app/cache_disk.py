@@ -56,7 +56,7 @@ def open_disk(
         weights = disk.fingerprint(info.kv_files, on_progress)
         if weights is None:
             return ""
-        disk.open(_key(info, weights), _capacity(disk, config, info.segment_size.of(MAX_SEGMENT_TOKENS)))
+        disk.open(kv_key(info, weights), _capacity(disk, config, info.segment_size.of(MAX_SEGMENT_TOKENS)))
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"{_FLAG}: {disk.folder} cannot be used: {reason}", param=_FLAG) from None
@@ -96,12 +96,12 @@ def slot_files(folder: Path | None, info: ModelInfo, disk: DiskStore | None) -> 
         _log.info("slot_files.fingerprinting", files=[each.path for each in info.kv_files])
         weights = fingerprint_of(info.kv_files)
         assert weights is not None
-        return _key(info, weights)
+        return kv_key(info, weights)
 
     return SlotFiles(folder, key, info.segment_size, info.n_ctx_slot, info.checkpoint_size)
 
 
-def _key(info: ModelInfo, weights: bytes) -> bytes:
+def kv_key(info: ModelInfo, weights: bytes) -> bytes:
     """Digest of everything that KV depends on."""
     return hashlib.blake2b(info.kv_facts.encode() + weights, digest_size=32).digest()
 

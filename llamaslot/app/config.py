@@ -110,6 +110,29 @@ class Config:
     cache_disk_per_key: Count = _own(
         0, "MiB of --cache-disk-size that the prefixes of one API key may take, as --cache-ram-per-key"
     )
+    cache_remote: str = _own(
+        "",
+        "store of prefixes that several servers share, behind RAM and disk: redis://HOST:PORT of Valkey or Redis, "
+        "rediss:// for TLS, or unix:///PATH; empty for none",
+    )
+    cache_remote_key_file: str = _own(
+        "",
+        "file with the secret that all servers of --cache-remote share, in its first line; else "
+        "LLAMASLOT_CACHE_REMOTE_KEY has it",
+    )
+    cache_remote_password_file: str = _own(
+        "", "file with the password of --cache-remote; else LLAMASLOT_CACHE_REMOTE_PASSWORD has it, if there is one"
+    )
+    cache_remote_ca: str = _own(
+        "", "file with the certificates that --cache-remote is verified by; empty: system's"
+    )
+    cache_remote_size: Count = _own(
+        16384, "MiB that prefixes of a model may take in --cache-remote; 0 for no limit but the store's own"
+    )
+    cache_remote_ttl: Positive = _own(86400, "seconds after which unused prefixes in --cache-remote expire")
+    cache_remote_timeout: Positive = _own(
+        500, "milliseconds that a lookup in --cache-remote may take; then the prompt is computed"
+    )
     ctx_checkpoints: Count = _llama(
         32,
         "checkpoints of one conversation at most, by which models with sliding windows or recurrent states reuse "

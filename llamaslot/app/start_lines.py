@@ -41,6 +41,10 @@ def announce(loaded: Loaded, urls: Sequence[str], config: Config) -> None:
         print(loaded.disk_line)
     elif config.cache_disk:
         print(_yellow("--cache-disk is not used: it keeps only prefixes that are offloaded to RAM."))
+    if loaded.remote_line:
+        print(loaded.remote_line)
+    elif config.cache_remote:
+        print(_yellow("--cache-remote is not used: it shares only prefixes that are offloaded to RAM."))
     if not info.flash_attn:
         print(_yellow("Without flash attention, idle prefixes slow running requests down."))
     print(f"listening on {', '.join(urls)}")

@@ -73,6 +73,8 @@ class Progress(msgspec.Struct, frozen=True):
     """Of `n_cached`, tokens loaded from RAM."""
     n_read: int = 0
     """Of `n_loaded`, tokens read from disk for this request."""
+    n_fetched: int = 0
+    """Of `n_loaded`, tokens fetched from the remote tier for this request."""
     n_anchored: int = 0
     """Prompt tokens taken from an anchor; `n_cached` says how much of their KV was still there."""
     n_restored: int = 0

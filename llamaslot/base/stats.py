@@ -103,6 +103,25 @@ class DiskStats(TierStats):
     """KV written to the folder by all servers that have used it."""
 
 
+class RemoteStats(msgspec.Struct):
+    """Exchange with the store that several servers share, since the engine started."""
+
+    is_available: bool = False
+    """False without a store, and for a while after it did not answer."""
+    lookups: int = 0
+    """Requests for which it was asked."""
+    fetched_tokens: int = 0
+    fetched_bytes: int = 0
+    """Bytes of KV; what came too late counts too."""
+    uploads: int = 0
+    uploaded_bytes: int = 0
+    failed_uploads: int = 0
+    failures: int = 0
+    """Lookups and fetches that failed or took too long."""
+    corrupt_objects: int = 0
+    """Objects that were not what was uploaded: deleted, and their tokens computed."""
+
+
 class CheckpointStats(msgspec.Struct):
     """Checkpoints of a model whose state cannot be trimmed."""
 
@@ -155,8 +174,8 @@ class RequestStats(msgspec.Struct):
     """Ended requests by what they reused; those that never got a slot or had `cache_prompt: false` are left out."""
 
     hits: int = 0
-    """Requests that reused a part of their prompt: `same_slot`, `cross_slot`, `from_ram` and `from_disk` add up to
-    them.
+    """Requests that reused a part of their prompt: `same_slot`, `cross_slot`, `from_ram`, `from_disk` and
+    `from_remote` add up to them.
     """
     misses: int = 0
     hit_rate: float = 0.0
@@ -167,6 +186,7 @@ class RequestStats(msgspec.Struct):
     from_ram: int = 0
     """Hits that loaded something from RAM, and read nothing from disk."""
     from_disk: int = 0
+    from_remote: int = 0
     anchored: int = 0
     """Hits whose prompt began with the tokens of an anchor, wherever their KV was."""
     in_session: int = 0
@@ -194,6 +214,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     cells: CellStats = msgspec.field(default_factory=CellStats)
     ram: RamStats = msgspec.field(default_factory=RamStats)
     disk: DiskStats = msgspec.field(default_factory=DiskStats)
+    remote: RemoteStats = msgspec.field(default_factory=RemoteStats)
     checkpoints: CheckpointStats = msgspec.field(default_factory=CheckpointStats)
     anchors: AnchorStats = msgspec.field(default_factory=AnchorStats)
     sessions: SessionStats = msgspec.field(default_factory=SessionStats)

@@ -13,11 +13,14 @@ from llamaslot.base import commands
 from llamaslot.base.commands import CacheCleared
 from llamaslot.base.errors import LlamaslotError, NotFoundError, UnavailableError
 from llamaslot.engine.disk_worker import DiskWorker
+from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.kvcache.cache import KVCache
 
 _log = structlog.get_logger(__name__)
 
 _Respond: TypeAlias = Callable[[Any], None]
+_Drop: TypeAlias = Callable[[Callable[[str], None]], None]
+"""Deletes objects of the remote store, then calls its argument with the reason if that failed."""
 
 
 @dataclass(eq=False)
@@ -29,6 +32,7 @@ class DropActions:
 
     _cache: KVCache
     _disk: DiskWorker | None
+    _remote: RemoteWorker | None
     _lacks_disk: bool
 
     def clear(self, _: commands.ClearCache, respond: _Respond) -> None:
@@ -38,24 +42,36 @@ class DropActions:
         if self._disk is not None:
             self._disk.start(self._cache.take_jobs())
             self._disk.clear_texts()
-        self._respond_when_written(respond, cleared)
+        self._respond_when_written(respond, cleared, self._remote.clear if self._remote is not None else None)
 
     def drop_paths(self, query: commands.DropPaths, respond: _Respond) -> None:
         """Drop the paths of a session."""
+        forks = self._cache.forks(query.namespace, query.paths)
         dropped = self._cache.dropper.drop_paths(query.namespace, query.paths)
         _log.info("session.dropped", **msgspec.structs.asdict(dropped))
         if self._disk is not None:
             self._disk.start(self._cache.take_jobs())
             self._disk.drop_session(query.session)
         # The disk may still have a session that is unknown here, if it could not delete it before.
-        self._respond_when_written(respond, dropped if query.paths else NotFoundError("there is no such session"))
+        answer = dropped if query.paths else NotFoundError("there is no such session")
+        remote = self._remote
+        drop = (lambda then: remote.drop(query.namespace, forks, then)) if remote is not None and forks else None
+        self._respond_when_written(respond, answer, drop)
 
-    def _respond_when_written(self, respond: _Respond, answer: CacheCleared | LlamaslotError) -> None:
-        """Respond once the disk has carried out all jobs so far, or with an error if it does not."""
+    def _respond_when_written(
+        self, respond: _Respond, answer: CacheCleared | LlamaslotError, drop_remote: _Drop | None
+    ) -> None:
+        """Respond once the disk and the remote store have done all of it, or with an error if they do not."""
+
+        def finish(where: str, reason: str) -> None:
+            message = f"done in the pool and in RAM, but {where} {reason}"
+            respond(UnavailableError(message) if reason else answer)
 
         def then(reason: str) -> None:
-            message = f"done in the pool and in RAM, but the disk (--cache-disk) {reason}"
-            respond(UnavailableError(message) if reason else answer)
+            if reason or drop_remote is None:
+                finish("the disk (--cache-disk)", reason)
+            else:
+                drop_remote(lambda reason: finish("the remote store (--cache-remote)", reason))
 
         if self._disk is not None:
             self._disk.when_written(then)

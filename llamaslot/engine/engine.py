@@ -37,11 +37,13 @@ from llamaslot.engine.engine_settings import EngineSettings, cache_settings
 from llamaslot.engine.memory_watch import MemoryWatch, ReadMemory
 from llamaslot.engine.model_worker import Worker, model_thread
 from llamaslot.engine.pending_self_test import PendingSelfTest
+from llamaslot.engine.remote_worker import RemoteWorker
 from llamaslot.engine.reply_stream import ReplyStream, prefill_events
 from llamaslot.engine.reports import REPORTED, Reports, Respond
 from llamaslot.engine.slot_actions import SlotActions
 from llamaslot.engine.step_watch import StepWatch
 from llamaslot.kvcache.pools.slot_snapshot import SnapshotStore
+from llamaslot.kvcache.remote.remote_io import RemoteStore
 from llamaslot.scheduler.request import Request, RequestEvent, RequestState
 from llamaslot.scheduler.scheduler import ConstraintFailed, DecodeFailed, Sampled, Scheduler, Scored
 from llamaslot.scheduler.step import StepPlan, StepResult
@@ -60,8 +62,9 @@ class Engine:
     """Runs requests on a backend, whose calls are made on `thread` alone.
 
     Every method is called on the event loop of `run`, which ends the thread at its end. Offloaded prefixes are
-    written to `disk`, if there is one; `snapshots` has files for what single slots hold. `watch` is told of steps.
-    `read_memory` is called now and then on another thread: RAM is given back while memory is short.
+    written to `disk`, if there is one, and shared with other servers through `remote`; `snapshots` has files for
+    what single slots hold. `watch` is told of steps. `read_memory` is called now and then on another thread: RAM is
+    given back while memory is short.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Engine:
         settings: EngineSettings,
         *,
         disk: Disk | None = None,
+        remote: RemoteStore | None = None,
         snapshots: SnapshotStore | None = None,
         clock: Callable[[], float] = time.perf_counter,
         thread: Executor | None = None,
@@ -82,7 +86,7 @@ class Engine:
         self._on_events = on_events
         self._clock = clock
         self._settings = settings
-        sizes = cache_settings(backend, settings, disk)
+        sizes = cache_settings(backend, settings, disk, has_remote=remote is not None)
         disk = disk if sizes.writes else None
         on_disk = disk.take_segments() if disk is not None else ()
         self.scheduler = Scheduler(
@@ -102,11 +106,17 @@ class Engine:
             disk.ignore(too_large)
             _log.info("disk.restored", segments=len(on_disk) - len(too_large), larger_than_ram=len(too_large))
             self._disk = DiskWorker(disk, backend, self.scheduler.cache, self._post, clock)
+        self._remote: RemoteWorker | None = None
+        if remote is not None and sizes.uploads:
+            timeout_s = settings.remote_timeout_s
+            self._remote = RemoteWorker(
+                remote, backend, self.scheduler.cache, post=self._post, clock=clock, timeout_s=timeout_s
+            )
         self._read_memory = read_memory
         self._self_test = PendingSelfTest(backend)
         self._reports = Reports(self.scheduler, backend.vocab, lambda: self._self_test.allows_reuse)
         self._slot_actions = SlotActions(snapshots, backend, self.scheduler, post=self._post, clock=clock)
-        drops = DropActions(self.scheduler.cache, self._disk, settings.lacks_disk)
+        drops = DropActions(self.scheduler.cache, self._disk, self._remote, settings.lacks_disk)
         self._queries: dict[type[msgspec.Struct], Callable[[Any, Respond], None]] = {
             commands.DropPaths: self._between_steps(drops.drop_paths),
             commands.SlotAction: self._between_steps(self._slot_actions.handle),
@@ -157,8 +167,8 @@ class Engine:
         try:
             while not self._stopping:
                 await self._step()
-            if self._disk is not None:
-                await self._flush_disk()
+            if self._disk is not None or self._remote is not None:
+                await self._flush_tiers()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             _log.exception("engine.died")
@@ -178,6 +188,8 @@ class Engine:
             self._is_closed = True
             if self._disk is not None:
                 ends += self._disk.close()
+            if self._remote is not None:
+                ends.append(self._remote.close())
             _, pending = await asyncio.wait(map(asyncio.wrap_future, ends), timeout=_CLOSE_TIMEOUT_S)
             self.has_hung_thread = bool(pending)
 
@@ -205,9 +217,8 @@ class Engine:
         self._is_checked = False
         await self._worker.run(plan, self._commit)
 
-    async def _flush_disk(self) -> None:
-        """Write what is cached to disk, for at most `_FLUSH_TIMEOUT_S`."""
-        assert self._disk is not None
+    async def _flush_tiers(self) -> None:
+        """Write what is cached to disk, and upload it, for at most `_FLUSH_TIMEOUT_S`."""
         until = self._clock() + _FLUSH_TIMEOUT_S
         self.scheduler.stop(self._clock())
         self._fail_all()
@@ -217,11 +228,17 @@ class Engine:
                 self._inbox.popleft()()
             if plan := self.scheduler.plan(now):
                 await self._worker.run(plan, self._commit)
-            elif self._disk.is_writing:
+            elif self._is_flushing:
                 self._wake.clear()
                 await self._sleep(until)
             else:
                 return
+
+    @property
+    def _is_flushing(self) -> bool:
+        """True while the disk or the remote store takes something in."""
+        is_writing = self._disk is not None and self._disk.is_writing
+        return is_writing or (self._remote is not None and self._remote.is_uploading)
 
     async def _sleep(self, until: float | None) -> None:
         """Wait for a command, or for a time on the clock."""
@@ -243,6 +260,8 @@ class Engine:
             self._outbox += prefill_events(done, self._replies, now, is_computed=True)
         if self._disk is not None:
             self._disk.start(plan.jobs)
+        if self._remote is not None:
+            self._remote.start(plan.uploads)
         for outcome in outcomes:
             match outcome:
                 case Sampled():
@@ -326,6 +345,10 @@ class Engine:
             self._fail(request.id, error, request)
 
         self._constraints.prepare(request, failed)
+        admission = self.scheduler.admission
+        # A prefix that a running request computes need not be fetched.
+        if self._remote is not None and not admission.is_in_flight(request):
+            self._remote.prepare(request, admission.match(request))
 
     def _cancel(self, request_id: str) -> None:
         live = self._replies.pop(request_id, None)

@@ -38,14 +38,18 @@ class EngineSettings:
     """Checkpoints of one conversation at most."""
     checkpoint_step: int = 1024
     """Distance of checkpoints in a long prompt, in tokens."""
+    remote_timeout_s: float = 0.5
+    """Time that a lookup in the remote store may take."""
     lacks_disk: bool = False
     """A disk is configured but cannot be used: what it has cannot be deleted."""
     debug_invariants: bool = False
     """Compare the cache with the backend whenever nothing runs; a difference ends the engine."""
 
 
-def cache_settings(backend: Backend, settings: EngineSettings, disk: SegmentDisk | None) -> CacheSettings:
-    """Settings of the cache for a backend and a disk."""
+def cache_settings(
+    backend: Backend, settings: EngineSettings, disk: SegmentDisk | None, *, has_remote: bool = False
+) -> CacheSettings:
+    """Settings of the cache for a backend, a disk, and perhaps a remote store."""
     info, cost = backend.info, backend.info.kv_cost
     return CacheSettings(
         n_slots=info.n_slots,
@@ -60,6 +64,7 @@ def cache_settings(backend: Backend, settings: EngineSettings, disk: SegmentDisk
         ram_bytes=settings.ram_bytes,
         ram_is_fixed=settings.ram_is_fixed,
         disk_bytes=disk.capacity if disk is not None else 0,
+        has_remote=has_remote,
         disk_bytes_per_day=settings.disk_bytes_per_day,
         disk_written=disk.written if disk is not None else None,
         ram_bytes_per_key=settings.ram_bytes_per_key,

@@ -48,6 +48,8 @@ from llamaslot.kvcache.pools.pool import Pool
 from llamaslot.kvcache.pools.slot_snapshot import SlotSave, SlotSnapshot, SlotSnapshots, SnapshotPart
 from llamaslot.kvcache.pools.unified_pool import UnifiedPool
 from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.remote.remote_io import Portion, RemoteObject, Upload
+from llamaslot.kvcache.remote.remote_tier import Lookup, RemoteTier
 from llamaslot.kvcache.sequences import Sequences
 from llamaslot.kvcache.tiers.disk_io import IoEvent, Job, SegmentMeta
 from llamaslot.kvcache.tiers.ram_budget import RamBudget
@@ -94,6 +96,7 @@ class KVCache:
             disk_bytes_per_key=settings.disk_bytes_per_key,
             checkpoint_bytes=settings.checkpoints.ram_bytes,
             checkpoint_size=settings.checkpoints.size,
+            uploads=settings.uploads,
         )
         self.ram_budget = RamBudget(self._tiers.ram.capacity, is_fixed=settings.ram_is_fixed)
         """Follows free memory; `tick` evicts what exceeds it."""
@@ -105,6 +108,15 @@ class KVCache:
         self._offloader = Offloader(*shared, settings, self._counters, lambda: self.cells.free, self.checkpoints)
         self.window_cells = WindowCells(self._tree, self._sequences, self.checkpoints, self._offloader, settings)
         """Cells of layers with a sliding window, where they may run out."""
+        self.remote = RemoteTier(
+            self._tree,
+            self._tiers,
+            self.checkpoints,
+            size=settings.segment_size or SegmentSize(0, 1),
+            checkpoint_size=settings.checkpoints.size if self.checkpoints.has_states else None,
+            seconds_to_compute=lambda n: n * settings.prefill_us / 1e6 or prefill_seconds(n),
+        )
+        """KV that several servers share."""
         self._policy = OffloadPolicy(settings, *shared, self._offloader, self.checkpoints, lambda: self.has_streams)
         self._public = PublicPrefix(self._tree, self._tiers, self._offloader)
         parts = self._tree, self._sequences, settings, self._counters
@@ -149,6 +161,10 @@ class KVCache:
         match = self.match(namespace, tokens[:-WIDTH])
         miss = miss_reason(match, self._ghosts, self.settings.min_shared)
         return probe_of(match, self._offloader.worth_loading(match), len(tokens) // WIDTH, miss)
+
+    def forks(self, namespace: str, paths: Iterable[bytes]) -> list[tuple[bytes, int]]:
+        """Return paths, each with the last position at which another one continues, ends or runs."""
+        return [(path, self._tree.match(namespace, path).last_fork()) for path in paths]
 
     def touch(self, matches: Iterable[Match]) -> None:
         """Record that prefixes are wanted now, so that they are evicted late."""
@@ -266,6 +282,7 @@ class KVCache:
             self._policy.flush(now)
         self._policy.keep_ram_budget(self.ram_budget.n_bytes)
         self._tiers.tick(now)
+        self.remote.tick()
         if self.settings.ram_bytes:
             self.checkpoints.keep_budget(self.ram_budget.n_bytes / self.settings.ram_bytes)
         self._n_loaded = 0
@@ -289,7 +306,7 @@ class KVCache:
         `is_busy` tells that requests run or wait.
         """
         self._policy.keep_idle_budget()
-        if self.settings.writes and is_running:
+        if self.settings.copies_running and is_running:
             self._policy.offload_for_disk(now)
         self._policy.offload_while_idle(now, is_busy=is_busy)
         return self._policy.deadlines
@@ -304,6 +321,10 @@ class KVCache:
         """Disk jobs to start once the operations that were taken before are done."""
         return self._tiers.take_jobs()
 
+    def take_uploads(self) -> list[Upload]:
+        """Uploads to the remote tier to start once the operations that were taken before are done."""
+        return self.remote.take_uploads()
+
     def on_io(self, event: IoEvent, now: float) -> range | None:
         """Handle the result of a job or a save; returns the positions of a segment whose bytes were read.
 
@@ -313,6 +334,18 @@ class KVCache:
         # A segment that is gone may have kept the node of a checkpoint.
         self._offloader.free_evicted()
         return range(segment.start, segment.end) if segment is not None else None
+
+    def add_fetched(self, lookup: Lookup, portion: Portion, n_bytes: int) -> int | None:
+        """Take in a portion that was fetched; returns the number of its segment, whose KV the backend must get."""
+        number = self.remote.add(lookup, portion, n_bytes)
+        self._offloader.free_evicted()
+        return number
+
+    def add_fetched_checkpoint(self, lookup: Lookup, checkpoint: RemoteObject, n_bytes: int) -> int | None:
+        """Take in a checkpoint that was fetched; returns its number, whose state the backend must be given."""
+        number = self.remote.add_checkpoint(lookup, checkpoint, n_bytes)
+        self._offloader.free_evicted()
+        return number
 
     # --- slot files ---
 
@@ -345,6 +378,7 @@ class KVCache:
             cells=self.cells,
             ram=ram_stats(self._tiers, self.ram_budget),
             disk=disk_stats(self._tiers),
+            remote=self.remote.stats,
             checkpoints=self.checkpoints.stats,
             sequences=SequenceStats(settings.n_slots, settings.n_spare, self._sequences.n_in_use, settings.n_seqs),
         )

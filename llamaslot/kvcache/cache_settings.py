@@ -75,6 +75,8 @@ class CacheSettings:
     """Quotas of each API key in the tiers; 0 for none."""
     disk_bytes_per_day: int = 0
     """Bytes that may be written to disk a day; 0 for any number."""
+    has_remote: bool = False
+    """True if there is a store that several servers share."""
     disk_written: WriteTotals | None = None
     """Bytes that earlier servers wrote to the disk tier; None without one."""
     segment_size: SegmentSize | None = None
@@ -146,9 +148,19 @@ class CacheSettings:
         return self.offloads and self.disk_bytes > 0
 
     @property
+    def uploads(self) -> bool:
+        """True if offloaded prefixes are uploaded to the remote tier."""
+        return self.offloads and self.has_remote
+
+    @property
     def offloads_ahead(self) -> bool:
         """True if idle prefixes are offloaded before their cells are needed."""
-        return self.offloads and (self.offload_after is not None or self.writes)
+        return self.offloads and (self.offload_after is not None or self.copies_running)
+
+    @property
+    def copies_running(self) -> bool:
+        """True if what running requests hold is copied to RAM, to be written or uploaded from there."""
+        return self.writes or self.uploads
 
     @property
     def copies_streams(self) -> bool:

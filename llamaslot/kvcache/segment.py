@@ -14,7 +14,7 @@ states, and is the child of the segment that has the token before it.
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from llamaslot.base.namespaces import PUBLIC_TENANT
 
@@ -124,7 +124,6 @@ class Segment:
 
     __slots__ = (
         "end",
-        "is_fresh",
         "last_used",
         "n_bytes",
         "nodes",
@@ -133,6 +132,7 @@ class Segment:
         "ram_put_before",
         "replaces",
         "retry_at",
+        "source",
         "start",
         "state",
         "tenant",
@@ -167,8 +167,8 @@ class Segment:
         """Seconds."""
         self.ram_put_before = 0
         """Bytes that had been put into its part of RAM by then, itself included."""
-        self.is_fresh = False
-        """True from a read until the first load: such a load counts as one from disk."""
+        self.source: Literal["", "disk", "remote"] = ""
+        """Where its bytes came from, until the first load, which counts as one from there; else empty."""
         self.retry_at = 0.0
         """Time from which on an unreadable one may be read again, in seconds."""
         self.replaces: list[int] = []
@@ -253,7 +253,7 @@ class Checkpoint(Segment):
     The KV of the tokens before it is not part of it: cells or segments have that.
     """
 
-    __slots__ = ()
+    __slots__ = ("ends_message",)
 
     is_checkpoint = True
 
@@ -262,6 +262,8 @@ class Checkpoint(Segment):
     ) -> None:
         super().__init__(number, node.end, node.end, n_bytes, tenant=node.tenant, now=now, state=state)
         self.nodes = [node]
+        self.ends_message = False
+        """True if it was taken at the end of a message, such as the system prompt."""
 
     @property
     def node(self) -> Node:
@@ -296,6 +298,11 @@ class Checkpoint(Segment):
     def above(self) -> Checkpoint | None:
         """The next checkpoint above it on its path."""
         return next((each for each in checkpoints_on(self.node) if each is not self), None)
+
+    @property
+    def ends_first_message(self) -> bool:
+        """True if it is the first on its path at the end of a message, with which other conversations may begin."""
+        return self.ends_message and not any(each.ends_message for each in checkpoints_on(self.node)[1:])
 
     @property
     def is_deepest(self) -> bool:

@@ -48,6 +48,8 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """The use of the disk; empty where there is none."""
     records: tuple[TextRecord, ...] = ()
     """Text anchors and sessions of an earlier process."""
+    remote_line: str = ""
+    """The use of the remote tier; empty where there is none."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -57,6 +57,11 @@ class Admission:
         request.match = self._cache.match(request.namespace, request.prefix, request.match)
         return request.match
 
+    def is_in_flight(self, request: Request) -> bool:
+        """True if a running request computes more of a prompt than is cached, and it is worth waiting for."""
+        n_in_flight, _ = self._in_flight.longest(request)
+        return n_in_flight - self.match(request).n_cached > self._cache.settings.min_shared
+
     def withdraw(self, request: Request) -> None:
         """Take a request from the queue."""
         self.queue.remove(request)

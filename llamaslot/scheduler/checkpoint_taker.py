@@ -63,9 +63,17 @@ class CheckpointTaker:
                     # It waits for the next gap.
                     continue
                 is_one_shot = request.is_one_shot(self._cache.settings.one_shot_tokens)
-                n_left -= checkpoints.take(request.slot, Evict.NONE if is_one_shot else Evict.ANY) is not None
+                taken = checkpoints.take(request.slot, Evict.NONE if is_one_shot else Evict.ANY)
+                n_left -= taken is not None
+                if taken is not None:
+                    taken.ends_message |= self._ends_message(request)
             go_on.append(request)
         return go_on
+
+    def _ends_message(self, request: Request) -> bool:
+        """True if the next token of a request begins or ends a message."""
+        next_token = request.tokens.view(self._cache.length(request.slot))[:1]
+        return bool(np.isin(next_token, self._control).any())
 
     def _is_due(self, request: Request, queue: Sequence[Request]) -> bool:
         """True at a stop, and at the end of a prompt of which other choices wait for a slot."""

@@ -97,6 +97,10 @@ class Request:
     _last_token: float | None = None
     n_public = 0
     """Tokens loaded from public segments of another namespace, also after it was preempted."""
+    n_fetched = 0
+    """Of `n_loaded`, those fetched from the remote tier for it."""
+    is_fetching = False
+    """True while KV of its prompt may come from the remote tier; it is not admitted before that has ended."""
 
     _was_preempted = False
     n_overtaken = 0
@@ -214,6 +218,7 @@ class Request:
             self.n_copied += loaded.n_copied
             self.n_loaded += loaded.n_loaded
             self.n_read += loaded.n_read
+            self.n_fetched += loaded.n_fetched
 
     def add_token(self, token: int, now: float, *, forced: bool = False) -> None:
         """Append a token that was sampled, or `forced` after one."""
@@ -242,8 +247,8 @@ class Request:
 
     @property
     def is_ready(self) -> bool:
-        """True unless its constraint is being compiled."""
-        return self.submit.constraint is None or self.constraint is not None
+        """True unless its constraint is being compiled, or KV of its prompt fetched."""
+        return not self.is_fetching and (self.submit.constraint is None or self.constraint is not None)
 
     @property
     def fast_forwards(self) -> bool:
@@ -338,6 +343,7 @@ class Request:
             n_copied=min(self.n_copied, self.n_cached),
             n_loaded=min(self.n_loaded, self.n_cached),
             n_read=min(self.n_read, self.n_cached),
+            n_fetched=min(self.n_fetched, self.n_cached),
             n_anchored=self.prompt.n_anchored,
             n_restored=self.prompt.n_replies,
             session_match=self.prompt.session_match,

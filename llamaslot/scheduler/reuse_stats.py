@@ -29,7 +29,9 @@ class ReuseStats:
         tokens.hit_rate = tokens.matched / max(tokens.total, 1)
         if n_cached:
             requests.hits += 1
-            if request.n_read:
+            if request.n_fetched:
+                requests.from_remote += 1
+            elif request.n_read:
                 requests.from_disk += 1
             elif request.n_loaded:
                 requests.from_ram += 1

@@ -179,6 +179,8 @@ class Scheduler:
         running = self.running
         self.cache.has_streams = any(request.is_stream(self._n_pending(request)) for request in running)
         ready, is_loading = self._load(running)
+        for request in self.admitted:
+            self.cache.remote.unpin(request.id)
         able = [request for request in suspects[:1] or by_share(running) if request in ready]
         ready = self._taker.take_due(ready if self._mixes_lengths else self._of_one_length(able), self.queue)
         n_prefill = sum(n for request in ready if not request.is_stream(n := self._n_pending(request)) and n > 1)
@@ -208,6 +210,7 @@ class Scheduler:
             padding=padding,
             n_extra_steps=n_extra_steps,
             jobs=self.cache.take_jobs(),
+            uploads=self.cache.take_uploads(),
         )
 
     def _of_one_length(self, requests: Sequence[Request]) -> list[Request]:
@@ -327,6 +330,7 @@ class Scheduler:
         """
         request = work.request
         namespace, tokens = request.namespace, packed(request.tokens.view())
+        self.cache.remote.deny(namespace, tokens)
         self.cache.invalidate(request.slot)
         if request.n_reused and not request.n_generated and not request.is_private:
             reused = tokens[: request.n_reused * WIDTH]

@@ -31,6 +31,7 @@ from llamaslot.base.kv_ops import (
     Share,
     Take,
 )
+from llamaslot.kvcache.remote.remote_io import Upload
 from llamaslot.kvcache.tiers.disk_io import Job
 from llamaslot.scheduler.request import Request
 
@@ -63,6 +64,8 @@ class StepPlan:
     """Steps that may follow without a plan, each computing the tokens that the one before sampled."""
     jobs: list[Job] = field(default_factory=list)
     """Disk jobs to start once the operations are done."""
+    uploads: list[Upload] = field(default_factory=list)
+    """Uploads to the remote tier, as well."""
 
     @property
     def n_tokens(self) -> int:
@@ -78,7 +81,7 @@ class StepPlan:
 
     def __bool__(self) -> bool:
         """Return True if there is anything to do, or anything changed that another plan may continue from."""
-        return bool(self.operations or self.work or self.preempted or self.jobs)
+        return bool(self.operations or self.work or self.preempted or self.jobs or self.uploads)
 
 
 @dataclass(frozen=True, slots=True)

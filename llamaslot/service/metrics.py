@@ -58,6 +58,12 @@ _COUNTERS = (
     ("llamaslot_disk_failed_writes", "Segments that could not be written.", "cache.disk.failed_writes"),
     ("llamaslot_disk_read_tokens", "Tokens read from disk.", "cache.read_tokens"),
     ("llamaslot_disk_corrupt_files", "Files that did not match their checksum.", "cache.disk.corrupt_files"),
+    ("llamaslot_remote_fetched_tokens", "Tokens fetched from the remote tier.", "cache.remote.fetched_tokens"),
+    ("llamaslot_remote_fetched_bytes", "Bytes fetched from the remote tier.", "cache.remote.fetched_bytes"),
+    ("llamaslot_remote_uploaded_bytes", "Bytes uploaded to the remote tier.", "cache.remote.uploaded_bytes"),
+    ("llamaslot_remote_failed_uploads", "Segments that were not uploaded.", "cache.remote.failed_uploads"),
+    ("llamaslot_remote_failures", "Lookups and fetches that failed.", "cache.remote.failures"),
+    ("llamaslot_remote_corrupt_objects", "Objects that were not as uploaded.", "cache.remote.corrupt_objects"),
     ("llamaslot_checkpoints_taken", "Checkpoints taken.", "cache.checkpoints.taken"),
     ("llamaslot_checkpoints_restored", "Checkpoints restored.", "cache.checkpoints.restored"),
     ("llamaslot_checkpoints_evicted", "Checkpoints evicted from RAM.", "cache.checkpoints.evicted"),
@@ -96,7 +102,7 @@ _GAUGES = (
     ("llamaslot_sessions", "Named conversations that are remembered.", "cache.sessions.known"),
     ("llamaslot_sequences_used", "Sequence ids that hold tokens.", "cache.sequences.used"),
 )
-_REUSE = ("same_slot", "cross_slot", "from_ram", "from_disk")
+_REUSE = ("same_slot", "cross_slot", "from_ram", "from_disk", "from_remote")
 
 
 class Metrics(Collector):

@@ -358,6 +358,7 @@ def _log_fields(progress: Progress) -> dict[str, Any]:
         "prefix_copied_tokens": progress.n_copied,
         "prefix_loaded_tokens": progress.n_loaded,
         "prefix_read_tokens": progress.n_read,
+        **({"prefix_fetched_tokens": progress.n_fetched} if progress.n_fetched else {}),
         "prefix_anchored_tokens": progress.n_anchored,
         **({"restored_tokens": progress.n_restored} if progress.n_restored else {}),
         "prefix_miss": progress.miss or None,

@@ -94,7 +94,7 @@ async def test_every_reply_says_where_its_prompt_came_from(server: Any, path: st
     first = (await server.ok(path, asked))["cache"]
     assert first["computed"] > 100
     assert first | {"computed": 0} == {
-        **{"cells": 0, "ram": 0, "disk": 0, "computed": 0, "miss": "cold", "diverged_at": None},
+        **{"cells": 0, "ram": 0, "disk": 0, "remote": 0, "computed": 0, "miss": "cold", "diverged_at": None},
         **{"session_match": "new", "approximate_tokens": 0, "restored_tokens": 0},
     }
     *_, last = [event for event in await server.stream(path, asked) if isinstance(event, dict) and "cache" in event]

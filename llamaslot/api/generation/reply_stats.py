@@ -34,6 +34,7 @@ class CacheUse(msgspec.Struct):
     """Prompt tokens whose KV was in the pool."""
     ram: int
     disk: int
+    remote: int
     computed: int
     miss: Miss | None
     """A value of `Miss`; null if all cached tokens of the prompt were reused."""
@@ -92,8 +93,9 @@ def cache_use(progress: Progress) -> CacheUse:
     """Return what a request found in the cache."""
     return CacheUse(
         cells=progress.n_cached - progress.n_loaded,
-        ram=progress.n_loaded - progress.n_read,
+        ram=progress.n_loaded - progress.n_read - progress.n_fetched,
         disk=progress.n_read,
+        remote=progress.n_fetched,
         computed=progress.n_prompt_computed,
         miss=progress.miss or None,
         diverged_at=progress.diverged_at if progress.diverged_at >= 0 else None,

@@ -14,11 +14,13 @@ import structlog
 
 from llamaslot.app.cache_budgets import Budgets, choose_budgets, with_checkpoint_limits
 from llamaslot.app.cache_disk import lock_disk, open_disk, slot_files, slot_save_path
+from llamaslot.app.cache_remote import RemoteSettings, open_remote, remote_line, remote_settings
 from llamaslot.app.config import Config
 from llamaslot.app.runtime.engine_config import engine_settings, llama_settings
 from llamaslot.backend.disk import DiskStore
 from llamaslot.backend.host_memory import MemoryReader, Sources, host_memory
 from llamaslot.backend.llama import LlamaBackend, LoadingStopped
+from llamaslot.backend.remote import RedisStore
 from llamaslot.base.backend import Backend
 from llamaslot.base.errors import ConfigError
 from llamaslot.base.events import EngineEvent
@@ -48,6 +50,8 @@ class EngineHost:
         self._disk: DiskStore | None = None
         self._slot_folder: Path | None = None
         self._backend: Backend | None = None
+        self._remote_settings: RemoteSettings | None = None
+        self._remote: RedisStore | None = None
         self._budgets: Budgets
         self._has_disk_tier = False
         self._lacks_disk = bool(config.cache_disk)
@@ -67,6 +71,7 @@ class EngineHost:
             self._disk = lock_disk(self._config)
         with self._optional_folders():
             self._slot_folder = slot_save_path(self._config)
+        self._remote_settings = remote_settings(self._config)
 
     async def load(self, on_progress: OnProgress, backend: Backend | None = None) -> Loaded | None:
         """Load the model, or take a loaded backend, and open the disk; None if `on_progress` stopped that.
@@ -96,9 +101,19 @@ class EngineHost:
                 )
                 self._lacks_disk = False
         self._has_disk_tier = bool(disk_line)
+        line = ""
+        remote = self._remote_settings
+        if remote is not None and self._budgets.ram_bytes and info.segment_size is not None:
+            key = self._disk.key if self._disk is not None and disk_line else None
+            text, join = "reading the model for its checksum", backend.join
+            self._remote = await asyncio.to_thread(
+                lambda: open_remote(remote, info, key, join, lambda fraction: on_progress(text, fraction))
+            )
+            line = remote_line(remote) if self._remote is not None else ""
         records = tuple(self._disk.texts.records()) if self._disk is not None and disk_line else ()
         self.watch.expect(info.kv_cost.prefill_us if info.kv_cost is not None else 0.0)
-        return Loaded(with_checkpoint_limits(config, info, self._budgets), self._budgets.line, disk_line, records)
+        info = with_checkpoint_limits(config, info, self._budgets)
+        return Loaded(info, self._budgets.line, disk_line, records, line)
 
     @contextlib.contextmanager
     def _optional_folders(self) -> Iterator[None]:
@@ -124,6 +139,7 @@ class EngineHost:
             on_events,
             engine_settings(self._config, self._budgets, lacks_disk=self._lacks_disk),
             disk=self._disk if self._has_disk_tier else None,
+            remote=self._remote,
             snapshots=snapshots,
             thread=self._thread,
             watch=self.watch,

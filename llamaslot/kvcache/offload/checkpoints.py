@@ -186,7 +186,7 @@ class Checkpoints:
     @property
     def _pinned(self) -> set[Segment]:
         """Checkpoints, and segments, that must stay: about to be restored, or being read or written."""
-        return {*self.pending_restores.values(), *self._tiers.busy.values()}
+        return {*self.pending_restores.values(), *self._tiers.busy.values()}.union(*self._tiers.load_pins.values())
 
     def _may_take_at_end(self, seq: int) -> bool:
         """True if a sequence is live, and may be wanted again."""

@@ -46,6 +46,8 @@ class Loaded:
     """Tokens loaded from RAM."""
     n_read: int = 0
     """Of `n_loaded`, those that were read from disk for it."""
+    n_fetched: int = 0
+    """Of `n_loaded`, those that were fetched from the remote tier for it."""
     n_public: int = 0
     """Of `n_loaded`, those from segments of the public namespace."""
 
@@ -190,7 +192,7 @@ class Offloader:
         status = LoadStatus.DONE
         # Until a save is carried out, it is not known whether there is memory for it.
         saving = {each.segment for each in self._sequences.operations if isinstance(each, Save)}
-        n_loaded = n_read = n_public = 0
+        n_loaded = n_read = n_fetched = n_public = 0
         for part in parts:
             segment = part.segment
             if (max_tokens is not None and n_loaded >= max_tokens) or segment.number in saving:
@@ -206,12 +208,13 @@ class Offloader:
             n_loaded += part.end - start
             if match.public is not None and segment.is_public:
                 n_public += part.end - start
-            n_read += (part.end - start) * segment.is_fresh
-            segment.is_fresh = False
+            n_read += (part.end - start) * (segment.source == "disk")
+            n_fetched += (part.end - start) * (segment.source == "remote")
+            segment.source = ""
         if status is LoadStatus.DONE:
             self._tiers.unpin(seq)
         self._counters.public_tokens += n_public
-        return Loaded(status, 0, n_loaded, n_read, n_public)
+        return Loaded(status, 0, n_loaded, n_read, n_fetched, n_public)
 
     # --- operations ---
 

@@ -7,7 +7,8 @@
   again, and multiplies `offload_after` by idle / (idle + free).
 - Idle prefixes keep at most `idle_cells`.
 - While nothing runs, idle prefixes are copied to RAM, so that the next prompt finds them offloaded already.
-- With a disk, what running requests hold is copied to RAM as well, a segment at a time, to be written from there.
+- With a disk or a remote tier, what running requests hold is copied to RAM as well, a segment at a time, to be
+  written or uploaded from there.
 - While memory is short (`ram_budget.py`), segments leave RAM, and idle prefixes stay in the pool until their
   cells are needed.
 """
@@ -136,6 +137,7 @@ class OffloadPolicy:
         self._is_flushing = True
         self._was_busy, self._idle_work_at = False, now
         self._tiers.writer.flush()
+        self._tiers.uploads.flush()
 
     @property
     def deadlines(self) -> Deadlines:
@@ -145,7 +147,7 @@ class OffloadPolicy:
         due_at = self._tiers.due_at
         idle_work_at = None if self._tiers.writer.has_backlog else self._idle_work_at
         idle = min((each for each in (idle_work_at, due_at) if each is not None), default=None)
-        if not self._settings.writes:
+        if not self._settings.copies_running:
             return Deadlines(idle)
         return Deadlines(idle, self._next_write_at if due_at is None else min(self._next_write_at, due_at))
 

@@ -104,7 +104,7 @@ class SegmentReader:
         is_wanted = segment is not None and segment.state is S.READING
         if segment is not None and is_wanted:
             self._tiers.transition(segment, E.READ_DONE)
-            segment.is_fresh = True
+            segment.source = "disk"
             self._tiers.counters.read_tokens += segment.n_tokens
             if segment.n_tokens:
                 self._rate.observe(segment.n_tokens, seconds, self._tiers.now)

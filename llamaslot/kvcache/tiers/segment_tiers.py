@@ -27,6 +27,7 @@ from llamaslot.kvcache.tiers.disk_pacing import RETRY_DELAY_S
 from llamaslot.kvcache.tiers.segment_lru import SegmentLru
 from llamaslot.kvcache.tiers.segment_reader import SegmentReader
 from llamaslot.kvcache.tiers.tenant_shares import TenantShares, exceeds_limit
+from llamaslot.kvcache.tiers.upload_queue import UploadQueue
 from llamaslot.kvcache.tiers.write_back import WriteBack
 
 
@@ -54,6 +55,7 @@ class SegmentTiers:
         disk_bytes_per_key: int = 0,
         checkpoint_bytes: int = 0,
         checkpoint_size: CheckpointSize | None = None,
+        uploads: bool = False,
     ) -> None:
         self.max_tokens = max_tokens
         self.ram = SegmentLru(ram_bytes, ram_bytes_per_key)
@@ -63,6 +65,7 @@ class SegmentTiers:
         self.shares = TenantShares()
         self.writer = WriteBack(self, disk_bytes_per_day, disk_written)
         self.reader = SegmentReader(self, tree, size, checkpoint_size)
+        self.uploads = UploadQueue(max_tokens, is_on=uploads and ram_bytes > 0)
         self.now = 0.0
         self.counters = counters
         if disk_written is not None:
@@ -73,8 +76,8 @@ class SegmentTiers:
         """Segments that are being read or written, by number."""
         self.unreadable: dict[int, Segment] = {}
         """Segments of which the last read failed, by number."""
-        self.load_pins: dict[int, frozenset[Segment]] = {}
-        """Segments that each sequence is about to load: they stay in RAM."""
+        self.load_pins: dict[int | str, frozenset[Segment]] = {}
+        """Segments that each sequence, or waiting request (by its id), is about to load: they stay in RAM."""
         self.saves_again_at = 0.0
         """Time before which nothing is saved, since memory ran out."""
         self.loads_again_at = 0.0
@@ -121,7 +124,7 @@ class SegmentTiers:
     @property
     def due_at(self) -> float | None:
         """Time at which a write is due or a read times out; None for never."""
-        times = (self.writer.due_at, self.reader.times_out_at)
+        times = (self.writer.due_at, self.reader.times_out_at, self.uploads.due_at)
         return min((each for each in times if each is not None), default=None)
 
     # --- changes ---
@@ -156,6 +159,7 @@ class SegmentTiers:
         self.ram.put(segment)
         segment.ram_put_before = self.ram.n_bytes_put
         self.writer.queue(segment)
+        self.uploads.put([segment])
         return segment
 
     def add_checkpoint(self, node: Node, n_bytes: int) -> Checkpoint:
@@ -167,6 +171,7 @@ class SegmentTiers:
         self.checkpoints.put(checkpoint)
         checkpoint.ram_put_before = self.checkpoints.n_bytes_put
         self.writer.queue(checkpoint)
+        self.uploads.put([checkpoint])
         return checkpoint
 
     def new_number(self) -> int:
@@ -182,6 +187,7 @@ class SegmentTiers:
         unwritten = next((segment for segment in path if not segment.state.uses_disk), None)
         if unwritten is not None:
             self.writer.queue(unwritten)
+        self.uploads.put(path)
         last = next((segment for segment in reversed(path) if segment.state.uses_disk), None)
         if last is not None:
             self._used[last.number] = self._used.pop(last.number, None)
@@ -200,6 +206,14 @@ class SegmentTiers:
     def unpin(self, seq: int) -> None:
         """Remove the load pins of a sequence."""
         self.load_pins.pop(seq, None)
+
+    def pin_for(self, request_id: str, segment: Segment) -> None:
+        """Keep a segment in RAM for a waiting request."""
+        self.load_pins[request_id] = self.load_pins.get(request_id, frozenset()) | {segment}
+
+    def unpin_for(self, request_id: str) -> None:
+        """Remove the pins of a waiting request."""
+        self.load_pins.pop(request_id, None)
 
     def drop(self, segments: Iterable[Segment]) -> None:
         """Drop segments, children before their parents."""
@@ -281,6 +295,7 @@ class SegmentTiers:
                 lru.put(segment)
         if before.is_loadable and not after.is_loadable:
             self._freed.append(segment.number)
+            self.uploads.remove(segment)
         if before.uses_disk and not after.uses_disk and event is not E.WRITE_FAILED and not keeps_file:
             self.add_job(disk_io.Erase((segment.number,)))
         for is_in, index in ((after.is_busy, self.busy), (after is S.UNREADABLE, self.unreadable)):
@@ -317,6 +332,7 @@ class SegmentTiers:
             assert (segment.number in self.busy) == state.is_busy
             assert (segment.number in self.unreadable) == (state is S.UNREADABLE)
         self.writer.check(segments)
+        self.uploads.check({segment for segment in segments if segment.state.is_loadable})
 
     # --- inside ---
 

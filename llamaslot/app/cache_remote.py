@@ -1,0 +1,163 @@
+"""The remote tier (`--cache-remote`): its server, secrets, and the key of what is in it."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from redis.asyncio import Redis
+
+from llamaslot.app.cache_disk import kv_key
+from llamaslot.app.config import Config
+from llamaslot.backend.disk import fingerprint_of
+from llamaslot.backend.remote import RedisStore, StoreSettings
+from llamaslot.backend.remote.sealing import Sealer
+from llamaslot.base.errors import ConfigError
+from llamaslot.base.kv_ops import Kv
+from llamaslot.base.model import ModelInfo
+from llamaslot.base.segment_parts import KvPart
+
+KEY_VARIABLE = "LLAMASLOT_CACHE_REMOTE_KEY"
+PASSWORD_VARIABLE = "LLAMASLOT_CACHE_REMOTE_PASSWORD"
+_FLAG = "--cache-remote"
+_SCHEMES = ("redis", "rediss", "unix")
+_MIN_SECRET_BYTES = 16
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    """A remote store as configured; nothing of it is printed but `shown`."""
+
+    url: str
+    shown: str
+    """The URL without user."""
+    secret: bytes
+    password: str
+    ca_file: str
+    store: StoreSettings
+
+
+def remote_settings(config: Config) -> RemoteSettings | None:
+    """Return the settings of the remote store, None without one. Raises `ConfigError`."""
+    if not config.cache_remote:
+        for option in ("cache_remote_key_file", "cache_remote_password_file", "cache_remote_ca"):
+            if getattr(config, option):
+                flag = "--" + option.replace("_", "-")
+                raise ConfigError(f"{flag} needs {_FLAG}", param=flag)
+        return None
+    if config.cache_ram == 0:
+        raise ConfigError(f"{_FLAG} needs RAM, which --cache-ram 0 turns off", param=_FLAG)
+    shown = _checked_url(config.cache_remote)
+    if config.cache_remote_ca and not config.cache_remote.startswith("rediss://"):
+        raise ConfigError("--cache-remote-ca needs a --cache-remote that begins with rediss://", param=_FLAG)
+    secret = _secret(KEY_VARIABLE, config.cache_remote_key_file, "--cache-remote-key-file").encode()
+    if len(secret) < _MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"{_FLAG} needs a secret of at least {_MIN_SECRET_BYTES} bytes that all servers of the fleet share: "
+            f"--cache-remote-key-file, or {KEY_VARIABLE}",
+            param="--cache-remote-key-file",
+        )
+    return RemoteSettings(
+        config.cache_remote,
+        shown,
+        secret,
+        _secret(PASSWORD_VARIABLE, config.cache_remote_password_file, "--cache-remote-password-file"),
+        config.cache_remote_ca,
+        StoreSettings(
+            max_bytes=config.cache_remote_size * _MIB,
+            ttl_s=config.cache_remote_ttl,
+            timeout_s=config.cache_remote_timeout / 1e3,
+        ),
+    )
+
+
+def open_remote(
+    settings: RemoteSettings,
+    info: ModelInfo,
+    model_key: bytes | None,
+    join: Callable[[Sequence[KvPart]], Kv],
+    on_progress: Callable[[float], bool],
+) -> RedisStore | None:
+    """Return the store for a model; None if `on_progress` stopped that, or prefixes are not offloaded.
+
+    `model_key` is the disk's key of what KV depends on, if it is known; else the model's files are read whole. The
+    server is not connected to before it is needed, and need not run now. Raises `ConfigError`.
+    """
+    if model_key is None:
+        try:
+            weights = fingerprint_of(info.kv_files, on_progress)
+        except OSError as error:
+            raise ConfigError(f"{_FLAG}: the model cannot be read: {error}", param="--model") from None
+        if weights is None:
+            return None
+        model_key = kv_key(info, weights)
+    return RedisStore(_client(settings), Sealer(settings.secret, model_key), settings.store, join)
+
+
+def remote_line(settings: RemoteSettings) -> str:
+    """Return a line for the user."""
+    limit = f", at most {settings.store.max_bytes / _MIB:,.0f} MiB" if settings.store.max_bytes else ""
+    return f"Remote tier: {settings.shown}, shared with all servers of the same key and model{limit}"
+
+
+def _checked_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        is_complete = bool(parts.path if parts.scheme == "unix" else parts.hostname and parts.port != 0)
+    except ValueError as error:
+        raise ConfigError(f"{_FLAG}: {error}", param=_FLAG) from None
+    if parts.scheme not in _SCHEMES or not is_complete:
+        raise ConfigError(
+            f"{_FLAG} must be redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH", param=_FLAG
+        )
+    if parts.password is not None:
+        raise ConfigError(
+            f"{_FLAG} must not have the password, which other users could see: use --cache-remote-password-file or "
+            f"{PASSWORD_VARIABLE}",
+            param=_FLAG,
+        )
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def _secret(variable: str, path: str, flag: str) -> str:
+    """Return a secret from a file's first line or a variable; empty without either."""
+    if not path:
+        return os.environ.get(variable, "")
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8").partition("\n")[0].strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{flag}: {path} cannot be read: {getattr(error, 'strerror', None) or error}", param=flag
+        ) from None
+
+
+def _client(settings: RemoteSettings) -> Redis:
+    options: dict[str, Any] = {}
+    if settings.url.startswith("rediss://"):
+        try:
+            # The client reads the file only once it connects.
+            ssl.create_default_context(cafile=settings.ca_file or None)
+        except OSError as error:
+            raise ConfigError(
+                f"--cache-remote-ca: {settings.ca_file}: {error}", param="--cache-remote-ca"
+            ) from None
+        options |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
+        if settings.ca_file:
+            options["ssl_ca_certs"] = settings.ca_file
+    if settings.password:
+        options["password"] = settings.password
+    return Redis.from_url(
+        settings.url,
+        protocol=2,
+        socket_connect_timeout=settings.store.timeout_s,
+        # Transfers have a time limit of their own, which also ends the connection.
+        socket_timeout=None,
+        health_check_interval=0,
+        **options,
+    )

@@ -1,0 +1,327 @@
+"""Remote store on a server that speaks Redis's protocol, such as Valkey or Redis itself.
+
+Keys begin with `llamaslot:1:` and the scope of fleet and model; H is a digest of a prompt's first tokens:
+
+    d:H   hash: KV and state of the object that ends there, each with its code           expires
+    i:H   the object that has the tokens before a position of the grid                   expires
+    k:H   list: checkpoints after a position of the grid and before the next one         expires
+    l     sorted set: objects with their sizes, by the time at which they expire
+    n     sum of these sizes
+
+All servers keep the sum within the same limit: each deletes what expires first before it uploads more. An object
+that the server of the store evicts by itself counts until it would have expired.
+
+The client runs on an event loop of its own, on another thread than the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, TypeVar
+
+import numpy as np
+import structlog
+from redis import exceptions
+from redis.asyncio import Redis
+
+from llamaslot.backend.disk.failure_log import FailureLog
+from llamaslot.backend.memory import new_kv
+from llamaslot.backend.remote.sealing import DIGEST_BYTES, Sealer
+from llamaslot.base.kv_ops import Kv
+from llamaslot.base.segment_parts import KvPart
+from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.remote.remote_io import (
+    GRID_TOKENS,
+    CorruptObjectError,
+    Fetched,
+    Found,
+    RemoteObject,
+    RemoteUnavailableError,
+    block_start,
+    grid_positions,
+    portions_of,
+)
+
+_ENTRY = struct.Struct(f"<IIQQ{DIGEST_BYTES}s")
+"""Start, end, bytes of KV, bytes of state, digest."""
+_MAX_CHECKPOINTS = 16
+"""Checkpoints of one entry of the index; the newest stay."""
+_KV, _STATE = b"kv", b"state"
+_TRANSFER_TIMEOUT_S = 30.0
+"""Time to send or receive an object at most; who waits for one sets a time limit of its own."""
+_MAX_DELETED = 64
+"""Objects that are deleted by one command."""
+
+_T = TypeVar("_T")
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """Settings of a store."""
+
+    max_bytes: int
+    """KV that all servers may keep there; 0 for no limit of ours."""
+    ttl_s: int
+    """Seconds after which what was not used expires."""
+    timeout_s: float
+    """Time that the store has to answer whatever is no transfer of an object."""
+
+
+class RedisStore:
+    """`RemoteStore` on Redis's protocol. `join` puts the KV of an object together from parts of segments."""
+
+    def __init__(
+        self,
+        client: Redis,
+        sealer: Sealer,
+        settings: StoreSettings,
+        join: Callable[[tuple[KvPart, ...]], Kv],
+        *,
+        clock: Callable[[], float] = time.time,
+        failures: FailureLog | None = None,
+    ) -> None:
+        self._client: Any = client
+        self._sealer = sealer
+        self._settings = settings
+        self._join = join
+        self._clock = clock
+        self._failures = failures or FailureLog()
+        self._prefix = f"llamaslot:1:{sealer.scope}:"
+
+    async def find(self, namespace: str, tokens: bytes, start: int, *, with_checkpoints: bool) -> Found:
+        """Look up what the store has of a prompt after its first `start` tokens."""
+        began = perf_counter()
+        n_tokens = len(tokens) // WIDTH
+        grid = grid_positions(start, n_tokens)
+        # A checkpoint lies after a position of the grid, which may be that before the cached tokens.
+        lists = range(0, n_tokens + 1, GRID_TOKENS) if with_checkpoints else ()
+        digests = self._sealer.path_digests(namespace, tokens, {*grid, *lists})
+
+        async def ask() -> tuple[list[bytes | None], list[list[bytes]]]:
+            async with self._client.pipeline(transaction=False) as pipe:
+                if grid:
+                    pipe.mget([self._name("i", digests[at]) for at in grid])
+                for at in lists:
+                    pipe.lrange(self._name("k", digests[at]), 0, _MAX_CHECKPOINTS - 1)
+                answers = await pipe.execute()
+            return (answers[0] if grid else []), answers[bool(grid) :]
+
+        named, listed = await self._within(self._settings.timeout_s, ask)
+        entries = {at: each for at, data in zip(grid, named, strict=True) if (each := _unpacked(data)) is not None}
+        checkpoints = self._on_path(namespace, tokens, (data for each in listed for data in each))
+        return Found(tuple(portions_of(entries, start, n_tokens)), checkpoints, perf_counter() - began)
+
+    async def fetch(self, wanted: RemoteObject, *, kv: bool, state: bool) -> Fetched | None:
+        """Return the KV and the state of an object as far as they are wanted."""
+        fields = [field for field, is_wanted in ((_KV, kv), (_STATE, state)) if is_wanted]
+        name = self._name("d", wanted.digest)
+
+        async def get() -> list[bytes | None]:
+            data: list[bytes | None] = await self._client.hmget(
+                name, [key for f in fields for key in (f, _code(f))]
+            )
+            return data
+
+        values = await self._within(_TRANSFER_TIMEOUT_S, get)
+        if None in values:
+            return None
+        found: dict[bytes, Kv] = {}
+        for field, data, code in zip(fields, values[::2], values[1::2], strict=True):
+            assert data is not None
+            assert code is not None
+            if not await asyncio.to_thread(self._sealer.is_genuine, wanted.digest, field, data, code):
+                _log.error("remote.corrupt_object", field=field.decode(), bytes=len(data))
+                await self._within(self._settings.timeout_s, lambda: self._client.unlink(name))
+                raise CorruptObjectError(f"the {field.decode()} of an object is not what was uploaded")
+            found[field] = _copied(data)
+        with contextlib.suppress(RemoteUnavailableError):
+            await self._keep(wanted)
+        return Fetched(found.get(_KV), found.get(_STATE))
+
+    async def upload(
+        self, namespace: str, tokens: bytes, start: int, parts: tuple[KvPart, ...], state: Kv | None
+    ) -> int:
+        """Store the object that begins at `start` and ends with these tokens, unless it is there."""
+        end = len(tokens) // WIDTH
+        grid = grid_positions(start, end)
+        digests = self._sealer.path_digests(namespace, tokens, {*grid, end, end // GRID_TOKENS * GRID_TOKENS})
+        name = self._name("d", digests[end])
+        if await self._within(
+            self._settings.timeout_s, lambda: self._client.hexists(name, _STATE if state is not None else _KV)
+        ):
+            return 0
+        fields: dict[bytes, Kv | bytes] = {}
+        for field, data in ((_KV, await asyncio.to_thread(self._join, parts)), (_STATE, state)):
+            if data is not None:
+                fields[field] = data
+                fields[_code(field)] = await asyncio.to_thread(self._sealer.code, digests[end], field, data)
+        n_state = len(state) if state is not None else 0
+        wanted = RemoteObject(start, end, digests[end], len(fields[_KV]), n_state)
+        entry = _packed(wanted)
+        await self._reserve(wanted)
+
+        async def put() -> None:
+            ttl = self._settings.ttl_s
+            async with self._client.pipeline(transaction=False) as pipe:
+                pipe.hset(
+                    name,
+                    mapping={key: data if isinstance(data, bytes) else data.data for key, data in fields.items()},
+                )
+                pipe.expire(name, ttl)
+                for at in grid:
+                    pipe.set(self._name("i", digests[at]), entry, ex=ttl)
+                if state is not None:
+                    listed = self._name("k", digests[end // GRID_TOKENS * GRID_TOKENS])
+                    pipe.lrem(listed, 0, entry)
+                    pipe.lpush(listed, entry)
+                    pipe.ltrim(listed, 0, _MAX_CHECKPOINTS - 1)
+                    pipe.expire(listed, ttl)
+                await pipe.execute()
+
+        await self._within(_TRANSFER_TIMEOUT_S, put)
+        return wanted.n_bytes + n_state
+
+    async def drop(self, namespace: str, tokens: bytes, start: int) -> None:
+        """Delete the objects that have tokens of a prompt after its first `start`."""
+        n_tokens = len(tokens) // WIDTH
+        lists = range(0, n_tokens + 1, GRID_TOKENS)
+        digests = self._sealer.path_digests(namespace, tokens, lists)
+
+        async def names() -> list[list[bytes]]:
+            async with self._client.pipeline(transaction=False) as pipe:
+                pipe.mget([self._name("i", digests[at]) for at in lists])
+                for at in lists:
+                    pipe.lrange(self._name("k", digests[at]), 0, -1)
+                answers: list[list[bytes]] = await pipe.execute()
+            return answers
+
+        for data in (data for each in await self._within(self._settings.timeout_s, names) for data in each):
+            entry = _unpacked(data)
+            if entry is not None and entry.end > start:
+                await self._delete([entry])
+        # Last blocks of earlier turns, which the index does not name any more, count until they would have expired.
+        gone = [self._name("d", digest) for at, digest in digests.items() if at > start]
+        if gone:
+            await self._within(self._settings.timeout_s, lambda: self._client.unlink(*gone))
+
+    async def clear(self) -> None:
+        """Delete all objects of this model and fleet."""
+        while members := await self._within(
+            self._settings.timeout_s, lambda: self._client.zrange(self._prefix + "l", 0, _MAX_DELETED - 1)
+        ):
+            await self._delete([_member_object(each) for each in members])
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    # --- inside ---
+
+    def _name(self, kind: str, digest: bytes) -> str:
+        return f"{self._prefix}{kind}:{digest.hex()}"
+
+    def _on_path(self, namespace: str, tokens: bytes, entries: Iterable[bytes]) -> tuple[RemoteObject, ...]:
+        """The checkpoints among entries of the index whose tokens are the prompt's."""
+        n_tokens = len(tokens) // WIDTH
+        able = [each for data in entries if (each := _unpacked(data)) is not None and each.end <= n_tokens]
+        digests = self._sealer.path_digests(namespace, tokens, {each.end for each in able})
+        return tuple(
+            each for each in able if each.digest == digests[each.end] and each.start == block_start(each.end)
+        )
+
+    async def _keep(self, wanted: RemoteObject) -> None:
+        """Put off the time at which an object that is used expires."""
+        ttl = self._settings.ttl_s
+
+        async def put_off() -> None:
+            async with self._client.pipeline(transaction=False) as pipe:
+                pipe.zadd(self._prefix + "l", {_member(wanted): self._clock() + ttl}, xx=True)
+                pipe.expire(self._name("d", wanted.digest), ttl)
+                await pipe.execute()
+
+        await self._within(self._settings.timeout_s, put_off)
+
+    async def _reserve(self, wanted: RemoteObject) -> None:
+        """Count an object, and delete others until all fit: those that have expired, then those that will first."""
+        listed, total, now = self._prefix + "l", self._prefix + "n", self._clock()
+        n_bytes = wanted.n_bytes + wanted.state_bytes
+
+        async def count() -> int:
+            for member in await self._client.zrangebyscore(listed, "-inf", now, start=0, num=_MAX_DELETED):
+                await self._delete([_member_object(member)])
+            if await self._client.zadd(listed, {_member(wanted): now + self._settings.ttl_s}):
+                n_all: int = await self._client.incrby(total, n_bytes)
+            else:
+                n_all = int(await self._client.get(total) or 0)
+            return n_all
+
+        n_all = await self._within(self._settings.timeout_s, count)
+        limit = self._settings.max_bytes
+        while limit and n_all > limit:
+            oldest = await self._within(self._settings.timeout_s, lambda: self._client.zrange(listed, 0, 0))
+            if not oldest or _member_object(oldest[0]).digest == wanted.digest:
+                return
+            gone = _member_object(oldest[0])
+            await self._delete([gone])
+            n_all -= gone.n_bytes
+
+    async def _delete(self, objects: Iterable[RemoteObject]) -> None:
+        for each in objects:
+            members = [_member(each)]
+
+            async def delete(each: RemoteObject = each, members: list[bytes] = members) -> None:
+                await self._client.unlink(self._name("d", each.digest))
+                # Of servers that delete the same object, one counts it.
+                if await self._client.zrem(self._prefix + "l", *members):
+                    await self._client.decrby(self._prefix + "n", each.n_bytes + each.state_bytes)
+
+            await self._within(self._settings.timeout_s, delete)
+
+    async def _within(self, seconds: float, call: Callable[[], Awaitable[_T]]) -> _T:
+        """Return what a call does; raises `RemoteUnavailableError` if it fails or takes longer."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await call()
+        except (exceptions.RedisError, OSError, TimeoutError) as error:
+            self._failures.add("remote.unavailable", error)
+            raise RemoteUnavailableError(str(error) or type(error).__name__) from error
+
+
+def _code(field: bytes) -> bytes:
+    return field + b".code"
+
+
+def _packed(each: RemoteObject) -> bytes:
+    return _ENTRY.pack(each.start, each.end, each.n_bytes, each.state_bytes, each.digest)
+
+
+def _unpacked(data: bytes | None) -> RemoteObject | None:
+    """The object of an entry of the index; None for anything else."""
+    if data is None or len(data) != _ENTRY.size:
+        return None
+    start, end, n_bytes, state_bytes, digest = _ENTRY.unpack(data)
+    return RemoteObject(start, end, digest, n_bytes, state_bytes) if start < end else None
+
+
+def _member(each: RemoteObject) -> bytes:
+    return f"{each.digest.hex()}:{each.n_bytes + each.state_bytes}".encode()
+
+
+def _member_object(member: bytes) -> RemoteObject:
+    """The object of a member of the sorted set, which has no positions; its `n_bytes` are all its bytes."""
+    digest, _, n_bytes = member.decode().partition(":")
+    return RemoteObject(0, 0, bytes.fromhex(digest), int(n_bytes))
+
+
+def _copied(data: bytes) -> Kv:
+    """The same bytes in memory that goes back to the system once it is freed."""
+    kv = new_kv(len(data))
+    kv[:] = np.frombuffer(data, dtype=np.uint8)
+    return kv

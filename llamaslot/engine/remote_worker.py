@@ -1,0 +1,302 @@
+"""Remote worker: exchanges KV with the remote store, concurrently with the steps.
+
+    request queued --> find --(between two steps)--> choose --> fetch --(between two steps)--> add, next portion ...
+                                                                          any end --> the request may be admitted
+    plan --> uploads --> RemoteWorker.start --> upload --(between two steps)--> KVCache.remote.on_uploaded
+
+The store has an event loop of its own, on another thread, where large objects are received, verified and sent. The
+tasks here only wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from time import perf_counter
+from typing import Any, TypeVar
+
+import structlog
+
+from llamaslot.base.backend import Backend
+from llamaslot.base.kv_ops import Kv
+from llamaslot.base.segment_parts import KvPart
+from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.cache import KVCache
+from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.remote.remote_io import (
+    Block,
+    CorruptObjectError,
+    Fetched,
+    Portion,
+    RemoteObject,
+    RemoteStore,
+    RemoteUnavailableError,
+    Upload,
+)
+from llamaslot.kvcache.remote.remote_tier import Choice, Lookup
+from llamaslot.scheduler.request import Request
+
+_MAX_FETCHES = 2
+"""Objects of a request that are fetched at a time: the next one is received while one is verified."""
+_DROP_TIMEOUT_S = 10.0
+"""Time that a query waits for the store to delete objects."""
+
+_T = TypeVar("_T")
+_log = structlog.get_logger(__name__)
+
+
+class RemoteWorker:
+    """Exchanges KV of `cache`, whose segments in RAM `backend` has. `post` runs a callback between two steps.
+
+    All methods are called on the event loop. `timeout_s` limits each lookup.
+    """
+
+    def __init__(
+        self,
+        store: RemoteStore,
+        backend: Backend,
+        cache: KVCache,
+        *,
+        post: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float],
+        timeout_s: float,
+    ) -> None:
+        self._store = store
+        self._backend = backend
+        self._cache = cache
+        self._post = post
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._waiting: dict[tuple[str, bytes], list[Request]] = {}
+        """Requests that wait for what is found of their tokens, by namespace and tokens."""
+        self._fetches: dict[tuple[bytes, bool, bool], asyncio.Task[Fetched | None]] = {}
+        """Objects that are being fetched, for any number of requests."""
+        self._uploads: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """All tasks, kept from being collected while they wait."""
+        self._loop = asyncio.new_event_loop()
+        self._ended: Future[None] = Future()
+        # A daemon: a store that hangs must not keep the process from ending.
+        threading.Thread(target=self._run_loop, name="llamaslot-remote", daemon=True).start()
+
+    @property
+    def is_uploading(self) -> bool:
+        """True while a segment is being uploaded."""
+        return bool(self._uploads)
+
+    def prepare(self, request: Request, match: Match) -> None:
+        """Fetch what the store has of a queued request's prompt; the request `is_fetching` until that has ended."""
+        lookup = self._cache.remote.wanted(request.id, match, request.prefix)
+        if lookup is None:
+            return
+        request.is_fetching = True
+        key = lookup.namespace, lookup.tokens
+        waiting = self._waiting.setdefault(key, [])
+        waiting.append(request)
+        if len(waiting) == 1:
+            self._spawn(self._fetch_for(lookup))
+
+    def start(self, uploads: Sequence[Upload]) -> None:
+        """Start uploads, after the KV operations of their plan: they need the segments to be saved."""
+        for upload in uploads:
+            blocks = [(each, *found) for each in upload.blocks if (found := self._kv_of(each)) is not None]
+            task = self._spawn(self._upload(upload, blocks))
+            self._uploads.add(task)
+            task.add_done_callback(self._uploads.discard)
+
+    def clear(self, then: Callable[[str], None]) -> None:
+        """Delete all objects of this model; call `then` between two steps, with the reason if that failed."""
+        self._spawn(self._delete([self._store.clear], then))
+
+    def drop(self, namespace: str, paths: Sequence[tuple[bytes, int]], then: Callable[[str], None]) -> None:
+        """Delete the objects with tokens of these paths after the given positions; call `then` as `clear` does."""
+        calls = [lambda path=path, at=at: self._store.drop(namespace, path, at) for path, at in paths]
+        self._spawn(self._delete(calls, then))
+
+    def close(self) -> Future[None]:
+        """Cancel all tasks and end the thread; the future is done once it has ended."""
+        for each in self._tasks:
+            each.cancel()
+
+        async def end() -> None:
+            for each in asyncio.all_tasks() - {asyncio.current_task()}:
+                each.cancel()
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._store.close(), self._timeout_s)
+            self._loop.stop()
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop)
+        return self._ended
+
+    # --- tasks ---
+
+    async def _fetch_for(self, lookup: Lookup) -> None:
+        """Fetch and take in what is worth it for a lookup; then the requests that wait for it may be admitted."""
+        remote = self._cache.remote
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                with_checkpoints = lookup.restore_point is not None
+                find = self._store.find(
+                    lookup.namespace, lookup.tokens, lookup.start, with_checkpoints=with_checkpoints
+                )
+                found = await self._call(find)
+            choice = await self._between_steps(lambda: remote.choose(lookup, found))
+            if choice.portions or choice.checkpoint is not None:
+                async with asyncio.timeout(choice.seconds):
+                    await self._fetch_all(lookup, choice)
+        except CorruptObjectError:
+            self._post(remote.on_corrupt)
+        except (RemoteUnavailableError, TimeoutError) as error:
+            _log.warning("remote.unavailable", error=str(error) or "timeout")
+            self._post(lambda: remote.on_unavailable(self._clock()))
+        except (ValueError, MemoryError) as error:
+            _log.warning("remote.unusable", error=str(error) or type(error).__name__)
+        finally:
+            self._post(lambda: self._release(lookup))
+
+    async def _fetch_all(self, lookup: Lookup, choice: Choice) -> None:
+        wanted = [(each, False) for each in choice.portions]
+        if choice.rest is not None:
+            wanted.append((choice.rest, True))
+        fetches = [
+            self._fetch(each.object, kv=True, state=has_state) if i < _MAX_FETCHES else None
+            for i, (each, has_state) in enumerate(wanted)
+        ]
+        state: Kv | None = None
+        for i, (portion, has_state) in enumerate(wanted):
+            fetch = fetches[i]
+            assert fetch is not None
+            fetched = await asyncio.shield(fetch)
+            if i + _MAX_FETCHES < len(wanted):
+                later, with_state = wanted[i + _MAX_FETCHES]
+                fetches[i + _MAX_FETCHES] = self._fetch(later.object, kv=True, state=with_state)
+            if fetched is None or fetched.kv is None:
+                return
+            state = fetched.state if has_state else None
+            part = KvPart(
+                fetched.kv, range(portion.object.start, portion.object.end), range(portion.start, portion.end)
+            )
+            kv = await asyncio.to_thread(self._backend.join, [part])
+            await self._between_steps(lambda portion=portion, kv=kv: self._add(lookup, portion, kv))  # type: ignore[misc]
+        checkpoint = choice.checkpoint
+        if checkpoint is None:
+            return
+        if choice.rest is None:
+            fetched = await asyncio.shield(self._fetch(checkpoint, kv=False, state=True))
+            state = fetched.state if fetched is not None else None
+        if state is not None:
+            taken = state
+            await self._between_steps(lambda: self._add_checkpoint(lookup, checkpoint, taken))
+
+    def _fetch(self, wanted: RemoteObject, *, kv: bool, state: bool) -> asyncio.Task[Fetched | None]:
+        """Start to fetch an object, or return the fetch that another request has started."""
+        key = wanted.digest, kv, state
+        task = self._fetches.get(key)
+        if task is None:
+            self._fetches[key] = task = self._spawn(self._timed_fetch(wanted, kv=kv, state=state))
+            task.add_done_callback(lambda _: self._fetches.pop(key, None))
+        return task
+
+    async def _timed_fetch(self, wanted: RemoteObject, *, kv: bool, state: bool) -> Fetched | None:
+        began = perf_counter()
+        fetched = await self._call(self._store.fetch(wanted, kv=kv, state=state))
+        if fetched is not None:
+            n_bytes, seconds = fetched.n_bytes, perf_counter() - began
+            self._post(lambda: self._cache.remote.on_fetched(n_bytes, seconds))
+        return fetched
+
+    async def _upload(self, upload: Upload, blocks: Sequence[tuple[Block, tuple[KvPart, ...], Kv | None]]) -> None:
+        n_sent: int | None = 0
+        try:
+            for block, parts, state in blocks:
+                tokens = upload.tokens[: block.end * WIDTH]
+                n_bytes = await self._call(self._store.upload(upload.namespace, tokens, block.start, parts, state))
+                n_sent = (n_sent or 0) + n_bytes
+        except RemoteUnavailableError:
+            n_sent = None
+        except (ValueError, MemoryError) as error:
+            _log.error("remote.upload_failed", segment=upload.number, error=str(error) or type(error).__name__)
+        finally:
+            result = n_sent
+            self._post(lambda: self._cache.remote.on_uploaded(upload.number, self._clock(), result))
+
+    async def _delete(
+        self, calls: Sequence[Callable[[], Coroutine[Any, Any, None]]], then: Callable[[str], None]
+    ) -> None:
+        reason = ""
+        try:
+            async with asyncio.timeout(_DROP_TIMEOUT_S):
+                # What is being uploaded now may be of a path that is to be deleted.
+                await asyncio.gather(*self._uploads, return_exceptions=True)
+                for call in calls:
+                    await self._call(call())
+        except (RemoteUnavailableError, TimeoutError) as error:
+            reason = f"did not delete everything ({str(error) or 'timeout'}); ask again once it can"
+        self._post(lambda: then(reason))
+
+    # --- between two steps ---
+
+    def _add(self, lookup: Lookup, portion: Portion, kv: Kv) -> None:
+        number = self._cache.add_fetched(lookup, portion, len(kv))
+        if number is not None:
+            self._backend.put(number, portion.start, portion.end, kv)
+
+    def _add_checkpoint(self, lookup: Lookup, checkpoint: RemoteObject, state: Kv) -> None:
+        number = self._cache.add_fetched_checkpoint(lookup, checkpoint, len(state))
+        if number is not None:
+            self._backend.put(number, checkpoint.end, checkpoint.end, state)
+
+    def _release(self, lookup: Lookup) -> None:
+        for request in self._waiting.pop((lookup.namespace, lookup.tokens), []):
+            request.is_fetching = False
+
+    # --- inside ---
+
+    def _kv_of(self, block: Block) -> tuple[tuple[KvPart, ...], Kv | None] | None:
+        """The KV of a block's parts, and its checkpoint; None if any is not in RAM any more."""
+        parts: list[KvPart] = []
+        for each in block.parts:
+            kv = self._backend.kv_of(each.number)
+            if kv is None:
+                return None
+            parts.append(KvPart(kv, each.positions, each.wanted))
+        state = self._backend.kv_of(block.checkpoint) if block.checkpoint is not None else None
+        return (tuple(parts), state) if state is not None or block.checkpoint is None else None
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if not isinstance(error, CorruptObjectError | RemoteUnavailableError | ValueError | MemoryError):
+            _log.error("remote.failed", exc_info=error)
+
+    async def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Await a call of the store on its event loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    async def _between_steps(self, action: Callable[[], _T]) -> _T:
+        """Return what an action returns that is run between two steps."""
+        future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+
+        def run() -> None:
+            if not future.done():
+                future.set_result(action())
+
+        self._post(run)
+        return await future
+
+    def _run_loop(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+            self._ended.set_result(None)

@@ -1,0 +1,339 @@
+"""Remote tier: KV in a store that several servers share, as a prefetch and an upload of the RAM tier.
+
+    request queued --> wanted --> store: find --> choose --> store: fetch --> add (RAM, tree) --> admitted, loaded
+    segment in RAM --> upload queue --> store: upload
+
+A request whose prompt is not cached here is not admitted before the store was asked, and what is worth it was
+fetched. Fetched KV becomes an ordinary segment in RAM, so nothing else needs to know of the store. Every failure is
+a miss: the tokens are computed.
+
+    the store answers   fetch what takes less time than to compute it, by recent fetches
+    not in time         ask and upload nothing for `RETRY_DELAY_S`, then try again
+    corrupt object      count it, and use nothing from it on
+    invalid logits      look up nothing that begins like that prompt
+
+Times are seconds on the caller's clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from llamaslot.base.model import CheckpointSize, SegmentSize
+from llamaslot.base.namespaces import is_private
+from llamaslot.base.stats import RemoteStats
+from llamaslot.base.tokens import WIDTH
+from llamaslot.kvcache.match import Match
+from llamaslot.kvcache.node import Node
+from llamaslot.kvcache.offload.checkpoints import Checkpoints
+from llamaslot.kvcache.radix_tree import RadixTree
+from llamaslot.kvcache.remote.remote_io import (
+    BLOCK_TOKENS,
+    GRID_TOKENS,
+    Block,
+    BlockPart,
+    Found,
+    Portion,
+    RemoteObject,
+    Upload,
+    block_start,
+)
+from llamaslot.kvcache.segment import Segment
+from llamaslot.kvcache.tiers.disk_pacing import RETRY_DELAY_S
+from llamaslot.kvcache.tiers.segment_tiers import SegmentTiers
+
+_MIN_DEADLINE_S, _MAX_DEADLINE_S = 0.5, 10.0
+"""Limits of the time that a request waits for what is fetched: as long as computing it would take."""
+_PIN_S = 10.0
+"""Time that what was fetched stays in RAM for a request that waits for a slot."""
+_MAX_DENIED = 32
+"""Prompts with invalid logits that are remembered."""
+_NEWEST_WEIGHT = 0.2
+"""Weight of the newest fetch in the moving average."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Question to the store for a request that waits."""
+
+    request_id: str
+    namespace: str
+    tokens: bytes
+    """The tokens to be found, packed."""
+    start: int
+    """Tokens whose KV is cached here."""
+    end: int
+    """Tokens up to which it is wanted: all, or those before a segment that is cached here."""
+    restore_point: int | None
+    """Tokens from which a path can be continued here; None for a model without a partial state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Portions that are worth fetching within `seconds`, and a checkpoint after them.
+
+    If `rest` is given, it is the part of the checkpoint's block that is wanted too.
+    """
+
+    portions: tuple[Portion, ...] = ()
+    checkpoint: RemoteObject | None = None
+    rest: Portion | None = None
+    seconds: float = 0.0
+
+
+class RemoteTier:
+    """Decides what is asked of the store, fetched and uploaded. `seconds_to_compute` estimates prefill."""
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        tiers: SegmentTiers,
+        checkpoints: Checkpoints,
+        *,
+        size: SegmentSize,
+        checkpoint_size: CheckpointSize | None,
+        seconds_to_compute: Callable[[int], float],
+    ) -> None:
+        self._tree = tree
+        self._tiers = tiers
+        self._checkpoints = checkpoints
+        self._size = size
+        self._checkpoint_size = checkpoint_size
+        self._seconds_to_compute = seconds_to_compute
+        self._seconds_per_byte: float | None = None
+        """Moving average over fetches; None before the first."""
+        self._unavailable_until = 0.0
+        self._pinned_until: dict[str, float] = {}
+        self._denied: deque[tuple[str, bytes]] = deque(maxlen=_MAX_DENIED)
+        """Namespaces and prompts whose logits were invalid."""
+        self._stats = RemoteStats()
+
+    @property
+    def is_on(self) -> bool:
+        """True if there is a store."""
+        return self._tiers.uploads.is_on
+
+    @property
+    def stats(self) -> RemoteStats:
+        """What was fetched and uploaded since the start, and whether the store answers."""
+        return structs.replace(self._stats, is_available=self.is_on and self._tiers.now >= self._unavailable_until)
+
+    def tick(self) -> None:
+        """Begin a plan: unpin what was fetched for requests that still wait for a slot."""
+        for request_id, until in list(self._pinned_until.items()):
+            if until <= self._tiers.now:
+                self.unpin(request_id)
+
+    # --- fetching for a request that waits ---
+
+    def wanted(self, request_id: str, match: Match, tokens: bytes) -> Lookup | None:
+        """Return the question to the store for a request with this match; None if it need not be asked."""
+        namespace = match.namespace
+        if not self.is_on or is_private(namespace) or self._tiers.now < self._unavailable_until:
+            return None
+        if any(denied == namespace and tokens.startswith(prompt) for denied, prompt in self._denied):
+            return None
+        found = self._tree.match(namespace, tokens)
+        start = self._covered(found)
+        # After a gap, segments of this server may continue the prompt; between both nothing can be added twice.
+        later = [node.start for node in found.matched_end.path_to_root() if node.segment and node.start >= start]
+        end = min([*later, len(tokens) // WIDTH])
+        restore_point = match.n_cached if self._checkpoints.has_states else None
+        if end - (start if restore_point is None else min(restore_point, start)) < GRID_TOKENS:
+            return None
+        self._stats.lookups += 1
+        return Lookup(request_id, namespace, tokens, start, end, restore_point)
+
+    def choose(self, lookup: Lookup, found: Found) -> Choice:
+        """Return what of an answer takes less time to fetch than to compute, and fits into RAM."""
+        if lookup.restore_point is not None:
+            return self._choose_checkpoint(lookup, found)
+        portions = found.portions
+        while portions:
+            choice = Choice(portions)
+            if self._fits(lookup, choice) and (
+                seconds := self._pays(choice, found, lookup.start, portions[-1].end)
+            ):
+                return Choice(portions, seconds=seconds)
+            portions = portions[:-1]
+        return Choice()
+
+    def add(self, lookup: Lookup, portion: Portion, n_bytes: int) -> int | None:
+        """Take in a portion that was fetched; returns the number of its segment, whose KV the backend must get.
+
+        None if it is not wanted any more: it is here already, does not continue what is, or RAM has no room.
+        """
+        path = lookup.tokens[: portion.end * WIDTH]
+        match = self._tree.match(lookup.namespace, path)
+        nodes = match.matched_end.path_to_root()
+        has_segment = any(node.segment and min(node.end, match.n_matched) > portion.start for node in nodes)
+        if (
+            has_segment
+            or self._covered(match) < portion.start
+            or n_bytes != self._size.of(portion.end - portion.start)
+        ):
+            return None
+        if not self._tiers.fits(match.matched_end, [(portion.start, portion.end)]):
+            return None
+        segment = self._tiers.add(self._tree.insert(lookup.namespace, path), portion.start, portion.end)
+        segment.source = "remote"
+        self._pin(lookup, segment)
+        self._stats.fetched_tokens += segment.n_tokens
+        return segment.number
+
+    def add_checkpoint(self, lookup: Lookup, checkpoint: RemoteObject, n_bytes: int) -> int | None:
+        """Take in a checkpoint that was fetched; returns its number, or None if it is not wanted any more."""
+        end, size = checkpoint.end, self._checkpoint_size
+        path = lookup.tokens[: end * WIDTH]
+        match = self._tree.match(lookup.namespace, path)
+        if size is None or n_bytes not in size.all_of(end) or self._covered(match) < end:
+            return None
+        last = match.whole_end if match.whole_end.end == end else None
+        has_one = last is not None and last.checkpoint is not None
+        if has_one or not self._checkpoints.can_take(end):
+            return None
+        if not self._checkpoints.evict_for(n_bytes, match.matched_end.tenant):
+            return None
+        added = self._tiers.add_checkpoint(self._tree.insert(lookup.namespace, path), n_bytes)
+        self._pin(lookup, added)
+        return added.number
+
+    def unpin(self, request_id: str) -> None:
+        """Let what was fetched for a request be evicted: it was loaded, or is not wanted any more."""
+        if self._pinned_until.pop(request_id, None) is not None:
+            self._tiers.unpin_for(request_id)
+
+    def deny(self, namespace: str, tokens: bytes) -> None:
+        """Fetch nothing for prompts that begin like this any more: its logits were invalid."""
+        if self.is_on:
+            self._denied.append((namespace, tokens[: BLOCK_TOKENS * WIDTH]))
+
+    def on_fetched(self, n_bytes: int, seconds: float) -> None:
+        """An object was fetched."""
+        self._stats.fetched_bytes += n_bytes
+        per_byte, average = seconds / max(n_bytes, 1), self._seconds_per_byte
+        self._seconds_per_byte = per_byte if average is None else average + _NEWEST_WEIGHT * (per_byte - average)
+
+    def on_corrupt(self) -> None:
+        """An object was not what was uploaded."""
+        self._stats.corrupt_objects += 1
+
+    def on_unavailable(self, now: float) -> None:
+        """The store did not answer, or refused: nothing is asked of it for a while."""
+        self._stats.failures += 1
+        self._unavailable_until = now + RETRY_DELAY_S
+        # Its speed may be another one by then.
+        self._seconds_per_byte = None
+
+    # --- uploading ---
+
+    def take_uploads(self) -> list[Upload]:
+        """Uploads that begin now, after the KV operations of the same plan."""
+        if self._tiers.now < self._unavailable_until:
+            return []
+        uploads = []
+        for segment in self._tiers.uploads.take_due(self._tiers.now):
+            upload = self._upload(segment)
+            if upload is not None:
+                uploads.append(upload)
+            else:
+                self._tiers.uploads.postpone(segment)
+        return uploads
+
+    def on_uploaded(self, number: int, now: float, n_bytes: int | None) -> None:
+        """An upload has ended; `n_bytes` were sent, none if the store had it, None if it failed."""
+        self._tiers.uploads.on_uploaded(number, now, ok=n_bytes is not None)
+        self._stats.uploaded_bytes += n_bytes or 0
+        self._stats.uploads += bool(n_bytes)
+        self._stats.failed_uploads += n_bytes is None
+
+    # --- inside ---
+
+    def _choose_checkpoint(self, lookup: Lookup, found: Found) -> Choice:
+        """Return the deepest checkpoint that pays, with the cells before it: they are worth nothing without it."""
+        assert lookup.restore_point is not None
+        covered = found.portions[-1].end if found.portions else lookup.start
+        for each in sorted(found.checkpoints, key=lambda each: -each.end):
+            if not lookup.restore_point < each.end <= lookup.end or each.start > covered:
+                continue
+            portions = tuple(
+                Portion(one.object, one.start, min(one.end, each.start))
+                for one in found.portions
+                if one.start < each.start
+            )
+            start = max(lookup.start, each.start)
+            rest = Portion(each, start, each.end) if start < each.end else None
+            choice = Choice(portions, each, rest)
+            seconds = self._pays(choice, found, min(lookup.restore_point, lookup.start), each.end)
+            if seconds and self._fits(lookup, choice):
+                return Choice(portions, each, rest, seconds)
+        return Choice()
+
+    def _pays(self, choice: Choice, found: Found, start: int, end: int) -> float:
+        """Return how long a request waits for what saves it from computing `[start, end)`; 0 if it takes longer."""
+        wanted = [*choice.portions, *([choice.rest] if choice.rest is not None else [])]
+        n_bytes = sum(each.object.n_bytes for each in wanted)
+        n_bytes += choice.checkpoint.state_bytes if choice.checkpoint is not None else 0
+        to_compute = self._seconds_to_compute(end - start)
+        to_fetch = found.seconds + n_bytes * (self._seconds_per_byte or 0.0)
+        # Before the first measurements both are tried.
+        if to_compute and to_fetch >= to_compute:
+            return 0.0
+        return min(max(to_compute, _MIN_DEADLINE_S), _MAX_DEADLINE_S)
+
+    def _fits(self, lookup: Lookup, choice: Choice) -> bool:
+        wanted = [*choice.portions, *([choice.rest] if choice.rest is not None else [])]
+        match = self._tree.match(lookup.namespace, lookup.tokens)
+        return not wanted or self._tiers.fits(match.matched_end, [(each.start, each.end) for each in wanted])
+
+    def _covered(self, match: Match) -> int:
+        """Leading tokens of a match whose KV is in the pool or can be loaded."""
+        parts = self._tiers.readable(match.parts)
+        return parts[-1].end if parts else match.n_resident
+
+    def _pin(self, lookup: Lookup, segment: Segment) -> None:
+        self._tiers.pin_for(lookup.request_id, segment)
+        self._pinned_until[lookup.request_id] = self._tiers.now + _PIN_S
+
+    def _upload(self, segment: Segment) -> Upload | None:
+        """Return the blocks that a segment completes, with the last one of a path, or that of a checkpoint.
+
+        None if one of them is not in RAM whole.
+        """
+        end, number = segment.end, segment.number if segment.is_checkpoint else None
+        n_whole = end // BLOCK_TOKENS * BLOCK_TOKENS
+        ends = list(range(block_start(segment.start + 1) + BLOCK_TOKENS, n_whole + 1, BLOCK_TOKENS))
+        last = end // GRID_TOKENS * GRID_TOKENS
+        if number is not None:
+            ends = [end]
+        elif segment.is_end_of_path and last > max(n_whole, segment.start):
+            ends.append(last)
+        path = list(segment.nodes[-1].path_to_root())
+        blocks = tuple(Block(block_start(at), at, _parts(path, block_start(at), at), number) for at in ends)
+        if not all(block.parts for block in blocks):
+            return None
+        tokens = segment.prefix[: ends[-1] * WIDTH] if ends else b""
+        return Upload(segment.number, segment.namespace, tokens, blocks)
+
+
+def _parts(path: Sequence[Node], start: int, end: int) -> tuple[BlockPart, ...]:
+    """The parts of segments in RAM that have `[start, end)` of a path, which is given from its end.
+
+    None of them if any is missing.
+    """
+    parts: list[BlockPart] = []
+    for node in reversed(path):
+        low, high = max(node.start, start), min(node.end, end)
+        if low >= high:
+            continue
+        segment = node.segment
+        if segment is None or not segment.state.is_loadable:
+            return ()
+        if parts and parts[-1].number == segment.number:
+            low = parts.pop().wanted.start
+        parts.append(BlockPart(segment.number, range(segment.start, segment.end), range(low, high)))
+    return tuple(parts)

@@ -1,0 +1,103 @@
+"""Upload queue: which segments of RAM are sent to the remote tier, and when.
+
+A full segment is due at once, a partial one after a while, as for the disk: the next turn replaces it. Of
+checkpoints only forks, the deepest of a path and that of the system prompt are sent. What leaves RAM before it is
+due is not sent. What private requests compute never is, and what only a one-shot request has used is not before it
+is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from llamaslot.base.namespaces import is_private
+from llamaslot.kvcache.segment import Checkpoint, Segment
+from llamaslot.kvcache.tiers.disk_pacing import PARTIAL_DELAY_S, RETRY_DELAY_S
+
+_MAX_UPLOADS = 2
+"""Uploads at a time: which segment comes next is chosen as late as possible."""
+
+
+class UploadQueue:
+    """Segments to upload, each of `max_tokens` if it is full. Without a remote tier it stays empty."""
+
+    def __init__(self, max_tokens: int, *, is_on: bool) -> None:
+        self.is_on = is_on
+        self._max_tokens = max_tokens
+        self._waiting: dict[Segment, None] = {}
+        self._sending: dict[int, Segment] = {}
+        self._stored: set[Segment] = set()
+        """Segments of RAM that the store has."""
+        self._paused_until = 0.0
+        self._is_flushing = False
+
+    @property
+    def due_at(self) -> float | None:
+        """Time of the next upload; None if there is none, or enough are under way."""
+        if not self._waiting or len(self._sending) >= _MAX_UPLOADS:
+            return None
+        return max(self._paused_until, min(map(self._due_at, self._waiting)))
+
+    @property
+    def is_sending(self) -> bool:
+        """True while a segment is being uploaded."""
+        return bool(self._sending)
+
+    def put(self, segments: Iterable[Segment]) -> None:
+        """Queue segments that are in RAM, unless the store has them."""
+        for segment in segments if self.is_on else ():
+            is_stored = segment in self._stored or segment.number in self._sending
+            if segment.state.is_loadable and not is_stored and self._may_send(segment):
+                self._waiting.setdefault(segment)
+
+    def remove(self, segment: Segment) -> None:
+        """Forget a segment that left RAM."""
+        self._waiting.pop(segment, None)
+        self._stored.discard(segment)
+
+    def flush(self) -> None:
+        """Make every upload due at once: the server is shutting down."""
+        self._is_flushing = True
+
+    def take_due(self, now: float) -> list[Segment]:
+        """Return the segments whose upload begins now; `on_uploaded` is due for each of them."""
+        taken: list[Segment] = []
+        while self._waiting and now >= self._paused_until and len(self._sending) < _MAX_UPLOADS:
+            segment = next((each for each in self._waiting if self._due_at(each) <= now), None)
+            if segment is None:
+                break
+            del self._waiting[segment]
+            if self._may_send(segment):
+                self._sending[segment.number] = segment
+                taken.append(segment)
+        return taken
+
+    def on_uploaded(self, number: int, now: float, *, ok: bool) -> None:
+        """Handle the end of an upload; after a failure nothing is uploaded for `RETRY_DELAY_S`."""
+        segment = self._sending.pop(number)
+        if not ok:
+            self._paused_until = now + RETRY_DELAY_S
+            self.put([segment])
+        elif segment.state.is_loadable:
+            self._stored.add(segment)
+
+    def postpone(self, segment: Segment) -> None:
+        """Upload a segment once it is used again: what comes before it on its path is not in RAM now."""
+        del self._sending[segment.number]
+
+    def _due_at(self, segment: Segment) -> float:
+        waits = segment.is_partial(self._max_tokens) and not self._is_flushing
+        return segment.offloaded_at + (PARTIAL_DELAY_S if waits else 0.0)
+
+    def check(self, in_ram: set[Segment]) -> None:
+        """Verify that what waits or is known to be stored is in RAM; raises `AssertionError`."""
+        assert self._waiting.keys() <= in_ram
+        assert in_ram >= self._stored
+        assert self._stored.isdisjoint(self._waiting)
+
+    def _may_send(self, segment: Segment) -> bool:
+        if is_private(segment.namespace) or segment.is_one_shot:
+            return False
+        if not isinstance(segment, Checkpoint):
+            return True
+        return segment.is_fork or segment.is_deepest or segment.ends_first_message
