@@ -152,7 +152,11 @@ class Config:
     ubatch_size: Positive = _llama(
         512, "tokens that one step may compute", "-ub --ubatch-size", env="LLAMA_ARG_UBATCH"
     )
-    threads: CountOrMinusOne = _llama(-1, "threads of a decode step; -1 for the physical cores", "-t --threads")
+    threads: CountOrMinusOne = _llama(
+        -1,
+        "threads of a decode step; -1 for the physical cores, fewer where a CPU set or a quota allows fewer",
+        "-t --threads",
+    )
     threads_batch: CountOrMinusOne = _llama(-1, "threads of prefill; -1 for --threads", "-tb --threads-batch")
     gpu_layers: int | Literal["auto", "all"] = _llama(
         "auto", "layers on the GPU", "-ngl --gpu-layers --n-gpu-layers", env="LLAMA_ARG_N_GPU_LAYERS"

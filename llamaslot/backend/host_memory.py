@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 import psutil
 
+from llamaslot.backend.cgroups import CGROUPS, OWN_GROUPS, own_groups
 from llamaslot.kvcache.tiers.ram_budget import MemoryReading
 
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN_GROUPS = Path("/proc/self/cgroup")
 _PRESSURE = Path("/proc/pressure/memory")
 _MAC_WARNING, _MAC_CRITICAL = 2, 4
 """Values of macOS' `kern.memorystatus_vm_pressure_level`; 1 is normal."""
@@ -33,7 +32,7 @@ class _Group(NamedTuple):
     used: int
 
 
-def host_memory(cgroups: Path = _CGROUPS, own: Path = _OWN_GROUPS) -> tuple[int, int]:
+def host_memory(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS) -> tuple[int, int]:
     """Free and all memory of the host, or of the control groups that this process is in where they allow less."""
     memory = psutil.virtual_memory()
     free, total = int(memory.available), int(memory.total)
@@ -50,7 +49,7 @@ def mapped_bytes() -> int:
     return int(getattr(psutil.Process().memory_info(), "shared", 0))
 
 
-def pressure_files(cgroups: Path = _CGROUPS, own: Path = _OWN_GROUPS, host: Path = _PRESSURE) -> list[Path]:
+def pressure_files(cgroups: Path = CGROUPS, own: Path = OWN_GROUPS, host: Path = _PRESSURE) -> list[Path]:
     """Files in which Linux says how long tasks waited for memory: of the host, and of limited groups (v2 only)."""
     return [host, *(each.folder / "memory.pressure" for each in _limited_groups(cgroups, own))]
 
@@ -108,24 +107,12 @@ class MemoryReader:
 
 
 def _limited_groups(cgroups: Path, own: Path) -> Iterator[_Group]:
-    """Control groups of this process that have a limit; in a container its own one may be the root of the mount."""
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+    """Control groups of this process that have a limit of memory."""
+    for folder, is_v1 in own_groups("memory", cgroups, own):
+        try:
+            yield _group_v1(folder) if is_v1 else _group_v2(folder)
+        except (OSError, ValueError):
             continue
-        mount, limit_of = (cgroups / "memory", _group_v1) if controllers else (cgroups, _group_v2)
-        group = mount / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(mount):
-                break
-            try:
-                yield limit_of(folder)
-            except (OSError, ValueError):
-                continue
 
 
 def _group_v2(folder: Path) -> _Group:

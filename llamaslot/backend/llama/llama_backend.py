@@ -10,9 +10,9 @@ from typing import Any
 import llama_cpp
 import msgspec
 import numpy as np
-import psutil
 
 from llamaslot.backend.constraints.compiler import Compiled, ConstraintCompiler
+from llamaslot.backend.host_cpus import host_cpus
 from llamaslot.backend.llama import kv_cost, library, loading, measurements, sizing, step_cost
 from llamaslot.backend.llama.batch import Batch
 from llamaslot.backend.llama.constraint_tokenizer import ConstraintTokenizer
@@ -45,7 +45,7 @@ class LlamaBackend:
 
     def __init__(self, settings: LlamaSettings, on_progress: Callable[[float], bool] = lambda _share: True) -> None:
         library.initialise()
-        n_threads = settings.n_threads or psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+        n_threads = settings.n_threads or host_cpus().n_threads
         self._closed = False
         self._settings = settings
         files = loading.kv_files(settings.model)

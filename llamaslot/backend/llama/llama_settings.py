@@ -42,7 +42,7 @@ class LlamaSettings:
     n_batch: int = 2048
     n_ubatch: int = 512
     n_threads: int = 0
-    """Threads of a decode step; 0 for the machine's physical cores."""
+    """Threads of a decode step; 0 for the physical cores that this process may use."""
     n_threads_batch: int = 0
     """Threads of prefill; 0 for as many as `n_threads`."""
     n_gpu_layers: int = -1

@@ -20,6 +20,7 @@ import llama_cpp
 import msgspec
 
 from llamaslot.backend.files import open_regular, private_folder, write_atomically
+from llamaslot.backend.host_cpus import host_cpus
 from llamaslot.backend.llama import library
 from llamaslot.backend.llama.kv_cost import MAX_IDLE_CELLS
 from llamaslot.backend.llama.llama_settings import LlamaSettings
@@ -60,7 +61,7 @@ class _Kept(msgspec.Struct, frozen=True):
 
 def key_of(settings: LlamaSettings, info: ModelInfo, n_seqs: int) -> str:
     """Return a digest of everything that the measurements depend on."""
-    n_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cpus = host_cpus()
     facts = (
         FORMAT,
         _identities(parts(settings.model)),
@@ -69,7 +70,13 @@ def key_of(settings: LlamaSettings, info: ModelInfo, n_seqs: int) -> str:
         # A larger pool does not change what is measured in one pool for all.
         (min(info.n_ctx, MAX_IDLE_CELLS + info.n_ubatch) if info.unified else info.n_ctx, n_seqs, info.flash_attn),
         (llama_cpp.__version__, _identities(library.paths())),
-        (platform.machine(), n_cpus, info.device, [device.description for device in library.devices()]),
+        (
+            platform.machine(),
+            cpus.allowed,
+            cpus.n_threads,
+            info.device,
+            [device.description for device in library.devices()],
+        ),
     )
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
