@@ -65,6 +65,8 @@ class StateCost(msgspec.Struct, frozen=True):
     """Milliseconds to give it back to a sequence."""
 
 
+CPU = "CPU"
+"""`ModelInfo.device` of a model of which nothing is computed on a GPU."""
 QUERY_BLOCK = 64
 """Query block: tokens of a step that llama.cpp's flash attention computes together on a CPU."""
 
@@ -229,6 +231,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     cache_type_v: str
     device: str
     """Device that the model runs on, for a person to read."""
+    backends: tuple[str, ...] = ()
+    """Backends of ggml in the llama.cpp build, such as CUDA and CPU; empty for a backend without llama.cpp."""
     reuse_reason: str = ""
     """The reason where `can_trim` is false, and where there are no checkpoints, why not."""
     self_test: SelfTestOutcome = ""

@@ -11,7 +11,8 @@ import pytest
 from bench import synthetic
 from llamaslot.app.config import Config
 from llamaslot.app.start_lines import announce
-from llamaslot.backend.llama import LlamaBackend, LlamaSettings
+from llamaslot.backend.host_gpus import host_gpus
+from llamaslot.backend.llama import LlamaBackend, LlamaSettings, library
 from llamaslot.base.model import CheckpointLimits, StateCost, StateKind
 from llamaslot.processes.messages import Loaded
 from tests.fake_backend import FakeBackend
@@ -41,9 +42,15 @@ CHECKPOINTS = {
 
 
 def announced(
-    folder: Path, capsys: pytest.CaptureFixture[str], shape: str, limits: CheckpointLimits | None = None
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    shape: str,
+    limits: CheckpointLimits | None = None,
+    *,
+    config: Config | None = None,
+    beginning: tuple[str, ...] = ("Prefix reuse", "Checkpoints"),
 ) -> list[str]:
-    """The lines about reuse of a model, which has checkpoints if there are limits for them."""
+    """The lines about reuse of a model, or others, by their beginning; it has checkpoints if there are limits."""
     model = synthetic.ensure(shape, folder=folder)
     backend = LlamaBackend(
         LlamaSettings(model, n_ctx=512, n_slots=2, n_ubatch=64, n_threads=1, checkpoints=limits is not None)
@@ -52,9 +59,9 @@ def announced(
         backend.info, checkpoint_limits=limits, state_cost=StateCost(1.25, 0.5) if limits is not None else None
     )
     backend.close()
-    announce(Loaded(info, ram_line="", disk_line=""), ["http://127.0.0.1:1"], Config())
+    announce(Loaded(info, ram_line="", disk_line=""), ["http://127.0.0.1:1"], config or Config())
     lines = capsys.readouterr().out.splitlines()
-    return [line for line in lines if line.startswith(("Prefix reuse", "Checkpoints"))]
+    return [line for line in lines if line.startswith(beginning)]
 
 
 @pytest.mark.parametrize("shape", LINES)
@@ -90,3 +97,17 @@ def test_a_line_says_that_there_is_no_room_for_a_checkpoint(
     _, line = announced(tmp_path, capsys, "tiny-lfm2", CheckpointLimits(100, 32, 1024))
     assert "room for 0; " in line
     assert line.endswith("Give --checkpoint-ram more, or only what a slot computed last is continued.")
+
+
+@pytest.mark.skipif(library.gpus() != [], reason="the model runs on a GPU")
+def test_a_line_says_that_no_gpu_is_used_although_one_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asking = Config(gpu_layers=99)
+    (line,) = announced(
+        tmp_path, capsys, "tiny", config=asking, beginning=("--gpu-layers 99 asks for a GPU, but ",)
+    )
+    assert "llama.cpp" in line
+    assert "CPU" in line
+    for config in (Config(gpu_layers=0), Config()) if not host_gpus() else (Config(gpu_layers=0),):
+        assert announced(tmp_path, capsys, "tiny", config=config, beginning=("--gpu-layers", "This machine")) == []

@@ -14,6 +14,8 @@ import llama_cpp
 import structlog
 from llama_cpp._ggml import libggml
 
+from llamaslot.base.model import CPU
+
 _log = structlog.get_logger("llama.cpp")
 
 _DEBUG, _WARN, _ERROR = 1, 3, 4
@@ -101,6 +103,35 @@ def row_bytes(kind: int, width: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Build:
+    """Facts about the library as it was built."""
+
+    version: str
+    """Version of llama-cpp-python."""
+    flags: str
+    """Instruction sets and options, as llama.cpp lists them."""
+    backends: tuple[str, ...]
+    """Backends of ggml that it has, such as CUDA and CPU."""
+
+
+def build() -> Build:
+    """Return how the library was built; to be called after `initialise`."""
+    flags = llama_cpp.llama_print_system_info().decode(errors="replace")
+    return Build(llama_cpp.__version__, " ".join(flags.split()).strip(" |"), backends())
+
+
+def backends() -> tuple[str, ...]:
+    """Names of the backends that were compiled in, or found by ggml."""
+    libggml.ggml_backend_reg_count.restype = ctypes.c_size_t
+    libggml.ggml_backend_reg_get.argtypes = [ctypes.c_size_t]
+    libggml.ggml_backend_reg_get.restype = ctypes.c_void_p
+    libggml.ggml_backend_reg_name.argtypes = [ctypes.c_void_p]
+    libggml.ggml_backend_reg_name.restype = ctypes.c_char_p
+    found = (libggml.ggml_backend_reg_get(i) for i in range(libggml.ggml_backend_reg_count()))
+    return tuple(libggml.ggml_backend_reg_name(each).decode(errors="replace") for each in found)
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """A device that ggml computes on, and its memory in bytes."""
 
@@ -115,6 +146,12 @@ def gpus() -> list[Device]:
     """The GPUs that llama.cpp uses: integrated ones only where there are no others."""
     found = devices()
     return [each for each in found if each.kind == GPU] or [each for each in found if each.kind == INTEGRATED_GPU]
+
+
+def device_used(n_gpu_layers: int) -> str:
+    """Return `ModelInfo.device` for a model with that many layers on the GPU."""
+    used = gpus() if n_gpu_layers != 0 else []
+    return ", ".join(f"{each.name} ({each.description})" for each in used) or CPU
 
 
 def devices() -> list[Device]:

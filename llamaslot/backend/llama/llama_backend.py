@@ -224,7 +224,6 @@ class LlamaBackend:
         n_ctx_train = llama_cpp.llama_model_n_ctx_train(model)
         n_ctx_seq = llama_cpp.llama_n_ctx_seq(context)
         reason = capabilities.why_not_reusable(model, made.caches)
-        gpus = library.gpus() if settings.n_gpu_layers != 0 else []
         template = (llama_cpp.llama_model_chat_template(model, None) or b"").decode(errors="replace")
         return ModelInfo(
             name=library.metadata(model, "general.name") or settings.model.stem,
@@ -251,7 +250,8 @@ class LlamaBackend:
             sizing=size,
             cache_type_k=settings.cache_type_k,
             cache_type_v=settings.cache_type_v,
-            device=", ".join(f"{each.name} ({each.description})" for each in gpus) or "CPU",
+            device=library.device_used(settings.n_gpu_layers),
+            backends=library.backends(),
             reuse_reason=reason,
             state=capabilities.read(model, context, made.caches),
             keeps_checkpoints=settings.checkpoints

@@ -1,0 +1,42 @@
+"""Reasons why a model runs on the CPU of a machine that has a GPU, or although a GPU was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llamaslot.backend.host_gpus import HostGpu
+from llamaslot.base.model import CPU
+
+_WITHOUT_GPU = frozenset({"CPU", "BLAS", "RPC"})
+"""ggml's backends that use no GPU of this machine."""
+
+
+def why_no_gpu(gpu_layers: int | str, device: str, backends: Sequence[str], host: Sequence[HostGpu]) -> str:
+    """Return why the GPU is not used, and what to do; empty where it is, or where none is wanted.
+
+    `gpu_layers` is the flag's value, `device` what computes. With `auto`, a GPU is wanted if the machine has one.
+    """
+    if device != CPU or gpu_layers == 0 or not backends:
+        return ""
+    asked = f"--gpu-layers {gpu_layers} asks for a GPU" if gpu_layers != "auto" else ""
+    if not asked and not host:
+        return ""
+    seen = " and ".join(gpu.name for gpu in host)
+    reason = asked or f"This machine has {'an' if seen[0] in 'AN' else 'a'} {seen}"
+    gpu_backends = [each for each in backends if each not in _WITHOUT_GPU]
+    if gpu_backends:
+        return f"{reason}, but llama.cpp ({', '.join(backends)}) finds none that it can use: {_driver_advice(host)}"
+    if not host:
+        return f"{reason}, but there is none here, and llama.cpp is built for {', '.join(backends)} only"
+    return (
+        f"{reason}, but llama.cpp is built for {', '.join(backends)} only: install llama-cpp-python again with "
+        f'CMAKE_ARGS="{host[0].cmake_args}" (docs/install.md), or give --gpu-layers 0'
+    )
+
+
+def _driver_advice(host: Sequence[HostGpu]) -> str:
+    if host and not host[0].has_driver:
+        return f"install the driver of the {host[0].name}, or pass the GPU to this container"
+    return (
+        "look whether its driver is older than the toolkit of the build, and whether this user may open the device"
+    )
