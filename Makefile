@@ -15,7 +15,7 @@ SETUP = @command -v $(PYTHON) >/dev/null 2>&1 || { echo "llamaslot setup: $(PYTH
 # Hundreds of processes are started here: each would compile every module that it imports, which takes over a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help serve setup test test-slow check audit bench bench-peers bench-publish eval-demo size clean setup-dev setup-bench fuzz setup-fuzz soak test-clients
+.PHONY: help serve setup test test-slow check audit bench bench-peers bench-publish eval-demo dist size clean setup-dev setup-bench fuzz setup-fuzz soak test-clients
 
 help: ## list the targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -60,6 +60,9 @@ soak: setup-bench ## an hour of mixed requests to one server: does memory grow, 
 
 eval-demo: setup-bench ## test the memory of the embedded model
 	$(BIN)/python -m bench.demo.evaluate $(ARGS)
+
+dist: setup-dev ## a wheel and a source distribution in dist/, which need no checkout
+	$(BIN)/python -m build --no-isolation $(ARGS)
 
 size: setup-dev ## code lines and modules of the package, and its size limits
 	$(BIN)/python -m bench size $(ARGS)
