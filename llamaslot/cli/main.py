@@ -15,6 +15,7 @@ _COMMANDS = {
     "chat": "Talk to a running server.",
     "cache": "Show what a running server's prefix cache holds.",
     "pull": "Download a model.",
+    "doctor": "Check this machine and a configuration, and measure for ten seconds.",
 }
 """Help texts by command; each command is a module NAME_command of this package."""
 

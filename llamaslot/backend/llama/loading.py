@@ -122,6 +122,24 @@ def load_vocab(path: Path) -> Any:
     return model
 
 
+def load_structure(path: Path) -> Any:
+    """Return a model whose weights are not read, for its capabilities; raises `ConfigError`.
+
+    Without `no_alloc` but for the vocabulary alone, llama.cpp does not read what they follow from.
+    """
+    check_file(path)
+    library.initialise()
+    params = llama_cpp.llama_model_default_params()
+    params.no_alloc = True
+    params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+    params.n_gpu_layers = 0
+    with library.watched(quiet=True) as (_, errors):
+        model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
+        if not model:
+            raise ConfigError(f"cannot load {path}: {_reason(errors)}", param="--model")
+    return model
+
+
 def kv_files(path: Path) -> tuple[ModelFile, ...]:
     """Return `ModelInfo.kv_files`; to be called before the model is loaded."""
     return tuple(map(ModelFile.of, (*parts(path), *library.paths())))

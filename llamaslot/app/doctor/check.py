@@ -1,0 +1,45 @@
+"""The result of a check."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Outcome(StrEnum):
+    """How a check went; a server starts unless one has failed."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One row of the doctor's table."""
+
+    name: str
+    outcome: Outcome
+    found: str
+    advice: str = ""
+    """What to change; empty where nothing is wrong."""
+
+
+def ok(name: str, found: str) -> Check:
+    """Return a check that found nothing wrong."""
+    return Check(name, Outcome.OK, found)
+
+
+def warn(name: str, found: str, advice: str) -> Check:
+    """Return a check that found what makes a server slower, smaller or less safe."""
+    return Check(name, Outcome.WARN, found, advice)
+
+
+def fail(name: str, found: str, advice: str) -> Check:
+    """Return a check that found what keeps a server from starting or from working."""
+    return Check(name, Outcome.FAIL, found, advice)
+
+
+def shown_size(n_bytes: float) -> str:
+    """Return a size for a person to read."""
+    return f"{n_bytes / 2**30:,.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:,.0f} MiB"

@@ -1,0 +1,89 @@
+"""Facts about llama.cpp and a model, asked in a process of its own.
+
+A build for another CPU or GPU may end its process (SIGILL), or not load at all: then that is the fact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+_PROBE = "llamaslot.app.doctor.llama_probe"
+_TIMEOUT_S = 60.0
+_REBUILD = "install llama-cpp-python again, built on this machine (docs/install.md)"
+
+
+class DeviceFacts(msgspec.Struct, frozen=True):
+    """A device that ggml computes on; sizes in bytes."""
+
+    name: str
+    description: str
+    is_gpu: bool
+    free: int
+    total: int
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """Facts on a model file; `error` is why llama.cpp cannot read it, else empty."""
+
+    architecture: str = ""
+    reuse: str = ""
+    """How prefixes are reused: `to the token`, `by checkpoints`, or why not."""
+    error: str = ""
+
+
+class LlamaFacts(msgspec.Struct, frozen=True):
+    """Facts on the library, its devices, and the model if one was given."""
+
+    version: str
+    flags: str
+    backends: tuple[str, ...]
+    devices: tuple[DeviceFacts, ...]
+    model: ModelFacts | None = None
+
+
+class LlamaError(Exception):
+    """llama.cpp does not load here; `advice` says what to do."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(reason)
+        self.advice = advice
+
+
+def ask_llama(model: Path | None = None) -> LlamaFacts:
+    """Load llama.cpp, and a model without its weights, in another process. Raises `LlamaError`."""
+    command = [sys.executable, "-P", "-m", _PROBE, *([str(model)] if model is not None else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise LlamaError(
+            f"llama.cpp did not load within {_TIMEOUT_S:.0f} s", "look whether the disk answers"
+        ) from None
+    if done.returncode == 0:
+        return msgspec.json.decode(done.stdout, type=LlamaFacts)
+    raise _failure(done.returncode, done.stderr.decode(errors="replace"))
+
+
+def _failure(status: int, errors: str) -> LlamaError:
+    lines = [line for line in errors.splitlines() if line.strip()]
+    last = lines[-1].strip() if lines else f"exit status {status}"
+    if status == -signal.SIGILL:
+        return LlamaError("llama.cpp uses instructions that this CPU does not have (SIGILL)", _REBUILD)
+    if status < 0:
+        name = f"signal {-status}"
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(-status).name
+        return LlamaError(f"loading llama.cpp ended its process ({name})", _REBUILD)
+    if "No module named" in last:
+        return LlamaError(f"llama-cpp-python is not installed whole: {last}", "install llama-cpp-python")
+    if "cannot open shared object" in last or "Library not loaded" in last:
+        return LlamaError(
+            f"llama.cpp needs a library that is not here: {last}",
+            "install the toolkit or driver that the wheel was built for, or a wheel for this machine's device",
+        )
+    return LlamaError(f"llama.cpp does not load: {last}", _REBUILD)

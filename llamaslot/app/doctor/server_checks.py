@@ -1,0 +1,141 @@
+"""Checks of the configuration: is it valid, who may reach the server, is its port free?"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import http.client
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+from llamaslot.api.keys import ApiKeys
+from llamaslot.api.middleware import is_loopback
+from llamaslot.app.config import Config
+from llamaslot.app.config_reader import listed, read_config
+from llamaslot.app.doctor.check import Check, fail, ok, warn
+from llamaslot.app.http_config import api_settings
+from llamaslot.app.template_config import read_template
+from llamaslot.app.tls import tls_context
+from llamaslot.base.errors import ConfigError
+
+_ASK_TIMEOUT_S = 1.0
+_FIX_CONFIG = "correct it: `llamaslot serve` would end with this line"
+
+
+def configuration(flags: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Config, Check]:
+    """Return the configuration and whether it is valid; the default where it cannot be read."""
+    file = flags.config or environ.get("LLAMASLOT_CONFIG")
+    config = Config()
+    try:
+        config = read_config(flags, environ)
+        read_template(config)
+        api_settings(config)
+        tls_context(config, time.monotonic)
+    except ConfigError as error:
+        return config, fail("configuration", error.message, _FIX_CONFIG)
+    changed = sum(getattr(config, name) != getattr(Config(), name) for name in Config.__slots__)
+    found = f"{changed} settings other than the default" + (f"; file {file}" if file else "")
+    return config, ok("configuration", found)
+
+
+def access(config: Config) -> Check:
+    """Check who may use the server: other machines, and other users of this one."""
+    outside = [host for host in listed(config.host) if not is_loopback(host)]
+    where = f"listens on {config.host}"
+    try:
+        has_keys = bool(ApiKeys(listed(config.api_key), config.api_key_file, time.monotonic))
+    except ConfigError as error:
+        return fail("access", error.message, _FIX_CONFIG)
+    if outside and not has_keys:
+        advice = "--api-key-file: whoever reaches the port may use the model and clear the cache (docs/security.md)"
+        return warn("access", f"{where}, without API keys (--insecure)", advice)
+    if config.api_key_file and _others_can_read(Path(config.api_key_file)):
+        return warn("access", f"other users may read {config.api_key_file}", f"chmod 600 {config.api_key_file}")
+    if outside and not config.ssl_cert_file:
+        advice = (
+            "--ssl-cert-file and --ssl-key-file, or a proxy with TLS in front: keys and prompts are not encrypted"
+        )
+        return warn("access", f"{where}, with API keys, without TLS", advice)
+    if not has_keys:
+        return ok("access", f"{where}: all users of this machine, without API keys")
+    return ok("access", f"{where}, with API keys{', over TLS' if config.ssl_cert_file else ''}")
+
+
+def port(config: Config) -> Check:
+    """Check whether the addresses are free, and if not, who has them."""
+    for host in listed(config.host):
+        try:
+            _bind(host, config.port)
+        except OSError as error:
+            return _not_bound(host, config.port, error)
+    if config.port == 0:
+        return ok("port", "a free one is chosen")
+    return ok("port", f"{config.port} is free")
+
+
+def _bind(host: str, number: int) -> None:
+    """Listen on an address for a moment, as the server would. Raises `OSError`."""
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    ):
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind(address)
+            listener.listen(1)
+
+
+def _not_bound(host: str, number: int, error: OSError) -> Check:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return fail("port", f"{host} is no address of this machine ({error.strerror})", "give another --host")
+    if isinstance(error, PermissionError):
+        return fail("port", f"this user may not listen on port {number}", "give a --port from 1024 on, or a proxy")
+    if error.errno != errno.EADDRINUSE:
+        return fail("port", f"cannot listen on {host}:{number}: {error.strerror}", "give another --host or --port")
+    name = _asked(host, number)
+    found = f"{number} is in use by {' '.join(_listeners(number)) or 'another program'}"
+    if name == "llamaslot":
+        return warn("port", f"{found}: a llamaslot server runs there", "for a second server, give another --port")
+    answers = f", which answers as {name}" if name else ""
+    return fail("port", found + answers, "give another --port, or end that program")
+
+
+def _asked(host: str, number: int) -> str:
+    """Return how the HTTP server on a port names itself; empty for none."""
+    nearby = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    connection = http.client.HTTPConnection(nearby, number, timeout=_ASK_TIMEOUT_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().headers.get("Server", "") or "an HTTP server"
+    except (OSError, http.client.HTTPException):
+        return ""
+    finally:
+        connection.close()
+
+
+def _listeners(number: int) -> Iterator[str]:
+    """Yield the processes that listen on a port, as far as this user may see them."""
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.Error:
+        return
+    listening = (each for each in connections if each.status == "LISTEN" and each.laddr.port == number)
+    for pid in sorted({each.pid for each in listening if each.pid is not None}):
+        try:
+            yield f"{psutil.Process(pid).name()} (process {pid})"
+        except psutil.Error:
+            continue
+
+
+def _others_can_read(path: Path) -> bool:
+    try:
+        return bool(path.stat().st_mode & (stat.S_IRWXO | stat.S_IWGRP)) and os.name == "posix"
+    except OSError:
+        return False
