@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 
 from llamaslot import __version__
@@ -16,6 +16,7 @@ _COMMANDS = {
     "cache": "Show what a running server's prefix cache holds.",
     "pull": "Download a model.",
     "doctor": "Check this machine and a configuration, and measure for ten seconds.",
+    "completion": "Print a script by which a shell completes commands and flags.",
 }
 """Help texts by command; each command is a module NAME_command of this package."""
 
@@ -23,16 +24,8 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
-    parser = Parser(prog="llamaslot", description="Serve GGUF models without computing the same prefix twice.")
-    parser.add_argument("--version", action="version", version=f"llamaslot {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, text in _COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        if name in args[:1]:
-            # Only the command that runs is imported: the others would make it start later.
-            module = import_module(f"llamaslot.cli.{name}_command")
-            module.configure(command)
-            command.set_defaults(run=module.run, parser=command)
+    # Only the command that runs is imported: the others would make it start later.
+    parser = command_line(args[:1])
     try:
         parsed = parser.parse(args)
         status: int = parsed.run(parsed)
@@ -42,6 +35,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def command_line(configured: Collection[str] = tuple(_COMMANDS)) -> Parser:
+    """Return the parser of all commands, of which those that are `configured` have their arguments."""
+    parser = Parser(prog="llamaslot", description="Serve GGUF models without computing the same prefix twice.")
+    parser.add_argument("--version", action="version", version=f"llamaslot {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, text in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        if name in configured:
+            module = import_module(f"llamaslot.cli.{name}_command")
+            module.configure(command)
+            command.set_defaults(run=module.run, parser=command)
+    return parser
 
 
 if __name__ == "__main__":

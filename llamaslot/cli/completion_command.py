@@ -1,0 +1,81 @@
+"""`llamaslot completion SHELL`: print a script that completes commands, flags, their words, files and folders."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+import shtab
+
+from llamaslot.app.config import options
+from llamaslot.app.models import known_models
+from llamaslot.cli.main import command_line
+
+_SHELLS = ("bash", "zsh", "fish")
+_FOLDERS = ("cache_disk", "slot_save_path")
+_GGUF = {**shtab.glob("*.gguf"), "zsh": "_files -g '*.gguf'"}
+"""Model files. zsh completes no flag beside shtab's own pattern, which has parentheses."""
+_FILES = ("config", "cacert", "cache_remote_ca")
+"""Arguments that name files, besides all options whose names end in `_file`."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `llamaslot completion`."""
+    parser.add_argument("shell", choices=_SHELLS, metavar="{bash,zsh,fish}")
+    parser.epilog = (
+        "bash: source <(llamaslot completion bash), in ~/.bashrc; "
+        "zsh: llamaslot completion zsh > a file _llamaslot in a folder of $fpath; "
+        "fish: llamaslot completion fish > ~/.config/fish/completions/llamaslot.fish"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the script."""
+    print(_with_whole_flags(shtab.complete(_described(), args.shell), args.shell))
+    return 0
+
+
+def _with_whole_flags(script: str, shell: str) -> str:
+    """Make flags of several letters behind one dash (`-ngl`) whole ones.
+
+    For zsh and fish, shtab writes them as short flags of one letter each, which could be stacked.
+    """
+    if shell == "zsh":
+        return script.replace("_arguments -C -s ", "_arguments -C ")
+    if shell == "fish":
+        # Only up to the description.
+        return re.sub(r"^complete .*?(?= -d '|$)", _old_style, script, flags=re.MULTILINE)
+    return script
+
+
+def _old_style(found: re.Match[str]) -> str:
+    """Return a line of fish with `-o` (old style) for `-s` (short)."""
+    return re.sub(r" -s (?=[\w-]{2})", " -o ", found[0])
+
+
+def _described() -> argparse.ArgumentParser:
+    """Return the parser of all commands, with what completes the values of their arguments.
+
+    It only describes: words become choices, which the parser of a command would refuse all others for.
+    """
+    parser = command_line()
+    for subparsers in parser._get_positional_actions():
+        assert isinstance(subparsers.choices, dict)
+        for name, command in subparsers.choices.items():
+            for action in command._actions:
+                _describe(action, name)
+    return parser
+
+
+def _describe(action: argparse.Action, command: str) -> None:
+    words = {option.name: [word for word in option.choices if word != "N"] for option in options()}
+    if action.dest == "model" or (action.dest == "name" and command != "pull"):
+        action.complete = _GGUF  # type: ignore[attr-defined]
+    elif action.dest == "name":
+        action.choices = list(known_models())
+    elif action.dest in _FILES or action.dest.endswith("_file"):
+        action.complete = shtab.FILE  # type: ignore[attr-defined]
+    elif action.dest in _FOLDERS:
+        action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    elif words.get(action.dest):
+        action.choices = words[action.dest]
