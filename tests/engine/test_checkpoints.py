@@ -113,17 +113,22 @@ async def test_eight_conversations_go_on_in_a_pool_and_ram_for_three(
     texts = [f"<|im_start|>system\n{i} {words(draw, 60)}<|im_end|>\n" for i in range(8)]
     computed = fewest = 0
     async with running(backend, disk=store, **budgets) as engine:
-        tiers = engine.engine.scheduler.cache._tiers
+        cache = engine.engine.scheduler.cache
+        tiers, policy = cache._tiers, cache._policy
         for n in range(3):
             for i, text in enumerate(texts):
                 before = len(backend.vocab.tokenize(text, add_special=True, parse_special=True)) if n else 0
                 texts[i], end = await turn(engine, f"{i}.{n}", text + user(f"{i} {n} {words(draw, 6)}"))
                 computed += end.progress.n_prompt_computed
                 fewest += end.progress.n_prompt - before
-                # Users take longer than this, and than this disk.
+                # Users take longer than this machine to offload what is idle, and than its disk.
                 await asyncio.sleep(0.1)
                 async with asyncio.timeout(10):
-                    while tiers.busy or (tiers.writer.due_at or math.inf) <= engine.engine._clock():
+                    while (
+                        tiers.busy
+                        or policy._idle_work_at is not None
+                        or (tiers.writer.due_at or math.inf) <= engine.engine._clock()
+                    ):
                         await asyncio.sleep(0.001)
         stats = engine.engine.scheduler.cache.stats()
     backend.close()
